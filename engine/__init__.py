@@ -1,6 +1,5 @@
 """The paged-attention engine.
 
-Other packages import `api`, `config`, `errors`, `client`, `model_store`, `frames` and `signals`
-only. `python -m engine.server.server` is its process, which `gateway.engine_supervisor` keeps
-running.
+Other packages import its interface only; ARCHITECTURE.md lists the modules. Its process is
+`python -m engine.server.server`, which `gateway.engine_supervisor` keeps running.
 """

@@ -1,16 +1,18 @@
-"""The engine's interface: every value that crosses between the gateway and the engine.
+"""The engine's interface: the commands that the gateway sends, and the events that answer them.
 
 It knows nothing of HTTP, dialects, tenants, keys or prices, and nothing of tensors. The gateway
 builds a `Request` and reads events; `engine.server.service` answers. Each value is frozen and
-travels as msgpack (`engine.protocol`). Times are durations in seconds, counted from the moment the
-engine receives the message, never instants: two processes share no clock.
+travels as msgpack (`engine.protocol`); the heartbeat's are in `engine.statistics`. Times are
+durations in seconds, counted from the moment the engine receives the message, never instants: two
+processes share no clock.
 
     gateway                                   engine
       Submit(Request) ───────────────────────▶ queued
               Started ◀─────────────────────── first scheduled: the cached tokens
                Tokens ◀─────────────────────── zero or more, per sample
           SampleEnded ◀─────────────────────── once per sample
-             Finished ◀─────────────────────── exactly once per request, always last"""
+             Finished ◀─────────────────────── exactly once per request, always last
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,6 @@ from msgspec import Meta, Struct
 
 Clock = Callable[[], float]
 """Monotonic seconds. The engine reads no clock but the one it is given."""
-
-PROTOCOL_VERSION = 13
 
 Namespace = bytes
 """An opaque sharing scope: only requests with the same bytes find its blocks."""
@@ -169,7 +169,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     Temperature 0 is greedy; every default changes nothing. Order: grammar, logit bias, penalties,
     temperature, top-k, top-p, min-p. Presence and frequency count output tokens; repetition counts
     prompt and output. With a `seed` the choice depends only on (seed, sample index, output
-    position) and the logits, whatever else is in the batch. `logprobs`: how many alternatives to
+    position) and the logits, not on the rest of the batch. `logprobs`: how many alternatives to
     report with each token (0: only the chosen one; None: no logprobs), from the model's own
     distribution, before any of the above.
     """
@@ -201,6 +201,41 @@ class Grammar(Struct, frozen=True, forbid_unknown_fields=True):
     text: str = ""
 
 
+class BlockWindow(Struct, frozen=True, gc=False):
+    """The blocks that a sequence with an attention window reads.
+
+    A token of block b reads, up to itself, the first `sinks` blocks, the `window` blocks before b,
+    and b. That follows from positions alone, not from what a step computes together. So the tokens
+    of the first `shared_blocks` blocks read all tokens before them.
+    """
+
+    sinks: int
+    window: int
+
+    @property
+    def shared_blocks(self) -> int:
+        """Return how many leading blocks are computed as without a window."""
+        return self.sinks + self.window + 1
+
+    @property
+    def blocks_max(self) -> int:
+        """Return the most blocks that a sequence holds while a few of its tokens are computed at a
+        time, however long it is: the shared ones are let go together, when the window has passed
+        them.
+        """
+        return self.shared_blocks + self.window + 2
+
+    def first_read(self, block: int) -> int:
+        """Return the first block behind the sinks that the tokens of `block` read."""
+        return max(self.sinks, block - self.window)
+
+    def blocks_of(self, runs: int, step_blocks: int = 1) -> int:
+        """Return the most blocks that a sequence of `runs` blocks holds while `step_blocks` are
+        computed at a time.
+        """
+        return min(runs, self.blocks_max + step_blocks - 1)
+
+
 class AttentionWindow(Struct, frozen=True, forbid_unknown_fields=True):
     """A request's attention window: its tokens read the first `sink_tokens` tokens and the last
     `tokens` before their own block alone. Both are multiples of the block.
@@ -212,17 +247,13 @@ class AttentionWindow(Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[int, Meta(ge=1, lt=2**31)]
     sink_tokens: Annotated[int, Meta(ge=0, lt=2**31)] = 0
 
+    def in_blocks(self, block_size: int) -> BlockWindow:
+        """Return the window in blocks."""
+        return BlockWindow(self.sink_tokens // block_size, self.tokens // block_size)
+
     def shared_tokens(self, block_size: int) -> int:
         """Return how many leading tokens are computed as without the window."""
-        return self.sink_tokens + self.tokens + block_size
-
-    def blocks_max(self, block_size: int) -> int:
-        """Return the most blocks that a sequence holds while a few of its tokens are computed at a
-        time, however long it is.
-
-        The blocks of the shared prefix are let go together, when the window has passed them.
-        """
-        return self.sink_tokens // block_size + 2 * (self.tokens // block_size) + 3
+        return self.in_blocks(block_size).shared_blocks * block_size
 
 
 class Request(Struct, frozen=True, forbid_unknown_fields=True):
@@ -545,191 +576,8 @@ class Surveyed(Struct, frozen=True, tag="surveyed", forbid_unknown_fields=True):
     branches: tuple[Branch, ...]
 
 
-class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
-    """The blocks and live requests of one namespace; zeros where it has none left.
-
-    `promised_by_class`: blocks under a live promise, on any level, each in the class that promises
-    it longest. `promised_below`: those whose promise a level below the device keeps;
-    `promised_away`: those of them that the device has evicted, which `blocks` does not count.
-    `host_bytes`: copies in host memory. `is_stored`: whether the disk has records of it.
-    """
-
-    namespace: Namespace
-    blocks: Count
-    pinned_blocks: Count
-    running: Count
-    waiting: Count
-    promised_by_class: dict[str, Count] = {}
-    host_bytes: Count = 0
-    is_stored: bool = False
-    promised_below: Count = 0
-    promised_away: Count = 0
-
-    @property
-    def promised_blocks(self) -> int:
-        """Return the blocks under a live promise, on any level."""
-        return sum(self.promised_by_class.values())
-
-    @property
-    def promised_on_device(self) -> int:
-        """Return the blocks that a promise holds on the device."""
-        return self.promised_blocks - self.promised_below
-
-    @property
-    def unpromised_blocks(self) -> int:
-        """Return the blocks on the device that no promise covers, on any level."""
-        return self.blocks - (self.promised_blocks - self.promised_away)
-
-
-class PayerBytes(Struct, frozen=True):
-    """Bytes that a payer's copies take on a level, and the part of them that is promised."""
-
-    payer: Payer
-    used: Count
-    promised: Count
-
-
-class FidelityBytes(Struct, frozen=True):
-    """The copies of one fidelity on a level, and their bytes."""
-
-    fidelity: Fidelity
-    blocks: Count
-    bytes: Count
-
-
-class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
-    """One level below the device. Totals count blocks unless they say otherwise, and never fall.
-
-    `state`: `open`, `full` (it takes nothing new) or `off`; `reason`: why it is not open, or what
-    of it is not used. `offloaded_total`: device -> host; `loaded_total`: to the device, from here;
-    `stored_total`: host -> disk; `fetched_total`: disk -> host. `failed_total`: moves that failed;
-    `damaged_total`: copies with other bytes than were written. `dropped_total`: given up for room;
-    `expired_total`: at their limit. `regret_s_total`: time lost by loads slower than computing.
-    `bytes_per_s`: the measured rate of reading. `chosen_total`, `declined_total`: prompts with a
-    prefix here that were loaded, or computed since that was faster; `not_loaded`: those of which
-    not all was loaded, by why. `uncopied_total`: evicted from the device without a copy.
-    `pending_erasures`: not confirmed yet. `recovered_total`: copies in host memory taken over from
-    the engine before; of the others, `torn_total` were being written when it died, `orphaned_total`
-    hung on one that is gone, `lapsed_total` were over. `unnoted_total`: not found by the next.
-    """
-
-    name: LevelName
-    state: Literal["open", "full", "off"]
-    reason: str = ""
-    capacity_bytes: Count = 0
-    used_bytes: Count = 0
-    promised_bytes: Count = 0
-    blocks: Count = 0
-    offloaded_total: Count = 0
-    loaded_total: Count = 0
-    stored_total: Count = 0
-    fetched_total: Count = 0
-    failed_total: Count = 0
-    damaged_total: Count = 0
-    dropped_total: Count = 0
-    expired_total: Count = 0
-    loaded_tokens_total: Count = 0
-    regret_s_total: float = 0.0
-    bytes_per_s: float = 0.0
-    written_bytes_today: Count = 0
-    written_bytes_total: Count = 0
-    chosen_total: Count = 0
-    declined_total: Count = 0
-    not_loaded: dict[str, Count] = {}
-    uncopied_total: Count = 0
-    pending_erasures: Count = 0
-    recovered_total: Count = 0
-    torn_total: Count = 0
-    orphaned_total: Count = 0
-    lapsed_total: Count = 0
-    unnoted_total: Count = 0
-    payers: tuple[PayerBytes, ...] = ()
-    copies: tuple[FidelityBytes, ...] = ()
-
-
-class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
-    """The heartbeat, and the answer to `GetStats`. Counters never fall within an epoch.
-
-    `unneeded_tokens_total`: output tokens sampled beyond the end of their text, before the engine
-    knew of it; they are charged to no client. `changed`: namespaces whose numbers have changed
-    since the last `Stats` on this connection; in the first, all of them. A heartbeat with many
-    changes reports a part, later ones the rest. `compiling`: requests among the waiting ones whose
-    grammar is not compiled; they are no work for a step. blocks = free + cached (only the tree
-    refers to them) + pinned (a block table does, or a move). `window_blocks`: the blocks of window
-    groups that trees hold; `window_gone_tokens_total`: prompt tokens computed again for want of
-    such blocks. `levels`: host memory and disk, where they are configured; `loading`: requests
-    among the waiting and running ones that wait for a level.
-    """
-
-    call_id: Count = 0
-    step: Count = 0
-    blocks: Count = 0
-    free_blocks: Count = 0
-    cached_blocks: Count = 0
-    pinned_blocks: Count = 0
-    waiting: Count = 0
-    running: Count = 0
-    compiling: Count = 0
-    waiting_tokens: Count = 0
-    prompt_tokens_total: Count = 0
-    cached_tokens_total: Count = 0
-    computed_tokens_total: Count = 0
-    output_tokens_total: Count = 0
-    unneeded_tokens_total: Count = 0
-    evicted_blocks_total: Count = 0
-    expired_blocks_total: Count = 0
-    copied_blocks_total: Count = 0
-    window_blocks: Count = 0
-    window_gone_tokens_total: Count = 0
-    preemptions_total: Count = 0
-    steps_per_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    levels: tuple[LevelStats, ...] = ()
-    loading: Count = 0
-    changed: tuple[NamespaceStats, ...] = ()
-
-
-LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased", "lost_below"]
-"""Why blocks left the tree: evicted for their own namespace or another, expired, or erased.
-`lost_below`: no longer promised; a level that kept them has lost them, or a preemption has."""
-
-
-class Loss(Struct, frozen=True, forbid_unknown_fields=True):
-    """`blocks` of `namespace` left the tree, or were `lost_below` it.
-
-    `taker`: the namespace they were evicted for; `lived_s`: seconds they had been in the tree,
-    summed.
-    """
-
-    namespace: Namespace
-    cause: LossCause
-    taker: Namespace
-    blocks: Count
-    lived_s: float = 0.0
-
-
-class Gain(Struct, frozen=True, forbid_unknown_fields=True):
-    """`blocks` of `namespace` entered the tree: gains minus losses, but for those `lost_below`, are
-    its blocks in the tree."""
-
-    namespace: Namespace
-    blocks: Count
-
-
-class CacheNews(Struct, frozen=True, tag="cache_news", forbid_unknown_fields=True):
-    """The losses and gains since the last `CacheNews`. Sent unasked with the heartbeat."""
-
-    losses: tuple[Loss, ...]
-    gains: tuple[Gain, ...] = ()
-
-
 Event = Started | PromptLogprobs | Tokens | SampleEnded | Finished
 """The events of a request's stream."""
-
-Reply = Peeked | Erased | Surveyed | Stats | CacheNews
-"""Answers to calls, by `call_id`. A `Stats` with call id 0 is a heartbeat; `CacheNews` comes
-unasked.
-"""
 
 
 def most_runs(window: int, block_size: int, step_tokens: int = 1) -> int:
@@ -787,13 +635,3 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     promisable_on_device: Count = 0
     attention_policies: tuple[AttentionPolicy, ...] = ()
     attention_lacks: str = ""
-
-
-class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):
-    """The messages of one step, in order. `number` counts the frames of one connection from 0: a
-    gap is a protocol error.
-    """
-
-    number: Count
-    step: Count
-    messages: tuple[Event | Reply, ...]

@@ -66,13 +66,13 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_on(self) -> bool:
-        """Whether there is any level below the device."""
+        """Return whether there is any level below the device."""
         return self.host_mib != 0 or self.disk_gib > 0
 
     @property
     def arena_mib(self) -> int:
-        """The host memory that the levels take, with the disk's stage. An "auto" that is still
-        without its number takes no more than the stage."""
+        """Return the host memory that the levels take in MiB, with the disk's stage. An "auto" that
+        is still without its number takes no more than the stage."""
         own = 0 if isinstance(self.host_mib, str) else self.host_mib
         return own or (self.stage_mib if self.disk_gib else 0)
 

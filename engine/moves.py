@@ -1,12 +1,12 @@
-"""What the brain asks of the bodies that move KV below the device, and what they answer.
+"""Commands to move KV below the device, and their outcomes.
 
-A *level* is where copies of blocks lie: the device's pool, host memory, disk. The brain
-(`engine.levels`) decides; a `TransferEngine` copies blocks between the device's pool and slots of
-host memory; a `Storage` keeps records on disk and knows all of its index. Values are frozen. Only
-the storage process knows the wall clock: all times are durations in seconds from the message.
+A *level* is where copies of blocks lie: the device's pool, host memory, disk. `engine.levels`
+decides; a `TransferEngine` copies blocks between the device's pool and slots of host memory; a
+`Storage` keeps records on disk and knows all of its index. Values are frozen. Only the storage
+process knows the wall clock: all times are durations in seconds from the message.
 
-Nothing here waits: commands are handed over, and outcomes are polled. Each command has one outcome,
-and whatever is not *done* has failed; there is no third kind.
+Nothing here waits: commands are handed over, and outcomes are polled. Each command has one outcome:
+it is *done*, or it has failed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from engine import api
-from engine.api import Count, Namespace, Payer, Quota
+from engine.api import Count, Fidelity, Namespace, Payer, Quota
+from engine.statistics import FidelityBytes, PayerBytes
 
-LevelName = api.LevelName
-Fidelity = api.Fidelity
-PayerBytes = api.PayerBytes
-FidelityBytes = api.FidelityBytes
 RecordId = int
 """A record on disk; never used again, and 0 for none."""
 ROOT: RecordId = 0
@@ -258,15 +254,11 @@ class Stored(Struct, frozen=True, tag="stored"):
 
 
 class Look(Struct, frozen=True, tag="look"):
-    """Find the longest stored prefix of `tokens`. The outcome is one `Looked`.
-
-    `skip`: full runs at the beginning of which the caller wants no records, since it has them.
-    """
+    """Find the longest stored prefix of `tokens`. The outcome is one `Looked`."""
 
     call_id: Count
     namespace: Namespace
     tokens: tuple[int, ...]
-    skip: Count = 0
 
 
 class StoredRun(Struct, frozen=True):
@@ -281,7 +273,7 @@ class StoredRun(Struct, frozen=True):
 
 
 class Looked(Struct, frozen=True, tag="looked"):
-    """The records of consecutive runs from run `skip` on. Tokens were compared from the root."""
+    """The records of consecutive runs from the first. Tokens were compared from the root."""
 
     call_id: Count
     runs: tuple[StoredRun, ...]
@@ -408,8 +400,8 @@ class SetStoredQuotas(Struct, frozen=True, tag="set_stored_quotas"):
 
 
 class KeepHere(Struct, frozen=True, tag="keep_here"):
-    """Put no record of these namespaces into the remote store from now on, whatever stores say.
-    What is there stays until it is erased or dropped. No outcome."""
+    """Put no record of these namespaces into the remote store from now on, also where a `StoreRuns`
+    allows it. What is there stays until it is erased or dropped. No outcome."""
 
     namespaces: tuple[Namespace, ...]
 
@@ -464,7 +456,7 @@ StorageOutcome = Stored | Looked | Fetched | Renewed | Recalled | StoredErased |
 
 
 class Storage(Protocol):
-    """The brain's end of the storage process."""
+    """The storage process, as `engine.levels` sees it."""
 
     def send(self, command: StorageCommand) -> None:
         """Hand over a command. Never blocks; while the process is away, commands fail."""

@@ -1,7 +1,6 @@
-"""The step plan: one frozen value per step, between the brain (core, scheduler, cache) and the
-runner.
+"""The step plan: one frozen value per step, which core makes and a runner executes.
 
-It knows no tensor and no clock. Core builds a `StepPlan`, a runner executes it. Rules:
+It knows no tensor and no clock. Rules:
 
 1. `launch(plan)` has read everything it needs when it returns: block tables and token lists are the
    sequences' own lists and change afterwards.
@@ -11,8 +10,8 @@ It knows no tensor and no clock. Core builds a `StepPlan`, a runner executes it.
    ignores them is still correct.
 4. A step never reads the value of a token sampled by a step not yet collected: such a row has
    `token_ids=None`, and its one token is the last one its sequence sampled, which the runner keeps.
-5. A sequence with a mask samples no token that the mask excludes, whatever the logits are; masks
-   are not written after the launch.
+5. A sequence with a mask samples no token that the mask excludes, for any logits; masks are not
+   written after the launch.
 6. No token is sampled from a row of logits that has a NaN or nothing above minus infinity: the
    sequences that would sample from it are in `failed`.
 """
@@ -26,44 +25,12 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from engine.api import AttentionWindow, SampledToken, Sampling
+from engine.api import BlockWindow, SampledToken, Sampling
 
 Mask = npt.NDArray[np.int32]
 """The tokens that may be sampled: bit i % 32 of word i // 32 is 1 where token i may. int32
 [words].
 """
-
-
-class BlockWindow(Struct, frozen=True, gc=False):
-    """The blocks that a sequence with an attention window reads.
-
-    A token of block b reads, up to itself, the first `sinks` blocks, the `window` blocks before b,
-    and b: a rule of positions alone, whatever a step computes together. So the tokens of the first
-    `shared_blocks` blocks read all tokens before them.
-    """
-
-    sinks: int
-    window: int
-
-    @property
-    def shared_blocks(self) -> int:
-        """Return how many leading blocks are computed as without a window."""
-        return self.sinks + self.window + 1
-
-    def first_read(self, block: int) -> int:
-        """Return the first block behind the sinks that the tokens of `block` read."""
-        return max(self.sinks, block - self.window)
-
-    def blocks_of(self, runs: int, step_blocks: int = 1) -> int:
-        """Return the most blocks that a sequence of `runs` blocks holds while `step_blocks` are
-        computed at a time: the shared ones are let go together, when the window has passed them.
-        """
-        return min(runs, self.shared_blocks + self.window + 1 + step_blocks)
-
-
-def block_window(asked: AttentionWindow, block_size: int) -> BlockWindow:
-    """Return a request's attention window in blocks; it is a multiple of them."""
-    return BlockWindow(asked.sink_tokens // block_size, asked.tokens // block_size)
 
 
 class BlockCopy(Struct, frozen=True, gc=False):

@@ -23,22 +23,24 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.api import (
-    CacheNews,
     Command,
+    Count,
     EngineInfo,
+    Erased,
     Event,
     Finished,
-    Frame,
+    Peeked,
     PromptLogprobs,
-    Reply,
     Request,
-    Stats,
     Submit,
+    Surveyed,
     Tokens,
     Usage,
 )
 from engine.errors import EngineError
+from engine.statistics import CacheNews, Stats
 
+PROTOCOL_VERSION = 13
 FRAME_BYTES_MAX = 64 * 2**20
 """Bytes of a message. The reader refuses a longer one before its bytes arrive."""
 STEP_FRAME_BYTES = 2**20
@@ -47,6 +49,12 @@ in about 15 ms for this many bytes."""
 _LENGTH = struct.Struct("<I")
 
 T = TypeVar("T")
+
+Reply = Peeked | Erased | Surveyed | Stats | CacheNews
+"""Answers to calls, by `call_id`. A `Stats` with call id 0 is a heartbeat; `CacheNews` comes
+unasked.
+"""
+Messages = tuple[Event | Reply, ...]
 
 
 class Hello(Struct, frozen=True, tag="hello"):
@@ -87,9 +95,18 @@ class PackedSubmit(Struct, frozen=True, tag="packed_submit", forbid_unknown_fiel
     token_ids: bytes
 
 
+class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):
+    """The messages of one step, in order. `number` counts the frames of one connection from 0: a
+    gap is a protocol error.
+    """
+
+    number: Count
+    step: Count
+    messages: Messages
+
+
 Upward = Hello | Command
 Downward = Welcome | Rejected | Frame
-Messages = tuple[Event | Reply, ...]
 
 
 class FrameError(EngineError):

@@ -120,11 +120,9 @@ def _reason(error: OSError) -> str:
     A write that names no file is one to standard output: files are written under their names.
     """
     reason = f"{error.filename or 'standard output'}: {error.strerror or error}"
-    return (
-        f"{reason}; free space there, or write to another disk"
-        if error.errno in _NO_ROOM
-        else (reason)
-    )
+    if error.errno in _NO_ROOM:
+        reason += "; free space there, or write to another disk"
+    return reason
 
 
 def _print_error(line: str) -> None:

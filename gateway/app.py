@@ -1,6 +1,6 @@
 """The composition root: builds a gateway from its parts, its two listeners and its lifecycle.
 
-`Gateway` is what tests and embedders use: it starts listeners over any engine. `serve` is the
+`Gateway` is what tests and embedders use: it starts listeners over any engines. `serve` is the
 product: a data directory, a model, an engine process, and a shutdown on SIGTERM that loses no
 usage. `gateway.cli.serve` calls it.
 """
@@ -22,8 +22,6 @@ from pathlib import Path
 import msgspec
 
 from engine.api import Clock
-from engine.client.client import Engine
-from engine.config import EngineConfig
 from engine.encoder.card import EncoderCard
 from engine.encoder.protocol import StartEncoder
 from engine.errors import EngineError
@@ -93,7 +91,7 @@ from gateway.http.server import Listener, log_accept_errors
 from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.deferred_holds import DeferredHolds
 from gateway.ledger.interface import InProcessLedger, LedgerClient
-from gateway.ledger.metering import note_progress, wall_ms
+from gateway.ledger.metering import note_progress
 from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, ProgressJournal
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
@@ -113,7 +111,7 @@ from tenancy.limits import Limiter
 from tenancy.pricing.budget_watch import BudgetWatch
 from tenancy.storage.atomic_files import atomic_write
 from tenancy.storage.interface import Store
-from tenancy.types import WallClock
+from tenancy.types import WallClock, wall_ms
 
 ADMIN_CONNECTIONS_MAX = 100
 """Open connections of the admin listener."""
@@ -132,12 +130,10 @@ class Gateway:
     def __init__(
         self,
         config: Config,
-        engine: Engine,
-        renderer: Renderer,
+        models: Sequence[ServedModel],
         store: Store,
         log: Log,
         *,
-        models: Sequence[ServedModel] = (),
         clock: Clock = time.monotonic,
         wall: WallClock = wall_ms,
         read_config: Callable[[], Config] | None = None,
@@ -147,11 +143,10 @@ class Gateway:
         endpoints: Sequence[WebhookEndpoint] = (),
         read_webhooks: ReadEndpoints | None = None,
     ) -> None:
-        """Build the parts. `ledger` uses the same store; `close` closes `ledger` and `analytics`.
-        `gateway_id`: names this gateway among those of one database. `endpoints`: of webhooks;
-        `read_webhooks`: reads them again from a reloaded configuration, None to keep them.
-        `models`: the served models, the default one first, in place of `engine` and `renderer`,
-        which are a single model under its card's name.
+        """Build the parts. `models`: the default one first. `ledger` uses the same store; `close`
+        closes `ledger` and `analytics`. `gateway_id`: names this gateway among those of one
+        database. `endpoints`: of webhooks; `read_webhooks`: reads them again from a reloaded
+        configuration, None to keep them.
 
         Without `ledger` or `analytics`, they run in this process. Raises StoreError.
         """
@@ -159,7 +154,7 @@ class Gateway:
         if store.is_local:  # on a remote store each budget check would be a round trip
             self.ledger = DeferredHolds(self.ledger, BudgetWatch(store))
         self._authenticator = KeyAuthenticator(store, wall, clock)
-        served = ServedModels(models or (_only_model(config, engine, renderer),))
+        served = ServedModels(models)
         contracts = _contracts(config, served, store, clock)
         if not store.is_local:
             self._authenticator.start_watching()
@@ -276,10 +271,9 @@ class Gateway:
             *health.routes(context),
             *openapi.routes("admin"),
         )
-        hosts = context.config.admin.allowed_hosts()
-        admin = context.config.admin
+        admin, hosts = context.config.admin, context.config.admin.allowed_hosts()
         trusted = TrustedHeader(admin.trusted_header, admin.trusted_proxies, admin.trusted_scopes)
-        return Middleware(routes, context, hosts, hosts_setting="admin.hosts", trusted=trusted)
+        return Middleware(routes, context, hosts, trusted=trusted, is_public=False)
 
     def reload_soon(self) -> None:
         """Reload the configuration in the background; the log has the result."""
@@ -357,16 +351,6 @@ def _journal(ledger: LedgerClient, store: Store) -> ProgressJournal:
     """Return the journal of running streams; a remote store is written to less often."""
     flush_s = PROGRESS_FLUSH_S if store.is_local else PROGRESS_FLUSH_REMOTE_S
     return ProgressJournal(partial(note_progress, ledger), flush_s)
-
-
-def _only_model(config: Config, engine: Engine, renderer: Renderer) -> ServedModel:
-    """Return the single model of a gateway, under its card's name and the settings' aliases."""
-    aliases, waiting = config.model.aliases, _waiting(config.engine)
-    return ServedModel(renderer.card.name, engine, renderer, aliases, waiting=waiting)
-
-
-def _waiting(engine: EngineConfig) -> WaitingRequests:
-    return WaitingRequests(WaitingBounds(engine.queue_requests_max, engine.queue_tokens_max))
 
 
 def _contracts(config: Config, models: ServedModels, store: Store, clock: Clock) -> ContractManager:
@@ -514,11 +498,9 @@ async def serve(
                 models = await asyncio.to_thread(_served_models, config, cards, supervisors)
                 gateway = Gateway(
                     config,
-                    models[0].engine,
-                    models[0].renderer,
+                    models,
                     store,
                     log,
-                    models=models,
                     read_config=read_config,
                     gateway_id=read_gateway_id(config, store),
                     ledger=ledger,
@@ -562,21 +544,23 @@ def _served_models(
 ) -> list[ServedModel]:
     """Return the served models, the default one first. Loads their tokenizers: call it in a
     thread."""
-    return [
-        ServedModel(
-            name=settings.name or card.name,
-            engine=supervisor,
-            renderer=Renderer(card),
-            aliases=settings.aliases,
-            restarts=partial(getattr, supervisor, "restarts"),
-            quota_scale=settings.quota_scale,
-            tenants=settings.open_to,
-            waiting=_waiting(config.engine_of(settings)),
+    found = []
+    for settings, card, supervisor in zip(config.served_models(), cards, supervisors, strict=True):
+        engine = config.engine_of(settings)
+        bounds = WaitingBounds(engine.queue_requests_max, engine.queue_tokens_max)
+        found.append(
+            ServedModel(
+                name=settings.name or card.name,
+                engine=supervisor,
+                renderer=Renderer(card),
+                aliases=settings.aliases,
+                restarts=partial(getattr, supervisor, "restarts"),
+                quota_scale=settings.quota_scale,
+                tenants=settings.open_to,
+                waiting=WaitingRequests(bounds),
+            )
         )
-        for settings, card, supervisor in zip(
-            config.served_models(), cards, supervisors, strict=True
-        )
-    ]
+    return found
 
 
 async def _watch_start(supervisor: EngineSupervisor, name: str, log: Log) -> None:

@@ -221,10 +221,10 @@ class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Stored responses and conversations, which clients continue and read by id.
 
     `keep_hours`: how long a response is kept after the latest one of its thread, and a conversation
-    after its latest change; 0 stores none. A
-    day by default: agents continue within minutes, and a server whose operator has not decided
-    should not hold a month of its tenants' texts. `per_tenant_max`, `tenant_bytes_max`: of
-    a tenant's responses and conversations; beyond them nothing more is stored.
+    after its latest change; 0 stores none. A day by default: agents continue within minutes, and a
+    server whose operator has not decided should not hold a month of its tenants' texts.
+    `per_tenant_max`, `tenant_bytes_max`: of a tenant's responses and conversations; beyond them
+    nothing more is stored.
     """
 
     keep_hours: Annotated[int, Meta(ge=0, le=8_784)] = 24

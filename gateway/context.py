@@ -82,48 +82,51 @@ class Obstacle(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Context:
-    """A running gateway. `running`: admitted, unfinished requests by tenant id; each prompt is one.
-    `limited`: requests that a tenant's limits refused since the start, by tenant id.
-    `read_config`: reads the configuration file again; raises ConfigError.
-    `models`: the served models, each with its engine; a request's `model` selects one.
-    `books`: the promises in the database. `responses`: writes the stored responses.
-    `journal`: progress of the running streams.
-    `ended`: requests that have ended, until the database has their counts.
-    `embeddings`: set if an embedding model is configured; closed with the gateway.
-    `tracer`: set if tracing is on. `user_notes`: set if usage is attributed to users.
-    `background`: tasks that must finish even if their caller is cancelled.
-    """
+    """A running gateway."""
 
     config: Config
     models: ServedModels
+    """The served models, each with its engine; a request's `model` selects one."""
     registry: Authenticator
     ledger: LedgerClient
     journal: ProgressJournal
+    """Progress of the running streams."""
     store: Store
     reports: QueryPool
+    """Connections for long queries."""
     responses: ResponseWriter
+    """Writes the stored responses."""
     limiter: Limiter
     telemetry: Metrics
     ended: EndedRequests
+    """Requests that have ended, until the database has their counts."""
     contracts: ContractManager
     books: PromiseBooks
+    """The promises in the database."""
     analytics: AnalyticsClient
     clock: Clock
     wall: WallClock
     new_id: Callable[[], str]
     log: Log
     read_config: Callable[[], Config]
+    """Reads the configuration file again; raises ConfigError."""
     user_notes: UserNotes | None = None
+    """Set if usage is attributed to users."""
     embeddings: Embedder | None = None
+    """Set if an embedding model is configured; closed with the gateway."""
     tracer: Tracer | None = None
+    """Set if tracing is on."""
     is_draining: bool = False
     preparations: PreparationPool = field(default_factory=PreparationPool)
     running: Counter[int] = field(default_factory=Counter)
+    """Admitted, unfinished requests by tenant id; each prompt is one."""
     limited: Counter[int] = field(default_factory=Counter)
+    """Requests that a tenant's limits refused since the start, by tenant id."""
     churn: BlockChurn = field(default_factory=BlockChurn)
     level_history: LevelHistory = field(default_factory=LevelHistory)
     holders: TenantCacheUsage = field(default_factory=TenantCacheUsage)
     background: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Tasks that must finish even if their caller is cancelled."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -194,8 +197,9 @@ class Context:
             return False
         return True
 
-    async def finish(self, work: Coroutine[None, None, None]) -> None:
-        """Run `work` to completion even if the caller is cancelled; see `finish_background`."""
+    async def shield(self, work: Coroutine[None, None, None]) -> None:
+        """Run `work` to completion; a caller that is cancelled leaves at once, and the work goes on
+        (`finish_background` waits for it)."""
         await asyncio.shield(self._start_task(work))
 
     async def run_to_completion(self, work: Coroutine[None, None, T]) -> T:

@@ -19,25 +19,17 @@ from pathlib import Path
 
 import msgspec
 
-from engine.api import (
-    PROTOCOL_VERSION,
-    EngineInfo,
-    Erased,
-    Namespace,
-    Peeked,
-    Quota,
-    Request,
-    Stats,
-    Surveyed,
-)
+from engine.api import EngineInfo, Erased, Namespace, Peeked, Quota, Request, Surveyed
 from engine.client.cache_event_totals import CacheEventTotals
-from engine.client.client import RequestStream, SocketEngine
+from engine.client.client import SocketEngine
 from engine.client.host_memory import HostMemoryFiles
 from engine.client.namespace_stats import NamespaceTable
+from engine.client.request_stream import RequestStream
 from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError
-from engine.protocol import Hello
+from engine.protocol import PROTOCOL_VERSION, Hello
+from engine.statistics import Stats
 from gateway.caching.namespaces import owner_of
 from gateway.child_process import ChildProcess, Report, RestartPolicy, StartLimit
 from gateway.crash_suspects import CrashSuspects

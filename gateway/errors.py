@@ -16,7 +16,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """The class of a refusal. The value is the HTTP status of OpenAI's dialect."""
+    """The class of a refusal."""
 
     BAD = 400
     AUTH = 401
@@ -29,10 +29,15 @@ class Kind(Enum):
     MEDIA = 415
     EXPECTATION = 417
     RATE = 429
-    QUOTA = 4290
+    QUOTA = 4290  # 429, as RATE: a spent budget
     INTERNAL = 500
     BUSY = 503
     DEADLINE = 504
+
+    @property
+    def status(self) -> int:
+        """The HTTP status, where a dialect has none of its own."""
+        return 429 if self is Kind.QUOTA else self.value
 
 
 TOO_LONG = "context_length_exceeded"

@@ -10,7 +10,7 @@ A token's values are rounded when they are written, from what the model computed
 127, rounded up to fp16 and at least 2^-14; value = x / scale, rounded to nearest even. What is no
 number becomes 0, as in every pool, and what no fp16 scale reaches becomes the largest value.
 Arithmetic is fp32, rounded after each operation. Kernels write the same bytes
-(`kernels/cpu/cpu_kv_int8.c`, `kernels/gpu/int8_kv.py`).
+(`kernels/cpu/cpu_kv_int8.c`, `kernels/gpu/fused_ops.py`).
 """
 
 from __future__ import annotations

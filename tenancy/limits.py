@@ -1,8 +1,9 @@
 """Rate limits and concurrency limits of tenants and keys, as token buckets.
 
-Each limit is a token bucket that holds one minute's worth and refills evenly. Admission reserves
-the most that a request may use (tokens: those not in the cache, and the maximum output); the end of
-the request corrects the reservation to actual usage, so concurrent requests never exceed a limit.
+Each limit is a token bucket that holds one minute's worth and refills evenly. A request is reserved
+before anything is done for it, then extended by the most that it may use (tokens: those not in the
+cache, and the maximum output), and corrected to actual usage at its end, so concurrent requests
+never exceed a limit.
 Rotated keys share the buckets of their line, so a new key does not get a fresh minute. A changed
 limit applies to the next request. The module knows no HTTP, no engine and no database. The gateway
 calls it on one thread.
@@ -261,14 +262,13 @@ class Limiter:
         self._keys: OrderedDict[int, _Usage] = OrderedDict()
         self._open = 0
 
-    def reserve(self, identity: Identity, estimate: Demand) -> Reservation:
-        """Reserve the estimate in every limit of the identity, or in none. About 3 us.
+    def reserve(self, identity: Identity) -> Reservation:
+        """Reserve a request without tokens in every limit of the identity, or in none; they follow
+        by `Reservation.extend`. About 3 us.
 
-        Raises LimitExceeded for the limit that takes longest to free.
+        Raises LimitExceeded: for concurrent requests, or else the limit that takes longest to free.
         """
-        counts = estimate.counts
-        assert min(counts) >= 0
-        now_ns = self.now_ns()
+        now_ns, counts = self.now_ns(), NO_DEMAND.counts
         tenant = self._usage_of(self._tenants, "tenant", identity.tenant.tenant_id, now_ns)
         key = self._usage_of(self._keys, "key", identity.line_id, now_ns)
         rows = tenant.apply(identity.limits, now_ns), key.apply(identity.key_limits, now_ns)
@@ -285,7 +285,7 @@ class Limiter:
             for row in rows:
                 for bucket, meter, _ in row:
                     bucket.full_at -= counts[meter] * MINUTE_NS
-            raise _refusal((tenant, key), rows, counts, now_ns)
+            raise _concurrency_refusal((tenant, key)) or _bucket_refusal(rows, counts, now_ns)
         tenant.running += 1
         key.running += 1
         self._open += 1
@@ -401,12 +401,9 @@ def _states(rows: Iterable[_Row], now_ns: int) -> dict[Meter, LimitState]:
     return states
 
 
-def _refusal(
-    accounts: Iterable[_Usage], rows: Iterable[_Row], counts: _MeterCounts, now_ns: int
-) -> LimitExceeded:
-    """Build the refusal: a request that can never fit, then concurrency, then the longest wait."""
-    may_fit = all(counts[meter] <= bucket.limit for row in rows for bucket, meter, _ in row)
-    for account in accounts if may_fit else ():
+def _concurrency_refusal(accounts: Iterable[_Usage]) -> LimitExceeded | None:
+    """Build the refusal of the first account whose requests run already; None without one."""
+    for account in accounts:
         if account.running >= account.running_max:
             return LimitExceeded(
                 "requests_at_once",
@@ -417,7 +414,7 @@ def _refusal(
                 remaining=0,
                 reset_s=CONCURRENCY_RETRY_S,
             )
-    return _bucket_refusal(rows, counts, now_ns)
+    return None
 
 
 def _bucket_refusal(rows: Iterable[_Row], counts: _MeterCounts, now_ns: int) -> LimitExceeded:

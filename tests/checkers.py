@@ -22,7 +22,6 @@ from engine.api import (
     Request,
     SampleEnded,
     Started,
-    Stats,
     Tokens,
 )
 from engine.cache import PrefixCache
@@ -31,6 +30,7 @@ from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.levels.levels import Levels
+from engine.statistics import Stats
 from tests.fakes import FakeClock, FakeRunner, solo_output
 from tests.grammars import PolledGrammars, constrained_output
 
@@ -307,6 +307,12 @@ class World:
                 return  # no text, so no stop string either
             stream.cut.setdefault(index, output_tokens)  # the first one ends the sample
         self.core.end_sample(request_id, index, output_tokens)
+
+    def final(self, name: str) -> Finished:
+        """Return the final event of a request that has ended."""
+        final = self.streams[name].finished
+        assert final is not None
+        return final
 
     def peek(self, namespace: bytes, tokens: tuple[int, ...]) -> int:
         """Return the cached tokens of a prompt, and check that peeking changes nothing."""

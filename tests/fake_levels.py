@@ -352,7 +352,8 @@ class FakeStorage:
         self._told: set[Namespace] = set()
 
     def send(self, command: StorageCommand) -> None:
-        """Take a command; it is done at a later poll, those before an erasure before it."""
+        """Take a command; it is done at a later poll, those before an erasure before it, and those
+        after one after it, as the storage process does."""
         self.commands.append(command)
         if isinstance(command, SetStoredQuotas | KeepHere):
             return
@@ -368,9 +369,11 @@ class FakeStorage:
     def poll(self) -> list[StorageOutcome]:
         """Return what has been done since the last call."""
         waiting, self._outcomes = self._outcomes, []
+        is_erasing = False
         for left, command in waiting:
-            if left:
-                self._outcomes.append((left - 1, command))
+            if left or is_erasing:
+                self._outcomes.append((max(0, left - 1), command))
+                is_erasing = is_erasing or isinstance(command, EraseStored)
             else:
                 self._do(command)
         ready, self._ready = self._ready, []
@@ -481,7 +484,7 @@ class FakeStorage:
             promise_s = max(0.0, self.records[own].promise_at_s - self._clock())
             found.append(StoredRun(own, form.fidelity, None, promise_s, form.slot_bytes, level))
             parent, at = own, at + len(self.records[own].tokens)
-        self._ready.append(Looked(command.call_id, tuple(found[command.skip :])))
+        self._ready.append(Looked(command.call_id, tuple(found)))
 
     def _fetch(self, command: Fetch) -> None:
         for record_id, slot in zip(command.record_ids, command.slots, strict=True):

@@ -23,6 +23,7 @@ from engine.grammar.grammar import (
     Vocabulary,
     compile_grammar,
 )
+from engine.grammar.sandbox import SandboxSettings
 from tests.fakes import next_token, tag_after
 from tests.tiny_tokenizer import TOKENS
 
@@ -165,3 +166,13 @@ def schema_file(folder: Path) -> Path:
     path = folder / "tokenizer.json"
     path.write_text(tokenizer_json(TOKENS[3:], TOKENS[0]), encoding="utf-8")
     return path
+
+
+def sandbox_settings(
+    folder: Path, *, cpu_s_max: int = 2, memory_mib_max: int = 96
+) -> SandboxSettings:
+    """Return a sandbox's settings over the tokenizer of `schema_file`, which it writes."""
+    path = str(schema_file(folder))
+    return SandboxSettings(
+        path, VOCAB, (VOCAB - 1,), cpu_s_max=cpu_s_max, memory_mib_max=memory_mib_max
+    )

@@ -13,17 +13,15 @@ from typing import Protocol
 
 import xxhash
 
-from engine.api import Clock, Namespace, Payer
+from engine.api import Clock, Fidelity, Namespace, Payer
 from engine.moves import (
     ROOT,
     EraseStored,
     Fetch,
     Fetched,
-    Fidelity,
     KeepHere,
     Look,
     Looked,
-    PayerBytes,
     PromiseTerms,
     Recall,
     Recalled,
@@ -40,6 +38,7 @@ from engine.moves import (
     StoredRun,
     StoreRuns,
 )
+from engine.statistics import PayerBytes
 
 NEVER = float("inf")
 
@@ -204,16 +203,15 @@ class MemoryStorage:
     def _look(self, command: Look) -> Looked:
         found: list[StoredRun] = []
         parent, now_s = ROOT, self._clock()
-        for number, tokens in enumerate(self._runs_of(command.tokens)):
+        for tokens in self._runs_of(command.tokens):
             record = self._child(command.namespace, parent, tokens)
             if record is None or self._is_closed:
                 break
             parent = record.record_id
-            if number >= command.skip:
-                limit_s = None if record.limit_at_s == NEVER else record.limit_at_s - now_s
-                promise_s = max(0.0, record.promise_at_s - now_s)
-                size = len(record.data)
-                found.append(StoredRun(parent, record.fidelity, limit_s, promise_s, size))
+            limit_s = None if record.limit_at_s == NEVER else record.limit_at_s - now_s
+            promise_s = max(0.0, record.promise_at_s - now_s)
+            size = len(record.data)
+            found.append(StoredRun(parent, record.fidelity, limit_s, promise_s, size))
         return Looked(command.call_id, tuple(found))
 
     def _fetch(self, command: Fetch) -> Iterator[Fetched]:

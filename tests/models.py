@@ -69,6 +69,17 @@ def tiny_config(
     )
 
 
+SHAPES = {
+    "MHA": tiny_config(heads=4, kv_heads=4),
+    "GQA": tiny_config(heads=4, kv_heads=2),
+    "MQA": tiny_config(heads=4, kv_heads=1),
+    "untied": tiny_config(tie_embeddings=False),
+    "wide heads": tiny_config(head_dim=32),
+    "stretched": tiny_config(rope_scaling=LLAMA3_SCALING),
+}
+"""Shapes that files are written and read in."""
+
+
 def tiny_weights(config: Architecture, seed: int = 0) -> Weights:
     """Return the weights that `write_folder` and `write_gguf` write, in fp32."""
     weights = random_weights(config, torch.float32, seed, torch.device("cpu"))

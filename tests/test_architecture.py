@@ -30,7 +30,6 @@ LONGER_FUNCTIONS: dict[str, str] = {
 
 LARGER_FOLDERS: dict[str, str] = {
     "gateway/api/admin": "one group of routes per file, named as in their paths",
-    "gateway/cli": "a command imports its own file and no other command's, so that it starts fast",
     "gateway/dialects/openai": "three endpoints, what they share, and what is stored of one",
 }
 """Product folders with more than `FOLDER_FILES_MAX` modules, each with its reason."""

@@ -22,7 +22,7 @@ REPEATING = {
     "engine/weights/renaming.py": "names of tensors in a model's files",
     "engine/weights/weights.py": "names of tensors in a model's files",
     "gateway/api/openapi/document.py": "declared paths",
-    "gateway/cli/billing.py": "matched whole against an operator's argument",
+    "gateway/cli/ledger/books.py": "matched whole against an operator's argument",
     "gateway/dialects/openai/tools.py": "anchored at both ends, of at most 64 characters",
     "gateway/dialects/tolerance.py": "each bracket searches its own digits only",
     "gateway/dialects/validation.py": "paths that the decoder writes from names of our own fields",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.api import Stats
+from engine.statistics import Stats
 from gateway.caching.promises import OUTCOMES
 from gateway.cli.arguments import build_parser
 from gateway.config import load_config

@@ -21,17 +21,16 @@ Ints = npt.NDArray[np.int64]
 class Batch(Struct, frozen=True):
     """T query tokens of R rows, in the plan's order. Tensors are int64.
 
-    `token_ids`, `positions`, `slots` [T]; a slot is block id * block_size + offset. `beside`: the
-    slots in each further KV group. `row_ends` [R]: index behind each row's last token.
-    `logit_rows`: indices of the tokens whose logits are needed.
+    `token_ids`, `positions` [T]. `slots` [T], for each KV group: block id * block_size + offset.
+    `row_ends` [R]: index behind each row's last token. `logit_rows`: indices of the tokens whose
+    logits are needed.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
+    slots: tuple[torch.Tensor, ...]
     row_ends: list[int]
     logit_rows: list[int]
-    beside: tuple[torch.Tensor, ...] = ()
 
 
 def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]) -> Batch:
@@ -42,8 +41,7 @@ def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]
     """
     tokens: list[int] = []
     positions: list[Ints] = []
-    slots: list[Ints] = []
-    beside: list[list[Ints]] = [[] for _ in plan.rows[0].beside]
+    slots: list[list[Ints]] = [[], *([] for _ in plan.rows[0].beside)]
     row_ends: list[int] = []
     logit_rows: list[int] = []
     end = 0
@@ -53,9 +51,8 @@ def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]
         )
         at = np.arange(row.start, row.start + row.count)
         positions.append(at)
-        slots.append(_slots(row.block_ids, at, block_size))
-        for others, block_ids in zip(beside, row.beside, strict=True):
-            others.append(_slots(block_ids, at, block_size))
+        for group, block_ids in zip(slots, (row.block_ids, *row.beside), strict=True):
+            group.append(_slots(block_ids, at, block_size))
         if row.prompt_logprobs is not None:
             logit_rows.extend(range(end, end + row.count))
         elif row.samples:
@@ -65,10 +62,9 @@ def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]
     return Batch(
         token_ids=torch.tensor(tokens, dtype=torch.int64),
         positions=torch.from_numpy(np.concatenate(positions)),
-        slots=torch.from_numpy(np.concatenate(slots)),
+        slots=tuple(torch.from_numpy(np.concatenate(group)) for group in slots),
         row_ends=row_ends,
         logit_rows=logit_rows,
-        beside=tuple(torch.from_numpy(np.concatenate(others)) for others in beside),
     )
 
 

@@ -3,8 +3,8 @@
 A *bundle* is a run of query tokens computed together; a *segment* says which tiles of keys some of
 its tokens read from one block table. Runs of blocks that decoding rows share, at every level of the
 prefix tree, become segments of many tokens: the keys are read once for all of them. Each token
-takes its tiles in ascending order whatever it shares, so sharing changes no bit of its result. The
-backend knows no weights. The CPU runner calls `begin`; `engine.models.cpu_llama` reads `work`.
+takes its tiles in ascending order with any sharing, so sharing changes no bit of its result. The
+backend knows no weights. The CPU runner calls `begin`; `engine.models.cpu_decoder` reads `work`.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class CpuAttention:
                 own_keys[first:end] = torch.arange(piece.at, piece.at + end - first)
         offsets = np.cumsum([0, *map(len, tables)]).tolist()
         cut = self._cut(plan, starts, offsets, pieces)
-        places = [CpuPlace(_joined(tables), batch.slots, *cut, own_keys)]
-        if batch.beside:
+        places = [CpuPlace(_joined(tables), batch.slots[0], *cut, own_keys)]
+        if len(batch.slots) > 1:
             # In a window group each row reads by its own table: another's may have holes where
             # the row still sees keys. A request's window is none of these layers'.
             offsets = np.cumsum([0, *(len(row.block_ids) for row in plan.rows)]).tolist()
             alike = {index: _whole(plan.rows[index], found) for index, found in pieces.items()}
             bundles, segments = self._cut(replace(plan, groups=()), starts, offsets, alike)
-            for group, slots in enumerate(batch.beside):
+            for group, slots in enumerate(batch.slots[1:]):
                 tables = [row.beside[group] for row in plan.rows]
                 places.append(CpuPlace(_joined(tables), slots, bundles, segments, positions))
         self.work = CpuWork(batch, tuple(places))

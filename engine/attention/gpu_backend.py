@@ -41,7 +41,7 @@ class GpuAttention:
     """Plans steps and launches attention. The runner's GPU buffers `positions`, `slots` and
     `lengths`, [T] int32 each, are filled before `attend`.
 
-    `seats`: sequences known at once. `tokens_max`: rows of a step. `chunk_keys`: see `WorkPlanner`.
+    `seats`: sequences known at once. `tokens_max`: rows of a step.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class GpuAttention:
         context: int,
         seats: int,
         tokens_max: int,
-        chunk_keys: int = 0,
     ) -> None:
         device = kv.data.device
         self.kv = kv.data
@@ -86,7 +85,6 @@ class GpuAttention:
             block_size=kv.format.block_size,
             multiprocessors=multiprocessors,
             classes=classes_for(spec.head_dim),
-            chunk_keys=chunk_keys,
             part_rows=rows,
         )
         tiles = self.planner.tiles_max(tokens_max)
@@ -168,18 +166,15 @@ class GpuAttention:
         columns = np.array(found, np.int32).T
         return Slices(*(np.ascontiguousarray(column) for column in columns))
 
-    def _take_memory(
-        self, plans: dict[int, HostPlan], rows: int, *, may_grow: bool = False
-    ) -> None:
-        """Choose the step's lists and scratch. Spans always fit those made at the start; chunks,
-        whose cuts do not depend on the room, get memory of their own where they do not. So do
-        steps of attention windows that leave room for one part (`may_grow`): each row has two."""
+    def _take_memory(self, plans: dict[int, HostPlan], rows: int, *, may_grow: bool) -> None:
+        """Choose the step's lists and scratch. Spans fit those made at the start, but where
+        attention windows leave room for one part and each row has two (`may_grow`), the step gets
+        memory of its own."""
         self._works, self.scratch = dict(self._lists), self.parts
         spec, device = self.spec, self.kv.device
         most = max(plan.parts_max for plan in plans.values())
         if most > 1 and most * rows > self.part_rows:
-            is_cut_to_fit = not (self.planner.chunk_keys or may_grow)
-            assert not is_cut_to_fit, "spans are cut to fit the memory; only chunks are not"
+            assert may_grow, "spans are cut to fit the memory; only those of windows are not"
             self.scratch = PartialOutputs(most, rows, spec.heads, spec.head_dim, device)
         for window, plan in plans.items():
             known = self._lists[window]
@@ -219,9 +214,8 @@ class GpuAttention:
         group, row = self._places[layer]
         window = self._window_of[layer]
         if window != self.windows[0] and not causal:
-            # Whatever the cut of the first work list, the launches are the same: one graph a shape.
-            is_shared = self.planner.shares_windows_of(window) or self.planner.chunk_keys
-            classes, merge = (1, 2) if is_shared else (2,), True
+            # Any cut of the first work list has the same launches here: one graph a shape.
+            classes, merge = (1, 2) if self.planner.shares_windows_of(window) else (2,), True
         q = qkv.new_empty(tokens, spec.heads, spec.head_dim)
         rope_kv_write(
             qkv, q, self.kv, row, *self.rotations[layer], positions, slots[group], self._growth

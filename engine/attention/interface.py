@@ -78,7 +78,7 @@ def lacks_attention_windows(config: Architecture, form: KvFormat) -> str:
     """Return why no backend computes attention windows for a model, or "" where they do.
 
     Layers with sliding windows of their own keep these, in KV groups of their own. Where they share
-    group 0's blocks, what they read may have been let go.
+    group 0's blocks, blocks that they read may have been released.
     """
     pairs = zip(config.layers, form.group_of_layer, strict=True)
     if any(layer.window and group == 0 for layer, group in pairs):

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from engine.plan import BlockWindow, Row
+from engine.api import BlockWindow
+from engine.plan import Row
 
 
 class RowPiece(Struct, frozen=True, gc=False):

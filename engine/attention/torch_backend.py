@@ -11,7 +11,7 @@ it reads, for layers without a window. The backend computes every kind of attent
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from engine.attention.row_pieces import pieces_of
 from engine.kv.storage import KvStorage
 from engine.kv.token_rows import token_rows
 from engine.model_store import Architecture
-from engine.plan import BlockWindow, Row, StepPlan
+from engine.plan import StepPlan
 from kernels.reference import rotate
 
 GROUP_KEYS_MIN = 64
@@ -46,13 +46,12 @@ class _Shared:
 
 @dataclass(slots=True)
 class _Prompt:
-    """Query tokens [first, end) of one sequence, the first at position `start`, against its keys
-    from `from_key` in `blocks`."""
+    """Query tokens [first, end) of one sequence against the keys of `blocks`, of which that number
+    `at` is the first token's own."""
 
     first: int
     end: int
-    start: int
-    from_key: int
+    at: int
     blocks: torch.Tensor
 
 
@@ -67,11 +66,11 @@ class _Layout:
     window: int
     slot_block: torch.Tensor
     slot_offset: torch.Tensor
-    shared: list[_Shared] = field(default_factory=list)
-    prompts: list[_Prompt] = field(default_factory=list)
-    rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    table: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
-    hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.bool))
+    shared: list[_Shared]
+    prompts: list[_Prompt]
+    rows: torch.Tensor
+    table: torch.Tensor
+    hidden: torch.Tensor
 
 
 class TorchAttention:
@@ -107,7 +106,7 @@ class TorchAttention:
             beta, original = self._growth
             self._grown = 1 + beta * torch.log1p((positions // original).float())
         starts = [0, *batch.row_ends]
-        slots = [slots.to(self.device) for slots in (batch.slots, *batch.beside)]
+        slots = [slots.to(self.device) for slots in batch.slots]
         self._layouts = {
             (group, window): self._lay_out(plan, starts, slots[group], group, window)
             for group, window in set(self._places)
@@ -117,7 +116,7 @@ class TorchAttention:
         self, plan: StepPlan, starts: list[int], slots: torch.Tensor, kv_group: int, window: int
     ) -> _Layout:
         size = self.block_size
-        layout = _Layout(window, slots // size, slots % size)
+        shared, prompts = list[_Shared](), list[_Prompt]()
         tables = [(row.block_ids, *row.beside)[kv_group] for row in plan.rows]
         covered = [0] * len(plan.rows)
         for group in plan.groups if not window else ():
@@ -125,7 +124,7 @@ class TorchAttention:
             if (group.end_block - first) * size < GROUP_KEYS_MIN:
                 continue
             blocks = tables[group.first_row][first : group.end_block]
-            layout.shared.append(
+            shared.append(
                 _Shared(starts[group.first_row], starts[group.end_row], self._tensor(blocks))
             )
             covered[group.first_row : group.end_row] = [group.end_block] * (
@@ -133,60 +132,45 @@ class TorchAttention:
             )
         decoding: list[tuple[int, list[int], int]] = []
         for index, row in enumerate(plan.rows):
+            first = starts[index]
             if row.attention is not None and not window:
-                self._lay_out_pieces(layout, row, row.attention, starts[index], decoding)
-                continue
-            from_block = covered[index]
-            if window:
-                from_block = max(0, row.start - window + 1) // size
-            last = -(-(row.start + row.count) // size)
-            blocks = tables[index][from_block:last]
-            if row.count == 1:
-                decoding.append((starts[index], list(blocks), row.start + 1 - from_block * size))
-                continue
-            layout.prompts.append(
-                _Prompt(
-                    starts[index], starts[index + 1], row.start, from_block * size,
-                    self._tensor(blocks),
-                )
-            )  # fmt: skip
-        self._lay_out_decoding(layout, decoding)
-        return layout
-
-    def _lay_out_pieces(
-        self,
-        layout: _Layout,
-        row: Row,
-        attention: BlockWindow,
-        first: int,
-        decoding: list[tuple[int, list[int], int]],
-    ) -> None:
-        """Add a row under an attention window, whose first token is `first` of the step."""
-        for piece in pieces_of(row, attention, self.block_size):
-            if piece.end - piece.first == 1:
-                decoding.append((first + piece.first, piece.blocks(row), piece.at + 1))
-                continue
-            begin, end = first + piece.first, first + piece.end
-            blocks = self._tensor(piece.blocks(row))
-            layout.prompts.append(_Prompt(begin, end, piece.at, 0, blocks))
+                runs = [
+                    (first + piece.first, first + piece.end, piece.at, piece.blocks(row))
+                    for piece in pieces_of(row, row.attention, size)
+                ]
+            else:
+                begin = max(0, row.start - window + 1) // size if window else covered[index]
+                blocks = tables[index][begin : -(-(row.start + row.count) // size)]
+                runs = [(first, starts[index + 1], row.start - begin * size, list(blocks))]
+            for first, end, at, blocks in runs:
+                if end - first == 1:
+                    decoding.append((first, blocks, at + 1))
+                else:
+                    prompts.append(_Prompt(first, end, at, self._tensor(blocks)))
+        return _Layout(
+            window, slots // size, slots % size, shared, prompts,
+            *self._decoding_tables(decoding, window),
+        )  # fmt: skip
 
     def _tensor(self, blocks: object) -> torch.Tensor:
         return torch.as_tensor(blocks, dtype=torch.int64).to(self.device)
 
-    def _lay_out_decoding(
-        self, layout: _Layout, decoding: list[tuple[int, list[int], int]]
-    ) -> None:
+    def _decoding_tables(
+        self, decoding: list[tuple[int, list[int], int]], window: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return `rows`, `table` and `hidden` of a layout. `decoding`: each token, its blocks, and
+        the number of keys up to its own."""
         longest = max((len(blocks) for _, blocks, _ in decoding), default=0)
         table = np.zeros((len(decoding), longest), np.int64)
         for index, (_, blocks, _) in enumerate(decoding):
             table[index, : len(blocks)] = blocks
         lengths = self._tensor([keys for _, _, keys in decoding])[:, None]
         keys = torch.arange(longest * self.block_size, device=self.device)[None, :]
-        layout.rows = self._tensor([row for row, _, _ in decoding])
-        layout.table = torch.from_numpy(table).to(self.device)
-        layout.hidden = keys >= lengths
-        if layout.window:
-            layout.hidden |= keys < lengths - layout.window
+        hidden = keys >= lengths
+        if window:
+            hidden |= keys < lengths - window
+        rows = self._tensor([row for row, _, _ in decoding])
+        return rows, torch.from_numpy(table).to(self.device), hidden
 
     def attend(
         self, layer: int, qkv: torch.Tensor, sinks: torch.Tensor | None = None
@@ -246,8 +230,8 @@ class TorchAttention:
         keys, values = self._keys(layer, p.blocks, q.dtype)
         for first in range(p.first, p.end, TILE_ROWS):
             end = min(first + TILE_ROWS, p.end)
-            seen = p.start + (end - p.first) - p.from_key
-            at = p.start + first - p.first - p.from_key  # the tile's first token among the keys
+            seen = p.at + end - p.first
+            at = p.at + first - p.first  # the tile's first token among the keys
             low = max(0, at - window + 1) if window else 0
             tile = q[:, first:end].flatten(1, 2)
             scores = self._capped(tile @ keys[:, low:seen].transpose(1, 2))

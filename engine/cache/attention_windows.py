@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.api import LeaseGrant, LeaseRequest
+from engine.api import BlockWindow, LeaseGrant, LeaseRequest
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
 from engine.cache.lease_manager import LeaseManager
 from engine.cache.tree.prefix_tree import Node, TreeBlock
 from engine.cache.tree.window_groups import HOLE
-from engine.plan import BlockWindow
 
 
 class AttentionWindows:

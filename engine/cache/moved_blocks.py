@@ -18,6 +18,8 @@ from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.cache.tree.window_groups import HOLE
 from engine.errors import InvariantViolation
 
+VICTIMS_SEEN = 16
+"""Next victims of each payer that are told at a time."""
 WINDOW_VICTIMS = 4
 """Entries of the eviction order that are looked at for each next victim and KV group: some are of
 window blocks that no resume point needs."""
@@ -102,12 +104,12 @@ class MovedBlocks:
 
     # -- victims ------------------------------------------------------------------------------
 
-    def next_victims(self, blocks: int) -> Iterator[Node]:
-        """Iterate over the leaves that may be evicted next, `blocks` of each payer at most: those
-        of the payer that gives first come first; and over the ends of the resume points whose
+    def next_victims(self) -> Iterator[Node]:
+        """Iterate over the leaves that may be evicted next, `VICTIMS_SEEN` of each payer at most:
+        those of the payer that gives first come first; and over the ends of the resume points whose
         window blocks may. Nothing may change meanwhile.
         """
-        share, most = self._manager.fair_share, blocks
+        share, most = self._manager.fair_share, VICTIMS_SEEN
         if self._groups.windows:
             most *= WINDOW_VICTIMS * self._groups.groups
         for payer_account in share.givers():
@@ -118,7 +120,7 @@ class MovedBlocks:
                     found[leaf] = None
                 elif leaf.resumed_at_s > -math.inf and leaf.parent not in seen:
                     found[_end_of_point(leaf, seen)] = None
-                if len(found) >= blocks:
+                if len(found) >= VICTIMS_SEEN:
                     break
             yield from found
 

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from engine.api import Bound, LeaseRequest, Namespace, Payer, Quota, tokens_within
+from engine.api import BlockWindow, Bound, LeaseRequest, Namespace, Payer, Quota, tokens_within
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
@@ -39,7 +39,7 @@ from engine.cache.tree.prefix_tree import Node, TreeBlock, TreeMatch, tree_block
 from engine.cache.tree.window_groups import WindowGroups
 from engine.cache.window_manager import WindowManager
 from engine.errors import InvariantViolation
-from engine.plan import BlockCopy, BlockWindow
+from engine.plan import BlockCopy
 
 DEFAULT_QUOTA = Quota()
 DEFAULT_EVICTION_POLICY = LeastRecentlyUsed()
@@ -79,7 +79,7 @@ class PrefixCache:
         self.moves = MovedBlocks(self._manager, self._allocate)
         self.floor_blocks_max = self._manager.fair_share.floors_max
         self.facts = facts
-        self._on_commit: Callable[[BlockTable, int], None] | None = None
+        self._on_commit: Callable[[BlockTable, Node, int], None] | None = None
         self._evicted = self._expired = self._copied = self._window_gone = 0
 
     # -- queries ------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ class PrefixCache:
             self._leases.release_reservation(table, index)
         table.committed = full
         if self._on_commit is not None:
-            self._on_commit(table, first)
+            self._on_commit(table, table.node, first)
         self._emit(Committed(table.namespace, full - first, (full - first) * size, new))
 
     def fork(self, table: BlockTable) -> BlockTable:
@@ -503,11 +503,11 @@ class PrefixCache:
     def watch(
         self,
         on_evict: Callable[[NamespaceAccount, Node], None],
-        on_commit: Callable[[BlockTable, int], None],
+        on_commit: Callable[[BlockTable, Node, int], None],
     ) -> None:
         """Have `on_evict` called with each leaf that is about to be evicted, and `on_commit` with
-        each table that has committed blocks, and how many it had committed before.
-        """
+        each table that has committed blocks or its tail, the last node of these, and how many
+        blocks it had committed before."""
         self._manager.on_evict = on_evict
         self._on_commit = on_commit
 
@@ -563,18 +563,16 @@ class PrefixCache:
         account = self.account_of(node)
         return account is not None and self._leases.take_back(account, node, now_s)
 
-    def promise_again(self, node: TreeBlock, until_s: float, name: str, now_s: float) -> bool:
+    def promise_again(self, node: TreeBlock, until_s: float, name: str, now_s: float) -> None:
         """Promise a node on the device again whose keeping below an erasure has ended, but that the
-        erasure did not take: another lease covers it. Without room that is told as a loss; return
-        whether there was any. O(depth).
+        erasure did not take: another lease covers it. Without room that is told as a loss.
+        O(depth).
         """
         account = self.account_of(node)
         if account is None or node.promised or node.promised_below or until_s <= now_s:
-            return True
-        if self._leases.promise_again(account, node, until_s, name, now_s):
-            return True
-        self._emit(PromiseLost(account.namespace, 1))
-        return False
+            return
+        if not self._leases.promise_again(account, node, until_s, name, now_s):
+            self._emit(PromiseLost(account.namespace, 1))
 
     def take_over(self, found: FoundPromise, now_s: float) -> bool:
         """Charge a promise kept below that an engine before has made: `LeaseManager.take_over`."""
@@ -776,9 +774,7 @@ class PrefixCache:
         return node, added
 
     def _commit_tail(self, table: BlockTable, tokens: Sequence[int], now_s: float) -> None:
-        """Leave the partly filled last block to the tree, unless the tree already holds its
-        tokens.
-        """
+        """Leave the partly filled last block to the tree, unless it already holds its tokens."""
         index = table.committed
         if table.attention is not None and index >= table.attention.shared_blocks:
             return
@@ -797,3 +793,5 @@ class PrefixCache:
             self._emit(Committed(table.namespace, 0, 0, filled))
         self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
         self._leases.release_reservation(table, index)
+        if self._on_commit is not None:
+            self._on_commit(table, node, index)

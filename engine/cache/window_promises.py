@@ -100,8 +100,8 @@ class WindowCover:
             else:
                 table.reserved += index >= len(self._path)
         table.reserved += max(0, covered - max(covered_blocks, self._kept_to))
-        if table.reserved and not table.held_up:
-            table.held_up = self._kept_to - len(self._path)
+        if table.reserved:  # what is kept behind the last covered block stays there
+            table.held_up = max(table.held_up, min(covered, self._kept_to) - len(self._path))
 
     def _cost(self, covered_blocks: int, covered: int) -> tuple[int, int]:
         """Return how many blocks of group 0 from `covered_blocks` to `covered` take room, and of

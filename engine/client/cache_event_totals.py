@@ -13,7 +13,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from engine.api import CacheNews, LossCause, Namespace
+from engine.api import Namespace
+from engine.statistics import CacheNews, LossCause
 
 NAMESPACES_MAX = 10_000
 K = TypeVar("K")

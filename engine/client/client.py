@@ -16,7 +16,6 @@ from typing import Protocol, TypeVar
 from msgspec import Struct
 
 from engine.api import (
-    CacheNews,
     Cancel,
     Command,
     Drain,
@@ -26,16 +25,13 @@ from engine.api import (
     Erased,
     Event,
     Finished,
-    Frame,
     GetStats,
     Namespace,
     Peek,
     Peeked,
     Quota,
-    Reply,
     Request,
     SetQuotas,
-    Stats,
     Submit,
     Survey,
     Surveyed,
@@ -43,20 +39,31 @@ from engine.api import (
 )
 from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.namespace_stats import NamespaceTable
-from engine.client.request_stream import RequestStream, Wakeup
-from engine.errors import EngineError, EngineUnavailable, RequestRefused
-from engine.protocol import FrameError, Hello, Rejected, Welcome, downward_decoder, encode
-
-__all__ = ["Engine", "EngineConnection", "RequestStream", "SocketEngine", "Wakeup"]
+from engine.client.request_stream import RequestStream
+from engine.errors import (
+    DIED_MESSAGE,
+    DUPLICATE_MESSAGE,
+    EngineError,
+    EngineUnavailable,
+    RequestRefused,
+)
+from engine.protocol import (
+    Frame,
+    FrameError,
+    Hello,
+    Rejected,
+    Reply,
+    Welcome,
+    downward_decoder,
+    encode,
+)
+from engine.statistics import CacheNews, Stats
 
 CALL_TIMEOUT_S = 10.0
 """Longest wait for the result of a call, in seconds."""
 QUOTAS_PER_COMMAND = 1_000
 UNSENT_BYTES_MAX = 64 * 2**20
 """Bytes. An engine that is so far behind in reading refuses requests as `queue_full`."""
-
-DIED_MESSAGE = "The engine stopped while it worked on this request."
-"""Message of requests that end with the engine."""
 
 Call = Peek | Erase | Survey | GetStats
 Result = Peeked | Erased | Surveyed | Stats
@@ -144,7 +151,6 @@ class EngineConnection(ABC):
         self.stats = Stats()
         self.cache_events = CacheEventTotals()
         self.namespaces = NamespaceTable()
-        self.last_frame_s = 0.0
         self._streams: dict[str, RequestStream] = {}
         self._requests: dict[str, Request] = {}  # the request of each stream
         self._calls: dict[int, asyncio.Future[Result]] = {}
@@ -168,7 +174,7 @@ class EngineConnection(ABC):
             code = "draining" if self._is_draining else "not_ready"
             raise EngineUnavailable(code, "The engine does not accept requests now.")
         if request.request_id in self._streams:
-            raise RequestRefused("duplicate_request", "A request with this id is running already.")
+            raise RequestRefused("duplicate_request", DUPLICATE_MESSAGE)
         stream = RequestStream(request.request_id, self)
         self._streams[request.request_id], self._requests[request.request_id] = stream, request
         try:
@@ -310,8 +316,8 @@ class EngineConnection(ABC):
 class SocketEngine(EngineConnection, asyncio.Protocol):
     """An engine in a separate process; `connect` makes one.
 
-    Messages are handled inside the transport's callback: a task that reads would cost one more loop
-    turn per step.
+    `last_frame_s`: the loop's time of its last bytes. Messages are handled inside the transport's
+    callback: a task that reads would cost one more loop turn per step.
     """
 
     def __init__(self) -> None:

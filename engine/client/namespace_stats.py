@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from engine.api import Namespace, NamespaceStats
+from engine.api import Namespace
+from engine.statistics import NamespaceStats
 
 Change = tuple[NamespaceStats | None, NamespaceStats | None]
 """Statistics before and after; None if the namespace did not or does not exist."""

@@ -36,7 +36,6 @@ from engine.api import (
     SampledToken,
     SampleEnded,
     Started,
-    Stats,
     Tokens,
     Usage,
 )
@@ -60,6 +59,7 @@ from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler, Slice, work_of
 from engine.scheduler.sequence import ActiveRequest, Sequence
 from engine.scheduler.step_cost import StepCost
+from engine.statistics import Stats
 
 FAILURES = {
     "nan_logits": "The model produced logits that are not numbers.",
@@ -123,7 +123,7 @@ class Core:
         """Accept or refuse a request; in both cases its events come from `step`."""
         try:
             check_request(self, request)
-            self._make_room(request)
+            refused = self._choose_refused(request)
             self.constraints.submit(request)
         except EngineError as refusal:
             wait_s = refusal.retry_after_s if isinstance(refusal, EngineUnavailable) else None
@@ -133,6 +133,9 @@ class Core:
                 )
             )
             return
+        for other in refused:
+            message, wait_s = self._queue_full(other.turn)
+            self._finish(other, "refused", "queue_full", message, retry_after_s=wait_s)
         active = self.requests.add(request, self.clock())
         self._add_sequence(active)
         self.scheduler.add_request(active)
@@ -162,26 +165,31 @@ class Core:
         now_s = self.clock()
         found = self.cache.peek(call.namespace, call.tokens, now_s)
         expires_in_s = None if found.expires_at_s is None else max(0.0, found.expires_at_s - now_s)
+        promised_tokens = found.promised_tokens
+        stored_tokens: tuple[tuple[LevelName, int], ...] = ()
+        if self.levels is not None:
+            further = call.namespace, call.tokens, found.cached_tokens, now_s
+            promised_tokens += self.levels.promised_tokens(*further)
+            stored_tokens = self.levels.stored_tokens(*further)
         promisable = None
         if call.quota is not None:
             promisable = self.cache.promisable(call.namespace, call.tokens, call.quota, now_s)
         return Peeked(
             call_id=call.call_id,
             cached_tokens=found.cached_tokens,
-            promised_tokens=found.promised_tokens
-            + self._promised_below(call, found.cached_tokens, now_s),
+            promised_tokens=promised_tokens,
             expires_in_s=expires_in_s,
             window_gone_tokens=found.window_gone_tokens,
-            stored_tokens=self._stored_tokens(call, found.cached_tokens, now_s),
+            stored_tokens=stored_tokens,
             promisable_tokens=None if promisable is None else promisable[0],
             bound="" if promisable is None else promisable[1],
         )
 
-    def erase(self, call: Erase, answer: Callable[[Erased], None] = lambda erased: None) -> Erased:
+    def erase(self, call: Erase, answer: Callable[[Erased], None] = lambda erased: None) -> None:
         """Erase a namespace, a lease of it, or everything under a token prefix, on every level.
 
         `answer` is called once with what was erased: now, or by a later `step` where the disk has
-        to confirm it. What is returned is without the disk's part.
+        to confirm it.
 
         Live requests of the namespace commit nothing more, not even if they start later: erased
         tokens must not return. For a lease, this holds for the requests that asked for it.
@@ -194,7 +202,7 @@ class Core:
             ):
                 active.may_write = False
         self.constraints.erase(call)
-        return self._erasures.erase(call, answer)
+        self._erasures.erase(call, answer)
 
     def take_changed(self) -> set[Namespace]:
         """Return the namespaces whose numbers may have changed since the last call. O(changed)."""
@@ -257,14 +265,14 @@ class Core:
     @property
     def is_waiting_for_levels(self) -> bool:
         """Return whether outcomes of levels are awaited and there is nothing to compute: no step is
-        in flight, no request is in line, and every running sequence is being loaded.
+        in flight, no sequence is queued, and every running one is being loaded.
         """
         loading = self.scheduler.loading
         return (
             loading is not None
             and loading.levels.is_busy
             and not (self._pending_steps or self._events or self.scheduler.queue)
-            and loading.loading == len(self.scheduler.running)
+            and all(sequence.load is not None for sequence in self.scheduler.running)
         )
 
     def set_quota(self, quota: Quota) -> None:
@@ -328,6 +336,7 @@ class Core:
         return events
 
     def _launch(self, slices: list[Slice], now_s: float) -> bool:
+        """Plan and launch a step; return whether it is in flight."""
         for piece in slices:
             if not piece.is_plain and piece.sequence.parent.started_at_s is None:
                 self._mark_started(piece.sequence, now_s)
@@ -343,8 +352,6 @@ class Core:
         self._pending_steps.append(pending)
         self._planner.fork(pending)
         return True
-
-    # -- results ------------------------------------------------------------------------------
 
     def _pace(self) -> None:
         """Let the next launch wait for requests, where exactly one step is in flight.
@@ -368,7 +375,10 @@ class Core:
             return
         self._pacing.running_alone(now_s, cost.seconds(work_of(pending.slices)))
 
+    # -- results ------------------------------------------------------------------------------
+
     def _collect(self) -> None:
+        """Wait for the oldest step in flight, and take its results."""
         pending = self._pending_steps.popleft()
         began_s = self.clock()
         try:
@@ -389,7 +399,8 @@ class Core:
                 # The block at fault is unknown, and later requests that match it would fail too.
                 beginning = sequence.tokens[: self.cache.block_size]
                 namespace = sequence.parent.request.grant.namespace
-                self._erasures.erase(Erase(0, namespace, tokens=tuple(beginning)))
+                call = Erase(0, namespace, tokens=tuple(beginning))
+                self._erasures.erase(call, lambda erased: None)
                 self._fail(sequence.parent, code)
         computed = self._commit_slices(pending, result, now_s)
         self._accept_tokens(pending, result, now_s)
@@ -432,7 +443,6 @@ class Core:
         recomputed = max(0, min(end, sequence.computed_before) - piece.start)
         sequence.computed_before = max(sequence.computed_before, end)
         active.recomputed_tokens += recomputed
-        self.engine_stats.recomputed_tokens += recomputed
         if sequence.table is table:
             self.cache.commit(table, sequence.tokens, end, now_s)
             self.scheduler.prefix_sharing.resume_reached(sequence)
@@ -467,13 +477,13 @@ class Core:
         """Append the output tokens of a step, and end each sample at its last one; tokens after
         that are dropped.
         """
-        drawn = {sampled.sequence_id: sampled.tokens for sampled in result.sampled}
+        sampled = {one.sequence_id: one.tokens for one in result.sampled}
         events, accepted = self._events, 0
         for sequence_id, sequence in pending.sampling.items():
             sequence.in_flight -= 1
             if sequence.is_ended:
                 continue
-            if not (tokens := drawn.get(sequence_id)):
+            if not (tokens := sampled.get(sequence_id)):
                 raise InvariantViolation(f"sequence {sequence_id} sampled no token")
             active, request = sequence.parent, sequence.parent.request
             is_constrained = sequence.matcher is not None
@@ -552,29 +562,26 @@ class Core:
         """Fail all requests of a broken step, since the request at fault is unknown; the engine
         continues.
         """
-        self.engine_stats.failed_steps += 1
         self.on_step_failed(pending.step, error)
-        for drawer in pending.sampling.values():
-            drawer.in_flight -= 1
+        for sequence in pending.sampling.values():
+            sequence.in_flight -= 1
         message = f"The step that computed this request failed ({type(error).__name__})."
         concerned = [piece.sequence.parent for piece in pending.slices]
-        concerned += [sequence.parent for sequence in pending.copy_targets]
+        concerned += [target.parent for target in pending.copy_targets]
         for active in concerned:
             if not active.is_finished:
                 self._finish(active, "failed", "step_failed", message)
 
     # -- the queue's bounds -------------------------------------------------------------------
 
-    def _make_room(self, request: Request) -> None:
-        """Refuse waiting requests of the payer with most waiting, where the queue is full. Raises
-        EngineUnavailable if that is the payer of `request`.
+    def _choose_refused(self, request: Request) -> list[ActiveRequest]:
+        """Return the waiting requests that make room for `request` in a full queue, those of the
+        payer with most waiting. Raises EngineUnavailable if that is its own.
         """
         refused = self._bounds.choose_refused(self.requests, request)
         if refused is None:
             raise EngineUnavailable("queue_full", *self._queue_full(request.turn_payer))
-        for active in refused:
-            message, wait_s = self._queue_full(active.turn)
-            self._finish(active, "refused", "queue_full", message, retry_after_s=wait_s)
+        return refused
 
     def _queue_full(self, turn: Payer) -> tuple[str, float]:
         """Return the message and the retry time for a payer whose request finds no room.
@@ -597,25 +604,12 @@ class Core:
         loading = self.scheduler.loading
         return loading is not None and (len(loading) > 0 or loading.levels.is_moving)
 
-    def _promised_below(self, call: Peek, here: int, now_s: float) -> int:
-        """Return the tokens behind those on the device whose promises a level below keeps."""
-        if self.levels is None:
-            return 0
-        return self.levels.promised_tokens(call.namespace, call.tokens, here, now_s)
-
     def _take_loaded(self, loading: Loading, now_s: float) -> None:
         """Take what has come from the levels: sequences go on, followers are released."""
         launched = self.engine_stats.step
         collected = self._pending_steps[0].step - 1 if self._pending_steps else launched
         for sequence in loading.turn(now_s, launched, collected, self.scheduler.running):
             self.scheduler.prefix_sharing.resume_reached(sequence)
-
-    def _stored_tokens(
-        self, call: Peek, here: int, now_s: float
-    ) -> tuple[tuple[LevelName, int], ...]:
-        if self.levels is None:
-            return ()
-        return self.levels.stored_tokens(call.namespace, call.tokens, here, now_s)
 
     def _add_sequence(self, active: ActiveRequest) -> Sequence:
         sequence = self.requests.add_sequence(active)

@@ -28,9 +28,9 @@ class Erasures:
         if levels is not None:
             levels.on_erased = self._finish
 
-    def erase(self, call: Erase, answer: Answer = lambda erased: None) -> Erased:
-        """Erase what was named; call `answer` when every level has done so. Return what the device
-        and host memory lost. O(blocks of the namespace).
+    def erase(self, call: Erase, answer: Answer) -> None:
+        """Erase what was named; call `answer` when every level has done so. O(blocks of the
+        namespace).
         """
         below: tuple[LevelErased, ...] = ()
         waits_for = None
@@ -43,7 +43,6 @@ class Erasures:
             answer(erased)
         else:
             self._waiting[waits_for] = (erased, answer)
-        return erased
 
     def _finish(self, waits_for: int, disk: LevelErased | None) -> None:
         erased, answer = self._waiting.pop(waits_for)

@@ -44,21 +44,19 @@ SURE: Final = 0.97
 
 
 class LaunchPacing:
-    """Holds back the launch of the next step until shortly before the running step ends."""
+    """Holds back the launch of the next step until shortly before the running step ends.
+
+    `lead_s`: seconds from a launch to the expected end of the running step.
+    """
 
     def __init__(self) -> None:
-        self._lead_s = LEAD_S
+        self.lead_s = LEAD_S
         self._due_at_s: float | None = None
         self._was_held = False
 
-    @property
-    def lead_s(self) -> float:
-        """Return the seconds from a launch to the expected end of the running step."""
-        return self._lead_s
-
     def running_alone(self, now_s: float, predicted_s: float) -> None:
         """Note that a step of `predicted_s` seconds begins now and that no other is in flight."""
-        hold_s = min(HOLD_S_MAX, SURE * predicted_s - self._lead_s)
+        hold_s = min(HOLD_S_MAX, SURE * predicted_s - self.lead_s)
         self._due_at_s = now_s + hold_s
 
     def hold_s(self, now_s: float) -> float:
@@ -72,15 +70,15 @@ class LaunchPacing:
         """Learn from a collect that waited `waited_s` seconds for the device, after a launch."""
         if self._was_held:
             if waited_s < LATE_S:
-                self._lead_s = min(LEAD_S_MAX, self._lead_s + LATE_STEP_S)
+                self.lead_s = min(LEAD_S_MAX, self.lead_s + LATE_STEP_S)
             else:
-                shorter_s = self._lead_s - LEARNED * (waited_s - SLACK_S)
-                self._lead_s = max(LEAD_S_MIN, min(LEAD_S_MAX, shorter_s))
+                shorter_s = self.lead_s - LEARNED * (waited_s - SLACK_S)
+                self.lead_s = max(LEAD_S_MIN, min(LEAD_S_MAX, shorter_s))
         self._due_at_s, self._was_held = None, False
 
     def check(self) -> None:
         """Raises InvariantViolation where the lead is out of bounds. O(1)."""
-        if not LEAD_S_MIN <= self._lead_s <= LEAD_S_MAX:
+        if not LEAD_S_MIN <= self.lead_s <= LEAD_S_MAX:
             raise InvariantViolation(
-                f"the lead of launches is {self._lead_s} s; expected {LEAD_S_MIN} to {LEAD_S_MAX}"
+                f"the lead of launches is {self.lead_s} s; expected {LEAD_S_MIN} to {LEAD_S_MAX}"
             )

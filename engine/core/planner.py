@@ -19,12 +19,10 @@ from engine.plan import BegunSequence, Group, Mask, Row, StepPlan
 from engine.scheduler.scheduler import Scheduler, Slice
 from engine.scheduler.sequence import ActiveRequest, Sequence
 
-Signature = tuple[list[BlockTable], list[int]]
-
 WINDOWED: Final = -1
-"""The version in a signature of a table that a row reads by an attention window."""
+"""Stands for a table's version where a row reads the table through an attention window."""
 LAST_KEY: Final = b"\xff" * 4
-"""The order key of such a row: behind every table."""
+"""The order key of such a row: it sorts behind the keys of all tables."""
 
 
 @dataclass(slots=True)
@@ -57,7 +55,7 @@ class StepPlanner:
         self._cache = cache
         self._scheduler = scheduler
         self._add_sequence = add_sequence
-        self._signature: Signature = ([], [])
+        self._batch: tuple[list[BlockTable], list[int]] = [], []  # tables, and their versions
         self._order: list[int] = []
         self._groups: tuple[Group, ...] = ()
         self._runs: dict[tuple[BlockTable, int, BlockTable, int], int] = {}
@@ -93,7 +91,7 @@ class StepPlanner:
         """Fork the samples of each prompt that this step finishes: each gets a table over its
         blocks.
         """
-        for piece in [piece for piece in pending.slices if not piece.is_plain]:
+        for piece in [one for one in pending.slices if not one.is_plain]:
             active = piece.sequence.parent
             if active.is_forked or piece.sequence.sequence_id not in pending.sampling:
                 continue
@@ -130,7 +128,10 @@ class StepPlanner:
         return rows
 
     def _row(self, piece: Slice, pending: InFlightStep, begun: list[BegunSequence]) -> Row:
-        """Return the plan's row for a slice, and count the slice as computed."""
+        """Return the plan's row for a slice, and count the slice as computed.
+
+        The slice that ends a prompt of several samples adds their sequences.
+        """
         sequence, end = piece.sequence, piece.start + piece.count
         active, table, tokens = sequence.parent, piece.table, sequence.tokens
         request = active.request
@@ -142,9 +143,6 @@ class StepPlanner:
             if not active.is_forked and request.samples > 1:
                 sampling += [self._add_sequence(active) for _ in range(1, request.samples)]
                 begun.extend(_introduce(fork) for fork in sampling[1:])
-        window = active.attention
-        if window is not None and not _reads_window(piece, self._cache.block_size):
-            window = None
         wants_logprobs = request.prompt_logprobs is not None and not active.is_forked
         in_prompt = wants_logprobs and piece.start < len(request.tokens)
         sequence.computed = end
@@ -164,14 +162,15 @@ class StepPlanner:
             prompt_logprobs=request.prompt_logprobs if in_prompt else None,
             next_token_id=tokens[end] if in_prompt and end < len(request.tokens) else None,
             beside=table.beside,
-            attention=window,
+            attention=active.attention if _reads_window(piece, self._cache.block_size) else None,
         )
 
     def _add_copy_targets(self, pending: InFlightStep, copied: set[int]) -> None:
+        """Note the sequences without a row into whose blocks the step copies."""
         present = {piece.sequence.sequence_id for piece in pending.slices}
         for sequence in self._scheduler.running:
             table = sequence.table
-            if sequence.sequence_id in present or table is None:
+            if table is None or sequence.sequence_id in present:
                 continue
             if not copied.isdisjoint(table.blocks):
                 pending.copy_targets.append(sequence)
@@ -181,8 +180,8 @@ class StepPlanner:
     def _in_tree_order(self, slices: abc.Sequence[Slice]) -> list[Slice]:
         """Return the slices in tree order, and update the groups.
 
-        Both change only with the batch or a table version; appended blocks are private to a
-        sequence. Rows that read by an attention window come last and share no run.
+        Both change only with the tables of the batch and their versions: appended blocks are
+        private to a sequence. Rows that read through a window come last and share no run.
         """
         size = self._cache.block_size
         tables = [piece.table for piece in slices]
@@ -190,9 +189,9 @@ class StepPlanner:
         for index, piece in enumerate(slices):
             if not piece.is_plain and _reads_window(piece, size):
                 versions[index] = WINDOWED
-        signature = tables, versions
-        if signature != self._signature:
-            self._signature = signature
+        batch = tables, versions
+        if batch != self._batch:
+            self._batch = batch
             keys = [
                 LAST_KEY if version == WINDOWED else _order_key(piece.sequence, piece.table)
                 for piece, version in zip(slices, versions, strict=True)
@@ -206,8 +205,8 @@ class StepPlanner:
     ) -> list[int]:
         """Return how many whole blocks each slice shares with the next one in order.
 
-        Most neighbours were neighbours in the last batch, and what two tables share changes only
-        with a version.
+        `keys`: the order keys. Most neighbours were neighbours in the last batch, and what two
+        tables share changes only with a version.
         """
         size, known, runs = self._cache.block_size, self._runs, list[int]()
         self._runs = {}
@@ -215,16 +214,16 @@ class StepPlanner:
             pair = slices[i].table, versions[i], slices[j].table, versions[j]
             run = known.get(pair)
             if run is None:
-                full = min(slices[i].start, slices[j].start) // size
-                is_last = WINDOWED in (versions[i], versions[j])
-                run = 0 if is_last else shared_blocks(keys[i], keys[j], full)
+                whole = min(slices[i].start, slices[j].start) // size
+                is_windowed = versions[j] == WINDOWED  # where row i is, row j behind it is too
+                run = 0 if is_windowed else shared_blocks(keys[i], keys[j], whole)
             self._runs[pair] = run
             runs.append(run)
         return runs
 
 
 def _reads_window(piece: Slice, block_size: int) -> bool:
-    """Return whether a token of a slice reads less than all before it."""
+    """Return whether a token of a slice reads less than all tokens before it."""
     window = piece.sequence.parent.attention
     return window is not None and piece.start + piece.count > window.shared_blocks * block_size
 

@@ -11,7 +11,12 @@ from typing import Protocol
 from engine.api import AttentionWindow, Request, all_in_vocabulary
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
-from engine.errors import EngineUnavailable, RequestRefused
+from engine.errors import (
+    DRAINING_MESSAGE,
+    DUPLICATE_MESSAGE,
+    EngineUnavailable,
+    RequestRefused,
+)
 from engine.scheduler.request_table import RequestTable
 
 
@@ -32,9 +37,9 @@ class CheckContext(Protocol):
 def check_request(core: CheckContext, request: Request) -> None:
     """Raise RequestRefused (can never run here) or EngineUnavailable (try again). O(tokens)."""
     if core.is_draining:
-        raise EngineUnavailable("draining", "The engine is shutting down.")
+        raise EngineUnavailable("draining", DRAINING_MESSAGE)
     if request.request_id in core.requests:
-        raise RequestRefused("duplicate_request", "A request with this id is running already.")
+        raise RequestRefused("duplicate_request", DUPLICATE_MESSAGE)
     _check_tokens(core, request)
     if request.attention is not None:
         _check_attention(core, request, request.attention)
@@ -105,8 +110,8 @@ def _check_size(core: CheckContext, request: Request) -> None:
         )
     grant = request.grant
     room = core.cache.max_sequence_tokens(grant.namespace, grant.quota)
-    size = core.cache.block_size
-    if request.attention is not None and request.attention.blocks_max(size) * size <= room:
+    size, attention = core.cache.block_size, request.attention
+    if attention is not None and attention.in_blocks(size).blocks_max * size <= room:
         return  # it never holds more, however long it is
     if total > room:
         raise RequestRefused(

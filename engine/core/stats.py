@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from engine.api import LevelStats, Namespace, NamespaceStats, Payer, Stats
+from engine.api import Namespace, Payer
 from engine.cache import NamespaceUse, PrefixCache
 from engine.levels.levels import Levels
 from engine.scheduler.request_table import RequestTable, RequestTotals
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_cost import StepCost, StepWork
+from engine.statistics import LevelStats, NamespaceStats, Stats
 
 SMOOTHING = 0.1
 """The weight of the latest step in the smoothed rates."""
 
 WAIT_S_MIN = 1.0
-"""The shortest wait that is told, in seconds."""
+"""The shortest wait that is reported, in seconds."""
 
 DECODES_PER_RECORD = 8
 """Steps without a prompt of which one is recorded for the cost of steps."""
@@ -27,18 +28,16 @@ DECODES_PER_RECORD = 8
 class EngineStats:
     """Totals since the start of the epoch, and smoothed rates.
 
-    `levels_off`: what is told of levels that are configured and could not be had.
+    `levels_off`: reported for levels that are configured and could not be opened.
     """
 
-    def __init__(self, step_cost: StepCost | None = None) -> None:
-        self.step_cost = step_cost or StepCost()
+    def __init__(self, step_cost: StepCost) -> None:
+        self.step_cost = step_cost
         self.levels_off: tuple[LevelStats, ...] = ()
         self.step = 0
-        self.failed_steps = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.computed_tokens = 0
-        self.recomputed_tokens = 0
         self.output_tokens = 0
         self.unneeded_tokens = 0
         self._stepped_at_s = float("-inf")
@@ -51,16 +50,15 @@ class EngineStats:
         The smoke test's tokens belong to no tenant, and the counters must equal the ledger's sums.
         """
         self.prompt_tokens = self.cached_tokens = 0
-        self.computed_tokens = self.recomputed_tokens = self.output_tokens = 0
-        self.unneeded_tokens = 0
+        self.computed_tokens = self.output_tokens = self.unneeded_tokens = 0
         self.step_cost.reset()  # the first step is slower than any other
 
-    def count_unneeded(self, drawn: int, most: int) -> int:
-        """Return how many of `drawn` tokens come before the sample's end; count the others as
+    def count_unneeded(self, sampled: int, most: int) -> int:
+        """Return how many of `sampled` tokens come before the sample's end; count the others as
         unneeded.
         """
-        self.unneeded_tokens += max(0, drawn - most)
-        return min(drawn, most)
+        self.unneeded_tokens += max(0, sampled - most)
+        return min(sampled, most)
 
     def next_step(self) -> int:
         """Return the number of the step about to be launched, from 1."""
@@ -73,13 +71,13 @@ class EngineStats:
         now_s: float,
         prefill_tokens: int,
         work: Callable[[], StepWork],
-        device_s: float = 0.0,
+        device_s: float,
     ) -> None:
         """Record a collected step; `prefill_tokens` of its tokens were not the last of a sequence.
 
-        `work`: returns the step's work. A step's time runs from its launch, or from the end of the
-        previous step where they overlap; the cost of steps takes `device_s`, the device's own time,
-        where the runner measured it.
+        `work`: returns the step's work, if it is to be recorded. `device_s`: see `StepResult`. A
+        step's time is the device's where it was measured; otherwise it runs from the launch, or
+        from the end of the previous step where they overlap.
         """
         elapsed_s = now_s - max(launched_at_s, self._stepped_at_s)
         self._stepped_at_s = now_s

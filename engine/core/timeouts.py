@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from engine.api import Ending
+from engine.errors import DRAINING_MESSAGE
 from engine.scheduler.sequence import ActiveRequest
 
 STALLS_MAX = 3
@@ -51,7 +52,7 @@ class Timeouts:
                 message = "The request did not start before its deadline."
                 yield ForcedEnding(active, "timeout", "timeout", message)
             elif is_over:
-                yield ForcedEnding(active, "shutdown", "draining", "The engine is shutting down.")
+                yield ForcedEnding(active, "shutdown", "draining", DRAINING_MESSAGE)
 
     def record_progress(self) -> None:
         """Record that a step could run something."""

@@ -91,52 +91,47 @@ class Vocabulary:
 
 
 class Matcher:
-    """One sample's place in its grammar. Not thread-safe."""
+    """One sample's place in its grammar, as llguidance's `ll_matcher` has it. Not thread-safe."""
 
-    __slots__ = ("_ll_matcher", "vocabulary")
+    __slots__ = ("ll_matcher", "vocabulary")
 
     def __init__(self, ll_matcher: LLMatcher, vocabulary: Vocabulary) -> None:
-        self._ll_matcher = ll_matcher
+        self.ll_matcher = ll_matcher
         self.vocabulary = vocabulary
 
     def consume(self, token_id: int) -> bool:
         """Advance by one token; return False, for good, if the grammar does not allow it."""
-        return self._ll_matcher.consume_token(token_id)
+        return self.ll_matcher.consume_token(token_id)
 
     def fork(self) -> Matcher:
         """Return another matcher at the same place. Microseconds: they share the compiled
         grammar.
         """
-        return Matcher(self._ll_matcher.deep_copy(), self.vocabulary)
+        return Matcher(self.ll_matcher.deep_copy(), self.vocabulary)
 
     def fill_mask(self, row: Mask) -> None:
         """Write the tokens that may come next. row: int32 [1, words], written. Microseconds; at
         most `step_fuel`.
         """
-        fill_next_token_bitmask(self._ll_matcher, row, 0)
+        fill_next_token_bitmask(self.ll_matcher, row, 0)
 
     @property
     def is_accepting(self) -> bool:
         """Return whether the text may end here; then the end tokens are in the mask."""
-        return self._ll_matcher.is_accepting()
+        return self.ll_matcher.is_accepting()
 
     @property
     def is_complete(self) -> bool:
         """Return whether the text is complete: only an end token can follow."""
-        return self._ll_matcher.is_stopped() and not self._ll_matcher.is_error()
+        return self.ll_matcher.is_stopped() and not self.ll_matcher.is_error()
 
     @property
     def failure(self) -> str:
         """Return a stable error code once the matcher has failed, else an empty string."""
-        if not self._ll_matcher.is_error():
+        if not self.ll_matcher.is_error():
             return ""
-        is_big = _is_limit_error(self._ll_matcher.get_error())
+        is_big = _is_limit_error(self.ll_matcher.get_error())
         return "grammar_too_big" if is_big else "grammar_dead_end"
-
-    @property
-    def ll_matcher(self) -> LLMatcher:
-        """Return llguidance's matcher, for `MaskFiller`."""
-        return self._ll_matcher
 
 
 class CompiledGrammar(Struct, frozen=True):

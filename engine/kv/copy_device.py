@@ -127,7 +127,7 @@ class CudaDevice:
         return CudaStream(self._batch)
 
     def pin(self, address: int, size: int) -> None:
-        """See `CopyDevice`. Lets the interpreter go.
+        """See `CopyDevice`. Releases the GIL.
 
         While it runs no launch of any thread goes on: 0.05 ms a MiB whose pages are there, 0.4 a
         MiB that has yet to get pages. An error stays the last one of this thread, and torch would
@@ -169,8 +169,8 @@ class _Attributes(ctypes.Structure):
 class BatchCopy:
     """`cudaMemcpyBatchAsync`: one call for many copies, 0.6 us each.
 
-    Calls of torch for each copy take the interpreter for most of that time, so that the step's
-    thread and the two directions' get in each other's way: 29 GB/s a direction instead of 50.
+    Calls of torch for each copy hold the GIL for most of that time, so that the step's thread and
+    the two directions' get in each other's way: 29 GB/s a direction instead of 50.
     """
 
     MAJOR = 13

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
+from engine.api import Fidelity
 from engine.kv.move_queue import SizedPacker
 from engine.kv.packing import packed_format
 from engine.kv.storage import KvStorage
-from engine.moves import Fidelity
 from kernels.reference_kv import PackedName
 
 PACKED = 0

@@ -48,8 +48,8 @@ BATCH_BYTES = 32 * 2**20
 """Most bytes of blocks that one event ends: two thirds of a millisecond of copies."""
 BATCHES = 6
 """Batches in flight in a direction: 4 ms of copies. While the engine's thread plans a step, for two
-milliseconds and more, this thread may not get the interpreter: with 64 MiB in flight a direction
-ran at 10 GB/s beside decoding steps."""
+milliseconds and more, this thread may not get the GIL: with 64 MiB in flight a direction ran at
+10 GB/s beside decoding steps."""
 QUEUE_BYTES_MAX = 16 * 2**30
 """Most bytes of blocks in moves without an outcome; what is submitted beyond it fails at once."""
 HELPERS = 8
@@ -249,7 +249,7 @@ class DeviceTransferEngine:
             thread.join()
         self._helpers.shutdown()
         self._pinned.close()
-        self._host = torch.empty(0, dtype=torch.uint8)  # lets go of the memory
+        self._host = torch.empty(0, dtype=torch.uint8)  # releases the memory
 
     # -- a direction's thread -----------------------------------------------------------------
 

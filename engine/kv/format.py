@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from msgspec import Struct
 
+from engine.api import Fidelity
 from engine.errors import ModelError
 from engine.model_store import Architecture
-from engine.moves import Fidelity
 
 Layout = Literal["slots", "panels"]
 """Order of the values inside one KV head of a block.

@@ -10,16 +10,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from engine.moves import (
-    WHOLE,
-    Fidelity,
-    Move,
-    Moved,
-    SlotFormat,
-    SlotLayout,
-    stride_of,
-    whole_format,
-)
+from engine.api import Fidelity
+from engine.moves import WHOLE, Move, Moved, SlotFormat, SlotLayout, stride_of, whole_format
 from kernels.reference_kv import UnpackableError
 
 Kind = Literal["offload", "load"]
@@ -28,8 +20,8 @@ Kind = Literal["offload", "load"]
 class MoveQueue:
     """Moves in the order they were submitted, and each one's outcome.
 
-    A move is taken when all earlier ones that share its slot or its block have ended, whoever runs
-    them, so it sees what they wrote. Each move has one outcome.
+    A move is taken when all earlier ones that share its slot or its block have ended, on any
+    worker, so it sees what they wrote. Each move has one outcome.
     """
 
     def __init__(self, move_bytes: int, bytes_max: int, *, is_by_kind: bool = False) -> None:

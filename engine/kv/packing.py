@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from msgspec import Struct
 
+from engine.api import Fidelity
 from engine.kv.format import KvFormat
 from engine.kv.storage import KvStorage
-from engine.moves import Fidelity
 from kernels import reference_kv
 from kernels.cpu.build import compile_library
 from kernels.cpu.kv_formats import DIM_MAX, DIM_STEP, CBlockPacker
@@ -102,28 +102,28 @@ class StoragePacker:
         """How far a packed block is from what it was."""
         return self.format.fidelity
 
-    def pack(self, block: int, out: npt.NDArray[np.uint8], tokens: int = 16) -> None:
-        """Pack the first `tokens` slots of a block. Raises UnpackableError, a ValueError, for what
-        is no number or too large; `out` then means nothing."""
+    def pack(self, block: int, out: npt.NDArray[np.uint8]) -> None:
+        """Pack a block. Raises UnpackableError, a ValueError, for what is no number or too large;
+        `out` then means nothing."""
         _check(out, self.block_bytes)
         data = self._storage.data[block]
         if self._c is not None:
-            self._c.pack(data.data_ptr(), out.ctypes.data, tokens)
+            self._c.pack(data.data_ptr(), out.ctypes.data)
             return
         if self._storage.format.layout == "panels":
             _, kv_heads, head_dim = self._shape
             data = reference_kv.from_panels(data.flatten(-3), kv_heads, head_dim)
-        out[:] = reference_kv.pack(data, self.format.name, tokens).numpy()
+        out[:] = reference_kv.pack(data, self.format.name).numpy()
 
-    def unpack(self, packed: npt.NDArray[np.uint8], block: int, tokens: int = 16) -> None:
-        """Fill a block; its slots from `tokens` on become zero."""
+    def unpack(self, packed: npt.NDArray[np.uint8], block: int) -> None:
+        """Fill a block."""
         _check(packed, self.block_bytes)
         data = self._storage.data[block]
         if self._c is not None:
-            self._c.unpack(packed.ctypes.data, data.data_ptr(), tokens)
+            self._c.unpack(packed.ctypes.data, data.data_ptr())
             return
         found = reference_kv.unpack(
-            torch.from_numpy(packed.copy()), self.format.name, self._shape, data.dtype, tokens
+            torch.from_numpy(packed.copy()), self.format.name, self._shape, data.dtype
         )
         if self._storage.format.layout == "panels":
             found = reference_kv.to_panels(found).view(data.shape)

@@ -43,12 +43,14 @@ class PinnedMemory:
         memory: memoryview,
         helpers: ThreadPoolExecutor,
         *,
-        piece_bytes: int = PIECE_BYTES,
-        ahead_bytes: int = AHEAD_BYTES,
+        piece_bytes: int,
+        ahead_bytes: int,
         on_failed: Callable[[int, Exception], None] = lambda _size, _error: None,
     ) -> None:
-        """`memory`: begins on a page. `helpers`: threads that touch pages. `on_failed` runs on the
-        thread of this object with the bytes that could not be pinned; what it raises is ignored.
+        """`memory`: begins on a page. `helpers`: threads that touch pages. `piece_bytes`, in one
+        call, and `ahead_bytes`, behind the furthest piece in use: what is pinned. `on_failed` runs
+        on the thread of this object with the bytes that could not be pinned; what it raises is
+        ignored.
         """
         self._device = device
         self._bytes = np.frombuffer(memory, np.uint8)
@@ -99,7 +101,7 @@ class PinnedMemory:
             self._is_closed = True
             self._turn.notify_all()
         self._thread.join()
-        self._bytes = np.empty(0, np.uint8)  # lets go of the memory
+        self._bytes = np.empty(0, np.uint8)  # releases the memory
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -136,7 +138,7 @@ class PinnedMemory:
                     self._on_failed(self._size(piece), error)
         for piece, failure in self._known.items():
             if failure is None:
-                with suppress(RuntimeError):  # a device that has failed has let go of it
+                with suppress(RuntimeError):  # a device that has failed has released it
                     self._device.unpin(self._address + piece * self._piece_bytes)
 
     def _next(self) -> int | None:

@@ -1,7 +1,7 @@
 """Copies blocks between a CPU's KV storage and slots of host memory, on a thread of its own.
 
 It decides nothing: `engine.levels` says which block goes to which slot, and holds both until the
-outcome. Copies, packing and digests let the interpreter go, so that steps run beside them.
+outcome. Copies, packing and digests release the GIL, so that steps run beside them.
 """
 
 from __future__ import annotations

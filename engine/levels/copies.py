@@ -33,13 +33,13 @@ records stay, and are imported again by the next look.
 class CopyBook:
     """All copies below the device.
 
-    `struck_total` counts copies that were given up because a move from them failed. `epochs`: grows
-    with each erasure in a namespace; what began under another epoch brings nothing. `host_blocks`,
-    `host_bytes`: copies in host memory by namespace; `changed`: the namespaces where these have
-    changed. `formats`: what copies are made in, and what each namespace allows. `notes`: what the
-    next engine will know of them, None where host memory ends with this one. `remains`: whose bytes
-    lie in which slots. `on_removed` is called with each copy that leaves the tree, while its node
-    is still known; `on_lesser` with each that has lost its slot, or its record, and stays.
+    `epochs`: grows with each erasure in a namespace; what began under another epoch brings nothing.
+    `host_blocks`, `host_bytes`: copies in host memory by namespace; `changed`: the namespaces where
+    these have changed. `formats`: what copies are made in, and what each namespace allows. `notes`:
+    what the next engine will know of them, None where host memory ends with this one. `remains`:
+    whose bytes lie in which slots. `on_removed` is called with each copy that leaves the tree,
+    while its node is still known; `on_lesser` with each that has lost its slot, or its record, and
+    stays.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class CopyBook:
         self.accounts = HostAccounts(SlotPool(layout, formats), self._dropped, self._emptied)
         self.remains = SlotRemains(self.accounts, wipe)
         self.notes: CopyNotes | None = None
-        self.struck_total = 0
         self.records = 0
         self.epochs: Counter[Namespace] = Counter()
         self.host_blocks: Counter[Namespace] = Counter()
@@ -141,7 +140,6 @@ class CopyBook:
         """
         if copy.parent is None or copy.slot not in (slot, -1):
             return  # another move has brought it meanwhile
-        self.struck_total += 1
         if copy.slot == slot:
             self._take_back(copy)
             self._note_disk_only(copy)

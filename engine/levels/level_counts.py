@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from engine.api import FidelityBytes, LevelName, LevelStats, Payer, PayerBytes
+from engine.api import LevelName, Payer
 from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN
 from engine.levels.load_choice import LevelPace, LoadChoice, NotLoaded
@@ -17,6 +17,7 @@ from engine.levels.offloading import Offloading
 from engine.levels.restarts.recovery import DropReason, Recovery
 from engine.levels.storing import Storing
 from engine.moves import RemoteStats, StorageStats
+from engine.statistics import FidelityBytes, LevelStats, PayerBytes
 
 
 class LevelCounts:

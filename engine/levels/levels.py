@@ -21,7 +21,6 @@ from engine.api import (
     Fidelity,
     LevelErased,
     LevelName,
-    LevelStats,
     Namespace,
     Quota,
 )
@@ -59,6 +58,7 @@ from engine.moves import (
     StoredRun,
     TransferEngine,
 )
+from engine.statistics import LevelStats
 from engine.storage.slabs.record import place_bytes_of
 
 CROWDED: Final = 0.6
@@ -493,8 +493,7 @@ class Levels:
         )
         notes.set_time(self._now_s)
         self.book.accounts.is_closed = not kept.is_alone()
-        is_keeping = self.promises is not None and self.promises.is_keeping
-        keep = self.promises.take_over if self.promises is not None and is_keeping else None
+        keep = None if self.promises is None else self.promises.take_over
         self._recovery = found = Recovery(kept.table, self.book, notes, keep)
         if not kept.is_new:
             self.book.remains.soil_free()
@@ -561,7 +560,7 @@ class Levels:
             self.book, storage, self._next_id, formats.at_rest, tokens_min, self._confirmed
         )
         self.offloading.is_storing = self._is_storing
-        if self.promises is not None and self.promises.is_keeping:
+        if self.promises is not None:
             self._recall = PromiseRecall(self.book, self.promises, storage, self._next_id)
             self._recall.begin()
 
@@ -571,7 +570,6 @@ class Levels:
         parts = self.cache, self.book, self.windows
         if storage is not None:
             kept = KeptPromises(*parts, "disk", self._next_id, storage.send)
-            kept.is_keeping = not self.cache.windows.windows
         elif self.config.host_keeps_promises:
             accounts = self.book.accounts
             blocks = accounts.capacity_bytes // accounts.pool.formats[OWN].slot_bytes
@@ -580,8 +578,7 @@ class Levels:
             return None
         kept.copy_again = self._copy_again
         kept.store_again = self._store_again
-        if kept.is_keeping:
-            self.cache.keep_promises_below(kept, blocks)
+        self.cache.keep_promises_below(kept, blocks)
         return kept
 
     def _copy_again(self, node: Node) -> None:
@@ -704,10 +701,10 @@ class Levels:
                 copy = self.book.prefixes.add(parent, own, grant.payer, self._now_s)
                 if run.limit_s is not None:
                     self.book.prefixes.set_limit(copy, self._now_s + run.limit_s)
-            copy.promise_at_s = max(copy.promise_at_s, self._now_s + run.promise_s)
             copy.is_remote = run.level == "remote"
             self.book.set_record(copy, run.record_id, form)
             if run.promise_s > 0:
+                copy.promise_at_s = max(copy.promise_at_s, self._now_s + run.promise_s)
                 until_s.append(self._now_s + run.promise_s)
                 promised.append(copy)
             parent = copy
@@ -732,15 +729,22 @@ class Levels:
         else:
             self._confirmed(copies, [math.inf] * len(copies))
 
-    def _committed(self, table: BlockTable, before: int) -> None:
+    def _committed(self, table: BlockTable, last: Node, before: int) -> None:
         """Have a sequence's blocks copied that were committed since there were `before`, if they
-        are promised, and promises renewed on disk that this use has moved. O(these, leases).
+        are promised, and promises renewed on disk that this use has moved: up to `last`, whose run
+        may go beyond a tail's. O(these, leases).
         """
         if self.promises is not None:
-            self.promises.read(table.node, self._now_s)
+            known: Node | None = last
+            for _ in range(table.committed - before):
+                if known is None or self.book.of_node(known) is not None:
+                    break
+                known = known.parent
+            if known is not None:
+                self.promises.read(known, self._now_s)
         if not table.requested_leases or table.committed == before:
             return
-        node: Node | None = table.node
+        node: Node | None = last
         for _ in range(table.committed - before):
             if node is None or node.promised:
                 break

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, NamedTuple
 
-from engine.moves import LevelName
+from engine.api import LevelName
 
 NotLoaded = Literal["slower", "short", "paused", "no_room", "late", "failed", "damaged"]
 """Why a prompt was not loaded as far as a level had it: computing was predicted to be faster; less

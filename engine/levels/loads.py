@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import count
 
-from engine.api import LoadMiss, Namespace, Payer
+from engine.api import LevelName, LoadMiss, Namespace, Payer
 from engine.cache import BlockTable, PrefixCache
 from engine.levels.copies import CopyBook
 from engine.levels.load_choice import LevelPace, LoadChoice, NotLoaded
 from engine.levels.stored_prefixes import Copy
-from engine.moves import Fetch, Fetched, LevelName, Move, Moved, Storage
+from engine.moves import Fetch, Fetched, Move, Moved, Storage
 
 FETCH_RECORDS_MAX = 32
 """Records that one fetch asks for."""

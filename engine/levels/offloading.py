@@ -28,8 +28,6 @@ CLEAN_AHEAD: Final = 256
 and at most a part of the pool."""
 CLEAN_PART: Final = 1 / 8
 """The part of the pool that is copied ahead, and that offloads may pin at a time."""
-VICTIMS_SEEN: Final = 16
-"""Victims of each payer that one turn looks at."""
 PARTIAL_MAX: Final = 64
 """Promised prefixes in a row that may be copied in parts, for want of slots."""
 PAUSE_S: Final = 1.0
@@ -161,7 +159,7 @@ class Offloading:
                 break
         few = self._clean_ahead - self._cache.free_blocks
         if few > 0 and self._has_room(moves):
-            for victim in list(islice(self._cache.moves.next_victims(VICTIMS_SEEN), few)):
+            for victim in list(islice(self._cache.moves.next_victims(), few)):
                 if not self._has_room(moves):
                     break
                 self._clean(victim, moves, now_s)

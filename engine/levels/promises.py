@@ -60,9 +60,8 @@ FOREVER_S: Final = 10 * 365 * 86_400.0
 class KeptPromises:
     """The promises of one level; implements `engine.cache.kept_below.KeptBelow`.
 
-    `kept`: blocks whose promise the level keeps; `kept_by_payer`: by payer. `lost_total`: promises
-    that it lost. `is_erasing`: what leaves the book of copies now leaves by an erasure.
-    `is_keeping` False: promises stay on the device, and the level is told of them alone.
+    `kept`: blocks whose promise the level keeps; `kept_by_payer`: by payer. `is_erasing`: what
+    leaves the book of copies now leaves by an erasure.
     """
 
     def __init__(
@@ -75,10 +74,9 @@ class KeptPromises:
         send: Callable[[Renew], None],
     ) -> None:
         self.level = level
-        self.kept = self.lost_total = 0
+        self.kept = 0
         self.kept_by_payer: Counter[Payer] = Counter()
         self.is_erasing = False
-        self.is_keeping = True
         self.copy_again: Callable[[Node], None] = lambda node: None
         self.store_again: Callable[[Copy], None] = lambda copy: None
         self._cache, self._book, self._windows = cache, book, windows
@@ -174,26 +172,30 @@ class KeptPromises:
         for copy in reversed(copies):
             if copy.node is not None and copy.parent is not None:
                 self.settle(copy.node, now_s)
+        self._renew_moved(copies, now_s)
 
     def settle(self, node: Node, now_s: float) -> None:
-        """Let the promises from a node upward move down, as far as they may. O(these)."""
-        above: Node | None = node if self.is_keeping else None
-        seen = set[Node]()
+        """Let the promises from a node upward move down, as far as they may, and tell the disk how
+        far they have moved. O(these).
+        """
+        above: Node | None = node
+        seen, kept = set[Node](), list[Copy]()
         while above is not None and above.promised and not above.promised_children:
             copy = self._book.of_node(above)
             if copy is None or not self._may_keep(copy, above, seen, now_s):
                 self._ends.setdefault(above, now_s + RETRY_S)
-                return
+                break
             for block in filter(None, above.beside or ()):
                 if block.promised and self._cache.keep_below(block):
                     self._keep(copy, block.group, block.terms)
-            if not self._cache.keep_below(above):
-                return
-            self._keep(copy, RUN, above.terms)
+            if is_kept := self._cache.keep_below(above):
+                self._keep(copy, RUN, above.terms)
+                self._ends.pop(above, None)
+                kept.append(copy)
             self._book.accounts.update(copy)
             self._watch(copy, now_s)
-            self._ends.pop(above, None)
-            above = above.parent
+            above = above.parent if is_kept else None
+        self._renew_moved(reversed(kept), now_s)
 
     def renew(
         self,
@@ -301,7 +303,7 @@ class KeptPromises:
         spared.sort(key=lambda one: isinstance(one[0], Node))
         for node, until_s, name in reversed(spared):  # those above first, then window blocks
             if node.parent is not None:
-                self.lost_total += not self._cache.promise_again(node, until_s, name, now_s)
+                self._cache.promise_again(node, until_s, name, now_s)
         for node in self._cache.take_promised():
             if node.parent is not None and node.promised and not node.promised_children:
                 self._ends[node] = now_s + RETRY_S
@@ -440,11 +442,18 @@ class KeptPromises:
         for (_, promise_at_s, limit_at_s, told), some in groups.items():
             self.renew(some, promise_at_s, limit_at_s, now_s, terms=told)
 
+    def _renew_moved(self, copies: Iterable[Copy], now_s: float) -> None:
+        """Renew those copies on disk whose promise has moved since the disk was told of it."""
+        if self.level == "disk":
+            there = [copy for copy in copies if copy.parent is not None]
+            self._renew_each([copy for copy in there if self._has_moved(copy, now_s)], now_s)
+
     def _has_moved(self, copy: Copy, now_s: float) -> bool:
         if copy.terms is None or copy in self._renewing:
             return False
         told_s = copy.kept_until_s if copy.record_id else copy.promise_at_s
-        return copy.terms.promise_at_s - told_s > RENEWED_PART * max(0.0, told_s - now_s)
+        promise_at_s = min(copy.terms.promise_at_s, now_s + FOREVER_S / 2)
+        return promise_at_s - told_s > RENEWED_PART * max(0.0, told_s - now_s)
 
     def _is_short(self, copy: Copy, terms: BlockTerms) -> bool:
         """Return whether the disk keeps a record for less long than is promised."""
@@ -554,7 +563,6 @@ class KeptPromises:
         block = _block_of(copy, group, terms)
         if block is not None and not is_over and self._cache.take_back(block, self._now_s):
             return
-        self.lost_total += not is_over
         until_s, name = terms.promise_at_s, terms.promised_class
         is_away = block is None
         self._cache.end_below(copy.namespace, terms, is_away=is_away, is_lost=not is_over)

@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import count, islice
 
-from engine.api import Namespace, Payer
+from engine.api import LevelName, Namespace, Payer
 from engine.cache.tree.leases import BlockTerms, Deadlines
 from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
-from engine.moves import LevelName, PromiseTerms, RecordId
+from engine.moves import PromiseTerms, RecordId
 
 Run = tuple[int, ...]
 NO_LEASES: Set[str] = frozenset()

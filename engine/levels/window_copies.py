@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from engine.api import LevelName
 from engine.cache import PrefixCache
 from engine.cache.blocks.block_manager import PROMISABLE
 from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy
-from engine.moves import LevelName
 
 
 class WindowCopies:

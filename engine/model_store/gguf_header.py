@@ -12,6 +12,7 @@ import mmap
 import struct
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from engine.errors import ModelError
@@ -49,11 +50,10 @@ class TensorInfo(Struct, frozen=True):
 
 
 class GgufHeader(Struct, frozen=True):
-    """Metadata and tensor table. `data_offset`: first byte of tensor data."""
+    """Metadata and tensor table."""
 
     metadata: dict[str, Value]
     tensors: tuple[TensorInfo, ...]
-    data_offset: int
 
     def string(self, key: str) -> str | None:
         """Return a string of the metadata, or None."""
@@ -69,6 +69,14 @@ class GgufHeader(Struct, frozen=True):
         """Return a number of the metadata, or None."""
         value = self.metadata.get(key)
         return float(value) if isinstance(value, int | float) else None
+
+    def numbers(self, key: str) -> list[float]:
+        """Return a list of numbers, empty if the key is missing. Raises ModelError `corrupt` for
+        any other value."""
+        value = self.metadata.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(n, int | float) for n in value):
+            raise ModelError("corrupt", f"{key} is not a list of numbers.")
+        return [float(n) for n in value if isinstance(n, int | float)]
 
     def strings(self, key: str) -> list[str]:
         """Return a list of strings, empty if the key is missing. Raises ModelError `corrupt` for
@@ -148,7 +156,7 @@ def read_header(path: Path) -> GgufHeader:
     unsupported."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(_Cursor(data))
+            return parse_header(data)
     except OSError as error:
         raise ModelError("not_found", f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
@@ -157,13 +165,10 @@ def read_header(path: Path) -> GgufHeader:
         raise ModelError(error.code, f"{path}: {error.message}") from error
 
 
-def parse_header(data: bytes) -> GgufHeader:
-    """Read the header from bytes in memory. Raises ModelError: corrupt or unsupported."""
-    return _parse(_Cursor(data))
-
-
-def _parse(cursor: _Cursor) -> GgufHeader:
-    if cursor.data[cursor.take(4) : 4] != b"GGUF":
+def parse_header(data: mmap.mmap | bytes) -> GgufHeader:
+    """Read the header from a whole file's bytes. Raises ModelError: corrupt or unsupported."""
+    cursor = _Cursor(data)
+    if data[cursor.take(4) : 4] != b"GGUF":
         raise ModelError("corrupt", "not a GGUF file: expected the magic GGUF")
     version = cursor.integer("I", 4)
     if version not in (2, 3):
@@ -182,18 +187,17 @@ def _parse(cursor: _Cursor) -> GgufHeader:
     if not isinstance(alignment, int) or not 1 <= alignment <= 65_536:
         raise ModelError("corrupt", f"invalid general.alignment: {alignment}; expected 1 to 65536")
     data_offset = -(-cursor.position // alignment) * alignment
-    tensors_in_file = []
-    names: set[str] = set()
+    placed: dict[str, TensorInfo] = {}
     for info in infos:
         offset = data_offset + info.offset
-        if offset > cursor.size or info.name in names:
+        if offset > cursor.size or info.name in placed:
             raise ModelError("corrupt", f"tensor {info.name} is outside the file or duplicate")
-        names.add(info.name)
-        tensors_in_file.append(TensorInfo(info.name, info.shape, info.type_id, offset))
-    return GgufHeader(metadata, tuple(tensors_in_file), data_offset)
+        placed[info.name] = msgspec.structs.replace(info, offset=offset)
+    return GgufHeader(metadata, tuple(placed.values()))
 
 
 def _tensor(cursor: _Cursor) -> TensorInfo:
+    """Read an entry of the tensor table; its offset is counted from the first tensor's data."""
     name = cursor.string(_KEY_BYTES_MAX)
     dimensions = cursor.integer("I", 4)
     if dimensions > _DIMENSIONS_MAX:

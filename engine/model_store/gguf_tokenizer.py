@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import ModelError
-from engine.model_store.gguf_header import GgufHeader, Value
+from engine.model_store.gguf_header import GgufHeader
 
+_TYPES = "tokenizer.ggml.token_type"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
 """SentencePiece's character for a space."""
@@ -77,14 +78,7 @@ PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
 
 def special_ids(header: GgufHeader) -> tuple[int, ...]:
     """Return the tokens that are never text: control and unknown tokens."""
-    return tuple(i for i, kind in enumerate(_kinds(header)) if kind in (_UNKNOWN, _CONTROL))
-
-
-def _kinds(header: GgufHeader) -> list[Value]:
-    kinds = header.metadata.get("tokenizer.ggml.token_type", [])
-    if not isinstance(kinds, list):
-        raise ModelError("corrupt", "tokenizer.ggml.token_type is not a list")
-    return kinds
+    return tuple(i for i, kind in enumerate(header.numbers(_TYPES)) if kind in (_UNKNOWN, _CONTROL))
 
 
 def _added(header: GgufHeader) -> list[dict[str, Any]]:
@@ -100,9 +94,46 @@ def _added(header: GgufHeader) -> list[dict[str, Any]]:
             "normalized": False,
             "special": kind != _USER_DEFINED,
         }
-        for i, kind in enumerate(_kinds(header)[: len(tokens)])
+        for i, kind in enumerate(header.numbers(_TYPES)[: len(tokens)])
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
+
+
+def _document(
+    header: GgufHeader,
+    *,
+    normalizer: dict[str, Any] | None,
+    pre_tokenizer: dict[str, Any] | None,
+    decoder: dict[str, Any],
+    merges: Sequence[Sequence[str]],
+    falls_back: bool,
+    unknown: str | None = None,
+    ignores_merges: bool = False,
+) -> dict[str, Any]:
+    """Return a tokenizer.json of BPE. `falls_back`: characters without a token become bytes."""
+    tokens = header.strings("tokenizer.ggml.tokens")
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(header),
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": unknown,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": falls_back,
+            "byte_fallback": falls_back,
+            "ignore_merges": ignores_merges,
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": merges,
+        },
+    }
 
 
 def tokenizer_json(header: GgufHeader) -> str:
@@ -127,28 +158,15 @@ def tokenizer_json(header: GgufHeader) -> str:
     if not tokens or not all(len(merge) == 2 for merge in merges):
         raise ModelError("corrupt", "the tokenizer has no tokens, or a merge that is not a pair")
     return json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": _added(header),
-            "normalizer": {"type": "NFC"} if family.startswith("qwen") else None,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[family]},
-            "post_processor": None,
-            "decoder": _byte_level(use_regex=True),
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": family in ("llama-bpe", "tekken"),
-                "vocab": {token: i for i, token in enumerate(tokens)},
-                "merges": merges,
-            },
-        }
+        _document(
+            header,
+            normalizer={"type": "NFC"} if family.startswith("qwen") else None,
+            pre_tokenizer={"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[family]},
+            decoder=_byte_level(use_regex=True),
+            merges=merges,
+            falls_back=False,
+            ignores_merges=family in ("llama-bpe", "tekken"),
+        )
     )
 
 
@@ -156,7 +174,7 @@ def _sentencepiece_json(header: GgufHeader) -> str:
     """Return the tokenizer as JSON text. Spaces are U+2581, and characters without a token are
     bytes. 1.5 s for 262,144 tokens."""
     tokens = header.strings("tokenizer.ggml.tokens")
-    scores, kinds = (_numbers(header, name) for name in ("scores", "token_type"))
+    scores, kinds = header.numbers("tokenizer.ggml.scores"), header.numbers(_TYPES)
     if not tokens or not len(tokens) == len(scores) == len(kinds):
         raise ModelError(
             "corrupt",
@@ -171,31 +189,18 @@ def _sentencepiece_json(header: GgufHeader) -> str:
     prefix = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
     return json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": _added(header),
-            "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
-            "pre_tokenizer": None,
-            "post_processor": None,
-            "decoder": {
+        _document(
+            header,
+            normalizer={"type": "Sequence", "normalizers": [*prefix, spaces]},
+            pre_tokenizer=None,
+            decoder={
                 "type": "Sequence",
                 "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
             },
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": tokens[unknown] if unknown is not None and is_known else None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": True,
-                "byte_fallback": True,
-                "ignore_merges": False,
-                "vocab": {token: i for i, token in enumerate(tokens)},
-                "merges": _merges_by_score(tokens, scores, kinds),
-            },
-        },
+            merges=_merges_by_score(tokens, scores, kinds),
+            falls_back=True,
+            unknown=tokens[unknown] if unknown is not None and is_known else None,
+        ),
         ensure_ascii=False,
     )
 
@@ -213,13 +218,3 @@ def _merges_by_score(
         for at in range(1, len(token))
         if token[:at] in pieces and token[at:] in pieces
     ]
-
-
-def _numbers(header: GgufHeader, name: str) -> list[float]:
-    values = header.metadata.get(f"tokenizer.ggml.{name}", [])
-    if not isinstance(values, list):
-        raise ModelError("corrupt", f"tokenizer.ggml.{name} is not a list")
-    numbers = [float(value) for value in values if isinstance(value, int | float)]
-    if len(numbers) < len(values):
-        raise ModelError("corrupt", f"tokenizer.ggml.{name} is not a list of numbers")
-    return numbers

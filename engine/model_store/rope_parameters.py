@@ -14,36 +14,43 @@ from engine.model_store.architecture import Rope
 
 Config = dict[str, Any]
 
+_OUTSIDE = (
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "max_position_embeddings",
+)
+"""Parameters that stand in the config itself where its rotary parameters lack them."""
+
 
 def rope_parameters(c: Config) -> Config:
-    """Return the parameters of layers with full attention."""
+    """Return the parameters of layers with full attention, those that are null left out."""
     given = c.get("rope_parameters") or {}
     if isinstance(given.get("full_attention"), dict):
         given = given["full_attention"]
-    return {**(c.get("rope_scaling") or {}), **given}
+    outside = {name: c.get(name) for name in _OUTSIDE}
+    return {**known(outside), **known(c.get("rope_scaling") or {}), **known(given)}
+
+
+def known(config: Config) -> Config:
+    """Return the fields that are not null."""
+    return {name: value for name, value in config.items() if value is not None}
 
 
 def local_rope(c: Config, head_dim: int, theta: float) -> Rope:
     """Return the table of window layers: by `theta`, unscaled, unless the config has parameters for
     them."""
     given = (c.get("rope_parameters") or {}).get("sliding_attention")
-    if isinstance(given, dict):
-        return read_rope(given, {}, head_dim, theta=theta)
-    return Rope(theta, head_dim)
+    return read_rope({"rope_theta": theta, **known(given or {})}, head_dim)
 
 
-def read_rope(
-    p: Config, c: Config, head_dim: int, *, theta: float = 10_000.0, share: float = 1.0
-) -> Rope:
-    """Return the table of parameters `p` in a config `c`; `theta` and `share` (of the channels that
-    rotate) are the family's defaults. Raises ModelError `unsupported` for an unknown scaling."""
-    theta = float(p.get("rope_theta") or c.get("rope_theta") or theta)
-    share = float(p.get("partial_rotary_factor") or c.get("partial_rotary_factor") or share)
-    dim = int(head_dim * share)
+def read_rope(p: Config, head_dim: int) -> Rope:
+    """Return the table of parameters `p` for heads of `head_dim` channels. Raises ModelError
+    `unsupported` for an unknown scaling."""
+    theta = float(p.get("rope_theta") or 10_000.0)
+    dim = int(head_dim * float(p.get("partial_rotary_factor") or 1.0))
     kind = p.get("rope_type") or p.get("type") or "default"
-    original = p.get("original_max_position_embeddings") or c.get(
-        "original_max_position_embeddings"
-    )
+    original = p.get("original_max_position_embeddings")
     if kind == "default":
         return Rope(theta, dim)
     if kind == "linear":
@@ -65,7 +72,7 @@ def read_rope(
             "unsupported",
             f"unsupported rotary scaling: {kind!r}; expected linear, llama3, yarn or longrope",
         )
-    context = int(c.get("max_position_embeddings") or 0)
+    context = int(p.get("max_position_embeddings") or 0)
     original = int(original or context)
     factor = float(p.get("factor") or context / original)
     if kind == "yarn":
@@ -97,9 +104,11 @@ def _yarn_amplitude(p: Config, factor: float) -> float:
         return float(p["attention_factor"])
     one, every = p.get("mscale"), p.get("mscale_all_dim")
     if one and every:
-        return _mscale(factor, float(one)) / _mscale(factor, float(every))
-    return _mscale(factor, 1.0)
+        return yarn_scale(factor, float(one)) / yarn_scale(factor, float(every))
+    return yarn_scale(factor, 1.0)
 
 
-def _mscale(factor: float, weight: float) -> float:
+def yarn_scale(factor: float, weight: float) -> float:
+    """Return YaRN's amplitude for a context of `factor` times the original's; configs name the
+    weight `mscale`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

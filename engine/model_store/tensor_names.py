@@ -11,21 +11,16 @@ from typing import Literal
 
 from msgspec import Struct
 
-Form = Literal[
-    "rows", "expert", "experts", "in_turns", "in_turns_bias", "transposed", "mxfp4", "by_head",
-    "head_transposed",
-]  # fmt: skip
+Form = Literal["rows", "experts", "in_turns", "in_turns_transposed", "transposed", "by_head"]
 
 
 class Source(Struct, frozen=True):
     """The parts that a tensor of a file holds.
 
-    `rows`: parts below each other, in order; one part is the tensor itself. `expert`: one expert of
-    a stack. `experts`: parts below each other in each expert. `in_turns`: gpt-oss's [experts,
-    inputs, outputs], whose outputs alternate between two parts; `in_turns_bias`: its biases.
-    `transposed`: [experts, inputs, outputs] of one part. `mxfp4`: such a matrix as packed blocks,
-    with a tensor of scales beside. `by_head`: the parts of each head below each other.
-    `head_transposed`: [heads, inputs, outputs].
+    `rows`: parts below each other, in order; one part is the tensor itself. `experts`: parts below
+    each other in each expert. `in_turns`: [experts, outputs, ...], whose outputs alternate between
+    the parts; `in_turns_transposed`: the same of [experts, inputs, outputs]. `transposed`: [experts
+    or heads, inputs, outputs] of one part. `by_head`: the parts of each head below each other.
     """
 
     parts: tuple[str, ...]
@@ -34,7 +29,8 @@ class Source(Struct, frozen=True):
 
 Names = dict[str, Source]
 """Tables by a name's end behind the layer's number, without `.weight` or `.bias` where it has one.
-`*` stands for an expert's number."""
+`*` stands for an expert's number: such a tensor is one expert of a stack. `_blocks` stands for a
+matrix in MXFP4, with its scales in a tensor beside."""
 
 
 def one(part: str, form: Form = "rows") -> Source:
@@ -51,8 +47,7 @@ FOLDER_NAMES: Names = {
     "self_attn.qkv_proj": QKV,
     "mlp.gate_up_proj": GATE_UP,
     "self_attn.kv_b_proj": Source(KV_B, "by_head"),
-    **{f"mlp.experts.*.{n}_proj": one(f"mlp.experts.{n}_proj", "expert")
-       for n in ("gate", "up", "down")},
+    **{f"mlp.experts.*.{n}_proj": one(f"mlp.experts.{n}_proj") for n in ("gate", "up", "down")},
     "mlp.experts.gate_up_proj": Source(EXPERTS_GATE_UP, "experts"),
     **{f"mlp.shared_experts.{n}_proj": one(f"mlp.shared_expert.{n}_proj")
        for n in ("gate", "up", "down")},
@@ -61,18 +56,20 @@ FOLDER_NAMES: Names = {
 
 MIXTRAL_NAMES: Names = {
     "block_sparse_moe.gate": one("mlp.gate"),
-    "block_sparse_moe.experts.*.w1": one("mlp.experts.gate_proj", "expert"),
-    "block_sparse_moe.experts.*.w3": one("mlp.experts.up_proj", "expert"),
-    "block_sparse_moe.experts.*.w2": one("mlp.experts.down_proj", "expert"),
+    "block_sparse_moe.experts.*.w1": one("mlp.experts.gate_proj"),
+    "block_sparse_moe.experts.*.w3": one("mlp.experts.up_proj"),
+    "block_sparse_moe.experts.*.w2": one("mlp.experts.down_proj"),
 }
 GPT_OSS_NAMES: Names = {
     "mlp.router": one("mlp.gate"),
-    "mlp.experts.gate_up_proj": Source(EXPERTS_GATE_UP, "in_turns"),
-    "mlp.experts.gate_up_proj_bias": Source(EXPERTS_GATE_UP, "in_turns_bias"),
-    "mlp.experts.gate_up_proj_blocks": Source(EXPERTS_GATE_UP, "mxfp4"),
+    "mlp.experts.gate_up_proj": Source(EXPERTS_GATE_UP, "in_turns_transposed"),
+    "mlp.experts.gate_up_proj_bias": Source(
+        ("mlp.experts.gate_proj.bias", "mlp.experts.up_proj.bias"), "in_turns"
+    ),
+    "mlp.experts.gate_up_proj_blocks": Source(EXPERTS_GATE_UP, "in_turns"),
     "mlp.experts.down_proj": one("mlp.experts.down_proj", "transposed"),
     "mlp.experts.down_proj_bias": one("mlp.experts.down_proj.bias"),
-    "mlp.experts.down_proj_blocks": one("mlp.experts.down_proj", "mxfp4"),
+    "mlp.experts.down_proj_blocks": one("mlp.experts.down_proj"),
 }
 SANDWICH_NAMES: Names = {
     "post_attention_layernorm": one("attention_output_layernorm"),
@@ -104,7 +101,7 @@ GGUF_NAMES: Names = {
     "attn_kv_a_mqa": one("self_attn.kv_a_proj_with_mqa"),
     "attn_kv_a_norm": one("self_attn.kv_a_layernorm"),
     "attn_kv_b": Source(KV_B, "by_head"),
-    "attn_k_b": one("self_attn.k_b_proj", "head_transposed"),
+    "attn_k_b": one("self_attn.k_b_proj", "transposed"),
     "attn_v_b": one("self_attn.v_b_proj"),
     "ffn_gate": one("mlp.gate_proj"),
     "ffn_up": one("mlp.up_proj"),

@@ -1,7 +1,7 @@
 """Mixtures of experts in the C kernels: packed weights and scratch memory.
 
-The same computation as `engine.models.moe`, in `kernels/cpu/cpu_experts.c`. `cpu_llama` builds one
-for a model with experts.
+The same computation as `engine.models.moe`, in `kernels/cpu/cpu_experts.c`. `cpu_decoder` builds
+one for a model with experts.
 """
 
 from __future__ import annotations

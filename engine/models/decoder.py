@@ -80,18 +80,17 @@ class DecoderLayer:
     """One decoder layer. Norms that the architecture does not place are None."""
 
     def __init__(self, config: Architecture, source: TensorSource, index: int, ops: Ops) -> None:
-        place, layer = config.place, config.layers[index]
-        before, after = place != "post", place in ("post", "sandwich")
+        layer = config.layers[index]
         self.index = index
-        self.is_parallel = place == "parallel"
+        self.is_parallel = config.place == "parallel"
         self.eps = config.norm_eps
         self.residual_scale = config.residual_scale
         self._norm: Norm = ops.norm if config.norm == "rms" else mean_norm
-        self.attention_norm = source.weight("input_layernorm") if before else None
-        self.attention_output_norm = source.weight("attention_output_layernorm") if after else None
-        has_mlp_norm = before and not self.is_parallel
-        self.mlp_norm = source.weight("post_attention_layernorm") if has_mlp_norm else None
-        self.mlp_output_norm = source.weight("mlp_output_layernorm") if after else None
+        norms = {name: source.weight(name) for name in config.layer_norms}
+        self.attention_norm = norms.get("input_layernorm")
+        self.attention_output_norm = norms.get("attention_output_layernorm")
+        self.mlp_norm = norms.get("post_attention_layernorm")
+        self.mlp_output_norm = norms.get("mlp_output_layernorm")
         self.mixer = (
             AttentionBlock(config, source, ops)
             if layer.mixer == "gqa"

@@ -1,7 +1,6 @@
 """The model protocol: what runners need of a model of any architecture.
 
-`engine.models.registry` builds models. Runners, builders and warm-up name this protocol and never a
-model class.
+`engine.models.decoder` and `engine.models.cpu_decoder` implement it.
 """
 
 from __future__ import annotations

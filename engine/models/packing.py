@@ -1,6 +1,7 @@
 """Weights as the C kernels read them: matrices in panels, biases padded, addresses that stay valid.
 
-It knows tensors and the kernels' layout, but no model. `cpu_llama` and `cpu_experts` pack with it.
+It knows tensors and the kernels' layout, but no model. `cpu_decoder` and `cpu_experts` pack with
+it.
 """
 
 from __future__ import annotations

@@ -28,12 +28,12 @@ from engine.config import EngineConfig
 from engine.kv.format import KvFormat, Layout, kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, ModelCard
-from engine.models.cpu_llama import Kernels, load_kernels
+from engine.models.cpu_decoder import CpuDecoder, Kernels, load_kernels
+from engine.models.decoder import DecoderModel
 from engine.models.interface import Model
 from engine.models.layers import TorchOps
-from engine.models.registry import build_cpu_model, build_model
 from engine.plan import BegunSequence, BlockCopy, Row, Sampled, StepPlan, StepResult
-from engine.runner.loaded_model import LoadedModel
+from engine.runner.loaded_model import LoadedModel, blocks_of, context_of
 from engine.sampling.logprobs import logprob_entries
 from engine.sampling.sampler import Sampler
 from engine.weights import load_weights
@@ -59,22 +59,17 @@ class CpuRunner:
         kernels: Kernels | None = None,
         device: torch.device = CPU,
     ) -> None:
-        takes_bf16 = kernels is not None or device != CPU
-        dtype, _ = _dtypes(config, takes_bf16=takes_bf16)
         self.device = device
         self.block_size = config.block_size
-        layout: Layout = "slots" if kernels is None else "panels"
-        self.kv = KvStorage(
-            _kv_format(card.config, config, layout, takes_bf16=takes_bf16), blocks, device
-        )
-        weights = load_weights(card, dtype, device)
+        self.kv = KvStorage(_kv_format(card.config, config, kernels, device), blocks, device)
+        weights = load_weights(card, _weights_dtype(config, kernels, device), device)
         self.model: Model[Any]  # takes the attention backend that is made beside it
         self.attention: AttentionBackend
         if kernels is not None:
-            self.model = build_cpu_model(card.config, weights, kernels, self.kv, context)
+            self.model = CpuDecoder(card.config, weights, kernels, self.kv, context)
             self.attention = CpuAttention(attention_spec(card.config))
         else:
-            self.model = build_model(card.config, weights, TorchOps())
+            self.model = DecoderModel(card.config, weights, TorchOps())
             self.attention = TorchAttention(card.config, self.kv, context)
         self.sampler = Sampler(card.config.vocab)
         self._last: dict[int, int] = {}
@@ -179,17 +174,21 @@ class CpuRunner:
         return tuple(logprob_entries(known, following, [top] * len(following)))
 
 
-def _dtypes(config: EngineConfig, *, takes_bf16: bool) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of the weights and of the KV."""
-    named = {"bf16": torch.bfloat16, "fp32": torch.float32}
-    weights = named.get(config.dtype, torch.bfloat16 if takes_bf16 else torch.float32)
-    return weights, torch.int8 if config.kv_dtype == "int8" else named.get(config.kv_dtype, weights)
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
+
+
+def _weights_dtype(
+    config: EngineConfig, kernels: Kernels | None, device: torch.device
+) -> torch.dtype:
+    takes_bf16 = kernels is not None or device != CPU
+    return _DTYPES.get(config.dtype, torch.bfloat16 if takes_bf16 else torch.float32)
 
 
 def _kv_format(
-    model: Architecture, config: EngineConfig, layout: Layout, *, takes_bf16: bool
+    model: Architecture, config: EngineConfig, kernels: Kernels | None, device: torch.device
 ) -> KvFormat:
-    _, dtype = _dtypes(config, takes_bf16=takes_bf16)
+    dtype = _DTYPES.get(config.kv_dtype, _weights_dtype(config, kernels, device))
+    layout: Layout = "slots" if kernels is None else "panels"
     return kv_format(model, dtype, config.block_size, layout, has_groups=True)
 
 
@@ -203,22 +202,10 @@ def build_runner(card: ModelCard, config: EngineConfig, device: torch.device = C
     kernels = load_kernels(card.config, threads) if device == CPU else None
     # With the kernels, torch gets one thread: its pool would spin for the same cores.
     torch.set_num_threads(1 if kernels is not None else threads)
-    context = min(card.config.context, config.context_tokens_max or card.config.context)
-    kv = _kv_format(
-        card.config,
-        config,
-        "slots" if kernels is None else "panels",
-        takes_bf16=kernels is not None or device != CPU,
-    )
-    blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // kv.block_bytes)
+    context = context_of(card.config, config)
+    form = _kv_format(card.config, config, kernels, device)
+    blocks = blocks_of(form, config)
     runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels, device=device)
     runner.warm_up()
-    return LoadedModel(
-        runner,
-        runner.kv,
-        blocks,
-        context,
-        device.type,
-        pipeline_depth=1,
-        attention_lacks=lacks_attention_windows(card.config, kv),
-    )
+    lacks = lacks_attention_windows(card.config, form)
+    return LoadedModel(runner, runner.kv, context, pipeline_depth=1, attention_lacks=lacks)

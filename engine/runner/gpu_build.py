@@ -1,8 +1,7 @@
 """Builds a warmed-up runner on a GPU from a model card.
 
-Dense models run in fused kernels under CUDA graphs; others run in torch on the device.
-
-It knows no step. `engine.server.service` calls `build_gpu_runner`.
+Dense models run in fused kernels under CUDA graphs; others run in torch on the device. It knows no
+step. `engine.server.service` calls `build_gpu_runner`.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from engine.errors import ModelError
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, ModelCard
+from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
-from engine.models.registry import build_model
 from engine.runner.cpu_runner import build_runner
 from engine.runner.gpu_runner import SPARE_SEATS, GpuRunner
-from engine.runner.loaded_model import LoadedModel
+from engine.runner.loaded_model import LoadedModel, blocks_of, context_of
 from engine.runner.warmup import WarmupLimits
 from engine.weights import load_weights
 
@@ -51,10 +50,10 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
         log.warning("gpu_kernels_not_used: %s; steps run in torch on the GPU, slower", lacking)
         with out_of_memory_as_model_error(config.kv_memory_mib * 2**20, config.step_tokens_max):
             return build_runner(card, config, device)
-    context = min(card.config.context, config.context_tokens_max or card.config.context)
+    context = context_of(card.config, config)
     kv_dtype = torch.int8 if config.kv_dtype == "int8" else torch.bfloat16
     kv_form = kv_format(card.config, kv_dtype, config.block_size, has_groups=True)
-    blocks = config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // kv_form.block_bytes)
+    blocks = blocks_of(kv_form, config)
     limits = WarmupLimits(
         block_size=config.block_size, blocks=blocks, context=context, vocab=card.config.vocab,
         sequences=config.sequences_max, step_tokens=config.step_tokens_max,
@@ -62,7 +61,7 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
     )  # fmt: skip
     with out_of_memory_as_model_error(blocks * kv_form.block_bytes, config.step_tokens_max):
         weights = load_weights(card, torch.bfloat16, device)
-        model = build_model(card.config, weights, GpuOps())
+        model = DecoderModel(card.config, weights, GpuOps())
         kv = KvStorage(kv_form, blocks, device)
         runner = GpuRunner(
             model, kv, context=context, seats=config.sequences_max + SPARE_SEATS,
@@ -70,10 +69,8 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
         )  # fmt: skip
         with torch.inference_mode():
             runner.warm_up(limits)
-    return LoadedModel(
-        runner, kv, blocks, context, device="cuda", pipeline_depth=2,
-        attention_lacks=lacks_attention_windows(card.config, kv.format),
-    )  # fmt: skip
+    lacks = lacks_attention_windows(card.config, kv_form)
+    return LoadedModel(runner, kv, context, pipeline_depth=2, attention_lacks=lacks)
 
 
 def lacking_kernel(model: Architecture) -> str:

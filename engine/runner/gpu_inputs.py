@@ -38,7 +38,7 @@ class StepInputs:
 
     SECTIONS = ("token_ids", "positions", "slots", "lengths", "seats", "draw_rows", "draw_seats")
 
-    def __init__(self, width: int, draws: int, device: torch.device, kv_groups: int = 1) -> None:
+    def __init__(self, width: int, draws: int, device: torch.device, kv_groups: int) -> None:
         self.width = width
         self.slots = ("slots", *(f"slots {group}" for group in range(1, kv_groups)))
         self._names = (*self.SECTIONS, *self.slots[1:])

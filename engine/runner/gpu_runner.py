@@ -71,14 +71,15 @@ _sequence_ids, _samples = attrgetter("sequence_id"), attrgetter("samples")
 
 @dataclass(slots=True)
 class _LaunchedStep:
-    """A launched step: its draws, the host buffer for their results, and events on the device
-    before its computation and after the copy of its results."""
+    """A launched step: its draws, the host buffer for their results, events on the device before
+    its computation and after the copy of its results, and prompt logprobs by sequence."""
 
     step: int
     draws: Draws | None = None
     results: torch.Tensor | None = None
     began: torch.cuda.Event | None = None
     copied: torch.cuda.Event | None = None
+    prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
 
     def wait(self) -> float:
         """Wait for the results; return the seconds that the device took, 0 without a GPU."""
@@ -87,20 +88,18 @@ class _LaunchedStep:
         self.copied.synchronize()
         return float(self.began.elapsed_time(self.copied)) / 1000
 
-    prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
-
 
 class GpuRunner:
     """`engine.plan.Runner` on one GPU.
 
     `context`: tokens of the longest sequence. `seats`: sequences live at once. `tokens_max`: tokens
-    of a step. `chunk_keys`: see `WorkPlanner`. `graphs` False: every step is launched operation by
-    operation, without padding, as a comparison needs.
+    of a step. `graphs` False: every step is launched operation by operation, without padding, as a
+    comparison needs.
     """
 
     def __init__(
         self, model: Model[LayerAttention], kv: KvStorage, *, context: int, seats: int,
-        tokens_max: int, chunk_keys: int = 0, graphs: bool = True,
+        tokens_max: int, graphs: bool = True,
     ) -> None:  # fmt: skip
         self.model = model
         self.graphs_on = graphs
@@ -110,7 +109,7 @@ class GpuRunner:
         self.block_size = kv.format.block_size
         width = max(tokens_max, seats)
         self.attention = GpuAttention(
-            model.config, kv, context=context, seats=seats, tokens_max=width, chunk_keys=chunk_keys
+            model.config, kv, context=context, seats=seats, tokens_max=width
         )
         sequences = seats - SPARE_SEATS if seats > SPARE_SEATS else seats
         self._draws_max = _bucket(sequences, BUCKETS) or sequences

@@ -4,26 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.config import EngineConfig
 from engine.kv.format import KvFormat
 from engine.kv.storage import KvStorage
+from engine.model_store import Architecture
 from engine.plan import Runner
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`kv`: the memory of the KV blocks, `blocks` of them. `context`: tokens of the longest
-    sequence. `pipeline_depth`: steps that may be in flight at once. `attention_lacks`: why the
-    runner computes no attention windows, empty where it does."""
+    """`kv`: the memory of the KV blocks. `context`: tokens of the longest sequence.
+    `pipeline_depth`: steps that may be in flight at once. `attention_lacks`: why the runner
+    computes no attention windows, empty where it does."""
 
     runner: Runner
     kv: KvStorage
-    blocks: int
     context: int
-    device: str
     pipeline_depth: int
     attention_lacks: str = ""
 
     @property
     def kv_format(self) -> KvFormat:
-        """Return the format of a block."""
+        """Format of a block."""
         return self.kv.format
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the KV memory."""
+        return len(self.kv.data)
+
+    @property
+    def device(self) -> str:
+        """Type of the device that has the KV: "cpu" or "cuda"."""
+        return self.kv.data.device.type
+
+
+def context_of(model: Architecture, config: EngineConfig) -> int:
+    """Return the tokens of the longest sequence that an engine serves of a model."""
+    return min(model.context, config.context_tokens_max or model.context)
+
+
+def blocks_of(form: KvFormat, config: EngineConfig) -> int:
+    """Return the blocks of an engine's KV memory: `kv_blocks`, or what `kv_memory_mib` holds."""
+    return config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // form.block_bytes)

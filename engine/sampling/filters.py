@@ -28,6 +28,11 @@ _MARGIN: Final = 1e-3
 """Candidates reach this much beyond what the filters keep, so that rounding excludes none."""
 
 
+def has_filters(sampling: Sampling, vocab_size: int) -> bool:
+    """Return whether top-k, top-p or min-p may exclude a token."""
+    return 0 < sampling.top_k < vocab_size or sampling.top_p < 1 or sampling.min_p > 0
+
+
 @dataclass(frozen=True, slots=True)
 class Filter:
     """A sequence's filters. `floor`: min-p, in nats below the best token. `top_k` 0: off."""

@@ -33,6 +33,7 @@ import torch
 
 from engine.api import LOGIT_BIAS_MAX, SampledToken
 from engine.plan import BegunSequence, Mask
+from engine.sampling.filters import has_filters
 from engine.sampling.logprobs import sampled_token
 from engine.sampling.sampler import inverse_temperature
 from kernels.gpu import sampling as kernels
@@ -76,23 +77,13 @@ class GpuSampler:
     adjusted rows (150 MB for 288 slots and 256 rows of 128,256 tokens).
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        device: torch.device,
-        *,
-        slots: int,
-        rows: int,
-        rng: random.Random | None = None,
-    ) -> None:
-        """`rng` gives a seed to each sequence that has none; by default the system's entropy."""
-
+    def __init__(self, vocab_size: int, device: torch.device, *, slots: int, rows: int) -> None:
         def on_device(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self._vocab_size = vocab_size
         self._is_cuda = device.type == "cuda"
-        self._rng = rng or random.SystemRandom()
+        self._rng = random.SystemRandom()  # gives a seed to each sequence that has none
         self._slots: dict[int, int] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
         self._parameters = np.zeros((slots, COLUMNS), np.int32)
@@ -299,7 +290,7 @@ def _parameters(begun: BegunSequence, seed: int, slot: int, vocab_size: int) -> 
     flags = kernels.ACTIVE.value
     if sampling.temperature > 0:
         flags |= kernels.DRAWS.value
-    if 0 < sampling.top_k < vocab_size or sampling.top_p < 1 or sampling.min_p > 0:
+    if has_filters(sampling, vocab_size):
         flags |= kernels.FILTERS.value
     penalties = (
         sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty

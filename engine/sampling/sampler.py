@@ -34,7 +34,13 @@ from torch import Tensor
 
 from engine.api import SampledToken
 from engine.plan import BegunSequence, Mask
-from engine.sampling.filters import NATS_MAX, Filter, draw_filtered, first_above
+from engine.sampling.filters import (
+    NATS_MAX,
+    Filter,
+    draw_filtered,
+    first_above,
+    has_filters,
+)
 from engine.sampling.logprobs import logprob_entries
 from engine.sampling.rng import uniform
 from engine.sampling.token_masks import apply_masks
@@ -95,7 +101,6 @@ class _SequenceState:
         "bias_ids",
         "bias_values",
         "filter",
-        "filters",
         "greedy",
         "inverse_temperature",
         "position",
@@ -113,8 +118,9 @@ class _SequenceState:
         self.position = len(begun.token_ids) - begun.prompt_tokens
         self.greedy = sampling.temperature == 0
         self.inverse_temperature = inverse_temperature(sampling.temperature)
-        self.filters = 0 < sampling.top_k < vocab_size or sampling.top_p < 1 or sampling.min_p > 0
-        self.filter = Filter.of(sampling, self.inverse_temperature, vocab_size)
+        self.filter: Filter | None = None
+        if has_filters(sampling, vocab_size):
+            self.filter = Filter.of(sampling, self.inverse_temperature, vocab_size)
         self.bias_ids = np.fromiter(sampling.logit_bias, np.int64, len(sampling.logit_bias))
         assert max(sampling.logit_bias, default=0) < vocab_size, "biased token out of vocabulary"
         self.bias_values = np.fromiter(
@@ -271,7 +277,7 @@ def _choose(
     for i in drawing:
         state, row, peak = states[i], rows[i], float(bounded[i])
         number = state.next_uniform()
-        if state.filters:
+        if state.filter is not None:
             chosen[i] = draw_filtered(row, peak, state.filter, number, weights[: len(row)])
         else:
             chosen[i] = _draw_unfiltered(row, peak, state.inverse_temperature, number, weights)

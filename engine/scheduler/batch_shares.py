@@ -67,14 +67,14 @@ class BatchShares:
             for s in self._running
         )
 
-    def find_givers(self, sequence: Sequence, first: Sequence | None) -> list[Sequence]:
+    def find_givers(self, sequence: Sequence) -> list[Sequence]:
         """Return the running sequences to preempt so that a waiting one gets its slots; none if
         they would not be enough, or if its payer is not due so many.
 
         Of the payer furthest above its share, per weight, the sequence of the lowest priority and
-        then the youngest gives its slots first. `first`, higher priorities, payers that were not
-        served more, and sequences that have given often enough give none. O(running), for each
-        sequence found.
+        then the youngest gives its slots first. The best-ranked sequence, higher priorities, payers
+        that were not served more, and sequences that have given often enough give none. O(running),
+        for each sequence found.
         """
         turn, held = sequence.parent.turn, self._running.slots_of.copy()
         if self._slots_per_weight == inf or not self._stays_within(sequence, held[turn]):
@@ -85,7 +85,7 @@ class BatchShares:
         candidates = [
             s
             for s in self._running
-            if s is not first
+            if s is not self._running.first
             and s.parent.turn != turn
             and s.parent.request.priority <= priority
             and served[s.parent.turn] >= least

@@ -1,9 +1,9 @@
-"""Sequences that wait for a level below the device, in two places.
+"""Sequences that wait for a level below the device: for a look, or for a load.
 
-Outside the line, as while a grammar is compiled: until the disk has said what it knows of the
-prompt, and no longer than `look_ms`. In the batch: a sequence that was admitted holds its blocks
-and its slot, and computes nothing while they are filled from host memory or disk. It can be
-cancelled, preempted and timed out like any other. Only the scheduler and core call this module.
+A look asks the disk what it has of a prompt. The sequence is outside the request queue until the
+disk has answered, for at most `look_ms`. A load fills blocks from host memory or disk. Its sequence
+is in the batch, with its blocks and slots, and computes nothing meanwhile; it can be cancelled,
+preempted and timed out like any other. Only the scheduler and core call this module.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from engine.scheduler.sequence import Sequence
 from engine.scheduler.step_cost import StepCost
 
 PROMPT_MIN = 16
-"""Tokens that are not computed, from which on they are a prompt's."""
+"""Fewer uncomputed tokens are those of a stream that decodes, not of a prompt."""
 
 
 class Loading:
     """The sequences that wait for a look, and those that are being loaded.
 
-    `looking`: by id, with the time at which the wait ends; it begins with the next turn.
+    `looking`: by id, with the time at which the wait ends; None until the next turn, which sets it.
     """
 
     def __init__(
@@ -38,23 +38,18 @@ class Loading:
         self._step_cost = step_cost
         self.looking: dict[int, tuple[Sequence, float | None]] = {}
         self._loading: dict[Load, Sequence] = {}
-        self._launched = 0
+        self._launched = 0  # the last step launched before the present turn
         self._has_begun = False
-        self._now_s = 0.0
+        self._now_s = 0.0  # of the present turn
 
     def __len__(self) -> int:
         return len(self.looking) + len(self._loading)
 
-    @property
-    def loading(self) -> int:
-        """Return the number of running sequences that are being loaded."""
-        return len(self._loading)
-
     # -- looks --------------------------------------------------------------------------------
 
     def look(self, sequence: Sequence, now_s: float) -> bool:
-        """Let a new sequence wait for what the disk knows, if that may help; return whether it
-        waits.
+        """Let a new sequence wait for a look, if that may help; return whether it waits. O(blocks
+        of the prompt).
         """
         request = sequence.parent.request
         if not request.grant.read or request.prompt_logprobs is not None:
@@ -82,12 +77,12 @@ class Loading:
     def plan(
         self, sequence: Sequence, found: TreeMatch | None, running: RunningSet, now_s: float
     ) -> LoadPlan | None:
-        """Return what to load for a waiting sequence behind what the device has; None if nothing
-        is known, or worth it.
+        """Return what to load for a waiting sequence behind `found`, its prefix on the device; None
+        if no level has more, or computing it is faster.
 
-        A load waits for those begun before it, and so does computing: for the prompts of the same
-        payer that are not computed yet, or are in steps in flight. Those of other payers do not
-        count, so that what is found does not tell of them.
+        Computing would come after the unfinished prompts of the payer's running sequences, as a
+        load comes after those begun before it. Prompts of other payers do not count: what a request
+        finds must not tell of them. O(running + blocks of the prompt).
         """
         if found is None:
             return None
@@ -113,14 +108,18 @@ class Loading:
         return plan if plan.copies else None
 
     def may_load(self, sequence: Sequence, found: TreeMatch | None, now_s: float) -> bool:
-        """Return whether levels have more of a waiting sequence than the device. As a match."""
+        """Return whether levels have more of a waiting sequence than the device. O(blocks of the
+        prompt).
+        """
         if found is None:
             return False
         namespace, here = sequence.parent.request.grant.namespace, found.cached_tokens
         return bool(self.levels.stored_tokens(namespace, sequence.tokens, here, now_s))
 
     def begin(self, sequence: Sequence, plan: LoadPlan | None, now_s: float) -> None:
-        """Begin the planned load of a sequence that has just been admitted, where it still fits."""
+        """Tell the levels of a sequence that has just been admitted, and begin its load, if one is
+        planned and still fits.
+        """
         table = sequence.table
         assert table is not None, "it was admitted"
         self.levels.used(sequence.parent.request.grant, table, now_s)
@@ -134,8 +133,10 @@ class Loading:
             self.levels.counts.miss(plan.copies[0].level, "no_room")
 
     def begin_moves(self, *, is_shared: bool) -> None:
-        """Begin the moves of the loads that this step has begun, not a step later. `is_shared`:
-        several payers have requests."""
+        """Begin the moves of the loads that this step has begun, not a step later.
+
+        `is_shared`: several payers have requests.
+        """
         self.levels.loads.is_shared = is_shared
         if self._has_begun:
             self._has_begun = False
@@ -147,46 +148,22 @@ class Loading:
         self, now_s: float, launched: int, collected: int, running: RunningSet
     ) -> list[Sequence]:
         """Take what has come from the levels and begin what is next. Return the sequences whose
-        load has ended, with the part in place that it brought.
+        load has ended; what it brought is committed.
 
-        `launched`, `collected`: the last steps that were.
+        `launched`, `collected`: the numbers of the last steps launched and collected.
         """
         # Nothing is copied for running sequences while none can go on: that would have no end.
         tables = _tables(running) if launched != self._launched else ()
         self._launched, self._now_s = launched, now_s
         self.levels.turn(now_s, tables, collected)
-        for sequence_id in self.levels.take_looked():
-            self._end_look(sequence_id, is_answered=not self.levels.is_disk_lost)
-        for sequence_id, (sequence, until_s) in list(self.looking.items()):
-            if until_s is None:
-                until_s = now_s + self.levels.config.look_ms / 1000
-                self.looking[sequence_id] = (sequence, until_s)
-            elif now_s >= until_s:
-                self._end_look(sequence_id, is_answered=False)
-        parts = {load: load.placed for load in self._loading}
+        self._end_looks(now_s)
+        placed = {load: load.placed for load in self._loading}
         for load in self.levels.take_parts():
             if load in self._loading:
-                self._commit(self._loading[load], load, load.placed, parts[load], now_s)
-        ended = []
-        for load in self.levels.take_ended(now_s):
-            if load not in self._loading:
-                continue  # its sequence ended after an erasure had ended the load
-            loaded = self._loading.pop(load)
-            use = _use_of(loaded)
-            use.wait(now_s - load.began_s, load.level)
-            if load.miss:
-                use.miss(load.miss)
-            elif load.loaded < len(load.pieces):  # an erasure has ended it
-                use.forget()
-            self._release(loaded)
-            if loaded.table is not None:
-                load.loaded = self._cache.moves.settle(loaded.table, load.first, load.loaded)
-            if load.loaded:
-                self._commit(loaded, load, load.loaded, load.placed, now_s)
-                if loaded.parent.started_at_s is None:
-                    loaded.parent.loaded_tokens = load.tokens_by_level(self._cache.block_size)
-            ended.append(loaded)
-        return ended
+                self._commit(self._loading[load], load, load.placed, placed[load], now_s)
+        # The sequence of a load may have ended after an erasure had ended the load.
+        ended = [load for load in self.levels.take_ended(now_s) if load in self._loading]
+        return [self._end_load(load, now_s) for load in ended]
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -210,6 +187,37 @@ class Loading:
             self._cache.moves.settle(table, plan.first, 0)
         return load
 
+    def _end_load(self, load: Load, now_s: float) -> Sequence:
+        """Commit what a load has brought that has ended; return its sequence."""
+        sequence = self._loading.pop(load)
+        active, use = sequence.parent, _use_of(sequence)
+        use.wait(now_s - load.began_s, load.level)
+        if load.miss:
+            use.miss(load.miss)
+        elif load.loaded < len(load.pieces):  # an erasure has ended it
+            use.forget()
+        self._release(sequence)
+        if sequence.table is not None:
+            load.loaded = self._cache.moves.settle(sequence.table, load.first, load.loaded)
+        if load.loaded:
+            self._commit(sequence, load, load.loaded, load.placed, now_s)
+            if active.started_at_s is None:
+                active.loaded_tokens = load.tokens_by_level(self._cache.block_size)
+        return sequence
+
+    def _end_looks(self, now_s: float) -> None:
+        """End the looks that were answered and those whose time is over; set the time of new
+        ones.
+        """
+        for sequence_id in self.levels.take_looked():
+            self._end_look(sequence_id, is_answered=not self.levels.is_disk_lost)
+        for sequence_id, (sequence, until_s) in list(self.looking.items()):
+            if until_s is None:
+                until_s = now_s + self.levels.config.look_ms / 1000
+                self.looking[sequence_id] = (sequence, until_s)
+            elif now_s >= until_s:
+                self._end_look(sequence_id, is_answered=False)
+
     def _end_look(self, sequence_id: int, *, is_answered: bool) -> None:
         """Queue a sequence whose look has ended. Without an answer the disk may have all of it."""
         found = self.looking.pop(sequence_id, None)
@@ -224,8 +232,8 @@ class Loading:
         self._queue.add(sequence)
 
     def _commit(self, sequence: Sequence, load: Load, runs: int, since: int, now_s: float) -> None:
-        """Commit the first `runs` that a load has brought, as if they had been computed; `since` of
-        them were committed before.
+        """Commit the first `runs` runs of a load, as if they had been computed; `since` of them
+        were committed before.
         """
         table, size = sequence.table, self._cache.block_size
         assert table is not None, "a sequence that is loaded has its blocks"

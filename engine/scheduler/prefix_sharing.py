@@ -42,9 +42,7 @@ class PrefixSharing:
         size, target_tokens = self._size, found.cached_tokens
         if sequence.parent.request.prompt_logprobs is not None or not sequence.may_wait:
             return False
-        usable = (len(sequence.tokens) - 1) // size * size
-        if sequence.parent.attention is not None:
-            usable = sequence.shared_tokens(usable, size)
+        usable = sequence.shared_tokens((len(sequence.tokens) - 1) // size * size, size)
         if target_tokens >= usable:
             return False  # every whole block it could use is cached
         namespace, best = sequence.parent.request.grant.namespace, None
@@ -59,8 +57,7 @@ class PrefixSharing:
             ):
                 continue
             common = min(usable, common_tokens(sequence, other, size))
-            if other.parent.attention is not None:
-                common = other.shared_tokens(common, size)
+            common = other.shared_tokens(common, size)
             # Up to what the other has reached there is nothing to wait for.
             if common > max(target_tokens, other.table.kv_tokens):
                 best, target_tokens = other, common
@@ -123,9 +120,8 @@ class PrefixSharing:
         table = other.table
         if table is None or not table.write or table.namespace != namespace:
             return False
-        tokens = len(other.parent.request.tokens)
-        if other.parent.attention is not None:  # the rest is its own
-            tokens = other.shared_tokens(tokens, self._size)
+        # what is computed under an attention window is its own
+        tokens = other.shared_tokens(len(other.parent.request.tokens), self._size)
         return table.kv_tokens // self._size < tokens // self._size
 
     def _resume(self, followers: Iterable[Sequence]) -> None:

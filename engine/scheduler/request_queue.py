@@ -61,7 +61,7 @@ class RequestQueue:
         for queue in self._queues.values():
             yield from (entry[1] for entry in queue)
 
-    def count_arrival(self, payer: Payer, weight: float = 1.0) -> None:
+    def count_arrival(self, payer: Payer, weight: float) -> None:
         """Count a new live request of this payer, waiting or running. O(log payers), amortised over
         charges.
         """
@@ -141,10 +141,10 @@ class RequestQueue:
 
     def in_order(
         self,
-        running: Iterable[Sequence] = (),
+        running: Iterable[Sequence],
         *,
-        only: bool = False,
-        arrange: Callable[[list[QueueEntry]], None] | None = None,
+        only: bool,
+        arrange: Callable[[list[QueueEntry]], None],
     ) -> Iterator[Sequence]:
         """Iterate over the waiting sequences and `running`, best first; `only`: over `running`
         alone. `arrange` may change the order of one payer's entries.
@@ -160,9 +160,8 @@ class RequestQueue:
             joined.add(payer)
         for payer in joined:
             queues[payer].sort()  # keys are unique
-        if arrange is not None:
-            for entries in queues.values():
-                arrange(entries)
+        for entries in queues.values():
+            arrange(entries)
 
         def heap_entry(payer: Payer, at: int) -> tuple[int, float, bool, QueueKey, int, Payer]:
             # Of payers served alike, one that has just arrived goes before one with prompts under

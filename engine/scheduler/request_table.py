@@ -28,7 +28,7 @@ class PayerWaiting:
         self.tokens = 0
         self.weight = 1.0
 
-    def newest(self, skipped: int = 0) -> ActiveRequest:
+    def newest(self, skipped: int) -> ActiveRequest:
         """Return the request that came last, or the one before `skipped` later ones. O(skipped)."""
         return next(islice(reversed(self.requests.values()), skipped, None))
 

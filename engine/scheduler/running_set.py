@@ -45,13 +45,15 @@ class RunningSet:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self._by_id
-
     @property
     def ranked(self) -> list[Sequence]:
         """Return the sequences by rank, best first. O(running), without a comparison."""
         return self._ranked.copy()
+
+    @property
+    def first(self) -> Sequence | None:
+        """Return the sequence of best rank; None in an empty set. O(1)."""
+        return self._ranked[0] if self._ranked else None
 
     @property
     def pinned(self) -> list[Sequence]:

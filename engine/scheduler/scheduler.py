@@ -11,7 +11,7 @@ always get room; the others run as room allows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from functools import partial
 from typing import Final, Literal
 
@@ -21,7 +21,6 @@ from engine.api import Payer
 from engine.cache import BlockTable, PrefixCache, TreeMatch
 from engine.config import EngineConfig
 from engine.levels.levels import Levels
-from engine.plan import block_window
 from engine.scheduler.batch_shares import BatchShares
 from engine.scheduler.isolation import Isolation, Turn
 from engine.scheduler.loading import Loading
@@ -72,21 +71,14 @@ class Slice(Struct, frozen=True, gc=False):
     is_plain: bool = False
 
 
-def _cost_of(pieces: Iterable[Slice]) -> Iterator[tuple[int, int]]:
-    """Yield what the work of slices depends on: the tokens that the first one of each reads before
-    itself, and how many there are.
-    """
-    for piece in pieces:
-        before, attention = piece.start, piece.sequence.parent.request.attention
-        if attention is not None:
-            before = min(before, attention.sink_tokens + attention.tokens)
-        yield before, piece.count
-
-
 def work_of(pieces: Collection[Slice]) -> StepWork:
     """Return the work of a step's slices. O(slices)."""
     contexts = [piece.start for piece in pieces if piece.is_plain]
-    others = StepWork.of(_cost_of(piece for piece in pieces if piece.count and not piece.is_plain))
+    others = StepWork.of(
+        (piece.sequence.tokens_read(piece.start), piece.count)
+        for piece in pieces
+        if piece.count and not piece.is_plain
+    )
     return others.with_rows(len(contexts), sum(contexts))
 
 
@@ -94,20 +86,19 @@ class Scheduler:
     """Running and waiting sequences.
 
     `compiling`: sequences that wait for a grammar. `loading`: those that wait for a level below the
-    device, None without levels. `ended_ids`: ids to report to the runner as
-    ended.
+    device, None without levels. `ended_ids`: ids to report to the runner as ended.
     """
 
     def __init__(
         self,
         cache: PrefixCache,
         config: EngineConfig,
-        step_cost: StepCost | None = None,
-        levels: Levels | None = None,
+        step_cost: StepCost,
+        levels: Levels | None,
     ) -> None:
         self.cache = cache
         self.config = config
-        self.step_cost = step_cost or StepCost()
+        self.step_cost = step_cost
         self.queue = RequestQueue()
         self.running = RunningSet(config.preemptions_max)
         self.shares = BatchShares(
@@ -124,12 +115,6 @@ class Scheduler:
         self._shared_at_s = float("-inf")
         """When requests of more than one payer were last seen side by side."""
 
-    @property
-    def waiting(self) -> int:
-        """Return the number of sequences that are not running."""
-        looking = 0 if self.loading is None else len(self.loading.looking)
-        return len(self.queue) + len(self.prefix_sharing.waiting) + len(self.compiling) + looking
-
     # -- requests -----------------------------------------------------------------------------
 
     def add_request(self, active: ActiveRequest) -> None:
@@ -137,23 +122,24 @@ class Scheduler:
         self.queue.count_arrival(active.turn, active.request.weight)
         self.isolation.add(active)
         if active.request.attention is not None:
-            active.attention = block_window(active.request.attention, self.cache.block_size)
+            active.attention = active.request.attention.in_blocks(self.cache.block_size)
         sequence = active.sequences[0]
         if active.is_compiling:
             self.compiling[sequence.sequence_id] = sequence
         else:
-            self._line_up(sequence, active.received_at_s)
+            self._enqueue(sequence, active.received_at_s)
 
     def grammar_ready(self, active: ActiveRequest) -> None:
         """Queue a request whose grammar has been compiled."""
         sequence = self.compiling.pop(active.sequences[0].sequence_id)
-        self._line_up(sequence, active.received_at_s)
+        self._enqueue(sequence, active.received_at_s)
 
-    def _line_up(self, sequence: Sequence, now_s: float) -> None:
+    def _enqueue(self, sequence: Sequence, now_s: float) -> None:
+        """Queue a new sequence, or let it wait for a look first."""
         if self.loading is None or not self.loading.look(sequence, now_s):
             self.queue.add(sequence)
 
-    def remove_request(self, active: ActiveRequest, now_s: float, *, keep: bool = True) -> None:
+    def remove_request(self, active: ActiveRequest, now_s: float, *, keep: bool) -> None:
         """Release everything that a finished request holds. `keep`: leave its last block to the
         cache.
         """
@@ -171,8 +157,6 @@ class Scheduler:
         sequence.is_ended = sequence.is_halted = True
         self.queue.remove(sequence)
         self.compiling.pop(sequence.sequence_id, None)
-        if self.loading is not None:
-            self.loading.remove(sequence)
         self.prefix_sharing.remove(sequence)
         self._release(sequence, now_s, keep=keep, is_complete=is_complete)
 
@@ -337,7 +321,7 @@ class Scheduler:
         return PromptBudget(self.step_cost, tokens, target_s - decodes_s)
 
     def is_shared(self, now_s: float) -> bool:
-        """Return whether several payers have prompts, or had within `ALONE_AFTER_S`. O(1)."""
+        """Return whether several payers have requests, or had within `ALONE_AFTER_S`. O(1)."""
         return now_s - self._shared_at_s <= ALONE_AFTER_S
 
     def _prefill(
@@ -348,9 +332,7 @@ class Scheduler:
         if table is None or not sequence.is_schedulable:
             return
         longest = self.config.prefill_chunk_tokens_max or sequence.tokens_to_compute
-        before, attention = start, sequence.parent.request.attention
-        if attention is not None:
-            before = min(before, attention.sink_tokens + attention.tokens)
+        before = sequence.tokens_read(start)
         count = budget.fit(before, min(sequence.tokens_to_compute, longest))
         if count == 0:
             return
@@ -359,7 +341,7 @@ class Scheduler:
             blocks = self.cache.available(grant.namespace, grant.quota)
             room = self.cache.tokens_to_grow(table, blocks) - start
             count = min(count, max(1, room))
-            if not self._is_best_rank(sequence):
+            if sequence is not self.running.first:
                 if not self.cache.grow(table, start + count, now_s, start=start):
                     return  # it keeps its blocks and waits for room
             elif not self._grow(sequence, start + count, slices, now_s):
@@ -427,9 +409,7 @@ class Scheduler:
         active, grant = sequence.parent, sequence.parent.request.grant
         if not grant.read or (active.request.prompt_logprobs is not None and not active.is_forked):
             return None
-        tokens = sequence.tokens
-        if active.attention is not None:
-            tokens = sequence.findable_tokens(self.cache.block_size)
+        tokens = sequence.findable_tokens(self.cache.block_size)
         return self.cache.find(grant.namespace, tokens, now_s)
 
     def _admit(
@@ -442,11 +422,12 @@ class Scheduler:
         while blocked_by := self._blocked_by(
             sequence, found, needed := self._blocks_needed(sequence, found)
         ):
-            if not (
-                self._preempt_for(sequence, found, blocked_by, needed, slices, now_s)
-                or self._claim_for(sequence, found, blocked_by, needed, slices, now_s)
-            ):
+            victims = self._find_lower(sequence, found, blocked_by, needed)
+            givers = [] if victims else self._find_givers(sequence, found, blocked_by, needed)
+            if not (victims or givers):
                 return blocked_by
+            for one in victims or givers:
+                self._preempt_in_step(one, slices, now_s, is_claimed=bool(givers))
             found = self._find_prefix(sequence, now_s)
         if not self.running and self._waits_for_moves(sequence, found, needed, now_s):
             return "blocks"
@@ -572,17 +553,11 @@ class Scheduler:
         more = (sequence.batch_slots - 1) * own
         return max(0, needed - held) + (copied + more) * windows.groups
 
-    def _preempt_for(
-        self,
-        sequence: Sequence,
-        found: TreeMatch | None,
-        blocked_by: BlockedBy,
-        needed: int,
-        slices: dict[int, Slice],
-        now_s: float,
-    ) -> bool:
-        """Preempt one running sequence of lower priority, if all of them together could unblock
-        `sequence`.
+    def _find_lower(
+        self, sequence: Sequence, found: TreeMatch | None, blocked_by: BlockedBy, needed: int
+    ) -> list[Sequence]:
+        """Return one running sequence of lower priority to preempt; none if all of them together
+        could not unblock `sequence`.
         """
         priority = sequence.parent.request.priority
         lower = [
@@ -591,51 +566,27 @@ class Scheduler:
             if s.parent.request.priority < priority
         ]
         if not lower or not self._would_free_enough(lower, sequence, found, blocked_by, needed):
-            return False
-        victim = max(lower, key=lambda s: (not self.running.is_pinned(s), s.rank))
-        self._preempt_in_step(victim, slices, now_s)
-        return True
+            return []
+        return [max(lower, key=lambda s: (not self.running.is_pinned(s), s.rank))]
 
-    def _claim_for(
-        self,
-        sequence: Sequence,
-        found: TreeMatch | None,
-        blocked_by: BlockedBy,
-        needed: int,
-        slices: dict[int, Slice],
-        now_s: float,
-    ) -> bool:
-        """Preempt sequences of payers above their share for a payer that is below its own, if that
-        could unblock `sequence` (rules 4 and 5).
-        """
-        first = min(self.running, key=lambda s: s.rank, default=None)
-        if blocked_by == "batch_slots":
-            givers = self.shares.find_givers(sequence, first)
-        elif blocked_by == "blocks":
-            givers = self._find_block_givers(sequence, found, needed, first)
-        else:
-            return False
-        for giver in givers:
-            self._preempt_in_step(giver, slices, now_s, is_claimed=True)
-        return bool(givers)
-
-    def _find_block_givers(
-        self,
-        sequence: Sequence,
-        found: TreeMatch | None,
-        needed: int,
-        first: Sequence | None,
+    def _find_givers(
+        self, sequence: Sequence, found: TreeMatch | None, blocked_by: BlockedBy, needed: int
     ) -> list[Sequence]:
-        """Return one running sequence whose blocks a payer inside its floor may claim; none if all
-        such sequences together would not be enough.
+        """Return sequences of payers above their share to preempt for a payer below its own (rules
+        4 to 6): those whose slots it may claim, or one whose blocks a payer inside its floor may
+        claim. None if all such sequences together would not be enough.
         """
+        if blocked_by == "batch_slots":
+            return self.shares.find_givers(sequence)
         grant, priority = sequence.parent.request.grant, sequence.parent.request.priority
-        if not self.cache.is_inside_floor(grant.namespace, grant.quota, needed):
+        if blocked_by != "blocks" or not self.cache.is_inside_floor(
+            grant.namespace, grant.quota, needed
+        ):
             return []
         able = [
             s
             for s in self.running
-            if s is not first
+            if s is not self.running.first
             and s.parent.payer != grant.payer
             and s.parent.request.priority <= priority
             and self.cache.over_share(s.parent.payer) > 0
@@ -667,9 +618,6 @@ class Scheduler:
         return (own if blocked_by == "ceiling" else pool) >= needed
 
     # -- internals ----------------------------------------------------------------------------
-
-    def _is_best_rank(self, sequence: Sequence) -> bool:
-        return all(sequence.rank <= s.rank for s in self.running)
 
     def _candidates(self, sequence: Sequence, blocked_by: BlockedBy) -> list[Sequence]:
         """Return the running sequences whose preemption could help `sequence`.
@@ -708,7 +656,7 @@ class Scheduler:
         is_complete: bool = False,
     ) -> None:
         self.running.remove(sequence)
-        if sequence.load is not None and self.loading is not None:
+        if self.loading is not None:
             self.loading.remove(sequence)
         if sequence.is_known_to_runner:
             sequence.is_known_to_runner = False

@@ -7,12 +7,12 @@ core change them.
 
 from __future__ import annotations
 
-from engine.api import LevelName, Request, Usage
+from engine.api import BlockWindow, LevelName, Request, Usage
 from engine.cache import BlockTable
 from engine.grammar.grammar import CompiledGrammar, Matcher
 from engine.levels.level_use import LevelUse
 from engine.levels.loads import Load
-from engine.plan import BlockWindow, Mask
+from engine.plan import Mask
 
 
 class Sequence:
@@ -29,11 +29,11 @@ class Sequence:
     as such. `followers`: the sequences that wait for this one's blocks, each with the number of
     tokens it waits for; `leader`: the sequence this one waits for. `load`: what fills its blocks
     from a level below the device; `is_halted`: that is under way, or the sequence has ended, and it
-    computes nothing. `matcher`: its place in the
-    request's grammar; `mask`: the tokens that may come next, None until it is computed for the last
-    token; `has_slow_mask`: computing it took long. `preemptions`: how often it was preempted for
-    lack of blocks or for a higher priority; `claims`: for another payer's share. `suspended`: its
-    table from before the last preemption, which keeps the room of its promises.
+    computes nothing. `matcher`: its place in the request's grammar; `mask`: the tokens that may
+    come next, None until it is computed for the last token; `has_slow_mask`: computing it took
+    long. `preemptions`: how often it was preempted for lack of blocks or for a higher priority;
+    `claims`: for another payer's share. `suspended`: its table from before the last preemption,
+    which keeps the room of its promises.
     """
 
     __slots__ = (
@@ -131,6 +131,11 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Return whether only the last output token is to be computed."""
         return self.tokens_to_compute == 1 and self.computed >= len(self.parent.request.tokens)
+
+    def tokens_read(self, position: int) -> int:
+        """Return how many tokens before `position` the token there reads, to within a block."""
+        window = self.parent.request.attention
+        return position if window is None else min(position, window.sink_tokens + window.tokens)
 
     def shared_tokens(self, tokens: int, block_size: int) -> int:
         """Return how many of its first `tokens` tokens are computed as without a window."""

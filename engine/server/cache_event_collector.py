@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 
-from engine.api import CacheNews, Gain, Loss, LossCause, Namespace
+from engine.api import Namespace
 from engine.cache import Fact
 from engine.cache.events import BlocksErased, Committed, Evicted, Expired, PromiseLost
+from engine.statistics import CacheNews, Gain, Loss, LossCause
 
 _LossKey = tuple[Namespace, LossCause, Namespace]
 

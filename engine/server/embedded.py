@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from engine.api import Command, EngineInfo, Event, Reply
+from engine.api import Command, EngineInfo
 from engine.client.client import EngineConnection
 from engine.config import EngineConfig
 from engine.core.core import Core
+from engine.protocol import Messages
 from engine.server.outbox import Outbox
 from engine.server.service import EngineService
 
@@ -57,7 +58,7 @@ class LocalEngine(EngineConnection):
             return
         self.service.post(self, command)
 
-    def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
+    def send(self, step: int, messages: Messages) -> None:
         """`engine.server.service.ResponseSink`: called in the service's thread."""
         self._outbox.put((step, messages))
 

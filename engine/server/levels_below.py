@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from engine.api import LevelName, LevelStats
+from engine.api import LevelName
 from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig
 from engine.kv.copy_device import CudaDevice
@@ -31,6 +31,7 @@ from engine.kv.storage import KvStorage
 from engine.kv.transfer import BlockPacker, CpuTransferEngine
 from engine.levels.levels import Levels
 from engine.moves import Move, SlotLayout, TransferEngine, stride_of
+from engine.statistics import LevelStats
 from engine.storage.client import StorageClient, disk_settings
 from engine.storage.memory.arena import HostArena
 from engine.storage.memory.kept_memory import KeptMemory
@@ -131,7 +132,7 @@ def _transfer_engine(kv: KvStorage, arena: HostArena) -> TransferEngine:
 class FailedMoveLog:
     """Logs moves that failed: the first one, and then one in a while, with how many there were.
 
-    Damaged and unpackable copies are counted and told elsewhere. Any thread calls it.
+    Damaged and unpackable copies are counted and reported elsewhere. Any thread calls it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from engine.api import Event, Reply
+from engine.protocol import Messages
 
 OUTBOX_STEPS_MAX: Final = 64
 """Steps that a connection may leave unread before the engine waits for it."""
 
-StepMessages = tuple[int, tuple[Event | Reply, ...]]
+StepMessages = tuple[int, Messages]
 """A step's number, and its messages for one connection."""
 
 

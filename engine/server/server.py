@@ -24,14 +24,16 @@ from typing import NoReturn
 import msgspec
 from msgspec import Struct
 
-from engine.api import PROTOCOL_VERSION, Drain, EngineInfo, Event, Reply
+from engine.api import Drain, EngineInfo
 from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.errors import EngineError
 from engine.protocol import (
+    PROTOCOL_VERSION,
     FrameError,
     Hello,
+    Messages,
     Rejected,
     Upward,
     Welcome,
@@ -39,9 +41,10 @@ from engine.protocol import (
     encode_step,
     upward_decoder,
 )
+from engine.server.composition import core_of_model
 from engine.server.gc_tuning import FrozenHeap
 from engine.server.outbox import Outbox
-from engine.server.service import EngineService, core_of_model
+from engine.server.service import EngineService
 from engine.signals import handle_signals
 
 READ_BYTES = 1 << 18
@@ -74,7 +77,7 @@ class SocketResponseSink:
         self._outbox = Outbox(self._schedule_write)
         self._catching_up: asyncio.Task[None] | None = None
 
-    def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
+    def send(self, step: int, messages: Messages) -> None:
         """Send one step's messages. Blocks while the gateway is far behind, as long as it is
         connected."""
         self._outbox.put((step, messages))
@@ -85,8 +88,7 @@ class SocketResponseSink:
         self._writer.close()
 
     def _schedule_write(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop ended before the engine did
-            self._loop.call_soon_threadsafe(self._write_frames)
+        _call_in_loop(self._loop, self._write_frames)
 
     def _write_frames(self) -> None:
         answers = self._outbox.take()
@@ -193,7 +195,7 @@ class GatewayConnection:
 class _DiscardSink:
     """A `ResponseSink` for commands whose replies are not read."""
 
-    def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
+    def send(self, step: int, messages: Messages) -> None:
         """Discard the messages."""
 
 
@@ -298,9 +300,9 @@ async def _wait_any(*events: asyncio.Event) -> None:
         wait.cancel()
 
 
-def _call_in_loop(loop: asyncio.AbstractEventLoop, on_change: Callable[[], None]) -> None:
+def _call_in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
     with contextlib.suppress(RuntimeError):  # the event loop ended before the engine did
-        loop.call_soon_threadsafe(on_change)
+        loop.call_soon_threadsafe(callback)
 
 
 def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]) -> NoReturn:

@@ -8,18 +8,15 @@ own requests only.
 
 from __future__ import annotations
 
-import os
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Final, Literal, Protocol
 
-from engine.api import CacheGrant as Grant
 from engine.api import (
+    CacheGrant,
     Cancel,
     Clock,
     Command,
@@ -30,10 +27,8 @@ from engine.api import (
     Event,
     Finished,
     GetStats,
-    LevelStats,
     Namespace,
     Peek,
-    Reply,
     Request,
     Sampling,
     SetQuotas,
@@ -42,19 +37,21 @@ from engine.api import (
     Surveyed,
     Usage,
 )
-from engine.cache import PrefixCache
 from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
-from engine.core.constraints import Constraints
 from engine.core.core import Core
-from engine.errors import EngineError, InvariantViolation
-from engine.grammar.compiler import GrammarCompiler
-from engine.grammar.grammar import MaskFiller
-from engine.grammar.sandbox import SandboxSettings
-from engine.model_store import ModelCard, load_card
+from engine.errors import (
+    DIED_MESSAGE,
+    DRAINING_MESSAGE,
+    DUPLICATE_MESSAGE,
+    EngineError,
+    InvariantViolation,
+)
+from engine.protocol import Messages, Reply
 from engine.server.cache_event_collector import CacheEventCollector
 from engine.server.recorded_runner import RecordedRunner
 from engine.server.tree_snapshot import survey
+from engine.statistics import LevelStats
 
 SMOKE_TEST_ID: Final = "canary"
 SMOKE_TEST_STEPS_MAX: Final = 8
@@ -79,7 +76,7 @@ SinkCommand = Command | Literal["join", "leave"]
 class ResponseSink(Protocol):
     """Receives the messages for one connection. Called in the service's thread."""
 
-    def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
+    def send(self, step: int, messages: Messages) -> None:
         """Send all messages of one step to this connection. May block, which is back-pressure."""
 
 
@@ -108,9 +105,8 @@ class EngineService:
         self._inbox: queue.SimpleQueue[tuple[ResponseSink, SinkCommand] | None] = (
             queue.SimpleQueue()
         )
-        self._owners: dict[str, ResponseSink] = {}
-        # the namespaces that each sink must be sent
-        self._sinks: dict[ResponseSink, set[Namespace]] = {}
+        self._owners: dict[str, ResponseSink] = {}  # of live requests
+        self._sinks: dict[ResponseSink, set[Namespace]] = {}  # and the namespaces to report to each
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._cache_events = CacheEventCollector()
         self.ready = threading.Event()
@@ -209,8 +205,8 @@ class EngineService:
                     core.cancel(request_id)
             case Submit(request):
                 if request.request_id in self._owners:
-                    message = "A request with this id is running already."
-                    self._reply(sink, core, _refused(request, "duplicate_request", message))
+                    refusal = _refused(request, "duplicate_request", DUPLICATE_MESSAGE)
+                    self._reply(sink, core, refusal)
                 else:
                     self._owners[request.request_id] = sink
                     core.submit(request)
@@ -299,9 +295,8 @@ class EngineService:
 
     def _fail_all(self) -> None:
         """End all requests with `engine_died`. Clients know the usage seen by then."""
-        message = "The engine stopped while it worked on this request."
         for request_id, sink in self._owners.items():
-            sink.send(0, (Finished(request_id, "failed", Usage(), "engine_died", message),))
+            sink.send(0, (Finished(request_id, "failed", Usage(), "engine_died", DIED_MESSAGE),))
         self._owners.clear()
 
     def _refuse_late_requests(self) -> None:
@@ -312,8 +307,7 @@ class EngineService:
             except queue.Empty:
                 return
             if item is not None and isinstance(item[1], Submit):
-                message = "The engine is shutting down."
-                item[0].send(0, (_refused(item[1].request, "draining", message),))
+                item[0].send(0, (_refused(item[1].request, "draining", DRAINING_MESSAGE),))
 
 
 def _refused(request: Request, code: str, message: str) -> Finished:
@@ -325,7 +319,7 @@ def smoke_test(core: Core) -> None:
 
     Raises EngineError if no token comes.
     """
-    grant = Grant(namespace=b"", read=False, write=False)
+    grant = CacheGrant(b"", read=False, write=False)
     core.submit(Request(SMOKE_TEST_ID, (0,), 1, grant, Sampling(temperature=0)))
     for _ in range(SMOKE_TEST_STEPS_MAX):
         for event in core.step():
@@ -335,80 +329,3 @@ def smoke_test(core: Core) -> None:
                 core.engine_stats.reset_token_counters()
                 return
     raise EngineError("not_ready", f"The engine produced no token in {SMOKE_TEST_STEPS_MAX} steps.")
-
-
-def core_of_model(
-    folder: Path, config: EngineConfig, host_fds: tuple[int, int] | None = None
-) -> tuple[Core, EngineInfo]:
-    """Build a core over the real runner of a prepared model folder: the composition root.
-
-    `host_fds`: the files of host memory that outlives the engine. Torch is imported here and in no
-    module above. Raises ModelError.
-    """
-    import torch
-
-    from engine.server.levels_below import build_levels
-
-    card = load_card(folder)
-    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
-        from engine.runner.gpu_build import build_gpu_runner
-
-        built = build_gpu_runner(card, config)
-    else:
-        from engine.runner.cpu_runner import build_runner
-
-        built = build_runner(card, config)
-    cache = PrefixCache(
-        blocks=built.blocks,
-        block_size=config.block_size,
-        context_tokens=built.context,
-        windows=built.kv_format.windows,
-    )
-    digest = f"{card.digest}-{built.kv_format.name}-{built.kv_format.block_size}"
-    levels, off = build_levels(
-        cache, config, built.kv,
-        model_digest=digest, host_fds=host_fds, now_s=time.monotonic(),
-    )  # fmt: skip
-    core = Core(
-        cache,
-        built.runner,
-        config.for_device(built.device),
-        time.monotonic,
-        vocab_size=card.config.vocab,
-        context_tokens=built.context,
-        pipeline_depth=built.pipeline_depth,
-        constraints=_constraints(card, config),
-        levels=levels,
-        kv_fidelity=built.kv_format.fidelity,
-        attention_lacks=built.attention_lacks,
-    )
-    core.engine_stats.levels_off = off
-    info = EngineInfo(
-        epoch=secrets.token_hex(8),
-        model=card.name,
-        model_digest=digest,
-        model_dir=str(folder),
-        vocab_size=card.config.vocab,
-        context_tokens=built.context,
-        block_size=config.block_size,
-        blocks=built.blocks,
-        floor_blocks_max=core.cache.floor_blocks_max,
-        kv_bytes_per_block=built.kv_format.block_bytes,
-        kv_format=built.kv_format.name,
-        device=built.device,
-        pid=os.getpid(),
-        promisable_blocks=core.cache.promisable_blocks,
-        kv_windows=built.kv_format.windows,
-        kv_fidelity=built.kv_format.fidelity,
-        promisable_on_device=core.cache.promisable_on_device,
-        attention_policies=config.attention_policies,
-        attention_lacks=built.attention_lacks,
-    )
-    return core, info
-
-
-def _constraints(card: ModelCard, config: EngineConfig) -> Constraints:
-    """Build the grammar compiler; it costs nothing before the first grammar."""
-    settings = SandboxSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
-    threads = config.threads or os.cpu_count() or 1
-    return Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(min(threads, 8)))

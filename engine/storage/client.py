@@ -133,7 +133,7 @@ def disk_settings(
 
 
 class StorageClient:
-    """The storage as the brain sees it. `send`, `poll` and `has_records` belong to one thread.
+    """The storage as the levels see it. `send`, `poll` and `has_records` belong to one thread.
 
     `start` starts a process. `silence_s`: without a heartbeat for so long the process counts as
     dead. `pauses_s`: before the next start, by deaths of the last minute; `deaths_max`: after so

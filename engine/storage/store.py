@@ -29,7 +29,6 @@ from engine.moves import (
     Fetched,
     Look,
     Looked,
-    PayerBytes,
     Recall,
     Recalled,
     RecordId,
@@ -41,6 +40,7 @@ from engine.moves import (
     StoredErased,
     StoreRuns,
 )
+from engine.statistics import PayerBytes
 from engine.storage.index.audit import check_store
 from engine.storage.index.drop_order import DropOrder
 from engine.storage.index.index import FOREVER_MS, INDEX_NAME, RecordIndex, RecordRow, Scope

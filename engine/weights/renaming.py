@@ -15,17 +15,19 @@ import torch
 
 from engine.errors import ModelError
 from engine.model_store import Architecture
+from engine.model_store.architecture import Latent
 from engine.model_store.tensor_names import Names, Source
 from engine.weights.shapes import expected_shapes
 
 Pieces = Iterator[tuple[str, torch.Tensor]]
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+")
-_WHOLE = ("self_attn.sinks", "mlp.gate.e_score_correction_bias")
-"""Parts whose tensor has no `.weight` behind its name."""
+_WHOLE_NAMES = ("self_attn.sinks", "mlp.gate.e_score_correction_bias")
+"""Tensors without `.weight` or `.bias` behind their names."""
 _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of a 4-bit float with 2 bits of exponent and 1 of mantissa, by their bits."""
-_ROTATING = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
+_ROTATING = ("q_proj", "k_proj", "q_norm", "k_norm")
+"""Parts of grouped-query attention whose rows rotate."""
 
 
 class TensorReader:
@@ -48,7 +50,8 @@ class TensorReader:
         """Yield the model's tensors that this one completes.
 
         `layer`: the prefix of its layer in the model's names, empty outside layers. `rest`: its
-        name in the file, behind the layer.
+        name in the file, behind the layer. Raises ModelError `corrupt` for a tensor that cannot be
+        cut, stacked or unpacked into tensors of the expected shapes.
         """
         if rest.endswith(("_blocks", "_scales")):
             joined = self._unpacked(f"{layer}{rest[:-7]}", rest[-6:], tensor)
@@ -57,16 +60,14 @@ class TensorReader:
             rest, tensor = f"{rest[:-7]}_blocks", joined
         number = _EXPERT.search(rest)
         pattern = _EXPERT.sub("*", rest)
-        stem, _, kind = pattern.rpartition(".")
-        source = self._names.get(pattern)
+        source, kind = self._names.get(pattern), "weight"
         if source is None:
+            stem, _, kind = pattern.rpartition(".")
             source = self._names.get(stem)
-        else:
-            kind = "weight"
         if source is None:
             yield from self._finish(f"{layer}{rest}", tensor)
             return
-        names = [f"{layer}{_with_kind(part, kind, source)}" for part in source.parts]
+        names = [f"{layer}{_with_kind(part, kind)}" for part in source.parts]
         for name, piece in zip(names, self._split(source, names, tensor), strict=True):
             if number is None:
                 yield from self._finish(name, piece)
@@ -76,13 +77,10 @@ class TensorReader:
     def _split(self, source: Source, names: list[str], tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts that a tensor holds."""
         form, count = source.form, len(names)
-        if form == "in_turns" or (form == "mxfp4" and count == 2):
-            rows = tensor.mT if form == "in_turns" else tensor
-            return [rows[:, i::count] for i in range(count)]
-        if form == "in_turns_bias":
+        if form in ("transposed", "in_turns_transposed"):
+            tensor = tensor.mT
+        if form in ("in_turns", "in_turns_transposed"):
             return [tensor[:, i::count] for i in range(count)]
-        if form == "transposed" or form == "head_transposed":
-            return [tensor.mT]
         if form == "by_head":
             latent = self._config.latent
             if latent is None or tensor.numel() % (self._config.heads * latent.rank):
@@ -151,25 +149,22 @@ class TensorReader:
     def _ordered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return rows of q and k with their rotating channels where the kernels expect them."""
         config = self._config
-        stem = name.rpartition(".")[0].partition("self_attn.")
-        part = "".join(stem[1:])
+        part = name.rpartition("self_attn.")[2].rpartition(".")[0]
         if config.latent is not None:
-            return self._ordered_latents(part, tensor)
-        if part not in _ROTATING or not config.ropes:
+            return self._ordered_latents(part, config.latent, tensor)
+        if part not in _ROTATING:
             return tensor
         rotating = next(iter(config.ropes.values())).dim
         order = head_order(config.head_dim, rotating, interleaved=config.interleaved)
         heads = tensor.reshape(-1, config.head_dim, *tensor.shape[1:])
         return heads[:, order].reshape(tensor.shape)
 
-    def _ordered_latents(self, part: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _ordered_latents(self, part: str, latent: Latent, tensor: torch.Tensor) -> torch.Tensor:
         """Reorder the rotating channels, which stand last in each query head and in a latent."""
-        latent = self._config.latent
-        assert latent is not None
         widths = {
-            "self_attn.q_proj": latent.nope + latent.rope,
-            "self_attn.q_b_proj": latent.nope + latent.rope,
-            "self_attn.kv_a_proj_with_mqa": latent.rank + latent.rope,
+            "q_proj": latent.nope + latent.rope,
+            "q_b_proj": latent.nope + latent.rope,
+            "kv_a_proj_with_mqa": latent.rank + latent.rope,
         }
         if part not in widths:
             return tensor
@@ -208,8 +203,6 @@ def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype)
     return out
 
 
-def _with_kind(part: str, kind: str, source: Source) -> str:
+def _with_kind(part: str, kind: str) -> str:
     """Return a part's name with `.weight` or `.bias`."""
-    if part in _WHOLE or part.endswith(".bias"):
-        return part
-    return f"{part}.bias" if source.form == "in_turns_bias" else f"{part}.{kind}"
+    return part if part in _WHOLE_NAMES or part.endswith(".bias") else f"{part}.{kind}"

@@ -16,28 +16,15 @@ def expected_shapes(config: Architecture) -> Shapes:
     shapes: Shapes = {"model.embed_tokens.weight": (config.vocab, config.hidden)}
     for index, layer in enumerate(config.layers):
         mixer = _latent_attention(config) if layer.mixer == "mla" else _attention(config)
-        experts = _experts(config) if layer.ffn == "moe" else {}
-        mlp = experts or _mlp(config, "mlp", config.intermediate)
-        for name, shape in _in_order(config, mixer, mlp).items():
+        dense = layer.ffn == "dense"
+        mlp = _mlp(config, "mlp", config.intermediate) if dense else _experts(config)
+        norms = {f"{name}.weight": (config.hidden,) for name in config.layer_norms}
+        for name, shape in {**norms, **mixer, **mlp}.items():
             shapes[f"model.layers.{index}.{name}"] = shape
     shapes["model.norm.weight"] = (config.hidden,)
     if not config.tie_embeddings:
         shapes["lm_head.weight"] = (config.vocab, config.hidden)
     return shapes
-
-
-def _in_order(config: Architecture, mixer: Shapes, mlp: Shapes) -> Shapes:
-    """Return a layer's shapes with its norms: random weights are drawn in this order."""
-    norm, place = (config.hidden,), config.place
-    before, after = place != "post", place in ("post", "sandwich")
-    return {
-        **({"input_layernorm.weight": norm} if before else {}),
-        **mixer,
-        **({"attention_output_layernorm.weight": norm} if after else {}),
-        **({"post_attention_layernorm.weight": norm} if before and place != "parallel" else {}),
-        **mlp,
-        **({"mlp_output_layernorm.weight": norm} if after else {}),
-    }
 
 
 def _attention(c: Architecture) -> Shapes:

@@ -146,9 +146,8 @@ def _check(weights: Weights, config: Architecture) -> None:
 
 def _read_folder(folder: Path, config: Architecture, dtype: torch.dtype) -> Pieces:
     """Yield the model's tensors from a Hugging Face folder, sharded or not."""
-    family = FAMILIES.get(config.family)
-    own = family.folder_names if family is not None else {}
-    reader = TensorReader(config, {**FOLDER_NAMES, **own}, dtype)
+    names = {**FOLDER_NAMES, **FAMILIES[config.family].folder_names}
+    reader = TensorReader(config, names, dtype)
     set_aside = 0
     for file in _folder_files(folder):
         for name, tensor in _read_safetensors(file):
@@ -238,9 +237,8 @@ def _read_gguf(path: Path, config: Architecture, dtype: torch.dtype) -> Pieces:
     """Yield the model's tensors from a GGUF file."""
     header = read_header(path)
     data = np.memmap(path, mode="r", dtype=np.uint8)
-    family = FAMILIES.get(config.family)
-    own = family.gguf_names if family is not None else {}
-    reader = TensorReader(config, {**GGUF_NAMES, **own}, dtype)
+    names = {**GGUF_NAMES, **FAMILIES[config.family].gguf_names}
+    reader = TensorReader(config, names, dtype)
     for info in header.tensors:
         stem, _, kind = info.name.rpartition(".")
         if stem in _GGUF_IGNORED:

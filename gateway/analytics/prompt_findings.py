@@ -37,6 +37,9 @@ LOST_PREFIXES_MAX = 1_024
 WORKING_SET = "working_set_tokens"
 """The fact that counts the tokens of different lost prefixes in one hour."""
 
+KEPT_BY = "kept_by:"
+"""Prefix of the facts that name a retention class which would have kept a lost prefix."""
+
 NEW_CONVERSATION, FIRST_USE = "new_conversation", "first_use"
 CONTRACT_CAUSES = {
     "expired": "expired",
@@ -233,7 +236,7 @@ class PromptFindings:
         unknown."""
         if not idle_s:
             return {}
-        kept = {f"kept_by:{name}": 1 for seconds, name in self._classes if seconds >= idle_s}
+        kept = {f"{KEPT_BY}{name}": 1 for seconds, name in self._classes if seconds >= idle_s}
         return {**kept, "idle_s": round(idle_s)}
 
 

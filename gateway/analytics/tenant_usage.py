@@ -11,8 +11,9 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 
-from engine.api import Namespace, NamespaceStats
+from engine.api import Namespace
 from engine.client.namespace_stats import NamespaceTable
+from engine.statistics import NamespaceStats
 
 FIELDS = ("blocks", "pinned_blocks", "promised_blocks", "promised_below", "running", "waiting")
 

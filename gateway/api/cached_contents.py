@@ -173,7 +173,7 @@ async def _store_and_compute(
     except BaseException:
         begun = None if request[STATE].submitted_s is None else made
         rollback = _roll_back(gateway, identity, resource.resource_id, prompt, begun)
-        await gateway.finish(rollback)
+        await gateway.shield(rollback)
         raise
 
 
@@ -299,7 +299,7 @@ async def _delete(
                 made = await prepare(gateway, model, call, identity, {RESOURCE: terms})
                 await _release_leases(gateway, made)
 
-    await gateway.finish(work())
+    await gateway.shield(work())
     return await _ok(request, b"{}")
 
 

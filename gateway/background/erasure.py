@@ -15,7 +15,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.api import LevelErased, Namespace, NamespaceStats
+from engine.api import LevelErased, Namespace
+from engine.statistics import NamespaceStats
 from gateway.caching.namespaces import SHARED_SCOPE_PREFIX, namespaces_of, tenant_and_workspace_of
 from gateway.caching.prefix_index import IndexedPrefix, PrefixIndex
 from gateway.context import Context
@@ -149,7 +150,7 @@ async def erase(gateway: Context, target: ErasureTarget, by: Actor | None = None
     async def work() -> None:
         receipts.append(await _erase(gateway, target, by))
 
-    await gateway.finish(work())
+    await gateway.shield(work())
     return receipts[0]
 
 

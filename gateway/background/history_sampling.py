@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from engine.api import Stats
+from engine.statistics import Stats
 from gateway.background.money_metrics import MoneyMetrics
 from gateway.background.periodic_task import PeriodicTask
 from gateway.background.storage_metering import update_holders

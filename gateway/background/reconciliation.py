@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from engine.api import EngineInfo, Stats
+from engine.api import EngineInfo
 from engine.client.client import Engine
 from engine.errors import EngineError
+from engine.statistics import Stats
 from gateway.background.periodic_task import PeriodicTask
 from gateway.context import Context
 from tenancy.accounting.reconcile import Counts, reconcile_living

@@ -206,7 +206,7 @@ class StorageMetering:
             tenants = await asyncio.to_thread(list_tenants, gateway.store)
         except StoreError:
             return
-        tiers = {tenant.tenant_id: tenant.tier for tenant, _ in tenants}
+        tiers = {tenant.tenant_id: tenant.tier for tenant in tenants}
         at_ms = gateway.wall()
         written = [
             (

@@ -74,7 +74,7 @@ class WebhookEvents:
 
     def _read(self, store: Store, now_ms: int) -> list[WebhookEvent]:
         states = budget_states(store, lambda: now_ms)
-        ids = {tenant.name: tenant.tenant_id for tenant, _ in list_tenants(store)}
+        ids = {tenant.name: tenant.tenant_id for tenant in list_tenants(store)}
         return [
             *budget_events(states, self._name),
             *key_events(list_keys(store), ids, now_ms),

@@ -53,10 +53,6 @@ class Report(Struct, frozen=True):
         at = f"commit {m['commit']}, seed {self.seed}, {self.model} at {self.endpoint}"
         return f"{where}\n{at}\n\n{table(self.rows)}"
 
-    def json(self) -> str:
-        """Return the report for programs."""
-        return msgspec.json.format(msgspec.json.encode(self)).decode()
-
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `trunkline bench`."""

@@ -28,7 +28,7 @@ class BenchTarget(Struct, frozen=True):
 
     url: str
     model: str
-    keys: tuple[str, ...] = ("",)
+    keys: tuple[str, ...]
     ignores_end: bool = True
     """Whether the endpoint accepts `ignore_eos` (Trunkline and vLLM do), so that outputs have
     full length."""
@@ -87,17 +87,10 @@ class Client:
         """Request a completion of a prompt in text or token ids. Raises BenchError."""
         return await self._send("/completions", {"prompt": prompt}, output_tokens, tenant, due_s)
 
-    async def chat(
-        self,
-        messages: list[dict[str, str]],
-        output_tokens: int,
-        *,
-        tenant: int = 0,
-        due_s: float | None = None,
-    ) -> Measurement:
-        """Request the next turn of a conversation. Raises BenchError."""
+    async def chat(self, messages: list[dict[str, str]], output_tokens: int) -> Measurement:
+        """Request the next turn of a conversation of the first tenant. Raises BenchError."""
         body = {"messages": messages}
-        return await self._send("/chat/completions", body, output_tokens, tenant, due_s)
+        return await self._send("/chat/completions", body, output_tokens, 0, None)
 
     async def _send(
         self, path: str, body: dict[str, Any], output_tokens: int, tenant: int, due_s: float | None

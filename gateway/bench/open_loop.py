@@ -23,7 +23,7 @@ class DueRequest(Struct, frozen=True):
     due_s: float
     prompt: Prompt
     output_tokens: int
-    tenant: int = 0
+    tenant: int
 
 
 def poisson_times(chance: random.Random, rate: float, seconds: float) -> list[float]:

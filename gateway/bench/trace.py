@@ -48,15 +48,6 @@ class _MooncakeLine(Struct):
     hash_ids: tuple[int, ...] = ()
 
 
-class _MooncakeDecoder:
-    def __init__(self) -> None:
-        self._decoder = msgspec.json.Decoder(_MooncakeLine)
-
-    def arrival(self, line: str) -> Arrival:
-        row = self._decoder.decode(line)
-        return Arrival(row.timestamp / 1e3, row.input_length, row.output_length, row.hash_ids)
-
-
 def read_trace(path: Path, limit: int) -> list[Arrival]:
     """Return the first `limit` requests. Raises BenchError for a file that is not a trace."""
     read = _mooncake if path.suffix == ".jsonl" else _azure
@@ -78,10 +69,9 @@ def read_trace(path: Path, limit: int) -> list[Arrival]:
 
 
 def _mooncake(lines: Iterator[str]) -> Iterator[Arrival]:
-    decoder = _MooncakeDecoder()
-    for line in lines:
-        if line.strip():
-            yield decoder.arrival(line)
+    for line in filter(str.strip, lines):
+        row = msgspec.json.decode(line, type=_MooncakeLine)
+        yield Arrival(row.timestamp / 1e3, row.input_length, row.output_length, row.hash_ids)
 
 
 def _azure(lines: Iterator[str]) -> Iterator[Arrival]:

@@ -29,7 +29,7 @@ SHOWN_CHARS_MAX: Final = 64
 """Characters of a wrong value that its error repeats."""
 EXPECTED = (
     f"expected {FULL}, or window=W;sinks=S with {WINDOW_TOKENS_MIN} to {WINDOW_TOKENS_MAX} tokens"
-    f" of window and at most {SINK_TOKENS_MAX} sinks ({SINK_TOKENS_DEFAULT} without a word of them)"
+    f" of window and at most {SINK_TOKENS_MAX} sinks ({SINK_TOKENS_DEFAULT} if it has no sinks=)"
 )
 
 
@@ -139,11 +139,6 @@ def findable(token_ids: tuple[int, ...], shared_tokens: int | None) -> tuple[int
     """Return the part of a prompt that the cache is asked for: all, or what a window shares and one
     token more, since a last token is always computed."""
     return token_ids if shared_tokens is None else token_ids[: shared_tokens + 1]
-
-
-def told(asked: AttentionWindow) -> str:
-    """Return a window as the cache header tells it."""
-    return f"attention=window; window={asked.tokens}; sinks={asked.sink_tokens}"
 
 
 def setting_of(window: AttentionWindow) -> str:

@@ -18,13 +18,9 @@ FIRST_BREAKPOINTS, LATEST_BREAKPOINTS = 2, 50
 """The first and the latest breakpoints of a request that are looked up at their own position."""
 
 
-class LookupPosition(Struct, frozen=True):
-    """A prefix length, in tokens, at which a written prefix may be found."""
-
-    tokens: int
-
-
 class WritePosition(Struct, frozen=True):
+    """A prefix to write: its length, in tokens, and its class."""
+
     tokens: int
     retention: Retention
 
@@ -33,7 +29,7 @@ class BreakpointPlan(Struct, frozen=True):
     """The positions of one call. `candidates`: prefix lengths to look up, ascending. `writes`:
     ascending. `is_below`: the call has breakpoints, and all are shorter than the minimum."""
 
-    candidates: tuple[LookupPosition, ...]
+    candidates: tuple[int, ...]
     writes: tuple[WritePosition, ...] = ()
     is_below: bool = False
 
@@ -61,9 +57,7 @@ def plan_breakpoints(
             candidates.add(boundaries[ends[0]].tokens)
     return BreakpointPlan(
         is_below=bool(writes) and max(writes) < min_tokens,
-        candidates=tuple(
-            LookupPosition(tokens) for tokens in sorted(candidates) if tokens >= min_tokens
-        ),
+        candidates=tuple(tokens for tokens in sorted(candidates) if tokens >= min_tokens),
         writes=tuple(
             WritePosition(tokens, classes[name])
             for tokens, name in sorted(writes.items())

@@ -25,6 +25,7 @@ from engine.api import (
     LevelWait,
     Namespace,
     Retention,
+    Started,
     Usage,
 )
 from gateway.caching.breakpoints import BreakpointPlan, plan_breakpoints
@@ -126,72 +127,35 @@ class ContractManager:
         """
         ask = call.cache
         plan = BreakpointPlan(())
-        names = {mark.retention for mark in rendered.boundaries}
-        names.add(ask.implicit)
-        names.discard(None)
+        names = ({mark.retention for mark in rendered.boundaries} | {ask.implicit}) - {None}
         if not names and ask.lookup is None and scope.default_class is not None:
             ask = replace(ask, implicit=scope.default_class)
             names = {scope.default_class}
+        profile = self.config.profile(ask.profile)
         if names and call.operation != "count":  # most calls name no class and write nothing
             named = {name: self._class(name, scope, classes) for name in names if name is not None}
-            least = max(1, self.config.profile(ask.profile).min_tokens)
+            least = max(1, profile.min_tokens)
             plan = plan_breakpoints(rendered.boundaries, ask, named, least)
         now_s = self.clock()
         needs_fingerprint = ask.remember or ask.compare_with
-        if not (plan.candidates or plan.writes or needs_fingerprint):
-            return self._contract(call, rendered, scope, plan, [], (), now_s)
-        ends = {position.tokens for position in plan.candidates} | {
-            write.tokens for write in plan.writes
-        }
-        if needs_fingerprint:
-            ends |= {mark.tokens for mark in rendered.boundaries}
-        found = digest_prefixes(rendered.token_ids, ends)
-        candidates = []
-        longest = math.inf if scope.shared_tokens is None else scope.shared_tokens
-        for position in plan.candidates:
-            entry = self.entries.find((scope.namespace, found[position.tokens]))
-            if entry is not None and position.tokens <= longest:
-                candidates.append((position.tokens, entry))
-        writes = tuple(
-            [PlannedWrite(mark.tokens, mark.retention, found[mark.tokens]) for mark in plan.writes]
-        )
-        for write in writes:
-            if write.retention.name in prepaid and write.tokens <= longest:
-                key = (scope.namespace, write.digest)
-                epoch = self.epoch(scope.namespace)
-                entry = IndexedPrefix(key, write.tokens, 0, epoch, {}, scope.origin, b"")
-                entry.leases[write.retention.name] = Lease(write.retention, now_s, is_granted=True)
-                candidates.append((write.tokens, entry))
-        candidates.sort(key=lambda pair: -pair[0])
-        contract = self._contract(call, rendered, scope, plan, candidates, writes, now_s)
-        if needs_fingerprint:
-            total = len(rendered.token_ids)
-            contract.fingerprint = Fingerprint.of(
-                call, rendered.boundaries, found, total, scope.name, scope.origin
+        digests: dict[int, bytes] = {}
+        candidates: list[tuple[int, IndexedPrefix]] = []
+        writes: tuple[PlannedWrite, ...] = ()
+        if plan.candidates or plan.writes or needs_fingerprint:
+            ends = {*plan.candidates, *(write.tokens for write in plan.writes)}
+            if needs_fingerprint:
+                ends |= {mark.tokens for mark in rendered.boundaries}
+            digests = digest_prefixes(rendered.token_ids, ends)
+            writes = tuple(
+                PlannedWrite(write.tokens, write.retention, digests[write.tokens])
+                for write in plan.writes
             )
-            if ask.compare_with:
-                then = self.fingerprints.find(scope.name, ask.compare_with, now_s)
-                contract.diagnosis = (
-                    Diagnosis("unknown")
-                    if then is None
-                    else compare_fingerprints(contract.fingerprint, then)
-                )
-        return contract
-
-    def _contract(
-        self,
-        call: Call,
-        rendered: Rendered,
-        scope: CacheScope,
-        plan: BreakpointPlan,
-        candidates: Sequence[tuple[int, IndexedPrefix]],
-        writes: tuple[PlannedWrite, ...],
-        now_s: float,
-    ) -> Contract:
-        profile = self.config.profile(call.cache.profile)
+            candidates = self._candidates(plan, digests, scope)
+            candidates += self._prepaid(writes, prepaid, scope, now_s)
+            candidates.sort(key=lambda pair: -pair[0])
         terms = ContractTerms(
             profile=profile,
-            lookup=call.cache.lookup or profile.lookup,
+            lookup=ask.lookup or profile.lookup,
             total=len(rendered.token_ids),
             candidates=candidates,
             writes=writes,
@@ -199,9 +163,43 @@ class ContractManager:
             honours_promises=self.config.honour_broken_promises,
             unkept_tokens=partial(self.unkept_tokens, scope.namespace),
         )
-        positions = [position.tokens for position in plan.candidates]
-        digests = PromptDigests(call.prompts[0], rendered.boundaries, positions)
-        return Contract(self, scope, terms, digests, now_s)
+        content = PromptDigests(call.prompts[0], rendered.boundaries, plan.candidates)
+        contract = Contract(self, scope, terms, content, now_s)
+        if needs_fingerprint:
+            contract.fingerprint = own = Fingerprint.of(
+                call, rendered.boundaries, digests, terms.total, scope.name, scope.origin
+            )
+            if ask.compare_with:
+                then = self.fingerprints.find(scope.name, ask.compare_with, now_s)
+                contract.diagnosis = compare_fingerprints(own, then)
+        return contract
+
+    def _candidates(
+        self, plan: BreakpointPlan, digests: Mapping[int, bytes], scope: CacheScope
+    ) -> list[tuple[int, IndexedPrefix]]:
+        """Return the written prefixes that the call may read, with their lengths."""
+        longest = math.inf if scope.shared_tokens is None else scope.shared_tokens
+        keys = [(tokens, (scope.namespace, digests[tokens])) for tokens in plan.candidates]
+        found = [(tokens, self.entries.find(key)) for tokens, key in keys if tokens <= longest]
+        return [(tokens, entry) for tokens, entry in found if entry is not None]
+
+    def _prepaid(
+        self,
+        writes: Sequence[PlannedWrite],
+        prepaid: Collection[str],
+        scope: CacheScope,
+        now_s: float,
+    ) -> list[tuple[int, IndexedPrefix]]:
+        """Return the prefixes that count as written: those of classes that are paid for already."""
+        longest = math.inf if scope.shared_tokens is None else scope.shared_tokens
+        found = []
+        for write in writes:
+            if write.retention.name in prepaid and write.tokens <= longest:
+                key, epoch = (scope.namespace, write.digest), self.epoch(scope.namespace)
+                entry = IndexedPrefix(key, write.tokens, 0, epoch, {}, scope.origin, b"")
+                entry.leases[write.retention.name] = Lease(write.retention, now_s, is_granted=True)
+                found.append((write.tokens, entry))
+        return found
 
     def covers_retention(self, terms: ContractTerms, now_s: float) -> bool:
         """Whether the index is older than the retention that these terms ask for."""
@@ -296,32 +294,19 @@ class Contract:
         """
         read = self.expect(cached_tokens).read_tokens()
         reach = cached_tokens + window_gone_tokens
-        return self._why_missed(read, cached_tokens, reach, None, self._manager.clock())
+        return self._why_missed(read, cached_tokens, reach, self._manager.clock())
 
-    def begin(
-        self,
-        cached_tokens: int,
-        grants: Sequence[LeaseGrant],
-        window_gone_tokens: int = 0,
-        loaded_tokens: Sequence[tuple[LevelName, int]] = (),
-        read_fidelity: Fidelity = "exact",
-        wait: LevelWait | None = None,
-    ) -> UsageRecord:
-        """Settle the read when the engine starts: record usage and grants, renew what was read.
-
-        `window_gone_tokens`: see `explain`. `loaded_tokens`: of the cached ones, by level.
-        `read_fidelity`: how far from exact the cached ones may be. `wait`: see
-        `engine.api.Started`.
-        """
+    def begin(self, started: Started) -> UsageRecord:
+        """Settle the read when the engine starts: record usage and grants, renew what was read."""
         now_s = self._manager.clock()
-        self.loaded_tokens, self.wait = dict(loaded_tokens), wait
-        self.read_fidelity = read_fidelity
+        cached_tokens, grants = started.cached_tokens, started.leases
+        self.loaded_tokens, self.wait = dict(started.loaded_tokens), started.wait
+        self.read_fidelity, self.grants = started.fidelity, grants
         terms = self._terms
         if terms.writes:
             self._granted = {w.tokens: w.tokens for w in terms.writes}
             for write, grant in zip(terms.writes, grants, strict=False):
                 self._granted[write.tokens] = grant.tokens
-        self.grants = tuple(grants)
         self._record, self._read_entry = terms.split(cached_tokens, self._granted, now_s)
         short = _short_lease(terms.writes, grants) if terms.writes else None
         if short is not None and self._manager.tells_leases:
@@ -331,8 +316,8 @@ class Contract:
         if terms.candidates:
             self._adopt(cached_tokens)
         read = self._record.read_tokens()
-        reach = cached_tokens + window_gone_tokens
-        self._missed = self._why_missed(read, cached_tokens, reach, wait, now_s)
+        reach = cached_tokens + started.window_gone_tokens
+        self._missed = self._why_missed(read, cached_tokens, reach, now_s)
         if self._missed:
             self.missed_segment = self._digests.segment_behind(cached_tokens)
             if terms.candidates:
@@ -445,10 +430,8 @@ class Contract:
                 entry.epoch, entry.losses = epoch, manager.losses(namespace)
                 manager.entries.note_change(entry)
 
-    def _why_missed(
-        self, read: int, cached_tokens: int, reach: int, wait: LevelWait | None, now_s: float
-    ) -> str:
-        terms = self._terms
+    def _why_missed(self, read: int, cached_tokens: int, reach: int, now_s: float) -> str:
+        terms, wait = self._terms, self.wait
         if terms.lookup == "none":
             return ""
         if terms.is_below:

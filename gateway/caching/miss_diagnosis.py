@@ -84,10 +84,12 @@ class FingerprintIndex:
         return found if until_s > now_s else None
 
 
-def compare_fingerprints(now: Fingerprint, then: Fingerprint) -> Diagnosis:
+def compare_fingerprints(now: Fingerprint, then: Fingerprint | None) -> Diagnosis:
     """Return where `now` differs from `then`, in order of importance: model, template, partition,
     the first difference in the prompt, settings. A prompt that extends the earlier one, or is a
-    prefix of it, is a hit. O(boundaries)."""
+    prefix of it, is a hit. `then` None: the earlier prompt is not known. O(boundaries)."""
+    if then is None:
+        return Diagnosis("unknown")
     if now.model != then.model:
         return _miss(now, "model", 0)
     if now.template != then.template:

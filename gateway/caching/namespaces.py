@@ -13,14 +13,8 @@ from functools import lru_cache
 
 from msgspec import structs
 
-from engine.api import (
-    AT_REST,
-    AtRest,
-    Namespace,
-    NamespaceStats,
-    Payer,
-    Quota,
-)
+from engine.api import AT_REST, AtRest, Namespace, Payer, Quota
+from engine.statistics import NamespaceStats
 from gateway.retention_classes import CachingConfig
 from tenancy.types import FIDELITIES, CachePolicy, Fidelity, Identity
 

@@ -16,15 +16,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.api import LeaseGrant, Namespace
 from gateway.caching.prefix_index import IndexedPrefix, PrefixIndex, PrefixKey
 
 PromiseOutcome = Literal["given", "renewed", "clipped", "refused", "kept", "broken", "given_up"]
-OUTCOMES: tuple[PromiseOutcome, ...] = (
-    *("given", "renewed", "clipped", "refused", "kept", "broken", "given_up"),
-)
+OUTCOMES: tuple[PromiseOutcome, ...] = get_args(PromiseOutcome)
 ENDS_SLACK = 1_000
 """Entries that the heap of ends may hold beyond twice the number of running promises."""
 PromiseKey = tuple[PrefixKey, str]

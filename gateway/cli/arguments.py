@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{prefix}{message} (see {self.prog} --help)")
 
 
-def build_parser(wanted: Collection[str] = ()) -> Parser:
+def build_parser(wanted: Collection[str]) -> Parser:
     """Return the parser of all commands. `wanted`: the commands that get their arguments.
 
     Parsed options have `command`, for commands with actions also `action`. Imports the modules of
@@ -57,7 +57,7 @@ def build_parser(wanted: Collection[str] = ()) -> Parser:
 
 def find_entry(name: str) -> Entry:
     """Return the arguments and the function of a command; imports its module."""
-    entries: Mapping[str, Entry] = import_module(COMMANDS[name].module).COMMANDS
+    entries: Mapping[str, Entry] = import_module(f"gateway.cli.{COMMANDS[name].module}").COMMANDS
     return entries[name]
 
 
@@ -73,15 +73,9 @@ def shared_options() -> Parser:
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     """Add an option for each rate limit."""
-    texts = {
-        "requests-per-minute": "requests per minute",
-        "tokens-per-minute": "uncached prompt tokens and output tokens per minute",
-        "input-tokens-per-minute": "uncached prompt tokens per minute",
-        "output-tokens-per-minute": "output tokens per minute",
-        "requests-at-once": "concurrent requests",
-    }
-    for name, text in texts.items():
-        parser.add_argument(f"--{name}", type=_limit, metavar="N", help=f"{text}, or `none`")
+    for name, text in _LIMIT_TEXTS.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=_limit, metavar="N", help=f"{text}, or `none`")
 
 
 def number_or_none(text: str) -> int | str:
@@ -96,16 +90,14 @@ def _limit(text: str) -> int | str:
 # argparse names these types in its errors: "invalid limit value: 'x'".
 _limit.__name__ = "limit"
 
-LIMITS = {
-    name: name
-    for name in (
-        "requests_per_minute",
-        "tokens_per_minute",
-        "input_tokens_per_minute",
-        "output_tokens_per_minute",
-        "requests_at_once",
-    )
+_LIMIT_TEXTS = {
+    "requests_per_minute": "requests per minute",
+    "tokens_per_minute": "uncached prompt tokens and output tokens per minute",
+    "input_tokens_per_minute": "uncached prompt tokens per minute",
+    "output_tokens_per_minute": "output tokens per minute",
+    "requests_at_once": "concurrent requests",
 }
+LIMITS = {name: name for name in _LIMIT_TEXTS}
 """Rate limits by option name."""
 
 

@@ -11,7 +11,8 @@ from msgspec import Struct
 
 
 class Command(Struct, frozen=True):
-    """A command's help and module. `has_actions`: its first argument is an action with options."""
+    """A command's help, and its module below `gateway.cli`. `has_actions`: its first argument is an
+    action with options."""
 
     text: str
     module: str
@@ -26,57 +27,47 @@ def version_text() -> str:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "serve": Command("Run the gateway and its engine.", "gateway.cli.serve"),
-    "pull": Command("Fetch a model.", "gateway.cli.serve"),
-    "check-config": Command("Print every setting and its source.", "gateway.cli.program"),
-    "doctor": Command("Check what a server needs, and say what to do.", "gateway.cli.doctor"),
-    "version": Command("Print the version.", "gateway.cli.program"),
-    "completion": Command("Print the completion of a shell.", "gateway.cli.program"),
+    "serve": Command("Run the gateway and its engine.", "serve"),
+    "pull": Command("Fetch a model.", "serve"),
+    "check-config": Command("Print every setting and its source.", "program"),
+    "doctor": Command("Check what a server needs, and say what to do.", "doctor.command"),
+    "version": Command("Print the version.", "program"),
+    "completion": Command("Print the completion of a shell.", "program"),
     "tenant": Command(
         "Create, list, change, suspend, resume and delete tenants.",
-        "gateway.cli.tenants",
+        "accounts.tenants",
         has_actions=True,
     ),
     "key": Command(
-        "Create, list, change, rotate and revoke keys.", "gateway.cli.keys", has_actions=True
+        "Create, list, change, rotate and revoke keys.", "accounts.keys", has_actions=True
     ),
-    "usage": Command("Print usage by tenant, key, model, day or hour.", "gateway.cli.usage"),
-    "prices": Command("List rate cards, or add one.", "gateway.cli.billing"),
-    "budget": Command("List budgets, or set one.", "gateway.cli.billing"),
-    "adjust": Command("Credit or debit a ledger entry.", "gateway.cli.billing"),
-    "close": Command("Close days of the ledger.", "gateway.cli.billing"),
-    "check-books": Command(
-        "Recompute every sum, chain and charge of the ledger.", "gateway.cli.billing"
-    ),
-    "reconcile": Command(
-        "Compare the token counts of ledger, engine and metrics.", "gateway.cli.billing"
-    ),
-    "export": Command(
-        "Export the ledger as CSV, Parquet, CloudEvents or FOCUS.", "gateway.cli.billing"
-    ),
-    "backup": Command("Copy the database to a file; a server may run.", "gateway.cli.backups"),
-    "restore": Command(
-        "Replace the database by a backup; no server may run.", "gateway.cli.backups"
-    ),
+    "usage": Command("Print usage by tenant, key, model, day or hour.", "ledger.usage"),
+    "prices": Command("List rate cards, or add one.", "ledger.prices"),
+    "budget": Command("List budgets, or set one.", "ledger.budgets"),
+    "adjust": Command("Credit or debit a ledger entry.", "ledger.books"),
+    "close": Command("Close days of the ledger.", "ledger.books"),
+    "check-books": Command("Recompute every sum, chain and charge of the ledger.", "ledger.books"),
+    "reconcile": Command("Compare the token counts of ledger, engine and metrics.", "ledger.books"),
+    "export": Command("Export the ledger as CSV, Parquet, CloudEvents or FOCUS.", "ledger.exports"),
+    "backup": Command("Copy the database to a file; a server may run.", "ledger.backups"),
+    "restore": Command("Replace the database by a backup; no server may run.", "ledger.backups"),
     "move-database": Command(
-        "Move the ledger from a file to a PostgreSQL server.", "gateway.cli.backups"
+        "Move the ledger from a file to a PostgreSQL server.", "ledger.backups"
     ),
     "shared-scope": Command(
-        "List, create, change or remove caches that tenants share.", "gateway.cli.shared_scopes"
+        "List, create, change or remove caches that tenants share.", "accounts.shared_scopes"
     ),
     "levels": Command(
         "Show the levels of the cache; make, verify, seal or empty the disk.",
-        "gateway.cli.levels",
+        "levels",
         has_actions=True,
     ),
     "audit": Command(
-        "List changes of tenants, keys, prices, budgets and caches.", "gateway.cli.audit"
+        "List changes of tenants, keys, prices, budgets and caches.", "accounts.audit"
     ),
-    "advise": Command("Say what prompts cost twice, and what to change.", "gateway.cli.findings"),
-    "check-prompt": Command(
-        "Say where two request bodies part, and what that costs.", "gateway.cli.findings"
-    ),
-    "openapi": Command("Print the OpenAPI document of a listener.", "gateway.cli.openapi"),
-    "bench": Command("Measure an endpoint, or a server started for it.", "gateway.cli.benchmarks"),
-    "replay": Command("Replay a recorded trace against an endpoint.", "gateway.cli.benchmarks"),
+    "advise": Command("Say what prompts cost twice, and what to change.", "findings"),
+    "check-prompt": Command("Say where two request bodies part, and what that costs.", "findings"),
+    "openapi": Command("Print the OpenAPI document of a listener.", "openapi"),
+    "bench": Command("Measure an endpoint, or a server started for it.", "benchmarks"),
+    "replay": Command("Replay a recorded trace against an endpoint.", "benchmarks"),
 }

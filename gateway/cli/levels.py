@@ -93,7 +93,7 @@ def _make_key(call: CommandCall) -> CommandResult:
 
 
 def _empty_remote(call: CommandCall, folder: Path) -> tuple[str, dict[str, object]]:
-    """Delete what a store has in the remote one; return what to say of it, and as data."""
+    """Delete a store's objects in the remote store; return the words and the data about it."""
     emptied = empty_remote(folder, remote_settings(call.config.engine.levels.remote))
     if emptied is None:
         return "", {}
@@ -130,22 +130,15 @@ def _change_one(call: CommandCall, folder: Path) -> CommandResult:
     progress = partial(call.show, "levels")
     seal = seal_settings(call.config.engine.levels)
     match call.options.action:
-        case "init":
-            prepare_data_dir(call.config)
-            prepare_folder(folder)
+        case "init" | "clear" as action:
+            if action == "init":
+                prepare_data_dir(call.config)
+                prepare_folder(folder)
             far, more = _empty_remote(call, folder)
             freed = clear_folder(folder)
-            return CommandResult(
-                f"{folder} is ready, and empty{far}",
-                {"folder": str(folder), "freed_bytes": freed, **more},
-            )
-        case "clear":
-            far, more = _empty_remote(call, folder)
-            freed = clear_folder(folder)
-            return CommandResult(
-                f"{folder} is empty: {size_text(freed)} freed{far}",
-                {"folder": str(folder), "freed_bytes": freed, **more},
-            )
+            done = "ready, and empty" if action == "init" else f"empty: {size_text(freed)} freed"
+            data = {"folder": str(folder), "freed_bytes": freed, **more}
+            return CommandResult(f"{folder} is {done}{far}", data)
         case "verify":
             remote = remote_settings(call.config.engine.levels.remote)
             found = verify_store(folder, progress, seal, os.environ, remote)

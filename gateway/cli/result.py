@@ -51,8 +51,8 @@ class CommandCall(Struct, frozen=True):
     warn: Callable[[str], None]
     write: Callable[[bytes], object]
     show: ShowProgress
-    columns: int = 80
-    has_colours: bool = False
+    columns: int
+    has_colours: bool
 
 
 class Entry(Struct, frozen=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -14,9 +13,10 @@ from engine.encoder.card import EncoderCard, prepare_encoder
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, pull, resolve
 from gateway import app
+from gateway.cli.addresses import check_address
 from gateway.cli.database import ADMIN_KEY_FILE, KEY_FILE, open_store, prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
-from gateway.config import Config, parse_address
+from gateway.config import Config
 from gateway.engines.memory import lacking_memory
 from gateway.levels.placement import ServerLock, check_levels, levels_dir
 
@@ -129,20 +129,6 @@ def _found_model(name: str, models: Path, say: Say, progress: Progress) -> Path:
         return pull(name, models, progress)
 
 
-def check_address(address: str, what: str) -> None:
-    """Check that an address can be listened on now. Raises CommandError with the reason."""
-    host, port = parse_address(address, what)
-    try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, place in places[:1]:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(place)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise CommandError(f"{what}: cannot listen on {address}: {reason}") from error
-
-
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help=f"model to serve (default: {DEFAULT_MODEL})")
     parser.add_argument("--listen", metavar="HOST:PORT", help="public listener")
@@ -174,7 +160,7 @@ def _pull(call: CommandCall) -> CommandResult:
 def _pull_one(call: CommandCall, name: str) -> Path:
     quiet = call.options.quiet
     progress = (lambda done, total: None) if quiet else partial(call.show, "model")
-    if name in CATALOGUE and not call.options.quiet:
+    if name in CATALOGUE and not quiet:
         model = CATALOGUE[name]
         call.warn(f"{model.about}: {model.size / 1e6:.0f} MB; licence: {model.licence}")
     if name not in CATALOGUE and call.config.models and Path(name).expanduser().exists():

@@ -129,7 +129,7 @@ class Thinking(Struct, frozen=True):
 
 
 DEFAULT_THINKING = Thinking()
-"""What a request without a word about thinking asks for."""
+"""For requests that say nothing about thinking."""
 
 
 class Prompt(Struct, frozen=True):
@@ -257,7 +257,7 @@ class ItemReference(Struct, frozen=True):
 
 
 class ThreadDirectives(Struct, frozen=True):
-    """What a call continues, and what is stored of it.
+    """Which stored items a call continues, and what of the call is stored.
 
     `previous_id`: the stored response that it continues; "" for none. `conversation_id`: the
     conversation that it continues, to which its own items and its output are appended.

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from gateway.dialects.validation import invalid_field
+from gateway.dialects.validation import invalid_field, parse_int
 
 PAGE_MAX = 1_000
 """Most models in one page."""
@@ -116,9 +116,4 @@ def gemini_model(model: ListedModel) -> dict[str, Any]:
 
 def _query_int(query: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
     text = query.get(name, "")
-    if not text:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) <= 9) or int(text) < least:
-        problem = f"invalid value {text[:32]!r}; expected an integer from {least} to 999999999."
-        raise invalid_field(name, problem)
-    return min(int(text), PAGE_MAX)
+    return min(parse_int(text, name, least), PAGE_MAX) if text else default

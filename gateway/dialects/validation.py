@@ -116,7 +116,7 @@ def _expected_values(kind: Any, steps: str) -> str:
             for inner in _inner_types(alternative, name)
         ]
     values = [
-        msgspec.json.encode(value).decode()
+        json_text(value)
         for found in types
         for alternative in alternatives(found)
         if isinstance(alternative, inspect.LiteralType)
@@ -164,6 +164,20 @@ def unknown_field(name: str, known: set[str]) -> Refusal:
     return Refusal(
         Kind.BAD, "unknown_parameter", f"Unknown parameter: {shown!r}.{hint}", param=shown
     )
+
+
+def parse_int(text: str, field: str, least: int, most: int = 999_999_999) -> int:
+    """Return the whole number of a query's field. Raises Refusal for any other text."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= 9
+    if not is_number or not least <= int(text) <= most:
+        problem = f"invalid value {text[:32]!r}; expected an integer from {least} to {most}."
+        raise invalid_field(field, problem)
+    return int(text)
+
+
+def json_text(value: object) -> str:
+    """Return compact JSON text that keeps the key order."""
+    return msgspec.json.encode(value).decode()
 
 
 def json_type(value: object) -> str:

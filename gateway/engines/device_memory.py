@@ -61,11 +61,7 @@ class DevicePlan(Struct, frozen=True):
 
     def describe(self) -> str:
         """Return the numbers in words."""
-        parts = [
-            f"{one.weights_mib} for {one.name or 'the model'}, {one.kv_mib} for "
-            + (f"{one.name}'s KV" if one.name else "KV")
-            for one in self.shares
-        ]
+        parts = [describe_share(one.name, one.weights_mib, one.kv_mib) for one in self.shares]
         count = len(self.shares)
         programs = "the engine" if count == 1 else f"{count} engines"
         parts.append(f"{ENGINE_DEVICE_MIB * count} for {programs}")
@@ -73,6 +69,12 @@ class DevicePlan(Struct, frozen=True):
             f"{self.device.free_mib} of {self.device.total_mib} MiB free on the NVIDIA device,"
             f" about {self.need_mib} needed ({', '.join(parts)})"
         )
+
+
+def describe_share(name: str, weights_mib: int, kv_mib: int) -> str:
+    """Return the memory of a model in words. `name`: "" for a single model."""
+    owner = f"{name}'s " if name else ""
+    return f"{weights_mib} for {name or 'the model'}, {kv_mib} for {owner}KV"
 
 
 def runs_on_device(engine: EngineConfig) -> bool:

@@ -23,6 +23,7 @@ from gateway.engines.device_memory import (
     WEIGHT_BYTES,
     DevicePlan,
     DeviceShare,
+    describe_share,
     read_device_memory,
     runs_on_device,
 )
@@ -38,11 +39,11 @@ ENGINE_MIB = 300
 HOST_LEVEL_PART = 2
 """A host level of "auto" takes at most one part in so many of the memory that is left."""
 HOST_LEVEL_POOLS = 4
-"""It takes at most so many times the pool of an engine on a device: what is let down beyond that is
-rarely read again before it goes."""
+"""It takes at most so many times the pool of an engine on a device: blocks beyond that are rarely
+read again before they are evicted."""
 HOST_LEVEL_MIB_MIN = 64
-"""With less than this, and less than its bound, it is left out; with less than the disk's stage it
-is that."""
+"""A share below this, and below the level's bound, is not taken: the level is left out, or has the
+memory that copies on their way to the disk need."""
 
 
 class ModelMemory(Struct, frozen=True):
@@ -83,8 +84,7 @@ class MemoryPlan(Struct, frozen=True):
     def describe(self) -> str:
         """Return the numbers in words."""
         parts = [
-            f"{one.model_mib} for {one.name or 'the model'}, {one.kv_mib} for "
-            + (f"{one.name}'s KV" if one.name else "KV")
+            describe_share(one.name, one.model_mib, one.kv_mib)
             for one in self.models
             if one.model_mib or one.kv_mib
         ]
@@ -186,7 +186,8 @@ def _host_share(config: Config, model: ServedModelSettings) -> ModelMemory:
 
 
 def _pool_mib(config: Config, model: ServedModelSettings, engine: EngineConfig) -> int:
-    """Return the memory of an engine's pool; of one told in blocks once its model is prepared."""
+    """Return the memory of an engine's pool; of one configured in blocks once its model is
+    prepared, before that of `kv_memory_mib`."""
     if not engine.kv_blocks:
         return engine.kv_memory_mib
     try:
@@ -245,7 +246,7 @@ def available_memory_mib(meminfo: Path, *cgroups: Path) -> int | None:
 
 
 def _droppable(cgroup: Path) -> int:
-    """Return the bytes of files that a group has in memory and does not use; 0 if not told."""
+    """Return the bytes of files that a group has in memory and does not use; 0 if unknown."""
     try:
         lines = (cgroup / "memory.stat").read_text().splitlines()
         return int(dict(line.split(" ", 1) for line in lines).get("inactive_file", 0))

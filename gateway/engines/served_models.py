@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from engine.api import EngineInfo, Erased, Namespace, NamespaceStats, Stats
+from engine.api import EngineInfo, Erased, Namespace
 from engine.client.cache_event_totals import BlockMoves
 from engine.client.client import Engine
 from engine.errors import EngineError, EngineUnavailable
+from engine.statistics import NamespaceStats, Stats
 from gateway.caching.namespaces import parts_of
 from gateway.levels.report import sum_levels
 from gateway.prompt import Renderer

@@ -67,7 +67,7 @@ class CauseWords(Struct, frozen=True):
 
 def describe(cause: str, facts: CauseFacts) -> CauseWords:
     """Return the words of a cause."""
-    return _WORDS[cause](facts)
+    return CAUSES[cause](facts)
 
 
 def _where(facts: CauseFacts) -> str:
@@ -283,7 +283,7 @@ def _new_conversation(facts: CauseFacts) -> CauseWords:
     )
 
 
-_WORDS: Mapping[str, Callable[[CauseFacts], CauseWords]] = {
+CAUSES: Mapping[str, Callable[[CauseFacts], CauseWords]] = {
     "system_changes": _system,
     "prompt_changes": _prompt,
     "tools_reordered": _reordered,
@@ -301,8 +301,7 @@ _WORDS: Mapping[str, Callable[[CauseFacts], CauseWords]] = {
     "unmarked": _unmarked,
     "new_conversation": _new_conversation,
 }
-CAUSES = tuple(_WORDS)
-"""Every cause of a finding."""
+"""The words of every cause of a finding, by its name."""
 
 
 def _duration(seconds: float) -> str:

@@ -25,7 +25,13 @@ from gateway.dialects.protocol import Dialect
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
 from gateway.prompt import Renderer
-from tenancy.reuse.prompt_changes import ChangeCause, Divergence, ObservedPrompt, PromptChanges
+from tenancy.reuse.prompt_changes import (
+    ChangeCause,
+    Divergence,
+    ObservedPrompt,
+    PromptChanges,
+    common_prefix,
+)
 
 DialectName = Literal["openai", "anthropic", "gemini"]
 DIALECTS: tuple[DialectName, ...] = ("openai", "anthropic", "gemini")
@@ -93,7 +99,7 @@ def compare_prompts(
         if getattr(calls[0], name) != getattr(calls[1], name):
             reason = f"the requests differ in their {name}: they share nothing"
             return PromptDifference(*sizes, 0, name, reason, token=0)
-    shared = _common_tokens(before.token_ids, after.token_ids)
+    shared = common_prefix(before.token_ids, after.token_ids)
     if shared == min(sizes):
         return PromptDifference(*sizes, shared)
     found = _divergence(before, after)
@@ -158,12 +164,6 @@ def _only_prompt(call: Call) -> Prompt:
     return prompt
 
 
-def _common_tokens(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    shortest = min(len(first), len(second))
-    return next((place for place, (one, other) in pairs if one != other), shortest)
-
-
 def _divergence(before: Rendered, after: Rendered) -> Divergence | None:
     changes = PromptChanges(_KEY)
     found = None
@@ -195,9 +195,7 @@ def _common_characters(one: Prompt, path: str, other: Prompt, other_path: str) -
     text, other_text = _text_of(one, path), _text_of(other, other_path)
     if text is None or other_text is None:
         return None
-    pairs = enumerate(zip(text, other_text, strict=False))
-    shortest = min(len(text), len(other_text))
-    return next((place for place, (a, b) in pairs if a != b), shortest)
+    return common_prefix(text, other_text)
 
 
 def _text_of(prompt: Prompt, path: str) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from gateway.analytics.prompt_findings import WORKING_SET
+from gateway.analytics.prompt_findings import KEPT_BY, WORKING_SET
 from gateway.findings.books import TAKER
 from gateway.findings.causes import (
     LEGITIMATE,
@@ -48,7 +48,6 @@ TOKENS_SHARE_MIN = 0.05
 """The least share of a tenant's prompt tokens that losses must concern."""
 COVERED_SHARE_MIN = 0.5
 """The least share of expired prefixes that a longer class must have kept to be advised."""
-KEPT_BY = "kept_by:"
 CLASS_GROUPS = (frozenset({"5m", "1h"}), frozenset({"30m", "12h"}))
 """Classes that one field of a request can name: `cache_control`, and OpenAI's options."""
 
@@ -107,10 +106,8 @@ def find(
     `is_own`: for the tenant itself; no other tenant is named. O(counts of the window). Raises
     StoreError, and BadName for an unknown tenant.
     """
-    tenants = [find_tenant(store, tenant)[0]] if tenant else [one for one, _ in list_tenants(store)]
-    names = {one.tenant_id: one.name for one in (() if is_own else tenants)}
-    if tenant and not is_own:
-        names = {one.tenant_id: one.name for one, _ in list_tenants(store)}
+    tenants = [find_tenant(store, tenant)] if tenant else list_tenants(store)
+    names = {} if is_own else {one.tenant_id: one.name for one in list_tenants(store)}
     only = tenants[0].tenant_id if tenant else None
     totals = {
         one.tenant: one

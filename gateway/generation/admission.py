@@ -21,10 +21,10 @@ from engine.api import (
     Namespace,
     Quota,
     Request,
-    Stats,
     all_in_vocabulary,
     tokens_within,
 )
+from engine.statistics import Stats
 from gateway.caching.namespaces import fidelity_of, payer_of, quota_of, rest_of, scaled
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Rendered
@@ -75,7 +75,7 @@ def admit(
     request_id: str,
     now: AdmissionContext,
     namespace: Namespace,
-    leases: Sequence[tuple[LeaseRequest, ...]] = (),
+    leases: Sequence[tuple[LeaseRequest, ...]],
 ) -> tuple[Request, ...]:
     """Build one engine request per prompt, with its leases, in `namespace`.
 
@@ -86,7 +86,6 @@ def admit(
     budgets = output_tokens(call, rendered, identity, now)
     _check_tenant(rendered, identity, now)
     _check_queue(rendered, identity, now)
-    kept = leases or [()] * len(rendered)
     quota = quota_now(identity, now)
     fidelity = fidelity_of(identity, call.fidelity, now.info.kv_fidelity)
     requests = [
@@ -95,7 +94,7 @@ def admit(
             tokens=prompt.token_ids,
             max_tokens=budget,
             grant=CacheGrant(
-                namespace, quota, kept[number], fidelity=fidelity, at_rest=rest_of(identity)
+                namespace, quota, leases[number], fidelity=fidelity, at_rest=rest_of(identity)
             ),
             sampling=generation.sampling,
             samples=generation.samples,
@@ -222,7 +221,7 @@ def _room(
     blocks = now.info.blocks if ceiling is None else min(now.info.blocks, ceiling)
     memory = tokens_within(blocks, now.info.kv_windows, now.info.block_size)
     size = now.info.block_size
-    is_bounded = attention is not None and attention.blocks_max(size) * size <= memory
+    is_bounded = attention is not None and attention.in_blocks(size).blocks_max * size <= memory
     if memory < context and not is_bounded:
         return memory, f"The available cache memory holds {memory} tokens"
     return context, f"This model's maximum context length is {context} tokens"

@@ -29,7 +29,7 @@ from gateway.prompt.detokenizer import Detokenizer
 from gateway.structured_output.grammars import callable_tools
 from gateway.structured_output.output_check import satisfies
 from gateway.structured_output.thinking import HarmonySplitter, ThinkingSplitter
-from gateway.structured_output.tool_call_parser import ParsedPiece, ParsedText, ToolCallParser
+from gateway.structured_output.tool_call_parser import ParsedPiece, ToolCallParser
 
 _ANY_FORMAT = OutputFormat()
 
@@ -310,10 +310,10 @@ class OutputParser:
     def _deltas(self, found: list[ParsedPiece]) -> list[Delta]:
         deltas: list[Delta] = []
         for piece in found:
-            if isinstance(piece, ParsedText):
+            if isinstance(piece, str):
                 if self._is_checked:
-                    self._texts.append(piece.text)
-                deltas.append(Text(self._index, piece.text, self._take_tokens()))
+                    self._texts.append(piece)
+                deltas.append(Text(self._index, piece, self._take_tokens()))
             else:
                 self._tokens.clear()  # these tokens are part of a call, not of text
                 deltas.append(

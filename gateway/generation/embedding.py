@@ -19,7 +19,8 @@ from aiohttp import web
 from gateway.context import Context
 from gateway.dialects.canonical import UsageRecord
 from gateway.dialects.openai import embeddings as dialect
-from gateway.dialects.openai.embeddings import EmbeddingCall, EmbeddingInput
+from gateway.dialects.openai.embeddings import EmbeddingCall
+from gateway.dialects.openai.wire import TextOrIds
 from gateway.dialects.validation import invalid_field
 from gateway.embeddings.embedder import Embedder, TextLookup, cut_vector
 from gateway.embeddings.text_tokenizer import SparseTextError, TokenizedText
@@ -29,7 +30,6 @@ from gateway.generation.idempotency import (
     KEY_HEADER,
     IdempotentRequest,
     parse_idempotency_key,
-    replay,
 )
 from gateway.generation.preparation import INLINE_CHARS_MAX, parse_body, shutting_down
 from gateway.generation.usage import CACHE_HEADER, IGNORED_HEADER
@@ -37,7 +37,6 @@ from gateway.http.request_body import BODY_SHARE, read_body
 from gateway.http.request_context import STATE, RequestState, request_metadata
 from gateway.http.response import ClientGone, send
 from gateway.ledger.metering import LedgerReservation
-from gateway.observability.tracing import operation_name
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.errors import LedgerUnavailable, TenancyError
 from tenancy.limits import NO_DEMAND, Demand
@@ -82,7 +81,7 @@ class EmbeddingRequest:
             raise Refusal(Kind.NOT_FOUND, "not_served", message)
         if gateway.is_draining:
             raise shutting_down()
-        state.operation = operation_name(dialect.SHAPE.name)
+        state.is_generation = True
         body = await read_body(self._request, gateway.config.server)
         metadata = request_metadata(self._request, gateway.config.server.tolerance)
         call = await parse_body(gateway, tenant_id, dialect.parse, body, metadata)
@@ -93,8 +92,7 @@ class EmbeddingRequest:
             return replayed
         del body
         texts = await tokenize(gateway, embedder, tenant_id, call)
-        share = self._request[BODY_SHARE]
-        share.budget.release(share)
+        self._request[BODY_SHARE].release()
         _check_sizes(embedder, call, texts)
         self._set_head(call, texts)
         if gateway.is_draining:
@@ -125,7 +123,7 @@ class EmbeddingRequest:
             tenant_id = identity.tenant.tenant_id
             gateway.user_notes.note(state.request_id, tenant_id, call.client_user)
         demand = Demand(lookup.tokens - lookup.cached_tokens, 0)
-        place = rate_limits.reserve(gateway, state, dialect.SHAPE.name, demand)
+        place = rate_limits.reserve(gateway, state, demand)
         gateway.enter(identity.tenant.tenant_id)
         ending = "failed"
         try:
@@ -137,7 +135,7 @@ class EmbeddingRequest:
                 place.settle(NO_DEMAND)
                 raise
             finally:
-                rate_limits.report_limits(gateway, state, dialect.SHAPE.name, place)
+                rate_limits.report_limits(gateway, state)
             settled = self._settle(hold, answer, record, lookup)
             embedder.store(lookup)
             await settled
@@ -220,14 +218,10 @@ class EmbeddingRequest:
         """Replay the stored response of an idempotent request; None if it has to run."""
         if KEY_HEADER not in self._request.headers:
             return None
-        gateway = self._gateway
         self._idempotent = parse_idempotency_key(
-            self._request, body, self._identity, gateway.config.idempotency
+            self._request, body, self._identity, self._gateway.config.idempotency
         )
-        stored = await self._idempotent.find(gateway)
-        if stored is None:
-            return None
-        return await replay(gateway, self._request, stored, dialect.SHAPE.name, {})
+        return await self._idempotent.replay(self._gateway, self._request)
 
     def _set_head(self, call: EmbeddingCall, texts: Sequence[TokenizedText]) -> None:
         cut = [index for index, text in enumerate(texts) if not text.is_whole]
@@ -272,7 +266,7 @@ def _tokenize(
     return found
 
 
-def _tokens_of(embedder: Embedder, one: EmbeddingInput, path: str) -> TokenizedText:
+def _tokens_of(embedder: Embedder, one: TextOrIds, path: str) -> TokenizedText:
     tokenizer = embedder.tokenizer
     try:
         return tokenizer.tokenize(one) if isinstance(one, str) else tokenizer.wrap(one)

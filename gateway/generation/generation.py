@@ -15,10 +15,11 @@ from functools import partial
 from typing import TypeVar
 
 from aiohttp import web
+from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.api import Request
-from engine.client.client import RequestStream
+from engine.client.request_stream import RequestStream
 from engine.errors import EngineError
 from gateway.caching import Contract
 from gateway.caching.attention import (
@@ -39,7 +40,6 @@ from gateway.generation.idempotency import (
     KEY_HEADER,
     IdempotentRequest,
     parse_idempotency_key,
-    replay,
 )
 from gateway.generation.outcome import Outcome
 from gateway.generation.output_stream import InThread, OutputStream
@@ -64,17 +64,28 @@ from gateway.http.request_context import STATE, RequestState, request_metadata
 from gateway.http.response import ClientGone, begin, send, streamed, write
 from gateway.ledger.metering import LedgerReservation
 from gateway.levels.fidelity import FIDELITY_HEADER, parse_fidelity
-from gateway.observability.tracing import operation_name
-from gateway.waiting_requests import WaitingPlace
 from tenancy.errors import LedgerUnavailable, TenancyError
 from tenancy.ledger.idempotency import ReplayRecord
-from tenancy.limits import NO_DEMAND
+from tenancy.limits import NO_DEMAND, Reservation
 from tenancy.types import Identity
 
 T = TypeVar("T")
 
 TOKENS_IN_LOOP_MAX = 256
 """Most tokens of one delta that the event loop encodes with logprobs: 20 each take some 2 ms."""
+
+
+class _Running(Struct):
+    """A call that was admitted, until it is settled. `place`: its reservation of limits, which
+    takes `cached` tokens for cached."""
+
+    requests: tuple[Request, ...]
+    place: Reservation
+    cached: int
+    output: OutputStream
+    encoder: Encoder
+    hold: LedgerReservation
+    outcome: Outcome
 
 
 class Generation:
@@ -85,11 +96,10 @@ class Generation:
         self._dialect = dialect
         self._request = request
         self._state: RequestState = request[STATE]
-        self._state.operation = operation_name(dialect.name)
+        self._state.is_generation = True
         self._response: web.StreamResponse | None = None
         self._contracts: list[Contract] = []
         self._ignored: tuple[str, ...] = ()
-        self._on_started: Callable[[int], None] | None = None
         self._idempotent: IdempotentRequest | None = None
         self._stored: StoredAnswer | None = None
         self._in_thread: InThread | None = None
@@ -98,29 +108,25 @@ class Generation:
     async def run(self, id_prefix: str) -> web.StreamResponse:
         """Read, parse and prepare the request, then execute it. Nothing before the ledger hold
         needs to be undone."""
-        gateway, state = self._gateway, self._state
+        gateway, state, headers = self._gateway, self._state, self._request.headers
         identity = state.identity
         assert identity is not None, "this route asks for a key"
         if gateway.is_draining:
             raise shutting_down()
-        fidelity = None
-        if FIDELITY_HEADER in self._request.headers:
-            asked = self._request.headers.getall(FIDELITY_HEADER)
-            fidelity = parse_fidelity(asked, identity.policy.fidelity)
-        attention = None
-        if ATTENTION_HEADER in self._request.headers:
-            asked = self._request.headers.getall(ATTENTION_HEADER)
-            attention = parse_attention(asked, identity.policy.attention)
+        fidelity = attention = None
+        if FIDELITY_HEADER in headers:
+            fidelity = parse_fidelity(headers.getall(FIDELITY_HEADER), identity.policy.fidelity)
+        if ATTENTION_HEADER in headers:
+            attention = parse_attention(headers.getall(ATTENTION_HEADER), identity.policy.attention)
         body = await read_body(self._request, gateway.config.server)
         metadata = request_metadata(self._request, gateway.config.server.tolerance)
         call = await parse_body(
             gateway, identity.tenant.tenant_id, self._dialect.parse, body, metadata
         )
-        self._ignored = call.ignored
         state.is_stream = call.stream
         model = check_model(gateway, call, identity)
         state.model = model.name
-        if self._ignored:
+        if call.ignored:
             call = self._without_honoured(model, call)
         if gateway.is_draining:
             raise shutting_down()
@@ -134,11 +140,10 @@ class Generation:
         call = call if fidelity is None else replace(call, fidelity=fidelity)
         call = call if attention is None else with_attention(call, attention)
         prepared = await prepare(gateway, model, call, identity)
-        share = self._request[BODY_SHARE]
-        share.budget.release(share)
+        self._request[BODY_SHARE].release()
         call = prepared.call
         if call.operation == "count":
-            state.operation = ""  # nothing is generated
+            state.is_generation = False
             body = self._dialect.count_body(prepared.tokens, prepared.resource_tokens)
             return await send(self._request, 200, body, self._head(is_stream=False))
         reply = Reply(f"{id_prefix}{state.request_id}", call.model, gateway.wall() // 1000)
@@ -161,26 +166,23 @@ class Generation:
 
         Raises Refusal for an invalid key, IdempotencyConflict.
         """
-        gateway = self._gateway
         if KEY_HEADER not in self._request.headers:
             return None
         self._idempotent = parse_idempotency_key(
-            self._request, body, identity, gateway.config.idempotency
+            self._request, body, identity, self._gateway.config.idempotency
         )
-        stored = await self._idempotent.find(gateway)
-        if stored is None:
-            return None
-        ids = self._dialect.headers(self._state.request_id)
-        return await replay(gateway, self._request, stored, self._dialect.name, ids)
+        return await self._idempotent.replay(self._gateway, self._request)
 
-    async def run_to_completion(
+    def run_to_completion(
         self, work: Coroutine[None, None, web.StreamResponse]
-    ) -> web.StreamResponse:
+    ) -> Awaitable[web.StreamResponse]:
         """Run an idempotent request to completion even if the client disconnects: the client will
         retry and get the response that it pays for."""
-        request = self._idempotent
-        if request is None:
-            return await work
+        return work if self._idempotent is None else self._complete(self._idempotent, work)
+
+    async def _complete(
+        self, request: IdempotentRequest, work: Coroutine[None, None, web.StreamResponse]
+    ) -> web.StreamResponse:
         try:
             response = await self._gateway.run_to_completion(work)
         finally:
@@ -192,56 +194,29 @@ class Generation:
     async def execute(
         self, prepared: Prepared, identity: Identity, encoder: Encoder, reply: Reply
     ) -> web.StreamResponse:
-        """Run an admitted request, from the rate-limit reservation to the ledger entry."""
-        self._state.response_id = reply.response_id
-        gateway, model, namespace = self._gateway, prepared.model, prepared.scope.namespace
-        call, rendered, self._contracts = prepared.call, prepared.rendered, prepared.contracts
-        leases = [contract.leases for contract in self._contracts]
-        cached, now = await self._peek_cache(prepared, identity)
-        requests = admit(call, rendered, identity, self._state.request_id, now, namespace, leases)
-        self._state.epoch = now.info.epoch
-        most = rate_limits.estimate(requests, 0)
-        hold = LedgerReservation(
-            gateway.ledger,
-            gateway.wall,
-            self._state.request_id,
-            identity,
-            model.name,
-            most=most,
-            dialect=self._dialect.name,
-            epoch=now.info.epoch,
-            claim=None if self._idempotent is None else self._idempotent.claim,
-        )
-        self._note_user(call.client_user, identity)
-        wanted = rate_limits.estimate(requests, cached) if cached else most
-        dialect, state = self._dialect.name, self._state
-        limit_reservation = rate_limits.reserve(gateway, state, dialect, wanted)
-        outcome = Outcome(gateway, self._state, prepared, limit_reservation)
-
-        def on_started(found: int) -> None:
-            """Replace the estimate of cached tokens by the engine's count."""
-            if found != cached:
-                limit_reservation.correct(rate_limits.estimate(requests, found))
-
-        self._on_started = on_started
-        waiting = _enter(gateway, model, identity, requests)
-        output = OutputStream(call, rendered, model.renderer, self._contracts, self._in_thread)
+        """Run a prepared call, from its admission to its ledger entry."""
+        gateway, state, model, call = self._gateway, self._state, prepared.model, prepared.call
+        state.response_id = reply.response_id
+        running = await self._admit(prepared, identity, encoder)
+        output, hold, requests = running.output, running.hold, running.requests
+        tenant_id, prompts = identity.tenant.tenant_id, [len(one.tokens) for one in requests]
+        gateway.enter(tenant_id, len(requests))
+        waiting = model.waiting.enter(tenant_id, identity.policy.weight, prompts)
         ending = "failed"
         try:
             try:
                 await hold.open()
                 streams = await self._submit(model, requests)
             except (TenancyError, EngineError):
-                limit_reservation.settle(NO_DEMAND)  # the headers report the full limit again
+                running.place.settle(NO_DEMAND)  # the headers report the full limit again
                 raise
             finally:
                 # After submitting, while the engine works.
-                rate_limits.report_limits(gateway, state, dialect, limit_reservation)
+                rate_limits.report_limits(gateway, state)
             output.follow(streams, waiting.start)
-            self._state.submitted_s = gateway.clock()
-            respond = self._stream if call.stream else self._unary
-            response = await respond(output, encoder, hold, outcome)
-            ending = self._state.code
+            state.submitted_s = gateway.clock()
+            response = await (self._stream(running) if call.stream else self._unary(running))
+            ending = state.code
         except (asyncio.CancelledError, ClientGone):
             ending = "cancelled"
             raise
@@ -252,13 +227,40 @@ class Generation:
             return response
         finally:
             waiting.leave()
-            gateway.leave(identity.tenant.tenant_id, len(requests))
+            gateway.leave(tenant_id, len(requests))
             if output.is_over and not hold.is_open:
-                outcome.record_ending(output, ending)  # the request is settled
+                running.outcome.record_ending(output, ending)  # the request is settled
             else:
-                await gateway.run_to_completion(
-                    self._cancel_and_settle(output, hold, outcome, ending)
-                )
+                await gateway.run_to_completion(self._cancel_and_settle(running, ending))
+
+    async def _admit(self, prepared: Prepared, identity: Identity, encoder: Encoder) -> _Running:
+        """Admit a call and reserve its tokens. Raises Refusal; nothing needs to be undone."""
+        gateway, state = self._gateway, self._state
+        call, rendered = prepared.call, prepared.rendered
+        self._contracts, namespace = prepared.contracts, prepared.scope.namespace
+        leases = [contract.leases for contract in self._contracts]
+        cached, now = await self._peek_cache(prepared, identity)
+        requests = admit(call, rendered, identity, state.request_id, now, namespace, leases)
+        state.epoch = now.info.epoch
+        most = rate_limits.estimate(requests, 0)
+        hold = LedgerReservation(
+            gateway.ledger,
+            gateway.wall,
+            state.request_id,
+            identity,
+            prepared.model.name,
+            most=most,
+            dialect=self._dialect.name,
+            epoch=now.info.epoch,
+            claim=None if self._idempotent is None else self._idempotent.claim,
+        )
+        if gateway.user_notes is not None and call.client_user:
+            gateway.user_notes.note(state.request_id, identity.tenant.tenant_id, call.client_user)
+        wanted = rate_limits.estimate(requests, cached) if cached else most
+        place = rate_limits.reserve(gateway, state, wanted)
+        outcome, renderer = Outcome(gateway, state, prepared, place), prepared.model.renderer
+        output = OutputStream(call, rendered, renderer, self._contracts, self._in_thread)
+        return _Running(requests, place, cached, output, encoder, hold, outcome)
 
     async def _peek_cache(
         self, prepared: Prepared, identity: Identity
@@ -279,11 +281,6 @@ class Generation:
         now = admission_context(self._gateway, prepared.model, identity.tenant.tenant_id)
         return cached, now
 
-    def _note_user(self, user: str, identity: Identity) -> None:
-        notes = self._gateway.user_notes
-        if notes is not None and user:
-            notes.note(self._state.request_id, identity.tenant.tenant_id, user)
-
     async def _submit(
         self, model: ServedModel, requests: tuple[Request, ...]
     ) -> list[RequestStream]:
@@ -297,34 +294,35 @@ class Generation:
             raise
         return streams
 
-    async def _cancel_and_settle(
-        self, output: OutputStream, hold: LedgerReservation, outcome: Outcome, ending: str
-    ) -> None:
+    async def _cancel_and_settle(self, running: _Running, ending: str) -> None:
         """Cancel a request that still runs and settle one that is not settled.
 
         A second cancellation also waits, so the log line has final counts.
         """
+        output, hold = running.output, running.hold
         await output.cancel()
-        outcome.record_ending(output, ending)
+        running.outcome.record_ending(output, ending)
         if hold.is_open:
             with suppress(LedgerUnavailable):  # the hold stays and is settled at the next start
                 await hold.settle(ending, output.usage_so_far(), output.first_token_s)
                 self._state.settled_s = self._gateway.clock()
 
-    def _observe(self, deltas: Sequence[Delta]) -> None:
-        """Record the deltas that the log line and the rate limits need."""
+    def _observe(self, deltas: Sequence[Delta], running: _Running) -> None:
+        """Record what the log line needs of the deltas; correct the reservation of limits by the
+        engine's count of cached tokens."""
         for delta in deltas:
             if isinstance(delta, ChoiceEnd):
                 self._state.finish_reasons[delta.index] = delta.reason
-            elif isinstance(delta, Begin) and self._on_started is not None:
-                self._on_started(delta.usage.physical_cached)
+            elif isinstance(delta, Begin):
+                found = delta.usage.physical_cached
+                if found != running.cached:
+                    running.place.correct(rate_limits.estimate(running.requests, found))
 
     # -- unary and streamed answers -------------------------------------------------------------
 
-    async def _unary(
-        self, output: OutputStream, encoder: Encoder, hold: LedgerReservation, outcome: Outcome
-    ) -> web.StreamResponse:
-        deltas = await output.collect(self._observe)
+    async def _unary(self, running: _Running) -> web.StreamResponse:
+        encoder = running.encoder
+        deltas = await running.output.collect(partial(self._observe, running=running))
         if self._in_thread is None:
             body = encoder.unary(deltas)
         else:
@@ -333,8 +331,7 @@ class Generation:
             body = await self._stored.unary(deltas)
         if self._idempotent is not None:
             self._idempotent.record(body)
-        await self._settle(deltas, output, hold, outcome)
-        self._state.settled_s = self._gateway.clock()
+        await self._settle(deltas, running)
         return await send(self._request, 200, body, self._head(is_stream=False))
 
     def _head(self, *, is_stream: bool) -> dict[str, str]:
@@ -349,38 +346,30 @@ class Generation:
             headers[IGNORED_HEADER] = ", ".join(self._ignored)
         return headers
 
-    async def _stream(
-        self, output: OutputStream, encoder: Encoder, hold: LedgerReservation, outcome: Outcome
-    ) -> web.StreamResponse:
+    async def _stream(self, running: _Running) -> web.StreamResponse:
         """Send server-sent events. An error before the first event is a plain HTTP response."""
         interval_s = self._gateway.config.server.stream_keep_alive_s
-        connection = self._request[CONNECTION]
+        connection, output = self._request[CONNECTION], running.output
         following = self._gateway.journal.following(self._state.request_id, output, connection)
         try:
             async with aclosing(output.batches(interval_s)) as batches:
                 with following as progress:
                     async for batch in batches:
                         progress.is_behind = True
-                        await self._write_batch(batch, output, encoder, hold, outcome)
+                        await self._write_batch(batch, running)
                         progress.wrote()
         except (Refusal, EngineError, LedgerUnavailable) as error:
-            await self._send_error_event(encoder, error)
+            await self._send_error_event(running.encoder, error)
         assert self._response is not None, "a complete answer has at least one chunk"
         return self._response
 
-    async def _write_batch(
-        self,
-        batch: Sequence[Delta] | None,
-        output: OutputStream,
-        encoder: Encoder,
-        hold: LedgerReservation,
-        outcome: Outcome,
-    ) -> None:
+    async def _write_batch(self, batch: Sequence[Delta] | None, running: _Running) -> None:
         """Write one batch at once; the last one waits for the ledger. None: send a keep-alive."""
         if batch is None:
             await self._send(self._dialect.keep_alive())
             return
-        self._observe(batch)
+        encoder = running.encoder
+        self._observe(batch, running)
         is_last = bool(batch) and isinstance(batch[-1], End)
         if is_last and self._stored is not None:
             data = await self._stored.stream(batch)
@@ -393,8 +382,7 @@ class Generation:
         if self._idempotent is not None:
             self._idempotent.record(data)
         if is_last:
-            await self._settle(batch, output, hold, outcome)
-            self._state.settled_s = self._gateway.clock()
+            await self._settle(batch, running)
         if data:
             await self._send(data)
         self._state.is_complete = is_last
@@ -423,23 +411,10 @@ class Generation:
                 raise
             self._idempotent.is_disconnected = True
 
-    async def _settle_stored(self, settled: asyncio.Future[None], stored: StoredAnswer) -> None:
-        """Wait for the ledger entry; withdraw the stored response if it cannot be written."""
-        try:
-            await settled
-        except LedgerUnavailable:
-            await self._gateway.finish(stored.withdraw())
-            raise
-
-    def _settle(
-        self,
-        deltas: Sequence[Delta],
-        output: OutputStream,
-        hold: LedgerReservation,
-        outcome: Outcome,
-    ) -> Awaitable[None]:
-        """Submit the ledger entry of a complete answer, with the stored response of an idempotent
-        request; return an awaitable that is done when the entry is durable.
+    async def _settle(self, deltas: Sequence[Delta], running: _Running) -> None:
+        """Write the ledger entry of a complete answer, with the stored response of an idempotent
+        request; return when the entry is durable. If it cannot be written, the response that was
+        stored is withdrawn. Raises LedgerUnavailable.
 
         The last bytes are encoded before this call, so an answer that cannot be encoded is not
         charged. Usage is recorded while the ledger writes.
@@ -450,9 +425,16 @@ class Generation:
         if self._idempotent is not None:
             head = self._head(is_stream=self._state.is_stream)
             record = self._idempotent.to_store(head, self._gateway.wall())
-        settled = hold.settle("done", last.usage, output.first_token_s, record)
-        outcome.record_usage(output)
-        return settled if self._stored is None else self._settle_stored(settled, self._stored)
+        output = running.output
+        settled = running.hold.settle("done", last.usage, output.first_token_s, record)
+        running.outcome.record_usage(output)
+        try:
+            await settled
+        except LedgerUnavailable:
+            if self._stored is not None:
+                await self._gateway.shield(self._stored.withdraw())
+            raise
+        self._state.settled_s = self._gateway.clock()
 
 
 def _has_many_tokens(batch: Sequence[Delta]) -> bool:
@@ -465,12 +447,3 @@ def _has_many_tokens(batch: Sequence[Delta]) -> bool:
 async def _run_admitted(gateway: Context, tenant_id: int, work: Callable[[], T]) -> T:
     """Run work of a running request in the pool, when it is the tenant's turn."""
     return await gateway.preparations.run(tenant_id, lambda _: work(), is_admitted=True)
-
-
-def _enter(
-    gateway: Context, model: ServedModel, identity: Identity, requests: Sequence[Request]
-) -> WaitingPlace:
-    """Count the requests of a call among the running and the waiting ones."""
-    tenant_id, tokens = identity.tenant.tenant_id, [len(request.tokens) for request in requests]
-    gateway.enter(tenant_id, len(requests))
-    return model.waiting.enter(tenant_id, identity.policy.weight, tokens)

@@ -50,10 +50,30 @@ class IdempotentRequest:
         self._chunks: list[bytes] = []
         self._size = 0
 
-    async def find(self, gateway: Context) -> StoredResponse | None:
-        """Return the stored response, if any. Raises IdempotencyConflict, StoreError."""
+    async def replay(self, gateway: Context, request: web.BaseRequest) -> web.StreamResponse | None:
+        """Send the stored response again, a stream as a stream; None if there is none.
+
+        It counts as one request and no tokens. Headers that identify a request are this one's.
+        Raises IdempotencyConflict, StoreError, Refusal, ClientGone.
+        """
         asked = (gateway.store, self._tenant_id, self.claim, gateway.wall())
-        return await asyncio.to_thread(find, *asked)
+        stored = await asyncio.to_thread(find, *asked)
+        if stored is None:
+            return None
+        state = request[STATE]
+        reserve(gateway, state, NO_DEMAND).settle(NO_DEMAND)
+        report_limits(gateway, state)
+        state.is_generation, state.ending = False, "replayed"
+        ids = {**state.shape.headers(state.request_id), REPLAYED_HEADER: "true"}
+        head = {**msgspec.json.decode(stored.head, type=dict[str, str]), **ids}
+        body = zlib.decompress(stored.body)  # its size was bounded when it was recorded
+        if not state.is_stream:
+            return await send(request, 200, body, head)
+        response = streamed(request, head)
+        await begin(request, response)
+        for start in range(0, len(body), PIECE_BYTES):
+            await write(request, response, body[start : start + PIECE_BYTES])
+        return response
 
     def record(self, data: bytes) -> None:
         """Record more of the response, until it exceeds the configured size."""
@@ -106,31 +126,3 @@ def request_digest(request: web.BaseRequest, body: bytes, workspace: str) -> byt
     )
     found.update(body)
     return found.digest()
-
-
-async def replay(
-    gateway: Context,
-    request: web.BaseRequest,
-    answer: StoredResponse,
-    dialect: str,
-    ids: Mapping[str, str],
-) -> web.StreamResponse:
-    """Send the stored bytes again, a stream as a stream. It counts as one request and no tokens.
-
-    `ids`: headers that identify this request rather than the original one. Raises Refusal,
-    ClientGone.
-    """
-    state = request[STATE]
-    place = reserve(gateway, state, dialect, NO_DEMAND)
-    place.settle(NO_DEMAND)
-    report_limits(gateway, state, dialect, place)
-    state.operation, state.ending = "", "replayed"
-    head = {**msgspec.json.decode(answer.head, type=dict[str, str]), **ids, REPLAYED_HEADER: "true"}
-    body = zlib.decompress(answer.body)  # its size was bounded when it was recorded
-    if not state.is_stream:
-        return await send(request, 200, body, head)
-    response = streamed(request, head)
-    await begin(request, response)
-    for start in range(0, len(body), PIECE_BYTES):
-        await write(request, response, body[start : start + PIECE_BYTES])
-    return response

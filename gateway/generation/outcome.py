@@ -28,20 +28,16 @@ from tenancy.reuse.prompt_changes import LOST_TOKENS_MIN
 
 
 class Outcome:
-    """The outcome of one call. A client that disconnects twice has its request logged before the
-    end, so the log line's tokens are recorded together with the ledger entry."""
+    """The outcome of one call."""
 
     def __init__(
-        self,
-        gateway: Context,
-        state: RequestState,
-        prepared: Prepared,
-        limit_reservation: Reservation,
+        self, gateway: Context, state: RequestState, prepared: Prepared, place: Reservation
     ) -> None:
+        """`place`: the call's reservation of limits."""
         self._gateway = gateway
         self._state = state
         self._prepared = prepared
-        self._limit_reservation = limit_reservation
+        self._place = place
         self._records: Sequence[UsageRecord] | None = None
         self._missed: list[str] = []
         identity = state.identity
@@ -57,7 +53,7 @@ class Outcome:
             return self._records
         self._records = records = output.records_so_far()
         usage, state, telemetry = sum_usage(records), self._state, self._gateway.telemetry
-        self._limit_reservation.settle(actual_usage(usage) if is_charged(ending) else NO_DEMAND)
+        self._place.settle(actual_usage(usage) if is_charged(ending) else NO_DEMAND)
         state.prompt_tokens = usage.total_in
         state.cached_tokens = usage.physical_cached
         state.loaded_tokens = sum_loaded(self._prepared.contracts)

@@ -27,7 +27,8 @@ from engine.api import (
     Tokens,
     Usage,
 )
-from engine.client.client import RequestStream, Wakeup
+from engine.client.request_stream import RequestStream, Wakeup
+from gateway.caching import Contract
 from gateway.dialects.canonical import (
     Begin,
     Call,
@@ -44,7 +45,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.generation.admission import retry_after_s
 from gateway.generation.choice import Choice, OutputParser, call_id_generator, token_text
-from gateway.generation.usage import PHYSICAL_ACCOUNTING, UsageAccounting, sum_usage
+from gateway.generation.usage import sum_usage
 from gateway.http.error_mapping import engine_refusal
 from gateway.prompt import Renderer
 from gateway.structured_output.grammars import schema_field
@@ -74,14 +75,14 @@ class OutputStream:
         call: Call,
         rendered: Sequence[Rendered],
         renderer: Renderer,
-        contracts: Sequence[UsageAccounting] = (),
+        contracts: Sequence[Contract],
         in_thread: InThread | None = None,
     ) -> None:
-        """`contracts`: one per prompt; without them, usage is physical. `in_thread`: where the
-        logprobs of whole prompts are rendered; None if the call asks for none."""
+        """`contracts`: one per prompt. `in_thread`: where the logprobs of whole prompts are
+        rendered; None if the call asks for none."""
         self._call = call
         self._in_thread = in_thread
-        self._contracts = contracts or [PHYSICAL_ACCOUNTING] * len(rendered)
+        self._contracts = contracts
         self._rendered = rendered
         self._renderer = renderer
         self._is_ranked = call.generation.samples > call.generation.choices
@@ -166,11 +167,6 @@ class OutputStream:
         for (number, _), end in zip(running, ends, strict=True):
             if end is not None:
                 self.usages[number] = end.usage
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens found in the cache so far."""
-        return sum(started.cached_tokens for started in self._started if started is not None)
 
     def usage_so_far(self) -> UsageRecord:
         """Return the usage known so far: prompt tokens found and computed, output tokens seen."""
@@ -289,14 +285,7 @@ class OutputStream:
     def _begin(self, prompt: int, event: Started) -> list[Delta]:
         self._started[prompt] = event
         self._on_started(prompt)
-        self._contracts[prompt].begin(
-            event.cached_tokens,
-            event.leases,
-            event.window_gone_tokens,
-            event.loaded_tokens,
-            event.fidelity,
-            event.wait,
-        )
+        self._contracts[prompt].begin(event)
         found: list[Delta] = []
         if None not in self._started:
             records = [

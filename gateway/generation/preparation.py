@@ -28,7 +28,7 @@ from gateway.generation.cached_contents import expand_cached_content
 from gateway.http.request_body import check_values
 from gateway.levels.fidelity import check_fidelity
 from gateway.prompt import Renderer
-from gateway.prompt.token_budget import TokenBudget, TooManyTokensError
+from gateway.prompt.token_budget import UNLIMITED, TokenBudget, TooManyTokensError
 from tenancy.types import ATTENTION_WORDS, Identity
 
 PARSED_BYTES_MAX = 65_536
@@ -122,13 +122,13 @@ async def prepare(
     prompts = []
     for prompt in call.prompts:
         if prompt.resource:
-            whole, retention = await expand_cached_content(gateway, model, prompt, identity)
-            prompt = whole
+            prompt, retention = await expand_cached_content(gateway, model, prompt, identity)
             classes[retention.name] = retention
             held.add(retention.name)
         prompts.append(prompt)
     call = replace(call, prompts=tuple(prompts)) if held else call
     rendered = await render(gateway, model, prompts, identity.tenant.tenant_id)
+    longest = max(map(len, map(_token_ids, rendered)))
     # No await below: the counts read here are still valid when the call is admitted.
     now = admission_context(gateway, model, identity.tenant.tenant_id)
     if call.fidelity is not None:
@@ -138,12 +138,11 @@ async def prepare(
             call.attention,
             now.info,
             call.model,
-            prompt_tokens=max(map(len, map(_token_ids, rendered))),
+            prompt_tokens=longest,
             prompt_logprobs=call.generation.prompt_logprobs,
         )
     elif identity.policy.attention not in ATTENTION_WORDS:
-        tokens = max(map(len, map(_token_ids, rendered)))
-        call = with_default(call, identity.policy.attention, now.info, tokens)
+        call = with_default(call, identity.policy.attention, now.info, longest)
     scope = scope_of(call, identity, now)
     contracts = [
         gateway.contracts.resolve(call, prompt, scope, classes, held) for prompt in rendered
@@ -159,23 +158,18 @@ def scope_of(call: Call, identity: Identity, now: AdmissionContext) -> CacheScop
     """Return the scope whose prefixes a call may read and write."""
     fidelity = fidelity_of(identity, call.fidelity, now.info.kv_fidelity)
     key, template = now.model_key, now.template_digest
-    namespace = namespace_of(identity, key, template, call.partition, fidelity)
-    tenant_id = identity.tenant.tenant_id
-    # Written prefixes belong to the shared scope's owner; a tenant's earlier prompts stay its own.
-    owner_id = tenant_id if identity.scope is None else identity.scope.owner_id
-    name = f"{tenant_id}/{identity.workspace}"
-    origin = PrefixOrigin(tenant_id, now.model_key, now.template_digest)
-    policy, attention = identity.policy, call.attention
+    tenant_id, attention = identity.tenant.tenant_id, call.attention
     return CacheScope(
-        namespace,
-        owner_id,
-        name,
-        policy.classes,
-        origin,
-        policy.default_class,
-        fidelity,
-        attention,
-        None if attention is None else attention.shared_tokens(now.info.block_size),
+        namespace=namespace_of(identity, key, template, call.partition, fidelity),
+        # Written prefixes belong to a shared scope's owner; earlier prompts stay the tenant's own.
+        tenant_id=tenant_id if identity.scope is None else identity.scope.owner_id,
+        name=f"{tenant_id}/{identity.workspace}",
+        classes=identity.policy.classes,
+        origin=PrefixOrigin(tenant_id, key, template),
+        default_class=identity.policy.default_class,
+        fidelity=fidelity,
+        attention=attention,
+        shared_tokens=None if attention is None else attention.shared_tokens(now.info.block_size),
     )
 
 
@@ -293,10 +287,8 @@ def _render_group(
     """Render prompts one after another, until the client leaves."""
     found = []
     for prompt in prompts:
-        if context_tokens is None:
-            budget = TokenBudget(is_abandoned=is_abandoned)
-        else:
-            budget = TokenBudget(CONTEXTS_MAX * context_tokens, is_abandoned)
+        most = UNLIMITED if context_tokens is None else CONTEXTS_MAX * context_tokens
+        budget = TokenBudget(most, is_abandoned)
         try:
             found.append(renderer.render(prompt, tenant_id, budget))
         except TooManyTokensError as error:

@@ -19,7 +19,7 @@ from gateway.dialects.canonical import GenerationParameters, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.http.request_context import RequestState
 from tenancy.errors import LimitExceeded
-from tenancy.limits import CONCURRENCY_RETRY_S, NO_DEMAND, Demand, LimitState, Meter, Reservation
+from tenancy.limits import CONCURRENCY_RETRY_S, Demand, LimitState, Meter, Reservation
 
 
 def take_place(gateway: Context, state: RequestState) -> None:
@@ -39,7 +39,7 @@ def take_place(gateway: Context, state: RequestState) -> None:
         after_s = CONCURRENCY_RETRY_S
         raise Refusal(Kind.RATE, "rate_limit_exceeded", message, retry_after_s=after_s)
     try:
-        state.place = limiter.reserve(identity, NO_DEMAND)
+        state.place = limiter.reserve(identity)
     except LimitExceeded as error:
         gateway.limited[identity.tenant.tenant_id] += 1
         left = limiter.status(identity)
@@ -53,7 +53,7 @@ def place_of(state: RequestState) -> Reservation:
     return state.place
 
 
-def reserve(gateway: Context, state: RequestState, dialect: str, demand: Demand) -> Reservation:
+def reserve(gateway: Context, state: RequestState, demand: Demand) -> Reservation:
     """Reserve the tokens of a request that has its place, and return the place. Raises Refusal; the
     headers report what is left."""
     place = place_of(state)
@@ -62,14 +62,16 @@ def reserve(gateway: Context, state: RequestState, dialect: str, demand: Demand)
     except LimitExceeded as error:
         assert state.identity is not None, "a place belongs to a tenant"
         gateway.limited[state.identity.tenant.tenant_id] += 1
-        report_limits(gateway, state, dialect, place)
+        report_limits(gateway, state)
         raise refusal_of(error) from error
     return place
 
 
-def report_limits(gateway: Context, state: RequestState, dialect: str, place: Reservation) -> None:
-    """Set the headers that report what is left."""
-    state.headers.update(limit_headers(dialect, place.status(), gateway.wall()))
+def report_limits(gateway: Context, state: RequestState) -> None:
+    """Set the headers that report what is left, as the clients of the request's dialect expect
+    them."""
+    left = place_of(state).status()
+    state.headers.update(limit_headers(state.shape.name, left, gateway.wall()))
 
 
 def upper_bound(

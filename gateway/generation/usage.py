@@ -1,81 +1,18 @@
-"""Compute the usage of an answer: by contract, or by the tokens that the engine found.
+"""Sum the usage of a call's prompts, and write the cache header.
 
-`gateway.generation.output_stream` reports each prompt's events here; the results go to the dialect
-and to the ledger.
+Each prompt's `gateway.caching.Contract` counts its tokens. `gateway.generation` and the quote
+handler call it; the sums go to the dialect and to the ledger.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
-from engine.api import LeaseGrant, LevelName, LevelWait, Usage
+from engine.api import LeaseGrant, LevelWait, Usage
 from gateway.caching import Contract
-from gateway.caching.attention import told
-from gateway.dialects.canonical import Diagnosis, UsageRecord
+from gateway.dialects.canonical import UsageRecord
 from tenancy.types import FIDELITIES, Fidelity
-
-
-class UsageAccounting(Protocol):
-    """The accounting of one prompt: `gateway.caching.Contract`, or `PHYSICAL_ACCOUNTING`."""
-
-    @property
-    def diagnosis(self) -> Diagnosis | None:
-        """Where the prompt diverges from an earlier one."""
-
-    def begin(
-        self,
-        cached_tokens: int,
-        grants: Sequence[LeaseGrant],
-        window_gone_tokens: int = 0,
-        loaded_tokens: Sequence[tuple[LevelName, int]] = (),
-        read_fidelity: Fidelity = "exact",
-        wait: LevelWait | None = None,
-    ) -> object:
-        """The engine started: it found `cached_tokens`, of which `loaded_tokens` came from levels
-        below the device, at the cost of `wait`, granted `grants`, and would have found
-        `window_gone_tokens` more but for the blocks of a window. `read_fidelity`: how far from
-        exact the found ones may be."""
-
-    def written(self) -> None:
-        """The prompt is computed: its first token is out, or the request is over."""
-
-    def record(self, usage: Usage) -> UsageRecord:
-        """Return the usage that is reported and billed."""
-
-
-class _PhysicalAccounting:
-    """Plain prefix caching: the tokens found are the tokens read."""
-
-    diagnosis = None
-
-    def begin(
-        self,
-        cached_tokens: int,
-        grants: Sequence[LeaseGrant],
-        window_gone_tokens: int = 0,
-        loaded_tokens: Sequence[tuple[LevelName, int]] = (),
-        read_fidelity: Fidelity = "exact",
-        wait: LevelWait | None = None,
-    ) -> None:
-        pass
-
-    def written(self) -> None:
-        pass
-
-    def record(self, usage: Usage) -> UsageRecord:
-        cached = usage.cached_tokens
-        return UsageRecord(
-            total_in=usage.prompt_tokens,
-            read={"best_effort": cached} if cached else {},
-            fresh=usage.prompt_tokens - cached,
-            out=usage.output_tokens,
-            physical_cached=cached,
-        )
-
-
-PHYSICAL_ACCOUNTING = _PhysicalAccounting()
 
 _NO_OUTPUT = Usage()
 CACHE_HEADER = "X-Trunkline-Cache"
@@ -162,8 +99,8 @@ def cache_header(contracts: Sequence[Contract]) -> str:
         text += f"; load_ms={1000 * wait.load_s:.1f}"
     if contracts[0].fidelity != "exact":
         text += f"; fidelity={contracts[0].fidelity}; read_fidelity={read_fidelity(contracts)}"
-    if contracts[0].attention is not None:
-        text += f"; {told(contracts[0].attention)}"
+    if (window := contracts[0].attention) is not None:
+        text += f"; attention=window; window={window.tokens}; sinks={window.sink_tokens}"
     if short is not None:
         text += f"; lease={short.outcome}" + (f"; bound={short.bound}" if short.bound else "")
     for contract in contracts:

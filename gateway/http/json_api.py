@@ -30,8 +30,6 @@ WINDOW_DAYS_MAX = 400
 WINDOW_DAYS_DEFAULT = 30
 """The length of a time window without `since`, in days."""
 
-_STATUS = {Kind.QUOTA: 429}
-
 
 class _JsonApiErrorShape:
     """The error shape of the admin and self-service APIs."""
@@ -41,8 +39,7 @@ class _JsonApiErrorShape:
     def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
         """Return (HTTP status, JSON body)."""
         error = {"code": refusal.code, "message": refusal.message, "param": refusal.param}
-        status = _STATUS.get(refusal.kind, refusal.kind.value)
-        return status, msgspec.json.encode({"error": error})
+        return refusal.kind.status, msgspec.json.encode({"error": error})
 
     def headers(self, request_id: str) -> dict[str, str]:
         """Return no headers: this shape adds none."""

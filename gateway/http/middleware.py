@@ -89,10 +89,11 @@ class Middleware:
         hosts: tuple[str, ...],
         shape_of: Callable[[web.BaseRequest], ErrorShape] = lambda request: PLAIN,
         take_place: Callable[[Context, RequestState], None] = lambda gateway, state: None,
-        hosts_setting: str = "server.hosts",
         trusted: TrustedHeader = NO_TRUSTED_HEADER,
+        *,
+        is_public: bool = True,
     ) -> None:
-        """Build the route table. `hosts_setting`: the setting that `hosts` come from.
+        """Build the route table. `hosts`: of [server], or of [admin] unless `is_public`.
 
         `take_place` admits a tenant's request before its body is read: it sets the state's `place`
         or raises Refusal. `shape_of` returns the error shape of a request whose route has none.
@@ -100,8 +101,8 @@ class Middleware:
         """
         self.routes = routes
         self._gateway = gateway
-        self._hosts, self._hosts_setting = hosts, hosts_setting
-        self._is_public = hosts_setting == "server.hosts"
+        self._hosts, self._is_public = hosts, is_public
+        self._hosts_setting = "server.hosts" if is_public else "admin.hosts"
         self._shape_of = shape_of
         self._take_place = take_place
         self._trusted = trusted
@@ -149,7 +150,7 @@ class Middleware:
                 state.place = None  # an idle connection keeps its last request
             share = request.get(BODY_SHARE)
             if share is not None and share.bytes_taken:
-                self._bodies.release(share)
+                share.release()
             self._report(state, request, status)
 
     def _dispatch(
@@ -204,13 +205,15 @@ class Middleware:
                     raise KeyRefused("scope_missing", message)
                 return
             key = bearer_key(request)
-            state.identity = registry.authenticate(key)
-            if role not in state.identity.scopes:
+            identity = state.identity = registry.authenticate(key)
+            tenant = identity.tenant
+            state.owner = KeyOwner(identity.key_id, tenant.tenant_id, tenant.name)
+            if role not in identity.scopes:
                 raise KeyRefused("scope_missing", f"This key does not have the {role!r} scope.")
         except KeyRefused as error:
             if error.code == "scope_missing":
                 raise Refusal(Kind.PERMISSION, error.code, error.message) from error
-            state.former_owner = self._former_owner(error)
+            state.owner = self._former_owner(error)
             # A revoked or suspended key is no guess: it always gets its own error, never a 429.
             is_guess = error.code == "key_unknown"
             if is_guess and self._wrong_keys.record(request.remote or "local"):
@@ -263,12 +266,9 @@ class Middleware:
         """Record the request's metrics, its log line and its span, if there is a tracer."""
         total_s = self._gateway.clock() - state.started_s
         telemetry = self._gateway.telemetry
-        tenant = "none"
+        tenant = "none" if state.owner is None else telemetry.tenant_label(state.owner.tenant)
         if state.identity is not None:
-            tenant = telemetry.tenant_label(state.identity.tenant.name)
             telemetry.duration_s.add(total_s)
-        elif state.former_owner is not None:
-            tenant = telemetry.tenant_label(state.former_owner.tenant)
         telemetry.requests.add(1, tenant, state.route, state.ending)
         if state.code:
             telemetry.refusals.add(1, state.code)
@@ -276,7 +276,7 @@ class Middleware:
                 telemetry.tenant_refusals.add(1, tenant, state.code)
         is_refused = state.ending == "refused"
         has_owner = state.identity is not None or (self._is_public and state.route != "unknown")
-        if state.operation or (is_refused and has_owner):
+        if state.is_generation or (is_refused and has_owner):
             self._gateway.ended.add((record_of(state, status, total_s), state.segments))
         if state.first_token_s is not None:
             cached = cache_outcome(state.cached_tokens, state.prompt_tokens)
@@ -295,7 +295,7 @@ class Middleware:
             facts = log_facts(state, request.method, status, total_s, address)
             self._gateway.log("request", facts)
         tracer = self._gateway.tracer
-        if tracer is not None and state.operation:
+        if tracer is not None and state.is_generation:
             traceparent = request.headers.get("traceparent", "")
             span = span_facts(state, status, total_s, self._gateway.wall(), traceparent)
             tracer.record(span)

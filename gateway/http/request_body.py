@@ -44,36 +44,7 @@ class BodyBudget:
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.bytes_taken = 0
-        self._by_payer: Counter[Hashable] = Counter()
-
-    def take(self, share: BodyShare, count: int) -> None:
-        """Take bytes for a request. O(1). Raises Refusal: RATE for its payer's limit, else BUSY."""
-        held = self._by_payer[share.payer]
-        own, others = held + count, self.bytes_taken - held
-        if own * SHARE_PARTS > self.bytes_max - others:
-            raise self._refusal(own)
-        share.bytes_taken += count
-        self.bytes_taken += count
-        self._by_payer[share.payer] = own
-
-    def release(self, share: BodyShare) -> None:
-        """Give back all bytes of a request; a second call changes nothing. O(1)."""
-        count, share.bytes_taken = share.bytes_taken, 0
-        self.bytes_taken -= count
-        self._by_payer[share.payer] -= count
-        if not self._by_payer[share.payer]:
-            del self._by_payer[share.payer]
-
-    def _refusal(self, own: int) -> Refusal:
-        most = self.bytes_max // SHARE_PARTS
-        if own > most:
-            message = (
-                f"Too many request bytes at once: {own} with this request, limit {most}; expected"
-                " fewer or smaller requests at a time."
-            )
-            return Refusal(Kind.RATE, "rate_limit_exceeded", message, retry_after_s=RETRY_AFTER_S)
-        message = "The server holds too many request bodies. Try again later."
-        return Refusal(Kind.BUSY, "overloaded", message, retry_after_s=RETRY_AFTER_S)
+        self.by_payer: Counter[Hashable] = Counter()
 
 
 class BodyShare(Struct):
@@ -82,6 +53,37 @@ class BodyShare(Struct):
     budget: BodyBudget
     payer: Hashable
     bytes_taken: int = 0
+
+    def take(self, count: int) -> None:
+        """Take more bytes. O(1). Raises Refusal: RATE for the payer's limit, else BUSY."""
+        budget = self.budget
+        held = budget.by_payer[self.payer]
+        own, others = held + count, budget.bytes_taken - held
+        if own * SHARE_PARTS > budget.bytes_max - others:
+            raise _no_room(own, budget.bytes_max // SHARE_PARTS)
+        self.bytes_taken += count
+        budget.bytes_taken += count
+        budget.by_payer[self.payer] = own
+
+    def release(self) -> None:
+        """Give all bytes back; a second call changes nothing. O(1)."""
+        count, self.bytes_taken = self.bytes_taken, 0
+        held = self.budget.by_payer
+        self.budget.bytes_taken -= count
+        held[self.payer] -= count
+        if not held[self.payer]:
+            del held[self.payer]
+
+
+def _no_room(own: int, most: int) -> Refusal:
+    if own > most:
+        message = (
+            f"Too many request bytes at once: {own} with this request, limit {most}; expected"
+            " fewer or smaller requests at a time."
+        )
+        return Refusal(Kind.RATE, "rate_limit_exceeded", message, retry_after_s=RETRY_AFTER_S)
+    message = "The server holds too many request bodies. Try again later."
+    return Refusal(Kind.BUSY, "overloaded", message, retry_after_s=RETRY_AFTER_S)
 
 
 BODY_SHARE = web.RequestKey("body_share", BodyShare)
@@ -103,7 +105,7 @@ async def read_body(request: web.BaseRequest, settings: ServerConfig) -> bytes:
     coding = _check_head(request, settings)
     share, declared = request[BODY_SHARE], request.content_length
     if declared:
-        share.budget.take(share, declared)
+        share.take(declared)
     if "Expect" in request.headers:
         request[CONNECTION].send_continue()
     data = await _receive(request, settings, share)
@@ -131,7 +133,7 @@ async def _receive(request: web.BaseRequest, settings: ServerConfig, share: Body
             if size > settings.body_bytes_max:
                 raise _too_big(settings)
             if size > taken:
-                share.budget.take(share, size - taken)
+                share.take(size - taken)
                 taken = size
             if content.at_eof() and not gathered:
                 data = piece
@@ -169,7 +171,7 @@ async def _decompress(data: bytes, settings: ServerConfig, share: BodyShare) -> 
         size += len(piece)
         if size > settings.body_bytes_max:
             raise _too_big(settings)
-        share.budget.take(share, len(piece))
+        share.take(len(piece))
         pieces.append(piece)
         if len(piece) == PIECE_BYTES:
             await asyncio.sleep(0)

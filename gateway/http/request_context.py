@@ -17,7 +17,7 @@ from msgspec import Struct
 from gateway.dialects.canonical import NO_METADATA, Boundary, RequestMetadata
 from gateway.dialects.openai import wire as openai_wire
 from gateway.dialects.protocol import ErrorShape
-from gateway.observability.tracing import CompletedRequest
+from gateway.observability.tracing import CompletedRequest, operation_name
 from tenancy.history.request_records import RequestRecord
 from tenancy.limits import Reservation
 from tenancy.types import Fidelity, Identity, ToleranceMode, WallClock
@@ -56,17 +56,7 @@ class RequestIds:
         return f"{self._wall():012x}{self._suffixes.pop()}"
 
 
-class _DefaultErrorShape:
-    """OpenAI's error body without extra headers."""
-
-    name = ""
-    error_body = staticmethod(openai_wire.error_body)
-
-    def headers(self, request_id: str) -> dict[str, str]:
-        return {}
-
-
-PLAIN = _DefaultErrorShape()
+PLAIN = openai_wire.OpenAIErrors("")
 """The error shape for paths outside all dialects: OpenAI's, which most clients read."""
 
 
@@ -81,20 +71,7 @@ class KeyOwner(Struct, frozen=True):
 class RequestState(Struct):
     """The mutable state of a request, filled in until its log line is written.
 
-    `former_owner`: of a key that is revoked or expired, or whose tenant is suspended: the request
-    was refused, and belongs to that tenant. `place`: the request's place among its tenant's, with
-    its share of the rate limits. `admin_user`: the administrator that a trusted proxy named; ""
-    with a key. `parameters`: the decoded path parameters. `headers`: added to any response.
-    `operation`: the span's name; empty for a request without a span. `epoch`: the engine's epoch.
-    `submitted_s`: the time the engine accepted the request. `queue_s`: how long it waited there for
-    its first step.
-    `loaded_tokens`: of the cached ones, by the level below the device that had them. `load_s`: the
-    part of `queue_s` that it waited for its load from `load_level`, the slowest one; "": no load.
-    `fidelity`: how far from exact copies might be; `read_fidelity`: how far those may be that were
-    found. `attention`: the attention window, as "window=W;sinks=S"; "" for all tokens.
-    `missed`: the cause of the first miss. `segments`: the parts of a single prompt. `first_token_s`
-    is relative to `submitted_s`; the other times are readings of the gateway's monotonic clock, in
-    seconds.
+    Instants are readings of the gateway's monotonic clock, in seconds.
     """
 
     request_id: str
@@ -102,40 +79,57 @@ class RequestState(Struct):
     route: str = "unknown"
     shape: ErrorShape = PLAIN
     identity: Identity | None = None
-    former_owner: KeyOwner | None = None
+    owner: KeyOwner | None = None
+    """The tenant of the key. Without an `identity` the request was refused: its key is revoked or
+    expired, or the tenant is suspended."""
     admin_key_id: int | None = None
-    place: Reservation | None = None
     admin_user: str = ""
+    """The administrator that a trusted proxy named; "" with a key."""
     admin_scopes: frozenset[str] = frozenset()
+    place: Reservation | None = None
+    """The request's place among its tenant's, with its share of the rate limits."""
     ending: str = "done"
     code: str = ""
     model: str = ""
+    is_generation: bool = False
+    """Whether a model runs for the request, so that it has a record and a span."""
     is_stream: bool = False
+    is_complete: bool = False
+    epoch: str = ""
+    """The engine's epoch."""
+    response_id: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     loaded_tokens: dict[str, int] = {}
-    fidelity: Fidelity = "exact"
-    read_fidelity: Fidelity = "exact"
-    attention: str = ""
-    load_s: float = 0.0
-    load_level: str = ""
+    """Cached tokens that came from a level below the device, by level."""
     cache_read_tokens: int = 0
     cache_write_tokens: int = 0
     output_tokens: int = 0
-    epoch: str = ""
-    first_token_s: float | None = None
-    is_complete: bool = False
-    operation: str = ""
-    response_id: str = ""
     finish_reasons: dict[int, str] = {}
+    fidelity: Fidelity = "exact"
+    """How far from exact copies might be; `read_fidelity`: how far those may be that were found."""
+    read_fidelity: Fidelity = "exact"
+    attention: str = ""
+    """The attention window, as "window=W;sinks=S"; "" for all tokens."""
     submitted_s: float | None = None
+    """When the engine accepted the request."""
     queue_s: float = 0.0
+    """How long the request waited in the engine for its first step."""
+    load_s: float = 0.0
+    """The part of `queue_s` that it waited for its load from `load_level`, the slowest one."""
+    load_level: str = ""
+    first_token_s: float | None = None
+    """Seconds from the engine's receipt of the request to its first token."""
     settled_s: float | None = None
     missed: str = ""
+    """The cause of the first miss, and its tokens."""
     missed_tokens: int = 0
     segments: tuple[Boundary, ...] = ()
+    """The parts of a single prompt."""
     headers: dict[str, str] = {}
+    """Headers that are added to any response."""
     parameters: dict[str, str] = {}
+    """The decoded path parameters."""
 
     def response_headers(self, own: dict[str, str]) -> dict[str, str]:
         """Return `own` with the headers that every response to this request has."""
@@ -164,13 +158,7 @@ def log_facts(
     `address`: the client's, as the connection has it. The received path is never logged: it may
     hold a key or a prompt.
     """
-    identity, former, first_s = state.identity, state.former_owner, state.first_token_s
-    tenant, tenant_id, key_id = None, None, state.admin_key_id
-    if identity is not None:
-        tenant, tenant_id = identity.tenant.name, identity.tenant.tenant_id
-        key_id = identity.key_id
-    elif former is not None:
-        tenant, tenant_id, key_id = former.tenant, former.tenant_id, former.key_id
+    owner, first_s = state.owner, state.first_token_s
     return {
         "id": state.request_id,
         "address": address,
@@ -179,9 +167,9 @@ def log_facts(
         "status": status,
         "ending": state.ending,
         "code": state.code,
-        "tenant": tenant,
-        "tenant_id": tenant_id,
-        "key_id": key_id,
+        "tenant": None if owner is None else owner.tenant,
+        "tenant_id": None if owner is None else owner.tenant_id,
+        "key_id": state.admin_key_id if owner is None else owner.key_id,
         "model": state.model,
         "stream": state.is_stream,
         "prompt_tokens": state.prompt_tokens,
@@ -195,24 +183,12 @@ def log_facts(
 
 def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord:
     """Return the record of an ended request: counts, times and codes."""
-    identity, former = state.identity, state.former_owner
-    began_s, first_s = state.started_s, None
-    submitted_s, settled_s = state.submitted_s, state.settled_s
-    if submitted_s is not None:
-        submitted_s -= began_s
-        first_s = None if state.first_token_s is None else submitted_s + state.first_token_s
-        if first_s is not None and settled_s is not None:
-            # The engine counts from its receipt, which is before this process knows of it.
-            first_s = min(first_s, settled_s - began_s)
-    tenant_id = key_id = 0
-    if identity is not None:
-        tenant_id, key_id = identity.tenant.tenant_id, identity.key_id
-    elif former is not None:
-        tenant_id, key_id = former.tenant_id, former.key_id
+    owner = state.owner
+    submitted_s, first_token_s, settled_s = _phases(state)
     return RequestRecord(
         request_id=state.request_id,
-        tenant_id=tenant_id,
-        key_id=key_id,
+        tenant_id=0 if owner is None else owner.tenant_id,
+        key_id=0 if owner is None else owner.key_id,
         endpoint=state.route,
         dialect=state.shape.name,
         model=state.model,
@@ -223,8 +199,8 @@ def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord
         total_s=total_s,
         submitted_s=submitted_s,
         started_s=None if submitted_s is None else submitted_s + state.queue_s,
-        first_token_s=first_s,
-        settled_s=None if settled_s is None else settled_s - began_s,
+        first_token_s=first_token_s,
+        settled_s=settled_s,
         prompt_tokens=state.prompt_tokens,
         cached_tokens=state.cached_tokens,
         output_tokens=state.output_tokens,
@@ -243,12 +219,9 @@ def span_facts(
 ) -> CompletedRequest:
     """Return the fields of the request's span: the log line's, and the time of each phase."""
     reasons = state.finish_reasons
-    submitted_s = _after(state, state.submitted_s)
-    first_token_s = None
-    if submitted_s is not None and state.first_token_s is not None:
-        first_token_s = submitted_s + state.first_token_s
+    submitted_s, first_token_s, settled_s = _phases(state)
     return CompletedRequest(
-        operation=state.operation,
+        operation=operation_name(state.shape.name),
         route=state.route,
         ended_ms=ended_ms,
         total_s=total_s,
@@ -269,13 +242,23 @@ def span_facts(
         finish_reasons=tuple(reasons[index] for index in sorted(reasons)),
         submitted_s=submitted_s,
         first_token_s=first_token_s,
-        settled_s=_after(state, state.settled_s),
+        settled_s=settled_s,
         traceparent=traceparent,
     )
 
 
-def _after(state: RequestState, at_s: float | None) -> float | None:
-    return None if at_s is None else at_s - state.started_s
+def _phases(state: RequestState) -> tuple[float | None, float | None, float | None]:
+    """Return when the request was submitted, had its first token and was settled, in seconds after
+    its arrival; None for what has not happened."""
+    submitted_s = None if state.submitted_s is None else state.submitted_s - state.started_s
+    settled_s = None if state.settled_s is None else state.settled_s - state.started_s
+    if submitted_s is None or state.first_token_s is None:
+        return submitted_s, None, settled_s
+    first_token_s = submitted_s + state.first_token_s
+    if settled_s is not None:
+        # The engine counts from its receipt, which is before this process knows of it.
+        first_token_s = min(first_token_s, settled_s)
+    return submitted_s, first_token_s, settled_s
 
 
 def request_metadata(request: web.BaseRequest, tolerance: ToleranceMode) -> RequestMetadata:

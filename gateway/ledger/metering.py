@@ -15,11 +15,8 @@ from tenancy.errors import BadPrice, BudgetExceeded, IdempotencyConflict
 from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayRecord
 from tenancy.ledger.transactions import Hold, NamedEntry
-from tenancy.limits import Demand
+from tenancy.limits import NO_DEMAND, Demand
 from tenancy.types import Identity, UsageEntry, WallClock
-from tenancy.types import wall_ms as wall_ms
-
-NOTHING = Demand(0, 0)
 
 
 def note_progress(ledger: LedgerClient, notes: Mapping[str, UsageRecord]) -> None:
@@ -36,8 +33,8 @@ def _progress(record: UsageRecord) -> Progress:
         physical_cached_tokens=record.physical_cached,
         breached_tokens=record.breached_tokens,
         host_cached_tokens=record.loaded.get("host", 0),
-        disk_cached_tokens=record.loaded.get("disk", 0) if record.loaded else 0,
-        remote_cached_tokens=record.loaded.get("remote", 0) if record.loaded else 0,
+        disk_cached_tokens=record.loaded.get("disk", 0),
+        remote_cached_tokens=record.loaded.get("remote", 0),
     )
 
 
@@ -52,7 +49,7 @@ class LedgerReservation:
         identity: Identity,
         model: str,
         *,
-        most: Demand = NOTHING,
+        most: Demand = NO_DEMAND,
         dialect: str = "",
         epoch: str = "",
         claim: Claim | None = None,
@@ -133,8 +130,8 @@ class LedgerReservation:
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
             epoch=hold.epoch,
             host_cached_tokens=record.loaded.get("host", 0),
-            disk_cached_tokens=record.loaded.get("disk", 0) if record.loaded else 0,
-            remote_cached_tokens=record.loaded.get("remote", 0) if record.loaded else 0,
+            disk_cached_tokens=record.loaded.get("disk", 0),
+            remote_cached_tokens=record.loaded.get("remote", 0),
         )
         item = entry if hold.claim is None else NamedEntry(entry, replay)
         return self._ledger.write(item)

@@ -131,19 +131,6 @@ class StreamProgress:
     deltas, and calls `wrote` after writing them.
     """
 
-    __slots__ = (
-        *(
-            "_mark_at",
-            "_journal",
-            "_marked_tokens",
-            "_marks",
-            "_marked_seen",
-            "_source",
-            "_connection",
-        ),
-        *("is_behind", "request_id"),
-    )
-
     def __init__(
         self,
         journal: ProgressJournal,

@@ -25,16 +25,10 @@ class DiskSpeed(Struct, frozen=True):
     is_cached: bool
 
 
-def measure_disk(
-    folder: Path,
-    clock: Clock,
-    *,
-    bytes_max: int = BYTES_MAX,
-    seconds_max: float = SECONDS_MAX,
-) -> DiskSpeed:
+def measure_disk(folder: Path, clock: Clock, *, bytes_max: int = BYTES_MAX) -> DiskSpeed:
     """Write pieces to a file without a name in `folder` and read them back; the file is removed.
 
-    Takes at most about `seconds_max`, half of it for each direction, and one piece more. Raises
+    Takes at most about `SECONDS_MAX`, half of it for each direction, and one piece more. Raises
     OSError.
     """
     piece = os.urandom(PIECE_BYTES)  # a file system may compress zeros
@@ -45,7 +39,7 @@ def measure_disk(
         def write(number: int) -> None:
             os.pwrite(descriptor, piece, number * PIECE_BYTES)
 
-        written, seconds = _run(write, pieces, seconds_max / 2, clock)
+        written, seconds = _run(write, pieces, clock)
         began_s = clock()
         os.fdatasync(descriptor)
         seconds += clock() - began_s
@@ -53,7 +47,6 @@ def measure_disk(
         read, read_s = _run(
             lambda number: os.pread(descriptor, PIECE_BYTES, number * PIECE_BYTES),
             written,
-            seconds_max / 2,
             clock,
         )
     return DiskSpeed(
@@ -63,14 +56,13 @@ def measure_disk(
     )
 
 
-def _run(
-    work: Callable[[int], object], pieces: int, seconds_max: float, clock: Clock
-) -> tuple[int, float]:
-    """Call `work` for each piece until the time is over; return the calls and their seconds."""
+def _run(work: Callable[[int], object], pieces: int, clock: Clock) -> tuple[int, float]:
+    """Call `work` for each piece until half of the time is over; return the calls and their
+    seconds."""
     began_s = clock()
     for number in range(pieces):
         work(number)
-        if (seconds := clock() - began_s) > seconds_max:
+        if (seconds := clock() - began_s) > SECONDS_MAX / 2:
             return number + 1, seconds
     return pieces, clock() - began_s
 

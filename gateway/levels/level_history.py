@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any
 
-from engine.api import Stats
+from engine.statistics import Stats
 
 MINUTES = 120
 FLOWS = ("device_host", "host_device", "host_disk", "disk_host", "disk_remote", "remote_host")

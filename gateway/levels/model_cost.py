@@ -35,7 +35,7 @@ def find_architecture(source: Path, models_dir: Path) -> Architecture | None:
 
 
 def has_windows(shape: Architecture) -> bool:
-    """Return whether a layer reads only a window: such models are served without levels."""
+    """Return whether a layer reads only a window."""
     return any(layer.window for layer in shape.layers)
 
 

@@ -176,15 +176,18 @@ def find_problems(config: Config, memory_mib: int | None) -> list[LevelProblem]:
     return found
 
 
+def find_all_problems(config: Config) -> list[LevelProblem]:
+    """Return why a server with these levels would not start on this machine."""
+    memory_mib = total_memory_mib(Path("/proc/meminfo"), *own_cgroups())
+    levels = config.engine.levels
+    others = find_key_problem(levels, os.environ), find_remote_problem(levels)
+    return [*find_problems(config, memory_mib), *(one for one in others if one is not None)]
+
+
 def check_levels(config: Config) -> None:
     """Raise ConfigError if this machine cannot have the configured levels."""
-    memory_mib = total_memory_mib(Path("/proc/meminfo"), *own_cgroups())
-    for problem in find_problems(config, memory_mib):
+    for problem in find_all_problems(config):
         raise ConfigError(str(problem))
-    levels = config.engine.levels
-    for wrong in (find_key_problem(levels, os.environ), find_remote_problem(levels)):
-        if wrong is not None:
-            raise ConfigError(str(wrong))
 
 
 class ServerLock:

@@ -15,8 +15,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from engine.api import EngineInfo, FidelityBytes, LevelStats, NamespaceStats, Stats
+from engine.api import EngineInfo
 from engine.config import LevelsConfig
+from engine.statistics import FidelityBytes, LevelStats, NamespaceStats, Stats
 from gateway.levels.worth import level_worth
 from tenancy.types import FIDELITIES, Fidelity
 

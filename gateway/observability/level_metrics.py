@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.api import LevelStats, Stats
+from engine.statistics import LevelStats, Stats
 
 _BYTES = {
     "bytes": ("capacity_bytes", "Room of a level: free and used."),

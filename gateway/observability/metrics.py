@@ -27,7 +27,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from engine.api import Stats
+from engine.statistics import Stats
 from gateway.observability.level_metrics import LevelMetrics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import filterfalse
 from operator import attrgetter
@@ -145,9 +145,9 @@ class Renderer:
         that open or close a tool call, or a thought, become part of the text."""
         return Detokenizer(self._token_bytes[shows_markers, shows_thoughts], stops)
 
-    def special_text(self, token_id: int) -> str:
-        """Return how the template writes a special token; "" for other tokens."""
-        return self._text_of(token_id)
+    def special_text(self, token_id: int | None) -> str:
+        """Return how the template writes a special token; "" for other tokens and for none."""
+        return "" if token_id is None else self._token_texts.get(token_id, "")
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token."""
@@ -178,7 +178,9 @@ class Renderer:
                 self._check_names(segment)
         shape = self._shape_of(prompt, owner, encode)
         if shape is None:
-            rendered = self._render_full(prompt, owner, encode)
+            rendered, text = self._render_full(prompt, owner, encode)
+            if thought := self._thought_after(prompt, text):
+                rendered = replace(rendered, thought=thought)
         else:
             rendered = _render_shape(prompt, shape, encode)
         if rendered.thought and self.thinking.kind == "harmony":
@@ -295,7 +297,8 @@ class Renderer:
 
     # -- all other prompts ----------------------------------------------------------------------
 
-    def _render_full(self, prompt: Prompt, owner: int, encode: Encode) -> Rendered:
+    def _render_full(self, prompt: Prompt, owner: int, encode: Encode) -> tuple[Rendered, str]:
+        """Return the rendered prompt, and its text as the template writes it."""
         template_input = build_template_input(prompt, self.tool_style, self.thinking)
         self._check_tools(prompt, template_input)
         texts = [part.text or "" for part in template_input.parts]
@@ -303,7 +306,6 @@ class Renderer:
         whole = self._run_template(
             template_input, texts.__getitem__, arguments_object, opens_turn=opens_turn
         )
-        thought = self._thought_after(prompt, whole)
         marked, pieces = self._split_with_call_placeholders(
             template_input, whole, opens_turn=opens_turn
         )
@@ -314,15 +316,13 @@ class Renderer:
             )
             pieces = split_rendering(marked, whole, template_input.parts)
             if pieces is None:
-                rendered = self._render_unsplit(prompt, template_input, whole, encode)
-                return replace(rendered, thought=thought) if thought else rendered
+                return self._render_unsplit(prompt, template_input, whole, encode), whole
             self._check_all(prompt, template_input, calls_only=True)
             unmarked = self._offsets.call_ends(template_input, marked)
         offsets = {**self._offsets.tool_ends(template_input, marked, owner), **unmarked}
         if _is_open_ended(prompt):
             pieces = _drop_after(pieces, len(template_input.parts) - 1)
-        rendered = _tokens(template_input, pieces, offsets, len(marked), encode)
-        return replace(rendered, thought=thought) if thought else rendered
+        return _tokens(template_input, pieces, offsets, len(marked), encode), whole
 
     def _thought_after(self, prompt: Prompt, tail: str) -> Literal["", "possible", "open"]:
         """Return whether the answer thinks, from the template's own last text."""
@@ -413,12 +413,9 @@ class Renderer:
             add_generation_prompt=opens_turn,
             tools=tools,
             documents=None,
-            bos_token=self._text_of(self.card.bos_token_id),
-            eos_token=self._text_of(next(iter(self.card.stop_token_ids), None)),
+            bos_token=self.special_text(self.card.bos_token_id),
+            eos_token=self.special_text(next(iter(self.card.stop_token_ids), None)),
         )
-
-    def _text_of(self, token_id: int | None) -> str:
-        return self._token_texts.get(token_id, "") if token_id is not None else ""
 
 
 def _render_shape(prompt: Prompt, shape: ChatShape, encode: Encode) -> Rendered:
@@ -431,14 +428,8 @@ def _render_shape(prompt: Prompt, shape: ChatShape, encode: Encode) -> Rendered:
         text = prompt.segments[step.part].text
         ids += encode(text.strip() if step.is_trimmed else text, specials=False, is_first=not ids)
         ends[step.part] = len(ids)
-    furthest, found = 0, []
-    for boundary, end in zip(shape.boundaries, ends, strict=True):
-        if end < furthest:
-            found.append(replace(boundary, tokens=furthest, own_tokens=end))
-        else:
-            found.append(replace(boundary, tokens=end))
-            furthest = end
-    return Rendered(tuple(ids), tuple(found), thought=shape.thought)
+    boundaries = _located(zip(shape.boundaries, ends, strict=True))
+    return Rendered(tuple(ids), boundaries, thought=shape.thought)
 
 
 def _spell(spelt: list[bytes], *tables: Mapping[int, str]) -> Callable[[int], bytes]:
@@ -492,15 +483,22 @@ def _drop_after(pieces: Sequence[Laid], last: int) -> tuple[Laid, ...]:
 
 
 def _boundaries_at(template_input: TemplateInput, ends: dict[int, int]) -> tuple[Boundary, ...]:
-    """Return the boundaries in API order. A template that reorders parts gives the furthest end so
-    far; a part that the template leaves out ends with the part before it."""
+    """Return the boundaries of a prompt whose parts end here; a part that the template leaves out
+    ends with the part before it."""
+    return _located(
+        (part.boundary, ends.get(number, 0)) for number, part in enumerate(template_input.parts)
+    )
+
+
+def _located(parts: Iterable[tuple[Boundary | None, int]]) -> tuple[Boundary, ...]:
+    """Return the boundaries in API order with their ends. A template that reorders parts gives the
+    furthest end so far."""
     furthest, found = 0, []
-    for number, part in enumerate(template_input.parts):
-        end = ends.get(number, 0)
+    for boundary, end in parts:
         furthest = max(furthest, end)
-        if part.boundary is not None:
+        if boundary is not None:
             own = end if end < furthest else 0
-            found.append(replace(part.boundary, tokens=furthest, own_tokens=own))
+            found.append(replace(boundary, tokens=furthest, own_tokens=own))
     return tuple(found)
 
 

@@ -220,17 +220,14 @@ class _CountingTransformer(NodeTransformer):
         finally:
             self._captured -= captures
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        """Check the clock in each iteration; between two checks at most one list is walked."""
+    def visit_For(self, node: nodes.For | nodes.Macro) -> nodes.Node:
+        """Check the clock in each iteration, so that at most one list is walked between two checks,
+        and in each macro call, because a macro may call itself twice."""
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(_filtered("_check_deadline", nodes.Const(None))))
         return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        """Check the clock in each macro call, because a macro may call itself twice."""
-        self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_filtered("_check_deadline", nodes.Const(None))))
-        return node
+    visit_Macro = visit_For
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
         """Count literal template text inside a capturing block."""
@@ -241,15 +238,12 @@ class _CountingTransformer(NodeTransformer):
         self.generic_visit(node)
         return _filtered("_joined", nodes.Tuple(node.nodes, "load"))
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        """Count `[a, b]`."""
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
+        """Count `[a, b]` and `{"a": b}`."""
         self.generic_visit(node)
         return _filtered("_literal", node)
 
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        """Count `{"a": b}`."""
-        self.generic_visit(node)
-        return _filtered("_literal", node)
+    visit_Dict = visit_List
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         """Count `a[1:]`, which is a copy."""

@@ -54,14 +54,11 @@ class ChatTemplate:
         self._sandbox.globals["strftime_now"] = _frozen_date
         try:
             self._template = self._sandbox.from_string(source)
+            self.has_captures = self._sandbox.has_captures
+            """Whether the template captures its own output (macro, call, filter or set block)."""
             self.variables = frozenset(meta.find_undeclared_variables(self._sandbox.parse(source)))
         except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
-
-    @property
-    def has_captures(self) -> bool:
-        """Whether the template captures its own output (macro, call, filter or set block)."""
-        return self._sandbox.has_captures
 
     def render(self, messages: Messages, **variables: object) -> str:
         """Return the prompt's text. Raises Refusal if the template refuses or exceeds a limit."""

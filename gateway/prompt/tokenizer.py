@@ -72,8 +72,8 @@ class PieceTokenizer:
         settings = msgspec.structs.asdict(msgspec.json.decode(text, type=_Rules))
         self._special = frozenset(special_ids)
         self._bytes = _token_bytes(self._tokenizer, settings, self._special)
-        # `plain` has the same vocabulary without special tokens: client text is text, whatever it
-        # spells. `_has_prefix`: some tokenizers put a space before a text; a piece in the middle
+        # `plain` has the same vocabulary without special tokens: client text that spells one is
+        # text. `_has_prefix`: some tokenizers put a space before a text; a piece in the middle
         # of a prompt must not get one, so both variants exist with and without it.
         inner = _without_prefix(settings)
         self._has_prefix = inner != settings

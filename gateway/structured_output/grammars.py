@@ -80,28 +80,32 @@ def behind_thought(
     budget = style.budget(wanted)
     if not thought or style.kind != "tags" or (grammar is None and not budget):
         return grammar
-    is_token = style.closing in marker_ids
-    closing = f"<[{marker_ids[style.closing]}]>" if is_token else literal(style.closing)
-    options = [] if is_token else [f"stop={literal(style.closing)}"]
-    options += [f"max_tokens={budget}"] if budget else []
-    attributes = f"[{', '.join(options)}]" if options else ""
+    closing = marker(style.closing, marker_ids)
     rules = [
-        f"thought{attributes}: /(?s:.*)/",
+        text_rule("thought", style.closing, marker_ids, budget),
         f"answer: {_SPACE} wanted",
         f"wanted: {nested(grammar)}",
     ]
     start = f"thought {closing} answer"
     if thought == "possible":
-        rules.append(f"opened: {_opened(style, marker_ids)} thought {closing}")
+        space = "" if style.opening in marker_ids else f"{_SPACE} "
+        rules.append(f"opened: {space}{marker(style.opening, marker_ids)} thought {closing}")
         start = "opened? answer"
     return Grammar("lark", "\n".join((f"start: {start}", *rules, "")))
 
 
-def _opened(style: ThinkingFormat, marker_ids: Mapping[str, int]) -> str:
-    token_id = marker_ids.get(style.opening)
-    if token_id is None:
-        return f"{_SPACE} {literal(style.opening)}"
-    return f"<[{token_id}]>"
+def marker(text: str, marker_ids: Mapping[str, int]) -> str:
+    """Return a marker as Lark writes it: as a special token, or as its text."""
+    token_id = marker_ids.get(text)
+    return literal(text) if token_id is None else f"<[{token_id}]>"
+
+
+def text_rule(name: str, end: str, marker_ids: Mapping[str, int], tokens_max: int | None) -> str:
+    """Return the rule of any text up to the marker `end`, of at most so many tokens."""
+    options = [] if end in marker_ids else [f"stop={literal(end)}"]
+    options += [f"max_tokens={tokens_max}"] if tokens_max else []
+    attributes = f"[{', '.join(options)}]" if options else ""
+    return f"{name}{attributes}: /(?s:.*)/"
 
 
 def nested(grammar: Grammar | None) -> str:
@@ -207,7 +211,8 @@ class _LarkGrammar:
         more = f" ({literal(self._style.between)} call)*" if parallel else ""
         if self._style.listed:
             more = f" ({literal(self._style.between)} object)*" if parallel else ""
-            self._rule("call", f'{self._marker(self._opening)} "[" object{more} "]"')
+            opening = marker(self._opening, self._marker_ids)
+            self._rule("call", f'{opening} "[" object{more} "]"')
             calls = "call"
         else:
             self._rule("call", self._call())
@@ -222,13 +227,13 @@ class _LarkGrammar:
         return "\n".join((f"start: {start}", *self._rules, ""))
 
     def _call(self) -> str:
-        style = self._style
+        style, opening = self._style, marker(self._opening, self._marker_ids)
         if style.bare:
-            return f"({self._marker(self._opening)})? object"
+            return f"({opening})? object"
         before, after = style.opening.partition(self._opening)[2], style.closing
         closing = after.strip()
-        end = f"{literal(after[: len(after) - len(closing)])} {self._marker(closing)}"
-        return f"{self._marker(self._opening)} {literal(before)} object {end}"
+        end = f"{literal(after[: len(after) - len(closing)])} {marker(closing, self._marker_ids)}"
+        return f"{opening} {literal(before)} object {end}"
 
     def _free(self, calls: str, *, parallel: bool) -> str:
         """Return a rule for free text with calls; text that begins a call must be a call."""
@@ -249,10 +254,6 @@ class _LarkGrammar:
             for rule in self._rules
         ]
         return f"call{times} TEXT"
-
-    def _marker(self, text: str) -> str:
-        token_id = self._marker_ids.get(text)
-        return literal(text) if token_id is None else f"<[{token_id}]>"
 
     def _rule(self, name: str, text: str) -> None:
         self._rules.append(f"{name}: {text}")

@@ -16,8 +16,10 @@ from gateway.structured_output.grammars import (
     answer_grammar,
     callable_tools,
     literal,
+    marker,
     nested,
     nested_schema,
+    text_rule,
 )
 
 
@@ -90,11 +92,8 @@ class _Messages:
     def _message(self, name: str, channel: str, tokens_max: int | None = None) -> None:
         """Add the rules of a message of text, behind which another message begins."""
         end, begin = self._marker("<|end|>"), self._marker("<|start|>")
-        options = [] if "<|end|>" in self._marker_ids else [f"stop={literal('<|end|>')}"]
-        options += [] if tokens_max is None else [f"max_tokens={tokens_max}"]
-        attributes = f"[{', '.join(options)}]" if options else ""
         self._rule(name, f'{self._header(channel)} {name}_text {end} {begin} "assistant"')
-        self._rule(f"{name}_text{attributes}", "/(?s:.*)/")
+        self._rules.append(text_rule(f"{name}_text", "<|end|>", self._marker_ids, tokens_max))
 
     def _header(self, channel: str, form: str = "") -> str:
         return (
@@ -102,8 +101,7 @@ class _Messages:
         )
 
     def _marker(self, text: str) -> str:
-        token_id = self._marker_ids.get(text)
-        return literal(text) if token_id is None else f"<[{token_id}]>"
+        return marker(text, self._marker_ids)
 
     def _rule(self, name: str, text: str) -> None:
         self._rules.append(f"{name}: {text}")

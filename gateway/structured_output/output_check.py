@@ -41,19 +41,19 @@ _ANNOTATIONS = frozenset(
         "$comment",
     }
 )
-_FULLY_CHECKED = _ANNOTATIONS | {
-    *("type", "enum", "const", "required", "dependentRequired", "uniqueItems"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength"),
-    *("minItems", "maxItems", "minProperties", "maxProperties"),
-}
-"""Keywords that are checked completely; a schema with other keywords may be stricter than the check
-knows."""
 _NUMERIC = frozenset(
     (
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength"),
         *("minItems", "maxItems", "minProperties", "maxProperties"),
     )
 )
+_FULLY_CHECKED = (
+    _ANNOTATIONS
+    | _NUMERIC
+    | {"type", "enum", "const", "required", "dependentRequired", "uniqueItems"}
+)
+"""Keywords that are checked completely; a schema with other keywords may be stricter than the check
+knows."""
 
 
 class OutOfSteps(Exception):

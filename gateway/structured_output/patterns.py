@@ -131,14 +131,10 @@ def _skip_digits(pattern: str, at: int) -> int:
     return at
 
 
-def is_supported(pattern: str) -> bool:
-    """Return whether an automaton can match the pattern: no lookaround, word boundaries,
-    backreferences, atomic groups (`(?>`) or possessive quantifiers (`a++`)."""
-    return _first_unsupported(pattern) is None
-
-
-def _first_unsupported(pattern: str) -> str | None:
-    """Return the first unsupported piece of a pattern, or None."""
+def first_unsupported(pattern: str) -> str | None:
+    """Return the first piece of a pattern that no automaton can match: lookaround, a word boundary,
+    a backreference, an atomic group (`(?>`) or a possessive quantifier (`a++`). None if there is
+    none. O(characters)."""
     for piece, is_special in split_pattern(pattern):
         if is_special and (
             piece.startswith("(?") or piece[:2] in _ESCAPES or _is_possessive(piece)
@@ -273,7 +269,7 @@ class _Translation:
                 raise UnsupportedPattern(pattern, self._too_long(pattern))
             return None
         translated = translate_pattern(pattern)
-        piece = _first_unsupported(translated)
+        piece = first_unsupported(translated)
         if piece is not None and self._strict:
             raise UnsupportedPattern(translated, _why(piece))
         return translated if piece is None else None

@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from msgspec import Struct
 
 from gateway.dialects.canonical import Thinking
+from gateway.structured_output.tool_call_parser import overlap
 
 OFF_EFFORTS = frozenset({"none", "minimal"})
 """Efforts at which a model that can answer at once does so."""
@@ -290,7 +291,7 @@ class HarmonySplitter:
             self._held = self._held[at + len(marker) if is_ended else at :]
             self._place = "header"
             return True
-        keep = max(_overlap_of(self._held, marker) for marker in _MESSAGE_ENDS)
+        keep = max(overlap(self._held, marker) for marker in _MESSAGE_ENDS)
         into.append(self._held[: len(self._held) - keep])
         self._held = self._held[len(self._held) - keep :]
         return False
@@ -309,11 +310,3 @@ class HarmonySplitter:
         else:
             self._place = "thought" if channel == "analysis" else "text"
         return True
-
-
-def _overlap_of(text: str, marker: str) -> int:
-    """Return how many last characters of `text` are the first characters of `marker`."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0

@@ -24,13 +24,6 @@ PUSHED_CHARS_MAX = 4_096
 _SPACE = " \t\r\n"
 
 
-class ParsedText(Struct, frozen=True):
-    """A piece of text. `start`: its offset in all text that was pushed."""
-
-    text: str
-    start: int
-
-
 class ParsedCall(Struct, frozen=True):
     """A piece of call number `call`; the first piece has the id and the name."""
 
@@ -40,7 +33,8 @@ class ParsedCall(Struct, frozen=True):
     arguments: str = ""
 
 
-ParsedPiece = ParsedText | ParsedCall
+ParsedPiece = str | ParsedCall
+"""A piece of text, or of a call."""
 
 
 class ToolCallParser:
@@ -70,8 +64,6 @@ class ToolCallParser:
         self._held: list[str] = []
         self._held_chars = 0
         """Text that was parsed and is not yet known to be text or a call, and its length."""
-        self._at = 0
-        """Offset of `_text` in all text that was pushed."""
         self._found: list[ParsedPiece] = []
         self._scanner: ToolCallScanner | None = None
         self._in_list = False
@@ -122,7 +114,7 @@ class ToolCallParser:
         self._emit_held()
         at = self._text.find(self._opening)
         if at < 0:
-            keep = 0 if self._is_finishing else _overlap(self._text, self._opening)
+            keep = 0 if self._is_finishing else overlap(self._text, self._opening)
             if len(self._text) > keep:
                 text = self._text[: len(self._text) - keep]
                 self._emit_text(text)
@@ -257,15 +249,14 @@ class ToolCallParser:
 
     def _consume(self, chars: int) -> None:
         self._text = self._text[chars:]
-        self._at += chars
 
     def _emit_text(self, text: str) -> None:
         if text:
-            self._found.append(ParsedText(text, self._at))
+            self._found.append(text)
 
     def _emit_held(self) -> None:
         if self._held:
-            self._found.append(ParsedText("".join(self._held), self._at - self._held_chars))
+            self._found.append("".join(self._held))
             self._drop_held()
 
     def _drop_held(self) -> None:
@@ -276,7 +267,7 @@ class ToolCallParser:
         return found
 
 
-def _overlap(text: str, marker: str) -> int:
+def overlap(text: str, marker: str) -> int:
     """Return how many last characters of `text` are the first characters of `marker`."""
     at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
     while at >= 0 and not marker.startswith(text[at:]):

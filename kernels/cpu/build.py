@@ -1,7 +1,7 @@
 """Builds the C kernels on the machine they run on, once, and calls them through ctypes.
 
-It knows tensors and C structs, but no model and no request. `engine.models.cpu_llama` calls it. The
-structure classes mirror `cpu.h`, which documents their fields.
+It knows tensors and C structs, but no model and no request. `engine.models.cpu_decoder` calls it.
+The structure classes mirror `cpu.h`, which documents their fields.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 FOLDER = Path(__file__).parent
 SOURCES = (
     "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_mxfp4.c",
-    "cpu_experts.c", "cpu_llama.c", "cpu_kv_formats.c", "cpu_kv_int8.c",
+    "cpu_experts.c", "cpu_decoder.c", "cpu_kv_formats.c", "cpu_kv_int8.c",
 )  # fmt: skip
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = (
@@ -165,8 +165,8 @@ class Kernels:
             "pack": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int32)),
             "pack_mxfp4": (c_int32, (c_void_p, c_void_p, c_void_p, c_int32, c_int32)),
             "product": (None, (c_void_p, POINTER(CProduct))),
-            "llama_forward": (None, (c_void_p, POINTER(CModel), POINTER(CWork))),
-            "llama_logits": (
+            "decoder_forward": (None, (c_void_p, POINTER(CModel), POINTER(CWork))),
+            "decoder_logits": (
                 None, (c_void_p, POINTER(CModel), c_void_p, c_void_p, c_void_p, c_int32)
             ),
         }  # fmt: skip
@@ -245,12 +245,12 @@ class Kernels:
 
     def forward(self, model: CModel, work: CWork) -> None:
         """Run one step through all layers; writes `work`'s scratch and the KV of its slots."""
-        self._c.llama_forward(self._pool, model, work)
+        self._c.decoder_forward(self._pool, model, work)
 
     def logits(self, model: CModel, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Write the logits of hidden [T, C] to out [T, vocab] fp32."""
         pairs = torch.empty(hidden.numel() // 2, dtype=torch.int32)
-        self._c.llama_logits(
+        self._c.decoder_logits(
             self._pool, model, hidden.data_ptr(), out.data_ptr(), pairs.data_ptr(), len(hidden)
         )
 

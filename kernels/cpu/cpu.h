@@ -229,11 +229,12 @@ enum { STORE = 0, ADD = 1, SILU = 2, GELU = 3, CLAMPED = 4 };
 
 /* STORE: c [rows, columns] = a [rows, depth] x b + bias. ADD: += instead of =. SILU: b's panels are
  * gate and up in turns, and c [rows, columns] = silu(gate) * up; GELU: gelu(gate) * up; CLAMPED:
- * gpt-oss's, of clamped gate and up. b is in the layout of `pack`; `bias` has a value for each of its columns, or is NULL. `pairs`: scratch of
- * rows * depth / 2 words when the kind is DOT or TILES. TILES: depth is a multiple of 32. `mxfp4`: b
- * is in the layout of `pack_mxfp4` and the kind not WIDE. `has_pairs`: whoever computed a has put it
- * into `pairs`, and a is not read. `c_pairs`: [rows, columns / 2], where the values go as bf16 pairs
- * instead of c; or NULL. Of SILU, GELU and CLAMPED with HAS_DOT; columns are a multiple of PANEL. */
+ * gpt-oss's, of clamped gate and up. b is in the layout of `pack`; `bias` has a value for each of
+ * its columns, or is NULL. `pairs`: scratch of rows * depth / 2 words when the kind is DOT or
+ * TILES. TILES: depth is a multiple of 32. `mxfp4`: b is in the layout of `pack_mxfp4` and the
+ * kind not WIDE. `has_pairs`: what computed a has put it into `pairs`, and a is not read.
+ * `c_pairs`: [rows, columns / 2], where the values go as bf16 pairs instead of c; or NULL. Of
+ * SILU, GELU and CLAMPED with HAS_DOT; columns are a multiple of PANEL. */
 typedef struct {
     const float *a;
     const uint32_t *b;
@@ -310,7 +311,7 @@ enum { SOFTMAX = 0, SIGMOID = 1, CHOSEN_SOFTMAX = 2 };
 
 /* The experts of a layer. A matrix of all experts is one expert's panels behind another's. */
 typedef struct {
-    const uint32_t *router;    /* [experts, hidden], WIDE whatever the model's kind */
+    const uint32_t *router;    /* [experts, hidden], WIDE for any kind of model */
     const float *router_bias;  /* or NULL */
     const float *choice_bias;  /* [experts]: added to the scores for the choice alone; or NULL */
     const uint32_t *gate_up, *down;

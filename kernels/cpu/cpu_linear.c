@@ -6,7 +6,7 @@
 
 #define WIDTH 32          /* columns computed together: two panels */
 #define CACHED (192 * 1024) /* bytes of activations that should stay in the L2 cache */
-#define ROWS_MAX 32       /* rows computed together, whatever the kind */
+#define ROWS_MAX 32       /* rows computed together, of any kind */
 #define CHUNK 16          /* rows of a task that converts them */
 #define AHEAD 16          /* lines of a panel that are asked for before their turn */
 #define PACKED 16         /* panels of a task that packs them */

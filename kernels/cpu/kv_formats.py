@@ -34,8 +34,7 @@ class CKvShape(ctypes.Structure):
 
 
 class CBlockPacker:
-    """Packs blocks of one shape into one format. Calls let the interpreter go; any thread may
-    call."""
+    """Packs blocks of one shape into one format. Calls release the GIL; any thread may call."""
 
     def __init__(
         self,

@@ -356,7 +356,6 @@ class WorkList:
         self._device = torch.zeros(total, dtype=torch.int32, device=device)
         self._view = self._host.numpy()
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
-        self.parts_max = 1
 
     def load(self, plan: HostPlan) -> None:
         """Write a plan to the host buffer and copy it asynchronously on the current stream.
@@ -380,7 +379,6 @@ class WorkList:
             first += len(work.tiles)
             begin, end = end, end + work.tiles.size
             self._view[begin:end] = work.tiles.reshape(-1)
-        self.parts_max = plan.parts_max
         self._device[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -461,8 +459,6 @@ def tree_attention(
                 programs, config.vectors, q, kv, layer, given, scale, **options
             )
         else:
-            if config.registers_max and q.is_cuda:
-                options["maxnreg"] = config.registers_max
             kernel = tree_attention_kernel[(programs,)](
                 q, kv[:, layer], *given, scale, lengths if sinks is None else sinks, **rule,
                 M=config.vectors, BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2),

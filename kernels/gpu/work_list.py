@@ -15,14 +15,12 @@ only. `engine.attention.gpu_backend` calls it.
            └──────────────────┴───────────┴────┘
              part 0             part 1     part 2        a row's parts are merged at the end
 
-The cuts between spans determine the order in which floats are added. With `chunk_keys`, spans are
-cut at absolute multiples and the tile class depends on the position alone, so the bits do not
-depend on sharing (ADR 0010).
+The cuts between spans determine the order in which floats are added, so a row's last bits depend
+on its batch (ADR 0010).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,8 +39,7 @@ class TileConfig:
     tiles of `keys` keys.
 
     `programs_per_sm`, `programs_beside`: programs per multiprocessor when the class runs alone, and
-    when two classes run side by side. `registers_max`: 0 for no limit. `overhead_blocks`: fixed
-    cost of a unit, in tiles of keys.
+    when two classes run side by side. `overhead_blocks`: fixed cost of a unit, in tiles of keys.
     """
 
     name: str
@@ -53,19 +50,18 @@ class TileConfig:
     peel: bool
     programs_per_sm: int
     programs_beside: int
-    registers_max: int
     overhead_blocks: float
 
 
 # Measured on an H200 (Triton 3.6, head_dim 128, bf16); docs/gpu-experiments.md has the
 # alternatives.
-BIG = TileConfig("big", 64, 64, 4, 3, True, 2, 2, 0, 2.2)
-WIDE = TileConfig("wide", 128, 64, 8, 3, True, 1, 1, 0, 5.0)
-SMALL = TileConfig("small", 16, 32, 1, 2, False, 8, 4, 0, 0.5)
+BIG = TileConfig("big", 64, 64, 4, 3, True, 2, 2, 2.2)
+WIDE = TileConfig("wide", 128, 64, 8, 3, True, 1, 1, 5.0)
+SMALL = TileConfig("small", 16, 32, 1, 2, False, 8, 4, 0.5)
 
-BIG_256 = TileConfig("big 256", 64, 32, 4, 3, True, 1, 1, 0, 4.4)
-WIDE_256 = TileConfig("wide 256", 128, 32, 8, 3, True, 1, 1, 0, 10.0)
-SMALL_256 = TileConfig("small 256", 16, 32, 2, 2, False, 4, 2, 0, 0.5)
+BIG_256 = TileConfig("big 256", 64, 32, 4, 3, True, 1, 1, 4.4)
+WIDE_256 = TileConfig("wide 256", 128, 32, 8, 3, True, 1, 1, 10.0)
+SMALL_256 = TileConfig("small 256", 16, 32, 2, 2, False, 4, 2, 0.5)
 
 NO_TILES = np.zeros((0, 8), np.int32)
 
@@ -147,16 +143,15 @@ class WorkPlanner:
     `span_keys_min`: smallest span of a shared node, because each part costs a store and a merge;
     `span_keys_beside` where tile classes run side by side. They do so below `beside_load_max`
     shared keys per program, and if own keys take at least `beside_share_min` of the shared keys'
-    time. `parts_max`: most parts of a node. `chunk_keys` > 0: batch-invariant mode.
-    `group_keys_min`: rows read the keys of a shorter group themselves; `window_group_keys_min`: the
-    same for keys within a window. `wide_fill_min`: fill from
-    which shared keys take wide tiles. `own_span_keys_*`: smallest and usual span of own keys.
-    `part_rows`: rows times parts that the scratch memory holds; without chunks no cut exceeds it,
-    however deep the tree: the deepest levels that have no room are read by each row itself.
+    time. `parts_max`: most parts of a node. `group_keys_min`: rows read the keys of a shorter group
+    themselves; `window_group_keys_min`: the same for keys within a window. `wide_fill_min`: fill
+    from which shared keys take wide tiles. `own_span_keys_*`: smallest and usual span of own keys.
+    `part_rows`: rows times parts that the scratch memory holds; no cut exceeds it, however deep the
+    tree: the deepest levels that have no room are read by each row itself.
     `wide_rows_min`, `wide_rows_min_prompts`: no step of fewer rows takes wide tiles, in decoding
-    and in steps with prompts. Steps with prompts of at most `few_rows` rows cut
-    shared keys into spans of `span_keys_few`, at most `parts_few` parts. `prefill_span_keys_min`:
-    smallest span of the keys before a prompt's rows.
+    and in steps with prompts. Steps with prompts of at most `few_rows` rows cut shared keys into
+    spans of `span_keys_few`, at most `parts_few` parts. `prefill_span_keys_min`: smallest span of
+    the keys before a prompt's rows.
     """
 
     kv_heads: int
@@ -164,7 +159,6 @@ class WorkPlanner:
     block_size: int
     multiprocessors: int
     classes: tuple[TileConfig, TileConfig, TileConfig] = CLASSES
-    chunk_keys: int = 0
     group_keys_min: int = 64
     window_group_keys_min: int = 256
     span_keys_min: int = 1024
@@ -211,11 +205,10 @@ class WorkPlanner:
         groups: [n, 4] int32 (first slice, end slice, first block, end block), shallower before
         deeper. `padded_rows`: rows of the launch, where these are more than the slices' rows.
         `window`: rows see so many keys, their own the last, and the blocks before are not read; 0:
-        all keys. With a short window, or with one and chunks, each row reads by its own table, and
-        `groups` is not used. Every (row, key) pair that counts is in exactly one tile.
+        all keys. With a short window each row reads by its own table, and `groups` is not used.
+        Every (row, key) pair that counts is in exactly one tile.
         """
-        kind = _ChunkCutter if self.chunk_keys else _SpanCutter
-        cutter = kind(self, slices, padded_rows, window)
+        cutter = _Cutter(self, slices, padded_rows, window)
         cutter.cut(groups[:0] if window and not self.shares_windows_of(window) else groups)
         parts_of_row = np.repeat(cutter.parts, slices.rows).astype(np.int32)
         work = tuple(_longest_first(config, cutter.tiles(config)) for config in self.classes)
@@ -224,10 +217,10 @@ class WorkPlanner:
 
     def shares_windows_of(self, window: int) -> bool:
         """Return whether rows may read keys together that lie within a window of this many."""
-        return window >= self.window_group_keys_min and not self.chunk_keys
+        return window >= self.window_group_keys_min
 
     def tiles_max(self, rows: int) -> int:
-        """Return the most tiles of any plan of at most `rows` rows, without chunks.
+        """Return the most tiles of any plan of at most `rows` rows.
 
         Each tile is a part of at least one row, and rows times parts fit the scratch memory.
         """
@@ -250,8 +243,9 @@ def _longest_first(config: TileConfig, tiles: Int32) -> TileWork:
     return TileWork(config, tiles[np.argsort(-tiles[:, 7], kind="stable")])
 
 
-class _Cutter(ABC):
-    """Collects spans, each a run of rows against a run of keys, and cuts them into row tiles.
+class _Cutter:
+    """Collects spans, each a run of rows against a run of keys, and cuts them into row tiles: few
+    spans of equal length, and enough to fill the grid.
 
     A span is (row, rows, block offset, first key, keys, part, direct, keys before): the unit's
     fields, and for causal spans (`keys` < 0) how many keys the span's first row sees before itself.
@@ -267,7 +261,6 @@ class _Cutter(ABC):
             self.floor = (seen // planner.block_size * planner.block_size).astype(np.int32)
         if slices.floors is not None:
             assert not window, "layers with windows of their own compute no attention windows"
-            assert not planner.chunk_keys, "chunks read from the first key on"
             self.floor = slices.floors
         ends = np.cumsum(slices.rows)
         self.total_rows = int(ends[-1]) if len(ends) else 0
@@ -284,9 +277,34 @@ class _Cutter(ABC):
         self._spans: dict[str, list[tuple[int, ...]]] = {}
         self._arrays: dict[str, list[Int32]] = {}
 
-    @abstractmethod
     def cut(self, groups: Int32) -> None:
         """Add every span of the step and set `parts`, the number of parts per slice."""
+        p = self.planner
+        own_block, base = np.zeros_like(self.slices.rows), np.zeros_like(self.slices.rows)
+        room = max(1, p.part_rows // self.padded_rows)
+        kept = [g for g in self._seen(groups) if self._is_worth_a_unit(g)]
+        self.is_side_by_side = self._should_overlap(kept)
+        config = self._class_of_groups(kept)
+        spans_of = self._group_spans(kept, config)
+        for (a, b, _, end_block), preferred in zip(kept, spans_of, strict=True):
+            part = int(base[a])
+            spans = min(preferred, room - 1 - part)  # one part is for own keys
+            if spans < 1:
+                continue  # so deep in the tree few rows share a node, and each reads it itself
+            # If a group above was skipped, this group reads its keys too.
+            first = max(int(own_block[a]) * p.block_size, int(self.floor[a:b].min()))
+            end = end_block * p.block_size
+            width = -(-(end - first) // (spans * config.keys)) * config.keys
+            for key in range(first, end, width):
+                self.add_group(config, a, b, key, min(width, end - key), part)
+                part += 1
+            base[a:b] = part
+            own_block[a:b] = end_block
+        first_key = np.maximum(own_block * p.block_size, self.floor)
+        self._add_sinks(base)
+        spans_own = self._own_spans(first_key, room - np.maximum(base, p.parts_max))
+        self.parts = base + spans_own
+        self.add_own(first_key, spans_own, base)
 
     def add(self, config: TileConfig, *span: int) -> None:
         """Add one span of a tile class."""
@@ -360,65 +378,6 @@ class _Cutter(ABC):
         """Return the keys per span of the `before` keys that precede a prompt's rows."""
         width = np.asarray(-(-np.asarray(before) // spans), np.int32)
         return _round_up(width, self.planner.big.keys)
-
-    def tiles(self, config: TileConfig) -> Int32:
-        """Return the spans of one class cut into row tiles: [n, 8], the last column the cost."""
-        parts = list(self._arrays.get(config.name, ()))
-        if spans := self._spans.get(config.name):
-            parts.append(np.array(spans, np.int32))
-        if not parts:
-            return NO_TILES
-        tiles = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        step = self.planner.rows_per_tile(config)
-        if int(tiles[:, 1].max()) > step:
-            per_span = -(-tiles[:, 1] // step)
-            tiles = np.repeat(tiles, per_span, axis=0)
-            done = np.arange(len(tiles)) - np.repeat(np.cumsum(per_span) - per_span, per_span)
-            done = (done * step).astype(np.int32)
-            tiles[:, 0] += done
-            tiles[:, 1] = np.minimum(step, tiles[:, 1] - done)
-            tiles[:, 7] += done
-        seen = np.where(tiles[:, 4] >= 0, tiles[:, 4], tiles[:, 7] + tiles[:, 1])
-        if self.window:
-            seen = np.minimum(seen, self.window + tiles[:, 1])
-        tiles[:, 7] = seen + int(config.overhead_blocks * config.keys)
-        return tiles
-
-
-def _round_up(x: Int32 | int, to: int) -> Int32:
-    return np.asarray(-(-np.asarray(x) // to) * to, np.int32)
-
-
-class _SpanCutter(_Cutter):
-    """Cuts for speed: few spans of equal length, and enough to fill the grid."""
-
-    def cut(self, groups: Int32) -> None:
-        p = self.planner
-        own_block, base = np.zeros_like(self.slices.rows), np.zeros_like(self.slices.rows)
-        room = max(1, p.part_rows // self.padded_rows)
-        kept = [g for g in self._seen(groups) if self._is_worth_a_unit(g)]
-        self.is_side_by_side = self._should_overlap(kept)
-        config = self._class_of_groups(kept)
-        spans_of = self._group_spans(kept, config)
-        for (a, b, _, end_block), preferred in zip(kept, spans_of, strict=True):
-            part = int(base[a])
-            spans = min(preferred, room - 1 - part)  # one part is for own keys
-            if spans < 1:
-                continue  # so deep in the tree few rows share a node, and each reads it itself
-            # If a group above was skipped, this group reads its keys too.
-            first = max(int(own_block[a]) * p.block_size, int(self.floor[a:b].min()))
-            end = end_block * p.block_size
-            width = -(-(end - first) // (spans * config.keys)) * config.keys
-            for key in range(first, end, width):
-                self.add_group(config, a, b, key, min(width, end - key), part)
-                part += 1
-            base[a:b] = part
-            own_block[a:b] = end_block
-        first_key = np.maximum(own_block * p.block_size, self.floor)
-        self._add_sinks(base)
-        spans_own = self._own_spans(first_key, room - np.maximum(base, p.parts_max))
-        self.parts = base + spans_own
-        self.add_own(first_key, spans_own, base)
 
     def _seen(self, groups: Int32) -> list[list[int]]:
         """Return the groups, without the blocks that no row of theirs sees."""
@@ -534,33 +493,29 @@ class _SpanCutter(_Cutter):
         width = np.maximum(p.big.keys, self._prefill_width(before, spans))
         return np.asarray(np.maximum(1, -(-before // width)), np.int32)
 
+    def tiles(self, config: TileConfig) -> Int32:
+        """Return the spans of one class cut into row tiles: [n, 8], the last column the cost."""
+        parts = list(self._arrays.get(config.name, ()))
+        if spans := self._spans.get(config.name):
+            parts.append(np.array(spans, np.int32))
+        if not parts:
+            return NO_TILES
+        tiles = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        step = self.planner.rows_per_tile(config)
+        if int(tiles[:, 1].max()) > step:
+            per_span = -(-tiles[:, 1] // step)
+            tiles = np.repeat(tiles, per_span, axis=0)
+            done = np.arange(len(tiles)) - np.repeat(np.cumsum(per_span) - per_span, per_span)
+            done = (done * step).astype(np.int32)
+            tiles[:, 0] += done
+            tiles[:, 1] = np.minimum(step, tiles[:, 1] - done)
+            tiles[:, 7] += done
+        seen = np.where(tiles[:, 4] >= 0, tiles[:, 4], tiles[:, 7] + tiles[:, 1])
+        if self.window:
+            seen = np.minimum(seen, self.window + tiles[:, 1])
+        tiles[:, 7] = seen + int(config.overhead_blocks * config.keys)
+        return tiles
 
-class _ChunkCutter(_Cutter):
-    """Cuts spans at absolute multiples of `chunk_keys`; full chunks are BIG, remainders SMALL.
 
-    A chunk across the end of a group belongs to the groups or sequences below it.
-    """
-
-    def cut(self, groups: Int32) -> None:
-        size, chunk = self.planner.block_size, self.planner.chunk_keys
-        done = (self.floor // chunk).tolist()
-        first_chunk = np.array(done, np.int32)
-        for a, b, _, end_block in groups.tolist():
-            first, end = done[a], end_block * size // chunk
-            if end > first:
-                self._chunks(a, b, first, end)
-                done[a:b] = [end] * (b - a)
-        base = (self.slices.starts // chunk).astype(np.int32)
-        for i, (first, end) in enumerate(zip(done, base.tolist(), strict=True)):
-            self._chunks(i, i + 1, first, end, int(first_chunk[i]))
-        self.parts = base - first_chunk + 1
-        self.add_own(base * chunk, np.ones_like(base), base - first_chunk)
-
-    def class_of(self, rows: int) -> TileConfig:
-        return self.planner.small
-
-    def _chunks(self, a: int, b: int, first: int, end: int, part_of: int = 0) -> None:
-        """Add chunks [first, end) of slices [a, b); chunk `part_of` is the first part."""
-        keys = self.planner.chunk_keys
-        for c in range(first, end):
-            self.add_group(self.planner.big, a, b, c * keys, keys, c - part_of)
+def _round_up(x: Int32 | int, to: int) -> Int32:
+    return np.asarray(-(-np.asarray(x) // to) * to, np.int32)

@@ -23,6 +23,8 @@ from tenancy.types import DAY_MS, WallClock
 
 DAYS_PER_CLOSE_MAX = 3_700
 """The most days that one call closes."""
+CLOSES_MAX = 400
+"""The most days of one list."""
 TRIES_MAX = 3
 """How often days are counted again because new rows came."""
 _PAGE = 50_000
@@ -108,19 +110,19 @@ def close_days(
     raise CloseRefused("days_change", "Entries of these days still arrive; try again.")
 
 
-def list_closes(store: Store, count: int = 400) -> list[ClosedDay]:
-    """Return the latest closed days, oldest first."""
-    rows = store.query(f"{_SELECT} order by day desc limit ?", (count,))
+def list_closes(store: Store) -> list[ClosedDay]:
+    """Return the latest closed days, at most `CLOSES_MAX`, oldest first."""
+    rows = store.query(f"select {_COLUMNS} from closes order by day desc limit {CLOSES_MAX}")
     return [_closed_day(row) for row in reversed(rows)]
 
 
 def totals_of(db: Transaction, day: int, before: bytes) -> tuple[Row, bytes]:
     """Return a day's control totals in column order, and its digest after the digest `before`."""
     period = (day * DAY_MS, (day + 1) * DAY_MS)
-    last_ids = hashlib.sha256(before)
+    digest = hashlib.sha256(before)
     entries, sums, charge = 0, [0, 0, 0, 0], 0
     for chain, *tokens, pico in _entries(db, period):
-        last_ids.update(chain)
+        digest.update(chain)
         entries += 1
         charge += pico
         sums = [total + more for total, more in zip(sums, tokens, strict=True)]
@@ -130,13 +132,13 @@ def totals_of(db: Transaction, day: int, before: bytes) -> tuple[Row, bytes]:
         period,
     )
     for chain, _ in adjusted:
-        last_ids.update(chain)
+        digest.update(chain)
     totals: Row = (
         *(entries, *sums, str(charge), len(adjusted)),
         *(str(sum(amount for _, amount in adjusted)), _storage_token_seconds(db, period)),
     )
-    last_ids.update(repr((day, *totals)).encode())
-    return totals, last_ids.digest()
+    digest.update(repr((day, *totals)).encode())
+    return totals, digest.digest()
 
 
 def _check_running(db: Transaction, last: int) -> None:
@@ -227,10 +229,7 @@ def _close(db: Transaction, row: Row, now_ms: int) -> ClosedDay:
     day, *totals, digest = row
     epoch = read_number(db, "select max(number) from ledger_epochs")
     db.execute(
-        "insert into closes (day, closed_ms, entries, prompt_tokens, cache_read_tokens,"
-        " cache_write_tokens, output_tokens, charge_pico, adjustments, adjusted_pico,"
-        " storage_token_seconds, ledger_epoch, digest)"
-        " values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        f"insert into closes ({_COLUMNS}) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (day, now_ms, *totals, epoch, digest),
     )
     return _closed_day((day, now_ms, *totals, epoch, digest))
@@ -246,12 +245,7 @@ def _first_day(db: Transaction) -> int | None:
     return None if first is None else first // DAY_MS
 
 
-_SELECT = (
-    "select day, closed_ms, entries, prompt_tokens, cache_read_tokens, cache_write_tokens,"
-    " output_tokens, charge_pico, adjustments, adjusted_pico, storage_token_seconds,"
-    " ledger_epoch, digest"
-    " from closes"
-)
+_COLUMNS = ", ".join(ClosedDay.__struct_fields__)
 
 
 def _closed_day(row: Row) -> ClosedDay:

@@ -11,6 +11,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def write_parquet(columns: Sequence[str], rows: Rows, path: Path) -> int:
     schema = pyarrow.schema([(name, _parquet_type(pyarrow, name)) for name in columns])
     written = 0
     with atomic_write(path) as part, parquet.ParquetWriter(part, schema) as writer:
-        for page in _chunks(rows):
+        while page := list(islice(rows, PAGE)):
             data = {name: [row[name] for row in page] for name in columns}
             writer.write_table(pyarrow.table(data, schema=schema))
             written += len(page)
@@ -158,20 +159,8 @@ def _parquet_type(pyarrow: Any, name: str) -> object:
     return pyarrow.int64() if name in _INTEGER_COLUMNS else pyarrow.string()
 
 
-def _chunks(rows: Rows) -> Iterator[list[dict[str, object]]]:
-    page: list[dict[str, object]] = []
-    for row in rows:
-        page.append(row)
-        if len(page) == PAGE:
-            yield page
-            page = []
-    if page:
-        yield page
-
-
-_FORMULA_CHARS = frozenset(
-    "=+-@\t\r\n＝＋－＠"
-)  # the wide ones too, as East Asian keyboards make them
+# The wide ones too, as East Asian keyboards make them.
+_FORMULA_CHARS = frozenset("=+-@\t\r\n＝＋－＠")
 _NUMBER = re.compile(r"-[0-9]+(\.[0-9]+)?", re.ASCII)
 
 

@@ -118,7 +118,7 @@ class MoveResult(Struct, frozen=True):
     rows: dict[str, int]
     charge_pico: int
     chain: bytes
-    was_there: bool = False
+    was_there: bool
 
 
 def move(

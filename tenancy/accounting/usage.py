@@ -71,7 +71,7 @@ _GROUPS: dict[UsageGroup, str] = {
 }
 
 
-class _Level(Struct, frozen=True):
+class _SumTable(Struct, frozen=True):
     """A table of sums, its time column and the length of its periods."""
 
     table: str
@@ -79,8 +79,8 @@ class _Level(Struct, frozen=True):
     length_ms: int
 
 
-_DAYS = _Level("usage_days", "day_ms", DAY_MS)
-_LEVELS = (_Level("usage_hours", "hour_ms", HOUR_MS),)
+_DAYS = _SumTable("usage_days", "day_ms", DAY_MS)
+_HOURS = _SumTable("usage_hours", "hour_ms", HOUR_MS)
 _LAST = 2**63 - 1
 _ENTRIES = ", ".join(f"ledger.{name}" for name in ROW_FIELDS)
 
@@ -103,15 +103,15 @@ def usage(
     groups: list[UsageGroup] = ["tenant", *(name for name in by if name != "tenant")]
     end_ms = 2**62 if until_ms is None else max(until_ms, since_ms)
     sums: dict[Row, list[int]] = {}
-    levels: tuple[_Level, ...] = _LEVELS if "hour" in groups else (_DAYS, *_LEVELS)
+    tables: tuple[_SumTable, ...] = (_HOURS,) if "hour" in groups else (_DAYS, _HOURS)
     if "user" in groups:
-        levels = ()  # sums of hours and days know no users
-    for level, first_ms, after_ms in _split_period(since_ms, end_ms, levels):
+        tables = ()  # sums of hours and days know no users
+    for source, first_ms, after_ms in _split_period(since_ms, end_ms, tables):
         values = (tenant, key_id, model, first_ms, after_ms)
-        if level is None:
+        if source is None:
             _add_partial_hour(store, sums, groups, values)
         else:
-            _add_level(store, sums, groups, level, values)
+            _add_whole(store, sums, groups, source, values)
     return [_total(groups, group, sums[group]) for group in sorted(sums)]
 
 
@@ -184,33 +184,33 @@ _WHERE = (
 
 
 def _split_period(
-    since_ms: int, end_ms: int, levels: Sequence[_Level]
-) -> Iterator[tuple[_Level | None, int, int]]:
-    """Split a period into whole days, whole hours and partial hours: (level, from, to), none empty.
+    since_ms: int, end_ms: int, tables: Sequence[_SumTable]
+) -> Iterator[tuple[_SumTable | None, int, int]]:
+    """Split a period into whole days, whole hours and partial hours: (table, from, to), none empty.
 
     since  |  hours  |      whole days      | hours | end        and the same within the ends
     """
     if since_ms >= end_ms:
         return
-    if not levels:
+    if not tables:
         yield None, since_ms, end_ms
         return
-    level, *finer = levels
-    first_ms = -(-since_ms // level.length_ms) * level.length_ms
-    after_ms = end_ms // level.length_ms * level.length_ms
+    source, *finer = tables
+    first_ms = -(-since_ms // source.length_ms) * source.length_ms
+    after_ms = end_ms // source.length_ms * source.length_ms
     if first_ms >= after_ms:
         yield from _split_period(since_ms, end_ms, finer)
         return
     yield from _split_period(since_ms, first_ms, finer)
-    yield level, first_ms, after_ms
+    yield source, first_ms, after_ms
     yield from _split_period(after_ms, end_ms, finer)
 
 
-def _add_level(
+def _add_whole(
     store: Store,
     sums: dict[Row, list[int]],
     groups: Sequence[UsageGroup],
-    level: _Level,
+    source: _SumTable,
     values: Sequence[Value],
 ) -> None:
     """Add whole hours or days from their sums and the recent ones, in one statement.
@@ -220,8 +220,12 @@ def _add_level(
     """
     parts = []
     for table, since, columns in (
-        (level.table, level.since, _SUMS),
-        ("recent_sums", f"hour_ms / {level.length_ms} * {level.length_ms}", (*HOUR_SUMS, "0", "0")),
+        (source.table, source.since, _SUMS),
+        (
+            "recent_sums",
+            f"hour_ms / {source.length_ms} * {source.length_ms}",
+            (*HOUR_SUMS, "0", "0"),
+        ),
     ):
         names = ", ".join(_GROUPS[name].replace("hour_ms", since) for name in groups)
         parts.append(

@@ -25,7 +25,7 @@ from tenancy.ledger import idempotency
 from tenancy.limits import check_limits
 from tenancy.pseudonyms import PSEUDONYM_PREFIX, check_not_deleted, is_pseudonym
 from tenancy.storage.audit_log import Actor, record
-from tenancy.storage.interface import Row, Store, Transaction
+from tenancy.storage.interface import Row, RowReader, Store, Transaction
 from tenancy.types import (
     AT_REST,
     ATTENTION_WORDS,
@@ -81,9 +81,9 @@ def list_tenant_records(store: Store) -> list[TenantRecord]:
     return [_record_of(row) for row in store.query(f"{_TENANTS} order by name")]
 
 
-def list_tenants(store: Store) -> list[tuple[Tenant, CachePolicy]]:
-    """Return all tenants with their cache policies, by name."""
-    return [(one.tenant, one.policy) for one in list_tenant_records(store)]
+def list_tenants(store: Store) -> list[Tenant]:
+    """Return all tenants, by name."""
+    return [one.tenant for one in list_tenant_records(store)]
 
 
 def floor_blocks_of(one: TenantRecord) -> int:
@@ -122,20 +122,13 @@ def read_tenant_records(store: Store, tenant_ids: Iterable[int]) -> list[TenantR
 
 
 def find_tenant_record(store: Store, name: str) -> TenantRecord:
+    """Return a tenant with its settings by name. Raises BadName, which lists known names."""
+    return _find_tenant(store.query, name)
+
+
+def find_tenant(store: Store, name: str) -> Tenant:
     """Return a tenant by name. Raises BadName, which lists known names."""
-    # The name may contain surrogates, which a database cannot store.
-    encodable = name.encode(errors="replace").decode()
-    for row in store.query(f"{_TENANTS} where name = ?", (encodable,)):
-        return _record_of(row)
-    raise _unknown_tenant(
-        name, [row[0] for row in store.query("select name from tenants order by name")]
-    )
-
-
-def find_tenant(store: Store, name: str) -> tuple[Tenant, CachePolicy]:
-    """Return a tenant and its cache policy by name. Raises BadName, which lists known names."""
-    found = find_tenant_record(store, name)
-    return found.tenant, found.policy
+    return find_tenant_record(store, name).tenant
 
 
 # --- changes -------------------------------------------------------------------------------------
@@ -172,7 +165,7 @@ def create_tenant(
         tenant_id = insert_tenant(db, made)
         values = made.settings
         record(db, by, "tenant.create", f"tenant:{tenant_id}", tenant_id=tenant_id, after=values)
-    return find_tenant(store, name)[0]
+    return find_tenant(store, name)
 
 
 def change_tenant(
@@ -376,10 +369,15 @@ def _check_attention(setting: str) -> None:
 
 def find_tenant_in(db: Transaction, name: str) -> TenantRecord:
     """Return a tenant by name within a transaction, like `find_tenant_record`."""
+    return _find_tenant(db.rows, name)
+
+
+def _find_tenant(read: RowReader, name: str) -> TenantRecord:
+    # The name may contain surrogates, which a database cannot store.
     encodable = name.encode(errors="replace").decode()
-    for row in db.rows(f"{_TENANTS} where name = ?", (encodable,)):
+    for row in read(f"{_TENANTS} where name = ?", (encodable,)):
         return _record_of(row)
-    names = [row[0] for row in db.rows("select name from tenants order by name")]
+    names = [row[0] for row in read("select name from tenants order by name", ())]
     raise _unknown_tenant(name, names)
 
 

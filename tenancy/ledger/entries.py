@@ -10,18 +10,16 @@ rows back.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import structs
 
 from tenancy.ledger.aggregates import HourlySums
-from tenancy.storage.interface import Row, Transaction, Value, placeholders
+from tenancy.storage.interface import RowReader, Transaction, Value, placeholders
 from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
 
-EntryReader = Callable[[str, Sequence[Value]], list[Row]]
-"""`Store.query`, or `Transaction.rows`."""
 NO_CHAIN = b""
 """The chain before the first entry."""
 _NO_COUNTS = "{}"
@@ -58,7 +56,7 @@ class ChargingRules:
     By the first rule every failure was free. Migration 2 notes the last entry that it priced.
     """
 
-    def __init__(self, db: EntryReader) -> None:
+    def __init__(self, db: RowReader) -> None:
         """Read where the first rule ended. One query."""
         rows = db("select last_entry_id from charging_rules where rule = 1", ())
         self._last_entry_id = int(rows[0][0]) if rows else 0

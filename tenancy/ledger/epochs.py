@@ -39,11 +39,6 @@ class KnownPoint(Struct, frozen=True):
     at_ms: int
 
 
-def list_ledger_epochs(store: Store) -> list[LedgerEpoch]:
-    """Return all epochs, oldest first."""
-    return [LedgerEpoch(*row) for row in store.query(f"{_SELECT} order by number")]
-
-
 def ledger_epoch(store: Store) -> LedgerEpoch:
     """Return the present epoch."""
     return LedgerEpoch(*store.query(_LATEST)[0])
@@ -118,5 +113,7 @@ def _last_entry(rows: list[tuple[int, bytes]]) -> tuple[int, bytes]:
 
 
 _LAST_ENTRY = "select entry_id, chain from ledger order by entry_id desc limit 1"
-_SELECT = "select number, begun_ms, reason, entry_id, chain from ledger_epochs"
-_LATEST = f"{_SELECT} order by number desc limit 1"
+_LATEST = (
+    "select number, begun_ms, reason, entry_id, chain from ledger_epochs"
+    " order by number desc limit 1"
+)

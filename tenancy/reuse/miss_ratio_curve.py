@@ -57,8 +57,8 @@ class CurvePoint(Struct, frozen=True):
     hit_ratio: float
     error: float
     prompts: float
-    held_s: float = 0.0
-    is_early: bool = False
+    held_s: float
+    is_early: bool
 
 
 class HitRatioChange(Struct, frozen=True):
@@ -377,7 +377,7 @@ class ReuseSampler:
     ) -> CurvePoint:
         ratio, prompts = seen.hit_ratio, seen.prompts
         if not prompts:
-            return CurvePoint(at, 0.0, 0.0, 0.0, is_early=is_early)
+            return CurvePoint(at, 0.0, 0.0, 0.0, 0.0, is_early)
         errors = [_proportion_error(ratio, prompts), error / seen.blocks]
         if ratio < 1:
             errors.append(PARTIAL_BLOCK * prompts / seen.blocks)

@@ -24,11 +24,11 @@ from xxhash import xxh3_64_intdigest
 
 T = TypeVar("T")
 
-LANES_MAX = 256
+NAMESPACES_MAX = 256
 """Namespaces of one tenant whose prompts are kept, the latest ones."""
 SIBLINGS_MAX = 16
 """Namespaces that a new prompt is looked up in beside its own, the latest ones."""
-LANES_BYTES_MAX = 3 * 2**20
+NAMESPACES_BYTES_MAX = 3 * 2**20
 """About how large they are together; beyond it the oldest ones are dropped."""
 RECENT_MAX = 32
 """Prompts of one namespace that the next one is compared with."""
@@ -53,7 +53,7 @@ CHECK_TOKENS = 16
 """Tokens between two digests of a text's beginning: how exactly the place of a change is known."""
 
 LEAST_WINDOWS = 32
-_LANE_BYTES = 3_000
+_HISTORY_BYTES = 3_000
 _RANK_FACTOR, _RANK_MAX = 2_654_435_761, 2**32 - 1  # Knuth's multiplicative hash
 
 Tier = Literal["tools", "system", "messages"]
@@ -103,7 +103,7 @@ class Divergence(Struct, frozen=True):
     repeated: int
     changed: int
     is_repetition: bool
-    is_shortened: bool = False
+    is_shortened: bool
 
 
 class PromptReuse(Struct, frozen=True):
@@ -181,13 +181,13 @@ class _Overlap(Struct, frozen=True):
 
 class _Sketch(Struct, frozen=True):
     """A prompt's digests: `own` of each part's tokens, `upto` of all tokens up to its end.
-    `heads`: how many parts come before the first message. `later`: `own` as a set."""
+    `heads`: how many parts come before the first message. `own_set`: `own` as a set."""
 
     parts: tuple[PromptPart, ...]
     own: tuple[int, ...]
     upto: tuple[int, ...]
     heads: int
-    later: frozenset[int]
+    own_set: frozenset[int]
 
     @property
     def head_digest(self) -> int:
@@ -195,7 +195,7 @@ class _Sketch(Struct, frozen=True):
         return self.upto[self.heads - 1] if self.heads else 0
 
 
-class _Lane:
+class _History:
     """The prompts of one namespace. `siblings`: see `PromptChanges.note`."""
 
     def __init__(self, siblings: bytes) -> None:
@@ -211,7 +211,7 @@ class _Lane:
         """Return about how many bytes this takes. O(prompts kept)."""
         parts = sum(len(one.parts) for one in (*self.recent, *self.heads.values()))
         windows = sum(len(one.places) + len(one.checks) for one in self.windows.values())
-        return _LANE_BYTES + 240 * len(self.prefixes) + 300 * parts + 16 * windows
+        return _HISTORY_BYTES + 240 * len(self.prefixes) + 300 * parts + 16 * windows
 
 
 class PromptChanges:
@@ -220,7 +220,7 @@ class PromptChanges:
     def __init__(self, key: int) -> None:
         """`key`: a random number of 64 bits; digests of different keys tell nothing together."""
         self._key = key
-        self._lanes: OrderedDict[bytes, _Lane] = OrderedDict()
+        self._histories: OrderedDict[bytes, _History] = OrderedDict()
         self._bytes = 0
 
     def note(self, namespace: bytes, prompt: ObservedPrompt, siblings: bytes = b"") -> PromptReuse:
@@ -230,28 +230,30 @@ class PromptChanges:
         without siblings. O(tokens) at memory speed; of a new system text or first message about 0.2
         us a token.
         """
-        lane = self._lanes.get(namespace)
-        if lane is None:
-            lane = self._lanes[namespace] = _Lane(siblings)
-        self._lanes.move_to_end(namespace)
+        history = self._histories.get(namespace)
+        if history is None:
+            history = self._histories[namespace] = _History(siblings)
+        self._histories.move_to_end(namespace)
         sketch = self._sketch(prompt)
         if not sketch.parts:
             return PromptReuse()
-        found = self._compare(lane, sketch, prompt)
+        found = self._compare(history, sketch, prompt)
         if siblings and found.known < sketch.parts[-1].end:
-            elsewhere = self._known_to_siblings(lane, sketch, found.known, prompt.started_s)
+            elsewhere = self._known_to_siblings(history, sketch, found.known, prompt.started_s)
             found = structs.replace(found, known_elsewhere=elsewhere)
-        self._keep(lane, sketch, prompt)
-        self._drop_oldest(lane)
+        self._keep(history, sketch, prompt)
+        self._drop_oldest(history)
         return found
 
-    def _known_to_siblings(self, lane: _Lane, sketch: _Sketch, known: int, started_s: float) -> int:
+    def _known_to_siblings(
+        self, history: _History, sketch: _Sketch, known: int, started_s: float
+    ) -> int:
         """Return the tokens of the longest prefix beyond `known` that a sibling had computed; 0
         without one. O(namespaces of the tenant, and parts in `SIBLINGS_MAX` of them)."""
         others = (
             one
-            for one in reversed(self._lanes.values())
-            if one is not lane and one.siblings == lane.siblings
+            for one in reversed(self._histories.values())
+            if one is not history and one.siblings == history.siblings
         )
         longest = 0
         for other in islice(others, SIBLINGS_MAX):
@@ -266,17 +268,17 @@ class PromptChanges:
 
     # -- comparing ----------------------------------------------------------------------------
 
-    def _compare(self, lane: _Lane, sketch: _Sketch, prompt: ObservedPrompt) -> PromptReuse:
+    def _compare(self, history: _History, sketch: _Sketch, prompt: ObservedPrompt) -> PromptReuse:
         deepest = next(
-            (at for at in reversed(range(len(sketch.upto))) if sketch.upto[at] in lane.prefixes),
+            (at for at in reversed(range(len(sketch.upto))) if sketch.upto[at] in history.prefixes),
             -1,
         )
-        past = _past(lane, sketch, prompt)
+        past = _past(history, sketch, prompt)
         next_part = deepest + 1
         is_new_head = sketch.heads > 0 and next_part < sketch.heads
         divergence = None
         if next_part < len(sketch.parts):
-            divergence = self._divergence(lane, sketch, next_part, prompt)
+            divergence = self._divergence(history, sketch, next_part, prompt)
         is_repetition = divergence is not None and divergence.is_repetition
         is_first_message = next_part == sketch.heads and next_part < len(sketch.parts)
         return structs.replace(
@@ -287,21 +289,23 @@ class PromptChanges:
         )
 
     def _divergence(
-        self, lane: _Lane, sketch: _Sketch, at: int, prompt: ObservedPrompt
+        self, history: _History, sketch: _Sketch, at: int, prompt: ObservedPrompt
     ) -> Divergence | None:
         """Return where the prompt parts from the earlier prompt that had most of the rest; None
         without one. `at`: its first part that is new here."""
         before = sketch.upto[at - 1] if at else 0
-        others: Iterable[_Sketch] = reversed(lane.recent)
+        others: Iterable[_Sketch] = reversed(history.recent)
         if at < sketch.heads:
-            others = reversed(lane.heads.values())
+            others = reversed(history.heads.values())
         best: Divergence | None = None
         compared = repeated = 0
         for other in others:
             if len(other.parts) <= at or (at and other.upto[at - 1] != before):
                 continue
             looks_inside = compared < COMPARED_MAX
-            found = self._compare_from(lane, sketch, other, at, prompt, looks_inside=looks_inside)
+            found = self._compare_from(
+                history, sketch, other, at, prompt, looks_inside=looks_inside
+            )
             if looks_inside:
                 compared += 1
                 repeated += found.is_repetition
@@ -323,7 +327,7 @@ class PromptChanges:
 
     def _compare_from(
         self,
-        lane: _Lane,
+        history: _History,
         sketch: _Sketch,
         other: _Sketch,
         at: int,
@@ -340,15 +344,15 @@ class PromptChanges:
         inside, is_reordered = _Overlap(0, 0), False
         if part.tier == was.tier:
             if part.tier == "tools":
-                bag = self._token_bag(lane, sketch.own[at], prompt.data, part)
-                is_reordered = lane.token_bags.get(other.own[at]) == bag
+                bag = self._token_bag(history, sketch.own[at], prompt.data, part)
+                is_reordered = history.token_bags.get(other.own[at]) == bag
             if at <= sketch.heads and looks_inside:
-                inside = self._overlap(lane, sketch, other, at, prompt)
+                inside = self._overlap(history, sketch, other, at, prompt)
         length = part.end - part.start
         if is_reordered:
             inside = _Overlap(inside.before, length - inside.before)
         same: Counter[int] = Counter()
-        if not other.later.isdisjoint(sketch.own[at:]):
+        if not other.own_set.isdisjoint(sketch.own[at:]):
             same = Counter(sketch.own[at:]) & Counter(other.own[at:])
         later, has_answer = 0, False
         for place in range(at, len(sketch.parts)) if same else ():
@@ -366,7 +370,7 @@ class PromptChanges:
         if cause == "prompt_changes":
             # A conversation that continues an earlier prompt with another answer is not a change.
             least = REPEATED_SHARE_OF_MESSAGE_MIN
-            is_continuation = part.is_answer or (at > 0 and _ends_at(lane, sketch.upto[at - 1]))
+            is_continuation = part.is_answer or (at > 0 and _ends_at(history, sketch.upto[at - 1]))
         return Divergence(
             cause=cause,
             path=part.path,
@@ -381,54 +385,54 @@ class PromptChanges:
         )
 
     def _overlap(
-        self, lane: _Lane, sketch: _Sketch, other: _Sketch, at: int, prompt: ObservedPrompt
+        self, history: _History, sketch: _Sketch, other: _Sketch, at: int, prompt: ObservedPrompt
     ) -> _Overlap:
         """Return what two texts have in common, by their windows; nothing if the earlier one's are
         not kept any more."""
-        theirs = lane.windows.get(other.own[at])
-        own = self._windows_of(lane, sketch.own[at], prompt.data, sketch.parts[at])
+        theirs = history.windows.get(other.own[at])
+        own = self._windows_of(history, sketch.own[at], prompt.data, sketch.parts[at])
         return _Overlap(0, 0) if theirs is None else _overlap(own, theirs)
 
-    def _drop_oldest(self, lane: _Lane) -> None:
-        """Drop the namespaces used longest ago, until the others have room beside `lane`."""
-        size = lane.size()
-        self._bytes += size - lane.bytes
-        lane.bytes = size
-        while len(self._lanes) > 1 and (
-            self._bytes > LANES_BYTES_MAX or len(self._lanes) > LANES_MAX
+    def _drop_oldest(self, history: _History) -> None:
+        """Drop the namespaces used longest ago, until the others have room beside `history`."""
+        size = history.size()
+        self._bytes += size - history.bytes
+        history.bytes = size
+        while len(self._histories) > 1 and (
+            self._bytes > NAMESPACES_BYTES_MAX or len(self._histories) > NAMESPACES_MAX
         ):
-            self._bytes -= self._lanes.popitem(last=False)[1].bytes
+            self._bytes -= self._histories.popitem(last=False)[1].bytes
 
     # -- keeping ------------------------------------------------------------------------------
 
-    def _keep(self, lane: _Lane, sketch: _Sketch, prompt: ObservedPrompt) -> None:
+    def _keep(self, history: _History, sketch: _Sketch, prompt: ObservedPrompt) -> None:
         for place, digest in enumerate(sketch.upto):
-            prefix = lane.prefixes.get(digest)
+            prefix = history.prefixes.get(digest)
             if prefix is None:
-                prefix = lane.prefixes[digest] = _Prefix()
-            lane.prefixes.move_to_end(digest)
+                prefix = history.prefixes[digest] = _Prefix()
+            history.prefixes.move_to_end(digest)
             prefix.ended_s, prefix.epoch = prompt.ended_s, prompt.epoch
             if prompt.losses is not None:
                 prefix.losses = prompt.losses
             if place == len(sketch.upto) - 1 and place >= sketch.heads:
                 prefix.is_end = True
-        _shorten(lane.prefixes, PREFIXES_MAX)
+        _shorten(history.prefixes, PREFIXES_MAX)
         parts_max = max(RECENT_PARTS_MAX, 2 * len(sketch.parts))
-        previous = lane.recent[-1] if lane.recent else None
+        previous = history.recent[-1] if history.recent else None
         if previous is not None and sketch.upto[: len(previous.upto)] == previous.upto:
-            lane.recent.pop()  # this prompt continues it
-        lane.recent.append(sketch)
-        while len(lane.recent) > 1 and sum(len(one.parts) for one in lane.recent) > parts_max:
-            lane.recent.popleft()
+            history.recent.pop()  # this prompt continues it
+        history.recent.append(sketch)
+        while len(history.recent) > 1 and sum(len(one.parts) for one in history.recent) > parts_max:
+            history.recent.popleft()
         for place in range(min(sketch.heads + 1, len(sketch.parts))):
             part, own = sketch.parts[place], sketch.own[place]
-            self._windows_of(lane, own, prompt.data, part)
+            self._windows_of(history, own, prompt.data, part)
             if part.tier == "tools":
-                self._token_bag(lane, own, prompt.data, part)
+                self._token_bag(history, own, prompt.data, part)
         if sketch.heads:
-            lane.heads[sketch.head_digest] = sketch
-            lane.heads.move_to_end(sketch.head_digest)
-            _shorten(lane.heads, HEADS_MAX)
+            history.heads[sketch.head_digest] = sketch
+            history.heads.move_to_end(sketch.head_digest)
+            _shorten(history.heads, HEADS_MAX)
 
     def _sketch(self, prompt: ObservedPrompt) -> _Sketch:
         data, key = prompt.data, self._key
@@ -442,12 +446,12 @@ class PromptChanges:
         heads = next((n for n, part in enumerate(parts) if part.tier == "messages"), len(parts))
         return _Sketch(parts, tuple(own), tuple(upto), heads, frozenset(own))
 
-    def _windows_of(self, lane: _Lane, own: int, data: bytes, part: PromptPart) -> _Windows:
-        found = lane.windows.get(own)
+    def _windows_of(self, history: _History, own: int, data: bytes, part: PromptPart) -> _Windows:
+        found = history.windows.get(own)
         if found is None:
-            found = lane.windows[own] = self._windows(data[4 * part.start : 4 * part.end])
-        lane.windows.move_to_end(own)
-        _shorten(lane.windows, WINDOWS_MAX)
+            found = history.windows[own] = self._windows(data[4 * part.start : 4 * part.end])
+        history.windows.move_to_end(own)
+        _shorten(history.windows, WINDOWS_MAX)
         return found
 
     def _windows(self, data: bytes) -> _Windows:
@@ -479,24 +483,24 @@ class PromptChanges:
             len(tokens),
         )
 
-    def _token_bag(self, lane: _Lane, own: int, data: bytes, part: PromptPart) -> int:
+    def _token_bag(self, history: _History, own: int, data: bytes, part: PromptPart) -> int:
         """Return a digest of a part's tokens without their order."""
-        found = lane.token_bags.get(own)
+        found = history.token_bags.get(own)
         if found is None:
             tokens = sorted(memoryview(data)[4 * part.start : 4 * part.end].cast("I"))
             packed = struct.pack(f"{len(tokens)}I", *tokens)
-            found = lane.token_bags[own] = xxh3_64_intdigest(packed, seed=self._key)
-        lane.token_bags.move_to_end(own)
-        _shorten(lane.token_bags, WINDOWS_MAX)
+            found = history.token_bags[own] = xxh3_64_intdigest(packed, seed=self._key)
+        history.token_bags.move_to_end(own)
+        _shorten(history.token_bags, WINDOWS_MAX)
         return found
 
 
-def _past(lane: _Lane, sketch: _Sketch, prompt: ObservedPrompt) -> PromptReuse:
+def _past(history: _History, sketch: _Sketch, prompt: ObservedPrompt) -> PromptReuse:
     """Return the prefix known before the prompt began: since when it was not used, and how many of
     its tokens were lost and why."""
     for place in reversed(range(len(sketch.upto))):
         digest = sketch.upto[place]
-        prefix = lane.prefixes.get(digest)
+        prefix = history.prefixes.get(digest)
         if prefix is None or prefix.ended_s > prompt.started_s:
             continue
         known, idle_s = sketch.parts[place].end, prompt.started_s - prefix.ended_s
@@ -514,8 +518,8 @@ def _past(lane: _Lane, sketch: _Sketch, prompt: ObservedPrompt) -> PromptReuse:
     return PromptReuse()
 
 
-def _ends_at(lane: _Lane, digest: int) -> bool:
-    prefix = lane.prefixes.get(digest)
+def _ends_at(history: _History, digest: int) -> bool:
+    prefix = history.prefixes.get(digest)
     return prefix is not None and prefix.is_end
 
 
@@ -531,9 +535,9 @@ def _cause(
 
 def _overlap(own: _Windows, theirs: _Windows) -> _Overlap:
     """Compare two texts by their windows. O(windows)."""
-    before = CHECK_TOKENS * _common(own.checks, theirs.checks)
+    before = CHECK_TOKENS * common_prefix(own.checks, theirs.checks)
     if not before:
-        before = _common(own.first, theirs.first)
+        before = common_prefix(own.first, theirs.first)
     if own.least.isdisjoint(theirs.least):
         return _Overlap(before, 0)
     limit = _RANK_MAX // max(own.step, theirs.step)
@@ -548,8 +552,8 @@ def _overlap(own: _Windows, theirs: _Windows) -> _Overlap:
     return _Overlap(before, min(rest, round(share * rest) + hidden))
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many first digests are the same."""
+def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return how many first items are the same."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -42,6 +42,12 @@ def atomic_write(target: Path, *, mode: int = 0o666) -> Iterator[Path]:
     finally:
         _remove(part)
         os.close(file)
+
+
+def write_chunks(target: Path, data: Iterable[bytes]) -> int:
+    """Write the file completely, or not at all. Returns its size in bytes. Raises OSError."""
+    with atomic_write(target) as part, part.open("wb") as file:
+        return sum(map(file.write, data))
 
 
 def fsync_path(path: Path) -> None:

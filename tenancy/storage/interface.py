@@ -12,7 +12,7 @@ the value it adds to; a value that may be null is cast where it is compared with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
@@ -20,6 +20,8 @@ from typing import Any, Protocol, TypeVar
 Value = None | int | float | str | bytes
 Row = tuple[Any, ...]
 T = TypeVar("T")
+RowReader = Callable[[str, Sequence[Value]], list[Row]]
+"""`Store.query`, or `Transaction.rows`."""
 
 
 class Transaction(Protocol):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from engine.api import Stats
+from engine.statistics import Stats
 from tests.attacks.conftest import MakeHouse
 from tests.attacks.house import Answer, flood
 from tests.attacks.probe import Probe, check_undisturbed

@@ -31,9 +31,9 @@ from engine.attention.torch_backend import TorchAttention
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, Layer, Rope
-from engine.models.cpu_llama import load_kernels
+from engine.models.cpu_decoder import CpuDecoder, load_kernels
+from engine.models.decoder import DecoderModel
 from engine.models.layers import TorchOps
-from engine.models.registry import build_cpu_model, build_model
 from engine.plan import Group, Row, StepPlan
 from engine.weights import random_weights
 
@@ -84,10 +84,10 @@ def ours(threads: int, in_c: bool) -> Callable[[str], float]:
     model: Any
     attention: Any
     if kernels:
-        model = build_cpu_model(SHAPE, weights, kernels, kv, SHAPE.context)
+        model = CpuDecoder(SHAPE, weights, kernels, kv, SHAPE.context)
         attention = CpuAttention(attention_spec(SHAPE))
     else:
-        model = build_model(SHAPE, weights, TorchOps())
+        model = DecoderModel(SHAPE, weights, TorchOps())
         attention = TorchAttention(SHAPE, kv, SHAPE.context)
 
     def run(case: str) -> float:

@@ -29,7 +29,7 @@ from engine.attention.cpu_backend import CpuAttention
 from engine.attention.interface import attention_spec
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.models.registry import build_cpu_model
+from engine.models.cpu_decoder import CpuDecoder
 from engine.weights import random_weights
 from kernels.cpu import build
 from tests.bench.bench_step import BLOCKS, CASES, CPU, SHAPE
@@ -91,7 +91,7 @@ class Steps:
         layout = kv_format(SHAPE, torch.bfloat16, 16, "panels")
         kv = KvStorage(layout, BLOCKS, CPU)
         weights = random_weights(SHAPE, torch.bfloat16, 0, CPU)
-        self._model = build_cpu_model(SHAPE, weights, self._kernels, kv, SHAPE.context)
+        self._model = CpuDecoder(SHAPE, weights, self._kernels, kv, SHAPE.context)
         self._attention = CpuAttention(attention_spec(SHAPE))
 
     def close(self) -> None:

@@ -176,7 +176,6 @@ def measure(
         "parts": plan.parts_max,
         "plan_us": round(planned_us),
         "span_min": planner.span_keys_min,
-        "chunk": planner.chunk_keys,
     }
 
 
@@ -241,7 +240,6 @@ def main() -> None:
         if shared:
             runs += [(name, base, {"pdl": False}), (name, base, {"grouped": False})]
             runs += [(name, replace(base, span_keys_min=s), {}) for s in (512, 2048, 4096)]
-            runs += [(name, replace(base, chunk_keys=c), {}) for c in (512, 1024)]
     for name, planner, options_ in runs:
         try:
             results.append(measure(name, planner, **options_))

@@ -32,8 +32,8 @@ from engine.api import CacheGrant, Request, Sampling, Tokens
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, Layer
+from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
-from engine.models.registry import build_model
 from engine.plan import BegunSequence, Group, Row, StepPlan, StepResult
 from engine.runner.gpu_runner import MIXED_BUCKETS, GpuRunner
 from engine.runner.warmup import WarmupLimits
@@ -219,7 +219,7 @@ def check() -> None:
     """Print how graphs differ from launches operation by operation, on two layers."""
     config = msgspec.structs.replace(LLAMA_8B, layers=(Layer(),) * 2)
     device = torch.device("cuda")
-    model = build_model(config, random_weights(config, torch.bfloat16, 0, device), GpuOps())
+    model = DecoderModel(config, random_weights(config, torch.bfloat16, 0, device), GpuOps())
     form = kv_format(config, torch.bfloat16, BLOCK)
     first = KvStorage(form, 4000, device)
     first.data.normal_()

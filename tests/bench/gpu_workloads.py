@@ -28,8 +28,8 @@ from engine.core.core import Core
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, Layer, Rope
+from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
-from engine.models.registry import build_model
 from engine.plan import StepResult
 from engine.runner.gpu_runner import GpuRunner
 from engine.server.gc_tuning import FrozenHeap
@@ -163,7 +163,7 @@ class Bench:
             self.weight_bytes = sum(t.numel() * 2 for t in weights.values())
             if not config.tie_embeddings:
                 self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
-            self.model = build_model(config, weights, GpuOps())
+            self.model = DecoderModel(config, weights, GpuOps())
         else:
             self.model, self.weight_bytes = like.model, like.weight_bytes
         form = kv_format(config, kv_dtype, BLOCK, has_groups=True)

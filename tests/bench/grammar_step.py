@@ -30,7 +30,7 @@ from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.grammar.grammar import GrammarLimits, MaskFiller, Vocabulary, compile_grammar
 from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
-from engine.models.cpu_llama import load_kernels
+from engine.models.cpu_decoder import load_kernels
 from engine.runner.cpu_runner import CpuRunner
 from tests.grammars import PolledGrammars
 

@@ -11,15 +11,16 @@ from collections.abc import Callable
 from time import process_time
 from typing import TypeVar
 
-from engine.api import CacheNews, Frame, Gain, Stats
 from engine.cache import PrefixCache
 from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.namespace_stats import NamespaceTable
 from engine.config import EngineConfig
 from engine.core.stats import EngineStats
-from engine.protocol import Downward, Welcome, downward_decoder, encode
+from engine.protocol import Downward, Frame, Welcome, downward_decoder, encode
 from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step_cost import StepCost
+from engine.statistics import CacheNews, Gain, Stats
 from gateway.analytics.block_churn import BlockChurn
 from gateway.background.storage_metering import StorageMeter
 from gateway.caching.namespaces import owner_of
@@ -41,7 +42,9 @@ class Heartbeats:
 
     def __init__(self, namespaces: int) -> None:
         self.cache = PrefixCache(blocks=namespaces * BLOCKS, block_size=SIZE)
-        self.engine_stats, self.scheduler = EngineStats(), Scheduler(self.cache, EngineConfig())
+        cost = StepCost()
+        self.engine_stats = EngineStats(cost)
+        self.scheduler = Scheduler(self.cache, EngineConfig(), cost, None)
         self.book, self.meter = NamespaceTable(), StorageMeter()
         self.losses, self.churn = CacheEventTotals(), BlockChurn()
         self.decoder = downward_decoder()

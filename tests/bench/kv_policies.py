@@ -15,8 +15,8 @@ import torch
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
 from engine.model_store import Architecture, ModelCard
+from engine.models.decoder import DecoderModel
 from engine.models.layers import TorchOps
-from engine.models.registry import build_model
 from engine.weights import load_weights
 from kernels.reference import rotate
 
@@ -199,7 +199,7 @@ class PolicyReader:
         """Raises ModelError."""
         self.card, self.context = card, context
         weights = load_weights(card, torch.float32, torch.device("cpu"))
-        self._model = build_model(card.config, weights, TorchOps())
+        self._model = DecoderModel(card.config, weights, TorchOps())
 
     def read(
         self, token_ids: Sequence[int], variants: Sequence[str]

@@ -25,12 +25,12 @@ import msgspec
 import torch
 
 from engine.attention.batch import make_batch
-from engine.attention.cpu_backend import CpuAttention, CpuPlace
+from engine.attention.cpu_backend import CpuAttention
 from engine.attention.interface import attention_spec
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, Layer, Rope
-from engine.models.cpu_llama import CpuLlama, load_kernels
+from engine.models.cpu_decoder import CpuDecoder, c_place, load_kernels
 from engine.plan import Row, StepPlan
 from engine.weights import random_weights
 from kernels import reference_int8
@@ -103,19 +103,13 @@ class Attention:
         return (time.thread_time() - started_s) / len(shape.layers)
 
 
-def c_place(place: CpuPlace) -> cpu.CPlace:
-    """Return a place as C reads it."""
-    return cpu.CPlace(
-        place.tables.ctypes.data, place.slots.data_ptr(), place.bundles.ctypes.data,
-        place.segments.ctypes.data, place.own_keys.data_ptr(),
-    )  # fmt: skip
-
-
 def step_of(shape: Architecture, kv: KvStorage, threads: int) -> Callable[[], float]:
     """Return a function that computes the decoding step of a whole model, and its seconds."""
     kernels = load_kernels(shape, threads)
     assert kernels is not None
-    model = CpuLlama(shape, random_weights(shape, torch.bfloat16, 0, CPU), kernels, kv, LENGTH + 64)
+    model = CpuDecoder(
+        shape, random_weights(shape, torch.bfloat16, 0, CPU), kernels, kv, LENGTH + 64
+    )
     attention = CpuAttention(attention_spec(shape))
 
     def run() -> float:

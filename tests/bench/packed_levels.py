@@ -25,7 +25,6 @@ from engine.api import (
     Fidelity,
     Finished,
     LeaseRequest,
-    LevelStats,
     Request,
     Retention,
     Sampling,
@@ -35,7 +34,9 @@ from engine.api import (
 from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
 from engine.model_store import load_card
-from engine.server.service import core_of_model, smoke_test
+from engine.server.composition import core_of_model
+from engine.server.service import smoke_test
+from engine.statistics import LevelStats
 from tests.bench.kv_texts import texts, windows
 
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)

@@ -22,18 +22,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from engine.api import (
-    CacheGrant,
-    LeaseRequest,
-    LevelStats,
-    Request,
-    Retention,
-    Sampling,
-    Started,
-    Tokens,
-)
+from engine.api import CacheGrant, LeaseRequest, Request, Retention, Sampling, Started, Tokens
 from engine.config import EngineConfig, LevelsConfig
 from engine.model_store import DEFAULT_MODEL, prepare, resolve
+from engine.statistics import LevelStats
 from gateway.engine_supervisor import EngineSupervisor
 
 PROMPT_TOKENS, OUTPUT_TOKENS, BLOCK = 2_048, 4, 16

@@ -67,13 +67,14 @@ def check_contents(
 
 
 def read_said(lines: list[str], stored: Stores, erased: set[bytes]) -> None:
-    """Add what a child has said. What it was erasing when it died may be there or not."""
+    """Add what a child has said. What it was storing or erasing when it died may be there."""
     for line in lines:
         word, name, number = line.split()
         namespace = name.encode()
-        if word == "stored":
-            stored.setdefault(namespace, set()).add(int(number))
+        if word == "storing":
             erased.discard(namespace)
+        elif word == "stored":
+            stored.setdefault(namespace, set()).add(int(number))
         elif word == "erasing":
             stored.pop(namespace, None)
         elif word == "erased":

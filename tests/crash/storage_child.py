@@ -1,9 +1,9 @@
 """A process that stores, drops and erases until it is killed: `python -m tests.crash.storage_child
 FOLDER SEED [LIE]`, or with `sealed` instead of a lie: then its copies are sealed.
 
-It prints a line before and after each erasure and after each store. With LIE `unstored` it prints a
-store that it never made and kills itself; with `rows_first` it commits rows before their bytes are
-written, and kills itself in between: the controls of the test.
+It prints a line before and after each erasure and each store that is kept. With LIE `unstored` it
+prints a store that it never made and kills itself; with `rows_first` it commits rows before their
+bytes are written, and kills itself in between: the controls of the test.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ def store_path(rig: LocalRig, namespace: bytes, number: int, payer: bytes) -> No
     command = rig.store_command(
         namespace, tokens_of(number), payer=payer, promise_s=promise_s, lease_ids=(str(number),)
     )
+    if payer == KEPT:
+        say("storing", namespace, number)
     outcome = rig.send_store(command)
     if payer == KEPT:
         assert outcome.code == "", outcome

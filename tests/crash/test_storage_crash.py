@@ -46,7 +46,7 @@ def test_random_kills_lose_nothing_stored_and_bring_nothing_back(
             text=True,
         ) as child:
             assert child.stdout is not None
-            lines = [child.stdout.readline() for _ in range(rng.randrange(1, 50))]
+            lines = [child.stdout.readline() for _ in range(rng.randrange(1, 80))]
             child.send_signal(signal.SIGKILL)
             lines += [line for line in child.stdout if line.endswith("\n")]
         read_said([line for line in lines if line], stored, erased)
@@ -102,7 +102,7 @@ def test_kill_at_each_system_call_loses_nothing(tmp_path: Path, calls: str) -> N
             lines = []
             for line in child.stdout:
                 lines.append(line)
-                if len(lines) >= 120:
+                if len(lines) >= 180:
                     child.kill()
                     break
         stored: Stores = {}
@@ -112,7 +112,7 @@ def test_kill_at_each_system_call_loses_nothing(tmp_path: Path, calls: str) -> N
             check_structure(folder)
         check_contents(folder, stored, erased)
         points += 1
-        if len(lines) >= 120:
+        if len(lines) >= 180:
             break
 
     sys.stdout.write(f"killed at {points} points\n")

@@ -111,9 +111,9 @@ class Life:
         command = rig.store_command(
             namespace, tokens_of(number), promise_s=1e6 if is_promised else 0.0
         )
+        self.erased.discard(namespace)  # the power may be cut within this store
         if rig.send_store(command).code == "":
             self.stored.setdefault(namespace, {})[number] = is_promised
-            self.erased.discard(namespace)
         if may_erase and rng.random() < 0.1:
             victim = b"namespace-%d" % rng.randrange(5)
             self.stored.pop(victim, None)

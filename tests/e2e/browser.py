@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+IN_BROWSER = [
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver"),
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+]
+"""Marks of tests that use a browser."""
 PATIENCE_S = 40
 FLAGS = (
     "--headless=new",
@@ -34,6 +41,10 @@ const done = arguments[0];
 axe.run(document, {resultTypes: ["violations"]}).then((found) => done(found.violations
   .filter((one) => ["serious", "critical"].includes(one.impact))
   .map((one) => [one.id, one.nodes.length, one.nodes[0].html.slice(0, 200)])));
+"""
+SIDEWAYS = """
+return [...document.querySelectorAll(".scroll")]
+  .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.ariaLabel);
 """
 
 
@@ -102,9 +113,21 @@ class Page:
         box.clear()
         box.send_keys(text)
 
+    def sideways(self) -> list[str]:
+        """Return the names of tables that are wider than their panels."""
+        return list(self.browser.execute_script(SIDEWAYS))
+
     def faults(self) -> list[Any]:
         """Return serious faults of accessibility, and whether the page is wider than the screen."""
         self.browser.execute_script(AXE)
         found = list(self.browser.execute_async_script(FAULTS))
         wide = "return document.documentElement.scrollWidth > innerWidth"
         return [*found, *(["wider than the screen"] if self.browser.execute_script(wide) else [])]
+
+
+async def signed_in(browser: Any, url: str, key: str, words: str = "Hit ratio") -> Page:
+    """Sign in at a listener; return the page when it has these words."""
+    page = Page(browser, url)
+    await asyncio.to_thread(page.sign_in, key)
+    await asyncio.to_thread(page.see, words)
+    return page

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from engine.plan import StepPlan
-from gateway.ledger.metering import wall_ms
-from tenancy.types import HOUR_MS
+from tenancy.types import HOUR_MS, wall_ms
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture
 

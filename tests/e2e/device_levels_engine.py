@@ -23,7 +23,8 @@ from engine.api import CacheGrant, Fidelity, LeaseRequest, Quota, Retention
 from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
 from engine.scheduler.step_cost import StepCost
-from engine.server.service import core_of_model, smoke_test
+from engine.server.composition import core_of_model
+from engine.server.service import smoke_test
 from tests.e2e.leveled_engine import WAIT_S, answer, say, wait_for_disk
 
 PROMPT_TOKENS, BLOCKS, PUSHES = 449, 96, 9

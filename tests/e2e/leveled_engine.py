@@ -26,7 +26,8 @@ from engine.api import (
 )
 from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
-from engine.server.service import core_of_model, smoke_test
+from engine.server.composition import core_of_model
+from engine.server.service import smoke_test
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 2048, 8
 WAIT_S = 30.0

@@ -24,7 +24,7 @@ from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.grammar import MaskFiller
 from engine.grammar.sandbox import SandboxSettings
 from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
-from engine.models.cpu_llama import load_kernels
+from engine.models.cpu_decoder import load_kernels
 from engine.runner.cpu_runner import CpuRunner
 
 BLOCKS, CONTEXT = 200, 1024

@@ -18,7 +18,8 @@ from pathlib import Path
 from engine.api import CacheGrant, LeaseRequest, Retention
 from engine.config import EngineConfig, LevelsConfig, RemoteConfig
 from engine.core.core import Core
-from engine.server.service import core_of_model, smoke_test
+from engine.server.composition import core_of_model
+from engine.server.service import smoke_test
 from engine.storage.folder import wait_for_lock
 from engine.storage.index.index import INDEX_NAME, RecordIndex
 from engine.storage.sealing.unlocking import SealSettings, unlock

@@ -11,16 +11,11 @@ from selenium.webdriver.common.by import By
 
 from gateway.background.webhooks import WebhookEndpoint
 from tenancy.types import DAY_MS
-from tests.e2e.browser import CHROMIUM, DRIVER, Page
+from tests.e2e.browser import IN_BROWSER, signed_in
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-pytestmark = [
-    pytest.mark.skipif(
-        CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver"
-    ),
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-]
+pytestmark = IN_BROWSER
 SYSTEM = "You are the assistant of a shop that sells lamps, tables and chairs. " * 4
 
 
@@ -31,20 +26,13 @@ async def ask(gateway: GatewayFixture, system: str, question: str) -> int:
     return status
 
 
-async def signed_in(gateway: GatewayFixture, browser: Any) -> Page:
-    page = Page(browser, gateway.admin_url)
-    await asyncio.to_thread(page.sign_in, AdminClient(gateway).key)
-    await asyncio.to_thread(page.see, "Hit ratio")
-    return page
-
-
 async def test_charts_outlive_a_restart(gateway: GatewayFixture, browser: Any) -> None:
     """The ledger and the samples have the history; only what is since the start begins anew."""
     for number in range(6):
         await ask(gateway, SYSTEM, f"question {number}")
     await gateway.close()
     await gateway.open()
-    page = await signed_in(gateway, browser)
+    page = await signed_in(browser, gateway.admin_url, AdminClient(gateway).key)
 
     text = await asyncio.to_thread(page.see, "ended 6")
     drawn = page.browser.find_elements(By.CSS_SELECTOR, ".plot[aria-label] canvas")
@@ -56,11 +44,11 @@ async def test_charts_outlive_a_restart(gateway: GatewayFixture, browser: Any) -
 @pytest.mark.slow
 async def test_a_young_server_shows_its_last_hour(gateway: GatewayFixture, browser: Any) -> None:
     """In a day, what it has done so far would be a dot at the charts' edge; later it is a day."""
-    page = await signed_in(gateway, browser)
+    page = await signed_in(browser, gateway.admin_url, AdminClient(gateway).key)
     young = await asyncio.to_thread(lambda: page.find("[aria-pressed=true]").text)
     with gateway.store.change() as db:
         db.execute("update tenants set created_ms = created_ms - ?", (DAY_MS,))
-    page = await signed_in(gateway, browser)
+    page = await signed_in(browser, gateway.admin_url, AdminClient(gateway).key)
     grown = await asyncio.to_thread(lambda: page.find("[aria-pressed=true]").text)
 
     assert (young, grown) == ("1 h", "24 h")
@@ -69,7 +57,7 @@ async def test_a_young_server_shows_its_last_hour(gateway: GatewayFixture, brows
 async def test_a_drag_over_a_chart_chooses_its_range(gateway: GatewayFixture, browser: Any) -> None:
     """The address has the range, for every page."""
     await ask(gateway, SYSTEM, "a question")
-    page = await signed_in(gateway, browser)
+    page = await signed_in(browser, gateway.admin_url, AdminClient(gateway).key)
 
     def drag() -> str:
         plot = page.find(".u-over")
@@ -91,7 +79,7 @@ async def test_a_refusal_is_on_its_tenants_page(gateway: GatewayFixture, browser
     tenant."""
     admin = AdminClient(gateway)
     await admin.ask("PATCH", "/admin/v1/tenants/ada", {"requests_per_minute": 1})
-    page = await signed_in(gateway, browser)
+    page = await signed_in(browser, gateway.admin_url, AdminClient(gateway).key)
     await asyncio.to_thread(page.open, "tenants/ada", "No request was refused today.")
     statuses = [await ask(gateway, SYSTEM, "a question") for _ in range(3)]
 
@@ -110,11 +98,11 @@ async def test_shows_one_request_by_its_id(gateway: GatewayFixture, browser: Any
     await ask(gateway, SYSTEM, "another question")
     _, listed = await AdminClient(gateway).ask("GET", "/admin/v1/requests")
     one = listed["requests"][0]
-    page = await signed_in(gateway, browser)
+    page = await signed_in(browser, gateway.admin_url, AdminClient(gateway).key)
 
     def look() -> str:
         page.open("requests", "Ended requests, newest first")
-        page.find("input[name=id_]").send_keys(one["request_id"] + "\n")
+        page.find("[aria-label='Request by id']").send_keys(one["request_id"] + "\n")
         return page.see("Ledger entry")
 
     text = await asyncio.to_thread(look)
@@ -129,16 +117,15 @@ async def test_says_what_wastes_money(gateway: GatewayFixture, browser: Any) -> 
     """A system message that begins with a number, on Overview, the tenant's page and its own."""
     for number in range(12):
         await ask(gateway, f"{7919 * (number + 1)} {SYSTEM}", "a question")
-    page = await signed_in(gateway, browser)
+    page = await signed_in(browser, gateway.admin_url, AdminClient(gateway).key)
     title = "The system message changes"
 
     texts = [
         await asyncio.to_thread(page.open, name, title)
         for name in ("overview", "findings", "tenants/ada")
     ]
-    own = Page(browser, gateway.url)
-    await asyncio.to_thread(own.sign_in, gateway.keys["ada"])
-    texts.append(await asyncio.to_thread(own.see, title))
+    own = await signed_in(browser, gateway.url, gateway.keys["ada"], title)
+    texts.append(own.text())
 
     assert all("To do:" in text for text in texts)
 
@@ -152,7 +139,7 @@ async def test_sends_a_test_event_to_a_webhook(
     closed = "http://127.0.0.1:9/secret-path"
     gateway.endpoints = (WebhookEndpoint("ops", closed, frozenset(), "slack"),)
     await gateway.open()
-    page = await signed_in(gateway, browser)
+    page = await signed_in(browser, gateway.admin_url, AdminClient(gateway).key)
 
     def act() -> str:
         page.open("access", "Send a test")

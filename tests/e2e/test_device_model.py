@@ -19,8 +19,8 @@ from engine.core.core import Core
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import ModelCard
+from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
-from engine.models.registry import build_model
 from engine.plan import Runner
 from engine.runner.cpu_runner import CpuRunner
 from engine.runner.gpu_runner import GpuRunner
@@ -63,7 +63,7 @@ def on_cpu(card: ModelCard) -> CpuRunner:
 
 def on_device(card: ModelCard, dtype: torch.dtype) -> GpuRunner:
     device = torch.device("cuda")
-    model = build_model(card.config, load_weights(card, dtype, device), GpuOps())
+    model = DecoderModel(card.config, load_weights(card, dtype, device), GpuOps())
     kv = KvStorage(kv_format(card.config, dtype, BLOCK), BLOCKS, device)
     return GpuRunner(model, kv, context=CONTEXT, seats=16, tokens_max=600)
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from engine.attention.batch import make_batch
 from engine.config import EngineConfig
 from engine.model_store import ModelCard
-from engine.models.cpu_llama import load_kernels
+from engine.models.cpu_decoder import load_kernels
 from engine.plan import Row, StepPlan
 from engine.runner.cpu_runner import CpuRunner
 from engine.weights import load_weights

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from gateway.ledger.metering import wall_ms
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.keys import create_admin_key
 from tenancy.storage.sqlite import SqliteStore
+from tenancy.types import wall_ms
 from tests.unit.gateway.server_process import Server, run_server
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

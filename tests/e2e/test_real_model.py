@@ -23,7 +23,7 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.model_store import Architecture, ModelCard
-from engine.models.cpu_llama import load_kernels
+from engine.models.cpu_decoder import load_kernels
 from engine.plan import Row, StepPlan
 from engine.runner.cpu_runner import CpuRunner
 from engine.weights import load_weights

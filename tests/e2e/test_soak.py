@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.client.client import RequestStream
+from engine.client.request_stream import RequestStream
 from gateway.caching import Contract
 from gateway.generation.generation import Generation
 from gateway.generation.idempotency import IdempotentRequest

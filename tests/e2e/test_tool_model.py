@@ -18,7 +18,7 @@ from engine.model_store import ModelCard
 from gateway.dialects.canonical import OutputFormat, Prompt, Segment, Tool, ToolChoice
 from gateway.prompt import Renderer
 from gateway.structured_output.output_check import satisfies
-from gateway.structured_output.tool_call_parser import ParsedCall, ParsedText, ToolCallParser
+from gateway.structured_output.tool_call_parser import ParsedCall, ToolCallParser
 from tests.e2e.real_core import run_samples
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -80,7 +80,7 @@ def parse_answer(renderer: Renderer, ids: list[int]) -> tuple[str, list[tuple[st
             calls[piece.call :] = [
                 (piece.name, "") if piece.name else (calls[-1][0], calls[-1][1] + piece.arguments)
             ]
-    return "".join(piece.text for piece in found if isinstance(piece, ParsedText)), calls
+    return "".join(piece for piece in found if isinstance(piece, str)), calls
 
 
 def test_named_function_is_called_once(default_core: Core, renderer: Renderer) -> None:

@@ -31,7 +31,7 @@ from gateway.dialects.openai import completions as openai_completions
 from gateway.dialects.openai import responses as openai_responses
 from gateway.dialects.protocol import Dialect
 from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import check_golden
+from tests.golden.transcripts import check_golden, streamed
 
 REPLY = Reply("id-1", "m", 1_700_000_000)
 USAGE = UsageRecord(60, {"5m": 16, "1h": 8}, {"5m": 12}, 24, 9, 24)
@@ -226,9 +226,7 @@ def test_exchange_matches_the_golden_transcript(name: str) -> None:
     pages = {"request": sent, "call": msgspec.json.format(msgspec.json.encode(non_defaults(call)))}
     answers = {"spoken": SPOKEN} | ({} if name == "openai_completions" else {"called": CALLED})
     for answer, deltas in answers.items():
-        encoder = dialect.encoder(call, REPLY)
-        streamed = b"".join(map(encoder.stream, deltas)) + encoder.close()
-        pages[f"{answer}, streamed"] = streamed
+        pages[f"{answer}, streamed"] = streamed(dialect.encoder(call, REPLY), deltas)
         pages[f"{answer}, unary"] = dialect.encoder(call, REPLY).unary(deltas)
     status, body = dialect.error_body(REFUSED, "r1")
     pages["refused"] = f"{status}\n".encode() + body

@@ -7,7 +7,7 @@ once, so that its author reads the file.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from gateway.dialects.canonical import (
     TokenText,
     UsageRecord,
 )
-from gateway.errors import Refusal
+from gateway.dialects.protocol import Encoder
+from gateway.errors import Kind, Refusal
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "dialects.md"
 GOLDEN = Path(__file__).parent
@@ -59,6 +60,19 @@ def outcome(parse: Callable[[bytes], Call], body: bytes) -> Call | Refusal:
         return parse(body)
     except Refusal as refusal:
         return refusal
+
+
+def refusal_of(parse: Callable[..., object], *asked: Any, **fields: Any) -> Refusal:
+    """Return the refusal of what is parsed: the client's mistake."""
+    with pytest.raises(Refusal) as raised:
+        parse(*asked, **fields)
+    assert raised.value.kind is Kind.BAD
+    return raised.value
+
+
+def streamed(encoder: Encoder, deltas: Sequence[Delta]) -> bytes:
+    """Return the complete stream of an answer."""
+    return b"".join(map(encoder.stream, deltas)) + encoder.close()
 
 
 def events(data: bytes) -> list[Any]:

@@ -32,7 +32,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.protocol import Dialect
 from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import outcome
+from tests.golden.transcripts import outcome, streamed
 
 shared = settings(suppress_health_check=[HealthCheck.differing_executors])
 """Every dialect runs the same inherited properties, each in another executor."""
@@ -96,8 +96,7 @@ class Adapter:
 
     def streamed(self, deltas: list[Delta]) -> bytes:
         """Return a complete stream."""
-        encoder = self.dialect.encoder(self.parse_streaming(), REPLY)
-        return b"".join(map(encoder.stream, deltas)) + encoder.close()
+        return streamed(self.dialect.encoder(self.parse_streaming(), REPLY), deltas)
 
     def unary(self, deltas: list[Delta]) -> bytes:
         """Return the unary answer of the same deltas."""

@@ -9,11 +9,13 @@ import msgspec
 import pytest
 
 from gateway.config import ResponsesConfig
-from gateway.ledger.metering import LedgerReservation, wall_ms
+from gateway.ledger.metering import LedgerReservation
 from tenancy.accounts.keys import create_key
 from tenancy.errors import LedgerUnavailable
+from tenancy.types import wall_ms
+from tests.integration.test_stored_responses import create
 from tests.published_schema import violations
-from tests.unit.gateway.gateway_fixture import GatewayFixture, parse_events
+from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytestmark = pytest.mark.usefixtures("room_for_turns")
 
@@ -44,13 +46,7 @@ async def respond(
     gateway: GatewayFixture, conversation: str, text: Any = LONG, who: str = "ada", **fields: Any
 ) -> dict[str, Any]:
     """Return the response to a request in a conversation, which must succeed."""
-    body = {"model": gateway.model, "input": text, "temperature": 0, **fields}
-    body["conversation"] = conversation.removeprefix("/")
-    status, found, _ = await gateway.ask("/v1/responses", body, who=who)
-    assert status == 200, found
-    if fields.get("stream"):
-        found = parse_events(found)[-1]["response"]
-    return dict(found)
+    return await create(gateway, text, who, conversation=conversation.removeprefix("/"), **fields)
 
 
 async def texts(gateway: GatewayFixture, conversation: str, query: str = "order=asc") -> list[str]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gateway.ledger.metering import wall_ms
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.tenants import change_tenant
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
+from tenancy.types import wall_ms
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 LATE: Any = {

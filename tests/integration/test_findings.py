@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from engine.model_store import ModelCard
-from gateway.ledger.metering import wall_ms
 from gateway.retention_classes import CacheProfile, CachingConfig, RetentionClass
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
+from tenancy.types import wall_ms
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

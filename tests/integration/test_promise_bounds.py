@@ -10,11 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.caching.namespaces import promised_default, quota_of
-from gateway.ledger.metering import wall_ms
 from gateway.retention_classes import CachingConfig
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, create_tenant
-from tenancy.types import CachePolicy
+from tenancy.types import CachePolicy, wall_ms
 from tests.unit.gateway.gateway_fixture import BLOCKS, GatewayFixture
 
 PROMISABLE = BLOCKS * 7 // 8

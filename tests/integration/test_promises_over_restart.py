@@ -13,7 +13,6 @@ import pytest
 from engine.model_store import ModelCard
 from gateway.background.erasure import ErasureTarget, erase
 from gateway.caching import promise_books
-from gateway.ledger.metering import wall_ms
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.written_prefixes import take_over
@@ -21,6 +20,7 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Row, Store
 from tenancy.storage.postgres import PostgresStore
+from tenancy.types import wall_ms
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 

@@ -14,12 +14,11 @@ from engine.cache import PrefixCache
 from gateway.background.erasure import ErasureTarget, erase_removed, list_holdings, scope_target
 from gateway.background.storage_metering import token_changes
 from gateway.caching.namespaces import namespace_of, parts_of
-from gateway.ledger.metering import wall_ms
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.shared_scopes import ScopeTerms, find_scope, remove_scope, set_scope
 from tenancy.accounts.tenants import change_tenant, create_tenant
-from tenancy.types import CachePolicy, Identity, SharedScope, Tenant
+from tenancy.types import CachePolicy, Identity, SharedScope, Tenant, wall_ms
 from tests.examples import examples
 from tests.strategies import tokens
 from tests.unit.gateway.admin_client import AdminClient

@@ -10,9 +10,10 @@ import pytest
 
 from gateway.config import ResponsesConfig
 from gateway.ledger import response_writer
-from gateway.ledger.metering import LedgerReservation, wall_ms
+from gateway.ledger.metering import LedgerReservation
 from tenancy.accounts.keys import create_key
 from tenancy.errors import LedgerUnavailable, StoreError
+from tenancy.types import wall_ms
 from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture, parse_events
 
 pytestmark = pytest.mark.usefixtures("room_for_turns")

@@ -13,7 +13,6 @@ from hypothesis.stateful import invariant, rule
 from msgspec.structs import replace
 
 from engine.api import AttentionWindow, Request
-from engine.plan import block_window
 from tests.property.test_engine_machine import QUOTAS, EngineMachine
 from tests.strategies import requests
 
@@ -54,7 +53,7 @@ class AttentionMachine(EngineMachine):
             asked, table = sequence.parent.request.attention, sequence.table
             if asked is None or table is None:
                 continue
-            window = block_window(asked, size)
+            window = asked.in_blocks(size)
             behind = table.kv_tokens // size - window.window
             if behind >= window.shared_blocks:
                 assert table.holes == behind - window.sinks, "blocks behind an attention window"

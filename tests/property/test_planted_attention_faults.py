@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from engine.api import BlockWindow
 from engine.cache import PrefixCache
 from engine.cache.attention_windows import AttentionWindows
 from engine.core.planner import StepPlanner
-from engine.plan import BlockWindow
 from engine.scheduler.sequence import Sequence
 from tests.property.planted import check_caught
 from tests.property.test_attention_machine import AttentionMachine

@@ -12,12 +12,13 @@ from engine.cache.lease_manager import LeaseManager
 from engine.cache.moved_blocks import MovedBlocks
 from engine.cache.tree.prefix_tree import WindowBlock
 from engine.cache.window_manager import WindowManager
+from engine.errors import InvariantViolation
 from engine.levels.stored_prefixes import Copy
 from engine.levels.window_copies import WindowCopies
 from tests.property.planted import check_caught
 from tests.property.test_window_levels_machine import WindowLevelsMachine
 from tests.property.test_window_promises import (
-    WindowPromisesMachine,
+    WindowHostPromisesMachine,
 )
 from tests.unit.engine.levels import test_window_copies as unit
 
@@ -63,6 +64,11 @@ def holes_committed(original: Any) -> Any:
     return commit
 
 
+def group_0_is_enough(original: Any) -> Any:
+    """Promises of window blocks move down to a copy of group 0."""
+    return lambda self, copy, level=None: True
+
+
 def windows_not_charged(original: Any) -> Any:
     """What is promised of window blocks below is known to the level alone."""
 
@@ -96,9 +102,9 @@ PLANTS: tuple[tuple[Any, Any, str, Fault], ...] = (
     (WindowLevelsMachine, MovedBlocks, "hold", too_few_held),
     (WindowLevelsMachine, WindowCopies, "blocks_of", wrong_group),
     (WindowLevelsMachine, WindowManager, "commit", holes_committed),
-    (WindowPromisesMachine, LeaseManager, "keep_below", windows_not_charged),
-    (WindowPromisesMachine, LeaseManager, "adopt_window", windows_not_adopted),
-    (WindowPromisesMachine, window_promises, "first_promised", a_part_moves_down),
+    (WindowHostPromisesMachine, LeaseManager, "keep_below", windows_not_charged),
+    (WindowHostPromisesMachine, LeaseManager, "adopt_window", windows_not_adopted),
+    (WindowHostPromisesMachine, window_promises, "first_promised", a_part_moves_down),
 )
 
 
@@ -114,6 +120,18 @@ def test_a_planted_fault_of_window_copies_is_caught(
     check_caught(machine)
 
 
+def test_promises_moved_to_copies_of_group_0_fail_their_own_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The machine meets such a copy under a promised window too seldom."""
+    check = unit.test_no_part_of_a_window_is_below_where_a_record_has_group_0_alone
+    check(12, "granted")
+    monkeypatch.setattr(WindowCopies, "keeps_whole", group_0_is_enough(None))
+
+    with pytest.raises((AssertionError, InvariantViolation)):
+        check(12, "granted")
+
+
 def test_window_blocks_of_which_the_next_engine_is_not_told_fail_their_own_test(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -122,4 +140,4 @@ def test_window_blocks_of_which_the_next_engine_is_not_told_fail_their_own_test(
     monkeypatch.setattr(Copy, "_promised_windows", windows_not_told(None))
 
     with pytest.raises(AssertionError):
-        check()
+        check("disk")

@@ -71,6 +71,8 @@ class RestartedMachine(PromisesMachine):
         """
         self.take_grants()
         self.forgets_host = forgets_host and self.has_disk
+        if self.disk is not None:
+            self.disk.finish()  # its process outlives the engine
         kept = {one: self.kept_until_s(one) for one in self.promised if one not in self.doubtful}
         due = {one: self.due_s(one) for one in kept}
         self.world.restart()

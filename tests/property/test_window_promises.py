@@ -7,6 +7,8 @@ token of minus one for the first window group, minus two for the second.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 
 from engine.api import Request
@@ -14,16 +16,15 @@ from engine.cache.tree.prefix_tree import Node
 from engine.cache.tree.window_groups import WindowGroups
 from engine.levels.stored_prefixes import Copy
 from tests.fake_levels import whole_of
-from tests.property.test_promises_machine import Block, PromisesMachine
+from tests.property.test_promises_machine import CLASSES, NAMESPACES, Block, PromisesMachine
 from tests.property.test_restarted_promises import BOOT_S, RestartedMachine
 
 WINDOWS = (3, 3)
 
 
 class WindowPromisesMachine(PromisesMachine):
-    """Promises of runs and of window blocks that move down to host memory."""
+    """Promises of runs and of window blocks that move down to host memory and disk."""
 
-    has_disk = False
     windows = WINDOWS
     formats = whole_of(1 + len(WINDOWS))
 
@@ -80,8 +81,30 @@ class WindowPromisesMachine(PromisesMachine):
         return node, copies[-1] if len(copies) == runs else None
 
     def has_whole(self, copy: Copy) -> bool:
-        """Return whether host memory has the blocks of all groups of a copy."""
-        return copy.slot >= 0 and self.memory.written[copy.slot] == self.formats[1].name
+        """Return whether a level has the blocks of all groups of a copy."""
+        whole = self.formats[1]
+        if copy.slot >= 0 and self.memory.written[copy.slot] == whole.name:
+            return True
+        record = None if self.disk is None else self.disk.records.get(copy.record_id)
+        return record is not None and record.form == whole
+
+    def stored(self) -> set[Block]:
+        """Return the blocks of which the disk has records."""
+        found = super().stored()
+        whole = self.formats[1]
+        for number, one in {} if self.disk is None else self.disk.records.items():
+            assert self.disk is not None
+            if one.form == whole:
+                groups = range(len(self.windows))
+                path = self.disk.path(number)
+                found |= {(one.namespace, (*path, -1 - group)) for group in groups}
+        return found
+
+
+class WindowHostPromisesMachine(WindowPromisesMachine):
+    """The same without a disk: host memory keeps promises."""
+
+    has_disk = False
 
 
 class RestartedWindowMachine(WindowPromisesMachine, RestartedMachine):
@@ -97,22 +120,97 @@ class RestartedWindowMachine(WindowPromisesMachine, RestartedMachine):
         group = -1 - path[-1]
         if group < 0:
             return super().kept_until_s(block)
-        tokens = path[:-1]
+        until_s, tokens = 0.0, path[:-1]
+        for number, record in {} if self.disk is None else self.disk.records.items():
+            assert self.disk is not None, "it has the records"
+            if record.namespace == namespace and self.disk.path(number) == tokens:
+                told = () if record.terms is None else record.terms.window_groups
+                is_kept = group in told and record.form == self.formats[1]
+                until_s = record.promise_at_s if is_kept else 0.0
         copies = self.levels.book.prefixes.match(namespace, (*tokens, 2), self.world.clock())
         if self.forgets_host or len(copies) * self.world.block_size < len(tokens):
-            return 0.0
+            return until_s
         assert self.kept is not None, "it is made with the first engine"
         entries = [self.kept.table.read(copy.slot) if copy.slot >= 0 else None for copy in copies]
         last = entries[-1]
         if last is None or not all(entries) or last.terms is None or last.format != "whole":
-            return 0.0
+            return until_s
         is_kept = group in last.terms.window_groups and copies[-1].terms is not None
-        return last.promise_at_s - BOOT_S if is_kept else 0.0
+        return max(until_s, last.promise_at_s - BOOT_S) if is_kept else until_s
+
+
+class RestartedWindowHostMachine(RestartedWindowMachine):
+    """The same without a disk: host memory keeps promises, and outlives its engine."""
+
+    has_disk = False
 
 
 RUNS = settings(stateful_step_count=40)
 
 TestWindowPromisesMachine = WindowPromisesMachine.TestCase
 TestWindowPromisesMachine.settings = RUNS
+TestWindowHostPromisesMachine = WindowHostPromisesMachine.TestCase
+TestWindowHostPromisesMachine.settings = RUNS
 TestRestartedWindowMachine = RestartedWindowMachine.TestCase
 TestRestartedWindowMachine.settings = RUNS
+TestRestartedWindowHostMachine = RestartedWindowHostMachine.TestCase
+TestRestartedWindowHostMachine.settings = RUNS
+
+
+class Drawn:
+    """Draws that were made before, in their order."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = list(values)
+
+    def draw(self, _: object) -> Any:
+        """Return the next one."""
+        return self._values.pop(0)
+
+
+Asked = tuple[bytes, tuple[int, ...], tuple[int, ...], int, int]
+"""A namespace, a prompt, the ends of its short leases, a priority, and the most tokens."""
+
+
+def born(blocks: int) -> RestartedWindowMachine:
+    """Return a machine with room for six blocks in host memory and six records."""
+    machine = RestartedWindowMachine()
+    machine.start(
+        blocks=blocks, slots=6, records_max=6, floor=0, ceiling=None, promised_max=None,
+        depth=2, step_tokens=16,
+    )  # fmt: skip
+    return machine
+
+
+def live(machine: RestartedWindowMachine, *asked: Asked) -> None:
+    """Submit requests, as the machine has once drawn them."""
+    for namespace, prompt, ends, *drawn in asked:
+        data: Any = Drawn(*drawn)
+        leases = [(end, CLASSES[0]) for end in ends]
+        machine.ask(namespace=namespace, prompt=prompt, again=False, data=data, ends=leases)
+
+
+def test_window_blocks_promised_below_without_their_run_end_in_time() -> None:
+    """The run's promise stays on the device for a sequence that has yet to compute what follows."""
+    machine, (north, _) = born(8), NAMESPACES
+    short: Asked = (north, (0,), (), 0, 1)
+    live(machine, (north, (0, 1, 0, 0, 0, 0, 0), (7,), 0, 3), short)
+    live(machine, (north, (0, 0), (1,), 0, 1), short, short)
+    lost: Any = Drawn(1)
+    machine.lose_a_record(data=lost)
+    live(machine, (north, (0, 0, 0), (3,), 0, 1))
+
+    machine.teardown()
+
+
+def test_a_promise_brings_no_block_behind_its_end_back_to_the_device() -> None:
+    """What levels keep behind it stays there, so that the pool's bound of promises holds."""
+    machine, (north, south) = born(13), NAMESPACES
+    short: Asked = (north, (0,), (), 0, 1)
+    live(machine, (south, (0,) * 9, (9,), 0, 3), (north, (0, 0), (2,), 0, 1), short, short)
+    live(machine, (north, (0, 1, 0), (12,), 0, 1), (north, (0, 1, *(0,) * 9), (), 0, 1))
+    live(machine, (south, (0, 0, 0, 0, 0, 1), (1, 5), 0, 1), (north, (0,) * 9, (3, 10), 0, 3))
+    live(machine, short, short, (north, (0, 0, 0, 1, *(0,) * 10), (13,), 1, 1))
+    live(machine, (south, (0,) * 9, (5,), 1, 1), short)
+
+    machine.teardown()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from engine.api import LeaseGrant, LeaseRequest, Namespace
+from engine.api import BlockWindow, LeaseGrant, LeaseRequest, Namespace
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.prefix_tree import Node, WindowBlock
-from engine.plan import BlockWindow
 
 
 class BlockTable:

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from engine.api import most_runs
+from engine.api import BlockWindow, most_runs
 from engine.cache.tree.prefix_tree import Node, TreeMatch
-from engine.plan import BlockWindow
 
 HOLE: Final = -1
 """The entry of a block table whose block the sequence has let go. It is never read."""

@@ -417,7 +417,9 @@ class HostAccounts:
         used_at_s: float | None,
     ) -> bool:
         """Return whether these copies may be dropped at once for a slot of the taker: no payer gets
-        below its floor, and none gives that has less than the taker.
+        below its floor, and for what is copied ahead of need none gives that would have less than
+        the taker after it. What is lost counts where that is more than the slot: else two payers
+        would take each other's slab for ever.
         """
         size = self.pool.formats[form].slot_bytes
         given: dict[Payer, int] = {}
@@ -434,7 +436,7 @@ class HostAccounts:
                 if share.used + size <= share.floor:
                     return False
                 continue
-            has_less = taker.overage(size) >= share.overage()
+            has_less = taker.overage(max(size, lost)) >= share.overage()
             if share.used - lost < share.floor or (has_less and used_at_s is not None):
                 return False
         return True

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 
-from engine.api import FIDELITIES, FidelityBytes, Namespace, Payer, Quota
+from engine.api import FIDELITIES, Namespace, Payer, Quota
+from engine.statistics import FidelityBytes
 
 FLOORS_PART_MAX = 7 / 8
 """The part of the disk that floors may take together; above it they are cut in one proportion."""

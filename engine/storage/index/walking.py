@@ -35,9 +35,8 @@ def walk(
         level = level_of(slab)
         if level == "remote" and not has_remote:
             break
-        if number >= command.skip:
-            limit_s = None if limit_ms >= FOREVER_MS else (limit_ms - now_ms) / 1_000
-            promise_s = max(0, promise_ms - now_ms) / 1_000
-            word = FIDELITIES[fidelity]
-            found.append(StoredRun(parent, word, limit_s, promise_s, slot_bytes, level))
+        limit_s = None if limit_ms >= FOREVER_MS else (limit_ms - now_ms) / 1_000
+        promise_s = max(0, promise_ms - now_ms) / 1_000
+        word = FIDELITIES[fidelity]
+        found.append(StoredRun(parent, word, limit_s, promise_s, slot_bytes, level))
     return Looked(command.call_id, tuple(found))

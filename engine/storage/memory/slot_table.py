@@ -20,9 +20,9 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from engine.api import AT_REST, FIDELITIES, AtRest, Namespace, Payer
+from engine.api import AT_REST, FIDELITIES, AtRest, Fidelity, Namespace, Payer
 from engine.errors import InvariantViolation
-from engine.moves import Fidelity, PromiseTerms
+from engine.moves import PromiseTerms
 
 HEADER_BYTES: Final = 4_096
 ENTRY_BYTES: Final = 1_024

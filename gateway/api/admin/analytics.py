@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -161,7 +162,7 @@ class _AnalyticsHandlers:
         The response has counts, never tokens or text.
         """
         gateway, name = self._gateway, request[STATE].parameters["name"]
-        found, _ = await asyncio.to_thread(tenants.find_tenant, gateway.store, name)
+        found = await asyncio.to_thread(tenants.find_tenant, gateway.store, name)
         scopes = await scope_names(gateway)
         spaces = namespaces_of(gateway.models.namespaces(), found.tenant_id)
         largest = heapq.nlargest(TREES_MAX + 1, spaces, key=lambda one: one.blocks)
@@ -214,10 +215,9 @@ class _AnalyticsHandlers:
         gateway, now_ms = self._gateway, self._gateway.wall()
 
         def find(store: Store) -> tuple[Tenant | None, RateCard]:
-            try:
-                tenant, _ = tenants.find_tenant(store, name)
-            except BadName:  # deleted meanwhile
-                tenant = None
+            tenant: Tenant | None = None
+            with suppress(BadName):  # deleted meanwhile
+                tenant = tenants.find_tenant(store, name)
             tier = "" if tenant is None else tenant.tier
             return tenant, RateCards(load_cards(store)).in_force(gateway.model, tier, now_ms)
 

@@ -53,7 +53,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
                 action=given.get("action"),
             )
             found = list_changes(store, wanted, before_id=before, limit=limit)
-            tenants = {one.tenant_id: one.name for one, _ in list_tenants(store)}
+            tenants = {one.tenant_id: one.name for one in list_tenants(store)}
             rows = [change_row(one, tenants) for one in found]
             return rows, found[-1].audit_id if len(found) == limit else None
 

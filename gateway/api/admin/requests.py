@@ -116,7 +116,7 @@ def _show(store: Store, request_id: str) -> dict[str, Any]:
 
 
 def _names(store: Store) -> Names:
-    return {tenant.tenant_id: tenant.name for tenant, _ in list_tenants(store)}
+    return {tenant.tenant_id: tenant.name for tenant in list_tenants(store)}
 
 
 def _either(found: EndedRequest, of_entry: str, of_record: str | None = None) -> Any:

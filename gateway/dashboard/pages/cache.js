@@ -1,50 +1,35 @@
 // Cache: the pool, blocks by tenant, promises, evictions between tenants, churn, and prefix trees.
 
 import { html } from "../parts/html.js";
-import { useData } from "../parts/api.js";
+import { SLOW_POLL_MS, useData } from "../parts/api.js";
 import { Chart } from "../parts/chart.js";
-import { enginesOf, sumOf } from "../parts/engines.js";
-import { count, dollarsOf, fromPico, seconds, share, words } from "../parts/format.js";
-import { Bar, Empty, Panel, TenantLink, Tile, Tiles, instead } from "../parts/pieces.js";
+import * as column from "../parts/columns.js";
+import { Warnings, enginesOf } from "../parts/engines.js";
+import { count, dollarsOf, fromPico, seconds, share } from "../parts/format.js";
+import { Bar, Empty, Filter, Panel, Stack, Tile, Tiles, instead } from "../parts/pieces.js";
 import { PrefixTree } from "../parts/prefix_tree.js";
 import { setQuery } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
+import { Promises } from "../parts/since_start.js";
 import { Table } from "../parts/table.js";
-import { warnings } from "./overview.js";
 
-const ENDS = ["given", "running", "kept", "broken", "given_up", "renewed", "clipped", "refused"];
-const number = (head, name) => ({ head, get: (row) => row[name], show: (row) => count(row[name]) });
-const tenantColumn = { head: "tenant", get: (row) => row.tenant, show: (row) => html`<${TenantLink}
-  name=${row.tenant} />`, kind: "text" };
-
-export function Promises({ rows }) {
-  const kept = (row) => (row.kept + row.broken ? row.kept / (row.kept + row.broken) : null);
-  return html`<${Table}
-    caption="Prefixes promised since the start: given = running + kept + broken + given up"
-      rows=${rows}
-    id=${(row) => `${row.tenant} ${row.class}`} none="No promises yet." file="promises" first=${12}
-      columns=${[tenantColumn,
-    { head: "class", get: (row) => row.class, kind: "text" },
-      ...ENDS.map((name) => number(words(name), name)),
-    { head: "kept / ended", get: kept, show: (row) => share(kept(row)) }]} />`;
-}
+const ROWS_FIRST = 12;
+const sumOf = (rows, name) => rows.reduce((sum, row) => sum + (row[name] ?? 0), 0);
 
 export function Cache() {
-  const { query } = useSession(), now = useData("/admin/v1/analytics"), missing = instead(now,
-    "the cache");
+  const { query } = useSession(), now = useData("/admin/v1/analytics");
+  const missing = instead(now, "the cache");
   if (missing) return html`<${Panel} title="Cache" wide>${missing}<//>`;
   const all = now.data, engines = enginesOf(all), sum = (name) => sumOf(engines, name);
-  const blocks = sum("blocks") || 1, used = sum("blocks") - sum("free_blocks");
-  const total = (name) => all.holdings.reduce((sum, row) => sum + row[name], 0);
-  const promised = total("promised_blocks"), below = total("promised_below");
-  const isSplit = engines.length > 1;
-  const ofModels = isSplit ? engines.map(({ name }) => ({ head: name,
-    get: (row) => row.blocks_by_model[name] ?? 0,
-    show: (row) => count(row.blocks_by_model[name] ?? 0) })) : [];
-  return html`${warnings(engines)}
+  const blocks = sum("blocks"), used = blocks - sum("free_blocks");
+  const promised = sumOf(all.holdings, "promised_blocks");
+  const below = sumOf(all.holdings, "promised_below");
+  const inPool = (engine) => (engines.length > 1
+    ? engine.promised_blocks - engine.promised_below : promised - below);
+  return html`<${Warnings} engines=${engines} />
     <${Tiles}>
-      <${Tile} label="Blocks in use" value=${share(used / blocks)}
-        note=${`${count(used)} of ${count(sum("blocks"))} KV blocks`} />
+      <${Tile} label="Blocks in use" value=${share(used / (blocks || 1))}
+        note=${`${count(used)} of ${count(blocks)} KV blocks`} />
       <${Tile} label="Cached" value=${count(sum("cached_blocks"))} unit="blocks"
         note="can be found by prefix" />
       <${Tile} label="Promised" value=${count(promised)} unit="blocks"
@@ -53,93 +38,88 @@ export function Cache() {
       <${Tile} label="Evicted" value=${count(sum("evicted_blocks_total"))} unit="blocks"
         note=${`${count(sum("expired_blocks_total"))} expired, since the engine's start`} />
     <//>
-    ${engines.map((engine) => html`<${Pool} engine=${engine}
-      promised=${isSplit ? engine.promised_blocks - engine.promised_below : promised - below} />`)}
+    ${engines.map((engine) => html`<${Pool} engine=${engine} promised=${inPool(engine)} />`)}
     <div class="grid">
-      <${Panel} title="Blocks by tenant" wide><${Table} caption="Now, with limits" isHidden
-        rows=${all.holdings} id=${(row) => row.tenant} file="blocks" first=${12} order=${-2}
-        none="The cache is empty." columns=${[tenantColumn, number("blocks", "blocks"), ...ofModels,
-        { head: "share of the pool", get: (row) => row.blocks / blocks, show: (row) => html`<${Bar}
-          part=${row.blocks / blocks} />` },
-        number("pinned", "pinned_blocks"), number("floor", "floor_blocks"), number("ceiling",
-          "ceiling_blocks"), number("promised", "promised_blocks"),
-        number("kept below", "promised_below"),
-        number("promised, at most", "promised_blocks_max")]} /><//>
-      <${Trees} names=${all.holdings.map((row) => row.tenant).sort()}
-        first=${all.holdings[0]?.tenant} chosen=${query.get("tenant")} />
-      <${Taken} rows=${all.taken} />
-      <${Panel} title="Promises" wide><${Promises} rows=${all.leases} /><//>
+      <${Holdings} rows=${all.holdings} blocks=${blocks || 1} engines=${engines} />
+      <${Trees} names=${all.holdings.map((row) => row.tenant)} chosen=${query.get("tenant")} />
+      <${Evictions} rows=${all.taken} />
+      <${Promises} rows=${all.leases} />
       <${Churn} churn=${all.churn} />
     </div>`;
 }
 
 // Every block is in one part: free, promised, or cached without a promise, and in use by a request.
 function Pool({ engine, promised }) {
-  const pinned = engine.pinned_blocks, kept = Math.min(promised, engine.cached_blocks);
-  const parts = [["in use by a request", pinned, "out"], ["promised", kept, "write"],
+  const kept = Math.min(promised, engine.cached_blocks);
+  const parts = [["in use by a request", engine.pinned_blocks, "out"], ["promised", kept, "write"],
     ["cached without a promise", engine.cached_blocks - kept, "read"],
-    ["free", engine.free_blocks, "soft"]].map(([text, n, colour]) => [text, Math.max(0, n),
-      colour]);
-  const whole = Math.max(1, parts.reduce((sum, [, n]) => sum + n, 0));
+    ["free", engine.free_blocks, "soft"]];
   return html`<${Panel} title=${engine.name ? `The pool of ${engine.name}` : "The pool"}
     note=${`${count(engine.blocks)} KV blocks of ${count(engine.block_size)} tokens`}>
-    <div class="stack tall" role="img" aria-label=${parts.map(([text,
-      n]) => `${text} ${n}`).join(", ")}>${parts.map(([, n, colour]) =>
-      n > 0 && html`<i class=${colour} style=${{ width: `${(100 * n) / whole}%` }}></i>`)}</div>
-    <ul class="legend">${parts.map(([text, n, colour]) => html`<li><i
-      class=${colour}></i>${text} <b>${count(n)}</b></li>`)}</ul><//>`;
+    <${Stack} parts=${parts} whole=${parts.reduce((sum, [, n]) => sum + n, 0)} /><//>`;
 }
 
-function Taken({ rows }) {
-  const write = dollarsOf(rows.map((row) => fromPico(row.cost_pico)));
+function Holdings({ rows, blocks, engines }) {
+  const ofModels = engines.length > 1 ? engines.map(({ name }) =>
+    column.figure(name, (row) => row.blocks_by_model[name] ?? 0)) : [];
+  const part = (row) => row.blocks / blocks;
+  return html`<${Panel} title="Blocks by tenant" wide><${Table} caption="Now, with limits" isHidden
+    rows=${rows} id=${(row) => row.tenant} file="blocks" first=${ROWS_FIRST} down="blocks"
+    none="The cache is empty." columns=${[
+      column.tenant(), column.figure("blocks"), ...ofModels,
+      { head: "share of the pool", get: part,
+        show: (row) => html`<${Bar} part=${part(row)} />` },
+      column.figure("pinned", "pinned_blocks"), column.figure("floor", "floor_blocks"),
+      column.figure("ceiling", "ceiling_blocks"), column.figure("promised", "promised_blocks"),
+      column.figure("kept below", "promised_below"),
+      column.figure("promised, at most", "promised_blocks_max")]} /><//>`;
+}
+
+// names: tenants, the one with most blocks first.
+function Trees({ names, chosen }) {
+  const name = chosen ?? names[0] ?? null;
+  const found = useData(name && `/admin/v1/tree/${encodeURIComponent(name)}`, SLOW_POLL_MS);
+  if (!name) return html`<${Panel} title="Prefix tree" wide><${Empty}>The cache is empty.<//><//>`;
+  const titleOf = ({ model, workspace, shared_scope: scope, partition }) => `${
+    model ? `${model}: ` : ""}${name} / ${workspace ?? `shared scope ${scope}`}${
+    partition ? " (partition)" : ""}`;
+  const options = [...new Set([...names, name])].sort();
+  return html`<${Panel} title="Prefix tree" wide
+    note=${"Each bar is a run of tokens without a fork. Its width is the tokens of its subtree,"
+      + " its shade the number of matches."}
+    tools=${html`<${Filter} label="Tenant" value=${name} options=${options}
+      set=${(tenant) => setQuery({ tenant })} />`}>
+    ${instead(found, "the prefix tree") ?? (found.data.namespaces.length
+      ? found.data.namespaces.map((space) => html`
+        <h3 class="tree-name">${titleOf(space)} <span
+          class="soft">${count(space.blocks)} blocks</span></h3>
+        <${PrefixTree} branches=${space.branches} name=${titleOf(space)} />`)
+      : html`<${Empty}>Nothing of ${name} is cached.<//>`)}<//>`;
+}
+
+function Evictions({ rows }) {
+  const cost = (row) => fromPico(row.cost_pico);
   return html`<${Panel} title="Evictions between tenants" wide
-    note="Blocks evicted for another tenant, and the cost of computing them again."><${Table}
-    caption="Owner and tenant that the blocks were evicted for" isHidden rows=${rows}
-      id=${(row) => `${row.owner} ${row.taker}`} file="evictions" first=${12}
-    none="No evictions between tenants." order=${-3} columns=${[
-      { head: "owner", get: (row) => row.owner, show: (row) => html`<${TenantLink} name=${row.owner}
-        />`, kind: "text" },
-      { head: "evicted for", get: (row) => row.taker, show: (row) => html`<${TenantLink}
-        name=${row.taker} />`, kind: "text" },
-      number("blocks", "blocks"), number("recomputed tokens", "recomputed_tokens"),
-      { head: "cost", get: (row) => fromPico(row.cost_pico),
-        show: (row) => write(fromPico(row.cost_pico)) }]} /><//>`;
+    note="Blocks evicted for another tenant, and the cost of computing them again.">
+    <${Table} caption="Owner and tenant that the blocks were evicted for" isHidden rows=${rows}
+      id=${(row) => `${row.owner} ${row.taker}`} file="evictions" first=${ROWS_FIRST} down="blocks"
+      none="No evictions between tenants." columns=${[
+        column.tenant("owner"), column.tenant("evicted for", "taker"), column.figure("blocks"),
+        column.figure("recomputed tokens", "recomputed_tokens"),
+        column.figure("cost", cost, dollarsOf(rows.map(cost)))]} /><//>`;
 }
 
 function Churn({ churn }) {
-  const at = churn.minutes.map(([minute]) => minute * 60_000);
-  const line = (label, place, colour) => ({ label, colour,
-    values: churn.minutes.map((row) => row[place]) });
-  const totals = [["inserted", "inserted_blocks"], ["evicted", "evicted_blocks"], ["expired",
-    "expired_blocks"], ["erased", "erased_blocks"]];
-  const after = { head: "evicted after, mean", get: (row) => row.evicted_after_s,
-    show: (row) => seconds(row.evicted_after_s) };
-  return html`<${Panel} title="Block churn" wide><${Chart} title="Blocks per minute"
-    unit="KV blocks, last two hours" at=${at} write=${count} isBars isStacked
+  const line = (label, place, colour) =>
+    ({ label, colour, values: churn.minutes.map((row) => row[place]) });
+  return html`<${Panel} title="Block churn" wide>
+    <${Chart} title="Blocks per minute" unit="KV blocks, last two hours" write=${count} isBars
+      isStacked at=${churn.minutes.map(([minute]) => minute * 60_000)}
       none="No block moved in the last two hours." lines=${[line("inserted", 1, "read"),
         line("evicted", 2, "bad"), line("expired or erased", 3, "write")]} />
     <${Table} caption="By tenant, since the start" rows=${churn.tenants} id=${(row) => row.tenant}
-      file="churn" first=${12} none="No block moved yet." order=${-2}
-      columns=${[tenantColumn, ...totals.map(([head, name]) => number(head, name)), after]} /><//>`;
-}
-
-function Trees({ names, first, chosen }) {
-  const name = chosen && names.includes(chosen) ? chosen : chosen ?? first;
-  const found = useData(name ? `/admin/v1/tree/${encodeURIComponent(name)}` : null, 15_000);
-  const pick = html`<label>Tenant <select value=${name}
-    onChange=${(event) => setQuery({ tenant: event.target.value })}>
-    ${names.map((one) => html`<option value=${one}
-      selected=${one === name}>${one}</option>`)}</select></label>`;
-  if (!name) return html`<${Panel} title="Prefix tree" wide><${Empty}>The cache is empty.<//><//>`;
-  return html`<${Panel} title="Prefix tree" wide tools=${pick}
-    note=${"Each bar is a run of tokens without a fork. Its width is the tokens of its subtree,"
-      + " its shade the number of matches."}>
-    ${instead(found, "the prefix tree") ?? (found.data.namespaces.length
-      ? found.data.namespaces.map((space) => {
-      const title = `${space.model ? `${space.model}: ` : ""}${name} / ${space.workspace
-        ?? `shared scope ${space.shared_scope}`}${space.partition ? " (partition)" : ""}`;
-      return html`<h3 class="tree-name">${title} <span
-        class="soft">${count(space.blocks)} blocks</span></h3>
-        <${PrefixTree} branches=${space.branches} name=${title} />`; }) : html`<${Empty}>Nothing
-          of ${name} is cached.<//>`)}<//>`;
+      file="churn" first=${ROWS_FIRST} none="No block moved yet." down="inserted" columns=${[
+        column.tenant(), ...["inserted", "evicted", "expired", "erased"].map((name) =>
+          column.figure(name, `${name}_blocks`)),
+        column.figure("evicted after, mean", "evicted_after_s", seconds)]} /><//>`;
 }

@@ -1,131 +1,130 @@
 // Money: charges and savings, usage, budgets, and rate cards in dollars per million tokens.
 
-import { html, useState } from "../parts/html.js";
-import { ask, useData } from "../parts/api.js";
+import { html } from "../parts/html.js";
+import { useActs } from "../parts/acts.js";
+import { SLOW_POLL_MS, address, ask, useData } from "../parts/api.js";
 import { Budgets } from "../parts/budgets.js";
-import { Dialog, Form, micros } from "../parts/dialog.js";
-import { about, count, day, dollars, dollarsOf, instant, price, share,
-  time } from "../parts/format.js";
-import { Panel, TenantLink, Tile, Tiles, instead } from "../parts/pieces.js";
-import { setQuery, windowQuery } from "../parts/route.js";
+import * as column from "../parts/columns.js";
+import { FormDialog, toMicros } from "../parts/dialog.js";
+import { NONE, about, count, dollars, dollarsOf, instant, price, share, time, utcDay }
+  from "../parts/format.js";
+import { Filter, Panel, Tile, Tiles, instead } from "../parts/pieces.js";
+import { setQuery, windowOf } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
 import { Table } from "../parts/table.js";
+import { savedNote, windowText } from "../parts/usage.js";
 import { SetBudget } from "./tenant_acts.js";
 
-const GROUPS = ["tenant", "model", "key", "user", "day", "hour"];
-
 export function Money() {
-  const { range, query, can, me } = useSession(), [act, setAct] = useState(null);
-  const group = GROUPS.includes(query.get("by")) ? query.get("by") : "tenant";
-  const used = useData(`/admin/v1/usage?group_by=${group}&${windowQuery(range)}`, 15_000);
-  const budgets = useData("/admin/v1/budgets", 15_000), cards = useData("/admin/v1/rate-cards",
-    15_000);
-  const close = () => setAct(null), done = () => { close(); budgets.again(); cards.again(); };
-  const totals = used.data?.totals;
-  return html`${totals && html`<${Tiles}>
-      <${Tile} label="Charged" value=${dollars(totals.charge_usd)}
-        note=${`for ${count(totals.requests)} requests`} />
-      <${Tile} label="Saved by caching" value=${dollars(totals.saved_usd)} note=${savedNote(totals)}
-        />
-      <${Tile} label="Hit ratio" value=${share(totals.hit_ratio)}
-        note=${`of ${about(totals.prompt_tokens)} prompt tokens`} />
-      <${Tile} label="Adjusted" value=${dollars(totals.adjusted_usd)} note="credits and corrections"
-        /><//>`}
-    <${Panel} title="Usage" wide note=${used.data && `${used.data.window.since.slice(0,
-      16).replace("T", " ")} to ${
-      used.data.window.until.slice(0, 16).replace("T", " ")} UTC, whole hours of the ledger.`}
-        tools=${html`<label class="filter">By <select value=${group}
-      onChange=${(event) => setQuery({ by: event.target.value })}>
-      ${GROUPS.map((name) =>
-    html`<option selected=${name === group}>${name}</option>`)}</select></label>`}>
+  const { range, query, can } = useSession();
+  const group = Object.hasOwn(GROUPS, query.get("by")) ? query.get("by") : "tenant";
+  const used = useData(address("/admin/v1/usage", { group_by: group, ...windowOf(range) }),
+    SLOW_POLL_MS);
+  const budgets = useData("/admin/v1/budgets", SLOW_POLL_MS);
+  const cards = useData("/admin/v1/rate-cards", SLOW_POLL_MS);
+  const { open, dialog } = useActs(() => { budgets.again(); cards.again(); });
+  const change = (budget) => html`<button type="button" class="link"
+    onClick=${() => open(SetBudget, { tenant: { name: budget.tenant }, budget })}>Change</button>`;
+  return html`${used.data && html`<${Totals} totals=${used.data.totals} />`}
+    <${Panel} title="Usage" wide
+      note=${used.data && `${windowText(used.data.window)}, whole hours of the ledger.`}
+      tools=${html`<${Filter} label="By" value=${group} options=${Object.keys(GROUPS)}
+        set=${(by) => setQuery({ by })} />`}>
       ${instead(used, "usage") ?? html`<${Usage} rows=${used.data.rows} group=${group} />`}<//>
-    <${Panel} title="Budgets" wide>${instead(budgets, "budgets") ?? html`<${Budgets}
-      budgets=${budgets.data.budgets} hasTenant none="No tenant has a budget."
-        tools=${can("money") ? (budget) => html`<button type="button" class="link"
-          onClick=${() => setAct({ of: SetBudget, tenant: budget.tenant, budget, done })}
-        >Change</button>` : null} />`}<//>
+    <${Panel} title="Budgets" wide>${instead(budgets, "budgets")
+      ?? html`<${Budgets} budgets=${budgets.data.budgets} hasTenant none="No tenant has a budget."
+        tools=${can("money") ? change : null} />`}<//>
     <${Panel} title="Rate cards" wide
-      note="Dollars per million tokens; storage per million token hours." tools=${can("money")
-        && html`<button type="button" class="main small"
-        onClick=${() => setAct({ of: NewCard, done, classes: ["*", ...me.server.classes] })}>New
-          rate card</button>`}>
-        ${instead(cards, "rate cards") ?? html`<${Cards} cards=${cards.data.rate_cards} />`}<//>
-    ${act && html`<${act.of} ...${act} close=${close} />`}`;
+      note="Dollars per million tokens; storage per million token hours."
+      tools=${can("money") && html`<button type="button" class="main small"
+        onClick=${() => open(NewCard)}>New rate card</button>`}>
+      ${instead(cards, "rate cards") ?? html`<${Cards} cards=${cards.data.rate_cards} />`}<//>
+    ${dialog}`;
 }
 
-function savedNote(totals) {
-  const whole = Number(totals.charge_usd) + Number(totals.saved_usd);
-  return whole > 0 ? `${share(Number(totals.saved_usd) / whole)} of the bill without caching`
-    : "no prices: nothing is charged";
+function Totals({ totals }) {
+  return html`<${Tiles}>
+    <${Tile} label="Charged" value=${dollars(totals.charge_usd)}
+      note=${`for ${count(totals.requests)} requests`} />
+    <${Tile} label="Saved by caching" value=${dollars(totals.saved_usd)}
+      note=${savedNote(totals)} />
+    <${Tile} label="Hit ratio" value=${share(totals.hit_ratio)}
+      note=${`of ${about(totals.prompt_tokens)} prompt tokens`} />
+    <${Tile} label="Adjusted" value=${dollars(totals.adjusted_usd)}
+      note="credits and corrections" /><//>`;
 }
+
+// The first column of usage by each of the groups; days of the ledger are UTC's.
+const GROUPS = {
+  tenant: column.tenant(),
+  model: column.text("model"),
+  key: column.text("key", "key_id", { show: (row) => `key ${row.key_id}` }),
+  user: column.text("user", "user", { show: (row) => row.user ?? "no user named" }),
+  day: column.at("day, UTC", "from", utcDay),
+  hour: column.at("hour", "from", time),
+};
 
 function Usage({ rows, group }) {
-  const name = (row) => (group === "day" || group === "hour" ? row.from : group === "key"
-    ? row.key_id : row[group]);
-  const shown = (row) => (group === "tenant" ? html`<${TenantLink} name=${row.tenant} />`
-    : group === "day" ? day(row.from)
-    : group === "hour" ? time(row.from) : group === "key" ? `key ${row.key_id}`
-      : row[group] ?? "no user named");
-  const number = (head, field, show = count) => ({ head, get: (row) => row[field],
-    show: (row) => show(row[field]) });
-  const usd = (head, field) => { const write = dollarsOf(rows.map((row) => row[field]));
-    return { head, get: (row) => Number(row[field]), show: (row) => write(row[field]),
-      csv: (row) => row[field] }; };
-  const isTime = group === "day" || group === "hour";
-  return html`<${Table} key=${group} caption=${`Usage by ${group}`} isHidden rows=${rows} id=${name}
-    file=${`usage-by-${group}`} order=${isTime ? -1 : -8} columns=${[
-    { head: group, get: name, show: shown, kind: "text" }, number("requests", "requests"),
-      number("prompt tokens", "prompt_tokens"),
-    number("read", "cache_read_tokens"), number("written", "cache_write_tokens"), number("computed",
-      "fresh_tokens"), number("output", "output_tokens"),
-    usd("charged", "charge_usd"), usd("saved", "saved_usd"), usd("adjusted", "adjusted_usd"),
-      number("hit ratio", "hit_ratio", share)]} />`;
+  const first = GROUPS[group];
+  const usd = (head, field) => ({
+    ...column.figure(head, (row) => Number(row[field]), dollarsOf(rows.map((row) => row[field]))),
+    csv: (row) => row[field] });
+  return html`<${Table} key=${group} caption=${`Usage by ${group}`} isHidden rows=${rows}
+    id=${first.get} file=${`usage-by-${group}`}
+    down=${group === "day" || group === "hour" ? first.head : "charged"} columns=${[
+      first, column.figure("requests"), column.figure("prompt tokens", "prompt_tokens"),
+      column.figure("read", "cache_read_tokens"), column.figure("written", "cache_write_tokens"),
+      column.figure("computed", "fresh_tokens"), column.figure("output", "output_tokens"),
+      usd("charged", "charge_usd"), usd("saved", "saved_usd"), usd("adjusted", "adjusted_usd"),
+      column.figure("hit ratio", "hit_ratio", share)]} />`;
 }
 
 function Cards({ cards }) {
-  const prices = (classes) => Object.entries(classes).map(([name,
-    one]) => `${name} ${price(one)}`).join(", ") || "–";
-  return html`<${Table} caption="Rate cards" isHidden rows=${cards} id=${(card) => card.rate_card_id
-    ?? `${card.name}@${card.version}`} file="rate-cards"
-    none="No rate card: nothing is charged." columns=${[{ head: "card",
-      get: (card) => `${card.name}@${card.version}`, kind: "text" },
-    { head: "model", get: (card) => card.model, kind: "text" }, { head: "tier",
-      get: (card) => card.tier, kind: "text" },
-    ...[["input", "input"], ["read", "cache_read"], ["output", "output"]].map(([head,
-      field]) => ({ head, get: (card) => card[field] / 1e6, show: (card) => price(card[field]) })),
-    { head: "written", get: (card) => prices(card.cache_write), kind: "text" }, { head: "storage",
-      get: (card) => prices(card.storage), kind: "text" },
-    { head: "valid from", get: (card) => card.valid_from_ms, show: (card) => (card.valid_from_ms
-      ? instant(card.valid_from_ms) : "always"), kind: "text" }]} />`;
+  const amount = (head, field) =>
+    ({ ...column.figure(head, field, price), csv: (card) => card[field] / 1e6 });
+  const byClass = (name) => column.text(name === "cache_write" ? "written" : name, (card) =>
+    Object.entries(card[name]).map(([one, micros]) => `${one} ${price(micros)}`).join(", ") || NONE,
+  { kind: "text wrap" });
+  const name = (card) => `${card.name}@${card.version}`;
+  return html`<${Table} caption="Rate cards" isHidden rows=${cards} id=${name} file="rate-cards"
+    none="No rate card: nothing is charged." columns=${[column.text("card", name),
+      column.text("model"), column.text("tier"), amount("input", "input"),
+      amount("read", "cache_read"), amount("output", "output"), byClass("cache_write"),
+      byClass("storage"), column.at("valid from", "valid_from_ms",
+        (from) => (from ? instant(from) : "always"))]} />`;
 }
 
-function NewCard({ close, done, classes }) {
+function NewCard({ close, done }) {
+  const classes = ["*", ...useSession().me.server.classes];
   const act = async (values) => {
-    const isGiven = (kind) => (name) => values[`${kind}_${name}`] !== "";
-    const byClass = (kind) => Object.fromEntries(classes.filter(isGiven(kind))
-      .map((name) => [name, micros(values[`${kind}_${name}`])]));
-    const from = values.from ? { valid_from_ms: new Date(values.from).getTime() } : {};
-    const text = (name) => (values[name] ? { [name]: values[name] } : {});
-    await ask("/admin/v1/rate-cards", { method: "POST", body: { name: values.name, ...text("model"),
-      ...text("tier"), input: micros(values.input) ?? 0,
-      output: micros(values.output) ?? 0, cache_read: micros(values.cache_read) ?? 0,
-        cache_write: byClass("write"), storage: byClass("storage"), ...from } });
+    const byClass = (kind) => Object.fromEntries(classes.map((name) => [name, `${kind}_${name}`])
+      .filter(([, field]) => values[field] !== "")
+      .map(([name, field]) => [name, toMicros(values[field])]));
+    await ask("/admin/v1/rate-cards", { method: "POST", body: {
+      name: values.name,
+      ...(values.model && { model: values.model }), ...(values.tier && { tier: values.tier }),
+      input: toMicros(values.input), output: toMicros(values.output),
+      cache_read: toMicros(values.cache_read),
+      cache_write: byClass("cache_write"), storage: byClass("storage"),
+      ...(values.from && { valid_from_ms: new Date(values.from).getTime() }) } });
     done();
   };
-  const usd = (name, label, isRequired) => ({ name, label, kind: "dollars", least: 0, isRequired,
-    unit: "per million tokens" });
-  return html`<${Dialog} title="New rate card" close=${close}><${Form} submit="Add rate card"
-    close=${close} act=${act} fields=${[
-    { name: "name", label: "Name", isRequired: true, hint: "an existing name gets a new version" },
-    { name: "model", label: "Model", placeholder: "every model" }, { name: "tier", label: "Tier",
-      placeholder: "every tier" },
-    usd("input", "Input", true), usd("cache_read", "Cache read", true), usd("output", "Output",
-      true),
-    ...classes.map((name) => ({ ...usd(`write_${name}`, `Cache write, ${name === "*"
-      ? "other classes" : name}`), placeholder: "the input price" })),
-    ...classes.map((name) => ({ ...usd(`storage_${name}`, `Storage, ${name === "*" ? "other classes"
-      : name}`), unit: "per million token hours", placeholder: "free" })),
-    { name: "from", label: "Valid from", placeholder: "now; or 2027-01-01" }]}>
+  const usd = { kind: "dollars", least: 0, unit: "per million tokens" };
+  const text = (name) => (name === "*" ? "other classes" : name);
+  return html`<${FormDialog} title="New rate card" submit="Add rate card" close=${close} act=${act}
+    fields=${[
+      { name: "name", label: "Name", isRequired: true,
+        hint: "an existing name gets a new version" },
+      { name: "model", label: "Model", placeholder: "every model" },
+      { name: "tier", label: "Tier", placeholder: "every tier" },
+      { ...usd, name: "input", label: "Input", isRequired: true },
+      { ...usd, name: "cache_read", label: "Cache read", isRequired: true },
+      { ...usd, name: "output", label: "Output", isRequired: true },
+      ...classes.map((name) => ({ ...usd, name: `cache_write_${name}`,
+        label: `Cache write, ${text(name)}`, placeholder: "the input price" })),
+      ...classes.map((name) => ({ ...usd, name: `storage_${name}`,
+        label: `Storage, ${text(name)}`, unit: "per million token hours", placeholder: "free" })),
+      { name: "from", label: "Valid from", kind: "time", hint: "if not from now on" }]}>
     <p class="note">It applies to requests that are admitted from then on. Cards are never changed:
-      a new version takes their place.</p><//><//>`;
+      a new version takes their place.</p><//>`;
 }

@@ -1,9 +1,10 @@
 // Requests to this host with the key of the tab, polling, and the state of the connection.
 
 import { useEffect, useReducer, useRef, useState } from "./html.js";
+import { isKnown } from "./format.js";
 
 const KEY = "key";
-const EVERY_MS = 5000;
+export const POLL_MS = 5000, SLOW_POLL_MS = 15_000;
 
 export const storedKey = () => sessionStorage.getItem(KEY) ?? "";
 export function keepKey(text) {
@@ -26,6 +27,7 @@ export class Refused extends Error {
 
 // --- the connection ------------------------------------------------------------------------------
 
+// `since`: when the server was lost, in milliseconds, or null. `signedOut(error)`: called at a 401.
 export const connection = { since: null, listeners: new Set(), signedOut: () => {} };
 
 function setLost(isLost) {
@@ -43,6 +45,15 @@ export function useConnection() {
   return connection.since;
 }
 
+// --- requests ------------------------------------------------------------------------------------
+
+// Return a path with its parameters; those that are empty or unknown are left out.
+export function address(path, parameters) {
+  const given = Object.entries(parameters).filter(([, v]) => isKnown(v) && v !== "");
+  return `${path}?${new URLSearchParams(given)}`;
+}
+
+// Return the answer's JSON. Throws Refused for an error, and fetch's own errors without an answer.
 export async function ask(path, { method = "GET", body, signal } = {}) {
   const headers = { "X-Trunkline-Request": "dashboard" };
   if (storedKey()) headers.Authorization = `Bearer ${storedKey()}`;
@@ -57,9 +68,9 @@ export async function ask(path, { method = "GET", body, signal } = {}) {
     throw error;
   }
   setLost(false);
-  const told = parsed(text);
-  if (answer.ok) return told;
-  const refused = new Refused(answer.status, told?.error);
+  const found = parsed(text);
+  if (answer.ok) return found;
+  const refused = new Refused(answer.status, found?.error);
   if (refused.isSignedOut) connection.signedOut(refused);
   throw refused;
 }
@@ -68,49 +79,57 @@ function parsed(text) {
   try { return text ? JSON.parse(text) : null; } catch { return null; }
 }
 
-// --- polling -------------------------------------------------------------------------------------
-
-// {data, error, isOld, again}: the answer of a path, asked for again every `every` milliseconds
-// while the page is seen. The last answer stays while a new one is on its way. `path` null: none.
-export function useData(path, every = EVERY_MS) {
+// Return {data, error, isOld, again}: the answer of a path, asked for again every `every`
+// milliseconds while the page is seen; 0 asks once, a `path` of null never. The last answer stays
+// while a new one is on its way. `again()` asks now.
+export function useData(path, every = POLL_MS) {
   const [state, set] = useState({ path: null, data: undefined, error: null });
   const again = useRef(() => {});
   useEffect(() => {
     if (path === null) return undefined;
-    let timer = 0, isOver = false;
-    const stop = new AbortController();
+    let timer = 0, stop = new AbortController();
     const round = async () => {
+      // One request and one timer at a time: an older answer that comes later must not win.
       clearTimeout(timer);
+      stop.abort();
+      stop = new AbortController();
+      const { signal } = stop;
       try {
-        const data = await ask(path, { signal: stop.signal });
-        if (!isOver) set({ path, data, error: null });
+        const data = await ask(path, { signal });
+        if (signal.aborted) return;
+        set({ path, data, error: null });
       } catch (error) {
-        if (isOver) return;
+        if (signal.aborted) return;
+        const isRefused = error instanceof Refused;
         set((old) => ({ path, error,
-          data: error instanceof Refused || !isSame(old.path, path) ? undefined : old.data }));
-        if (error instanceof Refused && (error.isMissing || error.isForbidden)) return;
+          data: isRefused || !isSame(old.path, path) ? undefined : old.data }));
+        if (isRefused && (error.isMissing || error.isForbidden)) return;
       }
-      if (!isOver && every > 0 && !document.hidden) timer = setTimeout(round, every);
+      if (every > 0 && !document.hidden) timer = setTimeout(round, every);
     };
     const seen = () => { if (!document.hidden) round(); };
     again.current = round;
     document.addEventListener("visibilitychange", seen);
     round();
     return () => {
-      isOver = true;
+      again.current = () => {};
       stop.abort();
       clearTimeout(timer);
       document.removeEventListener("visibilitychange", seen);
     };
   }, [path, every]);
-  const isMine = path !== null && isSame(state.path, path);
+  const isMine = isSame(state.path, path);
   return { data: isMine ? state.data : undefined, error: isMine ? state.error : null,
     isOld: isMine && state.path !== path, again: () => again.current() };
 }
 
-// The same thing at another time: the path before its parameters, and the parameters but the times.
+// Whether two paths ask for the same thing at another time, or for more or less of it.
+const OF_TIME = ["since", "until", "range", "step_ms", "limit"];
 function isSame(a, b) {
-  return a !== null && b !== null && timeless(a) === timeless(b);
+  const [one, other] = [a, b].map((path) => {
+    const url = new URL(path ?? "", location.origin);
+    for (const name of OF_TIME) url.searchParams.delete(name);
+    return url.href;
+  });
+  return a !== null && b !== null && one === other;
 }
-const timeless = (path) => path.replace(/(since|until|range|limit)=[^&]*&?/g, "").replace(/[?&]$/,
-  "");

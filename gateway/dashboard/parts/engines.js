@@ -1,12 +1,24 @@
 // The engines of `/admin/v1/analytics`: one, or one for each of several models.
 
+import { html } from "./html.js";
+import { count } from "./format.js";
+import { Notice } from "./pieces.js";
+
 // Return the engines, each with its restarts, and with the model's name if there are several.
 export function enginesOf(data) {
   if (!data) return [];
   return data.models ?? [{ ...data.engine, restarts: data.restarts }];
 }
 
-// Return the sum of a number over the engines.
-export function sumOf(engines, name) {
-  return engines.reduce((sum, one) => sum + (one[name] ?? 0), 0);
+// What is wrong with engines.
+export function Warnings({ engines }) {
+  return engines.map((engine) => {
+    const asked = engine.floor_blocks_asked, most = engine.floor_blocks_max;
+    const which = engine.name ? ` of ${engine.name}` : "";
+    return html`${!engine.ready && html`<${Notice} tone="bad">The engine${which} takes no requests
+      now: it is starting, has died, or the gateway is draining. Figures of blocks are the last
+      known ones.<//>`}
+      ${asked > most && html`<${Notice}>Floors request ${count(asked)} blocks; the engine${which}
+      ${" "}can guarantee ${count(most)}. Each floor is reduced in that proportion.<//>`}`;
+  });
 }

@@ -2,32 +2,32 @@
 
 import { html, useState } from "./html.js";
 import { instant, zone } from "./format.js";
-import { RANGES, rangeOf, setQuery } from "./route.js";
+import { RANGES_MS, setQuery } from "./route.js";
 
-const WORDS = { "1h": "1 h", "24h": "24 h", "7d": "7 d", "30d": "30 d" };
+// The value of a `datetime-local` field.
 const local = (at) => instant(at).slice(0, 16).replace(" ", "T");
 
-export function RangePicker({ query }) {
-  const range = rangeOf(query), [isOpen, setOpen] = useState(false);
-  const [since, until] = range.window();
-  const choose = (event) => {
-    event.preventDefault();
-    const [from, to] = ["since",
-      "until"].map((name) => new Date(event.target[name].value).getTime());
-    if (!(to > from)) { event.target.until.setCustomValidity("Expected a time after the first.");
-      event.target.reportValidity(); return; }
-    setQuery({ since: from, until: to, range: null }, true);
+export function RangePicker({ range }) {
+  const [isOpen, setOpen] = useState(false), [since, until] = range.window();
+  const show = (chosen) => {
     setOpen(false);
+    setQuery({ range: null, since: null, until: null, ...chosen }, true);
+  };
+  const submit = (event) => {
+    event.preventDefault();
+    const fields = event.target;
+    const [from, to] = [fields.since, fields.until].map((one) => new Date(one.value).getTime());
+    if (to > from) { show({ since: from, until: to }); return; }
+    fields.until.setCustomValidity("Expected a time after the first.");
+    fields.until.reportValidity();
   };
   return html`<div class="ranges" role="group" aria-label="Time range">
-    ${Object.keys(RANGES).map((name) => html`<button type="button"
-      aria-pressed=${range.name === name}
-      onClick=${() => { setOpen(false); setQuery({ range: name, since: null, until: null },
-        true); }}
-      >${WORDS[name]}</button>`)}
+    ${Object.keys(RANGES_MS).map((name) => html`<button type="button"
+      aria-pressed=${range.name === name} onClick=${() => show({ range: name })}>
+      ${name.replace(/(?=[hd])/, " ")}</button>`)}
     <button type="button" aria-pressed=${range.name === "custom"} aria-expanded=${isOpen}
       onClick=${() => setOpen(!isOpen)}>Custom</button>
-    ${isOpen && html`<form class="custom" onSubmit=${choose}
+    ${isOpen && html`<form class="custom" onSubmit=${submit}
       onKeyDown=${(event) => event.key === "Escape" && setOpen(false)}>
       <label>From <input name="since" type="datetime-local" required value=${local(since)}
         /></label>

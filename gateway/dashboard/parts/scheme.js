@@ -1,6 +1,7 @@
 // Light, dark, or as the system has it.
 
-import { html, useEffect, useState } from "./html.js";
+import { html, useEffect, useReducer, useState } from "./html.js";
+import { Select } from "./pieces.js";
 
 const SCHEMES = { auto: "light dark", light: "light", dark: "dark" };
 
@@ -12,18 +13,15 @@ export function SchemePicker() {
     else localStorage.setItem("scheme", scheme);
     dispatchEvent(new Event("schemechange"));
   }, [scheme]);
-  return html`<label class="scheme"><span class="unseen">Colours</span>
-    <select value=${scheme} onChange=${(event) => set(event.target.value)}>
-      ${Object.keys(SCHEMES).map((name) => html`<option value=${name}
-        selected=${name === scheme}>${name}</option>`)}
-    </select></label>`;
+  return html`<label><span class="unseen">Colours</span>
+    <${Select} value=${scheme} options=${Object.keys(SCHEMES)} set=${set} /></label>`;
 }
 
-// A number that changes whenever the colours do: charts are drawn anew.
+// Return a number that changes whenever the colours do: charts are drawn anew.
 export function useScheme() {
-  const [turn, set] = useState(0);
+  const [turn, changed] = useReducer((n) => n + 1, 0);
   useEffect(() => {
-    const media = matchMedia("(prefers-color-scheme: dark)"), changed = () => set((n) => n + 1);
+    const media = matchMedia("(prefers-color-scheme: dark)");
     addEventListener("schemechange", changed);
     media.addEventListener("change", changed);
     return () => {

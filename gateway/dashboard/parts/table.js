@@ -2,16 +2,19 @@
 
 import { html, useLayoutEffect, useRef, useState } from "./html.js";
 import { CsvButton } from "./csv.js";
-import { NONE, count } from "./format.js";
+import { NONE, count, isKnown } from "./format.js";
 import { Empty } from "./pieces.js";
 
-const FIRST_ROWS = 100;
+const ROWS_FIRST = 100;
 
-function compared(a, b) {
-  const [isNoA, isNoB] = [a, b].map((v) => v === null || v === undefined || v === "");
-  if (isNoA || isNoB) return isNoA - isNoB;
-  return typeof a === "number" && typeof b === "number" ? a - b
+const isNothing = (v) => !isKnown(v) || v === "";
+
+// Rows without a value come last in both directions.
+function compared(a, b, isDown) {
+  if (isNothing(a) || isNothing(b)) return isNothing(a) - isNothing(b);
+  const order = typeof a === "number" && typeof b === "number" ? a - b
     : String(a).localeCompare(String(b), "en", { numeric: true });
+  return isDown ? -order : order;
 }
 
 // A box that scrolls takes focus, so that the keyboard can scroll it; other boxes take none.
@@ -31,42 +34,40 @@ function Scroller({ label, children }) {
   return html`<div class="scroll" ref=${box} role="region" aria-label=${label}>${children}</div>`;
 }
 
-// columns: {head, get(row), show?(row), kind?: "text", csv?(row), hint?}. The first column is the
-// row's name. `order`: the index of the column that sorts at first, negative + 1 for downwards;
-// null keeps the given order. `first`: rows that are shown at first.
-// `id(row)`: unique. `isPlain`: no sorting, no CSV.
-export function Table({ caption, columns, rows, id, order = null, none, file, isPlain, isHidden,
-  first = FIRST_ROWS }) {
-  const [sort, setSort] = useState(order);
+function Head({ column, sort, press }) {
+  const direction = sort?.head !== column.head ? undefined
+    : sort.isDown ? "descending" : "ascending";
+  const kind = (column.kind ?? "").replaceAll(/ ?(mono|wrap|fold)/g, "");
+  const arrow = { descending: "↓", ascending: "↑" }[direction] ?? "";
+  return html`<th scope="col" class=${kind} aria-sort=${direction} title=${column.hint}>
+    ${press ? html`<button type="button" class="sort" onClick=${press}>${column.head}<span
+      aria-hidden="true">${arrow}</span></button>` : column.head}</th>`;
+}
+
+// columns: as in `columns.js`; the first is the row's name. `id(row)`: unique. `down`: the head of
+// the column that sorts the rows at first, downwards; without it they keep the given order. `none`:
+// in place of no rows. `file`: the name of the CSV. `first`: rows that are shown at first.
+// `isPlain`: no sorting, no CSV. `isHidden`: the caption is for screen readers alone.
+export function Table({ caption, columns, rows, id, down, none = "Nothing in this range.", file,
+  isPlain, isHidden, first = ROWS_FIRST }) {
+  const [sort, setSort] = useState(down ? { head: down, isDown: true } : null);
   const [most, setMost] = useState(first);
-  if (!rows.length) return html`<${Empty}>${none ?? "Nothing in this range."}<//>`;
-  const which = sort === null ? null : sort < 0 ? -sort - 1 : sort;
-  const sorted = which === null ? rows : [...rows].sort((a, b) => {
-    const [x, y] = [columns[which].get(a), columns[which].get(b)];
-    const hasNone = [x, y].some((v) => v === null || v === undefined || v === "");
-    return sort < 0 && !hasNone ? compared(y, x) : compared(x, y);
-  });
-  const press = (at) => {
-    const down = -at - 1, isText = (columns[at].kind ?? "").startsWith("text");
-    setSort(sort === at ? down : sort === down ? at : isText ? at : down);
-  };
-  const head = (column, at) => {
-    const direction = which === at ? (sort < 0 ? "descending" : "ascending") : undefined;
-    return html`<th scope="col" class=${(column.kind ?? "").startsWith("text") ? "text" : ""}
-      aria-sort=${direction}
-      title=${column.hint}>${isPlain ? column.head : html`<button type="button" class="sort"
-      onClick=${() => press(at)}>${column.head}<span aria-hidden="true">${
-      direction === "descending" ? "↓" : direction ? "↑" : ""}</span></button>`}</th>`;
-  };
-  const value = (column, row) => (column.show ? column.show(row) : column.get(row) ?? NONE);
+  if (!rows.length) return html`<${Empty}>${none}<//>`;
+  const by = columns.find((one) => one.head === sort?.head);
+  const sorted = by ? [...rows].sort((a, b) => compared(by.get(a), by.get(b), sort.isDown)) : rows;
+  const press = ({ head, kind = "" }) => setSort({ head,
+    isDown: sort?.head === head ? !sort.isDown : !kind.startsWith("text") });
+  const value = (column, row) => (column.show ?? column.get)(row) ?? NONE;
+  const cell = (column, place, row) => (place === 0
+    ? html`<th scope="row" class=${column.kind ?? ""}>${value(column, row)}</th>`
+    : html`<td class=${column.kind ?? ""}>${value(column, row)}</td>`);
   return html`<div class="table">
     <${Scroller} label=${caption}><table>
       <caption class=${isHidden ? "unseen" : ""}>${caption}</caption>
-      <thead><tr>${columns.map(head)}</tr></thead>
-      <tbody>${sorted.slice(0, most).map((row, at) => html`<tr key=${id ? id(row) : at}>
-        ${columns.map((column, k) => (k === 0
-          ? html`<th scope="row" class=${column.kind ?? ""}>${value(column, row)}</th>`
-          : html`<td class=${column.kind ?? ""}>${value(column, row)}</td>`))}</tr>`)}</tbody>
+      <thead><tr>${columns.map((column) => html`<${Head} column=${column} sort=${sort}
+        press=${isPlain ? null : () => press(column)} />`)}</tr></thead>
+      <tbody>${sorted.slice(0, most).map((row) => html`<tr key=${id(row)}>${
+        columns.map((column, place) => cell(column, place, row))}</tr>`)}</tbody>
     </table><//>
     <div class="below">
       ${sorted.length > most && html`<button type="button" class="quiet small"
@@ -76,4 +77,12 @@ export function Table({ caption, columns, rows, id, order = null, none, file, is
         rows=${() => sorted.map((row) => columns.map((one) => (one.csv ?? one.get)(row)))} />`}
     </div>
   </div>`;
+}
+
+// Rows of [name, value]; those without a value are left out.
+export function Facts({ caption, rows }) {
+  return html`<${Table} caption=${caption} isHidden isPlain id=${([name]) => name}
+    rows=${rows.filter(([, v]) => !isNothing(v))} columns=${[
+      { head: "field", get: ([name]) => name, kind: "text" },
+      { head: "value", get: ([, v]) => v, kind: "text wrap" }]} />`;
 }

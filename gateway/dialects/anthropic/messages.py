@@ -38,7 +38,7 @@ from gateway.dialects.canonical import (
     Thought,
 )
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import invalid_field
+from gateway.dialects.validation import invalid_field, json_text
 from gateway.errors import Refusal
 
 NOT_IN_PREWARM = "not allowed when max_tokens is 0; omit it, or set max_tokens to at least 1."
@@ -205,7 +205,7 @@ def _format(fields: wire.Body) -> OutputFormat:
     requested, path = _requested_format(fields)
     if requested is None:
         return OutputFormat()
-    return OutputFormat("json_schema", wire.json_text(requested.schema), f"{path}.schema")
+    return OutputFormat("json_schema", json_text(requested.schema), f"{path}.schema")
 
 
 def _cache(fields: wire.Body) -> CacheDirectives:

@@ -1,7 +1,7 @@
 """Translation of Anthropic's tools, system prompt and messages to a prompt with breakpoints.
 
 `anthropic.messages` calls it. Blocks that a text model cannot use are refused by name. Thinking
-blocks of a history are accepted and left out of the prompt.
+blocks of a history become thoughts, of which the model reads what its template keeps.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.dialects import validation
 from gateway.dialects.anthropic import wire
 from gateway.dialects.anthropic.breakpoints import Breakpoints
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import invalid_field
+from gateway.dialects.validation import convert, invalid_field, json_text
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Start of a line that a popular coding agent puts before its system prompt. The line differs in
@@ -130,7 +129,7 @@ class _MessagesReader:
             raise invalid_field(f"{path}.type", problem, "unsupported_parameter")
         if self._tolerance.is_lenient:
             field = self._tolerance.prune(field, wire.MessagesToolField, path)
-        found = validation.convert(field, wire.MessagesToolField, path)
+        found = convert(field, wire.MessagesToolField, path)
         if found.input_schema.get("type") != "object":
             kind = str(found.input_schema.get("type"))[:64]
             problem = f"unsupported schema type {kind!r}; expected 'object'."
@@ -139,7 +138,7 @@ class _MessagesReader:
             problem = f"Tool names must be unique; {found.name!r} is declared twice."
             raise invalid_field(f"{path}.name", problem, "tool_name_conflict")
         self._tool_names.add(found.name)
-        schema = wire.json_text(found.input_schema)
+        schema = json_text(found.input_schema)
         self._tools.append(
             Tool(found.name, found.description or "", schema, path, bool(found.strict))
         )
@@ -283,7 +282,7 @@ class _MessagesReader:
                 case wire.RedactedThinkingBlock():
                     pass
 
-    def _text(self, block: wire.TextBlock, path: str, role: str) -> None:
+    def _text(self, block: wire.TextBlock, path: str, role: wire.Role) -> None:
         if not block.text:
             if block.cache_control is not None:
                 raise invalid_field(path, "cache_control cannot be set for empty text blocks.")
@@ -295,7 +294,7 @@ class _MessagesReader:
                 self._check_calls_answered(path)
             if self._segments and self._segments[-1].role == "tool":
                 self._message += 1  # The template shows tool results as separate messages.
-        self._segments.append(Segment(_ROLES[role], block.text, path, None, self._message))
+        self._segments.append(Segment(role, block.text, path, None, self._message))
         self._breakpoints.add(self._position, path, block.cache_control)
 
     def _call(self, block: wire.ToolUseBlock, path: str) -> None:
@@ -304,8 +303,7 @@ class _MessagesReader:
             raise invalid_field(f"{path}.id", problem)
         self._names[block.id] = block.name
         self._pending[block.id] = path
-        arguments = wire.json_text(block.input)
-        call = ToolCall(block.id, block.name, arguments)
+        call = ToolCall(block.id, block.name, json_text(block.input))
         self._segments.append(Segment("assistant", "", path, None, self._message, call=call))
         self._breakpoints.add(self._position, path, block.cache_control)
 
@@ -352,13 +350,6 @@ class _MessagesReader:
         self._breakpoints.add(self._position, path, block.cache_control)
 
 
-_ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
-
-
 def _block(value: dict[str, Any], path: str, parent: str, tolerance: Tolerance) -> wire.Block:
     """Decode a content block of `parent`: a role, a system prompt or a tool result.
 
@@ -387,4 +378,4 @@ def _block(value: dict[str, Any], path: str, parent: str, tolerance: Tolerance) 
         value = {name: field for name, field in value.items() if name != "cache_control"}
     if tolerance.is_lenient or (parent == "assistant" and not tolerance.is_strict):
         value = tolerance.prune(value, _BLOCKS[kind], path)
-    return validation.convert(value, _BLOCKS[kind], path)
+    return convert(value, _BLOCKS[kind], path)

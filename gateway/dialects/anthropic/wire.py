@@ -109,8 +109,11 @@ class RedactedThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=
 Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 
 
+Role = Literal["user", "assistant", "system"]
+
+
 class MessageField(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    role: Literal["user", "assistant", "system"]
+    role: Role
     content: Text | list[dict[str, Any]]
 
 
@@ -158,7 +161,8 @@ class Diagnostics(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Edit(Struct, frozen=True):
-    """An edit that clears thinking. It has no effect: the prompt never holds thinking."""
+    """An edit that clears thinking. It has no effect: the template decides which thoughts of a
+    history the model reads."""
 
     type: Literal["clear_thinking_20251015"]
 
@@ -239,11 +243,6 @@ def _clean_answer(message: Any, tolerance: Tolerance) -> Any:
     if isinstance(message, dict) and message.get("role") == "assistant":
         return tolerance.prune(message, MessageField, "messages[]")
     return message
-
-
-def json_text(value: object) -> str:
-    """Return compact JSON text that keeps the key order."""
-    return msgspec.json.encode(value).decode()
 
 
 # --- answers -----------------------------------------------------------------------------------
@@ -344,5 +343,5 @@ def error_object(refusal: Refusal, request_id: str) -> dict[str, Any]:
 
 def error_body(refusal: Refusal, request_id: str) -> tuple[int, bytes]:
     """Return the HTTP status and the JSON body of an error."""
-    status, _ = _ERRORS.get(refusal.kind, (refusal.kind.value, ""))
+    status, _ = _ERRORS.get(refusal.kind, (refusal.kind.status, ""))
     return status, msgspec.json.encode(error_object(refusal, request_id))

@@ -18,7 +18,7 @@ from gateway.dialects.canonical import Prompt
 from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.prompt import prompt_of
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import invalid_field
+from gateway.dialects.validation import invalid_field, parse_int
 from gateway.errors import Kind, Refusal
 
 TTL_DEFAULT_S = 3_600.0
@@ -73,7 +73,7 @@ class CachedContentView(Struct, frozen=True):
 
 def parse_create(body: bytes, now_ms: int) -> CachedContentCreate:
     """Decode a create request. Raises Refusal."""
-    fields = wire.decode(body, wire.CACHED, wire.CachedBody, Tolerance())
+    fields = wire.decode(body, wire.CachedBody, Tolerance())
     if not fields.model:
         problem = "this field is required; expected the model that reads the cached content."
         raise invalid_field("model", problem, "missing_required_parameter")
@@ -94,7 +94,7 @@ def parse_create(body: bytes, now_ms: int) -> CachedContentCreate:
 
 def parse_update(body: bytes, mask: str, now_ms: int) -> CachedContentUpdate:
     """Decode an update. Raises Refusal for a field that cannot change."""
-    fields = wire.decode(body, wire.CACHED, wire.CachedBody, Tolerance())
+    fields = wire.decode(body, wire.CachedBody, Tolerance())
     for name in filter(None, mask.split(",")):
         if name.strip() not in ("ttl", "expireTime", "expire_time"):
             problem = f"{name[:64]!r} cannot change; expected ttl or expireTime."
@@ -118,13 +118,11 @@ def _immutable_field(param: str) -> Refusal:
 
 def parse_page(size: str, token: str) -> tuple[int, str]:
     """Return the page's size and the id that it follows. Raises Refusal."""
-    if size and not (size.isascii() and size.isdigit() and len(size) <= 9):
-        problem = f"invalid value {size[:32]!r}; expected an integer from 0 to 999999999."
-        raise invalid_field("pageSize", problem)
+    wanted = parse_int(size, "pageSize", 0) if size else 0
     if not re.fullmatch(r"[a-z0-9]{0,64}", token):
         message = "pageToken: invalid token; expected the nextPageToken of an earlier page."
         raise Refusal(Kind.BAD, "invalid_value", message)
-    return min(int(size or 0) or PAGE_DEFAULT, PAGE_MAX), token
+    return min(wanted or PAGE_DEFAULT, PAGE_MAX), token
 
 
 def _expiry(fields: wire.CachedBody, now_ms: int) -> int | None:

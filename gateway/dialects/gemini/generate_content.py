@@ -39,7 +39,7 @@ from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.prompt import prompt_of
 from gateway.dialects.gemini.schema import json_schema, lowercase_types
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import invalid_field
+from gateway.dialects.validation import invalid_field, json_text
 from gateway.errors import Kind, Refusal
 
 
@@ -66,7 +66,7 @@ class GeminiDialect:
             )
             raise Refusal(Kind.NOT_FOUND, "not_found", message)
         tolerance = Tolerance(metadata.tolerance)
-        fields = wire.decode(body, wire.GENERATE, wire.GenerateBody, tolerance)
+        fields = wire.decode(body, wire.GenerateBody, tolerance)
         is_stream = metadata.action == "streamGenerateContent"
         return _call(fields, metadata.model, tolerance, is_stream=is_stream)
 
@@ -97,7 +97,7 @@ class GeminiDialect:
 
 def _count(body: bytes, metadata: RequestMetadata) -> Call:
     tolerance = Tolerance(metadata.tolerance)
-    fields = wire.decode(body, wire.COUNT, wire.CountBody, tolerance)
+    fields = wire.decode(body, wire.CountBody, tolerance)
     inner = fields.generate_content_request
     if inner is not None and (fields.contents or fields.system_instruction or fields.tools):
         problem = "contents, systemInstruction or tools are set too; expected only one of the two."
@@ -211,9 +211,9 @@ def _format(settings: wire.GenerationConfig) -> OutputFormat:
         return OutputFormat()
     if schema is None:
         return OutputFormat("json_object")
-    text = msgspec.json.encode(schema).decode()
     # responseSchema has a closed set of keywords; unknown ones in responseJsonSchema are ignored.
-    return OutputFormat("json_schema", text, path, strict=settings.response_schema is not None)
+    is_strict = settings.response_schema is not None
+    return OutputFormat("json_schema", json_text(schema), path, is_strict)
 
 
 # --- the answer --------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.schema import json_schema, lowercase_types
-from gateway.dialects.validation import invalid_field
+from gateway.dialects.validation import invalid_field, json_text
 
 
 def prompt_of(fields: wire.PromptFields, *, needs_contents: bool) -> Prompt:
@@ -121,14 +121,14 @@ class _ContentsReader:
         call_id = call.id or f"call_{self._calls}"
         self._calls += 1
         self._pending.append((call_id, call.name))
-        arguments = msgspec.json.encode(call.args).decode()
-        return Segment("assistant", "", path, call=ToolCall(call_id, call.name, arguments))
+        made = ToolCall(call_id, call.name, json_text(call.args))
+        return Segment("assistant", "", path, call=made)
 
     def _result(self, result: wire.FunctionResponse, path: str) -> Segment:
         for index, (call_id, name) in enumerate(self._pending):
             if result.id == call_id or (not result.id and result.name == name):
                 del self._pending[index]
-                text = msgspec.json.encode(result.response).decode()
+                text = json_text(result.response)
                 return Segment("tool", text, path, result.name, answers=call_id)
         problem = f"no functionCall of {result.name!r} precedes this functionResponse."
         raise invalid_field(path, problem)
@@ -170,7 +170,7 @@ def _tools(fields: Sequence[wire.GeminiToolField], *, is_strict: bool) -> tuple[
             schema = lowercase_types(declared.parameters_json_schema)
             if declared.parameters is not None:
                 schema = json_schema(declared.parameters)
-            text = msgspec.json.encode(schema or {"type": "object", "properties": {}}).decode()
+            text = json_text(schema or {"type": "object", "properties": {}})
             found[declared.name] = Tool(declared.name, declared.description, text, path, is_strict)
     if len(found) > TOOLS_MAX:
         raise invalid_field("tools", f"{len(found)} functions; expected at most {TOOLS_MAX}.")

@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, inspect
+from msgspec.structs import fields
 
 from gateway.dialects.tolerance import HINTS, Tolerance, asks_nothing
-from gateway.dialects.validation import convert, invalid_field, json_type, unknown_field
+from gateway.dialects.validation import (
+    alternatives,
+    convert,
+    invalid_field,
+    json_type,
+    unknown_field,
+)
 from gateway.errors import TOO_LONG, Kind, Refusal
 
+T = TypeVar("T", bound=Struct)
 Text = Annotated[str, Meta(max_length=10_000_000)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}\Z")]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
@@ -27,166 +36,6 @@ ITEMS_MAX = 10_000
 
 CONTENTS_MAX = 25_000
 """Most contents: the SDK's chats send one content for each chunk of an earlier stream."""
-
-# --- spelling of fields ---------------------------------------------------------------------------
-
-_PART: dict[str, Any] = {
-    "text": 0,
-    "thought": 0,
-    "thought_signature": 0,
-    "inline_data": 0,
-    "file_data": 0,
-    "executable_code": 0,
-    "code_execution_result": 0,
-    "video_metadata": 0,
-    "function_call": {"id": 0, "name": 0, "args": 0},
-    "function_response": {"id": 0, "name": 0, "response": 0},
-}
-_CONTENT: dict[str, Any] = {"role": 0, "parts": [_PART]}
-_FUNCTION: dict[str, Any] = {
-    "name": 0,
-    "description": 0,
-    "parameters": 0,
-    "parameters_json_schema": 0,
-    "response": 0,
-    "response_json_schema": 0,
-    "behavior": 0,
-}
-_TOOL: dict[str, Any] = {
-    "function_declarations": [_FUNCTION],
-    "google_search": 0,
-    "google_search_retrieval": 0,
-    "code_execution": 0,
-    "url_context": 0,
-    "computer_use": 0,
-    "google_maps": 0,
-    "file_search": 0,
-}
-_TOOL_CONFIG: dict[str, Any] = {
-    "function_calling_config": {"mode": 0, "allowed_function_names": 0},
-    "retrieval_config": 0,
-}
-_GENERATION: dict[str, Any] = {
-    "temperature": 0,
-    "top_p": 0,
-    "top_k": 0,
-    "candidate_count": 0,
-    "max_output_tokens": 0,
-    "stop_sequences": 0,
-    "seed": 0,
-    "response_logprobs": 0,
-    "logprobs": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "response_mime_type": 0,
-    "response_schema": 0,
-    "response_json_schema": 0,
-    "response_modalities": 0,
-    "thinking_config": {"thinking_budget": 0, "include_thoughts": 0, "thinking_level": 0},
-    "media_resolution": 0,
-    "speech_config": 0,
-    "enable_enhanced_civic_answers": 0,
-    "image_config": 0,
-    "audio_timestamp": 0,
-}
-_PROMPT: dict[str, Any] = {
-    "contents": [_CONTENT],
-    "system_instruction": _CONTENT,
-    "tools": [_TOOL],
-    "tool_config": _TOOL_CONFIG,
-}
-GENERATE: dict[str, Any] = {
-    **_PROMPT,
-    "model": 0,
-    "generation_config": _GENERATION,
-    "safety_settings": 0,
-    "cached_content": 0,
-    "labels": 0,
-    "service_tier": 0,
-    "store": 0,
-}
-COUNT: dict[str, Any] = {**_PROMPT, "generate_content_request": GENERATE}
-CACHED: dict[str, Any] = {
-    **_PROMPT,
-    "name": 0,
-    "model": 0,
-    "display_name": 0,
-    "ttl": 0,
-    "expire_time": 0,
-    "create_time": 0,
-    "update_time": 0,
-    "usage_metadata": 0,
-}
-"""Fields of each API object; 0: the value is the client's data and stays as sent."""
-
-_UPPER = re.compile(r"(?<=[a-z0-9])[A-Z]")
-
-
-def to_snake_case(
-    tree: Any, shape: Any, tolerance: Tolerance, path: str = "", *, is_answer: bool = False
-) -> Any:
-    """Return the tree with the fields of `shape` in snake_case.
-
-    `is_answer`: the tree is a part of an earlier answer, which may have unknown fields. Cost:
-    O(nodes). Changes: `tolerance` notes the ignored fields. Raises Refusal for a field that is
-    unknown or present in both spellings.
-    """
-    if isinstance(shape, list) and isinstance(tree, list):
-        item_shape = shape[0]
-        items_max = CONTENTS_MAX if item_shape is _CONTENT else ITEMS_MAX
-        if len(tree) > items_max:
-            raise invalid_field(path, f"{len(tree)} items; expected at most {items_max}.")
-        return [
-            item
-            if item_shape is _CONTENT and _is_plain(item)
-            else to_snake_case(
-                item, item_shape, tolerance, f"{path}[{number}]", is_answer=is_answer
-            )
-            for number, item in enumerate(tree)
-        ]
-    if not isinstance(shape, dict) or not isinstance(tree, dict):
-        return tree
-    is_answer |= shape is _CONTENT and tree.get("role") == "model" and not tolerance.is_strict
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = _UPPER.sub(lambda letter: "_" + letter[0].lower(), key)
-        field_path = f"{path}.{key}" if path else key
-        if name not in shape:
-            is_hint = name in HINTS and not tolerance.is_strict
-            if not (is_answer or is_hint or tolerance.is_lenient):
-                raise _with_param(unknown_field(key, set(map(to_camel_case, shape))), field_path)
-            if not asks_nothing(value):
-                tolerance.ignore(field_path)
-            continue
-        if value is None:
-            continue
-        if name in found:
-            problem = "the field is present in camelCase and in snake_case; expected only one."
-            raise invalid_field(field_path, problem)
-        found[name] = to_snake_case(value, shape[name], tolerance, field_path, is_answer=is_answer)
-    return found
-
-
-def _is_plain(content: Any) -> bool:
-    """Return whether a content is a role and one text, which need no conversion. Most are."""
-    if type(content) is not dict or len(content) != 2 or type(content.get("role")) is not str:
-        return False
-    parts = content.get("parts")
-    if type(parts) is not list or len(parts) != 1:
-        return False
-    (part,) = parts
-    return type(part) is dict and len(part) == 1 and type(part.get("text")) is str
-
-
-def _with_param(refusal: Refusal, path: str) -> Refusal:
-    return Refusal(refusal.kind, refusal.code, refusal.message, param=path[:300])
-
-
-def to_camel_case(name: str) -> str:
-    """Return a field's name in the spelling of Gemini's documentation."""
-    head, *rest = name.split("_")
-    return head + "".join(word.capitalize() for word in rest)
-
 
 # --- types ----------------------------------------------------------------------------------------
 
@@ -330,7 +179,97 @@ class CachedBody(PromptFields, frozen=True, kw_only=True):
     usage_metadata: Any = None
 
 
-def decode(body: bytes, shape: dict[str, Any], kind: Any, tolerance: Tolerance) -> Any:
+# --- spelling of fields ---------------------------------------------------------------------------
+
+_UPPER = re.compile(r"(?<=[a-z0-9])[A-Z]")
+
+
+@cache
+def _shape_of(kind: type[Struct]) -> dict[str, Any]:
+    """Return the fields of an API object by name: each with its own fields, a list of these, or 0
+    where the value is the client's data and stays as sent."""
+    return {field.encode_name: _shape(inspect.type_info(field.type)) for field in fields(kind)}
+
+
+def _shape(found: inspect.Type) -> Any:
+    for alternative in alternatives(found):
+        if isinstance(alternative, inspect.StructType):
+            return _shape_of(alternative.cls)
+        if isinstance(alternative, inspect.ListType) and (item := _shape(alternative.item_type)):
+            return [item]
+    return 0
+
+
+_CONTENT = _shape_of(Content)
+
+
+def to_snake_case(
+    tree: Any, shape: Any, tolerance: Tolerance, path: str = "", *, is_answer: bool = False
+) -> Any:
+    """Return the tree with the fields of `shape` (`_shape_of`) in snake_case.
+
+    `is_answer`: the tree is a part of an earlier answer, which may have unknown fields. Cost:
+    O(nodes). Changes: `tolerance` notes the ignored fields. Raises Refusal for a field that is
+    unknown or present in both spellings.
+    """
+    if isinstance(shape, list) and isinstance(tree, list):
+        item_shape = shape[0]
+        items_max = CONTENTS_MAX if item_shape is _CONTENT else ITEMS_MAX
+        if len(tree) > items_max:
+            raise invalid_field(path, f"{len(tree)} items; expected at most {items_max}.")
+        return [
+            item
+            if item_shape is _CONTENT and _is_plain(item)
+            else to_snake_case(
+                item, item_shape, tolerance, f"{path}[{number}]", is_answer=is_answer
+            )
+            for number, item in enumerate(tree)
+        ]
+    if not isinstance(shape, dict) or not isinstance(tree, dict):
+        return tree
+    is_answer |= shape is _CONTENT and tree.get("role") == "model" and not tolerance.is_strict
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = _UPPER.sub(lambda letter: "_" + letter[0].lower(), key)
+        field_path = f"{path}.{key}" if path else key
+        if name not in shape:
+            is_hint = name in HINTS and not tolerance.is_strict
+            if not (is_answer or is_hint or tolerance.is_lenient):
+                raise _with_param(unknown_field(key, set(map(to_camel_case, shape))), field_path)
+            if not asks_nothing(value):
+                tolerance.ignore(field_path)
+            continue
+        if value is None:
+            continue
+        if name in found:
+            problem = "the field is present in camelCase and in snake_case; expected only one."
+            raise invalid_field(field_path, problem)
+        found[name] = to_snake_case(value, shape[name], tolerance, field_path, is_answer=is_answer)
+    return found
+
+
+def _is_plain(content: Any) -> bool:
+    """Return whether a content is a role and one text, which need no conversion. Most are."""
+    if type(content) is not dict or len(content) != 2 or type(content.get("role")) is not str:
+        return False
+    parts = content.get("parts")
+    if type(parts) is not list or len(parts) != 1:
+        return False
+    (part,) = parts
+    return type(part) is dict and len(part) == 1 and type(part.get("text")) is str
+
+
+def _with_param(refusal: Refusal, path: str) -> Refusal:
+    return Refusal(refusal.kind, refusal.code, refusal.message, param=path[:300])
+
+
+def to_camel_case(name: str) -> str:
+    """Return a field's name in the spelling of Gemini's documentation."""
+    head, *rest = name.split("_")
+    return head + "".join(word.capitalize() for word in rest)
+
+
+def decode(body: bytes, kind: type[T], tolerance: Tolerance) -> T:
     """Decode a body as `kind`.
 
     Cost: O(bytes). Changes: `tolerance` notes the ignored fields. Raises Refusal that names the
@@ -346,7 +285,7 @@ def decode(body: bytes, shape: dict[str, Any], kind: Any, tolerance: Tolerance) 
         message = f"The payload is a JSON {json_type(tree)}; expected a JSON object."
         raise Refusal(Kind.BAD, "invalid_json", message)
     try:
-        return convert(to_snake_case(tree, shape, tolerance), kind, "")
+        return convert(to_snake_case(tree, _shape_of(kind), tolerance), kind, "")
     except RecursionError:
         raise Refusal(Kind.BAD, "invalid_json", "The payload is nested too deeply.") from None
 

@@ -213,8 +213,7 @@ def _own_format(form: ResponseFormat) -> OutputFormat:
         case ChatTextFormat():
             return _ANY_TEXT
         case ChatSchemaFormat():
-            path = "response_format.json_schema.schema"
-            return tools.output_format("text", form.json_schema, path)
+            return tools.schema_format(form.json_schema, "response_format.json_schema.schema")
         case ChatJsonFormat():
             return OutputFormat("json_object")
         case ChatPatternFormat():

@@ -6,12 +6,12 @@ the result of one call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from gateway.dialects.canonical import Segment, Tool, ToolCall, ToolChoice
+from gateway.dialects.canonical import Segment, Tool, ToolChoice
 from gateway.dialects.openai import cache, tools, wire
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field
@@ -289,7 +289,10 @@ class _ChatReader:
             self.segments.append(
                 Segment("assistant", thought, thought_path, None, index, is_thought=True)
             )
-        self._content(message, index, name, answers)
+        for text, text_path, retention in self._texts(message, f"{path}.content"):
+            self.segments.append(
+                Segment(message.role, text, text_path, name, index, retention, answers=answers)
+            )
         for number, tool_call in enumerate(message.tool_calls or ()):
             call_path = f"{path}.tool_calls[{number}]"
             function = tool_call.function
@@ -297,14 +300,12 @@ class _ChatReader:
                 tool_call.id, function.name, function.arguments, f"{call_path}.function"
             )
             self.calls.add(call, f"{call_path}.id")
-            self._add(message, index, "", call_path, call=call)
+            self.segments.append(Segment(message.role, "", call_path, None, index, call=call))
         if message.cache_control is not None:
-            self._mark_last(message.cache_control)
+            self.segments[-1] = cache.with_retention(self.segments[-1], message.cache_control)
 
-    def _content(
-        self, message: ChatMessage, index: int, name: str | None, answers: str | None
-    ) -> None:
-        path = f"messages[{index}].content"
+    def _texts(self, message: ChatMessage, path: str) -> Iterator[tuple[str, str, str | None]]:
+        """Yield each text of a message's content, its path and the retention of its breakpoint."""
         content = message.content
         if content is None:
             if message.role != "assistant":
@@ -313,7 +314,7 @@ class _ChatReader:
             content = message.refusal or ""
         if isinstance(content, str):
             if content or not message.tool_calls:
-                self._add(message, index, content, path, name=name, answers=answers)
+                yield content, path, None
             return
         if not content and not message.tool_calls:
             raise invalid_field(path, "the list is empty; expected at least one part.")
@@ -323,40 +324,10 @@ class _ChatReader:
                 if message.role != "assistant":
                     problem = f"a {message.role} message holds no refusal; expected a text part."
                     raise invalid_field(f"{part_path}.type", problem)
-                self._add(message, index, part.refusal, part_path, name=name)
-                continue
-            if not isinstance(part, TextPart):
+                yield part.refusal, part_path, None
+            elif isinstance(part, TextPart):
+                own, control = part.prompt_cache_breakpoint, part.cache_control
+                yield part.text, part_path, cache.requested_retention(own, control, self._settings)
+            else:
                 problem = f"{part.__struct_config__.tag}: {tools.TEXT_ONLY}"
                 raise invalid_field(part_path, problem, "unsupported_parameter")
-            retention = cache.requested_retention(
-                part.prompt_cache_breakpoint, part.cache_control, self._settings
-            )
-            self._add(
-                message,
-                index,
-                part.text,
-                part_path,
-                name=name,
-                answers=answers,
-                retention=retention,
-            )
-
-    def _add(
-        self,
-        message: ChatMessage,
-        index: int,
-        text: str,
-        path: str,
-        *,
-        name: str | None = None,
-        answers: str | None = None,
-        call: ToolCall | None = None,
-        retention: str | None = None,
-    ) -> None:
-        self.segments.append(
-            Segment(message.role, text, path, name, index, retention, call, answers)
-        )
-
-    def _mark_last(self, control: cache.CompatCacheControl) -> None:
-        last = self.segments[-1]
-        self.segments[-1] = cache.with_retention(last, control)

@@ -33,7 +33,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.openai import constraints, wire
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import convert, invalid_field
+from gateway.dialects.validation import invalid_field
 
 PROMPTS_MAX = 128
 """Most prompts of one request."""
@@ -132,36 +132,12 @@ class CompletionDialect(wire.SharedParts):
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
     """Return the prompts of a text, a list of texts, token ids, or a list of either."""
-    if isinstance(value, str):
-        return (_text_prompt(value, "prompt"),)
     if isinstance(value, tuple) and value:  # Token ids, already checked by `SinglePromptBody`.
         return (Prompt(token_ids=value),)
-    if not isinstance(value, list) or not value:
-        problem = "invalid or empty value; expected a text, token ids, or a list of either."
-        raise invalid_field("prompt", problem)
-    if isinstance(value[0], int):
-        return (_id_prompt(value, "prompt"),)
-    if len(value) > PROMPTS_MAX:
-        raise invalid_field("prompt", f"{len(value)} prompts; expected at most {PROMPTS_MAX}.")
     return tuple(
-        _text_prompt(item, f"prompt[{index}]")
-        if isinstance(item, str)
-        else _id_prompt(item, f"prompt[{index}]")
-        for index, item in enumerate(value)
+        Prompt(text=one) if isinstance(one, str) else Prompt(token_ids=one)
+        for one in wire.texts_or_ids(value, "prompt", "prompt", PROMPTS_MAX)
     )
-
-
-def _text_prompt(text: str, path: str) -> Prompt:
-    if not text:
-        raise invalid_field(path, "the prompt is empty; expected at least one character.")
-    return Prompt(text=text)
-
-
-def _id_prompt(ids: Any, path: str) -> Prompt:
-    found = convert(ids, wire.TokenIds, path)
-    if not found:
-        raise invalid_field(path, "the prompt is empty; expected at least one token id.")
-    return Prompt(token_ids=found)
 
 
 class CompletionEncoder(wire.StreamEnd):

@@ -15,9 +15,8 @@ import msgspec
 
 from gateway.dialects.canonical import OutputFormat, Tool, ToolChoice
 from gateway.dialects.openai import wire
-from gateway.dialects.openai.tools import json_text
 from gateway.dialects.tolerance import Tolerance, asks_nothing
-from gateway.dialects.validation import invalid_field
+from gateway.dialects.validation import invalid_field, json_text
 
 CONSTRAINED = "expected response_format (chat) or text.format (responses), which constrain answers."
 NO_CALLS = "not allowed together with tools; expected no tools, or the tool_choice 'none'."
@@ -32,7 +31,7 @@ def output_format(
     declared: Sequence[Tool] = (),
     choice: ToolChoice | None = None,
 ) -> OutputFormat:
-    """Return the format that a request asks for, under whichever name.
+    """Return the format that a request asks for, under any of these names.
 
     `own`: the format of the endpoint's own field. Raises Refusal for two formats that differ, for a
     pattern or a grammar beside tools that may be called, and in the strict mode for another

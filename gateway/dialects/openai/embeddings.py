@@ -17,16 +17,12 @@ from msgspec import Meta, Struct
 from gateway.dialects.canonical import NO_METADATA, RequestMetadata, UsageRecord
 from gateway.dialects.openai import wire
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import convert, invalid_field
 
 INPUTS_MAX = 2_048
 """Most texts of one request, as OpenAI has it."""
 DIMENSIONS_MAX = 65_536
 
 EncodingFormat = Literal["float", "base64"]
-EmbeddingInput = str | tuple[int, ...]
-"""A text, or its token ids."""
-
 RULES = wire.FieldRules(
     refused={
         "truncate_prompt_tokens": "the server cuts texts at the model's limit; omit it.",
@@ -52,7 +48,7 @@ class EmbeddingCall(Struct, frozen=True):
     """A request for vectors. `ignored`: names of the fields without effect."""
 
     model: str
-    inputs: tuple[EmbeddingInput, ...]
+    inputs: tuple[wire.TextOrIds, ...]
     encoding_format: EncodingFormat = "float"
     dimensions: int | None = None
     client_user: str = ""
@@ -68,15 +64,8 @@ class EmbeddingCall(Struct, frozen=True):
         return f"input[{index}]" if self.is_list else "input"
 
 
-class EmbeddingShape:
-    """The error shape of `/v1/embeddings`, and the name of its dialect."""
-
-    name = "openai_embeddings"
-    error_body = staticmethod(wire.error_body)
-    headers = staticmethod(wire.headers)
-
-
-SHAPE = EmbeddingShape()
+SHAPE = wire.OpenAIErrors("openai_embeddings")
+"""The error shape of `/v1/embeddings`, and the name of its dialect."""
 
 
 def parse(body: bytes, metadata: RequestMetadata = NO_METADATA) -> EmbeddingCall:
@@ -85,43 +74,12 @@ def parse(body: bytes, metadata: RequestMetadata = NO_METADATA) -> EmbeddingCall
     fields = wire.decode(body, EmbeddingBody, RULES, tolerance)
     return EmbeddingCall(
         model=fields.model,
-        inputs=_inputs(fields.input),
+        inputs=wire.texts_or_ids(fields.input, "input", "text", INPUTS_MAX),
         encoding_format=fields.encoding_format or "float",
         dimensions=fields.dimensions,
         client_user=fields.user or "",
         ignored=tolerance.ignored,
     )
-
-
-def _inputs(value: Any) -> tuple[EmbeddingInput, ...]:
-    if isinstance(value, str):
-        return (_text(value, "input"),)
-    if not isinstance(value, list) or not value:
-        problem = "invalid or empty value; expected a text, token ids, or a list of either."
-        raise invalid_field("input", problem)
-    if isinstance(value[0], int) and not isinstance(value[0], bool):
-        return (_token_ids(value, "input"),)
-    if len(value) > INPUTS_MAX:
-        raise invalid_field("input", f"{len(value)} inputs; expected at most {INPUTS_MAX}.")
-    return tuple(
-        _text(item, f"input[{index}]")
-        if isinstance(item, str)
-        else _token_ids(item, f"input[{index}]")
-        for index, item in enumerate(value)
-    )
-
-
-def _text(text: str, path: str) -> str:
-    if not text:
-        raise invalid_field(path, "the text is empty; expected at least one character.")
-    return text
-
-
-def _token_ids(ids: Any, path: str) -> tuple[int, ...]:
-    found = convert(ids, wire.TokenIds, path)
-    if not found:
-        raise invalid_field(path, "the text is empty; expected at least one token id.")
-    return found
 
 
 def usage_object(record: UsageRecord) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from gateway.dialects.canonical import (
     CacheDirectives,
     Call,
     GenerationParameters,
+    OutputFormat,
     Prompt,
     Reply,
     RequestMetadata,
@@ -32,7 +33,7 @@ from gateway.dialects.openai import responses_prompt as items
 from gateway.dialects.openai.reasoning import thinking_of
 from gateway.dialects.openai.responses_events import ResponsesEncoder
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import convert, invalid_field
+from gateway.dialects.validation import convert, invalid_field, json_text
 from gateway.errors import Kind, Refusal
 
 ID_PREFIX = "resp_"
@@ -103,8 +104,11 @@ class ResponsesSchemaFormat(
     pass
 
 
+TextFormat = ResponsesTextFormat | ResponsesJsonFormat | ResponsesSchemaFormat
+
+
 class TextField(Struct, frozen=True, forbid_unknown_fields=True):
-    format: ResponsesTextFormat | ResponsesJsonFormat | ResponsesSchemaFormat | None = None
+    format: TextFormat | None = None
     verbosity: wire.Short | None = None
 
 
@@ -148,6 +152,11 @@ class ResponsesBody(wire.SamplingFields, frozen=True, kw_only=True):
     prompt_cache_options: ResponsesCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     cache_control: cache.CompatCacheControl | None = None
+
+    @property
+    def text_format(self) -> TextFormat | None:
+        """The format of the answer's text; None if the request has none."""
+        return None if self.text is None else self.text.format
 
 
 class ResponsesDialect(wire.SharedParts):
@@ -198,7 +207,7 @@ class ResponsesDialect(wire.SharedParts):
                 directives,
                 compare_with=options.comparison_response_id or "",
                 remember=operation != "count",
-                echo=(("response", tools.json_text(_echo(fields, prompt))),),
+                echo=(("response", json_text(_echo(fields, prompt))),),
             ),
         )
 
@@ -287,13 +296,12 @@ def _prompt(
         fields.instructions, history, field, fields.input, settings, tolerance
     )
     segments, directives = cache.apply(declared, unmarked, settings)
-    form = fields.text.format if fields.text is not None else None
     choice = items.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls)
-    own = tools.output_format(
-        "json_object" if isinstance(form, ResponsesJsonFormat) else "text",
-        form if isinstance(form, ResponsesSchemaFormat) else None,
-        "text.format.schema",
-    )
+    own = OutputFormat()
+    if isinstance(fields.text_format, ResponsesSchemaFormat):
+        own = tools.schema_format(fields.text_format, "text.format.schema")
+    elif isinstance(fields.text_format, ResponsesJsonFormat):
+        own = OutputFormat("json_object")
     prompt = Prompt(
         segments=segments,
         tools=tuple(declared),
@@ -317,7 +325,7 @@ def _generation(fields: ResponsesBody, *, is_prewarm: bool) -> GenerationParamet
 
 def _digests(fields: ResponsesBody) -> tuple[tuple[str, str], ...]:
     """Return digests of the settings that a miss diagnosis compares beside the prompt."""
-    form = fields.text.format if fields.text is not None else None
+    form = fields.text_format
     if form is None or isinstance(form, ResponsesTextFormat):
         return ()
     digest = hashlib.blake2b(msgspec.json.encode(form), digest_size=16).hexdigest()
@@ -329,7 +337,6 @@ def _echo(fields: ResponsesBody, prompt: Prompt) -> dict[str, Any]:
 
     A setting without a default is left out: OpenAI's published schema has no null for it.
     """
-    form = fields.text.format if fields.text is not None else None
     retention = fields.prompt_cache_retention
     found = {
         "instructions": fields.instructions,
@@ -338,7 +345,7 @@ def _echo(fields: ResponsesBody, prompt: Prompt) -> dict[str, Any]:
         "parallel_tool_calls": prompt.tool_choice.parallel,
         "tool_choice": fields.tool_choice or "auto",
         "tools": [_shown_tool(field) for field in fields.tools or ()],
-        "text": {"format": form or {"type": "text"}},
+        "text": {"format": fields.text_format or {"type": "text"}},
         "top_logprobs": fields.top_logprobs or 0,
         "temperature": 1.0 if fields.temperature is None else fields.temperature,
         "top_p": 1.0 if fields.top_p is None else fields.top_p,

@@ -8,7 +8,7 @@ event of the stream. `openai.responses` makes an encoder for each answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -48,9 +48,8 @@ class ResponsesEncoder:
         self._output: list[dict[str, Any]] = []
         self._pieces: list[str] = []
         self._tokens: list[TokenText] = []
-        self._open_call: int | None = None
-        self._is_open = False
-        self._is_thought = False
+        self._open: Literal["message", "reasoning"] | int | None = None
+        """The open item: its kind, or the number of a call; None between items."""
         self._is_truncated = False
         self._diagnosis: Diagnosis | None = None
         self.is_stored = False
@@ -183,7 +182,6 @@ class ResponsesEncoder:
         index = len(self._output)
         suffix = self._reply.response_id.removeprefix("resp_")
         self._output.append({"id": f"{kind}_{suffix}_{index}", **item})
-        self._is_open = True
         self._pieces, self._tokens = [], []
         added = dict(self._output[-1])
         return {"type": "response.output_item.added", "output_index": index, "item": added}
@@ -194,37 +192,44 @@ class ResponsesEncoder:
         return {"item_id": self._output[index]["id"], "output_index": index, **more}
 
     def _close_item(self) -> list[Event]:
-        if not self._is_open:
+        if self._open is None:
             return []
-        self._is_open = False
         item = self._output[-1]
         item["status"] = "incomplete" if self._is_truncated else "completed"
-        if self._is_thought:
+        if self._open == "reasoning":
             closing = self._thought_done()
         else:
-            closing = self._call_done() if self._open_call is not None else self._message_done()
-        self._open_call, self._is_thought = None, False
+            closing = self._message_done() if self._open == "message" else self._call_done()
+        self._open = None
         done = {"output_index": len(self._output) - 1, "item": dict(item)}
         return [*closing, {"type": "response.output_item.done", **done}]
 
     # -- text -------------------------------------------------------------------------------------
 
     def _open_message(self) -> list[Event]:
-        message = {
-            "type": "message",
-            "status": "in_progress",
-            "role": "assistant",
-            "content": [],
-        }
-        part = {"part": self._part("", ())}
-        added = self._add("msg", message)
+        message = {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        events = [*self._close_item(), self._add("msg", message)]
+        self._open = "message"
+        return [*events, self._part_added(self._part("", ()))]
+
+    def _part_added(self, part: dict[str, Any]) -> Event:
+        """Return the event of the first content part of the open item."""
         reference = self._item_reference(content_index=0)
-        return [added, {"type": "response.content_part.added", **reference, **part}]
+        return {"type": "response.content_part.added", **reference, "part": part}
+
+    def _part_done(self, part: dict[str, Any], **more: Any) -> list[Event]:
+        """Set the content of the open item, and return the events that end its text."""
+        self._output[-1]["content"] = [part]
+        reference, text = self._item_reference(content_index=0), {"text": part["text"], **more}
+        return [
+            {"type": f"response.{part['type']}.done", **reference, **text},
+            {"type": "response.content_part.done", **reference, "part": part},
+        ]
 
     def _text(self, delta: Text) -> list[Event]:
         events: list[Event] = []
-        if not self._is_open or self._open_call is not None or self._is_thought:
-            events = self._close_item() + self._open_message()
+        if self._open != "message":
+            events = self._open_message()
         self._pieces.append(delta.text)
         self._tokens.extend(delta.tokens)
         events.append(
@@ -238,15 +243,8 @@ class ResponsesEncoder:
         return events
 
     def _message_done(self) -> list[Event]:
-        text = "".join(self._pieces)
-        part = self._part(text, self._tokens)
-        self._output[-1]["content"] = [part]
-        reference = self._item_reference(content_index=0)
-        logprobs = self._logprobs(self._tokens)
-        return [
-            {"type": "response.output_text.done", **reference, "text": text, "logprobs": logprobs},
-            {"type": "response.content_part.done", **reference, "part": part},
-        ]
+        part = self._part("".join(self._pieces), self._tokens)
+        return self._part_done(part, logprobs=part["logprobs"])
 
     def _part(self, text: str, tokens: Sequence[TokenText]) -> dict[str, Any]:
         logprobs = self._logprobs(tokens)
@@ -261,34 +259,24 @@ class ResponsesEncoder:
 
     def _thought(self, delta: Thought) -> list[Event]:
         events: list[Event] = []
-        if not self._is_thought:
-            events = self._close_item()
+        if self._open != "reasoning":
             item = {"type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
-            events.append(self._add("rs", item))
-            self._is_thought = True
-            part = {"part": {"type": "reasoning_text", "text": ""}}
-            reference = self._item_reference(content_index=0)
-            events.append({"type": "response.content_part.added", **reference, **part})
+            events = [*self._close_item(), self._add("rs", item)]
+            self._open = "reasoning"
+            events.append(self._part_added({"type": "reasoning_text", "text": ""}))
         self._pieces.append(delta.text)
         reference = self._item_reference(content_index=0)
         kind = "response.reasoning_text.delta"
         return [*events, {"type": kind, **reference, "delta": delta.text}]
 
     def _thought_done(self) -> list[Event]:
-        text = "".join(self._pieces)
-        part = {"type": "reasoning_text", "text": text}
-        self._output[-1]["content"] = [part]
-        reference = self._item_reference(content_index=0)
-        return [
-            {"type": "response.reasoning_text.done", **reference, "text": text},
-            {"type": "response.content_part.done", **reference, "part": part},
-        ]
+        return self._part_done({"type": "reasoning_text", "text": "".join(self._pieces)})
 
     # -- calls ------------------------------------------------------------------------------------
 
     def _call_text(self, delta: CallText) -> list[Event]:
         events: list[Event] = []
-        if not self._is_open or self._open_call != delta.call:
+        if self._open != delta.call:
             events = self._close_item()
             namespace, name = tools.split_name(delta.name)
             item = {
@@ -300,7 +288,7 @@ class ResponsesEncoder:
                 "arguments": "",
             }
             events.append(self._add("fc", item))
-            self._open_call = delta.call
+            self._open = delta.call
         if delta.arguments:
             self._pieces.append(delta.arguments)
             kind = "response.function_call_arguments.delta"

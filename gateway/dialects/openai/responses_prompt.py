@@ -2,7 +2,6 @@
 
 `openai.responses` calls it. Clients may send the output items of an answer back unchanged: a
 message and the calls after it are one assistant turn; reasoning items before it are its thoughts.
-prompt.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from gateway.dialects.canonical import ItemReference
 from gateway.dialects.openai import wire
-from gateway.dialects.validation import convert, invalid_field
+from gateway.dialects.validation import convert, invalid_field, parse_int
 from gateway.errors import Kind, Refusal
 
 PAGE_DEFAULT, PAGE_MAX = 20, 100
@@ -43,16 +43,11 @@ class Page(Struct, frozen=True):
 
 def parse_page(query: Mapping[str, str]) -> Page:
     """Return the page that a query asks for. Raises Refusal."""
-    text = query.get("limit", str(PAGE_DEFAULT))
-    is_number = text.isascii() and text.isdigit() and len(text) <= 9
-    if not is_number or not 1 <= int(text) <= PAGE_MAX:
-        problem = f"limit: invalid value {text[:32]!r}; expected an integer from 1 to {PAGE_MAX}."
-        raise Refusal(Kind.BAD, "invalid_value", problem, param="limit")
+    limit = parse_int(query.get("limit", str(PAGE_DEFAULT)), "limit", 1, PAGE_MAX)
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
-        problem = f"order: invalid value {order[:32]!r}; expected 'asc' or 'desc'."
-        raise Refusal(Kind.BAD, "invalid_value", problem, param="order")
-    return Page(int(text), query.get("after", ""), order == "desc")
+        raise invalid_field("order", f"invalid value {order[:32]!r}; expected 'asc' or 'desc'.")
+    return Page(limit, query.get("after", ""), order == "desc")
 
 
 def page_of(items: Sequence[dict[str, Any]], page: Page) -> dict[str, Any]:
@@ -72,8 +67,7 @@ def page_of(items: Sequence[dict[str, Any]], page: Page) -> dict[str, Any]:
 
 def unknown_after(item_id: str) -> Refusal:
     """Return the refusal of a page behind an item that the list does not have."""
-    problem = f"after: unknown item {item_id[:64]!r}; expected the id of an item."
-    return Refusal(Kind.BAD, "invalid_value", problem, param="after")
+    return invalid_field("after", f"unknown item {item_id[:64]!r}; expected the id of an item.")
 
 
 def list_of(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.dialects.canonical import OutputFormat, Tool, ToolCall, ToolChoice
-from gateway.dialects.validation import invalid_field
+from gateway.dialects.validation import invalid_field, json_text
 
 TOOLS_MAX = 128
 """Most tools of a list, as in OpenAI's API, and most calls of one message."""
@@ -110,18 +110,9 @@ def call(call_id: str, name: str, arguments: str, path: str) -> ToolCall:
     return ToolCall(call_id, name, json_text(value))
 
 
-def output_format(
-    kind: Literal["text", "json_object"], schema: JsonSchema | None, path: str
-) -> OutputFormat:
-    """Return the canonical output format; a schema, whose field is `path`, overrides `kind`."""
-    if schema is None:
-        return OutputFormat(kind)
+def schema_format(schema: JsonSchema, path: str) -> OutputFormat:
+    """Return the format of answers that satisfy a schema, whose field is `path`."""
     return OutputFormat("json_schema", json_text(schema.schema), path, bool(schema.strict))
-
-
-def json_text(value: object) -> str:
-    """Return compact JSON text that keeps the key order."""
-    return msgspec.json.encode(value).decode()
 
 
 class PendingCalls:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -331,6 +331,35 @@ def generation(
     )
 
 
+TextOrIds = str | tuple[int, ...]
+"""A text, or its token ids."""
+
+
+def texts_or_ids(value: Any, field: str, noun: str, most: int) -> tuple[TextOrIds, ...]:
+    """Return what a field holds: a text, token ids, or a list of either, none of them empty.
+
+    `noun`: what errors call one of them. `most`: the longest list. Raises Refusal.
+    """
+    if isinstance(value, str):
+        return (_text_or_ids(value, field, noun),)
+    if not isinstance(value, list) or not value:
+        problem = "invalid or empty value; expected a text, token ids, or a list of either."
+        raise invalid_field(field, problem)
+    if isinstance(value[0], int):
+        return (_text_or_ids(value, field, noun),)
+    if len(value) > most:
+        raise invalid_field(field, f"{len(value)} {field}s; expected at most {most}.")
+    return tuple(_text_or_ids(one, f"{field}[{at}]", noun) for at, one in enumerate(value))
+
+
+def _text_or_ids(value: Any, path: str, noun: str) -> TextOrIds:
+    found: TextOrIds = value if isinstance(value, str) else convert(value, TokenIds, path)
+    if not found:
+        unit = "character" if isinstance(found, str) else "token id"
+        raise invalid_field(path, f"the {noun} is empty; expected at least one {unit}.")
+    return found
+
+
 def same(value: Any) -> Any:
     """Return the value of an alias whose equal has the same meaning."""
     return value
@@ -471,7 +500,7 @@ class RunningUsage:
         return usage(msgspec.structs.replace(self._begun, out=out))
 
 
-_TYPES: dict[Kind, Literal["invalid_request_error", "server_error"] | str] = {
+_TYPES = {
     Kind.AUTH: "authentication_error",
     Kind.PERMISSION: "permission_error",
     Kind.RATE: "rate_limit_error",
@@ -480,7 +509,6 @@ _TYPES: dict[Kind, Literal["invalid_request_error", "server_error"] | str] = {
     Kind.BUSY: "server_error",
     Kind.DEADLINE: "server_error",
 }
-_STATUS = {Kind.QUOTA: 429}
 
 
 def error_message(refusal: Refusal) -> str:
@@ -515,8 +543,7 @@ def count_body(tokens: int, cached: int) -> bytes:
 
 def error_body(refusal: Refusal, request_id: str) -> tuple[int, bytes]:
     """Return the HTTP status and the JSON body of an error."""
-    status = _STATUS.get(refusal.kind, refusal.kind.value)
-    return status, msgspec.json.encode(error_object(refusal))
+    return refusal.kind.status, msgspec.json.encode(error_object(refusal))
 
 
 def token_entries(tokens: Sequence[TokenText]) -> list[dict[str, Any]]:
@@ -529,6 +556,16 @@ def token_entries(tokens: Sequence[TokenText]) -> list[dict[str, Any]]:
 def _token(token: TokenText) -> dict[str, Any]:
     text = token.data.decode("utf-8", "replace")
     return {"token": text, "logprob": token.logprob, "bytes": list(token.data)}
+
+
+class OpenAIErrors:
+    """The errors of OpenAI's API under the name of one of its dialects."""
+
+    error_body = staticmethod(error_body)
+    headers = staticmethod(headers)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 class SharedParts:

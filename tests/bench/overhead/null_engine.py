@@ -27,17 +27,14 @@ from engine.api import (
     Erased,
     Event,
     Finished,
-    Frame,
     GetStats,
     Peek,
     Peeked,
-    Reply,
     Request,
     SampledToken,
     SampleEnded,
     SetQuotas,
     Started,
-    Stats,
     Submit,
     Survey,
     Surveyed,
@@ -45,7 +42,8 @@ from engine.api import (
     Usage,
 )
 from engine.model_store import load_card
-from engine.protocol import Downward, Hello, Welcome, encode, upward_decoder
+from engine.protocol import Downward, Frame, Hello, Reply, Welcome, encode, upward_decoder
+from engine.statistics import Stats
 
 HEARTBEAT_S = 0.25
 TOKEN = SampledToken(100)

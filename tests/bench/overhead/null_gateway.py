@@ -26,9 +26,9 @@ from gateway.cli.database import connect
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
 from gateway.context import Context
 from gateway.engine_supervisor import EngineSupervisor
+from gateway.engines.served_models import ServedModel
 from gateway.gc_tuning import freeze_heap
 from gateway.ledger.client import LedgerProcessClient
-from gateway.ledger.metering import wall_ms
 from gateway.observability.logging import LogLines
 from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
@@ -36,7 +36,7 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.holds import Progress
 from tenancy.ledger.transactions import Item
 from tenancy.storage.interface import Store
-from tenancy.types import Limits
+from tenancy.types import Limits, wall_ms
 
 ENOUGH = 10**9
 """A limit that counts every request and refuses none."""
@@ -143,8 +143,8 @@ async def serve(settings: NullGatewaySettings) -> None:
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log, command=NULL_ENGINE)
     ledger = await LedgerProcessClient.open(config.tenancy.database, config.data, log)
     analytics = await open_analytics(config, log) if settings.books else None
-    renderer = Renderer(card)
-    gateway = Gateway(config, supervisor, renderer, store, log, ledger=ledger, analytics=analytics)
+    models = [ServedModel(card.name, supervisor, Renderer(card))]
+    gateway = Gateway(config, models, store, log, ledger=ledger, analytics=analytics)
     if not settings.books:
         remove_ledger_and_analytics(gateway)
     parent_gone = asyncio.Event()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from engine.api import CacheGrant, Quota, Request, Sampling
+from engine.api import CacheGrant, Quota
 from engine.config import EngineConfig
 from engine.plan import StepPlan
 from tests.checkers import World
-
-GREEDY = Sampling(temperature=0)
+from tests.unit.engine.tiny_engines import ask
 
 
 class RecordedWorld(World):
@@ -53,14 +52,7 @@ class RecordedWorld(World):
         """Submit a request of namespace `namespace` (b"n")."""
         namespace = wanted.pop("namespace", b"n")
         quota = wanted.pop("quota", Quota())
-        settings: dict[str, Any] = {
-            "request_id": name,
-            "tokens": tokens,
-            "max_tokens": 4,
-            "grant": CacheGrant(namespace, quota),
-            "sampling": GREEDY,
-        }
-        self.submit(Request(**(settings | wanted)))
+        self.submit(ask(name, tokens, **({"grant": CacheGrant(namespace, quota)} | wanted)))
 
     def first_step_of(self, name: str) -> int:
         """Return the index of the first step with a row of the request."""
@@ -68,15 +60,11 @@ class RecordedWorld(World):
 
     def cached(self, name: str) -> int:
         """Return the request's cached prompt tokens."""
-        final = self.streams[name].finished
-        assert final is not None
-        return final.usage.cached_tokens
+        return self.final(name).usage.cached_tokens
 
     def preemptions(self, name: str) -> int:
         """Return how often the request was preempted."""
-        final = self.streams[name].finished
-        assert final is not None
-        return final.usage.preemptions
+        return self.final(name).usage.preemptions
 
 
 def tokens(count: int, seed: int = 0) -> tuple[int, ...]:

@@ -10,31 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import (
-    PROTOCOL_VERSION,
     AttentionWindow,
     CacheGrant,
-    CacheNews,
     Cancel,
     Command,
     EndSample,
     Event,
     Finished,
-    Frame,
-    Gain,
     GetStats,
     Grammar,
-    Loss,
-    NamespaceStats,
     Peek,
     Peeked,
     PromptLogprobs,
     Quota,
-    Reply,
     Request,
     SampledToken,
     SetQuotas,
     Started,
-    Stats,
     Submit,
     TokenLogprob,
     Tokens,
@@ -44,15 +36,19 @@ from engine.client.request_stream import RequestStream
 from engine.errors import EngineError
 from engine.protocol import (
     FRAME_BYTES_MAX,
+    PROTOCOL_VERSION,
+    Frame,
     FrameError,
     Hello,
     PackedSubmit,
+    Reply,
     Upward,
     downward_decoder,
     encode,
     encode_step,
     upward_decoder,
 )
+from engine.statistics import CacheNews, Gain, Loss, NamespaceStats, Stats
 
 COMMANDS: list[Upward] = [
     Hello(PROTOCOL_VERSION, "/models/m", {"heartbeat_s": 0.5}),

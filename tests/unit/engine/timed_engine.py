@@ -39,7 +39,6 @@ class TimedWorld(RecordedWorld):
 
     def first_token_s(self, name: str) -> float:
         """Return the time from the request's arrival to its first token."""
-        final = self.streams[name].finished
-        assert final is not None
-        assert final.usage.first_token_s is not None
-        return final.usage.first_token_s
+        first_s = self.final(name).usage.first_token_s
+        assert first_s is not None
+        return first_s

@@ -33,17 +33,8 @@ def ask(name: str = "r", tokens: tuple[int, ...] = PROMPT, **wanted: Any) -> Req
     return Request(**(settings | wanted))
 
 
-def finished(world: World, name: str = "r") -> Finished:
-    final = world.streams[name].finished
-    assert final is not None
-    return final
-
-
 def run(world: World, *requests: Request) -> list[Finished]:
     for request in requests:
         world.submit(request)
     world.settle()
-    return [finished(world, request.request_id) for request in requests]
-
-
-# -- admission --------------------------------------------------------------------------------
+    return [world.final(request.request_id) for request in requests]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_admin_key
+from tenancy.types import wall_ms
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 

@@ -22,7 +22,7 @@ from engine.api import (
     Tokens,
     Usage,
 )
-from engine.client.client import RequestStream
+from engine.client.request_stream import RequestStream
 
 
 class FakeEngine:

@@ -23,7 +23,7 @@ import pytest
 from aiohttp import ClientResponse, ClientSession, ClientTimeout
 from blockbuster import BlockBuster, blockbuster_ctx
 
-from engine.api import AttentionWindow, EngineInfo, Grammar, Namespace, Payer, Stats
+from engine.api import AttentionWindow, EngineInfo, Grammar, Namespace, Payer
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
@@ -34,17 +34,17 @@ from engine.grammar.sandbox import SandboxSettings
 from engine.model_store import ModelCard
 from engine.plan import StepPlan
 from engine.server.embedded import LocalEngine
+from engine.statistics import Stats
 from gateway.app import Gateway
 from gateway.background.webhooks import WebhookEndpoint
 from gateway.config import Config, LimitsConfig, ServerConfig
 from gateway.embeddings.embedder import Embedder
 from gateway.engines.served_models import ServedModel
-from gateway.ledger.metering import wall_ms
 from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.storage.interface import Store
-from tenancy.types import WallClock
+from tenancy.types import WallClock, wall_ms
 from tests.fakes import FakeRunner
 from tests.models import prepared
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
@@ -115,7 +115,7 @@ class GatewayFixture:
         self.store = store or new_sqlite(folder / "test.db")
         self.keys: dict[str, str] = {}
         for name in ("ada", "bob"):
-            there = [tenant for tenant, _ in list_tenants(self.store) if tenant.name == name]
+            there = [tenant for tenant in list_tenants(self.store) if tenant.name == name]
             tenant = there[0] if there else create_tenant(self.store, wall_ms, name)
             self.keys[name] = create_key(self.store, wall_ms, tenant.tenant_id)
         self.renderer = new_renderer(card)
@@ -166,8 +166,7 @@ class GatewayFixture:
         # In a thread: what it reads at its start may be a round trip away.
         self.gateway = await asyncio.to_thread(
             partial(Gateway, endpoints=self.endpoints, wall=self.wall),
-            *(self.config, self.engine, self.renderer, self.store, self._log),
-            models=models if self.more else (),
+            *(self.config, models, self.store, self._log),
         )
         self.gateway.context.embeddings = self.embeddings
         self.url, self.admin_url = await self.gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))

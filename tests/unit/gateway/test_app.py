@@ -17,12 +17,12 @@ import apsw
 import pytest
 from aiohttp import ClientSession
 
-from gateway.ledger.metering import wall_ms
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.sqlite import SqliteStore
+from tenancy.types import wall_ms
 from tests.models import write_folder
 from tests.unit.gateway.server_process import SETTINGS, START_S, run_server, start_server
 

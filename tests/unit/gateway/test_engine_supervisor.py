@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from engine.api import CacheGrant, Finished, Grammar, Request, Sampling, Started, Tokens
-from engine.client.client import RequestStream
+from engine.client.request_stream import RequestStream
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, ModelError, RequestRefused
 from gateway.child_process import RestartPolicy

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels import reference_int8
+
 HARD_KINDS = 9
 
 
@@ -42,3 +44,9 @@ def hard_blocks(
     generator = torch.Generator().manual_seed(seed)
     blocks = [hard_block(index % HARD_KINDS, shape, generator) for index in range(count)]
     return torch.stack(blocks).to(dtype)
+
+
+def int8_units(kv: torch.Tensor) -> torch.Tensor:
+    """Return KV [..., S, D] as an int8 pool in slots holds it, [..., S * (D + 2)] int8."""
+    values, scales = reference_int8.quantise(kv)
+    return torch.cat([values.flatten(-2), scales.view(torch.int8)], -1)

@@ -29,8 +29,7 @@ def written(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def test_blocks_written_token_by_token_are_packed_blocks() -> None:
-    """A block in slots has the bytes of the packed format `int8t`, whatever order it is written
-    in."""
+    """A block in slots has the bytes of the packed format `int8t`, in any order of writing."""
     blocks = hard_blocks(2 * HARD_KINDS, SHAPE, torch.float32, seed=1)
 
     units = written(blocks)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tenancy.errors import LimitExceeded
-from tenancy.limits import Demand, Limiter, Reservation
+from tenancy.limits import NO_DEMAND, Demand, Limiter, Reservation
 from tenancy.types import CachePolicy, Identity, Limits, Tenant
 
 FREE = Limits()
@@ -43,14 +43,19 @@ class Desk:
         line_id: int | None = None,
         tenant_id: int = 1,
     ) -> LimitExceeded | None:
-        """Reserve. Returns None if admitted, otherwise the refusal."""
+        """Reserve a request and its tokens. Returns None if admitted, otherwise the refusal."""
         who = identity(limits, key_limits, key_id=key_id, line_id=line_id, tenant_id=tenant_id)
+        place = None
         try:
-            self.open.append(self.limiter.reserve(who, demand))
+            place = self.limiter.reserve(who)
+            place.extend(demand)
         except LimitExceeded as refusal:
+            if place is not None:
+                place.settle(NO_DEMAND)
             return refusal
         finally:
             self.limiter.check()
+        self.open.append(place)
         return None
 
     def given(self, count: int, limits: Limits, demand: Demand = SMALL, **more: Any) -> int:

@@ -337,21 +337,11 @@ def test_tenants_do_not_share_limits(desk: Desk) -> None:
     assert desk.given(9, limits, tenant_id=2, key_id=2) == 2
 
 
-def test_refusal_takes_nothing_from_any_limit(desk: Desk) -> None:
-    """A request refused for tokens has not used a request."""
-    limits = Limits(requests_per_minute=5, tokens_per_minute=100)
-    desk.ask(limits, Demand(100, 0))
-    desk.given(50, limits, Demand(50, 0))
-
-    assert desk.limiter.status(identity(limits))["requests"].remaining == 4
-
-
 def test_refusal_names_the_limit_with_the_longest_wait(desk: Desk) -> None:
     """A retry after the shorter wait would be refused a second time."""
-    limits = Limits(requests_per_minute=60, tokens_per_minute=60)
-    for _ in range(60):
-        desk.ask(limits, Demand(1, 0))
-    refusal = desk.ask(limits, Demand(30, 0))
+    limits = Limits(output_tokens_per_minute=120, tokens_per_minute=180)
+    desk.ask(limits, Demand(60, 120))
+    refusal = desk.ask(limits, Demand(60, 30))
 
     assert refusal is not None
     assert (refusal.code, refusal.retry_after_s) == ("tokens_per_minute", 30.0)

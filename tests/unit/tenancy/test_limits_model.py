@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenancy.limits import METERS, Demand, Meter, limit_of
+from tenancy.limits import METERS, NO_DEMAND, Demand, Meter, limit_of
 from tenancy.types import Limits
 from tests.examples import examples
 from tests.unit.tenancy.limits_driver import Desk, identity
@@ -47,10 +47,12 @@ class Model:
         at_once = self.limits.requests_at_once
         if at_once is not None and self.at_once >= at_once:
             return False
-        if any(on(demand, meter) > level for meter, level in self.levels.items()):
+        if any(on(NO_DEMAND, meter) > level for meter, level in self.levels.items()):
             return False
         for meter in self.levels:
-            self.levels[meter] -= on(demand, meter)
+            self.levels[meter] -= on(NO_DEMAND, meter)
+        if not self.extend(NO_DEMAND, demand):
+            return False
         self.at_once += 1
         return True
 

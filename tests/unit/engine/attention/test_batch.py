@@ -17,7 +17,7 @@ def test_batch_has_position_and_slot_of_each_token() -> None:
 
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 42]
     assert batch.positions.tolist() == [14, 15, 16, 17, 32]
-    assert batch.slots.tolist() == [9 * 16 + 14, 9 * 16 + 15, 32, 33, 96]
+    assert batch.slots[0].tolist() == [9 * 16 + 14, 9 * 16 + 15, 32, 33, 96]
     assert batch.row_ends == [4, 5]
 
 
@@ -43,8 +43,8 @@ def test_each_group_has_its_own_slots() -> None:
 
     batch = make_batch(StepPlan(step=1, rows=rows), 16, lambda _: 0)
 
-    assert batch.slots.tolist() == [46, 47, 80, 96]
-    assert [slots.tolist() for slots in batch.beside] == [
+    assert [slots.tolist() for slots in batch.slots] == [
+        [46, 47, 80, 96],
         [8 * 16 + 14, 8 * 16 + 15, 7 * 16, 160],
         [3 * 16 + 14, 3 * 16 + 15, 4 * 16, 176],
     ]

@@ -230,7 +230,7 @@ def test_frequencies_equal_those_of_transformers(parameters: dict[str, Any]) -> 
     theirs = LlamaConfig(head_dim=64, max_position_embeddings=8192, rope_parameters=dict(given))
     expected, amplitude = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs, "cpu")
 
-    rope = read_rope(given, {"max_position_embeddings": 8192}, 64)
+    rope = read_rope({**given, "max_position_embeddings": 8192}, 64)
 
     assert rope.amplitude == pytest.approx(amplitude)
     torch.testing.assert_close(frequencies(rope, 8192).float(), expected, rtol=1e-6, atol=0)

@@ -39,7 +39,7 @@ def evicted_in_a_life(seed: int) -> list[Victim]:
             depth, above = depth + 1, above.parent
         evicted.append((account.namespace, depth, node.run))
 
-    cache.watch(note, lambda table, since: None)
+    cache.watch(note, lambda table, node, since: None)
     for number in range(60):
         now_s += chance.choice((0.0, 0.0, 1.0))  # equal times: serials decide
         if running and chance.random() < 0.6:

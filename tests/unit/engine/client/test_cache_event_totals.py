@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.api import CacheNews, Gain, Loss
 from engine.client.cache_event_totals import CacheEventTotals
+from engine.statistics import CacheNews, Gain, Loss
 
 
 def test_counts_losses_by_cause_and_taker() -> None:

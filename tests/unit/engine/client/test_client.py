@@ -13,31 +13,38 @@ import msgspec
 import pytest
 
 from engine.api import (
-    PROTOCOL_VERSION,
     CacheGrant,
     Cancel,
     Finished,
-    Frame,
     GetStats,
     PromptLogprobs,
     Request,
     SampleEnded,
     Sampling,
     Started,
-    Stats,
     Submit,
     Tokens,
     Usage,
 )
 from engine.client import client
-from engine.client.client import RequestStream, SocketEngine
+from engine.client.client import SocketEngine
+from engine.client.request_stream import RequestStream
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation, RequestRefused
-from engine.protocol import Hello, Welcome, encode, encode_step, upward_decoder
+from engine.protocol import (
+    PROTOCOL_VERSION,
+    Frame,
+    Hello,
+    Welcome,
+    encode,
+    encode_step,
+    upward_decoder,
+)
 from engine.server import server
 from engine.server.embedded import LocalEngine
 from engine.server.server import GatewayConnection, ServerSettings
 from engine.server.service import EngineService
+from engine.statistics import Stats
 from tests.fakes import solo_output
 from tests.unit.engine.server.fake_engine_process import VOCAB, fake_core
 
@@ -117,6 +124,18 @@ async def local_engine() -> AsyncIterator[EngineUnderTest]:
     try:
         yield EngineUnderTest(engine, engine.service)
     finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def welcomed_engine() -> AsyncIterator[tuple[SocketEngine, socket.socket]]:
+    """Yield the gateway's end without an engine behind it, and the other end of its socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        loop = asyncio.get_running_loop()
+        _, engine = await loop.create_unix_connection(SocketEngine, sock=ours)
+        engine.data_received(encode(Welcome(fake_core(CONFIG)[1])))
+        yield engine, theirs
         await engine.close()
 
 
@@ -439,43 +458,33 @@ def test_engine_survives_the_end_of_its_loop() -> None:
 
 async def test_gap_in_the_frames_ends_every_stream_as_failed() -> None:
     """Tokens are lost; no stream may end as if it were whole."""
-    _, info = fake_core(CONFIG)
-    ours, theirs = socket.socketpair()
-    loop = asyncio.get_running_loop()
-    _, engine = await loop.create_unix_connection(SocketEngine, sock=ours)
-    engine.data_received(encode(Welcome(info)))
-    streams = [engine.submit(request(name)) for name in "ab"]
-    engine.data_received(encode(Frame(0, 1, (Started("a", 3, 0),))))
+    async with welcomed_engine() as (engine, _):
+        streams = [engine.submit(request(name)) for name in "ab"]
+        engine.data_received(encode(Frame(0, 1, (Started("a", 3, 0),))))
 
-    engine.data_received(encode(Frame(2, 3, (Finished("a", "done", Usage()),))))
+        engine.data_received(encode(Frame(2, 3, (Finished("a", "done", Usage()),))))
 
-    ends = [(await read(stream))[-1] for stream in streams]
-    assert [(end.ending, end.code) for end in ends] == [("failed", "engine_died")] * 2
-    assert not engine.ready()
-    await engine.close()
-    theirs.close()
+        ends = [(await read(stream))[-1] for stream in streams]
+        assert [(end.ending, end.code) for end in ends] == [("failed", "engine_died")] * 2
+        assert not engine.ready()
 
 
 async def test_part_that_cannot_be_sent_fails_and_cancels_its_request() -> None:
     """The engine does not know that a part of the answer was left out, and would go on."""
-    _, info = fake_core(CONFIG)
-    ours, theirs = socket.socketpair()
-    loop = asyncio.get_running_loop()
-    _, engine = await loop.create_unix_connection(SocketEngine, sock=ours)
-    engine.data_received(encode(Welcome(info)))
-    streams = [engine.submit(request(name)) for name in "ab"]
     lost = Finished("a", "failed", Usage(), "answer_lost", "too large")
     end = Finished("b", "done", Usage())
+    async with welcomed_engine() as (engine, theirs):
+        streams = [engine.submit(request(name)) for name in "ab"]
 
-    engine.data_received(encode(Frame(0, 1, (Started("a", 3, 1), lost, end, lost))))
+        engine.data_received(encode(Frame(0, 1, (Started("a", 3, 1), lost, end, lost))))
 
-    (_, failed), (whole,) = [await read(stream) for stream in streams]
-    assert (failed.ending, failed.code, failed.usage.cached_tokens) == ("failed", "answer_lost", 1)
-    assert whole == end
-    await engine.close()
-    theirs.setblocking(False)
-    assert list(upward_decoder().feed(theirs.recv(65_536)))[-1] == Cancel("a")
-    theirs.close()
+        (_, failed), (whole,) = [await read(stream) for stream in streams]
+        assert (failed.ending, failed.code) == ("failed", "answer_lost")
+        assert failed.usage.cached_tokens == 1
+        assert whole == end
+        await engine.close()
+        theirs.setblocking(False)
+        assert list(upward_decoder().feed(theirs.recv(65_536)))[-1] == Cancel("a")
 
 
 @pytest.mark.parametrize("frame_bytes", [200, 10_000])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api import NamespaceStats
 from engine.client.namespace_stats import Change, NamespaceTable
+from engine.statistics import NamespaceStats
 
 facts = st.builds(
     NamespaceStats,

@@ -16,7 +16,7 @@ from engine.api import (
     Tokens,
     Usage,
 )
-from engine.client.client import RequestStream, Wakeup
+from engine.client.request_stream import RequestStream, Wakeup
 
 
 class FakeTransport:

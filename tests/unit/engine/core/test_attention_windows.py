@@ -17,10 +17,9 @@ from engine.api import (
     Retention,
 )
 from engine.cache import BlockTable, PrefixCache
-from engine.plan import block_window
-from tests.checkers import World
 from tests.fakes import OracleError
-from tests.unit.engine.recorded_engine import GREEDY, RecordedWorld, tokens
+from tests.unit.engine.recorded_engine import RecordedWorld, tokens
+from tests.unit.engine.tiny_engines import GREEDY
 
 WINDOW = AttentionWindow(8, 4)
 SHARED = 16
@@ -30,12 +29,6 @@ HOUR = Retention("1h", promise_s=3600, limit_s=3600)
 
 def world(**settings: Any) -> RecordedWorld:
     return RecordedWorld(attention_policies=("window",), **settings)
-
-
-def final(of: World, name: str) -> Finished:
-    found = of.streams[name].finished
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -50,7 +43,7 @@ def test_a_sequence_holds_its_sinks_and_its_window_alone(depth: int) -> None:
 
     assert found.endings == {"done": 1}
     step_blocks = depth * 4
-    assert max(held) <= block_window(WINDOW, 4).blocks_of(1000, step_blocks)
+    assert max(held) <= WINDOW.in_blocks(4).blocks_of(1000, step_blocks)
     assert held[-1] <= 1 + 2 + 3, "sinks, window, its own block, and the steps in flight"
 
 
@@ -228,14 +221,7 @@ def test_a_ceiling_counts_what_a_sequence_holds() -> None:
     found.settle()
 
     assert found.endings == {"done": 1, "refused kv_exceeded": 1}
-    assert final(found, "plain").ending == "refused"
-
-
-def test_bounds_of_request_and_plan_agree() -> None:
-    """The engine refuses and the scheduler plans by one number."""
-    for asked in (WINDOW, AttentionWindow(64, 0), AttentionWindow(16, 32)):
-        assert asked.blocks_max(4) == block_window(asked, 4).blocks_of(10_000)
-        assert asked.shared_tokens(4) == block_window(asked, 4).shared_blocks * 4
+    assert found.final("plain").ending == "refused"
 
 
 def test_promises_of_window_blocks_end_with_their_nodes() -> None:

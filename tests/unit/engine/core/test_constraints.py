@@ -65,12 +65,6 @@ def ask(name: str, grammar: Grammar | None, **wanted: Any) -> Request:
     return Request(**(settings | wanted))
 
 
-def final(world: World, name: str) -> Finished:
-    event = world.streams[name].finished
-    assert event is not None
-    return event
-
-
 def test_a_grammar_takes_the_turn_of_its_request() -> None:
     """A member of a shared scope delays neither the other members nor the scope's owner."""
     source = PolledGrammars()
@@ -93,7 +87,7 @@ def test_a_sample_with_a_complete_text_ends_as_stop(depth: int) -> None:
     stream = world.streams["r"]
     assert stream.outputs == [[0, 1, 0, 1, 0, 1]]
     assert [end.reason for end in stream.ended.values()] == ["stop"]
-    assert final(world, "r").ending == "done"
+    assert world.final("r").ending == "done"
 
 
 def test_a_truncated_text_ends_as_length(depth: int) -> None:
@@ -137,7 +131,7 @@ def test_an_end_token_ends_a_sample_without_stop_tokens(depth: int) -> None:
     world.settle()
 
     assert world.streams["r"].outputs == [[END]]
-    assert final(world, "r").ending == "done"
+    assert world.final("r").ending == "done"
 
 
 def test_min_tokens_delays_the_end_while_the_text_can_continue(depth: int) -> None:
@@ -150,7 +144,7 @@ def test_min_tokens_delays_the_end_while_the_text_can_continue(depth: int) -> No
 
     assert world.streams["long"].outputs[0][:6] == [0] * 6
     assert world.streams["short"].outputs == [[0, 1, 0, 1, 0, 1]]
-    assert final(world, "short").ending == "done"
+    assert world.final("short").ending == "done"
 
 
 def test_a_dead_end_fails_only_its_own_request(depth: int) -> None:
@@ -162,12 +156,12 @@ def test_a_dead_end_fails_only_its_own_request(depth: int) -> None:
     world.submit(ask("held", PAIRS))
     world.settle()
 
-    assert (final(world, "lost").ending, final(world, "lost").code) == (
+    assert (world.final("lost").ending, world.final("lost").code) == (
         "failed",
         "grammar_dead_end",
     )
-    assert final(world, "lost").usage.output_tokens == 2
-    assert (final(world, "free").ending, final(world, "held").ending) == ("done", "done")
+    assert world.final("lost").usage.output_tokens == 2
+    assert (world.final("free").ending, world.final("held").ending) == ("done", "done")
 
 
 def test_every_sample_has_its_own_matcher(depth: int) -> None:
@@ -219,7 +213,7 @@ def test_only_its_own_request_waits_for_a_grammar(depth: int) -> None:
     world.settle()
 
     assert world.streams["slow"].started is not None
-    assert final(world, "slow").ending == "done"
+    assert world.final("slow").ending == "done"
 
 
 def test_waiting_for_a_grammar_is_no_stall(depth: int) -> None:
@@ -228,7 +222,7 @@ def test_waiting_for_a_grammar_is_no_stall(depth: int) -> None:
     world.submit(ask("r", PAIRS))
     world.settle()
 
-    assert final(world, "r").ending == "done"
+    assert world.final("r").ending == "done"
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "drain"])
@@ -246,7 +240,7 @@ def test_a_request_may_end_while_its_grammar_is_compiled(depth: int, how: str) -
     world.settle()
 
     ending = {"cancel": "cancelled", "deadline": "timeout", "drain": "shutdown"}[how]
-    assert final(world, "r").ending == ending
+    assert world.final("r").ending == ending
     assert world.grammars.take_ready() == []
 
 
@@ -270,8 +264,8 @@ def test_an_invalid_grammar_is_refused(depth: int) -> None:
     world.submit(ask("r", Grammar("regex", "(a")))
     world.settle()
 
-    assert (final(world, "r").ending, final(world, "r").code) == ("refused", "grammar_invalid")
-    assert "unclosed group" in final(world, "r").message
+    assert (world.final("r").ending, world.final("r").code) == ("refused", "grammar_invalid")
+    assert "unclosed group" in world.final("r").message
     assert world.streams["r"].started is None
 
 
@@ -297,8 +291,8 @@ def test_a_stop_string_ends_a_constrained_sample(depth: int) -> None:
     world.end_sample("r", 0, 3)
     world.settle()
 
-    assert final(world, "r").ending == "done"
-    assert final(world, "r").usage.output_tokens == 3
+    assert world.final("r").ending == "done"
+    assert world.final("r").usage.output_tokens == 3
 
 
 def test_a_grammar_that_grows_too_big_fails_and_is_refused_later(depth: int) -> None:

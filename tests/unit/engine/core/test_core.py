@@ -26,7 +26,7 @@ from engine.errors import InvariantViolation
 from engine.plan import StepPlan, StepResult
 from engine.scheduler.scheduler import Slice
 from tests.checkers import World
-from tests.unit.engine.tiny_engines import CONFIG, PROMPT, ask, finished, make_world, run
+from tests.unit.engine.tiny_engines import CONFIG, PROMPT, ask, make_world, run
 
 
 @pytest.fixture(params=[1, 2])
@@ -192,7 +192,7 @@ def test_times_are_counted_from_receipt(world: World) -> None:
         world.clock.advance(1.0)
         world.step()
 
-    usage = finished(world).usage
+    usage = world.final("r").usage
     assert usage.queue_s == 1.0
     assert usage.first_token_s is not None
     assert 1.0 <= usage.first_token_s < usage.total_s
@@ -231,7 +231,7 @@ def test_one_sample_may_end_before_the_others(world: World) -> None:
     stream = world.streams["r"]
     assert (stream.ended[1].reason, stream.ended[1].output_tokens) == ("stop", 2)
     assert (stream.ended[0].reason, len(stream.outputs[0])) == ("length", 8)
-    assert finished(world).usage.output_tokens == 10
+    assert world.final("r").usage.output_tokens == 10
 
 
 # -- endings ----------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_a_cancel_releases_the_blocks_at_once(world: World, steps: int) -> None:
     pinned = world.core.stats().pinned_blocks
     world.settle()
 
-    assert finished(world).ending == "cancelled"
+    assert world.final("r").ending == "cancelled"
     assert pinned == 0
 
 
@@ -282,8 +282,8 @@ def test_a_request_that_misses_its_deadline_is_timed_out() -> None:
     world.clock.advance(5.0)
     world.settle()
 
-    assert finished(world, "runs").ending == "done"
-    assert (finished(world, "waits").ending, finished(world, "waits").code) == ("timeout",) * 2
+    assert world.final("runs").ending == "done"
+    assert (world.final("waits").ending, world.final("waits").code) == ("timeout",) * 2
 
 
 def test_draining_finishes_live_requests_and_refuses_new_ones(world: World) -> None:
@@ -299,7 +299,7 @@ def test_draining_finishes_live_requests_and_refuses_new_ones(world: World) -> N
     world.settle()
 
     names = ("short", "long", "late")
-    assert [finished(world, n).ending for n in names] == ["done", "shutdown", "refused"]
+    assert [world.final(n).ending for n in names] == ["done", "shutdown", "refused"]
 
 
 # -- failures ---------------------------------------------------------------------------------

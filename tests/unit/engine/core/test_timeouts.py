@@ -7,7 +7,7 @@ from engine.core.timeouts import STALLS_MAX, Timeouts
 from engine.scheduler.sequence import ActiveRequest
 
 
-def nobody(active: ActiveRequest) -> bool:
+def none_inside(active: ActiveRequest) -> bool:
     """No payer is inside its floor."""
     return False
 
@@ -62,12 +62,12 @@ def test_a_stall_fails_the_first_request() -> None:
     first, urgent = active_request(0), active_request(1, priority=1)
     timeouts = Timeouts()
 
-    ends = [timeouts.find_stalled([first, urgent], nobody) for _ in range(STALLS_MAX)]
+    ends = [timeouts.find_stalled([first, urgent], none_inside) for _ in range(STALLS_MAX)]
 
     assert ends[:-1] == [None] * (STALLS_MAX - 1)
     assert ends[-1] is not None
     assert (ends[-1].active, ends[-1].code) == (urgent, "kv_promised")
-    assert timeouts.find_stalled([first], nobody) is None, "it is counted anew"
+    assert timeouts.find_stalled([first], none_inside) is None, "it is counted anew"
 
 
 def test_a_payer_inside_its_floor_is_given_up_last() -> None:
@@ -88,7 +88,7 @@ def test_progress_resets_the_stall_count() -> None:
     one, timeouts = active_request(), Timeouts()
 
     for _ in range(2):
-        assert timeouts.find_stalled([one], nobody) is None
+        assert timeouts.find_stalled([one], none_inside) is None
         timeouts.record_progress()
-        assert timeouts.find_stalled([one], nobody) is None
-        assert timeouts.find_stalled([], nobody) is None
+        assert timeouts.find_stalled([one], none_inside) is None
+        assert timeouts.find_stalled([], none_inside) is None

@@ -23,8 +23,7 @@ from engine.grammar.compiler import (
     Outcome,
 )
 from engine.grammar.grammar import CompiledGrammar
-from engine.grammar.sandbox import SandboxSettings
-from tests.grammars import VOCAB, compiled, schema_file
+from tests.grammars import compiled, sandbox_settings
 
 GOOD = Grammar("json_schema", '{"type": "integer"}')
 SLOW = Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}')
@@ -44,8 +43,7 @@ class FakeClock:
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> Iterator[GrammarCompiler]:
-    settings = SandboxSettings(str(schema_file(tmp_path)), VOCAB, (VOCAB - 1,), cpu_s_max=1)
-    compiler = GrammarCompiler(settings, time.monotonic)
+    compiler = GrammarCompiler(sandbox_settings(tmp_path, cpu_s_max=1), time.monotonic)
     yield compiler
     compiler.close()
 
@@ -211,8 +209,7 @@ def is_taken(compiler: GrammarCompiler, number: int) -> bool:
 def test_the_queue_of_a_payer_is_bounded_in_seconds(tmp_path: Path) -> None:
     """Whose grammars take long may have few in the queue; others have the whole length."""
     clock = FakeClock()
-    settings = SandboxSettings(str(schema_file(tmp_path)), VOCAB, (VOCAB - 1,), cpu_s_max=1)
-    compiler = GrammarCompiler(settings, clock)
+    compiler = GrammarCompiler(sandbox_settings(tmp_path, cpu_s_max=1), clock)
     try:
         clock.step_s = QUEUE_S_MAX / 20  # between two readings
         compiler.submit("slow", b"n", b"n", GOOD)

@@ -11,8 +11,8 @@ import pytest
 
 from engine.api import Grammar
 from engine.errors import RequestRefused
-from engine.grammar.sandbox import GrammarSandbox, SandboxSettings
-from tests.grammars import VOCAB, schema_file
+from engine.grammar.sandbox import GrammarSandbox
+from tests.grammars import sandbox_settings
 
 GOOD = Grammar("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}')
 
@@ -22,21 +22,10 @@ SLOW = Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}')
 LARGE = Grammar("regex", r"\p{L}" * 20_000)
 
 
-def settings_of(folder: Path, *, cpu_s_max: int = 2, memory_mib_max: int = 96) -> SandboxSettings:
-    return SandboxSettings(
-        str(schema_file(folder)),
-        VOCAB,
-        (VOCAB - 1,),
-        cpu_s_max=cpu_s_max,
-        memory_mib_max=memory_mib_max,
-    )
-
-
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarSandbox]:
-    trial = GrammarSandbox(
-        settings_of(tmp_path_factory.mktemp("trial"), cpu_s_max=1), time.monotonic
-    )
+    folder = tmp_path_factory.mktemp("trial")
+    trial = GrammarSandbox(sandbox_settings(folder, cpu_s_max=1), time.monotonic)
     yield trial
     trial.close()
 
@@ -83,7 +72,8 @@ def test_a_process_that_died_between_two_grammars_is_no_fault_of_the_next(
 
 def test_the_bounds_on_time_and_memory_each_apply(tmp_path: Path) -> None:
     """The slow bomb exceeds either; with little memory it has no time to be slow."""
-    trial = GrammarSandbox(settings_of(tmp_path, memory_mib_max=16, cpu_s_max=60), time.monotonic)
+    settings = sandbox_settings(tmp_path, memory_mib_max=16, cpu_s_max=60)
+    trial = GrammarSandbox(settings, time.monotonic)
 
     error = refused(trial, SLOW)
     trial.close()
@@ -92,10 +82,9 @@ def test_the_bounds_on_time_and_memory_each_apply(tmp_path: Path) -> None:
 
 
 def test_an_unusable_tokenizer_is_not_reported_as_an_invalid_grammar(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    trial = GrammarSandbox(
-        SandboxSettings(str(tmp_path / "tokenizer.json"), VOCAB, (VOCAB - 1,)), clock=time.monotonic
-    )
+    settings = sandbox_settings(tmp_path)
+    Path(settings.tokenizer_path).write_text("{}")
+    trial = GrammarSandbox(settings, time.monotonic)
 
     error = refused(trial, GOOD)
 
@@ -104,7 +93,7 @@ def test_an_unusable_tokenizer_is_not_reported_as_an_invalid_grammar(tmp_path: P
 
 def test_closing_twice_is_allowed(tmp_path: Path) -> None:
     """An engine may end before its first grammar, and after its last."""
-    trial = GrammarSandbox(settings_of(tmp_path), time.monotonic)
+    trial = GrammarSandbox(sandbox_settings(tmp_path), time.monotonic)
 
     trial.close()
     assert trial.check(GOOD) > 0

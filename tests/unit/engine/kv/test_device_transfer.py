@@ -118,7 +118,7 @@ def test_batches_are_bounded_in_number_and_size(rig: Rig) -> None:
 
 
 def test_seconds_are_a_moves_share_of_its_batch() -> None:
-    """The brain's estimate of a level's speed is the sum of these over its blocks."""
+    """The core's estimate of a level's speed is the sum of these over its blocks."""
     now_s = 0.0
     rig = Rig("fake", clock=lambda: now_s)
     rig.device.hold()
@@ -234,7 +234,7 @@ def test_a_launch_that_fails_fails_its_batch_alone(rig: Rig) -> None:
 
 
 def test_a_block_that_cannot_be_packed_fails_alone(rig: Rig) -> None:
-    """The brain then copies it as it is."""
+    """The core then copies it as it is."""
     rig.packer.unpackable = 1
     outcomes = rig.run(
         Move(1, "offload", 0, 0, format="half"), Move(2, "offload", 1, 1, format="half")

@@ -46,7 +46,7 @@ class Memory:
 
 
 def test_formats_say_their_bytes_and_fidelity() -> None:
-    """The brain counts levels in these bytes, and keeps lossy copies from exact requests."""
+    """The core counts levels in these bytes, and keeps lossy copies from exact requests."""
     assert packed_format("int8c", FORMAT) == PackedFormat("int8c", 4480, "near")
     assert packed_format("int4c", FORMAT) == PackedFormat("int4c", 2816, "rough")
     assert packed_format("int8t", FORMAT) == PackedFormat("int8t", 4352, "near")
@@ -84,14 +84,13 @@ def test_c_and_torch_write_the_same_bytes(
     plain, fast = StoragePacker(kv, name), StoragePacker(kv, name, compile_library())
     first = np.zeros(plain.block_bytes, np.uint8)
     second = np.ones(plain.block_bytes, np.uint8)
-    for tokens in (16, 5):
-        plain.pack(0, first, tokens)
-        fast.pack(0, second, tokens)
-        plain.unpack(first, 1, tokens)
-        fast.unpack(first, 2, tokens)
+    plain.pack(0, first)
+    fast.pack(0, second)
+    plain.unpack(first, 1)
+    fast.unpack(first, 2)
 
-        assert np.array_equal(first, second)
-        assert torch.equal(kv.data[1], kv.data[2])
+    assert np.array_equal(first, second)
+    assert torch.equal(kv.data[1], kv.data[2])
 
 
 def test_a_storage_has_the_packers_that_fit_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -64,33 +65,48 @@ def test_a_block_comes_back_as_it_left(rig: Rig) -> None:
     assert rig.block(5) == rig.block(2) == before
 
 
+class Grouped:
+    """The CPU's engine over a pool of three KV groups of a layer each, with these packers."""
+
+    def __init__(self, *names: PackedName) -> None:
+        groups = (KvGroup(0, (0,)), KvGroup(8, (1,)), KvGroup(8, (2,)))
+        self.form = KvFormat(1, 1, 8, 16, torch.float32, groups=groups)
+        self.kv = KvStorage(self.form, BLOCKS, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(1)
+        self.kv.data.copy_(torch.randn(self.kv.data.shape, generator=generator))
+        self.arena = HostArena.create(SlotLayout.uniform(SLOTS, 3 * self.form.block_bytes))
+        self.ended = threading.Semaphore(0)
+        packers = packers_of(self.kv, None, names)
+        self.engine = CpuTransferEngine(
+            self.kv, self.arena, packers=packers, on_moved=self.ended.release
+        )
+
+    def run(self, move: Move) -> Moved:
+        """Return the outcome of a move."""
+        self.engine.submit([move])
+        assert self.ended.acquire(timeout=WAIT_S)
+        return self.engine.poll()[0]
+
+    def close(self) -> None:
+        """End the engine, and close its memory."""
+        self.engine.close()
+        self.arena.close()
+
+
 def test_blocks_of_all_groups_come_back_as_they_left() -> None:
     """Side by side in one slot; a load leaves alone those that it is not to fill."""
-    groups = (KvGroup(0, (0,)), KvGroup(8, (1,)), KvGroup(8, (2,)))
-    form = KvFormat(1, 1, 8, 16, torch.float32, groups=groups)
-    kv = KvStorage(form, BLOCKS, torch.device("cpu"))
-    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(1)))
-    arena = HostArena.create(SlotLayout.uniform(SLOTS, 3 * form.block_bytes))
-    ended = threading.Semaphore(0)
-    engine = CpuTransferEngine(kv, arena, on_moved=ended.release)
-    before = [kv.data[block].clone() for block in range(BLOCKS)]
+    with closing(Grouped()) as under_test:
+        run, kv = under_test.run, under_test.kv
+        before = [kv.data[block].clone() for block in range(BLOCKS)]
+        out = run(Move(1, "offload", 0, 1, format=WHOLE, beside=(1, 2)))
+        back = run(Move(2, "load", 3, 1, out.check, WHOLE, (-1, 5)))
+        wrong = [
+            run(Move(3, "offload", 0, 1, format=WHOLE, beside=(1,))),
+            run(Move(4, "offload", 0, 1, format=WHOLE, beside=(1, -1))),
+            run(Move(5, "load", 3, 1, format=WHOLE, beside=(4, BLOCKS))),
+        ]
 
-    def run(move: Move) -> Moved:
-        engine.submit([move])
-        assert ended.acquire(timeout=WAIT_S)
-        return engine.poll()[0]
-
-    out = run(Move(1, "offload", 0, 1, format=WHOLE, beside=(1, 2)))
-    back = run(Move(2, "load", 3, 1, out.check, WHOLE, (-1, 5)))
-    wrong = [
-        run(Move(3, "offload", 0, 1, format=WHOLE, beside=(1,))),
-        run(Move(4, "offload", 0, 1, format=WHOLE, beside=(1, -1))),
-        run(Move(5, "load", 3, 1, format=WHOLE, beside=(4, BLOCKS))),
-    ]
-    engine.close()
-    arena.close()
-
-    assert engine.formats[1] == SlotFormat(WHOLE, 3 * form.block_bytes)
+    assert under_test.engine.formats[1] == SlotFormat(WHOLE, 3 * under_test.form.block_bytes)
     assert out.is_done
     assert back.is_done
     expected = [*before[:3], before[0], before[4], before[2]]
@@ -101,34 +117,23 @@ def test_blocks_of_all_groups_come_back_as_they_left() -> None:
 @pytest.mark.parametrize("name", ["int8c", "int4c"])
 def test_blocks_of_all_groups_are_packed_each_by_itself(name: PackedName) -> None:
     """As a block of group 0 is; one that is no number makes the whole copy unpackable."""
-    groups = (KvGroup(0, (0,)), KvGroup(8, (1,)), KvGroup(8, (2,)))
-    form = KvFormat(1, 1, 8, 16, torch.float32, groups=groups)
-    kv = KvStorage(form, BLOCKS, torch.device("cpu"))
-    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(1)))
-    packers = packers_of(kv, None, (name,))
-    arena = HostArena.create(SlotLayout.uniform(SLOTS, 3 * form.block_bytes))
-    ended = threading.Semaphore(0)
-    engine = CpuTransferEngine(kv, arena, packers=packers, on_moved=ended.release)
-
-    def run(move: Move) -> Moved:
-        engine.submit([move])
-        assert ended.acquire(timeout=WAIT_S)
-        return engine.poll()[0]
-
     whole = f"{WHOLE}-{name}"
-    out = run(Move(1, "offload", 0, 1, format=whole, beside=(1, 2)))
-    back = run(Move(2, "load", 3, 1, out.check, whole, (-1, 5)))
-    alone = [run(Move(3, "offload", 2, 0, format=name)), run(Move(4, "load", 4, 0, format=name))]
-    kv.data[1, 0, 0, 0, 0, 0] = float("nan")
-    bad = run(Move(5, "offload", 0, 1, format=whole, beside=(1, 2)))
-    engine.close()
-    arena.close()
+    with closing(Grouped(name)) as under_test:
+        run, kv = under_test.run, under_test.kv
+        out = run(Move(1, "offload", 0, 1, format=whole, beside=(1, 2)))
+        back = run(Move(2, "load", 3, 1, out.check, whole, (-1, 5)))
+        alone = [
+            run(Move(3, "offload", 2, 0, format=name)),
+            run(Move(4, "load", 4, 0, format=name)),
+        ]
+        kv.data[1, 0, 0, 0, 0, 0] = float("nan")
+        bad = run(Move(5, "offload", 0, 1, format=whole, beside=(1, 2)))
 
     assert [one.is_done for one in (out, back, *alone)] == [True] * 4
     assert torch.equal(kv.data[5], kv.data[4]), "the third group's block, as packed alone"
     assert 0 < float((kv.data[5] - kv.data[2]).abs().max()) < 0.5
     assert (bad.is_done, bad.is_unpackable) == (False, True)
-    sizes = {one.name: one.slot_bytes for one in engine.formats}
+    sizes = {one.name: one.slot_bytes for one in under_test.engine.formats}
     assert sizes[whole] == 3 * stride_of(sizes[name])
 
 
@@ -280,7 +285,7 @@ def test_copies_that_do_not_fit_a_slot_are_refused_at_the_start() -> None:
 
 
 def test_formats_are_told_with_their_bytes(rig: Rig) -> None:
-    """The brain chooses among them, the pool's own first, and counts host memory in them."""
+    """The core chooses among them, the pool's own first, and counts host memory in them."""
     engine: TransferEngine = rig.engine
     size = rig.kv.format.block_bytes
 
@@ -291,7 +296,7 @@ def test_formats_are_told_with_their_bytes(rig: Rig) -> None:
 
 
 def test_moves_are_timed_by_the_clock_given() -> None:
-    """The brain's estimate of a level's speed comes from these seconds."""
+    """The core's estimate of a level's speed comes from these seconds."""
     kv = storage()
     ticks = iter(np.arange(0.0, 10.0, 0.5).tolist())
     ended = threading.Semaphore(0)

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import torch
 
+from engine.api import Fidelity
 from engine.kv.copy_device import CudaDevice
 from engine.kv.device_transfer import DeviceTransferEngine
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.kv.transfer import Bytes, CpuTransferEngine
-from engine.moves import Fidelity, Move, Moved, SlotLayout
+from engine.moves import Move, Moved, SlotLayout
 from tests.models import tiny_config
 from tests.unit.engine.kv.fake_device import FakeDevice
 

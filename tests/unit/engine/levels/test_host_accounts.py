@@ -103,6 +103,16 @@ def test_two_copies_do_not_take_each_others_place_for_ever() -> None:
     assert shelf.put("a newer", 6, fresh=True)
 
 
+def test_two_payers_do_not_take_each_others_slab_for_ever() -> None:
+    """What is copied ahead of need takes no slab of a payer that would have less than the taker."""
+    shelf = Shelf(2, packed=True)
+    for number in range(4):
+        shelf.put(f"a{number}", number, form=1)
+
+    assert not shelf.put("b0", 10, fresh=True)
+    assert shelf.dropped == []
+
+
 def test_a_slot_that_a_move_reads_is_not_dropped() -> None:
     """It may be dropped again when the move has ended."""
     shelf = Shelf(1)

@@ -62,9 +62,7 @@ def test_a_load_is_told_with_its_time_and_level(
 
     assert (world.cached("again"), wait.level) == (12, level)
     assert (wait.missed_tokens, wait.cause) == (0, "")
-    finished = world.streams["again"].finished
-    assert finished is not None
-    assert 0.125 <= wait.load_s <= finished.usage.queue_s
+    assert 0.125 <= wait.load_s <= world.final("again").usage.queue_s
 
 
 def test_a_failed_load_says_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.api import LevelName
 from engine.levels.load_choice import (
     JUDGED_LOADS,
     PAUSE_S,
@@ -15,7 +16,6 @@ from engine.levels.load_choice import (
     choose_load,
     first_rates,
 )
-from engine.moves import LevelName
 
 BLOCK_BYTES = 400_000
 

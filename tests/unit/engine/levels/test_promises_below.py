@@ -212,6 +212,36 @@ def test_a_read_renews_a_promise_that_was_let_down() -> None:
     assert min(left) > world.clock()
 
 
+def test_the_disk_is_told_of_a_lease_that_ends_inside_a_kept_block() -> None:
+    """Its last block is promised for longer, though the request committed none."""
+    world = LeveledWorld()
+    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    long = leased(3, Retention("long", promise_s=1000))
+    world.run(ask("part", prompt(1)[:3], grant=long, max_tokens=1))
+    world.step()
+
+    assert world.disk is not None
+    first = next(one for i, one in world.disk.records.items() if len(world.disk.path(i)) == 4)
+    assert first.promise_at_s == pytest.approx(1000, abs=1)
+
+
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_the_disk_is_told_of_a_lease_over_kept_blocks_that_more_follow(tokens: int) -> None:
+    """Those that both requests begin with are promised for longer: here computed again."""
+    world = LeveledWorld(host_tokens_min=40, disk_tokens_min=40)  # nothing is worth loading
+    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    world.push_out()
+    further = (*prompt(1)[:8], *prompt(2, 9))
+    long = Retention("long", promise_s=1000)
+    world.run(ask("more", further, grant=leased(tokens, long)))
+    world.step()
+
+    assert world.loaded("more") == {}
+    assert world.disk is not None
+    ends = {world.disk.path(i): one.promise_at_s for i, one in world.disk.records.items()}
+    assert [ends[further[:4]], ends[further[:8]]] == pytest.approx([1000, 1000], abs=5)
+
+
 def test_a_lost_record_is_told_once() -> None:
     """Its promise ends; what hangs on it cannot be read either."""
     world = LeveledWorld()
@@ -311,9 +341,7 @@ def test_a_request_waits_for_a_promise_that_is_being_stored() -> None:
         world.run(ask(f"leased{number}", prompt(number), grant=leased(12)))
         long = ask(f"long{number}", prompt(50 + number, 40), grant=CacheGrant(b"other", PAYER))
         world.run(long)
-        finished = world.streams[f"long{number}"].finished
-        assert finished is not None
-        assert finished.ending == "done"
+        assert world.final(f"long{number}").ending == "done"
 
 
 def test_a_lease_erased_here_leaves_what_another_covers_promised() -> None:

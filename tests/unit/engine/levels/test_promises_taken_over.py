@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from engine.api import CacheGrant, Erase, LeaseRequest, Quota, Retention
@@ -149,6 +151,18 @@ def test_a_promise_without_known_terms_is_kept_to_its_end() -> None:
     world.step()
     world.settle()
     assert promised_of(world) == (0, 0, 0)
+
+
+def test_a_record_without_a_promise_that_a_look_finds_is_not_promised() -> None:
+    """Not to the instant of the look either, which the next engine may take for the future."""
+    world = LeveledWorld()
+    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    world.forget_promises()
+    restarted(world)
+    world.run(ask("again", prompt(1)))
+
+    copies = world.levels.book.prefixes.match(b"n", prompt(1), world.clock())
+    assert [copy.promise_at_s for copy in copies] == [-math.inf] * 3
 
 
 def test_the_disk_is_asked_again_when_it_has_opened() -> None:

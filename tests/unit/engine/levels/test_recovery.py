@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.api import AT_REST, AtRest, CacheGrant, Erase, Erased, LevelStats
+from engine.api import AT_REST, AtRest, CacheGrant, Erase, Erased
 from engine.errors import InvariantViolation
 from engine.levels.host.slot_remains import SlotRemains
 from engine.levels.restarts.recovery import Recovery
 from engine.moves import StorageStats, StoreRuns
+from engine.statistics import LevelStats
 from engine.storage.memory.slot_table import SlotTable
 from tests.checkers import RuleBroken
 from tests.fake_levels import FakeKeptSlots, WriterKilled

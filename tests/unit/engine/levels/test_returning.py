@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.api import LevelStats
+from engine.statistics import LevelStats
 from tests.bench.returning import Returning, conversations
 from tests.paced_engine import Speeds
 

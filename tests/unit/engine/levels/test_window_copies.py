@@ -44,18 +44,13 @@ def emptied(own: LeveledWorld) -> LeveledWorld:
     return own
 
 
-@pytest.mark.parametrize(
-    ("has_disk", "whole"), [(True, [False] * 4 + [True] * 2), (False, [False] * 3 + [True] * 3)]
-)
-def test_the_last_windows_of_a_lease_are_copied_with_all_groups(
-    has_disk: bool, whole: list[bool]
-) -> None:
-    """And of the rest group 0 alone. Where host memory keeps the promise, they are those of a
-    prompt that resumes at 20 tokens, the end of the last whole block before its own end."""
-    own = world() if has_disk else world(**HOST)
+def test_the_last_windows_of_a_lease_are_copied_with_all_groups() -> None:
+    """And of the rest group 0 alone: that is what a prompt reads that resumes at 20 tokens, the end
+    of the last whole block before its own end."""
+    own = world()
     own.run(ask("first", prompt(1, LONG), grant=leased(24)))
 
-    assert formats_of(own, prompt(1, LONG)) == whole
+    assert formats_of(own, prompt(1, LONG)) == [False, False, False, True, True, True]
 
 
 @pytest.mark.parametrize("level", ["host", "disk"])
@@ -147,13 +142,16 @@ def promised_of(own: LeveledWorld) -> tuple[int, int, int]:
     return sum(use.promised.values()), use.below, use.away
 
 
-HOST: dict[str, Any] = {"disk": False, "is_kept": True, "host_keeps_promises": True}
-"""Host memory that keeps promises and outlives its engine."""
+LEVELS: dict[str, dict[str, Any]] = {
+    "host": {"disk": False, "is_kept": True, "host_keeps_promises": True},
+    "disk": {},
+}
 
 
-def test_a_promise_of_all_groups_moves_down_and_outlives_the_device() -> None:
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_a_promise_of_all_groups_moves_down_and_outlives_the_device(level: str) -> None:
     """Six runs of group 0, and three of each window group, that resuming before the end reads."""
-    own = world(**HOST)
+    own = world(**LEVELS[level])
     own.run(ask("first", prompt(1, LONG), grant=leased(24)))
 
     assert promised_of(own) == (12, 12, 0)
@@ -165,9 +163,10 @@ def test_a_promise_of_all_groups_moves_down_and_outlives_the_device() -> None:
     assert not own.lost
 
 
-def test_a_promise_of_all_groups_outlives_its_engine() -> None:
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_a_promise_of_all_groups_outlives_its_engine(level: str) -> None:
     """With its time and its payer's charge; the next engine reads it back."""
-    own = world(**HOST)
+    own = world(**LEVELS[level])
     own.run(ask("first", prompt(1, LONG), grant=leased(24)))
     emptied(own)
     own.step()
@@ -181,9 +180,10 @@ def test_a_promise_of_all_groups_outlives_its_engine() -> None:
     assert not own.lost
 
 
-def test_more_is_promised_than_the_device_holds() -> None:
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_more_is_promised_than_the_device_holds(level: str) -> None:
     """Twenty promises of twelve blocks in a pool of sixty: all are read back, none is lost."""
-    own = world(blocks=60, slots=400, **HOST)
+    own = world(blocks=60, slots=400, **LEVELS[level])
     for number in range(20):
         own.run(ask(f"leased{number}", prompt(number, LONG), grant=leased(24)))
     own.push_out(20)
@@ -196,9 +196,10 @@ def test_more_is_promised_than_the_device_holds() -> None:
     own.check()
 
 
-def test_a_promise_of_all_groups_asked_for_again_is_charged_once() -> None:
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_a_promise_of_all_groups_asked_for_again_is_charged_once(level: str) -> None:
     """Whether the device has its blocks or a level alone."""
-    own = world(**HOST)
+    own = world(**LEVELS[level])
     own.run(ask("first", prompt(1, LONG), grant=leased(24)))
     own.run(ask("here", prompt(1, LONG), grant=leased(24)))
     own.push_out(40)
@@ -208,10 +209,11 @@ def test_a_promise_of_all_groups_asked_for_again_is_charged_once() -> None:
     assert promised_of(own)[:2] == (12, 12)
 
 
-def test_a_longer_promise_leaves_the_windows_before_it_below() -> None:
+@pytest.mark.parametrize("level", list(LEVELS))
+def test_a_longer_promise_leaves_the_windows_before_it_below(level: str) -> None:
     """A conversation's next turn: its runs return to the device, and move down with the new ones;
     a window block that the device has let go is promised where it is."""
-    own = world(**HOST)
+    own = world(**LEVELS[level])
     own.run(ask("first", prompt(1, LONG), grant=leased(24)))
     own.push_out(40)
     longer = prompt(1, LONG) + prompt(7, 12)
@@ -225,6 +227,46 @@ def test_a_longer_promise_leaves_the_windows_before_it_below() -> None:
     own.step()
     assert promised_of(own) == (0, 0, 0)
     assert not own.lost
+    own.check()
+
+
+def test_a_lost_copy_of_all_groups_is_told_for_each_block() -> None:
+    """A run's block, and those of two window groups."""
+    own = world()
+    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
+    own.restart()
+    own.settle()
+    assert own.disk is not None
+    last = next(i for i in own.disk.records if own.disk.path(i) == prompt(1, LONG)[:24])
+    own.disk.lose(last)
+    own.run(ask("again", prompt(1, LONG)))
+
+    assert sum(one.blocks for one in own.lost) == 3
+    assert promised_of(own)[0] == 9
+    own.check()
+
+
+@pytest.mark.parametrize(("end", "outcome"), [(12, "granted"), (16, "clipped")])
+def test_no_part_of_a_window_is_below_where_a_record_has_group_0_alone(
+    end: int, outcome: str
+) -> None:
+    """A record is not exchanged: a window of which a part is below would be resumed nowhere. So all
+    of it stays on the device, and where a part is below already, no promise is granted over it."""
+    own = world(is_kept=True)
+    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
+    shared = prompt(1, LONG)[:end]
+    emptied(own)
+    own.run(ask("part", (*shared, *prompt(20, 9))))
+    own.run(ask("lease", (*shared, *prompt(21, 9)), grant=leased(end, lease_id="part")))
+    own.push_out(40)
+
+    assert grant_of(own, "lease") == outcome
+    granted = 12 if outcome == "granted" else 8
+    use = own.cache.use(b"n")
+    runs, windows = granted // 4, 3 if outcome == "granted" else 2
+    assert sum(use.promised.values()) - use.below == runs + 2 * windows
+    found = own.cache.peek(b"n", (*shared[:granted], 2), own.clock())
+    assert found.cached_tokens == granted
     own.check()
 
 

@@ -50,6 +50,16 @@ def test_text_part_of_a_model_that_sees_is_read() -> None:
     assert found.tie_embeddings
 
 
+def test_fields_that_published_configs_leave_out_have_the_defaults_of_their_family() -> None:
+    """Gemma 1 says gelu and means its approximation; a null field is one left out."""
+    assert of("gemma", hidden_act="gelu", hidden_activation=None).activation == "gelu_tanh"
+    assert of("glm4", head_dim=None).head_dim == 128
+    assert of("glm4").ropes["full"].dim == 64
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    assert of("gpt_oss", **experts, rope_theta=None).ropes["full"].theta == 150_000.0
+    assert of("gpt_oss", **experts).head_dim == 64
+
+
 def test_window_of_all_layers_is_the_context() -> None:
     """Within it sliding attention equals full attention, so the fast kernels run."""
     found = of("mistral", sliding_window=128)

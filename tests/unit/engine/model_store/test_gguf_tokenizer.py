@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -20,9 +21,9 @@ from tests.models import write_gguf
 from tests.tiny_tokenizer import MERGES, SPECIALS, TOKENS, tokenizer_document
 
 
-def header_of(**changes: object) -> GgufHeader:
+def header_of(**changes: Any) -> GgufHeader:
     """Return a tiny model's tokenizer metadata with changes; None removes a key."""
-    metadata: dict[str, object] = {
+    metadata: dict[str, Any] = {
         "model": "gpt2",
         "pre": "gpt-2",
         "tokens": TOKENS,
@@ -31,10 +32,10 @@ def header_of(**changes: object) -> GgufHeader:
         **changes,
     }
     named = {f"tokenizer.ggml.{k}": v for k, v in metadata.items() if v is not None}
-    return GgufHeader(named, (), 0)  # type: ignore[arg-type]
+    return GgufHeader(named, ())
 
 
-def build(**changes: object) -> Tokenizer:
+def build(**changes: Any) -> Tokenizer:
     return Tokenizer.from_str(tokenizer_json(header_of(**changes)))
 
 

@@ -15,21 +15,11 @@ from engine.errors import ModelError
 from engine.model_store import Architecture, load_card, prepare
 from tests.models import (
     CHAT_TEMPLATE,
-    LLAMA3_SCALING,
-    tiny_config,
+    SHAPES,
     write_folder,
     write_gguf,
 )
 from tests.tiny_tokenizer import TOKENS
-
-SHAPES = {
-    "MHA": tiny_config(heads=4, kv_heads=4),
-    "GQA": tiny_config(heads=4, kv_heads=2),
-    "MQA": tiny_config(heads=4, kv_heads=1),
-    "untied": tiny_config(tie_embeddings=False),
-    "wide heads": tiny_config(head_dim=32),
-    "stretched": tiny_config(rope_scaling=LLAMA3_SCALING),
-}
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES.keys())

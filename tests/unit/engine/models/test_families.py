@@ -17,8 +17,9 @@ from engine.attention.torch_backend import TorchAttention
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, prepare
+from engine.models.cpu_decoder import CpuDecoder
+from engine.models.decoder import DecoderModel
 from engine.models.layers import TorchOps
-from engine.models.registry import build_cpu_model, build_model
 from engine.plan import Group, Row, StepPlan
 from engine.weights import Weights, load_weights
 from kernels.cpu.build import Kernels, compile_library
@@ -39,7 +40,7 @@ class Paged:
         self.kv = KvStorage(kv_format(config, torch.float32, BLOCK), 24, CPU)
         self.kv.data.fill_(1e30)  # a slot that is read before it is written shows
         self.attention = TorchAttention(config, self.kv, CONTEXT)
-        self.model = build_model(config, dict(weights), TorchOps())
+        self.model = DecoderModel(config, dict(weights), TorchOps())
 
     def logits(self, *rows: Row, groups: tuple[Group, ...] = ()) -> torch.Tensor:
         with torch.inference_mode():
@@ -141,7 +142,7 @@ def test_c_kernels_agree_with_transformers(name: str, tmp_path: Path, kernels: K
     assert card.config.fits_c_kernels
     kv = KvStorage(kv_format(card.config, torch.float32, BLOCK, "panels", has_groups=True), 96, CPU)
     weights = load_weights(card, torch.float32)
-    in_c = build_cpu_model(card.config, weights, kernels, kv, CONTEXT)
+    in_c = CpuDecoder(card.config, weights, kernels, kv, CONTEXT)
     attention = CpuAttention(attention_spec(card.config))
     tables = [list(range(8 * i, 8 * i + 8)) for i in range(kv.format.blocks_per_run)]
     found = []

@@ -9,7 +9,7 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.model_store import ModelCard
-from engine.models.cpu_llama import Kernels
+from engine.models.cpu_decoder import Kernels
 from engine.runner.cpu_runner import CpuRunner
 from tests.fakes import FakeClock
 

@@ -10,8 +10,8 @@ from engine.api import AttentionWindow
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
 from engine.model_store import Architecture
+from engine.models.decoder import DecoderModel
 from engine.models.layers import TorchOps
-from engine.models.registry import build_model
 from engine.weights import Weights
 from kernels.reference import rotate
 
@@ -46,7 +46,7 @@ class MaskedAttention:
         k, v = (x.repeat_interleave(spec.group_size, 1).transpose(0, 1) for x in (k, v))
         scores = q.transpose(0, 1) @ k.mT * spec.scale
         hidden, window = self._hidden, self.config.layers[layer].window
-        if window:  # the layer's own, whatever the request asks for
+        if window:  # the layer's own, not the request's
             hidden = (self._behind < 0) | (self._behind >= window)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return (weights @ v).transpose(0, 1).reshape(tokens, spec.output_width)
@@ -61,7 +61,7 @@ def masked_logprobs(
 ) -> torch.Tensor:
     """Return the logprobs [tokens, vocab] of the token behind each position, fp32 on the CPU."""
     named = {name: tensor.cpu().float() for name, tensor in weights.items()}
-    model = build_model(config, named, TorchOps())
+    model = DecoderModel(config, named, TorchOps())
     with torch.inference_mode():
         attention = MaskedAttention(config, len(tokens), asked, block_size)
         logits = model.logits(model.forward(torch.tensor(list(tokens)), attention))

@@ -26,7 +26,7 @@ from engine.cache import BlockTable, PrefixCache
 from engine.config import EngineConfig
 from engine.kv.format import kv_format
 from engine.model_store import Architecture, ModelCard
-from engine.models.cpu_llama import Kernels
+from engine.models.cpu_decoder import Kernels
 from engine.weights import load_weights
 from tests.models import prepared, prepared_with_windows, tiny_config
 from tests.unit.engine.runner.cpu_engine import BLOCK, CpuEngine

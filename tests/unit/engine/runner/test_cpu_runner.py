@@ -15,10 +15,11 @@ import torch
 from engine.api import SampledToken, Sampling
 from engine.config import EngineConfig
 from engine.model_store import ModelCard
-from engine.models.cpu_llama import load_kernels
+from engine.models.cpu_decoder import Kernels
 from engine.plan import BegunSequence, BlockCopy, Group, Row, StepPlan, StepResult
 from engine.runner.cpu_runner import CpuRunner, build_runner
 from engine.weights import load_weights
+from kernels import reference_int8
 from tests.models import prepared, tiny_config
 from tests.unit.engine.attention.test_cpu_backend import random_tree
 from tests.unit.engine.models.dense_llama import dense_logits
@@ -29,13 +30,7 @@ TOLERANCE = 1e-4
 
 FP32 = EngineConfig(dtype="fp32", kv_dtype="fp32")
 AUTO = EngineConfig()
-
-
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    config = tiny_config(head_dim=32, heads=3, kv_heads=1, context=CONTEXT)
-    return prepared(tmp_path_factory.mktemp("model"), config)
-
+INT8 = EngineConfig(kv_dtype="int8")
 
 Make = Callable[[EngineConfig], CpuRunner]
 
@@ -45,12 +40,7 @@ def make(request: pytest.FixtureRequest, card: ModelCard) -> Make:
     """Return a constructor of runners in torch or in C; its threads end with the test."""
 
     def made(config: EngineConfig) -> CpuRunner:
-        kernels = None
-        if request.param == "c":
-            kernels = load_kernels(card.config, threads=2)
-            if kernels is None:
-                pytest.skip("no C compiler")
-            request.addfinalizer(kernels.close)
+        kernels = request.getfixturevalue("kernels_of")(2) if request.param == "c" else None
         return CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
 
     return made
@@ -237,14 +227,17 @@ def test_sequence_with_nan_kv_fails_alone(runner: CpuRunner, dense: Dense) -> No
     dense.check(prompts[0], drawn(result)[0])
 
 
-def test_slots_of_other_sequences_are_never_read(make: Make) -> None:
+@pytest.mark.parametrize("config", [AUTO, INT8], ids=["auto", "int8"])
+def test_slots_of_other_sequences_are_never_read(config: EngineConfig, make: Make) -> None:
     """Freed blocks keep their last owner's values. Huge values in every slot outside the history
     change no bit of the result."""
-    runner = make(AUTO)
+    runner = make(config)
     prompt = tokens_of(10, 37)
     outcomes = []
-    for poison in (0.0, 1e30, -1e30):
-        runner.kv.data.fill_(poison)
+    for sign in (0, 1, -1):
+        runner.kv.data.fill_(sign * (127 if config is INT8 else 1e30))
+        if config is INT8:
+            reference_int8.scales_of(runner.kv.data.flatten(-2)).fill_(abs(sign) * 65504.0)
         plan = StepPlan(0, (Row(1, 0, 37, [4, 2, 6], 0, prompt, (1,)),), begun=(begun(1, prompt),))
         first = drawn(run(runner, plan))[1]
         plan = StepPlan(1, (Row(1, 37, 1, [4, 2, 6], 0, None, (1,)),), copies=(BlockCopy(6, 5, 5),))
@@ -266,9 +259,9 @@ def test_step_without_rows_returns_empty_result(runner: CpuRunner) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("config", [FP32, AUTO], ids=["fp32", "auto"])
+@pytest.mark.parametrize("config", [FP32, AUTO, INT8], ids=["fp32", "auto", "int8"])
 def test_batch_changes_no_bit_of_a_row_in_c(
-    seed: int, config: EngineConfig, card: ModelCard, request: pytest.FixtureRequest
+    seed: int, config: EngineConfig, card: ModelCard, kernels_of: Callable[[int], Kernels]
 ) -> None:
     """Alone, in a batch, with groups, with 1 thread or 3: the logprobs are equal to the last bit.
     The KV holds arbitrary numbers, because rows share blocks of any content."""
@@ -280,19 +273,28 @@ def test_batch_changes_no_bit_of_a_row_in_c(
     }
     outcomes = {}
     for threads in (1, 3):
-        kernels = load_kernels(card.config, threads)
-        if kernels is None:
-            pytest.skip("no C compiler")
-        request.addfinalizer(kernels.close)
+        kernels = kernels_of(threads)
+        runner = CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
         for name, parts in plans.items():
-            runner = CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
-            runner.kv.data.normal_(generator=torch.Generator().manual_seed(seed))
+            fill(runner, seed)
             outcomes[name, threads] = [token for part in parts for token in draws(runner, part)]
 
     expected = outcomes["alone", 1]
     assert len(expected) == len(plan.rows)
     for how, outcome in outcomes.items():
         assert outcome == expected, (seed, how)
+
+
+def fill(runner: CpuRunner, seed: int) -> None:
+    """Fill the pool with arbitrary values and scales."""
+    generator = torch.Generator().manual_seed(seed)
+    if not runner.kv.format.is_int8:
+        runner.kv.data.normal_(generator=generator)
+        return
+    units = runner.kv.data.flatten(-2)
+    units.random_(-127, 128, generator=generator)
+    scales = reference_int8.scales_of(units)
+    scales.copy_(torch.rand(scales.shape, generator=generator) / 50 + 0.001)
 
 
 def draws(runner: CpuRunner, plan: StepPlan) -> list[SampledToken]:

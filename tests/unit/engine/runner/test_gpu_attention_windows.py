@@ -10,19 +10,18 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-import kernels.gpu.tree_attention
-from engine.api import AttentionWindow, Request, Sampling
+from engine.api import AttentionWindow, BlockWindow, Request, Sampling
 from engine.attention.row_pieces import pieces_of
 from engine.config import EngineConfig
 from engine.model_store import Architecture
-from engine.plan import BlockWindow, Row
+from engine.plan import Row
 from kernels.gpu.work_list import Slices, WorkPlanner
 from tests.unit.engine.runner.masked_model import masked_logprobs
 from tests.unit.engine.runner.test_gpu_runner import (
     CONTEXT,
-    DEVICE,
     ERROR_MAX,
     FAMILIES,
+    IN_INTERPRETER,
     Engine,
     request,
     tokens_of,
@@ -31,15 +30,7 @@ from tests.unit.engine.runner.test_gpu_runner import (
 WINDOW = AttentionWindow(32, 16)
 
 
-@pytest.fixture(autouse=True)
-def _merge_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merge several heads per program: one head at a time takes minutes in the interpreter."""
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(kernels.gpu.tree_attention, "FEW_ROW_HEADS", 0)
-
-
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-"""Lanes without a row compute with old memory, which makes the interpreter's numpy warn."""
+pytestmark = IN_INTERPRETER
 
 
 def engine_of(depth: int, blocks: int, config: Architecture | None = None) -> Engine:

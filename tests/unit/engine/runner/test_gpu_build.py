@@ -77,7 +77,7 @@ def test_fp32_is_refused(settings: dict[str, Any]) -> None:
     ],
 )
 def test_model_with_kernels_is_accepted(shape: dict[str, Any]) -> None:
-    """Up to 16 query heads per KV head, the usual head dimensions, and whatever stands around
+    """Up to 16 query heads per KV head, the usual head dimensions, and all that stands around
     attention."""
     assert lacking_kernel(msgspec.structs.replace(SHAPE, **shape)) == ""
 

@@ -14,7 +14,6 @@ import torch
 import triton
 from msgspec import structs
 
-import kernels.gpu.tree_attention
 from engine.api import (
     CacheGrant,
     Finished,
@@ -56,15 +55,14 @@ ERROR_MAX = 1e-3 if DEVICE.type == "cpu" else 5e-3
 """Largest error of a logprob; on a GPU fp32 attention multiplies in tf32."""
 
 
-@pytest.fixture(autouse=True)
-def _merge_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Merge several heads per program: one head at a time takes minutes in the interpreter."""
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(kernels.gpu.tree_attention, "FEW_ROW_HEADS", 0)
+IN_INTERPRETER = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("many_heads_per_merge"),
+]
+"""Vectors of a tile without a row compute with old memory, which makes the interpreter's numpy
+warn."""
 
-
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-"""Lanes without a row compute with old memory, which makes the interpreter's numpy warn."""
+pytestmark = IN_INTERPRETER
 
 
 def config_of(heads: int, kv_heads: int, head_dim: int = 16) -> Architecture:

@@ -1,8 +1,7 @@
-"""A runner whose pool is int8: answers depend on no batch, no copy and no way through a level."""
+"""A runner whose pool is int8: answers depend on no copy and no way through a level."""
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,101 +14,36 @@ from engine.api import CacheGrant, Request, Started
 from engine.config import EngineConfig, LevelsConfig
 from engine.kv.transfer import CpuTransferEngine
 from engine.model_store import ModelCard
-from engine.models.cpu_llama import load_kernels
+from engine.models.cpu_decoder import Kernels
 from engine.moves import Move, Moved, SlotLayout
 from engine.plan import BlockCopy, Row, StepPlan
 from engine.runner.cpu_runner import CpuRunner, build_runner
-from engine.server.service import core_of_model
+from engine.server.composition import core_of_model
 from engine.storage.memory.arena import HostArena
-from kernels import reference_int8
-from tests.models import prepared, tiny_config
-from tests.unit.engine.attention.test_cpu_backend import random_tree
-from tests.unit.engine.runner.test_cpu_runner import GREEDY, begun, drawn, draws, run, tokens_of
-
-BLOCKS, CONTEXT = 900, 2048
-INT8 = EngineConfig(kv_dtype="int8")
-
-
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    config = tiny_config(head_dim=32, heads=3, kv_heads=1, context=CONTEXT)
-    return prepared(tmp_path_factory.mktemp("model"), config)
-
-
-Make = Callable[[int], CpuRunner]
+from tests.unit.engine.runner.test_cpu_runner import (
+    BLOCKS,
+    CONTEXT,
+    GREEDY,
+    INT8,
+    begun,
+    drawn,
+    run,
+    tokens_of,
+)
 
 
 @pytest.fixture
-def in_c(card: ModelCard, request: pytest.FixtureRequest) -> Make:
-    """Return a constructor of runners in C with so many threads, which end with the test."""
-
-    def made(threads: int) -> CpuRunner:
-        kernels = load_kernels(card.config, threads)
-        if kernels is None:
-            pytest.skip("no C compiler")
-        request.addfinalizer(kernels.close)
-        return CpuRunner(card, INT8, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
-
-    return made
+def in_c(card: ModelCard, kernels_of: Callable[[int], Kernels]) -> CpuRunner:
+    return CpuRunner(card, INT8, blocks=BLOCKS, context=CONTEXT, kernels=kernels_of(2))
 
 
 @pytest.fixture(params=["torch", "c"])
 def runner(request: pytest.FixtureRequest, card: ModelCard) -> CpuRunner:
     """A runner in torch or in C."""
     if request.param == "c":
-        made: CpuRunner = request.getfixturevalue("in_c")(2)
+        made: CpuRunner = request.getfixturevalue("in_c")
         return made
     return CpuRunner(card, INT8, blocks=BLOCKS, context=CONTEXT)
-
-
-def fill(runner: CpuRunner, seed: int) -> None:
-    """Fill the pool with arbitrary values and scales."""
-    generator = torch.Generator().manual_seed(seed)
-    units = runner.kv.data.flatten(-2)
-    units.random_(-127, 128, generator=generator)
-    scales = reference_int8.scales_of(units)
-    scales.copy_(torch.rand(scales.shape, generator=generator) / 50 + 0.001)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_batch_changes_no_bit_of_a_row_in_c(seed: int, in_c: Make) -> None:
-    """Alone, in a batch, with groups, with 1 thread or 3: the logprobs are equal to the last
-    bit."""
-    plan = random_tree(random.Random(seed))
-    plans = {
-        "groups": [plan],
-        "no groups": [StepPlan(0, plan.rows)],
-        "alone": [StepPlan(0, (row,)) for row in plan.rows],
-    }
-    outcomes = {}
-    for threads in (1, 3):
-        runner = in_c(threads)
-        for name, parts in plans.items():
-            fill(runner, seed)
-            outcomes[name, threads] = [token for part in parts for token in draws(runner, part)]
-
-    expected = outcomes["alone", 1]
-    assert len(expected) == len(plan.rows)
-    for how, outcome in outcomes.items():
-        assert outcome == expected, (seed, how)
-
-
-def test_slots_of_other_sequences_are_never_read(runner: CpuRunner) -> None:
-    """The largest values in every slot outside the history change no bit of the result."""
-    prompt = tokens_of(10, 37)
-    outcomes = []
-    for value, scale in ((0, 0.0), (127, 65504.0), (-127, 65504.0)):
-        units = runner.kv.data.flatten(-2)
-        units.fill_(value)
-        reference_int8.scales_of(units).fill_(scale)
-        plan = StepPlan(0, (Row(1, 0, 37, [4, 2, 6], 0, prompt, (1,)),), begun=(begun(1, prompt),))
-        first = drawn(run(runner, plan))[1]
-        plan = StepPlan(1, (Row(1, 37, 1, [4, 2, 6], 0, None, (1,)),), copies=(BlockCopy(6, 5, 5),))
-        outcomes.append((first, drawn(run(runner, plan))[1]))
-        run(runner, StepPlan(2, (), ended=(1,)))
-
-    assert outcomes[1] == outcomes[0]
-    assert outcomes[2] == outcomes[0]
 
 
 def test_copied_block_is_independent_of_source(runner: CpuRunner) -> None:
@@ -131,10 +65,10 @@ def test_copied_block_is_independent_of_source(runner: CpuRunner) -> None:
         assert together[sequence_id].logprob == pytest.approx(alone.logprob, abs=1e-4)
 
 
-def test_blocks_come_back_from_a_level_bit_for_bit(in_c: Make) -> None:
+def test_blocks_come_back_from_a_level_bit_for_bit(in_c: CpuRunner) -> None:
     """Rule 31: a copy in the pool's own format is what was saved, scales included, and an answer
     over loaded copies equals one from nothing."""
-    runner = in_c(2)
+    runner = in_c
     prompt = tokens_of(6, 49)
     row = Row(1, 0, 49, [0, 1, 2, 3], 0, prompt, (1,))
     first = drawn(run(runner, StepPlan(0, (row,), begun=(begun(1, prompt),))))[1]

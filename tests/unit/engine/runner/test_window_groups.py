@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 import engine.kv.format
 import engine.runner.cpu_runner
-import engine.server.service
+import engine.server.composition
 from engine.api import (
     CacheGrant,
     Request,
@@ -146,11 +146,11 @@ def test_the_engine_makes_its_cache_with_the_models_windows(
     card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway is told of them, since they take a part of the memory for a sequence."""
-    monkeypatch.setattr(engine.server.service, "load_card", lambda folder: card)
+    monkeypatch.setattr(engine.server.composition, "load_card", lambda folder: card)
     monkeypatch.setattr(engine.runner.cpu_runner, "load_kernels", lambda config, threads: None)
     config = replace(FP32, device="cpu", kv_blocks=40, threads=1)
 
-    core, info = engine.server.service.core_of_model(tmp_path, config)
+    core, info = engine.server.composition.core_of_model(tmp_path, config)
 
     assert info.kv_windows == core.cache.windows.windows == (WINDOW,) * 3
     assert info.kv_format == "float32-w8-w8-w8"

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +29,9 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def begun(sampling: Sampling, sequence_id: int = 0, **more: object) -> BegunSequence:
-    fields: dict[str, object] = {"token_ids": [1], "prompt_tokens": 1, "sample_index": 0}
-    fields.update(more)
-    return BegunSequence(sequence_id=sequence_id, sampling=sampling, **fields)  # type: ignore[arg-type]
+def begun(sampling: Sampling, sequence_id: int = 0, **more: Any) -> BegunSequence:
+    fields = {"token_ids": [1], "prompt_tokens": 1, **more}
+    return BegunSequence(sequence_id=sequence_id, sampling=sampling, **fields)
 
 
 def draw(

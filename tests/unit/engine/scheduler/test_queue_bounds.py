@@ -7,8 +7,10 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from engine.api import CacheGrant, Finished, Quota, Request
+from engine.api import CacheGrant, Finished, Grammar, Quota, Request
+from engine.core.constraints import Constraints
 from engine.scheduler.queue_bounds import QueueBounds
 from engine.scheduler.request_table import RequestTable
 from tests.unit.engine.recorded_engine import RecordedWorld, tokens
@@ -96,7 +98,6 @@ def test_a_payer_within_its_part_is_never_refused_and_the_bounds_hold(
 def test_a_quiet_payer_is_served_beside_a_full_queue(flooded: int) -> None:
     """And the words of a refusal count the flood's own requests alone."""
     world = RecordedWorld(blocks=400, sequences_max=2, queue_requests_max=6)
-    told: list[Finished] = []
     for index in range(flooded):
         world.ask(f"flood{index}", tokens(8, index), max_tokens=30, namespace=b"flood")
     world.step()
@@ -105,12 +106,23 @@ def test_a_quiet_payer_is_served_beside_a_full_queue(flooded: int) -> None:
         while f"quiet{turn}" in world.live:
             world.step()
     world.settle()
-    for stream in world.streams.values():
-        assert stream.finished is not None
-        if stream.finished.ending == "refused":
-            told.append(stream.finished)
+    ends = [world.final(name) for name in world.streams]
+    told = [end for end in ends if end.ending == "refused"]
 
     assert all(end.request_id.startswith("flood") for end in told)
     assert {end.code for end in told} == {"queue_full"}
     assert all("of this tenant" in end.message for end in told)
     assert all(end.retry_after_s is not None for end in told)
+
+
+def test_a_request_whose_grammar_is_refused_takes_no_place() -> None:
+    """It would empty the queue of another payer for nothing."""
+    world = RecordedWorld(sequences_max=1, queue_requests_max=2)
+    world.core.constraints = Constraints()  # compiles none
+    for index in range(3):
+        world.ask(f"r{index}", tokens(8, index), max_tokens=8)
+        world.step()
+    world.core.submit(replace(request("bad", "other"), grammar=Grammar("regex", "a")))
+    ended = [event for event in world.core.step() if isinstance(event, Finished)]
+
+    assert [(one.request_id, one.code) for one in ended] == [("bad", "grammar_unsupported")]

@@ -38,7 +38,7 @@ def test_an_idle_payers_counter_is_kept_while_above_the_active_ones(seed: int) -
                 kept = {p: n for p, n in expected.items() if live[p] or n > lowest}
                 expected = kept
         else:
-            line.count_arrival(payer)
+            line.count_arrival(payer, 1.0)
             lowest = min((expected[p] for p in live if live[p]), default=0.0)
             if not live[payer]:
                 expected[payer] = max(expected.get(payer, 0.0), lowest)
@@ -63,15 +63,15 @@ def test_arrivals_and_departures_do_not_scan_active_payers() -> None:
     """
     line, payers = RequestQueue(), [b"%d" % i for i in range(2000)]
     for payer in payers:
-        line.count_arrival(payer)
+        line.count_arrival(payer, 1.0)
     line.served = CountedCounters(line.served)
     for payer in payers[:50]:
         line.charge(sequence(payer), 100)
-    line.count_arrival(b"once")
+    line.count_arrival(b"once", 1.0)
     line.count_departure(b"once")
     line.served.reads = 0
 
-    line.count_arrival(b"more")
+    line.count_arrival(b"more", 1.0)
     line.count_departure(b"more")
 
     assert line.served.reads < 10
@@ -83,7 +83,7 @@ def test_a_token_of_each_sequence_is_charged_at_once() -> None:
     sequences = [sequence(b"%d" % (number % 3), weight=1.0 + number % 3) for number in range(8)]
     for queue in (together, alone):
         for payer in (b"0", b"1", b"2"):
-            queue.count_arrival(payer)
+            queue.count_arrival(payer, 1.0)
 
     together.charge_each(sequences)
     for each in sequences:

@@ -347,7 +347,7 @@ def test_blocks_kept_for_other_payers_do_not_count_under_a_ceiling() -> None:
 
 
 def test_a_request_at_its_ceiling_preempts_only_its_own_payer() -> None:
-    """Blocks of other payers do not help it, whatever its priority."""
+    """Blocks of other payers do not help it, at any priority."""
     world, low = RecordedWorld(blocks=40), Quota(ceiling_blocks=6)
     for index in range(2):
         world.ask(f"r{index}", tokens(5, index), max_tokens=30, namespace=bytes([index]))
@@ -405,12 +405,10 @@ def test_preemption_costs_the_client_nothing() -> None:
         world.ask(f"r{index}", tokens(6, index), max_tokens=24, namespace=bytes([index]))
     world.settle()
 
-    finals = [world.streams[f"r{index}"].finished for index in range(3)]
-    for final in finals:
-        assert final is not None
-        assert (final.usage.cached_tokens, final.usage.computed_tokens) == (0, 6)
-        assert final.usage.output_tokens == 24
-    assert sum(f.usage.recomputed_tokens for f in finals if f is not None) > 0
+    used = [world.final(f"r{index}").usage for index in range(3)]
+    assert [(one.cached_tokens, one.computed_tokens) for one in used] == [(0, 6)] * 3
+    assert [one.output_tokens for one in used] == [24] * 3
+    assert sum(one.recomputed_tokens for one in used) > 0
 
 
 def test_a_sample_alone_does_not_copy_its_own_tail() -> None:
@@ -421,9 +419,7 @@ def test_a_sample_alone_does_not_copy_its_own_tail() -> None:
     world.ask("r", tokens(13), samples=2, max_tokens=2)
     world.settle()
 
-    final = world.streams["r"].finished
-    assert final is not None
-    assert final.ending == "done"
+    assert world.final("r").ending == "done"
 
 
 ONE_TOKEN = [(1, 0, 0, 1, 0)] * 4
@@ -486,10 +482,9 @@ def test_every_admissible_request_finishes(
     world.settle()
 
     for name, stream in world.streams.items():
-        assert stream.finished is not None
-        if stream.finished.ending == "refused":
-            assert stream.finished.code == "kv_exceeded"
+        if world.final(name).ending == "refused":
+            assert world.final(name).code == "kv_exceeded"
             continue
-        assert stream.finished.ending == "done"
+        assert world.final(name).ending == "done"
         # so often for lack of room, and so often for another payer's share
         assert world.preemptions(name) <= 2 * preemptions_max * stream.request.samples

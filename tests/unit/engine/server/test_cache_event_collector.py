@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.api import CacheNews, Gain, Loss
 from engine.cache.events import BlocksErased, Committed, Evicted, Expired, Matched, PromiseLost
 from engine.server.cache_event_collector import CacheEventCollector
+from engine.statistics import CacheNews, Gain, Loss
 
 
 def test_reports_losses_once_by_cause_and_taker() -> None:

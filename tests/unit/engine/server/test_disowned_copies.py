@@ -6,11 +6,12 @@ import random
 
 import pytest
 
-from engine.api import EngineInfo, Event, GetStats, Reply
+from engine.api import EngineInfo, GetStats
 from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
 from engine.errors import InvariantViolation
 from engine.levels.levels import Levels
+from engine.protocol import Messages
 from engine.server.service import EngineService
 from tests.fake_levels import FakeKeptSlots, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
@@ -56,6 +57,6 @@ class RaisingSink:
     def __init__(self, failure: Exception) -> None:
         self._failure = failure
 
-    def send(self, step: int, messages: tuple[Event | Reply, ...]) -> None:
+    def send(self, step: int, messages: Messages) -> None:
         """Fail."""
         raise self._failure

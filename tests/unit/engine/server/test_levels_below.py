@@ -20,7 +20,6 @@ from engine.api import (
     Erased,
     Finished,
     LeaseRequest,
-    LevelStats,
     Request,
     Retention,
     Sampling,
@@ -36,6 +35,7 @@ from engine.levels.levels import Levels
 from engine.moves import Move
 from engine.server.levels_below import FailedMoveLog, build_levels, layout_of
 from engine.server.service import EngineService
+from engine.statistics import LevelStats
 from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
 from tests.unit.engine.server.fake_engine_process import VOCAB, fake_core
@@ -191,7 +191,7 @@ def test_failed_moves_are_logged_now_and_then(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("groups", [2, 3, 7, 18, 25])
 def test_slabs_hold_a_number_of_whole_copies(groups: int) -> None:
-    """Whatever the number of KV groups: both kinds of copies fill them."""
+    """For any number of KV groups: both kinds of copies fill them."""
     size = 64 * 40
     layout = layout_of(400 * size, [size, groups * size], groups)
 

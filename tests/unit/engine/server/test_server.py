@@ -16,21 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api import (
-    PROTOCOL_VERSION,
-    CacheGrant,
-    Cancel,
-    Finished,
-    Request,
-    Sampling,
-    Started,
-    Submit,
-    Tokens,
-)
+from engine.api import CacheGrant, Cancel, Finished, Request, Sampling, Started, Submit, Tokens
 from engine.client.client import SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.protocol import Hello, Rejected, Upward, downward_decoder, encode
+from engine.protocol import PROTOCOL_VERSION, Hello, Rejected, Upward, downward_decoder, encode
 
 CONFIG = EngineConfig(heartbeat_s=0.05, drain_timeout_s=20.0, prefill_chunk_tokens_max=16)
 DEADLINE_S = 60.0

@@ -18,7 +18,6 @@ from engine.api import (
     Request,
     Sampling,
     Started,
-    Stats,
     Submit,
     Tokens,
 )
@@ -26,6 +25,7 @@ from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.errors import EngineError
 from engine.server.service import HEARTBEAT_ITEMS_MAX, EngineService, smoke_test
+from engine.statistics import Stats
 from tests.unit.engine.server.fake_engine_process import fake_core
 
 CONFIG = EngineConfig(heartbeat_s=0.05, prefill_chunk_tokens_max=16)

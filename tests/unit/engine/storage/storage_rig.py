@@ -13,12 +13,12 @@ from pathlib import Path
 
 import xxhash
 
+from engine.api import Fidelity
 from engine.moves import (
     ROOT,
     EraseStored,
     Fetch,
     Fetched,
-    Fidelity,
     Look,
     Looked,
     PromiseTerms,
@@ -157,9 +157,9 @@ class StorageRig:
         assert len(outcome.record_ids) == len(tokens) // RUN
         return outcome.record_ids
 
-    def look(self, namespace: bytes, tokens: Sequence[int], skip: int = 0) -> tuple[StoredRun, ...]:
+    def look(self, namespace: bytes, tokens: Sequence[int]) -> tuple[StoredRun, ...]:
         """Return what a look finds."""
-        command = Look(self.call_id(), namespace, tuple(tokens), skip)
+        command = Look(self.call_id(), namespace, tuple(tokens))
         self.storage.send(command)
         (outcome,) = self.answers(command.call_id)
         assert isinstance(outcome, Looked)

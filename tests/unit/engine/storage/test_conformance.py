@@ -68,15 +68,6 @@ def test_a_look_finds_the_longest_common_prefix(rig: StorageRig) -> None:
     assert rig.found(A, [99, *LONG[1:]]) == []
 
 
-def test_a_look_leaves_out_the_runs_that_its_caller_has(rig: StorageRig) -> None:
-    """They are walked all the same, since equality is proved from the root."""
-    ids = rig.store(A, LONG)
-
-    assert [run.record_id for run in rig.look(A, LONG, skip=3)] == list(ids[3:])
-    assert rig.look(A, LONG, skip=5) == ()
-    assert rig.look(A, [*LONG[:4], 99, *LONG[5:]], skip=2) == ()
-
-
 def test_forks_share_their_beginning(rig: StorageRig) -> None:
     """A branch is stored below the record where it begins."""
     ids = rig.store(A, LONG)

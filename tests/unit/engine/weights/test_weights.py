@@ -14,15 +14,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import ModelError
 from engine.model_store import Architecture, ModelCard, prepare
 from engine.weights import expected_shapes, load_weights, random_weights
-from tests.models import LLAMA3_SCALING, tiny_config, tiny_weights, write_folder, write_gguf
-
-SHAPES = {
-    "MHA": tiny_config(heads=4, kv_heads=4),
-    "GQA": tiny_config(heads=4, kv_heads=2),
-    "MQA": tiny_config(heads=4, kv_heads=1),
-    "untied": tiny_config(tie_embeddings=False),
-    "stretched": tiny_config(rope_scaling=LLAMA3_SCALING),
-}
+from tests.models import SHAPES, tiny_config, tiny_weights, write_folder, write_gguf
 
 # Largest error of a value, relative to the largest value of its row: half a step of each type, plus
 # rounding of the scales.

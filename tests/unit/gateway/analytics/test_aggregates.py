@@ -20,12 +20,12 @@ from gateway.analytics.aggregates import (
     PromptSamples,
 )
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.tenants import change_tenant
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.reuse.advice import ClassTerms
 from tenancy.reuse.prefix_statistics import PREFIXES_MAX
+from tenancy.types import wall_ms
 from tests.fakes import FakeClock
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture

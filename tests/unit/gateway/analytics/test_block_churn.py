@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.api import CacheNews, Gain, Loss
 from engine.client.cache_event_totals import BlockMoves, CacheEventTotals
+from engine.statistics import CacheNews, Gain, Loss
 from gateway.analytics import block_churn
 from gateway.analytics.block_churn import BlockChurn
 

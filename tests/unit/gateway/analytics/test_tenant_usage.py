@@ -7,8 +7,8 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api import NamespaceStats
 from engine.client.namespace_stats import NamespaceTable
+from engine.statistics import NamespaceStats
 from gateway.analytics.tenant_usage import FIELDS, TenantCacheUsage
 
 NAMESPACE_STATS = st.builds(

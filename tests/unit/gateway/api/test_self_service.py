@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from gateway.background import erasure
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.erasure_receipts import list_receipts
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, find_tenant
+from tenancy.types import wall_ms
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytestmark = pytest.mark.usefixtures("noon")
@@ -30,7 +30,7 @@ async def get(
 
 async def create_key_for(gateway: GatewayFixture, *scopes: str, workspace: str = "default") -> str:
     """Create a further key of ada's, and store it under a name."""
-    tenant, _ = find_tenant(gateway.store, "ada")
+    tenant = find_tenant(gateway.store, "ada")
     key = create_key(gateway.store, wall_ms, tenant.tenant_id, scopes=scopes, workspace=workspace)
     gateway.keys["further"] = key
     gateway.gateway.context.registry.refresh_now()

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from gateway.background.history_sampling import HistorySampling
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import revoke_key
 from tenancy.accounts.tenants import change_tenant, set_status
 from tenancy.history.samples import Sample, SampleDetails, write_samples
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
-from tenancy.types import MINUTE_MS
+from tenancy.types import MINUTE_MS, wall_ms
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

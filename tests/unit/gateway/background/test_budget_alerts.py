@@ -8,11 +8,11 @@ from unittest.mock import AsyncMock
 import pytest
 
 from gateway.background.budget_alerts import BudgetAlerts
-from gateway.ledger.metering import wall_ms
 from tenancy.errors import StoreError
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
+from tenancy.types import wall_ms
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytestmark = pytest.mark.usefixtures("noon")

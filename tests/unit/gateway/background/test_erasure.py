@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.api import Erased, LevelErased, Namespace, NamespaceStats, Retention
+from engine.api import Erased, LevelErased, Namespace, Retention
 from engine.client.namespace_stats import NamespaceTable
 from engine.errors import EngineUnavailable
+from engine.statistics import NamespaceStats
 from gateway.background.erasure import (
     ErasureTarget,
     erase,

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from gateway.background import history_sampling
 from gateway.background.history_sampling import HistorySampling, flush_requests, read_at_once
 from gateway.background.money_metrics import MoneyMetrics
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.tenants import change_tenant
 from tenancy.errors import StoreError
 from tenancy.history.request_records import RequestFilter, find_request, list_requests
@@ -16,7 +15,7 @@ from tenancy.history.samples import ALL_TENANTS, read_samples, refused_since
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
-from tenancy.types import MINUTE_MS
+from tenancy.types import MINUTE_MS, wall_ms
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 ALWAYS = RequestFilter(0, 2**44)

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from engine.api import Stats
+from engine.statistics import Stats
 from gateway.background.reconciliation import Reconciler
-from gateway.ledger.metering import wall_ms
 from gateway.observability.metrics import ENGINE_EPOCHS_MAX, Metrics
 from tenancy.accounting.reconcile import Counts, Epoch, reconcile
+from tenancy.types import wall_ms
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 

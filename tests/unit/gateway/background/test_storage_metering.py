@@ -10,22 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.api import NamespaceStats, Quota
+from engine.api import Quota
 from engine.cache import PrefixCache
 from engine.client.namespace_stats import NamespaceTable
+from engine.statistics import NamespaceStats
 from gateway.background.storage_metering import (
     NS_PER_S,
     StorageMeter,
     StorageMetering,
     token_changes,
 )
-from gateway.ledger.metering import wall_ms
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounting.focus_export import cost_rows
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.transactions import StorageReading
 from tenancy.pricing.charges import RateCard, format_dollars
 from tenancy.pricing.rate_cards import add_card
+from tenancy.types import wall_ms
 from tests.fakes import FakeClock
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

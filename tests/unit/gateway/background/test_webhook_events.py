@@ -19,7 +19,6 @@ from gateway.findings.report import FindingsWindow
 from tenancy.accounting.usage import UsageTotal
 from tenancy.accounting.webhook_outbox import WebhookEvent
 from tenancy.accounts.keys import Key
-from tenancy.limits import NO_DEMAND
 from tenancy.pricing.budgets import Budget, BudgetState
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS
@@ -151,13 +150,12 @@ async def test_refused_requests_are_counted_by_tenant(unopened_gateway: GatewayF
     gateway = unopened_gateway
     gateway.set_limits(requests_per_tenant_max=1)
     await gateway.open()
-    gateway.gateway.context.limiter.reserve(
-        gateway.gateway.context.registry.authenticate(gateway.keys["ada"]), NO_DEMAND
-    )
+    context = gateway.gateway.context
+    context.limiter.reserve(context.registry.authenticate(gateway.keys["ada"]))
     status, _, _ = await gateway.ask(body=gateway.chat())
 
     assert status == 429
-    assert gateway.gateway.context.limited == {1: 1}
+    assert context.limited == {1: 1}
 
 
 def test_findings_that_cost_something_are_told() -> None:

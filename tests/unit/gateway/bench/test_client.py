@@ -59,7 +59,7 @@ async def test_requests_exact_lengths_and_greedy_sampling() -> None:
     clock = WatchedClock()
     endpoint = Endpoint(clock)
     async with client_of(endpoint.answer, clock, keys=("one", "two")) as client:
-        await client.chat([{"role": "user", "content": "hi"}], 5, tenant=1)
+        await client.complete("hi", 5, tenant=1)
 
     [body] = endpoint.bodies
     assert (body["max_tokens"], body["temperature"], body["ignore_eos"]) == (5, 0, True)

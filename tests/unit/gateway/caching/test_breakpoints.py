@@ -10,9 +10,7 @@ CLASSES = {"5m": Retention("5m", 300, 300), "30m": Retention("30m", 1800)}
 
 
 def tried(marks: list[Boundary], ask: CacheDirectives, min_tokens: int = 1) -> list[int]:
-    return [
-        position.tokens for position in plan_breakpoints(marks, ask, CLASSES, min_tokens).candidates
-    ]
+    return list(plan_breakpoints(marks, ask, CLASSES, min_tokens).candidates)
 
 
 def written(

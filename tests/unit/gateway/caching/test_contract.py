@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.api import LeaseGrant, LevelWait, LoadMiss, Retention, Usage
+from engine.api import LeaseGrant, LevelWait, LoadMiss, Retention, Started, Usage
 from gateway.caching import CacheScope, Contract, ContractManager
 from gateway.dialects.canonical import (
     Boundary,
@@ -31,6 +31,11 @@ from tests.fakes import FakeClock
 SCOPE = CacheScope(b"ns", 1, "1/default")
 ANTHROPIC = CacheDirectives(profile="anthropic")
 Outcome = Literal["granted", "clipped", "refused"]
+
+
+def started(cached_tokens: int, grants: Sequence[LeaseGrant] = (), **more: Any) -> Started:
+    """Return the event of an engine that found these tokens."""
+    return Started("id", 30, cached_tokens, tuple(grants), **more)
 
 
 class World:
@@ -87,7 +92,7 @@ class World:
                 LeaseGrant(lease.lease_id, lease.retention.name, "granted", lease.tokens)
                 for lease in contract.leases
             ]
-        contract.begin(found, grants)
+        contract.begin(started(found, grants))
         contract.written()
         contract.finish("id")
         self.there.append(self.tokens)
@@ -120,7 +125,7 @@ def test_prefix_erased_while_written_is_not_promised(what: str, is_kept: bool) -
     world = World()
     contract = world.resolve("abc", {2: "5m"})
     (lease,) = contract.leases
-    contract.begin(0, [LeaseGrant(lease.lease_id, "5m", "granted", lease.tokens)])
+    contract.begin(started(0, [LeaseGrant(lease.lease_id, "5m", "granted", lease.tokens)]))
     if what == "the namespace":
         world.contracts.entries.erase_namespace(SCOPE.namespace)
     else:
@@ -242,7 +247,7 @@ def test_entry_is_readable_after_writers_first_token() -> None:
     """Equal concurrent calls all pay: nothing is written when they start."""
     world = World()
     first = world.resolve("ab", {2: "5m"})
-    first.begin(0, [LeaseGrant("", "5m", "granted", 20)])
+    first.begin(started(0, [LeaseGrant("", "5m", "granted", 20)]))
 
     early = world.resolve("ab", {2: "5m"}).expect(19)
     first.written()
@@ -351,9 +356,9 @@ def test_tokens_that_a_freed_window_cost_have_their_own_cause() -> None:
     world.losses = {"evicted_pressure": 3}
 
     partly = world.resolve("abd", {2: "5m"})
-    partly.begin(0, [], 15)
+    partly.begin(started(0, window_gone_tokens=15))
     wholly = world.resolve("abd", {2: "5m"})
-    wholly.begin(0, [], 20)
+    wholly.begin(started(0, window_gone_tokens=20))
 
     assert (partly.why_missed(), wholly.why_missed()) == ("evicted_pressure", "window_gone")
     assert world.resolve("abd", {2: "5m"}).explain(0, 20) == "window_gone"
@@ -378,7 +383,7 @@ def test_what_a_level_did_not_bring_has_its_own_cause(
     world.losses = {"evicted_pressure": 3}
 
     contract = world.resolve("abd", {2: "5m"})
-    contract.begin(cached, [], wait=LevelWait(0.0, None, tokens, cause))
+    contract.begin(started(cached, wait=LevelWait(0.0, None, tokens, cause)))
 
     assert contract.why_missed() == told
 
@@ -389,10 +394,10 @@ def test_a_level_that_failed_after_a_restart_is_the_cause() -> None:
     world.run("abc", {2: "5m"})
     world.epoch = "second"
     failed = world.resolve("abd", {2: "5m"})
-    failed.begin(0, [], wait=LevelWait(0.0, None, 20, "level_failed"))
+    failed.begin(started(0, wait=LevelWait(0.0, None, 20, "level_failed")))
     world.clock.advance(301)
     late = world.resolve("abd", {2: "5m"})
-    late.begin(0, [], wait=LevelWait(0.0, None, 20, "level_failed"))
+    late.begin(started(0, wait=LevelWait(0.0, None, 20, "level_failed")))
 
     assert (failed.why_missed(), late.why_missed()) == ("level_failed", "restarted")
 
@@ -401,7 +406,7 @@ def test_loaded_tokens_are_in_the_usage() -> None:
     """The ledger has them beside the cached ones."""
     world = World()
     contract = world.resolve("abd", {2: "5m"})
-    record = contract.begin(20, [], 0, [("host", 12), ("disk", 4)])
+    record = contract.begin(started(20, loaded_tokens=(("host", 12), ("disk", 4))))
 
     assert record.loaded == {"host": 12, "disk": 4}
     assert contract.record(Usage(30, 20, 10, 5)).loaded == {"host": 12, "disk": 4}

@@ -23,6 +23,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.retention_classes import CachingConfig
 from tests.fakes import FakeClock
+from tests.unit.gateway.caching.test_contract import started
 
 HERE = CacheScope(b"1/a/m/t/", 1, "1/a", origin=PrefixOrigin(1, "m", "t"))
 SALTED = replace(HERE, namespace=b"1/a/m/t/salt")
@@ -64,18 +65,16 @@ class World:
     ) -> str:
         """Run a prompt to its end; return the miss cause."""
         contract = self.resolve(words, scope, retention)
-        contract.begin(
-            0,
-            [
-                LeaseGrant(
-                    lease.lease_id,
-                    lease.retention.name,
-                    "granted" if kept else "refused",
-                    lease.tokens if kept else 0,
-                )
-                for lease in contract.leases
-            ],
-        )
+        grants = [
+            LeaseGrant(
+                lease.lease_id,
+                lease.retention.name,
+                "granted" if kept else "refused",
+                lease.tokens if kept else 0,
+            )
+            for lease in contract.leases
+        ]
+        contract.begin(started(0, grants))
         contract.written()
         contract.finish("id")
         return contract.why_missed()

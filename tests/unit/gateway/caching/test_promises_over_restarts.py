@@ -9,7 +9,7 @@ import pytest
 
 from engine.api import LeaseGrant, LevelWait
 from gateway.generation.usage import cache_header
-from tests.unit.gateway.caching.test_contract import World
+from tests.unit.gateway.caching.test_contract import World, started
 
 HOUR_S = 3_600.0
 
@@ -81,7 +81,7 @@ def test_part_that_comes_back_is_broken_for_the_rest() -> None:
 def test_a_part_of_a_block_is_not_kept_below(cached: int, breached: int) -> None:
     """A level has whole blocks: what is computed again at the end of a prefix breaks nothing."""
     world = restarted(comes_back=True)
-    record = world.resolve("abc", {2: "1h"}).begin(cached, (), 0)
+    record = world.resolve("abc", {2: "1h"}).begin(started(cached))
 
     assert (record.read, record.breached_tokens) == ({"1h": 20}, breached)
     assert outcome(world) == ({"given": 1, "broken": 1} if breached else {"given": 1, "running": 1})
@@ -113,9 +113,9 @@ def test_cache_header_tells_tokens_by_level() -> None:
     """Only where something was loaded, and a fidelity that is not exact."""
     world = World()
     contract = world.resolve("abc", {})
-    contract.begin(20, (), 0, [("disk", 4), ("host", 8)])
+    contract.begin(started(20, loaded_tokens=(("disk", 4), ("host", 8))))
     plain = world.resolve("abc", {})
-    plain.begin(20, [LeaseGrant("", "5m", "granted", 0)])
+    plain.begin(started(20, [LeaseGrant("", "5m", "granted", 0)]))
 
     assert cache_header([contract]).endswith("physical=20; device=8; host=8; disk=4")
     contract.wait = LevelWait(0.0124, "disk")
@@ -126,5 +126,5 @@ def test_cache_header_tells_tokens_by_level() -> None:
     assert cache_header([contract, plain]).endswith("physical=40; device=28; host=8; disk=4")
     contract.fidelity = "near"
     assert cache_header([contract]).endswith("disk=4; fidelity=near; read_fidelity=exact")
-    contract.begin(20, (), 0, [("disk", 4)], "near")
+    contract.begin(started(20, loaded_tokens=(("disk", 4),), fidelity="near"))
     assert cache_header([contract, plain]).endswith("fidelity=near; read_fidelity=near")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.ledger.metering import wall_ms
 from tenancy.ledger.ledger import EngineTotals, Ledger
 from tenancy.storage.backends import open_store
-from tenancy.types import UsageEntry
+from tenancy.types import UsageEntry, wall_ms
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.tenancy.storage.postgres_server import Server

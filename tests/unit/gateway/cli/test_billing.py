@@ -12,12 +12,11 @@ import pytest
 
 from gateway.__main__ import main
 from gateway.cli import database as commands_database
-from gateway.ledger.metering import wall_ms
 from tenancy.ledger.ledger import EngineTotals, Ledger
 from tenancy.pricing.budget_watch import REFRESH_S
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, UsageEntry
+from tenancy.types import DAY_MS, UsageEntry, wall_ms
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 from tests.unit.tenancy.storage.postgres_server import Server
 

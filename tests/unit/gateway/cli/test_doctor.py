@@ -15,9 +15,10 @@ from engine.config import EngineConfig, LevelsConfig, RemoteConfig
 from engine.model_store.architecture import Latent
 from gateway.__main__ import main
 from gateway.cli.database import connect
-from gateway.cli.doctor import Check, checks_text
-from gateway.cli.level_checks import check_levels
-from gateway.cli.pool_checks import PoolCheck, check_pool, check_pools
+from gateway.cli.doctor.check import Check
+from gateway.cli.doctor.command import checks_text
+from gateway.cli.doctor.levels import check_levels
+from gateway.cli.doctor.pools import check_pool, check_pools
 from gateway.config import Config, ModelSettings
 from gateway.engines import memory
 from gateway.engines.memory import available_memory_mib
@@ -177,7 +178,7 @@ def test_says_how_many_tokens_the_pool_of_a_prepared_model_holds(tmp_path: Path)
     card = prepared(tmp_path / "models")
     config = Config(data_dir=str(tmp_path), model=ModelSettings(name=card.source))
 
-    def pool(**settings: object) -> PoolCheck:
+    def pool(**settings: object) -> Check:
         engine = msgspec.structs.replace(EngineConfig(kv_memory_mib=1), **settings)
         (found,) = check_pools(msgspec.structs.replace(config, engine=engine))
         return found

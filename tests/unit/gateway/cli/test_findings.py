@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.tenants import create_tenant
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.reuse.finding_counts import FindingCount, add_counts
 from tenancy.storage.sqlite import SqliteStore
-from tenancy.types import HOUR_MS
+from tenancy.types import HOUR_MS, wall_ms
 from tests.models import write_folder
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 

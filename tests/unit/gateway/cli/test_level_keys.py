@@ -136,12 +136,12 @@ def test_a_server_does_not_start_without_its_key(
 def test_doctor_names_the_key(run: Run, config: Path, tmp_path: Path) -> None:
     """By its fingerprint; a key in the folder of the copies protects nothing."""
     key = make_key_file(tmp_path / "key")
-    checks = {one["check"]: one for one in data_of_doctor(run)}
+    checks = doctor(run)
     (tmp_path / "data" / "levels").mkdir(parents=True, mode=0o700)
     (tmp_path / "key").rename(tmp_path / "data" / "levels" / "key")
     text = config.read_text().replace(f'"{tmp_path / "key"}"', f'"{tmp_path}/data/levels/key"')
     config.write_text(text)
-    beside = {one["check"]: one for one in data_of_doctor(run)}
+    beside = doctor(run)
 
     assert checks["disk level seal"]["ok"]
     assert key.fingerprint in checks["disk level seal"]["found"]
@@ -172,9 +172,9 @@ def test_doctor_asks_the_remote_store(run: Run, config: Path, tmp_path: Path) ->
     make_key_file(tmp_path / "key")
     text = config.read_text()
     config.write_text(f'{text}remote = {{ url = "file://{tmp_path}/far" }}\n')
-    there = {one["check"]: one for one in data_of_doctor(run)}["remote level"]
+    there = doctor(run)["remote level"]
     config.write_text(f'{text}remote = {{ url = "file://{tmp_path}/no/far" }}\n')
-    away = {one["check"]: one for one in data_of_doctor(run)}["remote level"]
+    away = doctor(run)["remote level"]
 
     assert there["ok"]
     assert "answers in" in there["found"]
@@ -183,7 +183,6 @@ def test_doctor_asks_the_remote_store(run: Run, config: Path, tmp_path: Path) ->
     assert "does not exist" in away["found"]
 
 
-def data_of_doctor(run: Run) -> list[dict[str, Any]]:
-    """Return the findings of doctor, with any exit status."""
-    found: list[dict[str, Any]] = json.loads(run("doctor", "--json")[1])
-    return found
+def doctor(run: Run) -> dict[str, dict[str, Any]]:
+    """Return the findings of doctor by name, with any exit status."""
+    return {one["check"]: one for one in json.loads(run("doctor", "--json")[1])}

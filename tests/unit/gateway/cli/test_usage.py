@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gateway.cli.usage import short_count
+from gateway.cli.ledger.usage import short_count
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant, find_tenant
 from tenancy.ledger.ledger import Ledger
@@ -27,7 +27,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data directory with a ledger of three tenants, at `NOW_MS`."""
     monkeypatch.delenv("TRUNKLINE_CONFIG", raising=False)
     monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr("gateway.cli.usage.wall_ms", lambda: NOW_MS)
+    monkeypatch.setattr("gateway.cli.ledger.usage.wall_ms", lambda: NOW_MS)
     store = new_sqlite(tmp_path / "trunkline.db")
     for name in ("ada", "bob", LONG):
         tenant = create_tenant(store, lambda: NOW_MS, name)
@@ -41,7 +41,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (LONG, "small", 0, 987_654_321_000),
     ):
         now_ms = NOW_MS - days_ago * DAY_MS
-        owner = find_tenant(store, name)[0].tenant_id
+        owner = find_tenant(store, name).tenant_id
         counts = (tokens, tokens // 2, 0, tokens - tokens // 2, 7, 0)
         request_id = f"{name}-{model}"
         one = UsageEntry(request_id, owner, owner, model, "done", now_ms, now_ms, *counts)

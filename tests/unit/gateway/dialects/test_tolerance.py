@@ -24,7 +24,7 @@ from gateway.dialects.tolerance import (
     label_of,
 )
 from gateway.errors import Refusal
-from tests.golden.transcripts import DOCUMENT
+from tests.golden.transcripts import DOCUMENT, refusal_of
 
 HI = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, tuple[Dialect, dict[str, Any]]] = {
@@ -47,9 +47,7 @@ def parse(name: str, mode: Mode = "standard", **fields: Any) -> Call:
 
 def refusal(name: str, mode: Mode = "standard", **fields: Any) -> Refusal:
     """Return the refusal of a dialect's smallest body with more fields."""
-    with pytest.raises(Refusal) as raised:
-        parse(name, mode, **fields)
-    return raised.value
+    return refusal_of(parse, name, mode, **fields)
 
 
 @ALL

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import pytest
 from msgspec.structs import replace
 
-from engine.api import EngineInfo, Erased, LevelStats, NamespaceStats, Stats
+from engine.api import EngineInfo, Erased
 from engine.client.client import EngineConnection
 from engine.errors import EngineUnavailable, InvariantViolation
+from engine.statistics import LevelStats, NamespaceStats, Stats
 from gateway.caching.namespaces import namespace_of
 from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.levels.report import holds_promises

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from engine.model_store import ModelCard
 from gateway.errors import Refusal
 from gateway.findings.prompt_diff import DialectName, compare_prompts, guess_dialect
 from gateway.prompt import Renderer
-from tests.unit.gateway.prompt.chat_templates import HERMES
+from tests.unit.gateway.prompt.chat_templates import HERMES, with_template
 
 STABLE = (
     "You answer questions about leave, travel and pay from the handbook of the company. Be short,"
@@ -47,10 +44,7 @@ BODIES: dict[str, tuple[DialectName, str, dict[str, Any]]] = {
 @pytest.fixture(scope="session")
 def native_tools(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     """A template that writes tools itself, behind the system text."""
-    folder = tmp_path_factory.mktemp("hermes") / "model"
-    shutil.copytree(Path(card.folder), folder)
-    (folder / "chat_template.jinja").write_text(HERMES)
-    return Renderer(msgspec.structs.replace(card, folder=str(folder)))
+    return with_template(card, HERMES, tmp_path_factory.mktemp("hermes"))
 
 
 def filled(shape: dict[str, Any], text: str, **more: Any) -> bytes:

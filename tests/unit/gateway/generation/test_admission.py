@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.api import AT_REST, AtRest, Grammar, Request, Sampling, Stats
+from engine.api import AT_REST, AtRest, Grammar, Request, Sampling
+from engine.statistics import Stats
 from gateway.caching.namespaces import namespace_of
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Prompt, Rendered
@@ -67,7 +68,15 @@ def ask(
     )
     who = who or identity()
     namespace = namespace_of(who, now.info.model_digest, now.template_digest, partition)
-    return admit(call, [Rendered(tokens)] * prompts, who, "id", now, namespace)
+    rendered = [Rendered(tokens)] * prompts
+    return admit(call, rendered, who, "id", now, namespace, [()] * prompts)
+
+
+def admitted(
+    call: Call, *rendered: Rendered, who: Identity, now: AdmissionContext = NOW
+) -> Request:
+    """Return the request of a call's first prompt."""
+    return admit(call, rendered, who, "id", now, b"namespace", [()] * len(rendered))[0]
 
 
 def test_checks_only_client_token_ids() -> None:
@@ -75,9 +84,7 @@ def test_checks_only_client_token_ids() -> None:
     anything is held."""
     call = Call("m", (Prompt(text="a"),), GenerationParameters())
 
-    (request,) = admit(
-        call, [Rendered((ENGINE_INFO.vocab_size,))], identity(), "id", NOW, b"namespace"
-    )
+    request = admitted(call, Rendered((ENGINE_INFO.vocab_size,)), who=identity())
 
     assert request.tokens == (ENGINE_INFO.vocab_size,)
 
@@ -87,7 +94,7 @@ def test_each_request_has_its_prompts_grammar() -> None:
     call = Call("m", (Prompt(), Prompt()), GenerationParameters())
     rendered = [Rendered((1,), grammar=grammar), Rendered((1,))]
 
-    first, second = admit(call, rendered, identity(), "id", NOW, b"namespace")
+    first, second = admit(call, rendered, identity(), "id", NOW, b"namespace", [(), ()])
 
     assert (first.grammar, second.grammar) == (grammar, None)
 
@@ -102,7 +109,7 @@ def test_grant_has_the_requests_fidelity_and_where_its_kv_may_rest() -> None:
 
     def grant(who: Identity, asked: Fidelity | None = None) -> tuple[str, str]:
         one = msgspec.structs.replace(call, fidelity=asked)
-        (request,) = admit(one, [Rendered((1,))], who, "id", NOW, b"namespace")
+        request = admitted(one, Rendered((1,)), who=who)
         return request.grant.fidelity, request.grant.at_rest
 
     assert grant(identity()) == ("exact", "local")
@@ -121,7 +128,7 @@ def test_grant_is_no_better_than_the_kv_of_the_engine() -> None:
     now = msgspec.structs.replace(NOW, info=info)
     for allowed, expected in (("exact", "near"), ("near", "near"), ("rough", "rough")):
         who = identity(fidelity=allowed)
-        (request,) = admit(call, [Rendered((1,))], who, "id", now, b"namespace")
+        request = admitted(call, Rendered((1,)), who=who, now=now)
 
         assert request.grant.fidelity == expected
 

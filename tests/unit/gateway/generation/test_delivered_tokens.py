@@ -21,6 +21,7 @@ from gateway.generation.output_stream import OutputStream
 from gateway.prompt import Renderer
 from tests.examples import examples
 from tests.unit.gateway.fake_engine import FakeEngine
+from tests.unit.gateway.generation.test_output_stream import contracts_of
 
 SILENT, END_OF_TURN = 1, 2
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
@@ -36,7 +37,9 @@ class Streamed:
         self.engine = FakeEngine()
         self._call = Call("m", prompts, generation, stream=True)
         streams = [self.engine.open(str(n)) for n in range(len(prompts))]
-        self.answer = OutputStream(self._call, [Rendered((3, 4))] * len(prompts), renderer)
+        rendered = [Rendered((3, 4, 5, 6, 7))] * len(prompts)
+        contracts = contracts_of(self._call, rendered)
+        self.answer = OutputStream(self._call, rendered, renderer, contracts)
         self.answer.follow(streams)
         self._batches = self.answer.batches()
         self.text = ""

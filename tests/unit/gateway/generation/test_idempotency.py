@@ -16,11 +16,10 @@ import pytest
 from gateway.background.erasure import ErasureTarget, erase
 from gateway.config import IdempotencyConfig
 from gateway.generation.idempotency import KEY_CHARS_MAX, IdempotentRequest
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, set_status
 from tenancy.ledger.idempotency import Claim
-from tenancy.types import HOUR_MS
+from tenancy.types import HOUR_MS, wall_ms
 from tests.unit.gateway.gateway_fixture import GatewayFixture, parse_events, read_answer
 from tests.unit.gateway.idempotent_requests import (
     CHAT,

@@ -8,8 +8,9 @@ import re
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from engine.api import LevelWait
+from engine.api import LevelWait, Started
 from gateway.caching import Contract
 from gateway.dialects.canonical import UsageRecord
 from gateway.dialects.openai.chat import ChatEncoder
@@ -102,11 +103,9 @@ async def test_the_wait_for_a_load_is_told_everywhere(
     """In the header, the log line, the histogram of its level and the request's page."""
     begin, wait = Contract.begin, LevelWait(0.25, "disk")
 
-    def begin_loaded(contract: Contract, cached_tokens: int, *facts: Any) -> UsageRecord:
-        grants, gone, *_ = facts
-        return begin(
-            contract, cached_tokens, grants, gone, (("disk", cached_tokens),), "exact", wait
-        )
+    def begin_loaded(contract: Contract, started: Started) -> UsageRecord:
+        loaded = (("disk", started.cached_tokens),)
+        return begin(contract, replace(started, loaded_tokens=loaded, wait=wait))
 
     await gateway.ask(body=gateway.chat(LONG))
     plain = gateway.lines[-1]["load_ms"]

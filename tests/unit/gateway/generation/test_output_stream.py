@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.api import Finished, PromptLogprobs, SampledToken, Sampling, TokenLogprob, Usage
+from gateway.caching import CacheScope, Contract, ContractManager
 from gateway.dialects.canonical import (
     Begin,
     Call,
@@ -29,12 +31,19 @@ from gateway.dialects.canonical import (
 from gateway.errors import Kind, Refusal
 from gateway.generation.output_stream import OutputStream
 from gateway.prompt import Renderer
+from gateway.retention_classes import CachingConfig
 from tests.examples import examples
 from tests.tiny_tokenizer import byte_tokens
 from tests.unit.gateway.fake_engine import FakeEngine
 
 END_OF_TURN = 2
 ANYTHING = Prompt()
+
+
+def contracts_of(call: Call, rendered: Sequence[Rendered]) -> list[Contract]:
+    """Return the contracts of prompts in a gateway that has seen no other."""
+    manager = ContractManager(CachingConfig(), float, lambda _: {}, lambda _: "", lambda _: True)
+    return [manager.resolve(call, prompt, CacheScope(b"", 1, "1/")) for prompt in rendered]
 
 
 class Answer:
@@ -50,7 +59,8 @@ class Answer:
         )
         self.rendered = [Rendered(tuple(byte_tokens(text))) for text in prompts]
         streams = [self.engine.open(str(n)) for n in range(len(prompts))]
-        self.stream = OutputStream(self.call, self.rendered, renderer)
+        contracts = contracts_of(self.call, self.rendered)
+        self.stream = OutputStream(self.call, self.rendered, renderer, contracts)
         self.stream.follow(streams)
         self.deltas: list[Delta] = []
 
@@ -85,7 +95,7 @@ async def test_begins_with_cached_tokens_and_ends_with_usage(
     renderer: Renderer,
 ) -> None:
     """Some dialects report the cache before the first token, all report it at the end."""
-    answer = Answer(renderer)
+    answer = Answer(renderer, "nine char")
     answer.engine.play("0", [byte_tokens("ok")], prompt_tokens=9, cached_tokens=6)
     await answer.read()
 

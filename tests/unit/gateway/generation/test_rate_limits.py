@@ -11,11 +11,10 @@ import pytest
 
 from engine.api import CacheGrant, Request
 from gateway.generation.rate_limits import estimate, limit_headers
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import change_key, create_key
 from tenancy.accounts.tenants import change_tenant
 from tenancy.limits import Demand, Limiter, LimitState, Meter
-from tenancy.types import Limits
+from tenancy.types import Limits, wall_ms
 from tests.fakes import FakeClock
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

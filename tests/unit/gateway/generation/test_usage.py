@@ -1,17 +1,9 @@
-"""Usage of several prompts, and of plain prefix caching."""
+"""Usage of several prompts."""
 
 from __future__ import annotations
 
-from engine.api import Usage
 from gateway.dialects.canonical import UsageRecord
-from gateway.generation.usage import PHYSICAL_ACCOUNTING, sum_usage
-
-
-def test_physical_accounting_reads_cached_tokens() -> None:
-    """Nothing was promised, so nothing was written."""
-    record = PHYSICAL_ACCOUNTING.record(Usage(prompt_tokens=10, cached_tokens=4, output_tokens=3))
-
-    assert record == UsageRecord(10, {"best_effort": 4}, {}, 6, 3, 4)
+from gateway.generation.usage import sum_usage
 
 
 def test_sums_usage_by_class() -> None:

@@ -12,9 +12,9 @@ from gateway.dialects.canonical import Call
 from gateway.errors import Refusal
 from gateway.http.authentication import WRONG_KEYS_PER_MINUTE_MAX, WrongKeys
 from gateway.http.route_table import canonical
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_key, list_keys, revoke_key
 from tenancy.accounts.tenants import find_tenant, set_status
+from tenancy.types import wall_ms
 from tests.fakes import FakeClock
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -165,7 +165,7 @@ async def test_revoked_key_gets_401_and_suspended_tenant_403(
     gateway: GatewayFixture,
 ) -> None:
     """C2, C7: the command line changes the database beside a running server."""
-    tenant, _ = find_tenant(gateway.store, "ada")
+    tenant = find_tenant(gateway.store, "ada")
     second = create_key(gateway.store, wall_ms, tenant.tenant_id)
     revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id))
     set_status(gateway.store, "bob", "suspended")
@@ -183,7 +183,7 @@ async def test_revoked_key_gets_401_and_suspended_tenant_403(
 
 async def test_refusals_of_a_former_key_belong_to_its_tenant(gateway: GatewayFixture) -> None:
     """Else a tenant whose key was revoked, or that is suspended, looks idle."""
-    tenant, _ = find_tenant(gateway.store, "ada")
+    tenant = find_tenant(gateway.store, "ada")
     dead = create_key(gateway.store, wall_ms, tenant.tenant_id)
     key_id = list_keys(gateway.store, "ada")[-1].key_id
     revoke_key(gateway.store, wall_ms, str(key_id))
@@ -230,7 +230,7 @@ async def test_revoked_and_suspended_keys_do_not_count_as_wrong_keys(
 ) -> None:
     """Clients behind a proxy share an address: retries of a suspended tenant must not use up the
     wrong-key limit, neither its own nor its neighbours'."""
-    tenant, _ = find_tenant(gateway.store, "ada")
+    tenant = find_tenant(gateway.store, "ada")
     dead = create_key(gateway.store, wall_ms, tenant.tenant_id)
     revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id))
     set_status(gateway.store, "bob", "suspended")

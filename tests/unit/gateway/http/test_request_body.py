@@ -230,9 +230,9 @@ def test_next_payer_finds_room_beside_any_number_of_others(payers: int) -> None:
         for size in (100_000, 10_000, 1_000, 100, 10, 1):
             with suppress(Refusal):
                 while True:
-                    budget.take(share, size)
+                    share.take(size)
     newcomer = BodyShare(budget, "newcomer")
-    budget.take(newcomer, (budget.bytes_max - budget.bytes_taken) // 4)
+    newcomer.take((budget.bytes_max - budget.bytes_taken) // 4)
 
     assert shares[0].bytes_taken == 250_000
     assert budget.bytes_taken < budget.bytes_max
@@ -244,14 +244,14 @@ def test_refusal_tells_whose_bytes_are_in_the_way() -> None:
     budget = BodyBudget(1_000)
     own, other = BodyShare(budget, "own"), BodyShare(budget, "other")
     with pytest.raises(Refusal) as too_many:
-        budget.take(own, 251)
-    budget.take(other, 250)
+        own.take(251)
+    other.take(250)
     with pytest.raises(Refusal) as busy:
-        budget.take(own, 200)
-    budget.release(other)
-    budget.release(other)
-    budget.take(own, 200)
-    budget.release(own)
+        own.take(200)
+    other.release()
+    other.release()
+    own.take(200)
+    own.release()
 
     assert (too_many.value.kind, too_many.value.code) == (Kind.RATE, "rate_limit_exceeded")
     assert "251 with this request, limit 250" in too_many.value.message

@@ -43,6 +43,18 @@ def test_span_times_are_relative_to_the_start_of_the_request() -> None:
     assert (span.submitted_s, span.first_token_s, span.settled_s) == pytest.approx((0.2, 0.5, 0.9))
 
 
+def test_first_token_is_not_after_the_settlement() -> None:
+    """The engine counts from its receipt, which is before the gateway knows of it."""
+    facts = state(submitted_s=10.2, first_token_s=0.9, settled_s=10.9)
+
+    times = (
+        record_of(facts, 200, 1.0).first_token_s,
+        span_facts(facts, 200, 1.0, 0, "").first_token_s,
+    )
+
+    assert times == pytest.approx((0.9, 0.9))
+
+
 def test_a_load_is_a_part_of_the_time_before_the_first_step() -> None:
     """The record has both, so that the page can tell queue, load and compute apart."""
     facts = state(submitted_s=10.25, queue_s=0.5, load_s=0.125, load_level="disk")

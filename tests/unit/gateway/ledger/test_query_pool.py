@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway.ledger.metering import wall_ms
 from gateway.ledger.query_pool import QueryPool
 from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.errors import StoreError
 from tenancy.storage.interface import Store
+from tenancy.types import wall_ms
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 PATIENCE_S = 60

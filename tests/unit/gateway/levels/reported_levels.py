@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from engine.api import FidelityBytes, LevelStats, PayerBytes, Stats
+from engine.statistics import FidelityBytes, LevelStats, PayerBytes, Stats
 
 HOST = LevelStats(
     "host",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from engine.api import LevelStats, NamespaceStats, Stats
 from engine.config import LevelsConfig
+from engine.statistics import LevelStats, NamespaceStats, Stats
 from gateway.levels.level_history import MINUTES, LevelHistory
 from gateway.levels.report import (
     SWITCH_ON,

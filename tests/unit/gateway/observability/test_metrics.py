@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.api import Stats
+from engine.statistics import Stats
 from gateway.observability.metrics import OTHERS, BudgetGauges, EngineState, Metrics
 
 ROUTERS = {

@@ -3,6 +3,14 @@ tools in an unusual position, trims, drops or refuses messages."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from engine.model_store import ModelCard
+from gateway.prompt import Renderer
+
 HERMES = """
 {%- if tools %}
 <|im_start|>system
@@ -165,3 +173,10 @@ HARMONY = """
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
 """
 """Writes channels and the effort, and drops the thoughts of earlier answers."""
+
+
+def with_template(card: ModelCard, template: str, folder: Path) -> Renderer:
+    """Return a model's renderer with another template. `folder`: an empty one, for its copy."""
+    shutil.copytree(Path(card.folder), folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(template)
+    return Renderer(msgspec.structs.replace(card, folder=str(folder)))

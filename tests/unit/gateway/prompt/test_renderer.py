@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +18,7 @@ from gateway.prompt.template import ChatTemplate
 from tests.examples import examples
 from tests.models import CHAT_TEMPLATE
 from tests.unit.gateway.prompt import chat_templates
+from tests.unit.gateway.prompt.chat_templates import with_template
 
 START, END = 1, 2
 TRIMMING = CHAT_TEMPLATE.replace("message['content']", "message['content']|trim")
@@ -33,13 +32,7 @@ Make = Callable[[str], Renderer]
 def make(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Return a factory of the tiny model with another template."""
 
-    def made(template: str) -> Renderer:
-        folder = tmp_path_factory.mktemp("template") / "model"
-        shutil.copytree(Path(card.folder), folder)
-        (folder / "chat_template.jinja").write_text(template)
-        return Renderer(msgspec.structs.replace(card, folder=str(folder)))
-
-    return made
+    return lambda template: with_template(card, template, tmp_path_factory.mktemp("template"))
 
 
 @pytest.fixture(scope="session")

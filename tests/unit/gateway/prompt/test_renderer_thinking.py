@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
-import msgspec
 import pytest
 
 from engine.model_store import ModelCard
@@ -17,10 +13,8 @@ from tests.unit.gateway.prompt import chat_templates
 @pytest.fixture(scope="session")
 def thinker(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     """Return the tiny model with a template that thinks between tags."""
-    folder = tmp_path_factory.mktemp("template") / "model"
-    shutil.copytree(Path(card.folder), folder)
-    (folder / "chat_template.jinja").write_text(chat_templates.THINKING)
-    return Renderer(msgspec.structs.replace(card, folder=str(folder)))
+    folder = tmp_path_factory.mktemp("template")
+    return chat_templates.with_template(card, chat_templates.THINKING, folder)
 
 
 def text_of(renderer: Renderer, rendered: Rendered) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -41,10 +39,8 @@ def make(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Make:
 
     def made(family: str) -> Renderer:
         if family not in known:
-            folder = tmp_path_factory.mktemp("template") / "model"
-            shutil.copytree(Path(card.folder), folder)
-            (folder / "chat_template.jinja").write_text(SOURCES[family])
-            known[family] = Renderer(msgspec.structs.replace(card, folder=str(folder)))
+            folder = tmp_path_factory.mktemp("template")
+            known[family] = chat_templates.with_template(card, SOURCES[family], folder)
         return known[family]
 
     return made

@@ -20,7 +20,7 @@ from gateway.structured_output.thinking import (
     ThinkingSplitter,
     detect_thinking,
 )
-from gateway.structured_output.tool_call_parser import ParsedCall, ParsedText, ToolCallParser
+from gateway.structured_output.tool_call_parser import ParsedCall, ToolCallParser
 from gateway.structured_output.tool_styles import HERMES
 from tests.tiny_tokenizer import tokenizer_document
 
@@ -255,4 +255,4 @@ def test_call_in_harmony_is_read_by_the_parser_of_calls() -> None:
 
     assert calls[0].name == "get_weather"
     assert json.loads("".join(call.arguments for call in calls)) == {"city": "Bern"}
-    assert "".join(p.text for p in pieces if isinstance(p, ParsedText)) == "I look."
+    assert "".join(piece for piece in pieces if isinstance(piece, str)) == "I look."

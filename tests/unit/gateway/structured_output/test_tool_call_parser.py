@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.structured_output.tool_call_parser import ParsedCall, ParsedText, ToolCallParser
+from gateway.structured_output.tool_call_parser import ParsedCall, ToolCallParser
 from gateway.structured_output.tool_styles import HERMES, LLAMA3, MISTRAL, ToolStyle
 
 STYLES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
@@ -22,15 +22,11 @@ def read(style: ToolStyle, *pieces: str, parallel: bool = True) -> Folded:
     numbers = itertools.count()
     reader = ToolCallParser(style, ("get", "put"), lambda: f"id{next(numbers)}", parallel=parallel)
     found = [piece for text in pieces for piece in reader.push(text)] + reader.finish()
-    whole = "".join(pieces)
     folded: Folded = []
     for piece in found:
         last = folded[-1] if folded else None
-        if isinstance(piece, ParsedText):
-            assert whole[piece.start : piece.start + len(piece.text)] == piece.text
-            folded[-1:] = (
-                [last + piece.text] if isinstance(last, str) else [*folded[-1:], piece.text]
-            )
+        if isinstance(piece, str):
+            folded[-1:] = [last + piece] if isinstance(last, str) else [*folded[-1:], piece]
         elif piece.name:
             folded.append((piece.call_id, piece.name, piece.arguments))
         else:
@@ -125,8 +121,8 @@ def test_holds_back_possible_call() -> None:
     """And no longer than necessary."""
     reader = ToolCallParser(HERMES, ("get",), lambda: "id")
 
-    assert reader.push("So <tool_") == [ParsedText("So ", 0)]
-    assert reader.push("box>") == [ParsedText("<tool_box>", 3)]
+    assert reader.push("So <tool_") == ["So "]
+    assert reader.push("box>") == ["<tool_box>"]
 
 
 def test_is_full_after_one_call_if_not_parallel() -> None:
@@ -138,7 +134,4 @@ def test_releases_endless_call_head_as_text() -> None:
     text = "<tool_call>" + json.dumps({"arguments": {"a": "x" * 70_000}})
     reader = ToolCallParser(HERMES, ("get",), lambda: "id")
 
-    assert (
-        sum(len(p.text) for p in reader.push(text[:-1]) if isinstance(p, ParsedText))
-        == len(text) - 1
-    )
+    assert sum(len(p) for p in reader.push(text[:-1]) if isinstance(p, str)) == len(text) - 1

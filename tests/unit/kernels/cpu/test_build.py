@@ -20,10 +20,7 @@ SHAPES = ((64, 96), (32, 40), (96, 576), (160, 5000))
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[cpu.Kernels]:
-    library = cpu.compile_library()
-    if library is None:
-        pytest.skip("no C compiler")
+def kernels(library: Path) -> Iterator[cpu.Kernels]:
     kernels = cpu.Kernels(library, 2)
     yield kernels
     kernels.close()
@@ -199,13 +196,13 @@ def test_nan_stays_in_its_row(kernels: cpu.Kernels) -> None:
         assert out.isnan().any(1).tolist() == [row == 3 for row in range(8)]
 
 
-def test_pool_loses_no_task(kernels: cpu.Kernels) -> None:
+def test_pool_loses_no_task(kernels: cpu.Kernels, library: Path) -> None:
     """Threads sleep and wake between phases: a lost wake-up hangs here, a lost task changes the
     sum."""
     a, weight = random(7, 32), random(640, 32, seed=1)
     packed, expected = kernels.pack(weight), torch.empty(7, 640)
     kernels.product(a, packed, expected, cpu.STORE, cpu.WIDE)
-    pool_kernels = cpu.Kernels(_library(), 5)
+    pool_kernels = cpu.Kernels(library, 5)
     try:
         for _ in range(3000):
             out = torch.empty(7, 640)
@@ -229,10 +226,10 @@ def are_gone(ids: set[str]) -> bool:
     return False
 
 
-def test_close_ends_threads() -> None:
+def test_close_ends_threads(library: Path) -> None:
     """Tests start and stop many engines in one process."""
     before = threads()
-    pool_kernels = cpu.Kernels(_library(), 4)
+    pool_kernels = cpu.Kernels(library, 4)
     workers = threads() - before
 
     pool_kernels.close()
@@ -241,10 +238,10 @@ def test_close_ends_threads() -> None:
     assert are_gone(workers)
 
 
-def test_garbage_collection_ends_threads() -> None:
+def test_garbage_collection_ends_threads(library: Path) -> None:
     """A runner that is dropped without `close` must leave no thread."""
     before = threads()
-    pool_kernels = cpu.Kernels(_library(), 3)
+    pool_kernels = cpu.Kernels(library, 3)
     workers = threads() - before
 
     del pool_kernels
@@ -291,10 +288,3 @@ def test_failing_compiler_gives_none_and_logs_its_message(
     assert cpu.compile_library(cache) is None
     assert list(cache.iterdir()) == []
     assert "kernels_not_compiled: immintrin.h: No such file" in caplog.text
-
-
-def _library() -> Path:
-    library = cpu.compile_library()
-    if library is None:
-        pytest.skip("no C compiler")
-    return library

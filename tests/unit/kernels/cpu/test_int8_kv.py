@@ -17,12 +17,13 @@ import torch
 from engine.attention.batch import make_batch
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.interface import AttentionSpec
+from engine.models.cpu_decoder import c_place
 from engine.plan import StepPlan
 from kernels import reference_int8
 from kernels.cpu import build
 from kernels.reference import paged_attention
 from tests.unit.engine.attention.test_cpu_backend import random_tree
-from tests.unit.kernels.kv_blocks import HARD_KINDS, hard_blocks
+from tests.unit.kernels.kv_blocks import HARD_KINDS, hard_blocks, int8_units
 
 BLOCK = 16
 
@@ -41,11 +42,8 @@ def built(folder: Path, *flags: str) -> ctypes.CDLL:
 
 
 @pytest.fixture(scope="module")
-def native() -> ctypes.CDLL:
+def native(library: Path) -> ctypes.CDLL:
     """The kernels as the engine builds them."""
-    library = build.compile_library()
-    if library is None:
-        pytest.skip("no C compiler")
     return ctypes.CDLL(str(library))
 
 
@@ -84,10 +82,9 @@ def check_bytes(c: ctypes.CDLL) -> None:
     """Compare what C writes with the reference, with `==`."""
     for head_dim in (32, 64, 96, 128):
         blocks = hard_tokens(head_dim)
-        values, scales = reference_int8.quantise(blocks)
-        units = torch.cat([values.flatten(-2), scales.view(torch.int8)], -1)
+        expected = reference_int8.to_panels(int8_units(blocks))
 
-        assert torch.equal(bytes_of(c, blocks), reference_int8.to_panels(units))
+        assert torch.equal(bytes_of(c, blocks), expected)
 
 
 def check_attention(
@@ -100,8 +97,7 @@ def check_attention(
         generator = torch.Generator().manual_seed(seed)
         blocks = max(max(row.block_ids) for row in plan.rows if row.block_ids) + 1
         kv = 3 * torch.randn(blocks, 1, 2, kv_heads, BLOCK, dim, generator=generator)
-        values, scales = reference_int8.quantise(kv)
-        units = torch.cat([values.flatten(-2), scales.view(torch.int8)], -1)
+        units = int8_units(kv)
 
         got, q = attended(c, plan, units, heads, generator, **features)
 
@@ -136,13 +132,10 @@ def attended(
         heads=heads, kv_heads=kv_heads, head_dim=dim, kv_kind=build.BYTES, kv_rows=1,
         scale=dim**-0.5, cap=cap, layer=ctypes.pointer(layer), kv=panels.data_ptr(),
     )  # fmt: skip
-    c_place = build.CPlace(
-        place.tables.ctypes.data, place.slots.data_ptr(), place.bundles.ctypes.data,
-        place.segments.ctypes.data, place.own_keys.data_ptr(),
-    )  # fmt: skip
+    in_c = c_place(place)
     c_work = build.CWork(
         tokens=work.tokens, bundles=len(place.bundles), positions=work.positions.data_ptr(),
-        place=ctypes.pointer(c_place), qkv=qkv.data_ptr(), attended=out.data_ptr(),
+        place=ctypes.pointer(in_c), qkv=qkv.data_ptr(), attended=out.data_ptr(),
     )  # fmt: skip
     for bundle in range(len(place.bundles)):
         for head in range(kv_heads):
@@ -194,17 +187,14 @@ def test_a_scale_of_another_slot_is_seen(native: ctypes.CDLL) -> None:
     blocks = max(max(row.block_ids) for row in plan.rows if row.block_ids) + 1
     kv = torch.randn(blocks, 1, 2, 2, BLOCK, 64, generator=torch.Generator().manual_seed(4))
     kv *= torch.linspace(0.5, 3.0, BLOCK)[:, None]
-    values, scales = reference_int8.quantise(kv)
-    moved = scales.roll(1, -1)
-    found = [
-        attended(
-            native, plan, torch.cat([values.flatten(-2), one.view(torch.int8)], -1), 6,
-            torch.Generator().manual_seed(5),
-        )[0]
-        for one in (scales, moved)
-    ]  # fmt: skip
+    units = int8_units(kv)
+    expected, _ = attended(native, plan, units, 6, torch.Generator().manual_seed(5))
+    scales = reference_int8.scales_of(units)
+    scales.copy_(scales.roll(1, -1))
 
-    assert float((found[0] - found[1]).abs().max()) > 0.1
+    got, _ = attended(native, plan, units, 6, torch.Generator().manual_seed(5))
+
+    assert float((got - expected).abs().max()) > 0.1
 
 
 def test_probabilities_far_below_the_largest_count_nothing(native: ctypes.CDLL) -> None:
@@ -212,8 +202,7 @@ def test_probabilities_far_below_the_largest_count_nothing(native: ctypes.CDLL) 
     plan = random_tree(random.Random(2))
     blocks = max(max(row.block_ids) for row in plan.rows if row.block_ids) + 1
     kv = 400 * torch.randn(blocks, 1, 2, 2, BLOCK, 64, generator=torch.Generator().manual_seed(6))
-    values, scales = reference_int8.quantise(kv)
-    units = torch.cat([values.flatten(-2), scales.view(torch.int8)], -1)
+    units = int8_units(kv)
 
     got, _ = attended(native, plan, units, 6, torch.Generator().manual_seed(7))
 

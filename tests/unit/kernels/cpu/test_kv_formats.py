@@ -10,22 +10,12 @@ import pytest
 import torch
 
 from kernels import reference_kv
-from kernels.cpu import build
 from kernels.cpu.kv_formats import CBlockPacker
 from kernels.reference_kv import PackedName, UnpackableError
 from tests.unit.kernels.kv_blocks import HARD_KINDS, hard_blocks
 
 NAMES: tuple[PackedName, ...] = get_args(PackedName)
 DTYPES = (torch.bfloat16, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def library() -> Path:
-    """The compiled kernels."""
-    found = build.compile_library()
-    if found is None:
-        pytest.skip("no C compiler")
-    return found
 
 
 def packer(

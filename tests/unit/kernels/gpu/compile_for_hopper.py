@@ -73,13 +73,10 @@ def compile_class(
     source = ASTSource(
         fn=tree_attention_kernel, signature=signature, constexprs=constants, attrs=aligned
     )
-    options: dict[str, int] = {"num_warps": config.warps}
-    if config.registers_max:
-        options["maxnreg"] = config.registers_max
     return {
         "class": config.name + " from a queue" * queue + rule,
         "causal": causal,
-        **report(source, options),
+        **report(source, {"num_warps": config.warps}),
     }
 
 

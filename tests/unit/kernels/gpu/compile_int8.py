@@ -49,10 +49,8 @@ def attention(config: TileConfig, *, causal: bool) -> dict[str, object]:
         "QUEUE": False, "DP": HEAD_DIM, "WINDOW": 0, "CAP": 0.0, "SINKS": False,
     }  # fmt: skip
     types = {**POINTERS, "kv": "*i8", "rows_total": "i32", "scale": "fp32"}
-    options: dict[str, int] = {"num_warps": config.warps}
-    if config.registers_max:
-        options["maxnreg"] = config.registers_max
-    found = report(source_of(tree_attention_kernel, types, constants), options)
+    source = source_of(tree_attention_kernel, types, constants)
+    found = report(source, {"num_warps": config.warps})
     return {"kernel": config.name, "causal": causal, **found}
 
 

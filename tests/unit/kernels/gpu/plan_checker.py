@@ -17,7 +17,7 @@ def check_plan(
     that parts are numbered 0..n-1, and that a tile is direct exactly if its row has one part.
 
     With a window: that no key of it is missing, and that no tile begins a block before the first
-    key that the slice sees whose table it reads by, or with chunks a chunk.
+    key that the slice sees whose table it reads by.
 
     O(rows x parts). Raises AssertionError with the first wrong tile or row.
     """
@@ -75,8 +75,8 @@ def _check_tables(
     last = np.searchsorted(ends, tiles[:, 0] + tiles[:, 1] - 1, "right")
     if window:
         seen = np.maximum(slices.starts + 1 - window, 0)[owner]
-        slack = max(planner.block_size, planner.chunk_keys)
-        assert (tiles[:, 3] > seen - slack).all(), "a tile reads blocks that were let go"
+        low = seen - planner.block_size
+        assert (tiles[:, 3] > low).all(), "a tile reads blocks that were let go"
     low, high = np.minimum(owner, first), np.maximum(owner, last)
     for i in np.flatnonzero(low != high).tolist():
         have = int(shared[low[i] : high[i]].min()) * planner.block_size

@@ -16,6 +16,7 @@ from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
 from kernels.gpu.work_list import Slices, WorkPlanner, classes_for
 from kernels.reference import paged_attention
 from tests.unit.kernels.gpu.plan_checker import check_plan
+from tests.unit.kernels.kv_blocks import int8_units
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE = 16
@@ -98,7 +99,7 @@ class Case:
                 unseen[block, : max(0, end - at * SIZE)] = False
         self.kv.transpose(1, 4)[unseen.to(DEVICE)] = value
 
-    def expected_by(self, layer: int, **rule: Any) -> torch.Tensor:
+    def expected(self, layer: int = 1, **rule: Any) -> torch.Tensor:
         """Return attention [T, H, D] by a rule of `paged_attention`, in float64."""
         ends = np.cumsum(self.slices.rows).tolist()
         sliced = zip(
@@ -111,23 +112,8 @@ class Case:
             ]
         )
 
-    def expected(self, layer: int) -> torch.Tensor:
-        """Return plain attention [T, H, D] in float64, row by row."""
-        heads, d = self.q.shape[1:]
-        kv_heads = self.kv.shape[3]
-        out, row = [], 0
-        for table, count in zip(self.tables, self.slices.rows.tolist(), strict=True):
-            keys = self.kv[table, layer].double().permute(1, 2, 0, 3, 4).flatten(2, 3)
-            keys = keys.repeat_interleave(heads // kv_heads, dim=1)
-            for _ in range(count):
-                n = int(self.lengths[row])
-                scores = torch.einsum("hd,hnd->hn", self.q[row].double(), keys[0][:, :n]) / d**0.5
-                out.append(torch.einsum("hn,hnd->hd", scores.softmax(-1), keys[1][:, :n]))
-                row += 1
-        return torch.stack(out)
 
-
-def planner_for(case: Case, *, chunk: int = 0, multiprocessors: int = 2) -> WorkPlanner:
+def planner_for(case: Case, *, multiprocessors: int = 2) -> WorkPlanner:
     heads, kv_heads = case.q.shape[1], case.kv.shape[3]
     return WorkPlanner(
         kv_heads=kv_heads,
@@ -135,7 +121,6 @@ def planner_for(case: Case, *, chunk: int = 0, multiprocessors: int = 2) -> Work
         block_size=SIZE,
         multiprocessors=multiprocessors,
         classes=classes_for(case.q.shape[2]),
-        chunk_keys=chunk,
         group_keys_min=32,
         window_group_keys_min=32,
         span_keys_min=64,
@@ -207,7 +192,7 @@ def test_tree_attention_equals_float64_attention(
     got = attend(case, planner_for(case))
 
     tolerance = 1e-5 if DEVICE.type == "cpu" else 2e-3  # tf32 products on a GPU
-    assert error(got, case.expected(1)) < tolerance
+    assert error(got, case.expected()) < tolerance
 
 
 RULES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
@@ -228,16 +213,10 @@ RULES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize(
-    ("tree", "chunk"),
-    [
-        ("no sharing, ragged", 0),
-        ("three levels", 0),
-        ("a prefill chunk beside decoding rows", 0),
-        ("a prefill chunk beside decoding rows", 64),
-    ],
+    "tree", ["no sharing, ragged", "three levels", "a prefill chunk beside decoding rows"]
 )
 def test_rules_of_families_equal_the_reference(
-    tree: str, rule: tuple[tuple[int, int, int], dict[str, Any]], chunk: int
+    tree: str, rule: tuple[tuple[int, int, int], dict[str, Any]]
 ) -> None:
     """Windows, caps, sinks and scales, in one part and in several, with any sharing."""
     (heads, kv_heads, d), given = rule
@@ -249,18 +228,17 @@ def test_rules_of_families_equal_the_reference(
         generator = torch.Generator().manual_seed(2)
         given = {**given, "sinks": torch.randn(heads, generator=generator).to(DEVICE) * 2}
 
-    got = attend(case, planner_for(case, chunk=chunk), **given)
+    got = attend(case, planner_for(case), **given)
 
     tolerance = 1e-5 if DEVICE.type == "cpu" else 4e-3
-    assert error(got, case.expected_by(1, **given)) < tolerance
+    assert error(got, case.expected(**given)) < tolerance
 
 
-INT8_CASES: dict[str, tuple[str, tuple[int, int, int], int, dict[str, Any]]] = {
-    "decoding rows": ("three levels", (6, 2, 16), 0, {}),
-    "a prompt beside them": ("a prefill chunk beside decoding rows", (4, 2, 32), 0, {}),
-    "in parts": ("a prefill chunk beside decoding rows", (4, 2, 24), 64, {}),
-    "a window": ("no sharing, ragged", (2, 1, 80), 0, {"window": 33}),
-    "a cap": ("one prefix", (4, 2, 16), 0, {"cap": 2.0, "scale": 0.7}),
+INT8_CASES: dict[str, tuple[str, tuple[int, int, int], dict[str, Any]]] = {
+    "decoding rows": ("three levels", (6, 2, 16), {}),
+    "a prompt beside them": ("a prefill chunk beside decoding rows", (4, 2, 24), {}),
+    "a window": ("no sharing, ragged", (2, 1, 80), {"window": 33}),
+    "a cap": ("one prefix", (4, 2, 16), {"cap": 2.0, "scale": 0.7}),
 }
 
 
@@ -268,17 +246,16 @@ INT8_CASES: dict[str, tuple[str, tuple[int, int, int], int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", INT8_CASES)
 def test_attention_over_int8_equals_the_reference(name: str) -> None:
     """A key's scale multiplies its scores, a value's its probabilities, and no other's."""
-    tree, (heads, kv_heads, d), chunk, given = INT8_CASES[name]
+    tree, (heads, kv_heads, d), given = INT8_CASES[name]
     levels, slices = TREES[tree]
     case = Case(5, levels, slices, heads=heads, kv_heads=kv_heads, head_dim=d, dtype=torch.float32)
     spread = torch.logspace(-1, 1, SIZE, device=DEVICE)[:, None]
-    values, scales = reference_int8.quantise(case.kv * spread)
-    units = torch.cat([values.flatten(-2), scales.view(torch.int8)], -1)
+    units = int8_units(case.kv * spread)
     case.kv = reference_int8.widen(units)
-    expected = case.expected_by(1, **given)
+    expected = case.expected(**given)
     case.kv = units.view(*units.shape[:-1], SIZE, d + 2)
 
-    got = attend(case, planner_for(case, chunk=chunk), **given)
+    got = attend(case, planner_for(case), **given)
 
     assert error(got, expected) < (1e-5 if DEVICE.type == "cpu" else 4e-3)
 
@@ -302,14 +279,11 @@ def test_random_rules_over_random_trees_equal_the_reference(seed: int) -> None:
         "cap": float(rng.choice([0, 2.5])),
         "sinks": torch.from_numpy(rng.normal(size=heads)).float().to(DEVICE),
     }
-    planner = planner_for(
-        case, chunk=int(rng.choice([0, 64])), multiprocessors=int(rng.choice([1, 4]))
-    )
 
-    got = attend(case, planner, **given)
+    got = attend(case, planner_for(case, multiprocessors=int(rng.choice([1, 4]))), **given)
 
     tolerance = 1e-5 if DEVICE.type == "cpu" else 4e-3
-    assert error(got, case.expected_by(1, **given)) < tolerance, given
+    assert error(got, case.expected(**given)) < tolerance, given
 
 
 @pytest.mark.slow
@@ -319,7 +293,7 @@ def test_the_first_key_of_a_window_counts_and_the_one_before_does_not() -> None:
     case = Case(3, levels, slices, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32)
     sinks = torch.tensor([0.5, -1.0], device=DEVICE)
     given: dict[str, Any] = {"window": 40, "cap": 2.0, "sinks": sinks}
-    expected = case.expected_by(1, **given)
+    expected = case.expected(**given)
 
     for wrong in ({"window": 41}, {"window": 39}, {"cap": 0.0}, {"sinks": None}):
         assert error(attend(case, planner_for(case), **{**given, **wrong}), expected) > 1e-3, wrong
@@ -421,32 +395,7 @@ def test_small_batch_is_merged_one_head_per_program(
 
     got = attend(case, planner_for(case))
 
-    assert error(got, case.expected(1)) < (1e-5 if DEVICE.type == "cpu" else 2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2 if DEVICE.type == "cpu" else 200))
-def test_chunks_give_equal_results_with_and_without_sharing(seed: int) -> None:
-    """Batch-invariant mode: a row's bits do not depend on the other rows.
-
-    Bits are compared on a GPU. The interpreter multiplies through BLAS, whose rounding depends on a
-    row's index in the matrix, so there the test compares within a tolerance.
-    """
-    rng = np.random.default_rng(seed)
-    slices = [(int(rng.integers(0, 60)), 1) for _ in range(6)]
-    case = Case(
-        seed, [(1, 6), (3, 4)], slices, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32
-    )
-    planner = planner_for(case, chunk=64)
-
-    together = attend(case, planner)
-    case.groups = np.zeros((0, 4), np.int32)
-    alone = attend(case, planner)
-
-    if DEVICE.type == "cuda":
-        assert torch.equal(together, alone)
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
-    assert error(together, case.expected(1)) < (1e-5 if DEVICE.type == "cpu" else 2e-3)
+    assert error(got, case.expected()) < (1e-5 if DEVICE.type == "cpu" else 2e-3)
 
 
 def test_half_precision_error_is_within_rounding() -> None:
@@ -459,7 +408,7 @@ def test_half_precision_error_is_within_rounding() -> None:
 
     got = attend(case, planner_for(case))
 
-    assert error(got, case.expected(1)) < (8e-3 if dtype == torch.bfloat16 else 1e-3)
+    assert error(got, case.expected()) < (8e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
 def random_tree(seed: int) -> tuple[Slices, npt.NDArray[np.int32]]:
@@ -495,9 +444,8 @@ def test_planner_refuses_more_heads_than_a_small_tile() -> None:
         planner.plan(Slices(one, one, one), np.zeros((0, 4), np.int32))
 
 
-@pytest.mark.parametrize("chunk", [0, 64, 256])
 @pytest.mark.parametrize("seed", range(20))
-def test_plan_has_every_key_of_every_row_once(seed: int, chunk: int) -> None:
+def test_plan_has_every_key_of_every_row_once(seed: int) -> None:
     """The planner's invariant, over random trees, ragged lengths and prefill chunks."""
     slices, groups = random_tree(seed)
     planner = WorkPlanner(
@@ -505,7 +453,6 @@ def test_plan_has_every_key_of_every_row_once(seed: int, chunk: int) -> None:
         heads_per_group=4,
         block_size=SIZE,
         multiprocessors=4,
-        chunk_keys=chunk,
         span_keys_min=128,
         own_span_keys_target=256,
     )

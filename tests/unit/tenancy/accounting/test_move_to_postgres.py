@@ -29,7 +29,7 @@ from tenancy.errors import StoreError
 from tenancy.history.request_records import RequestRecord, write_records
 from tenancy.history.samples import Sample, SampleDetails, write_samples
 from tenancy.ledger.adjustments import Adjustment, adjust
-from tenancy.ledger.epochs import begin_ledger_epoch, list_ledger_epochs
+from tenancy.ledger.epochs import begin_ledger_epoch, ledger_epoch
 from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
 from tenancy.ledger.ledger import Hold, Ledger
@@ -165,7 +165,7 @@ def test_moved_ledger_is_equal_and_continues(
     assert done.rows["ledger"] == 8
     assert done.charge_pico == file.query("select sum(charge_pico) from ledger")[0][0] > 0
     assert usage(postgres) == before
-    assert list_ledger_epochs(postgres) == list_ledger_epochs(file)
+    assert ledger_epoch(postgres) == ledger_epoch(file)
     assert KeyAuthenticator(postgres, wall, lambda: 0.0).authenticate(key).tenant.name == "bob"
     ledger = Ledger(postgres, wall)
     ledger.settle(used("next", wall())).result(PATIENCE_S)

@@ -307,7 +307,7 @@ def test_refuses_a_taken_name(store: Store, wall: Wall) -> None:
 
     with pytest.raises(BadName, match="taken"):
         create_tenant(store, wall, "ada")
-    assert find_tenant(store, "ada")[1].weight == 2
+    assert find_tenant_record(store, "ada").policy.weight == 2
 
 
 def test_unknown_tenant_error_lists_known_names(store: Store, wall: Wall) -> None:
@@ -344,7 +344,7 @@ def test_invalid_policy_changes_nothing(store: Store, wall: Wall, wrong: CachePo
         change_tenant(store, "ada", structs.asdict(wrong))
     with pytest.raises(BadName):
         create_tenant(store, wall, "bob", wrong)
-    assert [policy for _, policy in list_tenants(store)] == [CachePolicy()]
+    assert [one.policy for one in list_tenant_records(store)] == [CachePolicy()]
 
 
 def test_first_start_creates_default_tenant_and_key(store: Store, wall: Wall) -> None:

@@ -14,7 +14,6 @@ from tenancy.ledger.epochs import (
     begin_ledger_epoch,
     has_history,
     ledger_epoch,
-    list_ledger_epochs,
     save_known_point,
 )
 from tenancy.ledger.ledger import Ledger
@@ -64,7 +63,7 @@ class Life:
 
     def epochs(self) -> list[tuple[int, str, int]]:
         store = SqliteStore(self.path)
-        found = [(one.number, one.reason, one.entry_id) for one in list_ledger_epochs(store)]
+        found = store.query("select number, reason, entry_id from ledger_epochs order by number")
         store.close()
         return found
 

@@ -23,7 +23,7 @@ from tenancy.reuse.prompt_changes import (
     parts_of,
 )
 
-LANE = b"lane"
+NAMESPACE = b"namespace"
 Piece = tuple[Tier, Sequence[int]] | tuple[Tier, Sequence[int], bool]
 
 
@@ -46,7 +46,7 @@ class Tenant:
         cached: int = 0,
         epoch: str = "e",
         losses: dict[str, int] | None = None,
-        lane: bytes = LANE,
+        namespace: bytes = NAMESPACE,
         overlaps_s: float = 0.0,
     ) -> PromptReuse:
         """Note a prompt of these pieces: (tier, tokens, whether it is an answer)."""
@@ -57,7 +57,7 @@ class Tenant:
             marks.append((len(tokens), f"{tier}[{number}]", tier, bool(rest and rest[0])))
         self.now_s += 10
         return self.changes.note(
-            lane,
+            namespace,
             ObservedPrompt(
                 data=struct.pack(f"{len(tokens)}I", *tokens),
                 parts=parts_of(marks, len(tokens)),
@@ -187,8 +187,8 @@ def test_prompts_at_the_same_time_lose_nothing() -> None:
 
 def test_namespaces_are_apart() -> None:
     tenant = Tenant()
-    tenant.ask(("system", STABLE), lane=b"one")
-    found = tenant.ask(("system", [1, *STABLE]), lane=b"two")
+    tenant.ask(("system", STABLE), namespace=b"one")
+    found = tenant.ask(("system", [1, *STABLE]), namespace=b"two")
 
     assert found.divergence is None
     assert found.is_new_head
@@ -223,7 +223,7 @@ def test_memory_is_bounded() -> None:
     for number in range(200):
         pieces: list[Piece] = [("system", [number, *text[:3_000]])]
         pieces += [("messages", [number, place]) for place in range(100)]
-        tenant.ask(*pieces, lane=b"%d" % (number % 16))
+        tenant.ask(*pieces, namespace=b"%d" % (number % 16))
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
@@ -236,7 +236,7 @@ def test_many_namespaces_at_a_time_are_compared() -> None:
     for turn in range(3):
         for user in range(100):
             system = [turn, *STABLE]
-            found = tenant.ask(("system", system), ("messages", [user]), lane=b"%d" % user)
+            found = tenant.ask(("system", system), ("messages", [user]), namespace=b"%d" % user)
 
             assert turn == 0 or parted(found).cause == "system_changes"
 

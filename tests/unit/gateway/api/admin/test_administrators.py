@@ -10,8 +10,8 @@ from aiohttp.test_utils import make_mocked_request
 from gateway.config import AdminConfig
 from gateway.errors import Refusal
 from gateway.http.authentication import check_host
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import ADMIN_SCOPES, create_admin_key
+from tenancy.types import wall_ms
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from gateway.api.admin.history import FINE_MS, POINTS_MAX, STEPS_MS, read_period
 from gateway.errors import Refusal
 from gateway.http import json_api
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.tenants import change_tenant
 from tenancy.history.samples import (
     ALL_TENANTS,
@@ -23,7 +22,7 @@ from tenancy.history.samples import (
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
-from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, UsageEntry, wall_ms
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.keys import create_admin_key
+from tenancy.types import wall_ms
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from gateway.ledger.metering import wall_ms
 from tenancy.accounts.tenants import change_tenant
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
+from tenancy.types import wall_ms
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from gateway.dialects.anthropic.messages import DIALECT
 from gateway.dialects.anthropic.prompt import BILLING_HEADER, REFUSED_BLOCKS
 from gateway.dialects.canonical import Prompt, RequestMetadata, Segment, Tool, ToolCall, ToolChoice
-from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import DOCUMENT
+from gateway.errors import Refusal
+from tests.golden.transcripts import DOCUMENT, refusal_of
 
 SHORT: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
 HI = {"role": "user", "content": "hi"}
@@ -29,10 +29,7 @@ def prompt(version: str = "", **fields: Any) -> Prompt:
 
 def refused(version: str = "", **fields: Any) -> Refusal:
     """Return the refusal of a valid request with more fields."""
-    with pytest.raises(Refusal) as raised:
-        prompt(version, **fields)
-    assert raised.value.kind is Kind.BAD
-    return raised.value
+    return refusal_of(prompt, version, **fields)
 
 
 def text(words: str, **more: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from gateway.dialects.canonical import (
     UsageRecord,
 )
 from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import check_golden
+from tests.golden.transcripts import check_golden, streamed
 from tests.integration.test_anthropic_conformance import named_events
 
 CALL = Call("m", (Prompt(),), GenerationParameters())
@@ -51,8 +51,7 @@ SCRIPT: list[Delta] = [
 
 def stream(deltas: list[Delta]) -> bytes:
     """Return the complete stream."""
-    encoder = DIALECT.encoder(CALL, REPLY)
-    return b"".join(map(encoder.stream, deltas)) + encoder.close()
+    return streamed(DIALECT.encoder(CALL, REPLY), deltas)
 
 
 def unary(deltas: list[Delta]) -> dict[str, Any]:

@@ -25,7 +25,17 @@ from gateway.dialects.canonical import (
 from gateway.dialects.openai import chat as openai_chat
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import DOCUMENT, REPLY, SCRIPT, USAGE, check_golden, events, outcome
+from tests.golden.transcripts import (
+    DOCUMENT,
+    REPLY,
+    SCRIPT,
+    USAGE,
+    check_golden,
+    events,
+    outcome,
+    refusal_of,
+    streamed,
+)
 
 DIALECT = openai_chat.DIALECT
 
@@ -38,16 +48,12 @@ def parse(tolerance: Mode = "standard", /, **fields: Any) -> Call:
 
 def refused(**fields: Any) -> Refusal:
     """Return the strict mode's refusal of a valid request with more fields."""
-    with pytest.raises(Refusal) as raised:
-        parse("strict", **fields)
-    assert raised.value.kind is Kind.BAD
-    return raised.value
+    return refusal_of(parse, "strict", **fields)
 
 
 def stream(call: Call, deltas: list[Delta]) -> bytes:
     """Return the complete stream."""
-    encoder = DIALECT.encoder(call, REPLY)
-    return b"".join(map(encoder.stream, deltas)) + encoder.close()
+    return streamed(DIALECT.encoder(call, REPLY), deltas)
 
 
 # --- requests ------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from gateway.dialects.openai import chat, completions, responses
 from gateway.dialects.protocol import Dialect
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Refusal
+from tests.golden.transcripts import refusal_of
 
 BODIES: dict[str, tuple[Dialect, dict[str, Any]]] = {
     "chat": (chat.DIALECT, {"messages": [{"role": "user", "content": "hi"}]}),
@@ -35,9 +36,7 @@ def parse(name: str, mode: Mode = "standard", /, **fields: Any) -> Call:
 
 
 def refusal(name: str, mode: Mode = "standard", /, **fields: Any) -> Refusal:
-    with pytest.raises(Refusal) as raised:
-        parse(name, mode, **fields)
-    return raised.value
+    return refusal_of(parse, name, mode, **fields)
 
 
 @ALL

@@ -27,7 +27,7 @@ from gateway.dialects.canonical import (
 from gateway.dialects.openai import responses as openai_responses
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import DOCUMENT, outcome
+from tests.golden.transcripts import DOCUMENT, outcome, refusal_of
 
 DIALECT = openai_responses.DIALECT
 LOGPROBS = ["message.output_text.logprobs"]
@@ -43,10 +43,7 @@ def parse(items: object = "hi", tolerance: Mode = "standard", /, **fields: Any) 
 
 
 def refused(items: object = "hi", **fields: Any) -> Refusal:
-    with pytest.raises(Refusal) as raised:
-        parse(items, "strict", **fields)
-    assert raised.value.kind is Kind.BAD
-    return raised.value
+    return refusal_of(parse, items, "strict", **fields)
 
 
 def segments(items: object, **fields: Any) -> tuple[Segment, ...]:

@@ -24,7 +24,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.openai import responses as openai_responses
 from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import SCRIPT, check_golden
+from tests.golden.transcripts import SCRIPT, check_golden, streamed
 from tests.integration.test_openai_conformance import named_events
 
 DIALECT = openai_responses.DIALECT
@@ -49,8 +49,7 @@ def parse(**fields: Any) -> Call:
 
 
 def stream(deltas: list[Delta], **fields: Any) -> bytes:
-    encoder = DIALECT.encoder(parse(stream=True, **fields), REPLY)
-    return b"".join(map(encoder.stream, deltas)) + encoder.close()
+    return streamed(DIALECT.encoder(parse(stream=True, **fields), REPLY), deltas)
 
 
 def unary(deltas: list[Delta], **fields: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ number, `key_id`, or by the prefix that lists show.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 from msgspec import UNSET, UnsetType, structs
@@ -16,7 +16,6 @@ from gateway.cli.arguments import LIMITS, add_limits, changes, shared_options
 from gateway.cli.database import command_actor, open_database
 from gateway.cli.result import CommandCall, CommandResult, Entry, table_result
 from gateway.cli.times import parse_duration, show_minute
-from gateway.config import Config
 from tenancy.accounts.keys import (
     SCOPES,
     Key,
@@ -77,51 +76,44 @@ def _add_actions(command: argparse.ArgumentParser) -> None:
     parser.add_argument("key", help=which)
 
 
-def key_create(
-    config: Config,
-    tenant: str | None,
-    workspace: str,
-    label: str,
-    expires: str | None,
-    scopes: str | None,
-    limits: Mapping[str, object],
-    tolerance: ToleranceMode | None,
-) -> CommandResult:
+def _create(call: CommandCall) -> CommandResult:
     """Create a key. The text is the key alone, for `KEY=$(trunkline key create --tenant NAME)`.
 
-    Without a tenant it is an administrator's key. The data has the key's number, `key_id`.
+    The data has the key's number, `key_id`.
     """
-    lives_ms = None if expires is None else parse_duration(expires, "--expires")
-    if tenant is None:
-        if limits or workspace != "default":
-            raise BadName("bad_scopes", "--admin is not allowed with a workspace or limits")
-        named = None if scopes is None else scopes.split(",")
-        with open_database(config) as store:
-            by = command_actor()
+    options = call.options
+    lives_ms = None if options.expires is None else parse_duration(options.expires, "--expires")
+    scopes = None if options.scopes is None else options.scopes.split(",")
+    limits = changes(options, LIMITS)
+    if options.admin and (limits or options.workspace != "default"):
+        raise BadName("bad_scopes", "--admin is not allowed with a workspace or limits")
+    with open_database(call.config) as store:
+        by = command_actor()
+        if options.admin:
             key = create_admin_key(
-                store, wall_ms, label=label, lives_ms=lives_ms, scopes=named, by=by
+                store, wall_ms, label=options.label, lives_ms=lives_ms, scopes=scopes, by=by
             )
-            return CommandResult(key, {"key": key, **_key_row(find_key(store, key))})
-    with open_database(config) as store:
-        found, _ = find_tenant(store, tenant)
-        key = create_key(
-            store,
-            wall_ms,
-            found.tenant_id,
-            workspace=workspace,
-            label=label,
-            lives_ms=lives_ms,
-            scopes=SCOPES if scopes is None else scopes.split(","),
-            limits=_limits(Limits(), limits),
-            by=command_actor(),
-            tolerance=tolerance,
-        )
+        else:
+            found = find_tenant(store, options.tenant)
+            key = create_key(
+                store,
+                wall_ms,
+                found.tenant_id,
+                workspace=options.workspace,
+                label=options.label,
+                lives_ms=lives_ms,
+                scopes=SCOPES if scopes is None else scopes,
+                limits=_limits(Limits(), limits),
+                by=by,
+                tolerance=options.tolerance,
+            )
         return CommandResult(key, {"key": key, **_key_row(find_key(store, key))})
 
 
-def key_list(config: Config, tenant: str | None) -> CommandResult:
+def _list(call: CommandCall) -> CommandResult:
     """List keys by prefix, without secrets."""
-    with open_database(config) as store:
+    tenant = call.options.tenant
+    with open_database(call.config) as store:
         if tenant is not None:
             find_tenant(store, tenant)
         keys = list_keys(store, tenant)
@@ -146,19 +138,15 @@ _KEY_TOLERANCES: Mapping[str | None, ToleranceMode | UnsetType | None] = {
 """The change of a key's tolerance by the option's value; no option changes nothing."""
 
 
-def key_set(
-    config: Config,
-    which: str,
-    label: str | None,
-    scopes: str | None,
-    limits: Mapping[str, object],
-    tolerance: str | None,
-) -> CommandResult:
+def _set(call: CommandCall) -> CommandResult:
     """Change the given settings. The tolerance "server" removes the key's own."""
+    options = call.options
+    label, scopes, tolerance = options.label, options.scopes, options.tolerance
+    limits = changes(options, LIMITS)
     if label is None and scopes is None and tolerance is None and not limits:
         raise BadName("nothing_to_set", "nothing to change: see `trunkline key set --help`")
-    with open_database(config) as store:
-        old = find_key(store, which)
+    with open_database(call.config) as store:
+        old = find_key(store, options.key)
         key = change_key(
             store,
             str(old.key_id),
@@ -171,18 +159,18 @@ def key_set(
     return CommandResult(f"key {key.shown}… changed", _key_row(key))
 
 
-def key_rotate(config: Config, which: str, grace: str) -> CommandResult:
+def _rotate(call: CommandCall) -> CommandResult:
     """Create a replacement, alone in the text; the old key stays valid for the grace period."""
-    grace_ms = 0 if grace == "0" else parse_duration(grace, "--grace")
-    with open_database(config) as store:
-        key, new, old = rotate_key(store, wall_ms, which, grace_ms, command_actor())
+    options = call.options
+    grace_ms = 0 if options.grace == "0" else parse_duration(options.grace, "--grace")
+    with open_database(call.config) as store:
+        key, new, old = rotate_key(store, wall_ms, options.key, grace_ms, command_actor())
     return CommandResult(key, {"key": key, "new": _key_row(new), "old": _key_row(old)})
 
 
-def key_revoke(config: Config, which: str) -> CommandResult:
-    """Disable a key within a second."""
-    with open_database(config) as store:
-        key = revoke_key(store, wall_ms, which, command_actor())
+def _revoke(call: CommandCall) -> CommandResult:
+    with open_database(call.config) as store:
+        key = revoke_key(store, wall_ms, call.options.key, command_actor())
     owner = f"of {key.tenant}" if key.tenant else "of an administrator"
     return CommandResult(f"key {key.shown}… {owner} revoked", _key_row(key))
 
@@ -198,31 +186,14 @@ def _limits(old: Limits, changes: Mapping[str, object]) -> Limits:
     return msgspec.convert({**structs.asdict(old), **changes}, Limits)
 
 
-def _run(call: CommandCall) -> CommandResult:
-    options, config = call.options, call.config
-    match options.action:
-        case "create":
-            return key_create(
-                config,
-                options.tenant,
-                options.workspace,
-                options.label,
-                options.expires,
-                options.scopes,
-                changes(options, LIMITS),
-                options.tolerance,
-            )
-        case "list":
-            return key_list(config, options.tenant)
-        case "set":
-            limits = changes(options, LIMITS)
-            return key_set(
-                config, options.key, options.label, options.scopes, limits, options.tolerance
-            )
-        case "rotate":
-            return key_rotate(config, options.key, options.grace)
-        case _:
-            return key_revoke(config, options.key)
+_ACTIONS: Mapping[str, Callable[[CommandCall], CommandResult]] = {
+    "create": _create,
+    "list": _list,
+    "set": _set,
+    "rotate": _rotate,
+    "revoke": _revoke,
+}
 
-
-COMMANDS: Mapping[str, Entry] = {"key": Entry(_add_actions, _run)}
+COMMANDS: Mapping[str, Entry] = {
+    "key": Entry(_add_actions, lambda call: _ACTIONS[call.options.action](call))
+}

@@ -1,8 +1,8 @@
 """A decoder on the CPU in C: weights packed once, then one call per step.
 
 The same computation as `engine.models.decoder`, with everything from the token ids to the last norm
-in `kernels/cpu/cpu_llama.c`. The registry builds it where a C compiler works and the model's
-architecture and shape fit the kernels.
+in `kernels/cpu/cpu_decoder.c`. The CPU runner builds it where `load_kernels` finds a C compiler and
+a model that the kernels fit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from engine.attention.cpu_backend import CpuAttention
+from engine.attention.cpu_backend import CpuAttention, CpuPlace
 from engine.attention.interface import attention_spec
 from engine.attention.rope import rope_tables
 from engine.kv.storage import KvStorage
@@ -25,7 +25,7 @@ from engine.weights import Weights
 from kernels.cpu import build as cpu
 from kernels.cpu.build import Kernels, compile_library
 
-__all__ = ["CpuLlama", "Kernels", "load_kernels"]
+__all__ = ["CpuDecoder", "Kernels", "c_place", "load_kernels"]
 
 log = logging.getLogger("trunkline.engine")
 
@@ -69,7 +69,7 @@ def _widths(config: Architecture) -> list[int]:
     return widths
 
 
-class CpuLlama:
+class CpuDecoder:
     """`engine.models.interface.Model` in C: packed weights and scratch memory."""
 
     def __init__(
@@ -159,18 +159,7 @@ class CpuLlama:
                 bundles=len(work.places[0].bundles),
                 token_ids=work.token_ids.data_ptr(),
                 positions=work.positions.data_ptr(),
-                place=(cpu.CPlace * len(work.places))(
-                    *(
-                        cpu.CPlace(
-                            place.tables.ctypes.data,
-                            place.slots.data_ptr(),
-                            place.bundles.ctypes.data,
-                            place.segments.ctypes.data,
-                            place.own_keys.data_ptr(),
-                        )
-                        for place in work.places
-                    )
-                ),
+                place=(cpu.CPlace * len(work.places))(*map(c_place, work.places)),
                 hidden=self._scratch_rows("hidden", tokens, config.hidden).data_ptr(),
                 normed=normed.data_ptr(),
                 qkv=self._scratch_rows("qkv", tokens, self._spec.qkv_width).data_ptr(),
@@ -201,19 +190,19 @@ class CpuLlama:
         source = TensorSource(weights, f"model.layers.{index}.")
         config = self.config
 
-        def norm(part: str, *, exists: bool = True) -> int | None:
-            return self._packer.keep(source.weight(part).float()) if exists else None
-
-        before, after = config.place != "post", config.place in ("post", "sandwich")
         linear = self._packer.linear
+        names = list(config.layer_norms)
+        if config.qk_norm:
+            names += ["self_attn.q_norm", "self_attn.k_norm"]
+        norms = {name: self._packer.keep(source.weight(name).float()) for name in names}
         layer = cpu.CLayer(
-            attention_norm=norm("input_layernorm", exists=before),
-            mlp_norm=norm("post_attention_layernorm", exists=before and config.place != "parallel"),
-            attention_output_norm=norm("attention_output_layernorm", exists=after),
-            mlp_output_norm=norm("mlp_output_layernorm", exists=after),
+            attention_norm=norms.get("input_layernorm"),
+            mlp_norm=norms.get("post_attention_layernorm"),
+            attention_output_norm=norms.get("attention_output_layernorm"),
+            mlp_output_norm=norms.get("mlp_output_layernorm"),
             window=config.layers[index].window,
-            q_norm=norm("self_attn.q_norm", exists=bool(config.qk_norm)),
-            k_norm=norm("self_attn.k_norm", exists=bool(config.qk_norm)),
+            q_norm=norms.get("self_attn.q_norm"),
+            k_norm=norms.get("self_attn.k_norm"),
             cos=table[0],
             sin=table[1],
             group=place[0],
@@ -245,6 +234,14 @@ class CpuLlama:
         if scratch is None or len(scratch) < rows:
             scratch = self._scratch[name] = torch.empty(rows, columns)
         return scratch[:rows]
+
+
+def c_place(place: CpuPlace) -> cpu.CPlace:
+    """Return a place as C reads it, valid as long as `place` lives."""
+    return cpu.CPlace(
+        place.tables.ctypes.data, place.slots.data_ptr(), place.bundles.ctypes.data,
+        place.segments.ctypes.data, place.own_keys.data_ptr(),
+    )  # fmt: skip
 
 
 def _kind(dtype: torch.dtype, kernels: Kernels, depths: Iterable[int]) -> int:

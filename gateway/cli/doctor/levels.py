@@ -6,8 +6,6 @@ import os
 import time
 from pathlib import Path
 
-from msgspec import Struct
-
 from engine.config import LevelsConfig
 from engine.errors import EngineError, ModelError
 from engine.model_store import resolve
@@ -15,6 +13,7 @@ from engine.storage.folder import doubt_about, type_of_file_system
 from engine.storage.remote.address import open_remote
 from engine.storage.remote.objects import RemoteFailed
 from engine.storage.sealing.master_key import read_key
+from gateway.cli.doctor.check import Check
 from gateway.config import Config
 from gateway.engines.device_memory import runs_on_device
 from gateway.engines.memory import size_host_levels
@@ -26,15 +25,7 @@ from gateway.levels.model_cost import (
     kv_bytes_per_token,
     measure_flops_per_s,
 )
-from gateway.levels.placement import (
-    existing_parent,
-    find_key_problem,
-    find_problems,
-    find_remote_problem,
-    levels_dir,
-    own_cgroups,
-    total_memory_mib,
-)
+from gateway.levels.placement import existing_parent, find_all_problems, levels_dir
 from gateway.levels.worth import level_worth
 from tenancy.accounts.tenants import list_tenant_records
 from tenancy.errors import StoreError
@@ -53,57 +44,43 @@ FIXES = {
 }
 
 
-class LevelCheck(Struct, frozen=True):
-    """A finding: its name, whether it is right, what was found and what to do."""
-
-    check: str
-    ok: bool
-    found: str
-    fix: str | None = None
-
-
-def check_levels(config: Config) -> list[LevelCheck]:
+def check_levels(config: Config) -> list[Check]:
     """Return the findings; none where no level is configured. Writes and removes 64 MiB at most."""
     if not config.engine.levels.is_on:
         return []
-    memory_mib = total_memory_mib(Path("/proc/meminfo"), *own_cgroups())
-    problems = find_problems(config, memory_mib)
-    levels = config.engine.levels
-    wrong = find_key_problem(levels, os.environ), find_remote_problem(levels)
-    problems += [one for one in wrong if one is not None]
-    if problems:
-        return [LevelCheck("levels", False, str(one), FIXES.get(one.key)) for one in problems]
-    found = _check_host(config)
+    if problems := find_all_problems(config):
+        return [Check("levels", False, str(one), FIXES.get(one.key)) for one in problems]
+    found, levels = _check_host(config), config.engine.levels
     if levels.disk_gib:
         found += [*_check_seal(config), *_check_disk(config), *_check_remote(levels)]
         found += _check_remote_tenants(config)
     return found
 
 
-def _check_host(config: Config) -> list[LevelCheck]:
+def _check_host(config: Config) -> list[Check]:
     """Say how much host memory each model's level takes; of "auto", what it would get now."""
     name, found = "host level", []
     try:
         plan, sizes = size_host_levels(config)
     except ModelError:  # told by the check of models
-        return [LevelCheck(name, True, "auto: told once the model is here")]
+        return [Check(name, True, "auto: told once the model is here")]
     free = "this system does not tell its free memory" if plan is None else plan.describe()
     for model in config.served_models():
         levels, check = config.engine_of(model).levels, f"{name} {model.name}".strip()
         if not levels.host_mib:
             continue
         if model.name not in sizes:
-            found.append(LevelCheck(check, True, f"{levels.host_mib} MiB of host memory"))
+            found.append(Check(check, True, f"{levels.host_mib} MiB of host memory"))
         elif sizes[model.name]:
             text = f"auto: {sizes[model.name]} MiB of host memory at a start now"
-            found.append(LevelCheck(check, True, text))
+            found.append(Check(check, True, text))
         else:
             fix = "add memory, lower engine.kv_memory_mib, or set a number for host_mib"
-            found.append(LevelCheck(check, True, f"auto: none, {free}", fix))
+            found.append(Check(check, True, f"auto: none, {free}", fix))
     return found
 
 
-def _check_seal(config: Config) -> list[LevelCheck]:
+def _check_seal(config: Config) -> list[Check]:
     levels = config.engine.levels
     if not levels.seal:
         return []
@@ -112,10 +89,10 @@ def _check_seal(config: Config) -> list[LevelCheck]:
     fix = None
     if levels.key_file and Path(levels.key_file).absolute().is_relative_to(levels_dir(config)):
         fix = "keep the key outside the folder of the copies: who reads both reads all"
-    return [LevelCheck("disk level seal", True, f"key {key.fingerprint} of {where}", fix)]
+    return [Check("disk level seal", True, f"key {key.fingerprint} of {where}", fix)]
 
 
-def _check_remote(levels: LevelsConfig) -> list[LevelCheck]:
+def _check_remote(levels: LevelsConfig) -> list[Check]:
     """Ask the remote store for its names, and time the answer."""
     remote, name = levels.remote, "remote level"
     if not remote.url:
@@ -125,12 +102,12 @@ def _check_remote(levels: LevelsConfig) -> list[LevelCheck]:
         open_remote(remote.url, remote.timeout_ms / 1_000).names("probe/", 1)
     except (RemoteFailed, EngineError) as error:
         fix = "check engine.levels.remote.url, the network, and the credentials in the environment"
-        return [LevelCheck(name, False, f"{remote.url}: {error}", fix)]
+        return [Check(name, False, f"{remote.url}: {error}", fix)]
     took_ms = 1_000 * (time.perf_counter() - began_s)
-    return [LevelCheck(name, True, f"{remote.url} answers in {took_ms:.0f} ms")]
+    return [Check(name, True, f"{remote.url} answers in {took_ms:.0f} ms")]
 
 
-def _check_remote_tenants(config: Config) -> list[LevelCheck]:
+def _check_remote_tenants(config: Config) -> list[Check]:
     """Advise where a remote store is configured and no tenant's KV may go there."""
     if not config.engine.levels.remote.url:
         return []
@@ -145,20 +122,20 @@ def _check_remote_tenants(config: Config) -> list[LevelCheck]:
         return []
     name, allowed = "remote level use", sum(one == "remote" for one in rests.values())
     if allowed:
-        return [LevelCheck(name, True, f"{allowed} of {len(rests)} tenants allow it")]
+        return [Check(name, True, f"{allowed} of {len(rests)} tenants allow it")]
     fix = (
         'trunkline tenant set NAME --at-rest remote, or at_rest = "remote" in its table of'
         " [[tenants]]: the default is this server's disk alone"
     )
     text = f"none of {len(rests)} tenants allows it: nothing will be stored there"
-    return [LevelCheck(name, True, text, fix)]
+    return [Check(name, True, text, fix)]
 
 
-def _check_disk(config: Config) -> list[LevelCheck]:
+def _check_disk(config: Config) -> list[Check]:
     folder = levels_dir(config)
     kind = type_of_file_system(existing_parent(folder))
     doubt = doubt_about(existing_parent(folder))
-    where = LevelCheck(
+    where = Check(
         "disk level",
         True,
         f"{folder}, {config.engine.levels.disk_gib:g} GiB on {kind or 'an unknown file system'}",
@@ -168,16 +145,16 @@ def _check_disk(config: Config) -> list[LevelCheck]:
         speed = measure_disk(existing_parent(folder), time.perf_counter)
     except OSError as error:
         fix = "free space, or choose another folder with engine.levels.dir"
-        return [where, LevelCheck("disk level speed", False, f"{folder}: {error.strerror}", fix)]
+        return [where, Check("disk level speed", False, f"{folder}: {error.strerror}", fix)]
     cached = ", perhaps from memory" if speed.is_cached else ""
     text = (
         f"{speed.write_bytes_per_s / 1e6:,.0f} MB/s written, {speed.read_bytes_per_s / 1e6:,.0f}"
         f" MB/s read{cached}"
     )
-    return [where, LevelCheck("disk level speed", True, text), _check_worth(config, speed)]
+    return [where, Check("disk level speed", True, text), _check_worth(config, speed)]
 
 
-def _check_worth(config: Config, speed: DiskSpeed) -> LevelCheck:
+def _check_worth(config: Config, speed: DiskSpeed) -> Check:
     """Say what loading a token takes on this model, and computing one on this machine."""
     name = "disk level worth"
     try:
@@ -185,10 +162,10 @@ def _check_worth(config: Config, speed: DiskSpeed) -> LevelCheck:
     except ModelError:
         shape = None
     if shape is None:
-        return LevelCheck(name, True, "told once a server has prepared the model")
+        return Check(name, True, "told once a server has prepared the model")
     if has_windows(shape) and runs_on_device(config.engine):
         fix = "remove [engine.levels], or serve a model without windows"
-        return LevelCheck(name, True, "none: a GPU has no levels of models with windows", fix)
+        return Check(name, True, "none: a GPU has no levels of models with windows", fix)
     bytes_per_token = kv_bytes_per_token(shape, config.engine.kv_dtype)
     room = int(config.engine.levels.disk_gib * 2**30 / bytes_per_token)
     load_us = bytes_per_token / speed.read_bytes_per_s * 1e6
@@ -196,7 +173,7 @@ def _check_worth(config: Config, speed: DiskSpeed) -> LevelCheck:
     flops = flops_per_token(shape)
     if flops is None or config.engine.device == "cuda":
         rate = speed.read_bytes_per_s / bytes_per_token
-        return LevelCheck(
+        return Check(
             name, True, f"{text}: worth it where prompts are computed at less than {rate:,.0f} a s"
         )
     rate = measure_flops_per_s(time.perf_counter) / flops
@@ -204,8 +181,6 @@ def _check_worth(config: Config, speed: DiskSpeed) -> LevelCheck:
     text += f", computed in {worth.compute_s_per_token * 1e6:.0f} us or more"
     if worth.tokens_min is None:
         fix = "use a faster disk; as it is, it keeps prefixes over restarts and saves no time"
-        return LevelCheck(name, True, f"{text}: computing is faster", fix)
+        return Check(name, True, f"{text}: computing is faster", fix)
     tokens = max(worth.tokens_min, config.engine.levels.disk_tokens_min)
-    return LevelCheck(
-        name, True, f"{text}: {worth.ratio:.1f} times faster, from {tokens} tokens on"
-    )
+    return Check(name, True, f"{text}: {worth.ratio:.1f} times faster, from {tokens} tokens on")

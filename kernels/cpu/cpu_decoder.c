@@ -142,7 +142,7 @@ static void add_experts(Pool *pool, const Phase *p, const Layer *layer, const fl
 }
 
 /* Write hidden states after the last norm, [tokens, hidden], to w->normed, and the tokens' KV. */
-void llama_forward(Pool *pool, const Model *m, const Work *w) {
+void decoder_forward(Pool *pool, const Model *m, const Work *w) {
     const int tokens = w->tokens, channels = m->hidden;
     const int width = m->heads * m->head_dim, wider = width + 2 * m->kv_heads * m->head_dim;
     Phase p = {m, w, w->hidden, NULL, w->normed, NULL, 0, tokens};
@@ -179,7 +179,7 @@ void llama_forward(Pool *pool, const Model *m, const Work *w) {
 
 /* Write logits [rows, vocab] of hidden states rows_in [rows, hidden]. `pairs`: scratch of
  * rows * hidden / 2 words. */
-void llama_logits(Pool *pool, const Model *m, const float *rows_in, float *logits, uint32_t *pairs,
+void decoder_logits(Pool *pool, const Model *m, const float *rows_in, float *logits, uint32_t *pairs,
                   int rows) {
     product(pool, &(Product){rows_in, m->head, logits, pairs, rows, m->hidden, m->vocab, m->kind,
                              STORE});

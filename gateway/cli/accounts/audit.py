@@ -10,12 +10,12 @@ from typing import get_args
 
 import msgspec
 
-from gateway.cli.billing import write_file
 from gateway.cli.database import open_database
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_result
 from gateway.cli.times import TIME_HELP, parse_period
 from tenancy.accounting.exports import as_csv
 from tenancy.accounts.tenants import find_tenant, list_tenants
+from tenancy.storage.atomic_files import write_chunks
 from tenancy.storage.audit_log import (
     PAGE_MAX,
     ActorKind,
@@ -55,7 +55,7 @@ def _run(call: CommandCall) -> CommandResult:
     with open_database(call.config, create=False) as store:
         tenant_id = None
         if options.tenant is not None:
-            tenant_id = find_tenant(store, options.tenant)[0].tenant_id
+            tenant_id = find_tenant(store, options.tenant).tenant_id
         wanted = AuditFilter(
             since_ms=since_ms,
             until_ms=until_ms,
@@ -67,12 +67,12 @@ def _run(call: CommandCall) -> CommandResult:
         if options.out is None:
             rows = list(islice(_rows(store, wanted), options.limit))
             return table_result(rows, shown=_COLUMNS)
-        size = write_file(options.out, _encoded(_rows(store, wanted), options.format))
+        size = write_chunks(options.out, _encoded(_rows(store, wanted), options.format))
     return CommandResult(f"{size} bytes in {options.out}", {"bytes": size})
 
 
 def _rows(store: Store, wanted: AuditFilter) -> Iterator[dict[str, object]]:
-    names = {one.tenant_id: one.name for one, _ in list_tenants(store)}
+    names = {one.tenant_id: one.name for one in list_tenants(store)}
     return (change_row(one, names) for one in all_changes(store, wanted))
 
 

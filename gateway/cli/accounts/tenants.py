@@ -6,21 +6,15 @@ The commands work while a server runs, which sees a change within a second.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from msgspec import structs
 
 from gateway.caching.floors import guaranteed_floors
-from gateway.cli.arguments import (
-    LIMITS,
-    add_limits,
-    changes,
-    number_or_none,
-    shared_options,
-)
+from gateway.cli.arguments import LIMITS, add_limits, changes, number_or_none, shared_options
 from gateway.cli.database import command_actor, open_database
 from gateway.cli.result import CommandCall, CommandResult, Entry, table_result
-from gateway.config import Config
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.tenants import (
     TenantRecord,
@@ -108,11 +102,11 @@ SETTINGS = {
 """Tenant settings by option name."""
 
 
-def tenant_create(config: Config, name: str, given: Mapping[str, object]) -> CommandResult:
-    """Create a tenant."""
-    settings = with_changes(TenantSettings(), given)
-    config.caching.check_settings(settings)
-    with open_database(config) as store:
+def _create(call: CommandCall) -> CommandResult:
+    name = call.options.name
+    settings = with_changes(TenantSettings(), changes(call.options, SETTINGS))
+    call.config.caching.check_settings(settings)
+    with open_database(call.config) as store:
         create_tenant(
             store,
             wall_ms,
@@ -126,12 +120,12 @@ def tenant_create(config: Config, name: str, given: Mapping[str, object]) -> Com
         return _tenant_result(store, name, text)
 
 
-def tenant_list(config: Config) -> CommandResult:
+def _list(call: CommandCall) -> CommandResult:
     """List tenants with their settings; the text omits settings that no tenant has.
 
     If floors exceed the pool of the last started engine, the list has the blocks kept of each.
     """
-    with open_database(config) as store:
+    with open_database(call.config) as store:
         found = list_tenant_records(store)
         kept_floors = guaranteed_floors(found, read_floor_blocks_max(store))
     rows = [
@@ -142,26 +136,29 @@ def tenant_list(config: Config) -> CommandResult:
     return structs.replace(table_result(rows), text=table_result(shown).text)
 
 
-def tenant_set(config: Config, name: str, given: Mapping[str, object]) -> CommandResult:
+def _set(call: CommandCall) -> CommandResult:
     """Change the given settings."""
+    name, given = call.options.name, changes(call.options, SETTINGS)
     if not given:
         raise BadName("nothing_to_set", "nothing to change: see `trunkline tenant set --help`")
-    config.caching.check_settings(with_changes(TenantSettings(), given))
-    with open_database(config) as store:
+    call.config.caching.check_settings(with_changes(TenantSettings(), given))
+    with open_database(call.config) as store:
         change_tenant(store, name, given, by=command_actor())
         return _tenant_result(store, name, f"tenant {name} changed")
 
 
-def tenant_status(config: Config, name: str, status: Status) -> CommandResult:
+def _set_status(call: CommandCall, status: Status) -> CommandResult:
     """Suspend or resume a tenant."""
-    with open_database(config) as store:
+    name = call.options.name
+    with open_database(call.config) as store:
         set_status(store, name, status, command_actor())
         return _tenant_result(store, name, f"tenant {name} is {status}")
 
 
-def tenant_delete(config: Config, name: str) -> CommandResult:
+def _delete(call: CommandCall) -> CommandResult:
     """Delete a tenant; its ledger entries stay under a pseudonym."""
-    with open_database(config) as store:
+    name = call.options.name
+    with open_database(call.config) as store:
         pseudonym = delete_tenant(store, wall_ms, name, command_actor())
     entries = f"; its ledger entries stay, under {pseudonym}" if pseudonym else ""
     fields = {"name": name, "deleted": True, "pseudonym": pseudonym}
@@ -193,21 +190,15 @@ def _tenant_row(one: TenantRecord) -> dict[str, object]:
     }
 
 
-def _run(call: CommandCall) -> CommandResult:
-    options, config = call.options, call.config
-    match options.action:
-        case "create":
-            return tenant_create(config, options.name, changes(options, SETTINGS))
-        case "list":
-            return tenant_list(config)
-        case "set":
-            return tenant_set(config, options.name, changes(options, SETTINGS))
-        case "suspend":
-            return tenant_status(config, options.name, "suspended")
-        case "delete":
-            return tenant_delete(config, options.name)
-        case _:
-            return tenant_status(config, options.name, "active")
+_ACTIONS: Mapping[str, Callable[[CommandCall], CommandResult]] = {
+    "create": _create,
+    "list": _list,
+    "set": _set,
+    "suspend": partial(_set_status, status="suspended"),
+    "resume": partial(_set_status, status="active"),
+    "delete": _delete,
+}
 
-
-COMMANDS: Mapping[str, Entry] = {"tenant": Entry(_add_actions, _run)}
+COMMANDS: Mapping[str, Entry] = {
+    "tenant": Entry(_add_actions, lambda call: _ACTIONS[call.options.action](call))
+}

@@ -18,16 +18,17 @@ from pathlib import Path
 from statistics import median
 
 import apsw
-from msgspec import Struct, structs
+from msgspec import structs
 
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_ENCODER, resolve
 from gateway.background.config_reload import with_digests
 from gateway.background.webhooks import read_endpoints
-from gateway.cli.level_checks import check_levels
-from gateway.cli.pool_checks import check_pools
+from gateway.cli.addresses import check_address
+from gateway.cli.doctor.check import Check
+from gateway.cli.doctor.levels import check_levels
+from gateway.cli.doctor.pools import check_pools
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, add_nothing
-from gateway.cli.serve import check_address
 from gateway.config import Config, ConfigError, Origin, parse_address
 from gateway.engines.memory import plan_device_memory, plan_memory
 from gateway.http.descriptors import (
@@ -36,6 +37,7 @@ from gateway.http.descriptors import (
     descriptor_limits,
     open_descriptors,
 )
+from gateway.levels.placement import existing_parent
 from tenancy.errors import StoreError
 from tenancy.storage import backends
 from tenancy.storage.sqlite import check_sqlite
@@ -52,23 +54,14 @@ CLOCK_MIN_MS = 1_760_000_000_000
 CLOCK_SLACK_MS = 60_000
 
 
-class Check(Struct, frozen=True):
-    """A finding. `fix`: what to do; with `ok` it is advice, without `ok` the server needs it."""
-
-    check: str
-    ok: bool
-    found: str
-    fix: str | None = None
-
-
 def _run(call: CommandCall) -> CommandResult:
     """Check everything. Status 1 if a requirement is missing."""
     config = call.config
     checks = [Check("python", True, platform.python_version())]
     for check in (
         *(_packages, _sqlite, _compiler, _data_dir, _disk_speed, _clock, _database),
-        *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _memory, _pools),
-        *(_levels, _keys, _webhooks),
+        *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _memory, check_pools),
+        *(check_levels, _keys, _webhooks),
     ):
         checks += check(config)
     checks += _config_file(call.origin)
@@ -122,16 +115,8 @@ def _compiler(config: Config) -> list[Check]:
     return [Check("C compiler", True, compiler)]
 
 
-def _existing_folder(config: Config) -> Path:
-    """Return the data directory, or its nearest existing parent."""
-    folder = config.data.absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return folder
-
-
 def _data_dir(config: Config) -> list[Check]:
-    folder, name = _existing_folder(config), "data directory"
+    folder, name = existing_parent(config.data), "data directory"
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         fix = "chown or chmod it for this user, or choose another with --data-dir"
         return [Check(name, False, f"{config.data}: {folder} is not writable", fix)]
@@ -146,7 +131,7 @@ def _data_dir(config: Config) -> list[Check]:
 
 def _disk_speed(config: Config) -> list[Check]:
     """Measure a small durable write in the data directory; the file is removed."""
-    folder = _existing_folder(config)
+    folder = existing_parent(config.data)
     if backends.is_server(config.tenancy.database):
         return []
     times_ms = []
@@ -313,16 +298,6 @@ def _memory(config: Config) -> list[Check]:
         for name, plan in plans.items()
         if plan is not None
     ]
-
-
-def _pools(config: Config) -> list[Check]:
-    """Say how many tokens the KV pool of each prepared model holds."""
-    return [Check(one.check, one.ok, one.found, one.fix) for one in check_pools(config)]
-
-
-def _levels(config: Config) -> list[Check]:
-    """Check the levels below the device, where they are configured."""
-    return [Check(one.check, one.ok, one.found, one.fix) for one in check_levels(config)]
 
 
 def _keys(config: Config) -> list[Check]:

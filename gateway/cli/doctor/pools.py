@@ -3,25 +3,15 @@ bits."""
 
 from __future__ import annotations
 
-from msgspec import Struct
-
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model_store import Architecture, resolve
+from gateway.cli.doctor.check import Check
 from gateway.config import Config
 from gateway.levels.model_cost import find_architecture, has_windows, kv_bytes_per_token
 
 
-class PoolCheck(Struct, frozen=True):
-    """A finding: its name, whether it is right, what was found and what to do."""
-
-    check: str
-    ok: bool
-    found: str
-    fix: str | None = None
-
-
-def check_pools(config: Config) -> list[PoolCheck]:
+def check_pools(config: Config) -> list[Check]:
     """Return a finding for each model that a server has prepared."""
     found = []
     for model in config.served_models():
@@ -36,12 +26,12 @@ def check_pools(config: Config) -> list[PoolCheck]:
     return found
 
 
-def check_pool(name: str, shape: Architecture, engine: EngineConfig) -> PoolCheck:
+def check_pool(name: str, shape: Architecture, engine: EngineConfig) -> Check:
     """Return the finding on one engine's pool."""
     is_int8 = engine.kv_dtype == "int8"
     if is_int8 and shape.latent is not None:
         text = f"engine.kv_dtype is int8, and {shape.family} keeps latents: the engine cannot start"
-        return PoolCheck(name, False, text, 'set engine.kv_dtype to "auto"')
+        return Check(name, False, text, 'set engine.kv_dtype to "auto"')
     token_bytes = kv_bytes_per_token(shape, engine.kv_dtype)
     run_bytes = token_bytes * engine.block_size
     runs = engine.kv_blocks or engine.kv_memory_mib * 2**20 // run_bytes
@@ -51,4 +41,4 @@ def check_pool(name: str, shape: Architecture, engine: EngineConfig) -> PoolChec
     )
     if is_int8:
         text += "; KV of 8 bits, so answers are near and not exact"
-    return PoolCheck(name, True, text)
+    return Check(name, True, text)

@@ -1,0 +1,99 @@
+"""The composition root: builds a core over the real runner of a prepared model folder.
+
+`engine.server.server` calls it once the gateway has named the model. Torch is imported inside the
+function, and in no other module of this folder but `levels_below`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+
+from engine.api import EngineInfo
+from engine.cache import PrefixCache
+from engine.config import EngineConfig
+from engine.core.constraints import Constraints
+from engine.core.core import Core
+from engine.grammar.compiler import GrammarCompiler
+from engine.grammar.grammar import MaskFiller
+from engine.grammar.sandbox import SandboxSettings
+from engine.model_store import ModelCard, load_card
+
+
+def core_of_model(
+    folder: Path, config: EngineConfig, host_fds: tuple[int, int] | None = None
+) -> tuple[Core, EngineInfo]:
+    """Return a core over a model's runner, and what the gateway needs to know of it.
+
+    `host_fds`: the files of host memory that outlives the engine. Takes as long as reading the
+    weights. Raises ModelError.
+    """
+    import torch
+
+    from engine.server.levels_below import build_levels
+
+    card = load_card(folder)
+    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
+        from engine.runner.gpu_build import build_gpu_runner
+
+        built = build_gpu_runner(card, config)
+    else:
+        from engine.runner.cpu_runner import build_runner
+
+        built = build_runner(card, config)
+    cache = PrefixCache(
+        blocks=built.blocks,
+        block_size=config.block_size,
+        context_tokens=built.context,
+        windows=built.kv_format.windows,
+    )
+    digest = f"{card.digest}-{built.kv_format.name}-{built.kv_format.block_size}"
+    levels, off = build_levels(
+        cache, config, built.kv,
+        model_digest=digest, host_fds=host_fds, now_s=time.monotonic(),
+    )  # fmt: skip
+    core = Core(
+        cache,
+        built.runner,
+        config.for_device(built.device),
+        time.monotonic,
+        vocab_size=card.config.vocab,
+        context_tokens=built.context,
+        pipeline_depth=built.pipeline_depth,
+        constraints=_constraints(card, config),
+        levels=levels,
+        kv_fidelity=built.kv_format.fidelity,
+        attention_lacks=built.attention_lacks,
+    )
+    core.engine_stats.levels_off = off
+    info = EngineInfo(
+        epoch=secrets.token_hex(8),
+        model=card.name,
+        model_digest=digest,
+        model_dir=str(folder),
+        vocab_size=card.config.vocab,
+        context_tokens=built.context,
+        block_size=config.block_size,
+        blocks=built.blocks,
+        floor_blocks_max=core.cache.floor_blocks_max,
+        kv_bytes_per_block=built.kv_format.block_bytes,
+        kv_format=built.kv_format.name,
+        device=built.device,
+        pid=os.getpid(),
+        promisable_blocks=core.cache.promisable_blocks,
+        kv_windows=built.kv_format.windows,
+        kv_fidelity=built.kv_format.fidelity,
+        promisable_on_device=core.cache.promisable_on_device,
+        attention_policies=config.attention_policies,
+        attention_lacks=built.attention_lacks,
+    )
+    return core, info
+
+
+def _constraints(card: ModelCard, config: EngineConfig) -> Constraints:
+    """Build the grammar compiler; it costs nothing before the first grammar."""
+    settings = SandboxSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
+    threads = config.threads or os.cpu_count() or 1
+    return Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(min(threads, 8)))

@@ -1,0 +1,1 @@
+"""What `trunkline doctor` checks. Begin with `command`; each check returns `check.Check`s."""

@@ -1,0 +1,1 @@
+"""Commands of the ledger: prices, budgets, usage, the books, exports and backups."""

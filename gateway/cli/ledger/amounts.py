@@ -1,0 +1,32 @@
+"""Amounts of money on the command line: decimal dollars there, exact integers everywhere else."""
+
+from __future__ import annotations
+
+from decimal import Decimal, InvalidOperation
+
+from gateway.cli.result import CommandError
+
+
+def amount_of_dollars(text: str) -> Decimal:
+    """Return the amount of an option, from 0 to 10**12 dollars. Raises ValueError."""
+    try:
+        amount = Decimal(text)
+    except InvalidOperation as error:
+        raise ValueError(text) from error
+    if not amount.is_finite() or amount < 0 or amount > 10**12 or len(text) > 40:
+        raise ValueError(text)
+    return amount
+
+
+# argparse names this type in its errors: "invalid amount of dollars value: 'x'".
+amount_of_dollars.__name__ = "amount of dollars"
+
+
+def whole_micros(amount: Decimal | None, what: str) -> int | None:
+    """Return whole micro-dollars; None for no amount. `what`: the option. Raises CommandError."""
+    if amount is None:
+        return None
+    micros = amount.scaleb(6)
+    if micros != int(micros):
+        raise CommandError(f"{what}: {amount} dollars are not whole micro-dollars")
+    return int(micros)

@@ -1,0 +1,94 @@
+"""`trunkline budget`: lists budgets with what is spent of them, or sets one, in decimal dollars."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from decimal import Decimal
+
+from gateway.cli.database import command_actor, open_database
+from gateway.cli.ledger.amounts import amount_of_dollars, whole_micros
+from gateway.cli.result import (
+    CommandCall,
+    CommandError,
+    CommandResult,
+    Entry,
+    Table,
+    table_text,
+)
+from gateway.cli.times import show_second
+from tenancy.accounts.tenants import find_tenant, list_tenants
+from tenancy.pricing.budgets import Budget, budget_states, set_budget
+from tenancy.pricing.charges import format_dollars
+from tenancy.types import wall_ms
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tenant", nargs="?", metavar="TENANT")
+    parser.add_argument(
+        "--key", type=int, default=0, metavar="ID", help="key id, for a budget of one key"
+    )
+    parser.add_argument(
+        "--window", choices=("day", "month"), default="month", help="in UTC (default: month)"
+    )
+    text = "hard limit; requests that could exceed it are refused"
+    parser.add_argument("--hard", type=amount_of_dollars, metavar="USD", help=text)
+    parser.add_argument(
+        "--soft", type=amount_of_dollars, metavar="USD", help="soft limit; exceeding it only alerts"
+    )
+    parser.add_argument("--remove", action="store_true", help="remove the budget")
+
+
+def _budget(call: CommandCall) -> CommandResult:
+    """Set a budget, or list budgets with their spent amounts."""
+    options, config = call.options, call.config
+    hard, soft = whole_micros(options.hard, "--hard"), whole_micros(options.soft, "--soft")
+    is_change = options.remove or hard is not None or soft is not None
+    if is_change and options.tenant is None:
+        raise CommandError("TENANT is required: trunkline budget TENANT --hard USD")
+    if options.remove and (hard is not None or soft is not None):
+        raise CommandError("--remove is not allowed with --hard or --soft")
+    with open_database(config, create=False) as store:
+        names = {tenant.tenant_id: tenant.name for tenant in list_tenants(store)}
+        tenant_id = None
+        if options.tenant is not None:
+            tenant_id = find_tenant(store, options.tenant).tenant_id
+        if is_change and tenant_id is not None:
+            budget = Budget(tenant_id, options.window, hard, soft, options.key)
+            set_budget(store, budget, command_actor())
+        states = budget_states(store, wall_ms, tenant_id)
+    rows: Table = [
+        {
+            "tenant": names[state.budget.tenant_id],
+            "key_id": state.budget.key_id or None,
+            "window": state.budget.window,
+            "hard_usd": _usd(state.budget.hard_micros),
+            "soft_usd": _usd(state.budget.soft_micros),
+            "spent_usd": format_dollars(state.spent_pico),
+            "reserved_usd": format_dollars(state.reserved_pico),
+            "over_soft": state.is_over_soft,
+            "resets": show_second(state.resets_ms),
+        }
+        for state in states
+    ]
+    if not rows:
+        return CommandResult("no budgets", [])
+    shown = [row | {name: _six_decimals(row[name]) for name in _SPENT} for row in rows]
+    return CommandResult(table_text(shown, right=_SPENT), rows, has_heading=True)
+
+
+_SPENT = ("hard_usd", "soft_usd", "spent_usd", "reserved_usd")
+
+
+def _six_decimals(dollars: object) -> str | None:
+    """Return an exact amount as a table shows it."""
+    return None if dollars is None else f"{Decimal(str(dollars)):.6f}"
+
+
+def _usd(micros: int | None) -> str | None:
+    return None if micros is None else f"{Decimal(micros).scaleb(-6):f}"
+
+
+COMMANDS: Mapping[str, Entry] = {
+    "budget": Entry(_add_budget, _budget),
+}
