@@ -162,7 +162,11 @@ class GatewayFixture:
         for number, (name, runner) in enumerate(self.more.items(), 2):
             make = partial(self._make_core, runner, f"{self.epoch}.{number}")
             self.engines[name] = await LocalEngine.start(make, self.engine_config)
-        models = [ServedModel(name, one, self.renderer) for name, one in self.engines.items()]
+        aliases = {self.model: self.config.model.aliases}
+        models = [
+            ServedModel(name, one, self.renderer, aliases.get(name, ()))
+            for name, one in self.engines.items()
+        ]
         # In a thread: what it reads at its start may be a round trip away.
         self.gateway = await asyncio.to_thread(
             partial(Gateway, endpoints=self.endpoints, wall=self.wall),
