@@ -75,7 +75,7 @@ def packed_whole_of(groups: int) -> tuple[SlotFormat, ...]:
 
 
 class MoveError(AssertionError):
-    """The brain asked for a move that may not be."""
+    """The engine asked for a move that may not be."""
 
 
 @dataclass

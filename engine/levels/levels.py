@@ -1,7 +1,7 @@
 """Levels: host memory and disk below the device's pool, as the scheduler and core see them.
 
 It decides what is copied, stored, looked up and loaded, through a transfer engine and a storage
-whose outcomes it polls. A load is another way to fill blocks than computing them: whatever fails is
+whose outcomes it polls. A load is another way to fill blocks than computing them: what fails is
 computed. It knows tokens, blocks and slots, never a tensor, and reads no clock. One thread calls
 it. The rules are in `engine/levels/README.md`.
 """

@@ -136,7 +136,7 @@ class DiskStore:
                     now_ms=self.clock.now_ms,
                     flush_uses=self._flush_uses,
                     drop=self._drop,
-                    let_down=lambda one: self.remote is not None and self.remote.let_down(one),
+                    demote=lambda one: self.remote is not None and self.remote.demote(one),
                 )
                 self._load()
                 if link is not None:
@@ -200,7 +200,7 @@ class DiskStore:
             self._holds,
             store_name=self._seals.store_name,
             bytes_max=self._settings.remote_bytes,
-            let_down=self._let_down,
+            give_up_place=self._give_up_place,
             cold=self._order.next_dropped,
             drop=self._drop,
             now_ms=self.clock.now_ms,
@@ -500,7 +500,7 @@ class DiskStore:
         self._full_reason = reason
         self._no_slab_until_ms = self.clock.now_ms() + NO_SLAB_MS
 
-    def _let_down(self, row: RecordRow) -> None:
+    def _give_up_place(self, row: RecordRow) -> None:
         payer = self._index.payer_name(row.payer_id)
         self._books.add_bytes(payer, -row.place_bytes, row.fidelity)
         self._holds.give_back(row.place)

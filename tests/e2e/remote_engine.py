@@ -2,7 +2,7 @@
 FOLDER TASK FAR
 
 With TASK `stay` it answers a promised prompt, says when disk and remote store have it all, and
-waits to be killed; `let_down` takes everything off the disk that the remote store has; `read`
+waits to be killed; `demote` takes everything off the disk that the remote store has; `read`
 answers that prompt and another one. Prints JSON lines.
 """
 
@@ -40,7 +40,7 @@ def wait_for_level(core: Core, name: str, records: int) -> None:
     raise TimeoutError(f"{core.stats().levels[-1]}; expected {records} records")
 
 
-def let_all_down(folder: Path) -> int:
+def demote_all(folder: Path) -> int:
     """Give up the place of each record of a sealed store that has an object; return how many."""
     with (
         closing(wait_for_lock(folder, WAIT_S, time.sleep)),
@@ -51,15 +51,15 @@ def let_all_down(folder: Path) -> int:
         there = [row.record_id for row in index.rows() if rows.name_of(row.record_id)]
         with index.change():
             for record_id in there:
-                rows.let_down(record_id)
+                rows.demote(record_id)
     return len(there)
 
 
 def main() -> None:
     """Do one task."""
     model, folder, task, far = sys.argv[1:5]
-    if task == "let_down":
-        say({"name": "let down", "records": let_all_down(Path(folder))})
+    if task == "demote":
+        say({"name": "demoted", "records": demote_all(Path(folder))})
         return
     levels = LevelsConfig(
         disk_gib=1.0,

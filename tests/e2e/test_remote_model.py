@@ -34,7 +34,7 @@ def test_a_prefix_that_has_left_the_disk_is_loaded_from_the_remote_store(tmp_pat
         cold = next(said)
         assert next(said) == {"name": "stored"}
         first.kill()
-    with run_engine(folder, "let_down", far) as middle:
+    with run_engine(folder, "demote", far) as middle:
         (down,) = facts(middle)
     with run_engine(folder, "read", far) as second:
         warm, other = facts(second)

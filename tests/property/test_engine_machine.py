@@ -1,4 +1,4 @@
-"""The whole brain under hypothesis: any order of commands and steps, checked after each.
+"""The whole core under hypothesis: any order of commands and steps, checked after each.
 
 `tests.checkers.World` checks; hypothesis shrinks to the shortest list of commands that breaks a
 rule.

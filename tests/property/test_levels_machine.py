@@ -1,4 +1,4 @@
-"""The whole brain with levels below the device, under hypothesis: moves that are late, out of
+"""The whole core with levels below the device, under hypothesis: moves that are late, out of
 order, failed or damaged, a disk that outlives the engine, erasures and limits in any order.
 
 The token oracle finds a load that brought another prefix; the machine compares every slot of host

@@ -1,4 +1,4 @@
-"""The brain with packed copies below the device: an exact request never meets a lossy one.
+"""The core with packed copies below the device: an exact request never meets a lossy one.
 
 One namespace asks for exact copies, one allows near ones, one rough ones, over host memory whose
 slabs change their format. Planted faults show that the machine would see a lossy copy in the wrong

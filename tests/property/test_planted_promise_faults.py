@@ -183,7 +183,7 @@ RARE: tuple[tuple[Any, str, Fault, Callable[[], None]], ...] = (
         KeptPromises,
         "_renew_each",
         never_renewed,
-        unit.test_a_read_renews_a_promise_that_was_let_down,
+        unit.test_a_read_renews_a_promise_that_moved_down,
     ),
     (
         LeaseManager,

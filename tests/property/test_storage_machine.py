@@ -256,7 +256,7 @@ class FarStorageMachine(StorageMachine):
         self.far.want(self.twin.values())
         self.disk.local.turn()
         if goes:
-            self.far.let_down(one)
+            self.far.demote(one)
 
     @rule(call=st.sampled_from(["delete", "delete", "put"]))
     def break_store(self, call: str) -> None:
@@ -309,8 +309,8 @@ def tombstones_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def places_stay_after_they_were_given_up(patch: pytest.MonkeyPatch) -> None:
-    """A record that was let down is still looked for on disk."""
-    patch.setattr(RemoteRows, "let_down", lambda self, record_id: None)
+    """A record that was demoted is still looked for on disk."""
+    patch.setattr(RemoteRows, "demote", lambda self, record_id: None)
 
 
 def limits_lengthen_only_promises(patch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """The order in which records give their places to others (rule 7).
 
-It chooses; the store deletes, and its remote copies say which records may be let down instead. Only
+It chooses; the store deletes, and its remote copies say which records are demoted instead. Only
 `engine.storage.store` calls it.
 """
 
@@ -39,16 +39,16 @@ class DropOrder:
         now_ms: Callable[[], int],
         flush_uses: Callable[[], None],
         drop: Callable[[Sequence[RecordId]], int],
-        let_down: Callable[[RecordId], bool],
+        demote: Callable[[RecordId], bool],
     ) -> None:
         """`flush_uses` brings the uses noted in memory to the index. `drop` deletes records with
-        all under them, and returns how many. `let_down` gives up a record's place if it has an
+        all under them, and returns how many. `demote` gives up a record's place if it has an
         object, and returns whether it did."""
         self._index, self._slabs, self._books, self._quotas = index, slabs, books, quotas
         self._sizes = sizes
         self._idle = IdleSlabs(index, slabs, books, quotas, sizes)
         self._pinned, self._now_ms, self._flush_uses = pinned, now_ms, flush_uses
-        self._drop, self._let_down = drop, let_down
+        self._drop, self._demote = drop, demote
         self.dropped_total = 0
 
     def make_room(self, taker: Payer, size: int = 0) -> bool:
@@ -73,7 +73,7 @@ class DropOrder:
         kept, dropped = list[RecordId](), 0
         for size in sizes:
             first = self._leaves(payer, size, count)
-            kept = [one for one in first if self._let_down(one)]
+            kept = [one for one in first if self._demote(one)]
             dropped = self._drop([one for one in first if one not in kept])
             if kept or dropped:
                 break

@@ -100,7 +100,7 @@ class RemoteRows:
         self._all("insert into objects values(?,?,?,?)", record_id, payer_id, name, size)
         self._all("delete from tombstones where name=?", name)
 
-    def let_down(self, record_id: RecordId) -> None:
+    def demote(self, record_id: RecordId) -> None:
         """Take a record's place away: it lies in the remote store alone."""
         self._all(
             "update records set children=children-1 where rec_id="

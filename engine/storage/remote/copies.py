@@ -2,7 +2,7 @@
 
 Promised records are put as soon as they are stored, others when the disk gets full: the ones that
 would be dropped next; of namespaces that may leave the machine, and of no others. An object is a
-record's bytes as they lie on disk, sealed. A record with an object is *let down* instead of
+record's bytes as they lie on disk, sealed. A record with an object is *demoted* instead of
 dropped: its place is freed, its row stays. Nothing waits for it: what cannot be put in time is
 dropped, and what does not come back in time is a miss.
 
@@ -52,18 +52,18 @@ class RemoteCopies:
         *,
         store_name: str,
         bytes_max: int,
-        let_down: Callable[[RecordRow], None],
+        give_up_place: Callable[[RecordRow], None],
         cold: Callable[[int], Iterable[RecordId]],
         drop: Callable[[list[RecordId]], int],
         now_ms: Callable[[], int],
         uptime_s: Callable[[], float],
     ) -> None:
-        """`let_down`: gives a record's place up. `cold`: records that are dropped next for room.
+        """`give_up_place`: of a record on disk. `cold`: records that are dropped next for room.
         `bytes_max`: of all objects; 0: no bound."""
         self.rows = rows = index.remote_rows()
         self._index, self._slabs, self._reader, self._link = index, slabs, reader, link
         self._store_name, self._bytes_max = store_name, bytes_max
-        self._holds, self._let_down = holds, let_down
+        self._holds, self._give_up_place = holds, give_up_place
         self._cold, self._drop, self._now_ms, self._uptime_s = cold, drop, now_ms, uptime_s
         self._wanted: deque[RecordId] = deque(maxlen=WANTED_MAX)
         self._kept_here: set[Namespace] = set()
@@ -184,20 +184,20 @@ class RemoteCopies:
         left = PUTS_MAX - len(self._writing) if self._is_full else 0
         for record_id in self._cold(COLD_MAX) if left > 0 else ():
             if self.rows.name_of(record_id):
-                left -= self.let_down(record_id)
+                left -= self.demote(record_id)
             elif has_room:
                 left -= self._begin_put(record_id, is_cold=True)
             if left <= 0:
                 break
 
-    def let_down(self, record_id: RecordId) -> bool:
+    def demote(self, record_id: RecordId) -> bool:
         """Free the place of a record that has an object; return whether it has one."""
         row = self._index.row(record_id)
         if row is None or row.slab == REMOTE or not self.rows.name_of(record_id):
             return False
         with self._index.change_or_join():
-            self.rows.let_down(record_id)
-        self._let_down(row)
+            self.rows.demote(record_id)
+        self._give_up_place(row)
         return True
 
     def _begin_put(self, record_id: RecordId, *, is_cold: bool) -> bool:
@@ -250,7 +250,7 @@ class RemoteCopies:
             self.rows.end_put(row.record_id, row.payer_id, name, row.place_bytes)
         self.put_total += 1
         if is_cold:
-            self.let_down(row.record_id)
+            self.demote(row.record_id)
         self._put_some()
 
     def _delete_some(self) -> None:

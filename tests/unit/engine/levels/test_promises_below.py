@@ -193,7 +193,7 @@ def test_several_leases_end_each_at_its_time() -> None:
     assert not world.lost
 
 
-def test_a_read_renews_a_promise_that_was_let_down() -> None:
+def test_a_read_renews_a_promise_that_moved_down() -> None:
     """As it renews one on the device; the disk is told before the end that it knows."""
     world = LeveledWorld()
     world.run(ask("first", prompt(1), grant=leased(12, SHORT)))

@@ -326,7 +326,7 @@ def test_a_store_in_another_format_replaces_the_record(rig: StorageRig) -> None:
 
 
 def test_refused_below_a_limit_of_records() -> None:
-    """The storage in memory can be full, for the brain's tests."""
+    """The storage in memory can be full, for the tests of levels."""
     arena = HostArena.create(LAYOUT)
     storage = MemoryStorage(arena, FakeClock(), run_tokens=RUN, records_max=2)
     rig = StorageRig(storage, arena, FakeClock(), storage.poll)
