@@ -126,7 +126,8 @@ async def test_older_requests_are_shown_without_a_gap(page: Page, gateway: Gatew
         rows = "return document.querySelectorAll('tbody tr').length"
         before = page.browser.execute_script(rows)
         page.press("Show older")
-        page.wait(lambda _: "Show older" not in page.text())
+        page.wait(lambda browser: browser.execute_script(rows) > before)
+        assert "Show older" not in page.text()
         return [before, page.browser.execute_script(rows)]
 
     assert await asyncio.to_thread(look) == [100, 101]

@@ -101,13 +101,14 @@ class LeveledEngine:
         """Return how many of these tokens the device has."""
         return self.cache.peek(b"n", tokens, time.monotonic()).cached_tokens
 
-    def rest(self, records: int = 0) -> None:
-        """Let moves end, and the disk have so many records."""
+    def rest(self, records: int = 0, *, kept: int = 0) -> None:
+        """Let moves end, the disk have so many records, and levels keep so many promised blocks."""
         until_s = time.monotonic() + WAIT_S
         while time.monotonic() < until_s:
             self.core.step()
             stored = self.core.stats().levels[-1].blocks if records else 0
-            if not self.levels.is_busy and stored >= records:
+            below = self.cache.use(b"n").below if kept else 0
+            if not self.levels.is_busy and stored >= records and below >= kept:
                 return
             time.sleep(0.002)
         raise TimeoutError(f"{self.core.stats().levels}; expected {records} records")
@@ -171,20 +172,20 @@ def test_promises_of_a_tiny_model_outlive_the_device_and_the_engine(
     computed = []
     for number, prompt in enumerate(prompts, start=1):
         computed.append(first.ask(prompt, is_promised=True)[0])
-        first.rest(15 * number)
+        first.rest(15 * number, kept=(15 + 3 * 2) * number)
     use = first.cache.use(b"n")
     assert sum(use.promised.values()) == use.below == 6 * (15 + 3 * 2) > first.cache.blocks
     for prompt, answer in zip(prompts, computed, strict=True):
         again, cached, loaded = first.ask(prompt)
         assert (again, cached) == (answer, 240)
         assert loaded
-        first.rest()
+        first.rest(kept=use.below)
     assert first.cache.use(b"n").below == use.below
     first.core.close()
 
     second = LeveledEngine(card, 256, folder=folder)
     second.ask(prompts[0][::-1][:100])  # an engine that has computed nothing knows no pace of it
-    second.rest(15 * len(prompts))
+    second.rest(15 * len(prompts), kept=use.below)
     kept = second.cache.use(b"n")
     assert (sum(kept.promised.values()), kept.below) == (use.below, use.below)
     for prompt, answer in zip(prompts, computed, strict=True):
