@@ -4,8 +4,8 @@ A promise of n tokens promises, in each window group, what resuming at n reads (
 below keeps whole blocks alone, so with one it promises what a prompt of n tokens reads that resumes
 at the end of its last whole block. There a window is kept as a whole, on the device or below: where
 a copy of one of its runs can never have all groups' blocks, none of them may be below alone. This
-module changes a block table's promises and the room for
-them, and no block. Only `lease_manager` calls it.
+module changes a block table's promises and the room for them, and no block. Only `lease_manager`
+calls it.
 """
 
 from __future__ import annotations
