@@ -43,13 +43,20 @@ class Experts:
             self._shared_gate = ops.linear(*source.joined("mlp.shared_expert_gate"))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the MLP's output [T, C] of x [T, C]. Waits for the device once an expert."""
+        """Return the MLP's output [T, C] of x [T, C]. Waits for the device once."""
         experts, weights = self.route(x)
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)  # by expert, then by token: a token's sum has one order
+        tokens = order // self._moe.top_k
+        weights = weights.flatten()[order, None]
         out = torch.zeros_like(x, dtype=torch.float32)
-        for expert in torch.unique(experts).tolist():  # ascending: a token's sum has one order
-            tokens, choice = torch.where(experts == expert)
-            found = self._expert(expert, x[tokens])
-            out.index_add_(0, tokens, found.float() * weights[tokens, choice, None])
+        end = 0
+        for expert, count in enumerate(chosen.bincount().tolist()):
+            if not count:
+                continue
+            start, end = end, end + count
+            found = self._expert(expert, x[tokens[start:end]])
+            out.index_add_(0, tokens[start:end], found.float() * weights[start:end])
         out = out.to(x.dtype)
         if self._shared is None:
             return out
