@@ -41,6 +41,8 @@ class Loading:
         self._launched = 0  # the last step launched before the present turn
         self._has_begun = False
         self._now_s = 0.0  # of the present turn
+        self._asked: tuple[int, int] | None = None  # whose question `may_load` answered last
+        self._has_more = False
 
     def __len__(self) -> int:
         return len(self.looking) + len(self._loading)
@@ -108,13 +110,20 @@ class Loading:
         return plan if plan.copies else None
 
     def may_load(self, sequence: Sequence, found: TreeMatch | None, now_s: float) -> bool:
-        """Return whether levels have more of a waiting sequence than the device. O(blocks of the
-        prompt).
+        """Return whether levels have more of a waiting sequence than the device.
+
+        O(blocks of the prompt) the first time. The answer holds while the sequence waits on: the
+        turns of a wait are many, and would keep the GIL from the copies that it waits for.
         """
         if found is None:
             return False
-        namespace, here = sequence.parent.request.grant.namespace, found.cached_tokens
-        return bool(self.levels.stored_tokens(namespace, sequence.tokens, here, now_s))
+        here = found.cached_tokens
+        if self._asked != (sequence.sequence_id, here):
+            self._asked = sequence.sequence_id, here
+            namespace = sequence.parent.request.grant.namespace
+            more = self.levels.stored_tokens(namespace, sequence.tokens, here, now_s)
+            self._has_more = bool(more)
+        return self._has_more
 
     def begin(self, sequence: Sequence, plan: LoadPlan | None, now_s: float) -> None:
         """Tell the levels of a sequence that has just been admitted, and begin its load, if one is

@@ -34,6 +34,7 @@ from engine.plan import StepResult
 from engine.runner.gpu_runner import GpuRunner
 from engine.server.gc_tuning import FrozenHeap
 from engine.server.levels_below import build_levels
+from engine.server.server import SWITCH_INTERVAL_S
 from engine.weights import random_weights
 
 LLAMA_8B = Architecture(
@@ -195,6 +196,7 @@ class Bench:
         )
         self.copy_rate: float = copy_rate() if like is None else like.copy_rate
         FrozenHeap().settle()  # as the engine's process does
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     def run(
         self, prompts: list[tuple[int, ...]], namespace: bytes, output: int = OUTPUT
