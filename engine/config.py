@@ -77,8 +77,8 @@ class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
         return own or (self.stage_mib if self.disk_gib else 0)
 
 
-GAP_TARGET_SHARED_MS = {"cuda": 20.0}
-"""The default by device: on a GPU, steps of 20 ms compute prompts at four fifths of the speed of
+GAP_TARGET_SHARED_MS = {"cuda": 12.0}
+"""The default by device: on a GPU, steps of 12 ms compute prompts at three quarters of the speed of
 long ones, and another tenant's request waits for one and a half of them. A CPU's steps of such
 length would hold few tokens."""
 

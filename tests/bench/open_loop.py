@@ -22,6 +22,8 @@ from gateway.bench.open_loop import poisson_times
 OtherTenant = Literal["prompts", "streams"]
 VOCAB = 128_000
 OWN, OUTPUT = 64, 128
+LEAD_S = 2.0
+"""For so many seconds the quiet tenant is alone, before the other begins."""
 
 REFERENCE = {
     "20/s": "vLLM 21 / 27, gap p99 9.2",
@@ -144,22 +146,26 @@ def quiet(
 
     The quiet tenant sends eight requests a second of 512 cached and 64 own tokens, 32 out. The
     other sends more than the machine can do: six cold prompts of 8,192 a second, one of which takes
-    an H200 0.2 s, or streams of 256 tokens, 160 a second. Only what the quiet one sees counts.
+    an H200 0.2 s, or streams of 256 tokens, 160 a second. Only what the quiet one sees counts, from
+    a second after the other has begun: until a payer is known to share, steps are long.
     """
     rng = random.Random(15)
     prefix = tokens_of(rng, 512)
     arrivals = [
-        Arrival(due, body_of(model, prefix + tokens_of(rng, OWN), 32))
-        for due in poisson_times(rng, 8, seconds)
-    ]
+        Arrival(
+            due, body_of(model, prefix + tokens_of(rng, OWN), 32),
+            watched=due > LEAD_S + 1, timed=due > LEAD_S + 1,
+        )
+        for due in poisson_times(rng, 8, LEAD_S + 1 + seconds)
+    ]  # fmt: skip
     if other is not None:
         rate, prompt, count = {"prompts": (6, 8_192, 1), "streams": (160, 64, 256)}[other]
         arrivals += [
             Arrival(
-                due, body_of(model, tokens_of(rng, prompt), count),
+                LEAD_S + due, body_of(model, tokens_of(rng, prompt), count),
                 watched=False, timed=False, is_other=True,
             )
-            for due in poisson_times(rng, rate, seconds)
+            for due in poisson_times(rng, rate, 1 + seconds)
         ]  # fmt: skip
     return [prefix], arrivals
 
