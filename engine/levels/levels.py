@@ -578,7 +578,7 @@ class Levels:
             return None
         kept.copy_again = self._copy_again
         kept.store_again = self._store_again
-        self.cache.keep_promises_below(kept, blocks)
+        self.cache.promises.keep_in(kept, blocks)
         return kept
 
     def _copy_again(self, node: Node) -> None:
@@ -633,7 +633,7 @@ class Levels:
         return -(-tokens // self.cache.block_size)
 
     def _is_crowded(self) -> bool:
-        return self.cache.pinned_blocks >= CROWDED * self.cache.blocks
+        return self.cache.moves.pinned_blocks >= CROWDED * self.cache.blocks
 
     def _may_lose_blocks(self, table: BlockTable) -> bool:
         """Return whether a running sequence may be preempted for another payer (rule 9). One that

@@ -186,9 +186,9 @@ class KeptPromises:
                 self._ends.setdefault(above, now_s + RETRY_S)
                 break
             for block in filter(None, above.beside or ()):
-                if block.promised and self._cache.keep_below(block):
+                if block.promised and self._cache.promises.keep_below(block):
                     self._keep(copy, block.group, block.terms)
-            if is_kept := self._cache.keep_below(above):
+            if is_kept := self._cache.promises.keep_below(above):
                 self._keep(copy, RUN, above.terms)
                 self._ends.pop(above, None)
                 kept.append(copy)
@@ -303,8 +303,8 @@ class KeptPromises:
         spared.sort(key=lambda one: isinstance(one[0], Node))
         for node, until_s, name in reversed(spared):  # those above first, then window blocks
             if node.parent is not None:
-                self._cache.promise_again(node, until_s, name, now_s)
-        for node in self._cache.take_promised():
+                self._cache.promises.promise_again(node, until_s, name, now_s)
+        for node in self._cache.promises.take_fresh():
             if node.parent is not None and node.promised and not node.promised_children:
                 self._ends[node] = now_s + RETRY_S
                 if self._book.of_node(node) is not None:
@@ -337,7 +337,7 @@ class KeptPromises:
                     gone[copy.namespace] += 1
         if kept != self.kept or kept != self.kept_by_payer.total():
             raise InvariantViolation(f"{self.kept} promises kept below, recounted: {kept}")
-        for namespace, below, away_here in self._cache.promises_below():
+        for namespace, below, away_here in self._cache.promises.kept_below():
             own = {name: n for (space, name), n in classes.items() if space == namespace}
             if own != below or gone[namespace] != away_here:
                 found = f"{own}, {gone[namespace]} away"
@@ -476,7 +476,7 @@ class KeptPromises:
             block = block.beside[group] if isinstance(block, Node) and block.beside else None
             known = copy.window_terms[group] if copy.window_terms else None
         found = FoundPromise(copy.namespace, copy.payer, terms, known, block)
-        if self._cache.take_over(found, now_s):
+        if self._cache.promises.take_over(found, now_s):
             self._keep(copy, group, terms)
         self._book.note_promise(copy)
         if copy.keeps_promise:
@@ -507,7 +507,7 @@ class KeptPromises:
                 continue
             for group, terms in _kept_by(copy):
                 block = _block_of(copy, group, terms)
-                if block is not None and self._cache.is_in_use(block):
+                if block is not None and self._cache.promises.is_in_use(block):
                     terms.hold_promise(now_s)
                 if terms.promise_at_s <= now_s:
                     self._end(copy, group, terms)
@@ -529,7 +529,7 @@ class KeptPromises:
         if group == RUN and terms.limit_at_s > copy.limit_at_s:
             self._book.prefixes.set_limit(copy, terms.limit_at_s)
         is_away = _block_of(copy, group, terms) is None
-        self._cache.end_below(copy.namespace, terms, is_away=is_away)
+        self._cache.promises.end_below(copy.namespace, terms, is_away=is_away)
 
     def _record_gone(self, copy: Copy) -> None:
         """The disk has lost a record."""
@@ -561,11 +561,11 @@ class KeptPromises:
         limit_at_s = terms.limit_at_s if group == RUN else copy.limit_at_s
         is_over = self.is_erasing or min(terms.promise_at_s, limit_at_s) <= self._now_s
         block = _block_of(copy, group, terms)
-        if block is not None and not is_over and self._cache.take_back(block, self._now_s):
+        if block is not None and not is_over and self._cache.promises.take_back(block):
             return
         until_s, name = terms.promise_at_s, terms.promised_class
         is_away = block is None
-        self._cache.end_below(copy.namespace, terms, is_away=is_away, is_lost=not is_over)
+        self._cache.promises.end_below(copy.namespace, terms, is_away=is_away, is_lost=not is_over)
         if self.is_erasing and block is not None:
             terms.end_promise()
             self._spared.append((block, until_s, name))

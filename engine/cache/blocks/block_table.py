@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from engine.api import BlockWindow, LeaseGrant, LeaseRequest, Namespace
 from engine.cache.tree.accounts import NamespaceAccount
@@ -120,6 +120,20 @@ class BlockTable:
         fork.write_epoch = self.write_epoch
         fork.requested_leases = tuple((lease, 0) for lease, _ in self.requested_leases)
         return fork
+
+    def start_at(self, path: Sequence[Node]) -> None:
+        """Take over the blocks of a match from the root, which the caller has pinned. O(blocks)."""
+        self.node = path[-1] if path else self.account.tree.root
+        self.blocks = [node.block for node in path]
+        self.committed = len(path)
+        self.kv_tokens = len(path) * self.account.tree.block_size
+
+    @property
+    def is_erased(self) -> bool:
+        """Return whether the sequence may commit no more: what it reads was erased, or it may not
+        write. O(1).
+        """
+        return not self.write or self.write_epoch != self.account.write_epoch
 
     @property
     def held_blocks(self) -> int:
