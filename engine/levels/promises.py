@@ -78,7 +78,7 @@ class KeptPromises:
         self.kept_by_payer: Counter[Payer] = Counter()
         self.is_erasing = False
         self.copy_again: Callable[[Node], None] = lambda node: None
-        self.store_again: Callable[[Copy], None] = lambda copy: None
+        self.store_again: Callable[[Copy, float], None] = lambda copy, now_s: None
         self._cache, self._book, self._windows = cache, book, windows
         self._room = WholeCopies(book, windows, level)
         self._next_id, self._send = next_id, send
@@ -416,7 +416,7 @@ class KeptPromises:
         if not node.promised or self.level == "host":
             return
         if not copy.record_id:
-            self.store_again(copy)
+            self.store_again(copy, now_s)
             return
         copies: list[Copy] = []
         above: Node | None = node
@@ -517,7 +517,7 @@ class KeptPromises:
             if self.level == "disk" and not copy.record_id:
                 ends = [copy.promise_at_s, *(terms.promise_at_s for terms in kept)]
                 copy.promise_at_s = max(ends)
-                self.store_again(copy)
+                self.store_again(copy, now_s)
             elif any(self._is_short(copy, one) for one in kept) and copy not in self._renewing:
                 renewed.append(copy)
             self._watch(copy, now_s)
@@ -539,7 +539,7 @@ class KeptPromises:
             self._book.prefixes.remove(copy)
         elif copy.terms is not None:
             copy.promise_at_s = max(copy.promise_at_s, copy.terms.promise_at_s)
-            self.store_again(copy)
+            self.store_again(copy, self._now_s)
 
     def _removed(self, copy: Copy) -> None:
         """A copy has left the book: its promises return to the device, or end."""
