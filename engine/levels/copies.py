@@ -54,7 +54,7 @@ class CopyBook:
             cache.block_size,
             self._removed,
             self._changed,
-            self._terms_changed,
+            self.terms_changed,
             self._leases_changed,
         )
         self.formats = CopyFormats(formats)
@@ -159,15 +159,20 @@ class CopyBook:
         is_promised = terms is not None and (node.promised or terms.below_class is not None)
         if is_promised and terms is not None and copy.promise_at_s < terms.promise_at_s:
             copy.promise_at_s = terms.promise_at_s
-            self._terms_changed(copy)
+            self.terms_changed(copy)
         for lease_id in node.ending_leases:
             self.prefixes.extend_lease(lease_id, copy)
+
+    def terms_changed(self, copy: Copy) -> None:
+        """Have a copy noted anew, with its terms. O(1)."""
+        if self.notes is not None:
+            self.notes.changed(copy)
 
     def note_promise(self, copy: Copy) -> None:
         """Have the promise noted that a copy keeps: reads may have moved its end."""
         if copy.terms is not None and copy.terms.promise_at_s > copy.promise_at_s:
             copy.promise_at_s = copy.terms.promise_at_s
-            self._terms_changed(copy)
+            self.terms_changed(copy)
 
     def first_sync(self, copy: Copy, node: Node) -> None:
         """Apply a node's terms to the copy just made of it."""
@@ -385,10 +390,6 @@ class CopyBook:
     def _emptied(self, copy: Copy, slot: int) -> None:
         if self.notes is not None:
             self.notes.emptied(copy, slot)
-
-    def _terms_changed(self, copy: Copy) -> None:
-        if self.notes is not None:
-            self.notes.changed(copy)
 
     def _leases_changed(self, copy: Copy) -> None:
         if self.notes is not None:

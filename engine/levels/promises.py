@@ -35,7 +35,7 @@ from engine.errors import InvariantViolation
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy
 from engine.levels.window_copies import WholeCopies, WindowCopies
-from engine.moves import PromiseTerms, RecordId, Renew, Renewed
+from engine.moves import PromiseTerms, Renew, Renewed
 
 RENEWED_PART: Final = 1 / 8
 """A promise is renewed on disk when it has moved by this part of what was left of it."""
@@ -84,7 +84,7 @@ class KeptPromises:
         self._next_id, self._send = next_id, send
         self._ends: dict[Node, float] = {}
         self._due: Deadlines[Copy] = Deadlines()
-        self._renewals: dict[int, tuple[list[Copy], list[RecordId], float]] = {}
+        self._renewals: dict[int, tuple[list[Copy], Renew, float]] = {}
         self._renewing: set[Copy] = set()
         self._spared: list[tuple[TreeBlock, float, str]] = []
         """Blocks whose copies an erasure has taken, with their promises: it may not take them."""
@@ -188,6 +188,7 @@ class KeptPromises:
             for block in filter(None, above.beside or ()):
                 if block.promised and self._cache.promises.keep_below(block):
                     self._keep(copy, block.group, block.terms)
+                    self._book.terms_changed(copy)
             if is_kept := self._cache.promises.keep_below(above):
                 self._keep(copy, RUN, above.terms)
                 self._ends.pop(above, None)
@@ -214,21 +215,21 @@ class KeptPromises:
             return
         promise_s = min(FOREVER_S, max(0.0, promise_at_s - now_s))
         limit_s = min(FOREVER_S, max(0.0, limit_at_s - now_s))
-        ids, call_id = [copy.record_id for copy in stored], self._next_id()
-        self._renewals[call_id] = stored, ids, now_s + promise_s
+        ids, call_id = tuple(copy.record_id for copy in stored), self._next_id()
+        told = Renew(call_id, stored[0].namespace, ids, limit_s, promise_s, lease_ids, terms)
+        self._renewals[call_id] = stored, told, now_s + promise_s
         self._renewing.update(stored)
-        namespace = stored[0].namespace
-        self._send(Renew(call_id, namespace, tuple(ids), limit_s, promise_s, lease_ids, terms))
+        self._send(told)
 
     def renewed(self, outcome: Renewed, now_s: float) -> None:
         """Take the outcome of a renewal."""
         found = self._renewals.pop(outcome.call_id, None)
         if found is None:
             return
-        copies, ids, until_s = found
+        copies, told, until_s = found
         gone = set(outcome.gone)
         there: list[Copy] = []
-        for copy, record_id in zip(copies, ids, strict=True):
+        for copy, record_id in zip(copies, told.record_ids, strict=True):
             self._renewing.discard(copy)
             if copy.parent is None or copy.record_id != record_id or outcome.code:
                 continue
@@ -236,6 +237,8 @@ class KeptPromises:
                 self._record_gone(copy)
             else:
                 there.append(copy)
+                if told.terms is not None:
+                    copy.told_windows = told.terms.window_groups
         self.confirm(there, [until_s] * len(there), now_s)
 
     def take_over(
@@ -263,11 +266,7 @@ class KeptPromises:
     def tell_all(self, now_s: float) -> None:
         """Tell the level what it does not know yet of the ends of promises: this engine ends.
         O(copies)."""
-        moved = [
-            copy
-            for copy in self._book.prefixes
-            if copy.record_id and any(self._is_short(copy, one) for _, one in _kept_by(copy))
-        ]
+        moved = [copy for copy in self._book.prefixes if copy.record_id and self._knows_less(copy)]
         self._renew_each(reversed(moved), now_s)
 
     def read(self, node: Node, now_s: float) -> None:
@@ -451,16 +450,23 @@ class KeptPromises:
     def _has_moved(self, copy: Copy, now_s: float) -> bool:
         if copy.terms is None or copy in self._renewing:
             return False
+        if copy.record_id and _lacks_windows(copy):
+            return True
         told_s = copy.kept_until_s if copy.record_id else copy.promise_at_s
         promise_at_s = min(copy.terms.promise_at_s, now_s + FOREVER_S / 2)
         return promise_at_s - told_s > RENEWED_PART * max(0.0, told_s - now_s)
 
-    def _is_short(self, copy: Copy, terms: BlockTerms) -> bool:
-        """Return whether the disk keeps a record for less long than is promised."""
+    def _knows_less(self, copy: Copy) -> bool:
+        """Return whether the disk keeps a record for less long than is promised, or was not told of
+        all that is. O(groups).
+        """
         if self.level == "host":
             return False
-        promise_at_s = min(terms.promise_at_s, self._now_s + FOREVER_S / 2)
-        return promise_at_s > copy.kept_until_s + CLOCK_SLACK_S
+        known_s = copy.kept_until_s + CLOCK_SLACK_S
+        return _lacks_windows(copy) or any(
+            min(terms.promise_at_s, self._now_s + FOREVER_S / 2) > known_s
+            for _, terms in _kept_by(copy)
+        )
 
     def _end_of(self, copy: Copy) -> float:
         """Return until when a copy is promised, here or on the device."""
@@ -492,7 +498,7 @@ class KeptPromises:
         if self.level == "disk":
             if copy.record_id and copy.renew_at_s > now_s:
                 due_s = min(due_s, copy.renew_at_s)
-            elif not copy.record_id or any(self._is_short(copy, terms) for terms in kept):
+            elif not copy.record_id or self._knows_less(copy):
                 due_s = min(due_s, now_s + RETRY_S)
         if due_s < math.inf:
             copy.has_promise_deadline = True
@@ -518,7 +524,7 @@ class KeptPromises:
                 ends = [copy.promise_at_s, *(terms.promise_at_s for terms in kept)]
                 copy.promise_at_s = max(ends)
                 self.store_again(copy, now_s)
-            elif any(self._is_short(copy, one) for one in kept) and copy not in self._renewing:
+            elif self._knows_less(copy) and copy not in self._renewing:
                 renewed.append(copy)
             self._watch(copy, now_s)
         self._renew_each(renewed, now_s)
@@ -595,6 +601,15 @@ def _kept_by(copy: Copy) -> list[tuple[int, BlockTerms]]:
     if copy.window_terms:
         found += [(group, one) for group, one in enumerate(copy.window_terms) if one is not None]
     return found
+
+
+def _lacks_windows(copy: Copy) -> bool:
+    """Return whether the disk was not told of a window block whose promise a copy keeps with that
+    of its run.
+    """
+    return copy.terms is not None and any(
+        group != RUN and group not in copy.told_windows for group, _ in _kept_by(copy)
+    )
 
 
 def _has_promised_windows(node: Node) -> bool:

@@ -32,13 +32,14 @@ class Copy:
     in the remote store alone when it was looked up. `limit_at_s`: not matched at or after;
     `promise_at_s`: promised until. `terms`: those of the promise that this copy keeps for the
     device, or None; `window_terms`: the same for its window blocks, by window group, empty where it
-    keeps none; `kept_until_s`: until when the disk keeps the record at least, to be renewed
-    from `renew_at_s` on; `has_promise_deadline`: that will be examined. `hits`: how often it was
-    matched. `node`: the device's node with the same tokens, where one is known. `ending_leases`:
-    the leases whose last copy this is. `is_storing`: a store is under way. `order_key`: its place
-    among the copies that may be dropped, or None. `is_unverified`: another engine made it, and its
-    bytes have not been compared with `check` yet. A copy that left the tree has no parent; the root
-    of a namespace has an empty run.
+    keeps none; `told_windows`: the window groups of whose promises the disk knows; `kept_until_s`:
+    until when the disk keeps the record at least, to be renewed from `renew_at_s` on;
+    `has_promise_deadline`: that will be examined. `hits`: how often it was matched. `node`: the
+    device's node with the same tokens, where one is known. `ending_leases`: the leases whose last
+    copy this is. `is_storing`: a store is under way. `order_key`: its place among the copies that
+    may be dropped, or None. `is_unverified`: another engine made it, and its bytes have not been
+    compared with `check` yet. A copy that left the tree has no parent; the root of a namespace has
+    an empty run.
     """
 
     __slots__ = (
@@ -68,6 +69,7 @@ class Copy:
         "serial",
         "slot",
         "terms",
+        "told_windows",
         "window_terms",
     )
 
@@ -89,6 +91,7 @@ class Copy:
         self.promise_at_s = -math.inf
         self.terms: BlockTerms | None = None
         self.window_terms: Sequence[BlockTerms | None] = ()
+        self.told_windows: Sequence[int] = ()
         self.kept_until_s = self.renew_at_s = -math.inf
         self.has_promise_deadline = False
         self.last_use_s = 0.0

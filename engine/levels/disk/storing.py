@@ -163,6 +163,7 @@ class Storing:
             promise_s = min(promise_s, FOREVER_S if limit_s is None else limit_s)
             until_s.append(now_s + promise_s)
             terms = copy.promise_terms() if promise_s else None
+            copy.told_windows = () if terms is None else terms.window_groups
             runs.append(RunToStore(copy.run, copy.slot, copy.check, limit_s, promise_s, terms))
         for copy in path[first:]:
             leases |= set(copy.ending_leases)

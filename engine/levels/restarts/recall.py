@@ -67,6 +67,7 @@ class PromiseRecall:
         for run in outcome.runs:
             copy = self._bring(run, now_s)
             if copy is not None and run.promise_s > 0:
+                copy.told_windows = () if run.terms is None else run.terms.window_groups
                 self._promises.take_over(copy, now_s + run.promise_s, run.terms, now_s)
                 promised.append(copy)
                 until_s.append(now_s + run.promise_s)
