@@ -526,7 +526,7 @@ def promised_blocks(table: BlockTable, now_s: float | None = None) -> int:
 
 
 def _outcome(granted: int, covered_tokens: int) -> Literal["granted", "clipped", "refused"]:
-    """Return the outcome of a lease of `covers` tokens of which `granted` are granted."""
+    """Return the outcome of a lease of `covered_tokens` tokens of which `granted` are granted."""
     if granted == covered_tokens:
         return "granted"
     return "clipped" if granted else "refused"

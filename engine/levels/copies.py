@@ -22,7 +22,7 @@ from engine.levels.host.copy_notes import CopyNotes
 from engine.levels.host.slot_pool import SlotPool
 from engine.levels.host.slot_remains import SlotRemains
 from engine.levels.stored_prefixes import Copy, StoredPrefixes
-from engine.moves import SlotFormat, SlotLayout
+from engine.moves import RecalledRun, SlotFormat, SlotLayout, StoredRun
 
 DISK_ONLY_MAX: Final = 200_000
 """Copies that are only on disk and known here; beyond it the least recently used are pruned: their
@@ -100,6 +100,32 @@ class CopyBook:
         if node is not None and self.of_node(node) is None:
             self.link(copy, node)
         return node
+
+    def know(
+        self,
+        parent: Copy,
+        tokens: Sequence[int],
+        run: StoredRun | RecalledRun,
+        form: int,
+        payer: Payer,
+        now_s: float,
+    ) -> Copy:
+        """Return the copy below `parent` with these tokens, of which the disk has told a record of
+        a format; its limit and promise only ever lengthen by that. O(log copies).
+        """
+        own, limit_s = tuple(tokens), math.inf if run.limit_s is None else run.limit_s
+        copy = parent.children.get(own)
+        if copy is None:
+            copy = self.prefixes.add(parent, own, payer, now_s)
+            self.prefixes.set_limit(copy, now_s + limit_s)
+        elif copy.limit_at_s < now_s + limit_s:
+            self.prefixes.set_limit(copy, now_s + limit_s)
+        copy.is_remote = run.level == "remote"
+        self.set_record(copy, run.record_id, form)
+        if run.promise_s > 0:
+            copy.promise_at_s = max(copy.promise_at_s, now_s + run.promise_s)
+        self.find_node(copy)
+        return copy
 
     def give(self, copy: Copy, slot: int, check: bytes = b"") -> None:
         """Let a copy have a held slot, full of its bytes; the hold becomes the copy's.

@@ -31,7 +31,7 @@ from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN, laxest
 from engine.levels.disk.disk_level import DiskLevel
 from engine.levels.level_counts import LevelCounts
-from engine.levels.load_choice import LoadChoice, choose_load, first_paces
+from engine.levels.load_choice import choose_load, first_paces
 from engine.levels.loads import Load, LoadPlan, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.promises import RENEWED_PART, KeptPromises
@@ -173,7 +173,7 @@ class Levels:
             [copy.level == "remote" for copy in copies] if self.config.remote.url else (),
         )
         stands = windows.standing(copies, whole, choice.blocks)
-        choice = LoadChoice(stands, choice.load_s, choice.compute_s, choice.why)
+        choice = choice._replace(blocks=stands)
         self.counts.choose(top.level, choice)
         return LoadPlan(whole, copies, choice)
 
@@ -602,8 +602,8 @@ class Levels:
 
     def _send_renew(self, copy: Copy, lease_ids: tuple[str, ...] = ()) -> None:
         if self.promises is not None and self._disk is not None:
-            until_s, terms = (copy.promise_at_s, copy.limit_at_s), copy.promise_terms()
-            self.promises.renew(copy.path(), *until_s, self._now_s, lease_ids, terms)
+            times = copy.promise_at_s, copy.limit_at_s, self._now_s
+            self.promises.renew(copy.path(), *times, lease_ids, copy.promise_terms())
 
     def _judge(self, load: Load, now_s: float) -> None:
         """Count what a load has brought, and judge the slowest level it came from, by the last turn

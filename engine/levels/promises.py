@@ -109,38 +109,28 @@ class KeptPromises:
     ) -> list[BlockTerms | None]:
         """See `KeptBelow`."""
         found: list[BlockTerms | None] = []
-        children = self._book.prefixes.root(namespace).children
-        for run in zip(*[iter(tokens)] * self._cache.block_size, strict=False):
-            copy = children.get(run)
-            if copy is None:
-                break
+        for copy in self._book.prefixes.along(namespace, tokens):
             terms = copy.terms
             is_live = terms is not None and min(terms.limit_at_s, terms.promise_at_s) > now_s
             found.append(terms if is_live else None)
-            children = copy.children
         return found
 
     def adopt(self, account: NamespaceAccount, node: Node, now_s: float) -> BlockTerms | None:
         """See `KeptBelow`. The copy stands for the node from now on."""
         copy = self._copy_of(account, node)
-        if copy is None:
-            return None
-        is_over = copy.terms is None or copy.terms.limit_at_s <= now_s
-        return None if is_over else copy.terms
+        terms = None if copy is None else copy.terms
+        return None if terms is None or terms.limit_at_s <= now_s else terms
 
     def windows_of(
         self, namespace: Namespace, tokens: Sequence[int], now_s: float
     ) -> list[KeptWindows]:
         """See `KeptBelow`."""
         found: list[KeptWindows] = []
-        children = self._book.prefixes.root(namespace).children
-        for run in zip(*[iter(tokens)] * self._cache.block_size, strict=False):
-            copy = children.get(run)
-            if copy is None or _is_past(copy, now_s):
+        for copy in self._book.prefixes.along(namespace, tokens):
+            if copy.is_over(now_s):
                 break
             terms = [_live(one, now_s) for one in copy.window_terms]
             found.append(KeptWindows(terms, self._is_fixed(copy)))
-            children = copy.children
         return found
 
     def adopt_window(
@@ -149,7 +139,7 @@ class KeptPromises:
         """See `KeptBelow`."""
         assert block.parent is not None, "it has just entered the tree"
         copy = self._copy_of(account, block.parent)
-        if copy is None or not copy.window_terms or _is_past(copy, now_s):
+        if copy is None or not copy.window_terms or copy.is_over(now_s):
             return None
         return copy.window_terms[block.group]
 
@@ -615,11 +605,6 @@ def _lacks_windows(copy: Copy) -> bool:
 def _has_promised_windows(node: Node) -> bool:
     """Return whether the device keeps the promise of a window block of a node."""
     return any(one is not None and one.promised for one in node.beside or ())
-
-
-def _is_past(copy: Copy, now_s: float) -> bool:
-    """Return whether the limit of a copy has passed, also where reads have moved it since."""
-    return copy.limit_at_s <= now_s and copy.is_over(now_s)
 
 
 def _live(terms: BlockTerms | None, now_s: float) -> BlockTerms | None:

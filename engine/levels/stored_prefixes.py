@@ -9,7 +9,7 @@ knows no block, no payer's share and no clock; `HostAccounts` owns the slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import count, islice
 
 from engine.api import LevelName, Namespace, Payer
@@ -123,6 +123,8 @@ class Copy:
 
     def is_over(self, now_s: float) -> bool:
         """Return whether its limit has passed; reads on the device may have moved it. O(1)."""
+        if self.limit_at_s > now_s:
+            return False
         if self.terms is not None and self.terms.limit_at_s > self.limit_at_s:
             self.limit_at_s = self.terms.limit_at_s
         return self.limit_at_s <= now_s
@@ -215,20 +217,30 @@ class StoredPrefixes:
         """Return the namespace's root; it is kept once something is added below it."""
         return self._roots.get(namespace) or Copy(namespace, b"", (), None, 0)
 
+    def along(self, namespace: Namespace, tokens: Iterable[int]) -> Iterator[Copy]:
+        """Iterate over the copies of the leading whole runs of `tokens`, also those whose limit has
+        passed. O(1) each.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return
+        children = root.children
+        for run in zip(*[iter(tokens)] * self.run_tokens, strict=False):
+            copy = children.get(run)
+            if copy is None:
+                return
+            yield copy
+            children = copy.children
+
     def match(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> list[Copy]:
         """Return the copies of the longest leading part of `tokens`, in whole runs, leaving one
         token at least. O(runs matched).
         """
-        root = self._roots.get(namespace)
-        if root is None:
-            return []
-        path, children = [], root.children
-        for run in zip(*[islice(tokens, len(tokens) - 1)] * self.run_tokens, strict=False):
-            copy = children.get(run)
-            if copy is None or (copy.limit_at_s <= now_s and copy.is_over(now_s)):
+        path: list[Copy] = []
+        for copy in self.along(namespace, islice(tokens, max(0, len(tokens) - 1))):
+            if copy.is_over(now_s):
                 break
             path.append(copy)
-            children = copy.children
         return path
 
     def add(self, parent: Copy, run: Run, payer: Payer, now_s: float) -> Copy:
@@ -296,14 +308,13 @@ class StoredPrefixes:
             return []
         if not tokens:
             return list(root.children.values())
-        copy, size = root, self.run_tokens
-        for start in range(0, len(tokens) - size + 1, size):
-            child = copy.children.get(tuple(tokens[start : start + size]))
-            if child is None:
-                return []
-            copy = child
-        if not (rest := tuple(tokens[len(tokens) // size * size :])):
-            return [copy]
+        path = list(self.along(namespace, tokens))
+        rest = tuple(tokens[len(path) * self.run_tokens :])
+        if not rest:
+            return path[-1:]
+        if len(rest) > self.run_tokens:
+            return []
+        copy = path[-1] if path else root
         return [child for run, child in copy.children.items() if run[: len(rest)] == rest]
 
     def extend_lease(self, lease_id: str, copy: Copy) -> None:

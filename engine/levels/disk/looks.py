@@ -77,19 +77,10 @@ class Looks:
             form = self._format_of(namespace, run)
             if form is None:
                 break  # a miss: its store replaces it
-            copy = parent.children.get(own)
-            if copy is None:
-                copy = book.prefixes.add(parent, own, grant.payer, now_s)
-                if run.limit_s is not None:
-                    book.prefixes.set_limit(copy, now_s + run.limit_s)
-            copy.is_remote = run.level == "remote"
-            book.set_record(copy, run.record_id, form)
+            parent = book.know(parent, own, run, form, grant.payer, now_s)
             if run.promise_s > 0:
-                copy.promise_at_s = max(copy.promise_at_s, now_s + run.promise_s)
                 until_s.append(now_s + run.promise_s)
-                promised.append(copy)
-            book.find_node(copy)
-            parent = copy
+                promised.append(parent)
         self._promises.confirm(promised, until_s, now_s)
 
     def _format_of(self, namespace: Namespace, run: StoredRun) -> int | None:
