@@ -162,18 +162,14 @@ class Levels:
         on_host = top.slot >= 0
         form = self.book.accounts.pool.format_of(top.slot) if on_host else top.record_format
         choice = choose_load(
-            [copy.slot >= 0 for copy in copies],
-            self.paces["host"],
-            self.paces["disk"],
+            [copy.level for copy in copies],
+            self.paces,
             lambda blocks: compute_s(whole * size, blocks * size),
             self._blocks_min,
             now_s,
             form,
-            self.paces["remote"],
-            [copy.level == "remote" for copy in copies] if self.config.remote.url else (),
         )
-        stands = windows.standing(copies, whole, choice.blocks)
-        choice = choice._replace(blocks=stands)
+        choice = choice._replace(blocks=windows.standing(copies, whole, choice.blocks))
         self.counts.choose(top.level, choice)
         return LoadPlan(whole, copies, choice)
 
