@@ -31,7 +31,7 @@ from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN, laxest
 from engine.levels.disk.disk_level import DiskLevel
 from engine.levels.level_counts import LevelCounts
-from engine.levels.load_choice import choose_load, first_paces
+from engine.levels.load_choice import LoadChoice, choose_load, first_paces
 from engine.levels.loads import Load, LoadPlan, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.promises import RENEWED_PART, KeptPromises
@@ -169,7 +169,8 @@ class Levels:
             now_s,
             form,
         )
-        choice = choice._replace(blocks=windows.standing(copies, whole, choice.blocks))
+        stands = windows.standing(copies, whole, choice.blocks)
+        choice = LoadChoice(stands, choice.load_s, choice.compute_s, choice.why)
         self.counts.choose(top.level, choice)
         return LoadPlan(whole, copies, choice)
 
