@@ -479,12 +479,15 @@ class LeaseManager:
                 table.write = False
         return account.lease_endpoints.revoke(lease_id)
 
-    def regain(self, table: BlockTable, node: Node, index: int) -> int:
+    def regain(self, table: BlockTable, node: Node, index: int, now_s: float) -> int:
         """Make room for the promise of block `index`, which was promised behind the match when the
         table began and is not any more; without room the table's promises end above it. Return how
-        many blocks that it has yet to compute are no longer promised by that. O(depth).
+        many blocks that it has yet to compute are no longer promised by that: none where the time
+        of its leases is over. O(depth).
         """
         if not table.matched <= index < table.kept_to or node.promised or node.promised_below:
+            return 0
+        if index >= promised_blocks(table, now_s):
             return 0
         room = self._promises.room_under(table.account, node.parent)
         is_held_up = index >= table.kept_from and table.held_up > 0

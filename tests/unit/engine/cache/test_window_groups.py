@@ -271,6 +271,30 @@ def test_a_preempted_sequence_whose_windows_are_gone_keeps_its_promise() -> None
     assert sum(cache.use(NAME).promised.values()) == 12
 
 
+def test_a_promise_whose_time_is_over_is_not_lost() -> None:
+    """It ends while its sequence computes what lies before its end: no room is needed for it."""
+    facts: list[Fact] = []
+    cache = PrefixCache(blocks=15, block_size=2, windows=(4,), facts=facts.append)
+    once = Retention("once", promise_s=60, clock="absolute", renewed_on_read=False)
+    prompt, leases = list(range(21)), (LeaseRequest(20, once, "l"),)
+    table = cache.begin(NAME, prompt, 0.0, leases=leases)
+    assert cache.grow(table, 10, 0.0)
+    cache.commit(table, prompt, 10, 0.0)
+    assert cache.suspend(table, prompt, 0.0)
+    without_windows(cache)
+    again = cache.begin(NAME, prompt, 0.0, leases=leases, suspended=table)
+    cache.expire(100.0)
+    other = cache.begin(b"south", list(range(100, 113)), 100.0, leases=(LeaseRequest(12, HOUR),))
+    assert other.reserved > 0
+    assert cache.grow(again, 4, 100.0)
+    cache.commit(again, prompt, 4, 100.0)
+
+    cache.check()
+    assert not [fact for fact in facts if isinstance(fact, PromiseLost)]
+    for one in (again, other):
+        cache.release(one, prompt, 100.0, keep=False)
+
+
 def test_a_lease_over_promised_runs_takes_room_for_its_windows_alone() -> None:
     """It ends inside them, where the window is gone: of its twelve blocks two are not promised."""
     cache = PrefixCache(blocks=16, block_size=2, windows=(4,))
