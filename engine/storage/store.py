@@ -73,6 +73,8 @@ from engine.storage.wall_clock import StoreClock
 BATCH_RECORDS = 64
 """Records that one sync makes durable, if so many wait."""
 EXPIRE_BATCH = 2_048
+DROP_AHEAD_TURNS = 128
+"""How often one `maintain` makes room ahead of need, by a few records each time: a look waits."""
 HIGH_PART, RESUME_PART = 0.95, 0.90
 """Parts of the disk above which records are dropped ahead of need, and below which a disk that was
 full takes records again."""
@@ -464,7 +466,8 @@ class DiskStore:
             return "write_budget"
         ceiling = self._quotas.ceiling(payer)
         while ceiling is not None and self._books.used.get(payer, 0) + size > ceiling:
-            if not self._order.drop_leaves(payer, 1, self._present_sizes):
+            others = set(self._slabs.place_sizes().values()).difference(self._present_sizes)
+            if not self._order.drop_leaves(payer, 1, [*sorted(others), *self._present_sizes]):
                 return "over_quota"
         while (place := self._slabs.take(size)) is None:
             if self._slabs.is_wiping:
@@ -639,6 +642,7 @@ class DiskStore:
         is_all = command.lease_id is None and not command.tokens
         is_shredded = is_all and self._seals is not None
         if scope is None:
+            self._shred(command.namespace, is_shredded=is_shredded)
             return StoredErased(command.call_id, is_shredded=is_shredded)
         before = self._books.used_bytes
         with self._index.change():
@@ -654,10 +658,14 @@ class DiskStore:
             if is_shredded or not is_needed:
                 self._index.remove_scope(command.namespace)
         self._index.empty_log()
-        if is_shredded and self._seals is not None:
-            self._seals.destroy(command.namespace)
+        self._shred(command.namespace, is_shredded=is_shredded)
         gone = before - self._books.used_bytes
         return StoredErased(command.call_id, count, gone, is_shredded=is_shredded)
+
+    def _shred(self, namespace: Namespace, *, is_shredded: bool) -> None:
+        """Destroy the key of a namespace, which may be older than its scope."""
+        if is_shredded and self._seals is not None:
+            self._seals.destroy(namespace)
 
     def _is_planned(self, scope: Scope) -> bool:
         stores = self._batch.stores if self._batch is not None else ()
@@ -705,23 +713,26 @@ class DiskStore:
     def _shrink(self) -> None:
         """Remove a slab if the disk got smaller by configuration: the last one without promises.
 
-        Its records go, with everything under them; one slab a call.
+        Its records go, with everything under them; one slab a call. A slab with places that are
+        read or wiped just now goes in a later one.
         """
         now_ms = self.clock.now_ms()
         for number in sorted(self._slabs.sizes, reverse=True):
-            ids, _, is_promised = self._index.of_slab(number, now_ms)
-            if not is_promised and self._pinned.isdisjoint(ids):
-                self.replaced_total += self._drop(ids)
-                if self._slabs.remove_if_empty(number):
-                    return
+            under = self._index.under(self._index.of_slab(number, now_ms)[0])
+            if not any(row.promise_ms > now_ms for row in under.values()):
+                self.replaced_total += self._drop(list(under))
+                self._slabs.remove_if_empty(number)
+                return
 
     def _drop_ahead(self) -> None:
         room = self._settings.disk_bytes
         if self._full_reason:
             room = sum(self._slabs.places(size) * size for size in self._present_sizes)
         part = RESUME_PART if self._full_reason else HIGH_PART
+        turns = 0
         while self._books.used_bytes > part * room:
-            if not self._order.make_room(b""):
+            turns += 1
+            if turns > DROP_AHEAD_TURNS or not self._order.make_room(b""):
                 return
         if self._full_reason and (room or self.clock.now_ms() >= self._no_slab_until_ms):
             self._full_reason = ""

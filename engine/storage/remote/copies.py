@@ -179,7 +179,7 @@ class RemoteCopies:
     def _put_some(self) -> None:
         """Begin to put what is wanted, and what would be dropped next."""
         has_room = not self._bytes_max or self._sums.used_bytes <= self._bytes_max
-        while self._wanted and has_room and len(self._writing) < PUTS_MAX:
+        while self._wanted and self.is_open and has_room and len(self._writing) < PUTS_MAX:
             self._begin_put(self._wanted.popleft(), is_cold=False)
         left = PUTS_MAX - len(self._writing) if self._is_full else 0
         for record_id in self._cold(COLD_MAX) if left > 0 else ():
@@ -206,7 +206,7 @@ class RemoteCopies:
         row = self._index.row(record_id)
         if row is None or row.slab == REMOTE or self.rows.name_of(record_id):
             return False
-        if not self._link.is_open or not self.rows.may_leave(row.scope_id):
+        if not self.is_open or not self.rows.may_leave(row.scope_id):
             return False
         name = object_name(self._store_name, record_id, row.scope_id)
         if name in self._putting or name in self._writing:
@@ -237,10 +237,12 @@ class RemoteCopies:
         store.put(name, buffer)
 
     def _put_ended(self, row: RecordRow, name: str, is_cold: bool, failure: str) -> None:
-        """Note an object that is there. One whose record is gone, or may not leave any more, keeps
-        its tombstone."""
+        """Note an object that is there, or try again later. One whose record is gone, or may not
+        leave any more, keeps its tombstone."""
         self._putting.discard(name)
         self._holds.release(row.place)
+        if failure and not is_cold:
+            self._wanted.append(row.record_id)
         now = self._index.row(row.record_id)
         if failure or now is None or now.place != row.place:
             return
@@ -264,11 +266,13 @@ class RemoteCopies:
 
     def _deleted(self, names: list[str], then: Callable[[], None], failure: str) -> None:
         self._deleting.difference_update(names)
-        if not failure:
-            with self._index.change():
-                self.rows.end_tombstones(names)
-            self._count_at_ms = 0
-        then()
+        try:
+            if not failure:
+                with self._index.change():
+                    self.rows.end_tombstones(names)
+                self._count_at_ms = 0
+        finally:
+            then()
 
     def is_pending(self, namespace: Namespace) -> bool:
         """Return whether objects of a namespace whose records are gone are still to be deleted."""

@@ -85,7 +85,7 @@ def write_all(calls: DiskCalls, fd: int, parts: Sequence[bytes | memoryview], of
 class _Slab:
     """An open slab file."""
 
-    __slots__ = ("dirty", "fd", "free", "number", "path", "place_bytes", "places")
+    __slots__ = ("dirty", "fd", "free", "number", "path", "place_bytes", "places", "retired")
 
     def __init__(self, path: Path, fd: int, number: int, place_bytes: int, length: int) -> None:
         self.path, self.fd, self.number = path, fd, number
@@ -93,6 +93,7 @@ class _Slab:
         self.places = length // place_bytes
         self.free: list[int] = []  # a heap: a slab is filled from its beginning
         self.dirty: set[int] = set()  # those of the free ones whose old bytes are still there
+        self.retired: set[int] = set()  # neither free nor used any more
 
 
 class SlabFiles:
@@ -106,7 +107,6 @@ class SlabFiles:
         self._folder, self._calls = folder, calls
         self._slab_bytes = slab_bytes
         self._slabs: dict[int, _Slab] = {}
-        self._bad: set[Place] = set()
         self._wiping = 0
         try:
             for path in sorted(folder.glob("*.slab")):
@@ -161,13 +161,15 @@ class SlabFiles:
     def give_back(self, place: Place) -> None:
         """Make a place free; its bytes stay until it is written anew or wiped."""
         slab = self._slabs.get(place.slab)
-        if slab is not None and place not in self._bad:
+        if slab is not None:
             heappush(slab.free, place.position)
             slab.dirty.add(place.position)
 
     def retire(self, place: Place) -> None:
-        """Leave a place out of use: it returned other bytes than it was given."""
-        self._bad.add(place)
+        """Leave a place out of use for as long as its slab is there: it returned other bytes than
+        it was given."""
+        if (slab := self._slabs.get(place.slab)) is not None:
+            slab.retired.add(place.position)
 
     def places(self, place_bytes: int) -> int:
         """Number of places of a size, free or not."""
@@ -196,9 +198,12 @@ class SlabFiles:
         return {number: slab.place_bytes for number, slab in self._slabs.items()}
 
     def check(self, used: Set[Place], aside: Set[Place]) -> None:
-        """Compare the free places with those of records. `aside`: damaged, or freed when a read
-        ends. Raises InvariantViolation. O(places)."""
+        """Compare the free places with those of records. `aside`: freed when a read ends. Raises
+        InvariantViolation. O(places)."""
         free = set(self.free_list())
+        aside = aside | {
+            Place(one.number, at) for one in self._slabs.values() for at in one.retired
+        }
         if free & used:
             raise InvariantViolation(f"places {free & used} are free and used")
         if lost := self.total_places - len(free | used | aside):
@@ -227,9 +232,9 @@ class SlabFiles:
         self._slabs[number] = slab
 
     def remove_if_empty(self, number: int) -> bool:
-        """Delete a slab all of whose places are free. Raises OSError."""
+        """Delete a slab all of whose places are free or retired. Raises OSError."""
         slab = self._slabs[number]
-        if len(slab.free) < slab.places:
+        if len(slab.free) + len(slab.retired) < slab.places:
             return False
         slab.path.unlink()
         os.close(slab.fd)

@@ -221,6 +221,20 @@ def test_a_ceiling_holds_where_there_is_room(make: MakeRig) -> None:
     assert refused.code == "over_quota"
 
 
+def test_a_ceiling_counts_records_of_a_size_that_is_used_no_more(make: MakeRig) -> None:
+    """They go first, so that their payer is not shut out by what no reader takes any more."""
+    rig = make(other_bytes=(SLOT_BYTES // 2,))
+    rig.storage.send(SetStoredQuotas((Quota(ceiling_blocks=2, payer=b"p"),)))
+    assert fill(rig, range(2)) == [""] * 2
+    rig.close()
+    other = make(slot_bytes=SLOT_BYTES // 2)
+    other.storage.send(SetStoredQuotas((Quota(ceiling_blocks=4, payer=b"p"),)))
+
+    assert fill(other, range(10, 14)) == [""] * 4
+    assert all(is_there(other, number) for number in range(12, 14))
+    other.disk.check()
+
+
 def test_the_days_write_budget_refuses_all_but_promises(make: MakeRig) -> None:
     """Wear is bounded; tomorrow is another day, and a restart is not."""
     rig = make(write_bytes_per_day=3 * PLACE)
@@ -524,6 +538,75 @@ def test_a_disk_that_was_made_smaller_gives_its_room_back(make: MakeRig) -> None
     assert smaller.found(A, LONG[:4]) != []
     assert smaller.disk.stats().used_bytes <= 0.95 * 5 * WIDE_PLACE
     smaller.disk.check()
+
+
+def test_a_smaller_disk_drops_no_more_than_it_must_while_places_are_wiped(make: MakeRig) -> None:
+    """A slab with places in other hands goes later; the next one is not emptied instead."""
+    rig = make(**room_for(8, slab_places=2))
+    ids = [rig.store(A, path_of(number))[0] for number in range(1, 9)]
+    rig.disk._drop(ids[1::2])
+    wiped = rig.disk.take_dirty()
+    assert len({place.slab for place in wiped}) == 4
+    rig.disk._settings.disk_bytes = 7 * WIDE_PLACE
+    rig.disk.maintain()
+    assert [is_there(rig, number) for number in (1, 3, 5, 7)] == [True, True, True, False]
+    rig.disk.put_wiped(wiped, is_wiped=True)
+    rig.disk.maintain()
+
+    assert len(list(rig.folder.glob("*.slab"))) == 3
+    assert [is_there(rig, number) for number in (1, 3, 5)] == [True] * 3
+    rig.disk.check()
+
+
+def test_a_smaller_disk_keeps_a_slab_above_a_promise(make: MakeRig) -> None:
+    """A promised record in another slab hangs on one of its records."""
+    rig = make(**room_for(4, slab_places=1))
+    rig.store(A, path_of(1))
+    (free,) = rig.store(A, path_of(2))
+    (top,) = rig.store(A, LONG[:RUN])
+    rig.erase(A, tokens=path_of(2))
+    below = rig.store(A, LONG[RUN : 2 * RUN], parent=top, above=LONG[:RUN], promise_s=60.0)
+    assert free != top
+    rig.disk._settings.disk_bytes = 2 * WIDE_PLACE
+    rig.disk.maintain()
+
+    assert rig.found(A, LONG[: 2 * RUN]) == [top, *below]
+
+
+def test_a_slab_with_a_damaged_place_gives_its_room_too(make: MakeRig) -> None:
+    """A place out of use would otherwise keep the room of its slab until the next start."""
+    rig = make(**room_for(4), other_bytes=(LESS,))
+    fill(rig, range(4))
+    first, *_ = sorted(rig.folder.glob("*.slab"))
+    with first.open("r+b") as file:
+        for at in (8_192, WIDE_PLACE + 8_192):
+            file.seek(at)
+            file.write(b"no bytes of this record")
+    for number in (0, 1):
+        assert rig.fetch(A, rig.found(A, path_of(number))) == [None]
+    rig.disk.check()
+
+    assert packed(rig, [0]) == [""]
+    assert not first.exists()
+    assert all(is_there(rig, number) for number in (2, 3))
+    rig.disk.check()
+
+
+def test_what_is_dropped_ahead_of_need_holds_up_no_look(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be much of it: it is dropped over some seconds."""
+    monkeypatch.setattr("engine.storage.store.DROP_AHEAD_TURNS", 3)
+    rig = make(slab_bytes=64 * PLACE)
+    rig.store(A, LONG, promise_s=60.0)  # which keeps the only slab
+    fill(rig, range(1_000, 1_020))
+    rig.disk._settings.disk_bytes = PLACE
+    records = []
+    for _ in range(8):
+        rig.disk.maintain()
+        records.append(rig.disk.stats().records)
+
+    assert records == [22, 19, 16, 13, 10, 7, 5, 5]
 
 
 def test_files_and_folder_are_the_owners_alone(make: MakeRig) -> None:
