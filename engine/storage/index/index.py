@@ -17,7 +17,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +29,11 @@ from engine.errors import EngineError
 from engine.moves import ROOT, RecordId
 from engine.storage.index.promise_rows import PromiseRows
 from engine.storage.index.remote_rows import REMOTE, RemoteRows
+from engine.storage.index.use_notes import UseNotes
 from engine.storage.sealing.seals import RecordSeal, Seals
 from engine.storage.slabs.record import pack_run
 from engine.storage.slabs.slabs import Place, sync_folder
-from engine.storage.transaction import transaction
+from engine.storage.transaction import change_or_join, transaction
 
 INDEX_NAME = "index.db"
 APPLICATION_ID = 0x74726B76
@@ -164,6 +165,7 @@ class RecordIndex:
             self._payer_names: dict[int, Payer] = {}
             for number, payer in self._all("select payer_id, payer from payers"):
                 self._payers[payer], self._payer_names[number] = number, payer
+            self.uses = UseNotes(self._db)
             self._next_id = self._ids_end = 0
         except BaseException:
             self.close()
@@ -239,14 +241,9 @@ class RecordIndex:
         """Make one transaction of what is done in this context."""
         return transaction(self._db)
 
-    @contextmanager
-    def change_or_join(self) -> Iterator[None]:
+    def change_or_join(self) -> AbstractContextManager[None]:
         """Make one transaction, or be a part of the caller's."""
-        if self._db.in_transaction:
-            yield
-            return
-        with self.change():
-            yield
+        return change_or_join(self._db)
 
     @property
     def log_path(self) -> Path:
@@ -362,6 +359,13 @@ class RecordIndex:
         """Return a record's row, or None. About 10 us."""
         found = self._one(f"select {_COLUMNS} from records where rec_id=?", record_id)
         return None if found is None else self._row(found)
+
+    def live_row(self, scope: Scope | None, record_id: RecordId, now_ms: int) -> RecordRow | None:
+        """Return a record's row, or None where it is another scope's or past its limit."""
+        row = self.row(record_id)
+        if row is None or scope is None or row.scope_id != scope.scope_id:
+            return None
+        return row if row.limit_ms > now_ms else None
 
     def child(self, scope: Scope, parent: RecordId, run: bytes) -> RecordRow | None:
         """Return the record of a run below `parent`: found by digest, proved by its tokens."""
@@ -582,12 +586,6 @@ class RecordIndex:
             "delete from leases where scope_id=? and lease_id=?", (scope.scope_id, lease_id)
         )
 
-    def note_uses(self, uses: Sequence[tuple[RecordId, int, int]]) -> None:
-        """Note the latest use and further hits: record id, wall-clock milliseconds, hits."""
-        self._db.executemany(
-            "update records set used_ms=max(used_ms, ?2), hits=hits+?3 where rec_id=?1", uses
-        )
-
     def under(self, tops: Iterable[RecordId]) -> dict[RecordId, RecordRow]:
         """Return records and everything under them. O(these log n)."""
         gone: dict[RecordId, RecordRow] = {}
@@ -605,6 +603,8 @@ class RecordIndex:
     def delete_under(self, tops: Iterable[RecordId]) -> list[RecordRow]:
         """Delete records and everything under them; return the rows. O(deleted log n)."""
         gone = self.under(tops)
+        for record_id in gone:
+            self.uses.forget(record_id)
         ids = [(record_id,) for record_id in gone]
         self._db.executemany("delete from records where rec_id=?", ids)
         self._db.executemany("delete from leases where rec_id=?", ids)

@@ -114,23 +114,20 @@ class RemoteCopies:
 
     def fetch(self, plan: PlannedRead, then: Callable[[], None]) -> None:
         """Fetch a record's object; set the plan's verdict and payload, then call `then`."""
-        name = self.rows.name_of(plan.row.record_id)
-        if not name:  # a row that no program of ours has written
+        if not plan.object_name:  # a row that no program of ours has written
             plan.verdict = "damaged"
             then()
             return
         found: list[memoryview] = []
-        self._link.run(partial(self._get, plan, name, found), partial(self._got, plan, found, then))
+        self._link.run(partial(self._get, plan, found), partial(self._got, plan, found, then))
 
-    def _get(
-        self, plan: PlannedRead, name: str, found: list[memoryview], store: RemoteStore
-    ) -> None:
+    def _get(self, plan: PlannedRead, found: list[memoryview], store: RemoteStore) -> None:
         """Read and open an object; what is missing or does not open is not `found`. For another
         thread."""
         size = HEADER_BYTES + plan.row.payload_bytes
         began_s = self._uptime_s()
         try:
-            data = store.get(name, size + PADDING_BYTES_MAX)
+            data = store.get(plan.object_name, size + PADDING_BYTES_MAX)
             payload = self._reader.opened(plan, data) if len(data) >= size else None
         except (DamagedRecord, ObjectMissing):
             return

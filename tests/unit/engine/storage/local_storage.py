@@ -89,7 +89,7 @@ class LocalStorage:
             case Recall():
                 self._outcomes.append(self.store.recall(command))
             case EraseStored():
-                receipt = self.store.erase(command)
+                receipt, _ = self.store.erase(command)
                 self.wipe()
                 if self.store.remote is not None:
                     self.store.remote.settle(command.namespace, lambda: None)

@@ -300,7 +300,7 @@ class DiskRig(StorageRig):
     ) -> None:
         """`objects`: the remote store, instead of the one at the address of `remote`."""
         arena = HostArena.create(LAYOUT)
-        settings = DiskSettings(
+        self.settings = DiskSettings(
             str(folder),
             disk_bytes,
             arena.fd,
@@ -323,7 +323,7 @@ class DiskRig(StorageRig):
             self.processes.append(ProcessInThread(arena, clock, disk, monotonic_s, objects))
             return self.processes[-1]
 
-        self.client = StorageClient(settings, start=start, silence_s=30.0)
+        self.client = StorageClient(self.settings, start=start, silence_s=30.0)
         super().__init__(self.client, arena, clock, self.next_outcomes)
         self.await_stats()
 

@@ -13,10 +13,11 @@ import pytest
 
 from engine.api import Quota
 from engine.moves import ROOT, Fetch, Fetched, SetStoredQuotas
-from engine.storage.index.idle_slabs import PAUSE_MS
 from engine.storage.index.index import LOG_BYTES_MAX, IndexUnusable, RecordIndex, RecordRow
+from engine.storage.room.disk_room import NO_SLAB_MS
+from engine.storage.room.idle_slabs import PAUSE_MS
 from engine.storage.slabs.record import place_bytes_of
-from engine.storage.store import NO_SLAB_MS
+from engine.storage.slabs.slabs import Place
 from tests.unit.engine.storage.failing_calls import FailingCalls
 from tests.unit.engine.storage.local_storage import LocalRig, run_in_turn
 from tests.unit.engine.storage.storage_rig import RUN, SLOT_BYTES, A, B, content_of
@@ -545,7 +546,9 @@ def test_a_smaller_disk_drops_no_more_than_it_must_while_places_are_wiped(make: 
     rig = make(**room_for(8, slab_places=2))
     ids = [rig.store(A, path_of(number))[0] for number in range(1, 9)]
     rig.disk._drop(ids[1::2])
-    wiped = rig.disk.take_dirty()
+    wiped = list[Place]()
+    while places := rig.disk.take_dirty():
+        wiped += places
     assert len({place.slab for place in wiped}) == 4
     rig.disk._settings.disk_bytes = 7 * WIDE_PLACE
     rig.disk.maintain()
@@ -596,7 +599,7 @@ def test_what_is_dropped_ahead_of_need_holds_up_no_look(
     make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There may be much of it: it is dropped over some seconds."""
-    monkeypatch.setattr("engine.storage.store.DROP_AHEAD_TURNS", 3)
+    monkeypatch.setattr("engine.storage.room.disk_room.DROP_AHEAD_TURNS", 3)
     rig = make(slab_bytes=64 * PLACE)
     rig.store(A, LONG, promise_s=60.0)  # which keeps the only slab
     fill(rig, range(1_000, 1_020))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from engine.api import Payer
 from engine.moves import RecordId
 from engine.storage.index.index import RecordIndex
-from engine.storage.index.quotas import DiskBooks, DiskQuotas
+from engine.storage.room.quotas import DiskBooks, DiskQuotas
 from engine.storage.slabs.slabs import SlabFiles
 
 FOREIGN_MS = 7 * 86_400_000

@@ -7,8 +7,8 @@ from collections import Counter
 from engine.errors import InvariantViolation
 from engine.moves import ROOT, RecordId
 from engine.storage.index.index import RecordIndex
-from engine.storage.index.quotas import DiskBooks
 from engine.storage.index.remote_rows import REMOTE
+from engine.storage.room.quotas import DiskBooks
 from engine.storage.slabs.slabs import Place, SlabFiles
 
 
