@@ -15,7 +15,9 @@ import xxhash
 
 from engine.api import FIDELITIES, Namespace
 from engine.moves import ROOT, RecordId, RunToStore, Stored, StoreRuns
-from engine.storage.index.index import FOREVER_MS, RecordIndex, RecordRow, Scope
+from engine.storage.index.index import RecordIndex, RecordRow
+from engine.storage.index.index_file import FOREVER_MS
+from engine.storage.index.names import Scope
 from engine.storage.index.promise_rows import PromiseRows
 from engine.storage.plans import PlannedRun, PlannedStore, WriteBatch
 from engine.storage.room.disk_room import DiskRoom
@@ -62,11 +64,11 @@ class BatchWriter:
         self._promises, self._view, self._place_sizes = promises, view, place_sizes
         self._run_tokens, self._bytes_per_day = run_tokens, bytes_per_day
         self._now_ms, self._drop, self._committed = now_ms, drop, committed
-        self._store_id = index.store_id
+        self._store_id = index.file.store_id
         self.batch: WriteBatch | None = None
         self.pinned = pinned
-        self._written_day = int(index.meta("written_day", 0))
-        self._written_today = int(index.meta("written_today", 0))
+        self._written_day = int(index.file.meta("written_day", 0))
+        self._written_today = int(index.file.meta("written_today", 0))
         self.stored_total = self.written_bytes_total = 0
         self.replaced_total = self.expired_total = 0
 
@@ -76,7 +78,7 @@ class BatchWriter:
         batch = WriteBatch()
         planned: dict[tuple[int, RecordId, bytes], RecordId] = {}
         self._index.reserve_ids()
-        with self._index.change():
+        with self._index.file.change():
             for command in commands:
                 batch.stores.append(self._plan_store(command, planned))
         self.batch = batch
@@ -88,7 +90,7 @@ class BatchWriter:
         now_ms = self._now_ms()
         if max(len(command.namespace), len(command.payer)) > NAME_BYTES_MAX:
             return PlannedStore(command, None, code="write_failed")
-        scope = self._index.scope_for(command.namespace)
+        scope = self._index.names.scope_for(command.namespace)
         store = PlannedStore(command, scope)
         parent = command.parent
         if parent != ROOT and self._index.live_row(scope, parent, now_ms) is None:
@@ -197,11 +199,11 @@ class BatchWriter:
         assert batch is self.batch, "the batch that was planned last"
         self.batch = None
         self.pinned.clear()
-        with self._index.change():
+        with self._index.file.change():
             outcomes = [self._commit_store(store) for store in batch.stores]
             self._committed(batch.stores)
-            self._index.set_meta("written_day", self._written_day)
-            self._index.set_meta("written_today", self._written_today)
+            self._index.file.set_meta("written_day", self._written_day)
+            self._index.file.set_meta("written_today", self._written_today)
         if batch.error is not None:
             self._room.note_write_error(batch.error)
         return outcomes
@@ -237,7 +239,7 @@ class BatchWriter:
                 scope.scope_id,
                 parent,
                 run.packed,
-                self._index.payer_id(payer),
+                self._index.names.payer_id(payer),
                 run.place.slab,
                 run.place.position,
                 command.slot_bytes,

@@ -13,7 +13,8 @@ from typing import Literal
 
 from engine.api import Namespace
 from engine.moves import RecordId, RunToStore, StoreRuns
-from engine.storage.index.index import RecordRow, Scope
+from engine.storage.index.index import RecordRow
+from engine.storage.index.names import Scope
 from engine.storage.sealing.seals import RecordSeal
 from engine.storage.slabs.slabs import Place
 

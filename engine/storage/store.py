@@ -35,7 +35,8 @@ from engine.moves import (
 )
 from engine.statistics import PayerBytes
 from engine.storage.batch_writer import BatchWriter, RunAll
-from engine.storage.index.index import INDEX_NAME, RecordIndex, RecordRow
+from engine.storage.index.index import RecordIndex, RecordRow
+from engine.storage.index.index_file import INDEX_NAME
 from engine.storage.index.recalling import RecallPages
 from engine.storage.index.remote_rows import REMOTE, level_of
 from engine.storage.index.walking import walk
@@ -95,7 +96,7 @@ class DiskStore:
             self._slabs = SlabFiles(folder, settings.slab_bytes, calls)
             try:
                 self._index.reserve_ids()
-                last_ms = int(self._index.meta("last_ms", 0))
+                last_ms = int(self._index.file.meta("last_ms", 0))
                 self.clock = StoreClock(wall_ms, uptime_s, last_ms)
                 self._books = DiskBooks()
                 self._reset_counts()
@@ -137,7 +138,7 @@ class DiskStore:
 
     def _load(self) -> None:
         """Take stock: places, sums, and rows whose place does not exist."""
-        self._store_id = self._index.store_id
+        self._store_id = self._index.file.store_id
         self._promises = self._index.promise_rows()
         self._recall = RecallPages(self._index, self._promises)
         self._reader = RecordReader(
@@ -145,21 +146,21 @@ class DiskStore:
         )
         sizes = self._slabs.sizes
         if gone := self._index.outside(sizes):
-            with self._index.change():
+            with self._index.file.change():
                 self.damaged_total += len(self._index.delete_under(gone))
         for number in sizes:
             self._slabs.set_used(number, self._index.used_places(number))
-        scopes = {scope.scope_id: scope.namespace for scope in self._index.scopes}
+        scopes = {scope.scope_id: scope.namespace for scope in self._index.names.scopes}
         for scope_id, payer_id, fidelity, count, places, size in self._index.sums():
-            self._books.add_bytes(self._index.payer_name(payer_id), size, fidelity, places)
+            self._books.add_bytes(self._index.names.payer_name(payer_id), size, fidelity, places)
             self._books.add_records(scopes[scope_id], count)
-        with self._index.change():
-            for scope in self._index.scopes:
+        with self._index.file.change():
+            for scope in self._index.names.scopes:
                 if not self._books.has(scope.namespace):
-                    self._index.remove_scope(scope.namespace)
+                    self._index.names.remove_scope(scope.namespace)
             self._note_time()
         if self._seals is not None:
-            self._seals.keep_only({scope.namespace for scope in self._index.scopes})
+            self._seals.keep_only({scope.namespace for scope in self._index.names.scopes})
         self._promised = self._index.promised(self.clock.now_ms())
 
     def _remote_copies(self, link: RemoteLink) -> RemoteCopies:
@@ -182,10 +183,10 @@ class DiskStore:
     def close(self) -> None:
         """Write down what is in memory alone, and close the files. Safe to repeat."""
         with suppress(Exception):  # the disk may be why the store is closed
-            with self._index.change():
+            with self._index.file.change():
                 self._index.uses.flush()
                 self._note_time()
-            self._index.empty_log()
+            self._index.file.empty_log()
         self._index.close()
         self._slabs.close()
         if self._seals is not None:
@@ -207,7 +208,7 @@ class DiskStore:
     def keep_here(self, namespaces: Iterable[Namespace]) -> None:
         """Put nothing more of these namespaces into the remote store."""
         if self.remote is not None:
-            with self._index.change():
+            with self._index.file.change():
                 self.remote.keep_here(namespaces)
 
     # -- store ----------------------------------------------------------------------------------
@@ -227,7 +228,7 @@ class DiskStore:
 
     def sync_log(self) -> None:
         """Make all commits survive a power cut. For another thread. Raises OSError."""
-        fd = os.open(self._index.log_path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(self._index.file.log_path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._calls.sync(fd)
         finally:
@@ -243,7 +244,7 @@ class DiskStore:
     # -- what goes ------------------------------------------------------------------------------
 
     def _give_up_place(self, row: RecordRow) -> None:
-        payer = self._index.payer_name(row.payer_id)
+        payer = self._index.names.payer_name(row.payer_id)
         self._books.add_bytes(payer, -row.place_bytes, row.fidelity)
         self._holds.give_back(row.place)
 
@@ -254,8 +255,8 @@ class DiskStore:
     def _drop_rows(self, tops: Sequence[RecordId]) -> list[RecordRow]:
         rows = self._index.delete_under(tops)
         for row in rows:
-            payer = self._index.payer_name(row.payer_id)
-            self._books.add_records(self._index.scope_of(row).namespace, -1)
+            payer = self._index.names.payer_name(row.payer_id)
+            self._books.add_records(self._index.names.scope_of(row.scope_id).namespace, -1)
             if row.slab != REMOTE:
                 self._books.add_bytes(payer, -row.place_bytes, row.fidelity)
                 self._holds.give_back(row.place)
@@ -272,7 +273,7 @@ class DiskStore:
     def plan_fetch(self, command: Fetch) -> list[PlannedRead | Fetched]:
         """Return a read for each record, or its failure where there is nothing to read."""
         now_ms = self.clock.now_ms()
-        scope = self._index.scope(command.namespace)
+        scope = self._index.names.scope(command.namespace)
         plans: list[PlannedRead | Fetched] = []
         slots = [*command.slots, *([-1] * len(command.record_ids))]
         for record_id, slot in zip(command.record_ids, slots, strict=False):
@@ -315,7 +316,7 @@ class DiskStore:
         if plan.verdict == "damaged" and is_there:
             if level == "disk":
                 self._holds.mark_bad(row.place)
-            with self._index.change():
+            with self._index.file.change():
                 self.damaged_total += self._drop([row.record_id])
         is_done = plan.verdict == "done" and is_there
         if is_done:
@@ -330,7 +331,7 @@ class DiskStore:
     def renew(self, command: Renew) -> Renewed:
         """Note a use of records, and lengthen their limits and promises; tell which are gone."""
         now_ms = self.clock.now_ms()
-        scope = self._index.scope(command.namespace)
+        scope = self._index.names.scope(command.namespace)
         if scope is None:
             return Renewed(command.call_id, command.record_ids)
         gone: list[RecordId] = []
@@ -338,7 +339,7 @@ class DiskStore:
         if command.limit_s is not None:
             limit_ms = now_ms + int(command.limit_s * 1_000)
         promise_ms = now_ms + int(command.promise_s * 1_000) if command.promise_s else 0
-        with self._index.change():
+        with self._index.file.change():
             for record_id in command.record_ids:
                 if self._index.live_row(scope, record_id, now_ms) is None:
                     gone.append(record_id)
@@ -368,14 +369,14 @@ class DiskStore:
         `remote.settle`.
         """
         places = self._writer.erase(command.namespace)
-        scope = self._index.scope(command.namespace)
+        scope = self._index.names.scope(command.namespace)
         is_all = command.lease_id is None and not command.tokens
         is_shredded = is_all and self._seals is not None
         if scope is None:
             self._shred(command.namespace, is_shredded=is_shredded)
             return StoredErased(command.call_id, is_shredded=is_shredded), places
         before = self._books.used_bytes
-        with self._index.change():
+        with self._index.file.change():
             if command.lease_id is not None:
                 tops = self._index.leased(scope, command.lease_id)
             else:
@@ -386,8 +387,8 @@ class DiskStore:
                 self._index.remove_lease(scope, command.lease_id)
             is_needed = self._books.has(command.namespace) or self._writer.is_planned(scope)
             if is_shredded or not is_needed:
-                self._index.remove_scope(command.namespace)
-        self._index.empty_log()
+                self._index.names.remove_scope(command.namespace)
+        self._index.file.empty_log()
         self._shred(command.namespace, is_shredded=is_shredded)
         gone = before - self._books.used_bytes
         places.update(row.place for row in rows if row.slab != REMOTE)
@@ -422,7 +423,7 @@ class DiskStore:
         is_due = now_ms - self._noted_ms >= NOTE_MS
         is_over = self._room.is_over and self._writer.batch is None
         if expired or is_due or is_over or self._room.is_high:
-            with self._index.change():
+            with self._index.file.change():
                 self._index.uses.flush()
                 self._note_time()
                 self.expired_total += self._drop(expired)
@@ -430,7 +431,7 @@ class DiskStore:
                     self._room.shrink()
                 self._room.drop_ahead()
         if self.remote is not None:
-            room = self._settings.disk_bytes - self._index.file_bytes
+            room = self._settings.disk_bytes - self._index.file.file_bytes
             self.remote.tick(self._books.used_bytes > PUT_PART * room)
         if now_ms >= self._count_promised_at_ms:
             began_s = self._uptime_s()
@@ -440,7 +441,7 @@ class DiskStore:
 
     def _note_time(self) -> None:
         self._noted_ms = self.clock.now_ms()
-        self._index.set_meta("last_ms", self._noted_ms)
+        self._index.file.set_meta("last_ms", self._noted_ms)
 
     def take_dirty(self) -> list[Place]:
         """Return the free places whose old bytes are still there, for `wipe`."""
@@ -458,7 +459,9 @@ class DiskStore:
 
     def stats(self) -> StorageStats:
         """Return the heartbeat. O(payers)."""
-        promised = {self._index.payer_name(number): size for number, size in self._promised.items()}
+        promised = {
+            self._index.names.payer_name(number): size for number, size in self._promised.items()
+        }
         return StorageStats(
             "full" if self._room.full_reason else "open",
             self._room.full_reason,

@@ -21,7 +21,8 @@ from engine.core.core import Core
 from engine.server.composition import core_of_model
 from engine.server.service import smoke_test
 from engine.storage.folder import wait_for_lock
-from engine.storage.index.index import INDEX_NAME, RecordIndex
+from engine.storage.index.index import RecordIndex
+from engine.storage.index.index_file import INDEX_NAME
 from engine.storage.sealing.unlocking import SealSettings, unlock
 from tests.e2e.leveled_engine import PROMPT_TOKENS, WAIT_S, answer, say
 
@@ -49,7 +50,7 @@ def demote_all(folder: Path) -> int:
     ):
         rows = index.remote_rows()
         there = [row.record_id for row in index.rows() if rows.name_of(row.record_id)]
-        with index.change():
+        with index.file.change():
             for record_id in there:
                 rows.demote(record_id)
     return len(there)

@@ -92,7 +92,7 @@ class RemoteCopies:
         """Note which namespaces may leave the machine, and have promised records put. In the
         transaction that has committed their rows."""
         for one in stores:
-            scope = self._index.scope(one.command.namespace)
+            scope = self._index.names.scope(one.command.namespace)
             if scope is None or scope is not one.scope:
                 continue  # erased meanwhile
             if one.command.may_leave and scope.namespace not in self._kept_here:
@@ -106,7 +106,7 @@ class RemoteCopies:
         leave. In the caller's transaction."""
         for namespace in namespaces:
             self._kept_here.add(namespace)
-            scope = self._index.scope(namespace)
+            scope = self._index.names.scope(namespace)
             if scope is not None:
                 self.rows.keep_here(scope.scope_id)
 
@@ -161,13 +161,13 @@ class RemoteCopies:
         if now_ms >= self._count_at_ms:
             self._count_at_ms = now_ms + COUNT_MS
             self._sums = self.rows.sums()
-        with self._index.change():
+        with self._index.file.change():
             self.rows.date_tombstones(now_ms)
         if not self._link.is_open:
             return
         self._delete_some()
         if self._bytes_max and self._sums.used_bytes > self._bytes_max:
-            with self._index.change():
+            with self._index.file.change():
                 coldest = self.rows.coldest(now_ms, PUTS_MAX)
                 self.dropped_total += self._drop(coldest)
             self._count_at_ms = 0
@@ -192,7 +192,7 @@ class RemoteCopies:
         row = self._index.row(record_id)
         if row is None or row.slab == REMOTE or not self.rows.name_of(record_id):
             return False
-        with self._index.change_or_join():
+        with self._index.file.change_or_join():
             self.rows.demote(record_id)
         self._give_up_place(row)
         return True
@@ -208,8 +208,10 @@ class RemoteCopies:
         name = object_name(self._store_name, record_id, row.scope_id)
         if name in self._putting or name in self._writing:
             return True
-        with self._index.change():
-            self.rows.begin_put(name, self._index.scope_of(row).namespace, self._now_ms())
+        with self._index.file.change():
+            self.rows.begin_put(
+                name, self._index.names.scope_of(row.scope_id).namespace, self._now_ms()
+            )
         self._putting.add(name)
         self._writing.add(name)
         self._holds.hold(row.place)
@@ -245,7 +247,7 @@ class RemoteCopies:
             return
         if not self.rows.may_leave(row.scope_id):
             return
-        with self._index.change():
+        with self._index.file.change():
             self.rows.end_put(row.record_id, row.payer_id, name, row.place_bytes)
         self.put_total += 1
         if is_cold:
@@ -265,7 +267,7 @@ class RemoteCopies:
         self._deleting.difference_update(names)
         try:
             if not failure:
-                with self._index.change():
+                with self._index.file.change():
                     self.rows.end_tombstones(names)
                 self._count_at_ms = 0
         finally:

@@ -96,7 +96,7 @@ class DiskRoom:
 
     def _grow(self, size: int) -> bool:
         """Lay out one more slab of places of a size if the disk may hold it."""
-        left = self._settings.disk_bytes - self._slabs.total_bytes - self._index.file_bytes
+        left = self._settings.disk_bytes - self._slabs.total_bytes - self._index.file.file_bytes
         if self._now_ms() < self._no_slab_until_ms or left < size:
             return False
         found = os.statvfs(self._settings.folder)

@@ -88,7 +88,7 @@ class DropOrder:
     def _leaves(self, payer: Payer, size: int, count: int) -> list[RecordId]:
         self._index.uses.flush()
         most = count + len(self._pinned)
-        found = self._index.leaves(self._index.payer_id(payer), size, self._now_ms(), most)
+        found = self._index.leaves(self._index.names.payer_id(payer), size, self._now_ms(), most)
         return [one for one in found if one not in self._pinned][:count]
 
     def _drop_idle_slab(self, taker: Payer, size: int) -> bool:

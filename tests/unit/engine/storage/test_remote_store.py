@@ -13,7 +13,7 @@ import apsw
 import pytest
 
 from engine.moves import EraseStored, Fetch, KeepHere
-from engine.storage.index.index import INDEX_NAME, LOG_BYTES_MAX
+from engine.storage.index.index_file import INDEX_NAME, LOG_BYTES_MAX
 from engine.storage.index.remote_rows import object_name
 from engine.storage.plans import PlannedRead
 from engine.storage.rebuild import EmptiedRemote, empty_remote, rebuild_index, verify_store

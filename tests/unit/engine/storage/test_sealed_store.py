@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from engine.storage.client import StorageClient
-from engine.storage.index.index import INDEX_NAME, IndexUnusable
+from engine.storage.index.index_file import INDEX_NAME, IndexUnusable
 from engine.storage.rebuild import clear_folder, rebuild_index, rewrap_keys, verify_store
 from engine.storage.sealing.master_key import KEY_BYTES, MasterKey
 from engine.storage.sealing.seals import KEYS_NAME, SealRefused

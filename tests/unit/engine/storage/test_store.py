@@ -13,7 +13,8 @@ import pytest
 
 from engine.api import Quota
 from engine.moves import ROOT, Fetch, Fetched, SetStoredQuotas
-from engine.storage.index.index import LOG_BYTES_MAX, IndexUnusable, RecordIndex, RecordRow
+from engine.storage.index.index import RecordIndex, RecordRow
+from engine.storage.index.index_file import LOG_BYTES_MAX, IndexUnusable
 from engine.storage.room.disk_room import NO_SLAB_MS
 from engine.storage.room.idle_slabs import PAUSE_MS
 from engine.storage.slabs.record import place_bytes_of
@@ -649,7 +650,7 @@ def test_an_index_of_another_version_is_not_changed(make: MakeRig) -> None:
     """A newer program's store is left alone; the message says the way out."""
     rig = make()
     rig.store(A, LONG)
-    rig.disk._index._db.execute("pragma user_version=7")
+    rig.disk._index.file.db.execute("pragma user_version=7")
     rig.local.close()
     before = {path.name: path.read_bytes() for path in rig.folder.iterdir()}
     with pytest.raises(IndexUnusable, match=r"version 7; expected 1.*trunkline levels init"):
@@ -677,8 +678,8 @@ def test_a_long_change_ticks(tmp_path: Path) -> None:
     with closing(
         RecordIndex(tmp_path / "index.db", may_make=True, tick=lambda: ticks.append(1))
     ) as index:
-        with index.change():
-            scope, payer_id = index.scope_for(A), index.payer_id(b"p")
+        with index.file.change():
+            scope, payer_id = index.names.scope_for(A), index.names.payer_id(b"p")
             for number in range(1, 8_001):
                 run = number.to_bytes(16, "little")
                 row = RecordRow(
@@ -686,7 +687,7 @@ def test_a_long_change_ticks(tmp_path: Path) -> None:
                 )
                 index.insert(row, scope, 1)
         ticks.clear()
-        with index.change():
+        with index.file.change():
             assert len(index.delete_under(range(1, 8_001))) == 8_000
 
         assert ticks
