@@ -26,6 +26,7 @@ from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import DAY_MS, UsageEntry
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
 
 
@@ -59,9 +60,9 @@ def books(store: Store, wall: Wall) -> Iterator[Store]:
     ledger = Ledger(store, wall)
     for number in range(5):
         ledger.settle(entry(str(number), wall())).result(20)
-    adjust(store, wall, Adjustment("x", "3", -9, "an outage"))
+    adjust(store, wall, Adjustment("x", "3", -9, "an outage"), by=TESTER)
     wall.ms += DAY_MS
-    close_days(store, wall)
+    close_days(store, wall, by=TESTER)
     for number in range(5, 9):
         ledger.hold(Hold(str(number), 1, 1, "m", wall(), 9, 9)).result(20)
         ledger.settle(entry(str(number), wall())).result(20)

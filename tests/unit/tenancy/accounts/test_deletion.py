@@ -32,6 +32,7 @@ from tenancy.ledger.transactions import NamedEntry
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.storage.interface import Store
 from tenancy.types import TenantSettings, UsageEntry
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
 
 ENTRY = UsageEntry("r", 1, 1, "m", "done", 1, 2, 4, 0, 0, 4, 3, 0)
@@ -43,7 +44,7 @@ def furnish(store: Store, wall: Wall) -> str:
     create_tenant(store, wall, "ada", limits=None)
     change_tenant(store, "ada", {"weight": 2, "requests_per_minute": 9, "tier": "gold"})
     key = create_key(store, wall, 1, label="ada's laptop")
-    rotate_key(store, wall, "1", 60_000)
+    rotate_key(store, wall, "1", 60_000, by=TESTER)
     set_budget(store, Budget(1, "day", hard_micros=10**9))
     ledger = Ledger(store, wall)
     ledger.hold(Hold("r", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(20)

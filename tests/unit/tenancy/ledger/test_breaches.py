@@ -22,6 +22,7 @@ from tenancy.pricing.charges import PICO_PER_MICRO, BreachCredit, RateCard, item
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
+from tests.actors import TESTER
 from tests.examples import examples
 from tests.unit.tenancy.conftest import Wall, new_store
 from tests.unit.tenancy.storage.postgres_server import Server
@@ -110,7 +111,7 @@ def test_breach_is_credited_once(store: Store, wall: Wall) -> None:
     with opened(store, wall) as (_, ledger):
         wall.ms += 86_400_000
         add_card(store, wall, structs.replace(CARD, breach_credit="read_price"))
-        close_days(store, wall)
+        close_days(store, wall, by=TESTER)
         ledger.settle(entry()).result(20)
 
         assert credits(store) == first
@@ -141,7 +142,7 @@ def test_breach_ids_are_reserved(store: Store, wall: Wall) -> None:
         ledger.settle(entry("b", lost=0)).result(20)
 
         with pytest.raises(BadPrice) as caught:
-            adjust(store, wall, Adjustment(f"{BREACH}a", "b", -1, "by hand"))
+            adjust(store, wall, Adjustment(f"{BREACH}a", "b", -1, "by hand"), by=TESTER)
         assert caught.value.code == "bad_adjustment"
         ledger.settle(entry()).result(20)
         assert list(credits(store)) == ["breach:a"]

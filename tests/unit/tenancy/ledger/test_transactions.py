@@ -21,6 +21,7 @@ from tenancy.pricing.charges import PRICE_MAX, RateCard, compute_savings, itemiz
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, UsageEntry
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall, used
 
 CARD = RateCard("std", input=3_000, output=9_000, cache_read=300, cache_write={"1h": 6_000})
@@ -172,7 +173,7 @@ def test_caches_are_dropped_when_the_database_changes(store: Store, wall: Wall) 
         wall.ms += DAY_MS
         add_card(other, wall, CARD)
         set_budget(other, Budget(1, "day", hard_micros=1))
-        close_days(other, wall)
+        close_days(other, wall, by=TESTER)
     writer.write([ProgressNote({"a": Progress()})])  # which reads no caches
     refused = writer.write([used("b", wall()), Hold("c", 1, 1, "m", wall(), 10**6, 10**6)])
     refused += writer.write([structs.replace(used("d", wall() - DAY_MS), ended_ms=wall())])
