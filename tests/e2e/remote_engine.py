@@ -24,6 +24,7 @@ from engine.storage.folder import wait_for_lock
 from engine.storage.index.index import INDEX_NAME, RecordIndex
 from engine.storage.sealing.unlocking import SealSettings, unlock
 from tests.e2e.leveled_engine import PROMPT_TOKENS, WAIT_S, answer, say
+from tests.e2e.patient_engine import wait_for_loads
 
 KEY_VARIABLE = "TRUNKLINE_TEST_SEAL"
 
@@ -61,6 +62,7 @@ def main() -> None:
     if task == "demote":
         say({"name": "demoted", "records": demote_all(Path(folder))})
         return
+    wait_for_loads()
     levels = LevelsConfig(
         disk_gib=1.0,
         dir=folder,

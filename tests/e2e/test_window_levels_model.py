@@ -25,6 +25,7 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
 from engine.kv.format import deal_groups
+from engine.levels import loads
 from engine.model_store import ModelCard
 from engine.runner.cpu_runner import build_runner
 from engine.server.levels_below import build_levels
@@ -144,6 +145,12 @@ def check_levels(card: ModelCard, tokens: int, vocabulary: int, folder: Path) ->
     assert loaded == {"disk": cached}
     assert cached >= len(prompt) - 32
     assert from_disk == computed
+
+
+@pytest.fixture(autouse=True)
+def patient_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a load would reach its deadline, and the rest be computed."""
+    monkeypatch.setattr(loads, "DEADLINE_S_MIN", WAIT_S)
 
 
 @pytest.fixture
