@@ -414,6 +414,11 @@ def fail_on_blocking_calls() -> Iterator[BlockBuster]:
         yield guard
 
 
+@pytest.fixture(autouse=True)
+def at_noon(noon: None) -> None:
+    """What a test books lies in one minute, at whatever time it runs."""
+
+
 @pytest.fixture(scope="session")
 def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
     """Prepare a tiny model with a byte-level tokenizer and a chat template without tools."""

@@ -15,8 +15,6 @@ from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.tenancy.storage.postgres_server import Server
 
-pytestmark = pytest.mark.usefixtures("noon")
-
 
 class Installation:
     """A data directory, and the database of its configuration."""

@@ -20,8 +20,6 @@ from tenancy.types import DAY_MS, UsageEntry, wall_ms
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 from tests.unit.tenancy.storage.postgres_server import Server
 
-pytestmark = pytest.mark.usefixtures("noon")
-
 CARD = {"name": "std", "input": 1_000_000, "output": 2_000_000}
 
 

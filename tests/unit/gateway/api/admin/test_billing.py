@@ -11,7 +11,6 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CARDS, BUDGETS = "/admin/v1/rate-cards", "/admin/v1/budgets"
 
-pytestmark = pytest.mark.usefixtures("noon")
 
 ADA = "/admin/v1/tenants/ada/budgets"
 CARD = {"name": "list", "input": 1_000_000, "output": 2_000_000, "cache_read": 100_000}

@@ -8,8 +8,6 @@ from tenancy.accounts.erasure_receipts import list_receipts
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-pytestmark = pytest.mark.usefixtures("noon")
-
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
 ROUTES = [
     ("GET", "/admin/v1/usage"),
