@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 
 import pytest
@@ -20,6 +21,7 @@ from tests.unit.gateway.gateway_fixture import (
     GatewayFixture,
     head,
     read_answer,
+    read_late_answer,
     status_of,
 )
 
@@ -89,16 +91,18 @@ async def test_slow_head_times_out(unopened_gateway: GatewayFixture) -> None:
     await unopened_gateway.close()
 
 
-async def test_slow_head_of_a_later_request_times_out(unopened_gateway: GatewayFixture) -> None:
+async def test_slow_head_of_a_later_request_times_out(
+    unopened_gateway: GatewayFixture, forward: Callable[[float], None]
+) -> None:
     """A16: each head has a deadline, not only the connection's first."""
-    unopened_gateway.set_server(header_timeout_s=0.2, keep_alive_timeout_s=60.0)
+    unopened_gateway.set_server(header_timeout_s=20.0, keep_alive_timeout_s=300.0)
     await unopened_gateway.open()
 
     async with unopened_gateway.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1"))
         first = await read_answer(reader)
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: 127")
-        second = await read_answer(reader)
+        second = await read_late_answer(reader, forward)
 
     assert [status_of(first), status_of(second)] == [200, 408]
     await unopened_gateway.close()
@@ -197,17 +201,18 @@ async def test_unread_stream_is_cancelled_and_its_blocks_are_freed(
 
 
 async def test_head_deadline_does_not_run_between_requests(
-    unopened_gateway: GatewayFixture,
+    unopened_gateway: GatewayFixture, forward: Callable[[float], None]
 ) -> None:
     """The client would take an unsolicited 408 for the response to its next request."""
-    unopened_gateway.set_server(header_timeout_s=0.5, keep_alive_timeout_s=60.0)
+    unopened_gateway.set_server(header_timeout_s=20.0, keep_alive_timeout_s=300.0)
     await unopened_gateway.open()
     body = json.dumps(unopened_gateway.chat()).encode()
     async with unopened_gateway.connection() as (reader, writer):
         writer.write(unopened_gateway.post("/v1/chat/completions", body))
         first = await read_answer(reader)
+        forward(40.0)
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(0.05):
                 await reader.read(1)
         writer.write(unopened_gateway.post("/v1/chat/completions", body))
         second = await read_answer(reader)
