@@ -40,7 +40,7 @@ from engine.statistics import LevelStats
 from tests.bench.kv_texts import texts, windows
 
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Answer:

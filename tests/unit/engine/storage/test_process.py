@@ -129,7 +129,7 @@ def test_an_erasure_reaches_stores_that_wait_and_are_under_way(make: MakeRig) ->
     waiting = rig.store_command(A, LONG[:8])
     other = StoreRuns(rig.call_id(), B, b"p", 0, waiting.runs, SLOT_BYTES)
     rig.storage.send(under_way)
-    assert calls.has_come.wait(20.0)
+    assert calls.has_come.wait(60.0)
     erase = EraseStored(rig.call_id(), A)
     for command in (waiting, other, erase):
         rig.storage.send(command)
@@ -169,7 +169,7 @@ def test_a_look_waits_for_no_slab(make: MakeRig, call: str) -> None:
         store = rig.store_command(B, LONG)
         rig.storage.send(store)
         waiting = store.call_id
-    assert calls.has_come.wait(20.0)
+    assert calls.has_come.wait(60.0)
 
     assert rig.found(A, LONG) == list(ids)
     assert rig.unclaimed == []
@@ -183,10 +183,10 @@ def test_what_was_given_before_the_end_is_finished(make: MakeRig) -> None:
     rig = make(calls=calls)
     gate = calls.gates["sync"] = Event()
     rig.storage.send(rig.store_command(A, LONG))
-    assert calls.has_come.wait(20.0)
+    assert calls.has_come.wait(60.0)
     rig.processes[0].wire.shutdown(socket.SHUT_WR)
     gate.set()
-    assert rig.processes[0].wait(20.0)
+    assert rig.processes[0].wait(60.0)
 
     while len(rig.processes) < 2 or rig.await_stats().state != "open":
         pass
@@ -309,7 +309,7 @@ def test_the_threads_say_how_long_the_oldest_work_takes() -> None:
     gate, ended = Event(), list[int]()
 
     def wait() -> None:
-        gate.wait(20.0)
+        gate.wait(60.0)
 
     has_begun = Event()
 
@@ -318,7 +318,7 @@ def test_the_threads_say_how_long_the_oldest_work_takes() -> None:
         wait()
 
     io.read(begin, lambda: ended.append(1))
-    assert has_begun.wait(20.0)
+    assert has_begun.wait(60.0)
     clock.advance(30.0)
     io.read(wait, lambda: None)
 

@@ -30,9 +30,9 @@ class Installation:
         at_ms = wall_ms() - 86_400_000
         counts = (10, 0, 0, 10, 1, 0)
         one = UsageEntry(request_id, 1, 1, "m", "done", at_ms, at_ms, *counts, epoch="e")
-        ledger.settle(one).result(20)
+        ledger.settle(one).result(60)
         totals = EngineTotals("e", at_ms, 10, 0, 1, 10, 0, 1, is_ended=True)
-        ledger.write(totals).result(20)
+        ledger.write(totals).result(60)
         ledger.close()
         store.close()
 

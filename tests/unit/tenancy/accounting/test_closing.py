@@ -38,7 +38,7 @@ def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
 
 
 def done(future: Future[None]) -> None:
-    future.result(20)
+    future.result(60)
 
 
 def code_of(store: Store, wall: Wall, through: str | None = None) -> str:
@@ -232,7 +232,7 @@ def test_hold_cannot_settle_into_a_closed_day(store: Store, ledger: Ledger, wall
     close_days(store, wall)
     refused = ledger.settle(UsageEntry("b", 1, 1, "m", "done", 0, 0, 9, 2, 3, 5, 4, 0))
 
-    assert isinstance(refused.exception(20), LedgerUnavailable)
+    assert isinstance(refused.exception(60), LedgerUnavailable)
     assert len(booked(store)) == 1
 
 

@@ -64,8 +64,8 @@ def store(store: Store, wall: Wall) -> Store:
     add_card(store, wall, CARD)
     ledger = Ledger(store, wall)
     for number in range(30):
-        ledger.settle(entry(number, number * HOUR_MS // 5)).result(20)
-    ledger.write(StorageReading(1, "1h", 12_345, 0)).result(20)
+        ledger.settle(entry(number, number * HOUR_MS // 5)).result(60)
+    ledger.write(StorageReading(1, "1h", 12_345, 0)).result(60)
     ledger.close()
     adjust(store, wall, Adjustment("x", "r5", -7, "an outage"))
     return store
@@ -104,7 +104,7 @@ def test_storage_by_tenant_rounds_each_hour(store: Store, wall: Wall) -> None:
     hours = [1, 2**40 + 7, 3_599, 3_601, 0, 12_345]
     ledger = Ledger(store, wall)
     for number, seconds in enumerate(hours):
-        ledger.write(StorageReading(2, "1h", seconds, number * HOUR_MS)).result(20)
+        ledger.write(StorageReading(2, "1h", seconds, number * HOUR_MS)).result(60)
     ledger.close()
 
     charges = [storage_charge(CARD, "1h", seconds) for seconds in hours]

@@ -49,7 +49,7 @@ from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import DAY_MS, CachePolicy
 from tests.unit.tenancy.conftest import Wall, used
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ def test_keys_of_a_deleted_tenant_conflict_with_nothing(store: Store, wall: Wall
     """Two keys without labels do not collide, and their digests are free."""
     reconcile(store, wall, [ada(keyed(), keyed("app", APP))])
     ledger = Ledger(store, wall)
-    ledger.settle(used("r", 1)).result(20)
+    ledger.settle(used("r", 1)).result(60)
     ledger.close()
     reconcile(store, wall, [])
     delete_tenant(store, wall, "ada")

@@ -15,7 +15,7 @@ from tenancy.storage.interface import Store
 from tenancy.types import HOUR_MS
 from tests.unit.tenancy.conftest import Wall, used
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 def fill(store: Store, wall: Wall) -> None:

@@ -25,7 +25,7 @@ def books(store: Store, wall: Wall) -> Store:
     add_card(store, wall, RateCard("std", input=3_000_000))
     ledger = Ledger(store, wall)
     entry = UsageEntry("a", 1, 1, "m", "done", wall(), wall(), 7, 0, 0, 7, 0, 0)
-    ledger.settle(entry).result(20)
+    ledger.settle(entry).result(60)
     ledger.close()
     return store
 

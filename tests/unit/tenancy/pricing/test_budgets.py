@@ -30,7 +30,7 @@ from tests.unit.tenancy.book_machine import BookMachine, run_on_server
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.postgres_server import Server
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 CARD = RateCard("std", input=1_000_000, output=2_000_000, cache_read=0)
 """One micro-dollar for a prompt token, two for an output token."""
 

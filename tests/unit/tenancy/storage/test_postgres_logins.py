@@ -101,7 +101,7 @@ def certify(folder: Path, name: str, more: list[str]) -> None:
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]
     out = ["-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.crt"]
     command = ["openssl", "req", "-x509", *key, "-subj", f"/CN={name}", "-days", "1", *out, *more]
-    subprocess.run(command, check=True, capture_output=True, timeout=20)
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
     (folder / f"{name}.key").chmod(0o600)
 
 
