@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from engine.api import (
     CacheGrant,
@@ -76,7 +77,7 @@ def main() -> None:
     """Answer; with `stay`, then say that the disk has it all and wait to be killed; with `miss`,
     answer once."""
     model, folder, task, kv_dtype = sys.argv[1:5]
-    wait_for_loads()
+    wait_for_loads(pytest.MonkeyPatch())
     levels = LevelsConfig(disk_gib=1.0, dir=folder, slab_mib=64)
     engine = {"kv_memory_mib": 128, "kv_dtype": kv_dtype}
     config = msgspec.structs.replace(msgspec.convert(engine, EngineConfig), levels=levels)

@@ -15,6 +15,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from engine.api import CacheGrant, LeaseRequest, Retention
 from engine.config import EngineConfig, LevelsConfig, RemoteConfig
 from engine.core.core import Core
@@ -62,7 +64,7 @@ def main() -> None:
     if task == "demote":
         say({"name": "demoted", "records": demote_all(Path(folder))})
         return
-    wait_for_loads()
+    wait_for_loads(pytest.MonkeyPatch())
     levels = LevelsConfig(
         disk_gib=1.0,
         dir=folder,

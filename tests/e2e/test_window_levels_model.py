@@ -25,10 +25,10 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
 from engine.kv.format import deal_groups
-from engine.levels import loads
 from engine.model_store import ModelCard
 from engine.runner.cpu_runner import build_runner
 from engine.server.levels_below import build_levels
+from tests.e2e.patient_engine import wait_for_loads
 from tests.e2e.real_core import real_card
 from tests.models import prepared_with_windows
 
@@ -149,8 +149,8 @@ def check_levels(card: ModelCard, tokens: int, vocabulary: int, folder: Path) ->
 
 @pytest.fixture(autouse=True)
 def patient_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a load would reach its deadline, and the rest be computed."""
-    monkeypatch.setattr(loads, "DEADLINE_S_MIN", WAIT_S)
+    """What a level has is loaded, on a busy machine too."""
+    wait_for_loads(monkeypatch)
 
 
 @pytest.fixture
