@@ -33,7 +33,7 @@ from engine.errors import EngineError
 from engine.model_store import prepare
 from gateway.child_process import RestartPolicy
 from gateway.engine_supervisor import EngineSupervisor
-from tests.e2e.patient_engine import COMMAND
+from tests.e2e.patient_engine import COMMAND, LOOK_MS
 from tests.models import write_folder
 
 DEATHS = 40 if os.environ.get("CRASH") == "long" else 2
@@ -74,7 +74,7 @@ def levels(folder: Path | None = None, host_mib: int = 4) -> LevelsConfig:
     disk: dict[str, Any] = {}
     if folder is not None:
         disk = {"disk_gib": 0.05, "dir": str(folder), "slab_mib": 4}
-    return LevelsConfig(host_mib=host_mib, host_tokens_min=BLOCK, **disk)
+    return LevelsConfig(host_mib=host_mib, host_tokens_min=BLOCK, look_ms=LOOK_MS, **disk)
 
 
 class SupervisedEngine:

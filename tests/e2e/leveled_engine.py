@@ -30,7 +30,7 @@ from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
 from engine.server.composition import core_of_model
 from engine.server.service import smoke_test
-from tests.e2e.patient_engine import wait_for_loads
+from tests.e2e.patient_engine import LOOK_MS, wait_for_loads
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 2048, 8
 WAIT_S = 60.0
@@ -78,7 +78,7 @@ def main() -> None:
     answer once."""
     model, folder, task, kv_dtype = sys.argv[1:5]
     wait_for_loads(pytest.MonkeyPatch())
-    levels = LevelsConfig(disk_gib=1.0, dir=folder, slab_mib=64)
+    levels = LevelsConfig(disk_gib=1.0, dir=folder, slab_mib=64, look_ms=LOOK_MS)
     engine = {"kv_memory_mib": 128, "kv_dtype": kv_dtype}
     config = msgspec.structs.replace(msgspec.convert(engine, EngineConfig), levels=levels)
     core, info = core_of_model(Path(model), config)

@@ -17,6 +17,8 @@ from engine.server.server import main
 
 COMMAND = (sys.executable, "-m", "tests.e2e.patient_engine")
 LOAD_S = 60.0
+LOOK_MS = 60_000.0
+"""For `engine.levels.look_ms`: by default the index has 20 ms, then the prompt is computed."""
 
 
 def wait_for_loads(patch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from engine.storage.folder import wait_for_lock
 from engine.storage.index.index import INDEX_NAME, RecordIndex
 from engine.storage.sealing.unlocking import SealSettings, unlock
 from tests.e2e.leveled_engine import PROMPT_TOKENS, WAIT_S, answer, say
-from tests.e2e.patient_engine import wait_for_loads
+from tests.e2e.patient_engine import LOOK_MS, wait_for_loads
 
 KEY_VARIABLE = "TRUNKLINE_TEST_SEAL"
 
@@ -69,6 +69,7 @@ def main() -> None:
         disk_gib=1.0,
         dir=folder,
         slab_mib=64,
+        look_ms=LOOK_MS,
         seal=True,
         key_env=KEY_VARIABLE,
         remote=RemoteConfig(f"file://{far}", timeout_ms=10_000),

@@ -22,6 +22,7 @@ from tenancy.accounting.audit import check_books
 from tenancy.accounts.keys import create_admin_key
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import wall_ms
+from tests.e2e.patient_engine import LOOK_MS
 from tests.unit.gateway.server_process import Server, run_server
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -38,6 +39,7 @@ context_tokens_max = 768
 [engine.levels]
 disk_gib = 2.0
 disk_tokens_min = 64
+look_ms = {LOOK_MS}
 [caching.profiles.anthropic]
 min_tokens = 0
 [[models]]
