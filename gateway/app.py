@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib import metadata, util
@@ -79,7 +79,7 @@ from gateway.engine_supervisor import EngineSupervisor
 from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.errors import Refusal
 from gateway.findings.books import FindingBooks
-from gateway.gc_tuning import freeze_heap
+from gateway.gc_tuning import freeze_heap, use_large_pages
 from gateway.generation import rate_limits
 from gateway.http.authentication import TrustedHeader
 from gateway.http.descriptors import connections_allowed
@@ -550,6 +550,13 @@ async def _watch_start(supervisor: EngineSupervisor, name: str, log: Log) -> Non
         log("model_ready", {"model": name})
 
 
+async def _move_heap(starts: Sequence[Awaitable[None]]) -> None:
+    """Move the heap to large pages when all models have started or failed to: they are faster with
+    the processors for themselves."""
+    await asyncio.gather(*starts)
+    await asyncio.to_thread(use_large_pages)
+
+
 async def _serve(
     gateway: Gateway,
     supervisors: Sequence[EngineSupervisor],
@@ -578,8 +585,9 @@ async def _serve(
         announce(urls)
     elif ready.done():
         ready.result()
+    moved = asyncio.create_task(_move_heap(watches))
     await stopped
-    for watch in watches:
+    for watch in (*watches, moved):
         watch.cancel()
     context, timeout_s, began_s = gateway.context, config.engine.drain_timeout_s, time.monotonic()
     running = sum(context.running.values())
