@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -88,6 +89,7 @@ async def serve(
     supervisors = supervise_engines(config, cards, log)
     for supervisor in supervisors:
         supervisor.start()
+    gc.disable()  # until `gateway.gc_tuning.freeze_heap`: what is made until then stays
     try:
         await asyncio.to_thread(import_module, "gateway.app")
     except BaseException:
