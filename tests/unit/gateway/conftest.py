@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.unit.gateway.admin_client import admin
 from tests.unit.gateway.gateway_fixture import (
     card,
     fail_on_blocking_calls,
@@ -12,6 +13,7 @@ from tests.unit.gateway.gateway_fixture import (
 )
 
 __all__ = [
+    "admin",
     "card",
     "fail_on_blocking_calls",
     "gateway",

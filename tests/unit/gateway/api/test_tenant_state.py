@@ -20,11 +20,6 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 LONG = "one " * 40
 
 
-@pytest.fixture
-async def admin(gateway: GatewayFixture) -> AdminClient:
-    return AdminClient(gateway)
-
-
 async def state(admin: AdminClient, name: str = "ada") -> dict[str, Any]:
     """Return a tenant's state."""
     status, body = await admin.ask("GET", f"/admin/v1/tenants/{name}/state")
