@@ -13,11 +13,10 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib import metadata, util
-from pathlib import Path
 
 import msgspec
 
@@ -77,14 +76,13 @@ from gateway.context import Context, Log
 from gateway.embeddings.embedder import Embedder
 from gateway.embeddings.encoder_client import EncoderProcess
 from gateway.engine_supervisor import EngineSupervisor
-from gateway.engines.memory import size_host_levels
 from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.errors import Refusal
 from gateway.findings.books import FindingBooks
-from gateway.gc_tuning import freeze_heap
+from gateway.gc_tuning import freeze_heap, use_large_pages
 from gateway.generation import rate_limits
 from gateway.http.authentication import TrustedHeader
-from gateway.http.descriptors import connections_allowed, raise_descriptor_limit
+from gateway.http.descriptors import connections_allowed
 from gateway.http.middleware import Middleware
 from gateway.http.request_context import RequestIds
 from gateway.http.server import Listener, log_accept_errors
@@ -96,7 +94,6 @@ from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, P
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
 from gateway.ledger.user_notes import UserNotes
-from gateway.levels.placement import engine_config, with_host_mib
 from gateway.levels.report import holds_promises, unkept_tokens
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.logging import LogLines
@@ -455,21 +452,20 @@ async def serve(
     config: Config,
     cards: Sequence[ModelCard],
     store: Store,
+    supervisors: Sequence[EngineSupervisor],
+    log: LogLines,
     announce: Callable[[list[str]], None],
     read_config: Callable[[], Config],
     encoder: EncoderCard | None = None,
 ) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit status. `cards`: of `config.served_models()`.
-    `encoder`: the embedding model.
+    `supervisors`: started, one for each card; they and `log` are closed at the end. `encoder`: the
+    embedding model.
 
     The first signal drains: the gateway is not ready from then on, and running requests may finish.
     A second signal exits at once. SIGHUP reloads the configuration.
     """
-    log, stop = LogLines(sys.stderr.fileno(), wall_ms), asyncio.Event()
-    raise_descriptor_limit()
-    log_accept_errors(asyncio.get_running_loop(), log)
-    endpoints = read_endpoints(config.webhooks, os.environ)
-    supervisors = _supervisors(config, cards, log)
+    stop = asyncio.Event()
     gateway: Gateway | None = None
 
     def end() -> None:
@@ -483,10 +479,13 @@ async def serve(
             gateway.reload_soon()
 
     with handle_signals({signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: reload_soon}):
-        for supervisor in supervisors:
-            supervisor.start()  # the slowest part to be ready; the rest starts meanwhile
         try:
+            log_accept_errors(asyncio.get_running_loop(), log)
+            endpoints = read_endpoints(config.webhooks, os.environ)
             async with AsyncExitStack() as opened:
+                loading = asyncio.to_thread(_served_models, config, cards, supervisors)
+                loaded = asyncio.create_task(loading)  # while processes start
+                opened.callback(loaded.cancel)
                 ledger = await LedgerProcessClient.open(config.tenancy.database, config.data, log)
                 opened.push_async_callback(ledger.close)
                 analytics = await open_analytics(config, log)
@@ -495,10 +494,9 @@ async def serve(
                 if encoder is not None:
                     embedder = await open_embedder(encoder, config, log)
                     opened.push_async_callback(embedder.close)
-                models = await asyncio.to_thread(_served_models, config, cards, supervisors)
                 gateway = Gateway(
                     config,
-                    models,
+                    await loaded,
                     store,
                     log,
                     read_config=read_config,
@@ -515,28 +513,6 @@ async def serve(
             await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
             log.close()
     return 0
-
-
-def _supervisors(config: Config, cards: Sequence[ModelCard], log: Log) -> list[EngineSupervisor]:
-    """Return a supervisor for each model; its reports name the model, if there are several."""
-    found = []
-    plan, host_mib = size_host_levels(config)
-    for settings, card in zip(config.served_models(), cards, strict=True):
-        is_alone = len(cards) == 1
-        report = log if is_alone else partial(_report, log, settings.name)
-        own = config.engine_of(settings)
-        if settings.name in host_mib:
-            size_mib = host_mib[settings.name]
-            own = with_host_mib(own, size_mib)
-            free_mib = None if plan is None else plan.free_mib
-            report("host_level_sized", {"host_mib": size_mib, "free_mib": free_mib})
-        engine = engine_config(config, own, "" if is_alone else settings.name)
-        found.append(EngineSupervisor(Path(card.folder), engine, report))
-    return found
-
-
-def _report(log: Log, model: str, event: str, facts: dict[str, object]) -> None:
-    log(event, {"model": model, **facts})
 
 
 def _served_models(
@@ -574,6 +550,13 @@ async def _watch_start(supervisor: EngineSupervisor, name: str, log: Log) -> Non
         log("model_ready", {"model": name})
 
 
+async def _move_heap(starts: Sequence[Awaitable[None]]) -> None:
+    """Move the heap to large pages when all models have started or failed to: they are faster with
+    the processors for themselves."""
+    await asyncio.gather(*starts)
+    await asyncio.to_thread(use_large_pages)
+
+
 async def _serve(
     gateway: Gateway,
     supervisors: Sequence[EngineSupervisor],
@@ -602,8 +585,9 @@ async def _serve(
         announce(urls)
     elif ready.done():
         ready.result()
+    moved = asyncio.create_task(_move_heap(watches))
     await stopped
-    for watch in watches:
+    for watch in (*watches, moved):
         watch.cancel()
     context, timeout_s, began_s = gateway.context, config.engine.drain_timeout_s, time.monotonic()
     running = sum(context.running.values())

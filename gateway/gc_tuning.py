@@ -4,7 +4,8 @@ A gateway makes modules, a vocabulary, a tokenizer and tables at its start and k
 garbage collector need not traverse these objects again, and pages of 2 MiB make them cheap to
 reach: an answer touches a few bytes in a thousand places, and each place that was not used for some
 microseconds costs a walk through the page tables, on a virtual machine through two. This module
-knows no object of the heap. `gateway.app` calls `freeze_heap` before it is ready.
+knows no object of the heap. `gateway.app` calls `freeze_heap` before it is ready, and
+`use_large_pages` once nothing else starts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Advise = Callable[[int, int, int], object]
 
 
 def freeze_heap() -> None:
-    """Freeze all live objects and move the heap to large pages. Takes about 0.1 s.
+    """Freeze all live objects, and let collections begin. Takes about 0.1 s.
 
     Call it once, when everything that lives as long as the process exists. Later collections skip
     these objects, and run after `YOUNG_OBJECTS_MAX` new objects, not after a few hundred: reference
@@ -34,12 +35,17 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(YOUNG_OBJECTS_MAX, *gc.get_threshold()[1:])
-    _use_large_pages()
 
 
-def _use_large_pages() -> None:
-    """Use large pages if the kernel has them and its operator allows them; else do nothing."""
+def use_large_pages() -> None:
+    """Move the heap to large pages if the kernel has them and its operator allows them; else do
+    nothing.
+
+    Zeroing a page takes 2 to 5 ms on a virtual machine: half a second and more beside a large
+    vocabulary. Call it in a thread: others run meanwhile.
+    """
     try:
         if "[never]" in (THP / "enabled").read_text():
             return

@@ -28,7 +28,6 @@ REPEATING = {
     "gateway/dialects/validation.py": "paths that the decoder writes from names of our own fields",
     "gateway/http/route_table.py": "declared paths; a parameter ends at the next slash",
     "gateway/prompt/layout.py": "digits between private-use characters that clients may not send",
-    "gateway/prompt/renderer.py": "alternatives of the model's own words, without repeats",
     "gateway/prompt/tokenizer.py": "alternatives of the model's own words, without repeats",
     "gateway/structured_output/gbnf.py": "one token at its own place; no repeat can be divided",
     "tenancy/accounting/exports.py": "matched whole against our own numbers",

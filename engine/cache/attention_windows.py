@@ -14,7 +14,7 @@ from engine.api import BlockWindow, LeaseGrant, LeaseRequest
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
 from engine.cache.lease_manager import LeaseManager
-from engine.cache.tree.prefix_tree import Node, TreeBlock
+from engine.cache.tree.prefix_tree import Node
 from engine.cache.tree.window_groups import HOLE
 
 
@@ -67,17 +67,8 @@ class AttentionWindows:
         self._manager.unpin_all(table.account, reversed(gone))
 
     def _leave_tree(self, table: BlockTable, sinks: int, now_s: float) -> None:
-        """End the use of the committed blocks behind the sinks: their last use is now. Promises are
-        renewed from the root on, those of window blocks with their nodes', so that none holds
-        without those above it.
-        """
-        found = (self._manager.node_of[block] for block in table.blocks[: table.committed])
-        used = [node for node in found if isinstance(node, Node)]
-        for node in used:
-            node.last_use_s = now_s
-        renewed: list[TreeBlock] = [*used]
-        renewed += [block for block in table.resumed if block.parent is not None]
-        self._leases.renew_on_release(table.account, renewed, now_s)
+        """End the use of the committed blocks behind the sinks."""
+        self._leases.end_use(table, now_s)
         table.resumed = []
         top = self._manager.node_of[table.blocks[sinks - 1]] if sinks else None
         table.node = top if isinstance(top, Node) else table.account.tree.root

@@ -161,14 +161,15 @@ def _check_holes(table: BlockTable) -> None:
 
 
 def _check_writable(manager: BlockManager, table: BlockTable) -> None:
-    """Check that the last block that a table may write without asking is whole and its own (I2). A
-    table that has let its blocks go writes nothing before it has asked.
+    """Check that the last block that a table may write without asking is whole and its own (I2),
+    where any slot of it is still to be written. A table that has let its blocks go writes nothing
+    before it has asked.
     """
     if not table.blocks:
         return
     whole, rest = divmod(table.writable_tokens, manager.block_size)
     _expect(not rest and whole <= len(table.blocks), f"{whole} writable blocks", len(table.blocks))
-    if whole <= table.committed:
+    if table.writable_tokens <= table.kv_tokens:
         return
     for row in (table.blocks, *table.beside):
         refs = manager.pool.ref_count[row[whole - 1]]

@@ -1,43 +1,34 @@
-"""The lease manager: grants leases at admission, applies their terms to blocks, keeps the
-deadlines.
+"""The lease manager: grants leases at admission, and applies their terms to the blocks of tables.
 
 It implements rule 7 (a promise and a limit) and rule 8 (granted, clipped or refused, never silently
-dropped). Where a level below the device keeps promises, it moves them there and back. It moves no
-block itself: `block_manager` does. Only `prefix_cache` calls it.
+dropped). What becomes of a block's terms, `block_promises` decides. It moves no block itself:
+`block_manager` does. Only `prefix_cache` and `attention_windows` call it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
-from msgspec.structs import replace
-
 from engine.api import Bound, LeaseGrant, LeaseRequest, Namespace, Quota
+from engine.cache.block_promises import BlockPromises
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
-from engine.cache.kept_below import FoundPromise, KeptBelow, KeptWindows
-from engine.cache.promise_room import NO_ROOM_ASKED, PromiseRoom, asks_promise, cover, room_of
-from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
-from engine.cache.tree.leases import BlockTerms, Deadlines, LeaseSpans, promised_seconds, spans_of
-from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock
+from engine.cache.kept_below import KeptWindows
+from engine.cache.promise_room import NO_ROOM_ASKED, PromiseRoom, asks_promise, cover
+from engine.cache.tree.accounts import NamespaceAccount
+from engine.cache.tree.leases import BlockTerms, LeaseSpans, promised_seconds, spans_of
+from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.cache.window_promises import WindowCover, first_promised
 
 
 class LeaseManager:
-    """The deadlines of every block under a lease, and the promises given.
+    """The leases of block tables, from their grant to the end of their sequence."""
 
-    `below`: the level that keeps promises below the device, if there is one. `fresh`: blocks that
-    have been promised on the device since the list was last emptied, where there is such a level.
-    """
-
-    def __init__(self, manager: BlockManager) -> None:
-        self.below: KeptBelow | None = None
-        self.fresh: list[Node] = []
+    def __init__(self, manager: BlockManager, promises: BlockPromises) -> None:
         self._manager = manager
-        self._limits: Deadlines[tuple[NamespaceAccount, Node]] = Deadlines()
-        self._promises: Deadlines[tuple[NamespaceAccount, TreeBlock]] = Deadlines()
+        self._promises = promises
 
     def grant(
         self,
@@ -60,12 +51,13 @@ class LeaseManager:
         size, prompt_tokens = self._manager.block_size, len(tokens)
         requested, covered_blocks = [], 0
         if suspended is None:
-            room = self._room(table.account) if leases else NO_ROOM_ASKED
+            room = self._promises.room(table.account) if leases else NO_ROOM_ASKED
         else:
             prompt_tokens = min(prompt_tokens, suspended.prompt_tokens)
             room = self._take_over_room(table, suspended)
-        kept = self._kept_below(table, len(path), tokens, leases, now_s)
-        windows = self._window_cover(table, path, kept, tokens, leases, now_s)
+        behind = self._promised_behind(table, len(path), tokens, leases)
+        kept = self._kept_below(table, len(path) + len(behind), tokens, leases, now_s)
+        windows = self._window_cover(table, path, behind, kept, tokens, leases, now_s)
         grants: dict[int, LeaseGrant] = {}
         for position, lease in sorted(enumerate(leases), key=lambda pair: pair[1].tokens):
             covered_tokens = min(lease.tokens, prompt_tokens)
@@ -92,7 +84,7 @@ class LeaseManager:
         table.requested_leases = tuple(requested)
         table.account.add_reserved(table.reserved)
         if table.write:
-            self._apply_granted(table, path, kept, windows, now_s)
+            self._apply_granted(table, path, behind, kept, windows, now_s)
         if suspended is None or not table.write:
             return 0
         return max(0, promised_blocks(suspended, now_s) - promised_blocks(table, now_s))
@@ -101,12 +93,13 @@ class LeaseManager:
         self,
         table: BlockTable,
         path: Sequence[Node],
+        behind: Sequence[Node],
         kept: Sequence[BlockTerms],
         windows: WindowCover | None,
         now_s: float,
     ) -> None:
-        """Apply the leases of a table that begins to the blocks it found, here and below; without
-        leases they have no limit from then on. O(blocks).
+        """Apply the leases of a table that begins to the blocks it found, to those promised behind
+        them and to those below; without leases what it found has no limit from then on. O(blocks).
         """
         if not table.requested_leases:
             for node in path:
@@ -114,9 +107,11 @@ class LeaseManager:
                     node.terms.limit_at_s = math.inf
             return
         size, spans = self._manager.block_size, _spans(table, now_s)
-        for index, node in enumerate(path):
+        if windows is not None:
+            table.window_kept = windows.kept.keys()
+        for index, node in enumerate((*path, *behind)):
             self._extend(table, node, index, spans, now_s, is_new=False)
-            if table.beside:
+            if table.beside and index < len(path):
                 self._extend_windows(table, node, index, spans, now_s)
         self._extend_below(table, path, kept, spans, now_s)
         if windows is not None:
@@ -132,7 +127,7 @@ class LeaseManager:
         self._release_held_up(suspended, held_up)
         suspended.reserved = 0
         table.started_s = suspended.started_s
-        room = self._room(table.account)
+        room = self._promises.room(table.account)
         room.keep(reserved, held_up)
         return room
 
@@ -187,10 +182,9 @@ class LeaseManager:
                 continue
             if terms is None:
                 terms = node.terms = BlockTerms(-math.inf if is_new else math.inf)
-            # Levels copy whole blocks alone: a tail would hold its whole path on the device.
-            is_whole = self.below is None or len(node.run) == self._manager.block_size
-            terms.extend(requested, promised=index < covered_blocks and is_whole)
-        self.update_deadlines(table.account, node, now_s)
+            promised = index < covered_blocks and self._is_promisable(node)
+            terms.extend(requested, promised=promised)
+        self._promises.update_deadlines(table.account, node, now_s)
 
     def _extend_windows(
         self,
@@ -203,8 +197,8 @@ class LeaseManager:
         """Apply the terms of the leases whose last windows contain block `index` to its window
         blocks.
         """
-        if self.below is not None and len(node.run) < self._manager.block_size:
-            return  # levels copy whole blocks alone
+        if not self._is_promisable(node):
+            return
         for group, promises in enumerate(table.window_promises):
             block = None if node.beside is None else node.beside[group]
             if block is None or index not in promises:
@@ -215,8 +209,14 @@ class LeaseManager:
                 if self._is_read(table, group, index, lease_tokens, covered_blocks):
                     block.terms = block.terms or BlockTerms(math.inf)
                     block.terms.extend(requested, promised=True)
-            self.update_deadlines(table.account, block, now_s)
+            self._promises.update_deadlines(table.account, block, now_s)
             table.resumed.append(block)
+
+    def _is_promisable(self, node: Node) -> bool:
+        """Return whether a run may be promised: where a level below keeps promises, whole ones
+        alone, since a tail, of which no level has a copy, would hold its whole path on the device.
+        """
+        return self._promises.below is None or len(node.run) == self._manager.block_size
 
     def _is_read(
         self, table: BlockTable, group: int, index: int, lease_tokens: int, covered_blocks: int
@@ -226,7 +226,7 @@ class LeaseManager:
         """
         windows = self._manager.windows
         tokens = min(lease_tokens, table.prompt_tokens, covered_blocks * windows.block_size)
-        first = first_promised(windows, group, tokens, has_level=self.below is not None)
+        first = first_promised(windows, group, tokens, has_level=self._promises.below is not None)
         return first <= index < covered_blocks
 
     def _may_promise(self, account: NamespaceAccount, block: WindowBlock) -> bool:
@@ -238,7 +238,7 @@ class LeaseManager:
             return True
         if node is None or not (node.promised or node.promised_below):
             return False
-        return self._room_under(account, node).blocks > 0
+        return self._promises.room_under(account, node).blocks > 0
 
     def _extend_kept_windows(
         self,
@@ -249,12 +249,11 @@ class LeaseManager:
         """Apply the leases of a table to window blocks that a level below alone has, and keeps the
         promises of. O(these).
         """
-        table.window_kept = windows.kept.keys()
         for (group, index), terms in windows.kept.items():
             for tokens, covered_blocks, requested in spans:
                 if self._is_read(table, group, index, tokens, covered_blocks):
                     terms.extend(requested, promised=True)
-            self._follow_below(table.account, terms)
+            self._promises.follow_below(table.account, terms)
 
     def _cover(
         self,
@@ -282,6 +281,7 @@ class LeaseManager:
         self,
         table: BlockTable,
         path: Sequence[Node],
+        behind: Sequence[Node],
         kept: Sequence[BlockTerms],
         tokens: Sequence[int],
         leases: Sequence[LeaseRequest],
@@ -291,10 +291,11 @@ class LeaseManager:
         if not table.beside or not leases:
             return None
         below: Sequence[KeptWindows] | None = None
-        if self.below is not None:
+        if self._promises.below is not None:
             is_asked = table.write and asks_promise(leases)
-            below = self.below.windows_of(table.namespace, tokens, now_s) if is_asked else ()
-        return WindowCover(self._manager.windows, table, path, len(kept), below)
+            level = self._promises.below
+            below = level.windows_of(table.namespace, tokens, now_s) if is_asked else ()
+        return WindowCover(self._manager.windows, table, path, behind, len(kept), below)
 
     def promisable(
         self,
@@ -309,10 +310,33 @@ class LeaseManager:
         """
         size = self._manager.block_size
         kept = len(self._terms_below(namespace, tokens, len(path), now_s))
-        room = self._room_of(self._manager.fair_share.get(quota.payer or namespace), quota)
+        room = self._promises.room_of(self._manager.fair_share.get(quota.payer or namespace), quota)
         covered, _ = cover(path, kept, 0, -(-len(tokens) // size), room)
         promisable = min(len(tokens), covered * size)
         return promisable, room.bound if promisable < len(tokens) else ""
+
+    def _promised_behind(
+        self,
+        table: BlockTable,
+        matched: int,
+        tokens: Sequence[int],
+        leases: Sequence[LeaseRequest],
+    ) -> list[Node]:
+        """Return the runs right behind the `matched` ones whose promises the device keeps: a match
+        ends before them where window blocks are gone. O(these).
+        """
+        found: list[Node] = []
+        table.matched = matched
+        if not table.beside or not table.write or not asks_promise(leases):
+            return found
+        size, above = self._manager.block_size, table.node
+        for start in range(matched * size, len(tokens) - size + 1, size):
+            node = above.children.get(tuple(tokens[start : start + size]))
+            if node is None or not node.promised:
+                break
+            found.append(node)
+            above = node
+        return found
 
     def _kept_below(
         self,
@@ -326,7 +350,7 @@ class LeaseManager:
         below keeps. O(blocks), where leases promise anything.
         """
         table.kept_from = table.kept_to = matched
-        if self.below is None or not table.write or not asks_promise(leases):
+        if self._promises.below is None or not table.write or not asks_promise(leases):
             return []
         kept = self._terms_below(table.namespace, tokens, matched, now_s)
         table.kept_to = matched + len(kept)
@@ -339,9 +363,9 @@ class LeaseManager:
         keeps. O(runs).
         """
         kept: list[BlockTerms] = []
-        if self.below is None:
+        if self._promises.below is None:
             return kept
-        for terms in self.below.terms_of(namespace, tokens, now_s)[matched:]:
+        for terms in self._promises.below.terms_of(namespace, tokens, now_s)[matched:]:
             if terms is None or terms.below_class is None:
                 break
             kept.append(terms)
@@ -358,16 +382,16 @@ class LeaseManager:
         """Apply the leases of a table to the blocks behind its match that a level below keeps, and
         bring the promises of its path back to the device if new blocks under it are promised.
         """
-        if self.below is None:
+        if self._promises.below is None:
             return
         table.account.add_held_up(table.held_up)
         if table.reserved and path:
-            self._return_to_device(table.account, path[-1], now_s)
-        for index, terms in enumerate(kept, start=len(path)):
+            self._promises.return_to_device(table.account, path[-1])
+        for index, terms in enumerate(kept, start=table.kept_from):
             for tokens, covered_blocks, requested in spans:
                 if index * self._manager.block_size < tokens:
                     terms.extend(requested, promised=index < covered_blocks)
-            self._follow_below(table.account, terms)
+            self._promises.follow_below(table.account, terms)
 
     def release_reservation(self, table: BlockTable, index: int) -> None:
         """Release the reservations of block `index` of the table, which is now in the tree."""
@@ -420,13 +444,27 @@ class LeaseManager:
             block.terms = block.terms or BlockTerms(math.inf)
             for _, _, requested in spans:
                 block.terms.extend(requested, promised=True)
-            self.update_deadlines(table.account, block, now_s)
+            self._promises.update_deadlines(table.account, block, now_s)
 
     def _may_promise_last(self, table: BlockTable, block: WindowBlock) -> bool:
-        if self.below is None:
-            return block.promised or self._room(table.account).blocks > 0
-        is_whole = block.parent is not None and len(block.parent.run) == self._manager.block_size
-        return is_whole and self._may_promise(table.account, block)
+        if self._promises.below is None:
+            return block.promised or self._promises.room(table.account).blocks > 0
+        node = block.parent
+        is_promisable = node is not None and self._is_promisable(node)
+        return is_promisable and self._may_promise(table.account, block)
+
+    def end_use(self, table: BlockTable, now_s: float) -> None:
+        """Note that a sequence uses the committed blocks of its table no more: their last use is
+        now, and the leases that count from there begin anew. Promises are renewed from the root on,
+        those of window blocks after their nodes', so that none holds without those above it.
+        O(blocks).
+        """
+        found = (self._manager.node_of[block] for block in table.blocks[: table.committed])
+        used = [node for node in found if isinstance(node, Node)]  # deeper ones may have left
+        for node in used:
+            node.last_use_s = now_s
+        windows = (block for block in table.resumed if block.parent is not None)
+        self._promises.renew_on_release(table.account, (*used, *windows), now_s)
 
     def revoke(self, account: NamespaceAccount, lease_id: str) -> list[Node]:
         """Remove a lease. Return the topmost nodes that it alone covered.
@@ -441,237 +479,19 @@ class LeaseManager:
                 table.write = False
         return account.lease_endpoints.revoke(lease_id)
 
-    def renew_on_read(
-        self, account: NamespaceAccount, nodes: Iterable[TreeBlock], now_s: float
-    ) -> None:
-        """Renew the leases on blocks that were read; a lapsed promise only while there is room.
-        O(blocks).
+    def regain(self, table: BlockTable, node: Node, index: int, now_s: float) -> int:
+        """Make room for the promise of block `index`, which was promised behind the match when the
+        table began and is not any more; without room the table's promises end above it. Return how
+        many blocks that it has yet to compute are no longer promised by that: none where the time
+        of its leases is over. O(depth).
         """
-        for node, terms, has_room in self._leased_nodes(account, nodes):
-            terms.renew_on_read(now_s, promise=has_room)
-            self.update_deadlines(account, node, now_s)
-
-    def renew_on_release(
-        self, account: NamespaceAccount, nodes: Iterable[TreeBlock], now_s: float
-    ) -> None:
-        """Restart the leases that count from the last use, on blocks whose use has ended. As
-        `renew_on_read`.
-        """
-        for node, terms, has_room in self._leased_nodes(account, nodes):
-            terms.renew_on_release(now_s, promise=has_room)
-            self.update_deadlines(account, node, now_s)
-
-    def _leased_nodes(
-        self, account: NamespaceAccount, nodes: Iterable[TreeBlock]
-    ) -> Iterator[tuple[TreeBlock, BlockTerms, bool]]:
-        """Yield each block under a lease, its terms, and whether it may be promised. A window
-        block comes after its node.
-
-        A block may be promised if it is already, or if there is room for its promise. Where a level
-        below keeps the promise of its node, a window block's is not begun again.
-        """
-        room, waiting = None, 0
-        for node in nodes:
-            if node.terms is None:
-                continue
-            has_room = node.promised
-            if node.terms.below_class is not None:
-                has_room, waiting = True, waiting + isinstance(node, Node)
-            elif isinstance(node, WindowBlock) and node.parent and node.parent.promised_below:
-                has_room = False
-            elif not has_room and node.terms.renew_promise_s > 0:
-                room = self._room(account) if room is None else room
-                room.waiting += waiting
-                waiting = 0
-                has_room = room.take()
-            yield node, node.terms, has_room
-
-    def update_deadlines(self, account: NamespaceAccount, node: TreeBlock, now_s: float) -> None:
-        """Update the deadlines and the promised count after a change of the block's terms."""
-        terms = node.terms
-        if terms is None or (
-            node.has_limit_deadline
-            and node.has_promise_deadline
-            and terms.promised_class == node.promised_class
-        ):
-            return  # the deadlines that are set come no later than the terms'
-        if terms.limit_at_s < math.inf and isinstance(node, Node) and not node.has_limit_deadline:
-            node.has_limit_deadline = True
-            self._limits.add(terms.limit_at_s, (account, node))
-        if terms.below_class is not None:
-            self._follow_below(account, terms)
-            return
-        promised_class = terms.promised_class if terms.promise_at_s > now_s else None
-        if promised_class is None and node.has_promise_deadline:
-            # Over, but `lapse_promises` has not run yet: it handles all blocks below as well.
-            promised_class = node.promised_class
-        if promised_class is not None:
-            self._set_promise_deadline(account, node, terms)
-        if promised_class != node.promised_class:
-            is_new = node.promised_class is None
-            self._manager.set_promised(account, node, promised_class)
-            if is_new and self.below is not None:
-                if isinstance(node, Node):
-                    self.fresh.append(node)
-                self._return_to_device(account, node.parent, now_s)
-
-    def lapse_promises(self, now_s: float) -> None:
-        """Turn promises whose time is over into best effort. O(due log n).
-
-        A block in use under a clock that counts from the last use keeps its promise: the use goes
-        on. Its descendants' promises may begin meanwhile, and an unpromised block above promised
-        ones would count as evictable without being so.
-        """
-        for account, node in self._promises.take_due(now_s):
-            node.has_promise_deadline = False
-            if account.tree.contains(node):
-                held = node.parent if isinstance(node, WindowBlock) else node
-                is_in_use = held is not None and self._manager.is_in_use(held.block)
-                if node.terms is not None and is_in_use:
-                    node.terms.hold_promise(now_s)
-                self.update_deadlines(account, node, now_s)
-
-    # -- promises that a level below keeps ----------------------------------------------------
-
-    def keep_below(self, account: NamespaceAccount, node: TreeBlock) -> bool:
-        """Let a level below keep the promise of a block, so that the device may evict it; return
-        whether that may be: not while a block under it, or of its windows, is promised on the
-        device, or will be, for a sequence that has yet to compute it. O(log n), and O(tables) where
-        there are such blocks.
-        """
-        terms, promised_class = node.terms, node.promised_class
-        if terms is None or promised_class is None:
-            return False
-        if isinstance(node, Node):
-            beside = node.beside or ()
-            if node.promised_children or any(one is not None and one.promised for one in beside):
-                return False
-        if account.reserved and any(
-            table.reserved and _last_on_device(table) is node for table in self._manager.tables
-        ):
-            return False
-        self._manager.set_promised(account, node, None)
-        terms.below_class = promised_class
-        account.add_below(promised_class, 1)
-        return True
-
-    def take_over(self, found: FoundPromise, now_s: float) -> bool:
-        """Charge a promise that a level below has kept since before this engine to its payer, whose
-        quota may not be known yet. Return False where it is added to one that is counted already:
-        of the same copy, or on the device. O(log n).
-        """
-        account, node, fresh = self._account_of(found), found.node, found.fresh
-        promised = node.terms if node is not None and node.promised else None
-        if (longer := found.known or promised) is not None:
-            longer.merge(fresh)
-            self._follow_below(account, longer)
-        else:
-            self._manager.version += 1
-            fresh.below_class = fresh.promised_class
-            account.add_below(fresh.promised_class, 1)
-            if node is None:
-                account.add_away(1)
-            elif node.terms is None:
-                fresh.limit_at_s = math.inf
-            else:
-                fresh.merge(node.terms)
-            if node is not None:
-                node.terms = fresh
-        if node is not None:
-            self.update_deadlines(account, node, now_s)
-        return longer is None
-
-    def _account_of(self, found: FoundPromise) -> NamespaceAccount:
-        account = self._manager.accounts.get(found.namespace)
-        if account is None:
-            share = self._manager.fair_share.get(found.payer)
-            quota = replace(Quota() if share is None else share.quota, payer=found.payer)
-            account = self._manager.account(found.namespace, quota)
-        return account
-
-    def end_below(self, account: NamespaceAccount, terms: BlockTerms, *, is_away: bool) -> None:
-        """End the keeping of a promise below; `is_away`: the device has evicted its block. O(1)."""
-        assert terms.below_class is not None, "a level keeps this promise"
-        self._manager.version += 1
-        account.add_below(terms.below_class, -1)
-        terms.below_class = None
-        if is_away:
-            account.add_away(-1)
-
-    def take_back(self, account: NamespaceAccount, node: TreeBlock, now_s: float) -> bool:
-        """Bring the promise of a block back to the device, with those of the blocks above it, if
-        there is room for all of them; return whether there was. That of a window block returns to
-        a node that is promised there. O(depth).
-        """
-        if isinstance(node, WindowBlock):
-            return self._take_back_window(account, node)
-        wanted, above = 0, node
-        while above.promised_below and above.parent is not None:
-            wanted, above = wanted + 1, above.parent
-        if self._room(account).device < wanted:
-            return False
-        self._return_to_device(account, node, now_s)
-        return True
-
-    def _take_back_window(self, account: NamespaceAccount, block: WindowBlock) -> bool:
-        node, terms = block.parent, block.terms
-        if node is None or terms is None or not node.promised or self._room(account).device < 1:
-            return False
-        self.end_below(account, terms, is_away=False)
-        self._set_promise_deadline(account, block, terms)
-        self._manager.set_promised(account, block, terms.promised_class)
-        return True
-
-    def promise_again(
-        self, account: NamespaceAccount, node: TreeBlock, until_s: float, name: str, now_s: float
-    ) -> bool:
-        """Promise a block on the device again whose keeping below was given up; return whether
-        there was room. O(depth).
-        """
-        if isinstance(node, WindowBlock) and not (node.parent and node.parent.promised):
-            return False
-        if node.terms is None or not self._room_under(account, node.parent).take():
-            return False
-        node.terms.extend_promise(until_s, name)
-        self.update_deadlines(account, node, now_s)
-        return True
-
-    def adopt(self, account: NamespaceAccount, node: Node, now_s: float) -> None:
-        """Give a node that has just entered the tree the terms of the promise that a level below
-        keeps of its tokens: its use is a read. O(1).
-        """
-        assert self.below is not None, "a level that keeps promises"
-        if (terms := self.below.adopt(account, node, now_s)) is not None:
-            self._adopt(account, node, terms, now_s)
-        for block in filter(None, node.beside or ()):
-            self.adopt_window(account, block, now_s)
-
-    def adopt_window(self, account: NamespaceAccount, block: WindowBlock, now_s: float) -> None:
-        """Give a window block that a node has just got the terms of the promise that a level below
-        keeps of it. O(1).
-        """
-        terms = None if self.below is None else self.below.adopt_window(account, block, now_s)
-        if terms is not None:
-            self._adopt(account, block, terms, now_s)
-
-    def _adopt(
-        self, account: NamespaceAccount, node: TreeBlock, terms: BlockTerms, now_s: float
-    ) -> None:
-        if node.terms is not None:
-            terms.merge(node.terms)
-        node.terms = terms
-        account.add_away(-1)
-        self.renew_on_read(account, (node,), now_s)
-
-    def regain(self, table: BlockTable, node: Node, index: int) -> int:
-        """Make room for the promise of block `index`, which a level below kept when the table began
-        and has lost since; without room the table's promises end above it. Return how many blocks
-        behind those that the level kept are no longer promised by that. O(depth).
-        """
-        if not table.kept_from <= index < table.kept_to or node.promised or node.promised_below:
+        if not table.matched <= index < table.kept_to or node.promised or node.promised_below:
             return 0
-        room = self._room_under(table.account, node.parent)
-        has_device = table.held_up > 0 or room.device - room.waiting > 0
+        if index >= promised_blocks(table, now_s):
+            return 0
+        room = self._promises.room_under(table.account, node.parent)
+        is_held_up = index >= table.kept_from and table.held_up > 0
+        has_device = is_held_up or room.device - room.waiting > 0
         if room.total > 0 and has_device:
             return 0
         dropped = table.reserved
@@ -683,84 +503,12 @@ class LeaseManager:
         self._release_held_up(table, table.held_up)
         return dropped
 
-    def _return_to_device(self, account: NamespaceAccount, node: Node | None, now_s: float) -> None:
-        """Bring the promises from a node upward back to the device, up to one that is there."""
-        assert self.below is not None, "a level that keeps promises"
-        while node is not None and node.terms is not None and node.terms.below_class is not None:
-            self.end_below(account, node.terms, is_away=False)
-            self._set_promise_deadline(account, node, node.terms)
-            self._manager.set_promised(account, node, node.terms.promised_class)
-            self.below.returned(node)
-            self.fresh.append(node)
-            node = node.parent
-
-    def _set_promise_deadline(
-        self, account: NamespaceAccount, node: TreeBlock, terms: BlockTerms
-    ) -> None:
-        if not node.has_promise_deadline and terms.promise_at_s < math.inf:
-            node.has_promise_deadline = True
-            self._promises.add(terms.promise_at_s, (account, node))
-
-    def _follow_below(self, account: NamespaceAccount, terms: BlockTerms) -> None:
-        """Count a promise that is kept below under the class that promises it longest."""
-        if terms.below_class is not None and terms.below_class != terms.promised_class:
-            account.add_below(terms.below_class, -1)
-            account.add_below(terms.promised_class, 1)
-            terms.below_class = terms.promised_class
-
     def _release_held_up(self, table: BlockTable, blocks: int) -> None:
         released = max(0, min(blocks, table.held_up))
         if released:
             table.held_up -= released
             table.kept_from += released
             table.account.add_held_up(-released)
-
-    def next_lapse_s(self) -> float | None:
-        """Return the earliest time at which a promise ends; None if none does. O(promised blocks).
-
-        The deadlines may lie earlier, since a renewed promise moves its own only when it is due.
-        """
-        ends = [
-            node.terms.promise_at_s
-            for account, node in self._promises.items()
-            if node.promised and node.terms is not None and account.tree.contains(node)
-        ]
-        return min(ends, default=None)
-
-    def take_expired(self, now_s: float) -> list[tuple[NamespaceAccount, Node]]:
-        """Return the blocks whose limit has passed; the caller removes them from the tree.
-
-        A block in use under a clock that counts from the last use stays: the use goes on.
-        """
-        gone = []
-        for account, node in self._limits.take_due(now_s):
-            node.has_limit_deadline = False
-            if not account.tree.contains(node) or node.terms is None:
-                continue
-            if self._manager.is_in_use(node.block):
-                node.terms.hold_limit(now_s)
-            if node.terms.limit_at_s > now_s:
-                self.update_deadlines(account, node, now_s)
-            else:
-                gone.append((account, node))
-        return gone
-
-    def _room(self, account: NamespaceAccount) -> PromiseRoom:
-        """Return the room for promises to this namespace's payer."""
-        return self._room_of(account.payer_account, account.payer_account.quota)
-
-    def _room_of(self, payer_account: PayerAccount | None, quota: Quota) -> PromiseRoom:
-        kept = self.below is not None
-        return room_of(self._manager.fair_share, payer_account, quota, is_kept_below=kept)
-
-    def _room_under(self, account: NamespaceAccount, node: Node | None) -> PromiseRoom:
-        """Return the room for a promise on the device under a node: those above it that a level
-        below keeps return with it. O(depth).
-        """
-        room = self._room(account)
-        while node is not None and node.promised_below:
-            room.waiting, node = room.waiting + 1, node.parent
-        return room
 
 
 def _spans(table: BlockTable, now_s: float) -> list[tuple[int, int, LeaseSpans]]:
@@ -769,14 +517,6 @@ def _spans(table: BlockTable, now_s: float) -> list[tuple[int, int, LeaseSpans]]
         (lease.tokens, covered_blocks, spans_of(lease.retention, table.started_s, now_s))
         for lease, covered_blocks in table.requested_leases
     ]
-
-
-def _last_on_device(table: BlockTable) -> Node | None:
-    """Return the last node of a table's path whose promise no level below keeps. O(depth)."""
-    node: Node | None = table.node
-    while node is not None and node.promised_below:
-        node = node.parent
-    return node
 
 
 def promised_blocks(table: BlockTable, now_s: float | None = None) -> int:
@@ -789,7 +529,7 @@ def promised_blocks(table: BlockTable, now_s: float | None = None) -> int:
 
 
 def _outcome(granted: int, covered_tokens: int) -> Literal["granted", "clipped", "refused"]:
-    """Return the outcome of a lease of `covers` tokens of which `granted` are granted."""
+    """Return the outcome of a lease of `covered_tokens` tokens of which `granted` are granted."""
     if granted == covered_tokens:
         return "granted"
     return "clipped" if granted else "refused"

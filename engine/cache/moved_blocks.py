@@ -102,6 +102,31 @@ class MovedBlocks:
         self._manager.version += 1
         return held
 
+    # -- room ---------------------------------------------------------------------------------
+
+    def account_of(self, node: Node) -> NamespaceAccount | None:
+        """Return the account whose tree has this node; None once it has left. O(1)."""
+        return self._manager.account_of(node)
+
+    @property
+    def free_blocks(self) -> int:
+        """Return the blocks that nothing refers to. O(1)."""
+        return len(self._manager.pool.free)
+
+    @property
+    def spare_blocks(self) -> int:
+        """Return the blocks that are free or may be evicted for any payer, less those that unfilled
+        floors may still claim: so many may be pinned without a request behind them. O(floors).
+        """
+        return self.free_blocks + self._manager.fair_share.spare_beyond_floors()
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Return the blocks that a block table or a move refers to. O(payers changed since the last
+        query)."""
+        manager = self._manager
+        return manager.pool.blocks - self.free_blocks - manager.fair_share.cached()
+
     # -- victims ------------------------------------------------------------------------------
 
     def next_victims(self) -> Iterator[Node]:

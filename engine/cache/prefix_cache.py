@@ -7,11 +7,11 @@ callers pass `now_s`. One thread calls it. The numbered rules are in `engine/cac
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from engine.api import BlockWindow, Bound, LeaseRequest, Namespace, Payer, Quota, tokens_within
 from engine.cache.attention_windows import AttentionWindows
+from engine.cache.block_promises import BlockPromises
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
 from engine.cache.checker import recount
@@ -29,12 +29,10 @@ from engine.cache.events import (
     PromiseLost,
     peek_of,
 )
-from engine.cache.kept_below import FoundPromise, KeptBelow
 from engine.cache.lease_manager import LeaseManager, promised_blocks
 from engine.cache.moved_blocks import MovedBlocks
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.eviction_policy import EvictionPolicy, LeastRecentlyUsed
-from engine.cache.tree.leases import BlockTerms
 from engine.cache.tree.prefix_tree import Node, TreeBlock, TreeMatch, tree_blocks
 from engine.cache.tree.window_groups import WindowGroups
 from engine.cache.window_manager import WindowManager
@@ -72,8 +70,9 @@ class PrefixCache:
         self.windows = WindowGroups(windows, block_size)
         longest = self.windows.blocks_of(context_tokens)
         self._manager = BlockManager(blocks, self.windows, longest, eviction_policy)
-        self._leases = LeaseManager(self._manager)
-        self._windows = WindowManager(self._manager, self._leases)
+        self.promises = BlockPromises(self._manager, self._emit)
+        self._leases = LeaseManager(self._manager, self.promises)
+        self._windows = WindowManager(self._manager, self.promises)
         self._attention = AttentionWindows(self._manager, self._leases)
         self._has_windows = bool(self.windows.windows)
         self.moves = MovedBlocks(self._manager, self._allocate)
@@ -121,10 +120,10 @@ class PrefixCache:
             most = self._manager.max_sequence_blocks(namespace, quota)
             needed = self.windows.blocks_of(tokens, step_tokens, attention)
             needed = min(needed, max(most, self.windows.blocks_of(tokens, 1, attention)))
-        if self._has_windows:
-            matched += 0 if found is None else len(self._windows.read_blocks(found))
         if found is None:
             return needed
+        if self._has_windows:
+            matched += len(self._windows.read_blocks(found))
         # A matched block that may be evicted counts as room now and will be pinned by the match.
         return needed - (matched - self.count_unpinned(found))
 
@@ -175,7 +174,7 @@ class PrefixCache:
 
     def next_lapse_s(self) -> float | None:
         """Return the earliest time at which a promise ends, or None. O(promised blocks)."""
-        return self._leases.next_lapse_s()
+        return self.promises.next_lapse_s()
 
     def stats(self) -> CacheStats:
         """Return totals and gauges. O(payers changed since the last query)."""
@@ -363,7 +362,7 @@ class PrefixCache:
                     node.terms.limit_at_s = math.inf
                 table.node = node
                 continue
-            if dropped := self._leases.regain(table, node, index):
+            if dropped := self._leases.regain(table, node, index, now_s):
                 self._emit(PromiseLost(table.namespace, dropped))
             self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
             table.node = node
@@ -409,7 +408,7 @@ class PrefixCache:
             raise InvariantViolation("a block table was released twice")
         if not table.is_suspended:
             self._let_go(table, tokens, now_s, keep=keep, covered=0)
-        elif is_complete and table.reserved and not self._is_erased(table):
+        elif is_complete and table.reserved and not table.is_erased:
             self._emit(PromiseLost(table.namespace, table.reserved))
         self._leases.release_reservations(table, now_s)
         self._manager.remove_table(table)
@@ -430,18 +429,12 @@ class PrefixCache:
     def _let_go(
         self, table: BlockTable, tokens: Sequence[int], now_s: float, *, keep: bool, covered: int
     ) -> None:
-        """Unpin the blocks of a table whose use ends; renew the leases that count from there."""
+        """Unpin the blocks of a table whose use ends; begin the leases that count from there."""
         if keep and table.committed >= covered:
             self._commit_tail(table, tokens, now_s)
         if keep and self._has_windows:
             self._windows.mark_resume(table, table.kv_tokens, now_s)
-        nodes = (self._manager.node_of[block] for block in table.blocks[: table.committed])
-        used = [node for node in nodes if isinstance(node, Node)]  # deeper ones may have left
-        for node in used:
-            node.last_use_s = now_s
-        renewed: list[TreeBlock] = [*used]
-        renewed += [block for block in table.resumed if block.parent is not None]
-        self._leases.renew_on_release(table.account, renewed, now_s)
+        self._leases.end_use(table, now_s)
         self._manager.unpin_all(table.account, reversed(table.pinned))
         for row, first in zip(table.beside, table.first, strict=True):
             self._manager.unpin_all(table.account, row[first:])
@@ -453,22 +446,13 @@ class PrefixCache:
 
     # -- levels below -------------------------------------------------------------------------
 
-    def account_of(self, node: TreeBlock) -> NamespaceAccount | None:
-        """Return the account whose tree has this node; None once it has left. O(1)."""
-        return None if node.parent is None else self._manager.owner[node.block]
-
     def payer_account(self, payer: Payer) -> PayerAccount | None:
         """Return a payer's account, for reading only, or None. O(1)."""
         return self._manager.fair_share.get(payer)
 
     def whole_blocks(self, found: TreeMatch) -> TreeMatch:
         """Return the deepest hit of a match that stands at the end of a whole block. O(windows)."""
-        match = found.whole_blocks()
-        if not self._has_windows:
-            return match
-        cut = self.windows.cut(match)
-        cut.changes = found.changes
-        return cut
+        return self.windows.cut(found.whole_blocks())
 
     def lease_ends(self, namespace: Namespace, lease_id: str) -> list[Node]:
         """Return the last nodes that a lease covers in the tree. O(these)."""
@@ -477,28 +461,8 @@ class PrefixCache:
 
     def extend_lease(self, lease_id: str, node: Node) -> None:
         """Note that a lease covers everything up to a node of the tree. O(1)."""
-        account = self.account_of(node)
-        if account is not None:
+        if (account := self._manager.account_of(node)) is not None:
             account.lease_endpoints.extend(lease_id, node)
-
-    @property
-    def free_blocks(self) -> int:
-        """Return the blocks that nothing refers to. O(1)."""
-        return len(self._manager.pool.free)
-
-    @property
-    def spare_blocks(self) -> int:
-        """Return the blocks that are free or may be evicted for any payer, less those that unfilled
-        floors may still claim: so many may be pinned without a request behind them. O(floors).
-        """
-        return self.free_blocks + self._manager.fair_share.spare_beyond_floors()
-
-    @property
-    def pinned_blocks(self) -> int:
-        """Return the blocks that a block table or a move refers to. O(payers changed since the last
-        query)."""
-        manager = self._manager
-        return manager.pool.blocks - len(manager.pool.free) - manager.fair_share.cached()
 
     def watch(
         self,
@@ -511,7 +475,7 @@ class PrefixCache:
         self._manager.on_evict = on_evict
         self._on_commit = on_commit
 
-    # -- promises that a level below keeps ----------------------------------------------------
+    # -- promises -----------------------------------------------------------------------------
 
     def promisable(
         self, namespace: Namespace, tokens: Sequence[int], quota: Quota, now_s: float
@@ -534,73 +498,7 @@ class PrefixCache:
     def promisable_on_device(self) -> int:
         """Return the most that they may take on the device; 0 where no level below keeps
         promises."""
-        return 0 if self._leases.below is None else self._manager.fair_share.promisable
-
-    def keep_promises_below(self, below: KeptBelow, blocks: int) -> None:
-        """Let a level of `blocks` blocks keep promises, before anything is cached."""
-        assert not self._manager.accounts, "the cache is empty"
-        self._leases.below = below
-        self._manager.fair_share.keep_below(blocks / self.blocks)
-
-    def take_promised(self) -> list[Node]:
-        """Return the blocks that have been promised on the device since the last call, where a
-        level below keeps promises. Some may have left the tree. O(these)."""
-        fresh, self._leases.fresh = self._leases.fresh, []
-        return fresh
-
-    def keep_below(self, node: TreeBlock) -> bool:
-        """Let the level below keep the promise of a node, or window block; return whether that may
-        be: not while a block under it, or of its windows, is promised on the device. Node and level
-        share `node.terms` from then on.
-        """
-        account = self.account_of(node)
-        return account is not None and self._leases.keep_below(account, node)
-
-    def take_back(self, node: TreeBlock, now_s: float) -> bool:
-        """Bring a promise that the level below kept back to the device, with those above it; return
-        whether there was room. O(depth).
-        """
-        account = self.account_of(node)
-        return account is not None and self._leases.take_back(account, node, now_s)
-
-    def promise_again(self, node: TreeBlock, until_s: float, name: str, now_s: float) -> None:
-        """Promise a node on the device again whose keeping below an erasure has ended, but that the
-        erasure did not take: another lease covers it. Without room that is told as a loss.
-        O(depth).
-        """
-        account = self.account_of(node)
-        if account is None or node.promised or node.promised_below or until_s <= now_s:
-            return
-        if not self._leases.promise_again(account, node, until_s, name, now_s):
-            self._emit(PromiseLost(account.namespace, 1))
-
-    def take_over(self, found: FoundPromise, now_s: float) -> bool:
-        """Charge a promise kept below that an engine before has made: `LeaseManager.take_over`."""
-        return self._leases.take_over(found, now_s)
-
-    def end_below(
-        self, namespace: Namespace, terms: BlockTerms, *, is_away: bool, is_lost: bool = False
-    ) -> None:
-        """End a promise that the level below kept: its time is over, it was erased, or it
-        `is_lost`, which is told. `is_away`: the device has no block of it. O(1).
-        """
-        account = self._manager.accounts[namespace]
-        self._leases.end_below(account, terms, is_away=is_away)
-        if is_lost:
-            terms.end_promise()
-            self._emit(PromiseLost(namespace, 1))
-        self._manager.forget_if_idle(account)
-
-    def promises_below(self) -> Iterator[tuple[Namespace, Counter[str], int]]:
-        """Iterate over the namespaces with promises kept below: by class, and how many of them the
-        device has evicted. For the checker."""
-        for account in self._manager.accounts.values():
-            if account.below or account.away:
-                yield account.namespace, account.below_in, account.away
-
-    def is_in_use(self, node: TreeBlock) -> bool:
-        """Return whether a sequence uses a node of the tree, or a window block. O(1)."""
-        return node.parent is not None and self._manager.is_in_use(node.block)
+        return 0 if self.promises.below is None else self._manager.fair_share.promisable
 
     # -- expiry, erasure, checks --------------------------------------------------------------
 
@@ -609,9 +507,9 @@ class PrefixCache:
 
         A block in use stays where its clock counts from the last use. O(expired log n).
         """
-        self._leases.lapse_promises(now_s)
+        self.promises.lapse_promises(now_s)
         expired = 0
-        for account, node in self._leases.take_expired(now_s):
+        for account, node in self.promises.take_expired(now_s):
             if not account.tree.contains(node):
                 continue  # removed with a block above it
             blocks = self._manager.detach(account, node)
@@ -684,7 +582,7 @@ class PrefixCache:
         account, path, partial_node = table.account, found.path, found.partial_node
         self._manager.pin_all(account, path)
         self._renew(account, path, now_s)
-        self._take_path(table, path)
+        table.start_at(path)
         if self._has_windows:
             self._windows.pin(table, found, now_s)
         if partial_node is None:
@@ -702,35 +600,16 @@ class PrefixCache:
                 row.append(new)
             table.kv_tokens += found.partial_tokens
         elif table.beside:
-            path = self._shorten(table, path, now_s)
+            path = self._windows.shorten(table, path, now_s)
         for source in sources:
             self._manager.unpin(source.block)
         return path
-
-    def _take_path(self, table: BlockTable, path: list[Node]) -> None:
-        table.node = path[-1] if path else table.account.tree.root
-        table.blocks = [node.block for node in path]
-        table.committed = len(path)
-        table.kv_tokens = len(path) * self.block_size
-
-    def _shorten(self, table: BlockTable, path: list[Node], now_s: float) -> list[Node]:
-        """Give back the end of a match of whole blocks that does not stand without the partial
-        block; return the rest.
-        """
-        stands = self.windows.standing(path, len(path) * self.block_size) // self.block_size
-        for row, first in zip(table.beside, table.first, strict=True):
-            self._manager.unpin_all(table.account, row[first:])
-        self._manager.unpin_all(table.account, reversed(table.blocks[stands:]))
-        self._take_path(table, path[:stands])
-        hit = TreeMatch(table.account.tree, path[:stands], None, 0)
-        self._windows.pin(table, hit, now_s)
-        return hit.path
 
     def _renew(self, account: NamespaceAccount, nodes: Sequence[Node], now_s: float) -> None:
         for node in nodes:
             node.last_use_s = now_s
             node.hits += 1
-        self._leases.renew_on_read(account, nodes, now_s)
+        self.promises.renew_on_read(account, nodes, now_s)
 
     def _allocate(self, account: NamespaceAccount, count: int, now_s: float) -> list[int] | None:
         """Allocate `count` blocks: free ones, else expired, else evicted; None without room."""
@@ -754,23 +633,20 @@ class PrefixCache:
         """Return whether the table may commit: not after an erasure, nor under a prefix that left
         the tree.
         """
-        if self._is_erased(table) or not table.account.tree.contains(table.node):
+        if table.is_erased or not table.account.tree.contains(table.node):
             table.write = False
         return table.write
-
-    def _is_erased(self, table: BlockTable) -> bool:
-        return not table.write or table.write_epoch != table.account.write_epoch
 
     def _insert(
         self, table: BlockTable, run: tuple[int, ...], index: int, now_s: float
     ) -> tuple[Node, int]:
         block, beside = table.blocks[index], [row[index] for row in table.beside]
         node, added = self._manager.insert(table.account, table.node, run, block, now_s, beside)
-        if self._leases.below is not None and len(run) == self.block_size:
-            self._leases.adopt(table.account, node, now_s)
+        if self.promises.below is not None and len(run) == self.block_size:
+            self.promises.adopt(table.account, node, now_s)
         if node.terms is not None or beside:
             for tree_block in tree_blocks(node):
-                self._leases.update_deadlines(table.account, tree_block, now_s)
+                self.promises.update_deadlines(table.account, tree_block, now_s)
         return node, added
 
     def _commit_tail(self, table: BlockTable, tokens: Sequence[int], now_s: float) -> None:
@@ -789,7 +665,11 @@ class PrefixCache:
         if node is None or common < len(run):
             node, added = self._insert(table, run, index, now_s)
             self._emit(Committed(table.namespace, 1, len(run), added))
-        elif node.run == run and (filled := self._windows.commit(table, node, index, now_s)):
+        elif (
+            table.beside
+            and node.run == run
+            and (filled := self._windows.commit(table, node, index, now_s))
+        ):
             self._emit(Committed(table.namespace, 0, 0, filled))
         self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
         self._leases.release_reservation(table, index)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+from engine.cache.block_promises import BlockPromises
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
-from engine.cache.lease_manager import LeaseManager
 from engine.cache.tree.prefix_tree import Node, TreeMatch, WindowBlock
 from engine.cache.tree.window_groups import HOLE
 
@@ -19,9 +19,9 @@ from engine.cache.tree.window_groups import HOLE
 class WindowManager:
     """Moves the window blocks of tables as their sequences move on."""
 
-    def __init__(self, manager: BlockManager, leases: LeaseManager) -> None:
+    def __init__(self, manager: BlockManager, promises: BlockPromises) -> None:
         self._manager = manager
-        self._leases = leases
+        self._promises = promises
         self._groups = manager.windows
 
     def read_blocks(self, found: TreeMatch) -> list[WindowBlock]:
@@ -52,7 +52,21 @@ class WindowManager:
             self._manager.pin(block)
             block.resumed_at_s = now_s
             table.beside[block.group].append(block.block)
-        self._leases.renew_on_read(table.account, table.resumed, now_s)
+        self._promises.renew_on_read(table.account, table.resumed, now_s)
+
+    def shorten(self, table: BlockTable, path: list[Node], now_s: float) -> list[Node]:
+        """Give back the end of a match of whole blocks that does not stand without the partial
+        block behind it, for which there was no room; return the rest. O(blocks).
+        """
+        size = self._groups.block_size
+        stands = self._groups.standing(path, len(path) * size) // size
+        for row, first in zip(table.beside, table.first, strict=True):
+            self._manager.unpin_all(table.account, row[first:])
+        self._manager.unpin_all(table.account, reversed(table.blocks[stands:]))
+        hit = TreeMatch(table.account.tree, path[:stands], None, 0)
+        table.start_at(hit.path)
+        self.pin(table, hit, now_s)
+        return hit.path
 
     def commit(self, table: BlockTable, node: Node, index: int, now_s: float) -> int:
         """Share the window blocks that a node has, and fill its tombstones with the table's own
@@ -66,7 +80,7 @@ class WindowManager:
                 continue  # it was loaded, and no query behind it reads this block
             if block is None:
                 fresh = self._manager.fill(table.account, node, group, row[index], now_s)
-                self._leases.adopt_window(table.account, fresh, now_s)
+                self._promises.adopt_window(table.account, fresh, now_s)
                 filled += 1
             elif block.block != row[index]:
                 self._manager.pin(block)

@@ -111,7 +111,7 @@ class Core:
         self._bounds = QueueBounds(config.queue_requests_max, config.queue_tokens_max)
         self.on_step_failed: Callable[[int, Exception], None] = lambda step, error: None
         self._events: list[Event] = []
-        self._pending_steps: deque[InFlightStep] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._pacing = LaunchPacing()
         self._timeouts = Timeouts()
         self._maintenance = Maintenance(cache, self.check, config.check_interval_s, clock())
@@ -238,7 +238,7 @@ class Core:
 
     def has_work(self) -> bool:
         """Return whether there is anything to compute, collect or report."""
-        return bool(self.requests or self._pending_steps or self._events)
+        return bool(self.requests or self._in_flight or self._events)
 
     @property
     def is_recounting(self) -> bool:
@@ -260,7 +260,7 @@ class Core:
     def is_waiting_for_grammars(self) -> bool:
         """Return whether every live request waits for its grammar and no step is in flight."""
         compiling = len(self.scheduler.compiling)
-        return bool(compiling) and compiling == len(self.requests) and not self._pending_steps
+        return bool(compiling) and compiling == len(self.requests) and not self._in_flight
 
     @property
     def is_waiting_for_levels(self) -> bool:
@@ -271,7 +271,7 @@ class Core:
         return (
             loading is not None
             and loading.levels.is_busy
-            and not (self._pending_steps or self._events or self.scheduler.queue)
+            and not (self._in_flight or self._events or self.scheduler.queue)
             and all(sequence.load is not None for sequence in self.scheduler.running)
         )
 
@@ -316,12 +316,10 @@ class Core:
             self._take_loaded(self.scheduler.loading, now_s)
         self._make_masks()
         # A step of an isolated request, and the step after it, must not overlap with others.
-        must_collect = bool(self._pending_steps) and bool(self.scheduler.isolation)
+        must_collect = bool(self._in_flight) and bool(self.scheduler.isolation)
         slices = [] if must_collect else self.scheduler.schedule(now_s)
         launched = bool(slices) and self._launch(slices, now_s)
-        if self._pending_steps and (
-            len(self._pending_steps) >= self.pipeline_depth or not launched
-        ):
+        if self._in_flight and (len(self._in_flight) >= self.pipeline_depth or not launched):
             self._collect()
         elif (
             not slices
@@ -331,7 +329,7 @@ class Core:
         ):
             self._give_up(stalled, now_s)
         self._pace()
-        self._maintenance.run(now_s, is_busy=bool(self.requests or self._pending_steps))
+        self._maintenance.run(now_s, is_busy=bool(self.requests or self._in_flight))
         events, self._events = self._events, []
         return events
 
@@ -340,17 +338,17 @@ class Core:
         for piece in slices:
             if not piece.is_plain and piece.sequence.parent.started_at_s is None:
                 self._mark_started(piece.sequence, now_s)
-        plan, pending = self._planner.plan(self.engine_stats.next_step(), slices, now_s)
+        plan, in_flight = self._planner.plan(self.engine_stats.next_step(), slices, now_s)
         self._timeouts.record_progress()
         try:
             self.runner.launch(plan)
         except InvariantViolation:
             raise
         except Exception as error:
-            self._fail_step(pending, error)
+            self._fail_step(in_flight, error)
             return False
-        self._pending_steps.append(pending)
-        self._planner.fork(pending)
+        self._in_flight.append(in_flight)
+        self._planner.fork(in_flight)
         return True
 
     def _pace(self) -> None:
@@ -361,38 +359,38 @@ class Core:
         have prompts, the turn of a request that arrives may come before all of these.
         """
         cost = self.engine_stats.step_cost
-        if len(self._pending_steps) != 1 or not cost.is_measured:
+        if len(self._in_flight) != 1 or not cost.is_measured:
             return
-        pending = self._pending_steps[0]
-        if pending.rows > ROWS_MAX:
+        in_flight = self._in_flight[0]
+        if in_flight.rows > ROWS_MAX:
             return
         now_s = self.clock()
         has_prompts = len(self.requests) > self.scheduler.running.totals.requests or any(
             piece.start + piece.count < len(piece.sequence.parent.request.tokens)
-            for piece in pending.slices
+            for piece in in_flight.slices
         )
         if has_prompts and not self.scheduler.is_shared(now_s):
             return
-        self._pacing.running_alone(now_s, cost.seconds(work_of(pending.slices)))
+        self._pacing.running_alone(now_s, cost.seconds(work_of(in_flight.slices)))
 
     # -- results ------------------------------------------------------------------------------
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight, and take its results."""
-        pending = self._pending_steps.popleft()
+        in_flight = self._in_flight.popleft()
         began_s = self.clock()
         try:
             result = self.runner.collect()
         except InvariantViolation:
             raise
         except Exception as error:
-            self._fail_step(pending, error)
+            self._fail_step(in_flight, error)
             return
         now_s = self.clock()
         self._pacing.collected(now_s - began_s)
-        if result.step != pending.step:
+        if result.step != in_flight.step:
             raise InvariantViolation(
-                f"the runner returned step {result.step}; expected step {pending.step}"
+                f"the runner returned step {result.step}; expected step {in_flight.step}"
             )
         for sequence_id, code in result.failed.items():
             if (sequence := self.requests.sequence(sequence_id)) is not None:
@@ -402,21 +400,21 @@ class Core:
                 call = Erase(0, namespace, tokens=tuple(beginning))
                 self._erasures.erase(call, lambda erased: None)
                 self._fail(sequence.parent, code)
-        computed = self._commit_slices(pending, result, now_s)
-        self._accept_tokens(pending, result, now_s)
+        computed = self._commit_slices(in_flight, result, now_s)
+        self._accept_tokens(in_flight, result, now_s)
         self.engine_stats.record_step(
-            pending.launched_at_s,
+            in_flight.launched_at_s,
             now_s,
-            computed - len(pending.sampling),
-            lambda: work_of(pending.slices),
+            computed - len(in_flight.sampling),
+            lambda: work_of(in_flight.slices),
             result.elapsed_s,
         )
 
-    def _commit_slices(self, pending: InFlightStep, result: StepResult, now_s: float) -> int:
+    def _commit_slices(self, in_flight: InFlightStep, result: StepResult, now_s: float) -> int:
         """Commit what a step has computed; return how many tokens that is."""
         size, computed = self.cache.block_size, 0
         grown: list[BlockTable] = []
-        for piece in pending.slices:
+        for piece in in_flight.slices:
             sequence, table, end = piece.sequence, piece.table, piece.start + piece.count
             computed += piece.count
             if (
@@ -473,13 +471,13 @@ class Core:
             active.prompt_logprobs_sent = sent + len(fresh)
             self._events.append(PromptLogprobs(request.request_id, fresh))
 
-    def _accept_tokens(self, pending: InFlightStep, result: StepResult, now_s: float) -> None:
+    def _accept_tokens(self, in_flight: InFlightStep, result: StepResult, now_s: float) -> None:
         """Append the output tokens of a step, and end each sample at its last one; tokens after
         that are dropped.
         """
         sampled = {one.sequence_id: one.tokens for one in result.sampled}
         events, accepted = self._events, 0
-        for sequence_id, sequence in pending.sampling.items():
+        for sequence_id, sequence in in_flight.sampling.items():
             sequence.in_flight -= 1
             if sequence.is_ended:
                 continue
@@ -558,16 +556,16 @@ class Core:
         if not active.is_finished:
             self._finish(active, "failed", code, FAILURES.get(code, FAILURES["step_failed"]))
 
-    def _fail_step(self, pending: InFlightStep, error: Exception) -> None:
+    def _fail_step(self, in_flight: InFlightStep, error: Exception) -> None:
         """Fail all requests of a broken step, since the request at fault is unknown; the engine
         continues.
         """
-        self.on_step_failed(pending.step, error)
-        for sequence in pending.sampling.values():
+        self.on_step_failed(in_flight.step, error)
+        for sequence in in_flight.sampling.values():
             sequence.in_flight -= 1
         message = f"The step that computed this request failed ({type(error).__name__})."
-        concerned = [piece.sequence.parent for piece in pending.slices]
-        concerned += [target.parent for target in pending.copy_targets]
+        concerned = [piece.sequence.parent for piece in in_flight.slices]
+        concerned += [target.parent for target in in_flight.copy_targets]
         for active in concerned:
             if not active.is_finished:
                 self._finish(active, "failed", "step_failed", message)
@@ -607,7 +605,7 @@ class Core:
     def _take_loaded(self, loading: Loading, now_s: float) -> None:
         """Take what has come from the levels: sequences go on, followers are released."""
         launched = self.engine_stats.step
-        collected = self._pending_steps[0].step - 1 if self._pending_steps else launched
+        collected = self._in_flight[0].step - 1 if self._in_flight else launched
         for sequence in loading.turn(now_s, launched, collected, self.scheduler.running):
             self.scheduler.prefix_sharing.resume_reached(sequence)
 
@@ -658,6 +656,6 @@ class Core:
     def _make_masks(self) -> None:
         """Compute masks after new tokens; a request with an empty mask fails."""
         if self.constraints.has_pending_masks:
-            busy = self._pending_steps or any(s.is_schedulable for s in self.scheduler.running)
+            busy = self._in_flight or any(s.is_schedulable for s in self.scheduler.running)
             for sequence, code in self.constraints.fill_masks(self.clock, is_idle=not busy):
                 self._fail(sequence.parent, code)

@@ -68,12 +68,12 @@ class StepPlanner:
         Counts each slice as computed, and takes the pending copies and the ended sequences.
         O(rows), and O(rows * log blocks) when the batch or a table changed.
         """
-        pending = InFlightStep(step, now_s, self._in_tree_order(slices), len(slices))
+        in_flight = InFlightStep(step, now_s, self._in_tree_order(slices), len(slices))
         begun: list[BegunSequence] = []
-        rows = self._rows(pending, begun)
+        rows = self._rows(in_flight, begun)
         copies = self._cache.take_copies()
         if copies:
-            self._add_copy_targets(pending, {copy.dst for copy in copies})
+            self._add_copy_targets(in_flight, {copy.dst for copy in copies})
         ended = tuple(self._scheduler.ended_ids)
         self._scheduler.ended_ids.clear()
         plan = StepPlan(
@@ -83,34 +83,34 @@ class StepPlanner:
             begun=tuple(begun),
             ended=ended,
             copies=copies,
-            masks=pending.masks,
+            masks=in_flight.masks,
         )
-        return plan, pending
+        return plan, in_flight
 
-    def fork(self, pending: InFlightStep) -> None:
+    def fork(self, in_flight: InFlightStep) -> None:
         """Fork the samples of each prompt that this step finishes: each gets a table over its
         blocks.
         """
-        for piece in [one for one in pending.slices if not one.is_plain]:
+        for piece in [one for one in in_flight.slices if not one.is_plain]:
             active = piece.sequence.parent
-            if active.is_forked or piece.sequence.sequence_id not in pending.sampling:
+            if active.is_forked or piece.sequence.sequence_id not in in_flight.sampling:
                 continue
             forks = active.sequences[1:]
             for fork in forks:
                 fork.table = self._cache.fork(piece.table)
                 fork.computed = fork.computed_before = piece.sequence.computed
-                pending.slices.append(Slice(fork, fork.table, fork.computed, 0))
+                in_flight.slices.append(Slice(fork, fork.table, fork.computed, 0))
             self._scheduler.fork(piece.sequence, forks)
 
     # -- rows ---------------------------------------------------------------------------------
 
-    def _rows(self, pending: InFlightStep, begun: list[BegunSequence]) -> list[Row]:
+    def _rows(self, in_flight: InFlightStep, begun: list[BegunSequence]) -> list[Row]:
         """Return the rows of the step's slices, and count these as computed."""
-        rows, sampling = list[Row](), pending.sampling
-        for piece in pending.slices:
+        rows, sampling = list[Row](), in_flight.sampling
+        for piece in in_flight.slices:
             sequence = piece.sequence
             if not (piece.is_plain and sequence.is_known_to_runner):
-                rows.append(self._row(piece, pending, begun))
+                rows.append(self._row(piece, in_flight, begun))
                 continue
             # As `_row`, without a call: most rows of most steps.
             sequence_id, table, tokens = sequence.sequence_id, piece.table, sequence.tokens
@@ -127,7 +127,7 @@ class StepPlanner:
             )  # fmt: skip
         return rows
 
-    def _row(self, piece: Slice, pending: InFlightStep, begun: list[BegunSequence]) -> Row:
+    def _row(self, piece: Slice, in_flight: InFlightStep, begun: list[BegunSequence]) -> Row:
         """Return the plan's row for a slice, and count the slice as computed.
 
         The slice that ends a prompt of several samples adds their sequences.
@@ -148,9 +148,9 @@ class StepPlanner:
         sequence.computed = end
         for sampler in sampling:
             sampler.in_flight += 1
-            pending.sampling[sampler.sequence_id] = sampler
+            in_flight.sampling[sampler.sequence_id] = sampler
             if sampler.mask is not None:
-                pending.masks[sampler.sequence_id] = sampler.mask
+                in_flight.masks[sampler.sequence_id] = sampler.mask
         return Row(
             sequence_id=sequence.sequence_id,
             start=piece.start,
@@ -165,15 +165,15 @@ class StepPlanner:
             attention=active.attention if _reads_window(piece, self._cache.block_size) else None,
         )
 
-    def _add_copy_targets(self, pending: InFlightStep, copied: set[int]) -> None:
+    def _add_copy_targets(self, in_flight: InFlightStep, copied: set[int]) -> None:
         """Note the sequences without a row into whose blocks the step copies."""
-        present = {piece.sequence.sequence_id for piece in pending.slices}
+        present = {piece.sequence.sequence_id for piece in in_flight.slices}
         for sequence in self._scheduler.running:
             table = sequence.table
             if table is None or sequence.sequence_id in present:
                 continue
             if not copied.isdisjoint(table.blocks):
-                pending.copy_targets.append(sequence)
+                in_flight.copy_targets.append(sequence)
 
     # -- order --------------------------------------------------------------------------------
 

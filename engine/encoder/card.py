@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import xxhash
 from msgspec import Meta, Struct
 from tokenizers import Tokenizer
 
 from engine.errors import ModelError
-from engine.model_store.prepare import write_atomically
+from engine.model_store.prepare import content_digest, write_atomically
 
 ENCODER_CARD_VERSION = 1
 """Version of the card's fields; a card of another version is made anew."""
@@ -108,9 +107,10 @@ def load_encoder_card(folder: Path) -> EncoderCard:
 def prepare_encoder(name: str, source: Path, models_dir: Path) -> EncoderCard:
     """Return the card of an encoder's prepared folder, which is made if missing.
 
-    `source`: a Hugging Face folder, or a zip file of one. Each call reads every byte of the model
-    for its digest (91 MB: 0.1 s). Writes under `models_dir`/prepared. Raises ModelError: not_found,
-    corrupt, unsupported or storage.
+    `source`: a Hugging Face folder, or a zip file of one. The first call reads every byte of the
+    model for its digest, and unpacks a zip file (91 MB: 1 s); later ones, also where the model has
+    another path, read its small files. Writes under `models_dir`/prepared. Raises ModelError:
+    not_found, corrupt, unsupported or storage.
     """
     try:
         if source.is_dir():
@@ -136,17 +136,19 @@ def _prepare(
     files: Files,
     archive: zipfile.ZipFile | None = None,
 ) -> EncoderCard:
-    digest = _digest([source] if archive else sorted(source.iterdir()))
+    digest = content_digest(source, models_dir)
     label = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[-80:].lstrip(".")
     folder = models_dir / "prepared" / f"{label}-{digest[:16]}"
     weights = folder / WEIGHTS if archive else source / WEIGHTS
     card = read_encoder(name, source, files, digest)
     card = msgspec.structs.replace(card, folder=str(folder), weights=str(weights))
-    try:
-        if load_encoder_card(folder) == card and weights.is_file():
+    if weights.is_file() and (found := _found_card(folder)) is not None:
+        if found == card:
             return card
-    except ModelError:
-        pass  # not prepared yet, or by another version
+        found = msgspec.structs.replace(found, folder=card.folder, weights=card.weights)
+        if found == card:
+            _write_card(card)  # the same model at another path
+            return card
     folder.mkdir(parents=True, exist_ok=True)
     if archive is not None:
         _unpack_weights(archive, source, weights)
@@ -155,9 +157,21 @@ def _prepare(
     tokenizer = files("tokenizer.json")
     assert tokenizer is not None, "read_encoder has read it"
     write_atomically(card.tokenizer_path, _plain_tokenizer(tokenizer, source))
-    # The card is written last: a folder with a card is complete.
-    write_atomically(folder / CARD_FILE, msgspec.json.format(msgspec.json.encode(card)))
+    _write_card(card)  # last: a folder with a card is complete
     return card
+
+
+def _found_card(folder: Path) -> EncoderCard | None:
+    """Return a folder's card; None if it is not prepared yet, or by another version."""
+    try:
+        return load_encoder_card(folder)
+    except ModelError:
+        return None
+
+
+def _write_card(card: EncoderCard) -> None:
+    path = Path(card.folder) / CARD_FILE
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(card)))
 
 
 def read_encoder(name: str, source: Path, files: Files, digest: str) -> EncoderCard:
@@ -320,16 +334,3 @@ def _unpack_weights(archive: zipfile.ZipFile, source: Path, target: Path) -> Non
         except KeyError as error:
             raise ModelError("not_found", f"{source} has no {WEIGHTS}.") from error
         shutil.move(partial, target)
-
-
-def _digest(paths: list[Path]) -> str:
-    """Return the digest of the files that the card depends on."""
-    content = xxhash.xxh3_128()
-    for path in paths:
-        if not path.is_file() or path.suffix not in (".json", ".safetensors", ".zip"):
-            continue
-        content.update(f"{path.name}|{path.stat().st_size}|".encode())
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                content.update(chunk)
-    return content.hexdigest()

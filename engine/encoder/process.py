@@ -8,6 +8,7 @@ exits when the gateway closes its end, and stores nothing; its log line has no t
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -17,11 +18,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
-from engine.encoder.bert import BertEncoder, load_tensors
 from engine.encoder.card import load_encoder_card
 from engine.encoder.protocol import (
     EncodeBatch,
@@ -35,20 +35,27 @@ from engine.encoder.protocol import (
     read_to_encoder,
     unpack_ids,
 )
-from engine.encoder.text_parts import EncoderThreads
 from engine.errors import ModelError
 from engine.protocol import Decoder
+
+if TYPE_CHECKING:
+    from engine.encoder.text_parts import EncoderThreads
 
 READ_BYTES = 2**16
 """Bytes per read."""
 
 
 def load(start: StartEncoder) -> EncoderThreads:
-    """Load the model and encode a text for each thread, so that the first request finds warm
-    kernels.
+    """Import torch, load the model and encode a text for each thread, so that the first request
+    finds warm kernels.
 
     Raises ModelError.
     """
+    import torch
+
+    from engine.encoder.bert import BertEncoder, load_tensors
+    from engine.encoder.text_parts import EncoderThreads
+
     card = load_encoder_card(Path(start.folder))
     threads = start.threads or torch.get_num_threads()
     encoder = EncoderThreads(BertEncoder(card, load_tensors(card)), threads)
@@ -69,11 +76,15 @@ def serve(wire: socket.socket) -> int:
     try:
         for message in _receive(wire):
             if isinstance(message, StartEncoder):
+                gc.disable()  # collections took a tenth of importing torch, and its objects stay
                 try:
                     encoder = load(message)
                 except ModelError as error:
                     _send(wire, EncoderRejected(error.code, error.message))
                     return 1
+                finally:
+                    gc.freeze()
+                    gc.enable()
                 _send(wire, EncoderReady(encoder.encoder.card.dimensions))
                 continue
             assert encoder is not None, "the first message is StartEncoder"

@@ -22,7 +22,7 @@ from engine.levels.host.copy_notes import CopyNotes
 from engine.levels.host.slot_pool import SlotPool
 from engine.levels.host.slot_remains import SlotRemains
 from engine.levels.stored_prefixes import Copy, StoredPrefixes
-from engine.moves import SlotFormat, SlotLayout
+from engine.moves import RecalledRun, SlotFormat, SlotLayout, StoredRun
 
 DISK_ONLY_MAX: Final = 200_000
 """Copies that are only on disk and known here; beyond it the least recently used are pruned: their
@@ -54,7 +54,7 @@ class CopyBook:
             cache.block_size,
             self._removed,
             self._changed,
-            self._terms_changed,
+            self.terms_changed,
             self._leases_changed,
         )
         self.formats = CopyFormats(formats)
@@ -100,6 +100,32 @@ class CopyBook:
         if node is not None and self.of_node(node) is None:
             self.link(copy, node)
         return node
+
+    def know(
+        self,
+        parent: Copy,
+        tokens: Sequence[int],
+        run: StoredRun | RecalledRun,
+        form: int,
+        payer: Payer,
+        now_s: float,
+    ) -> Copy:
+        """Return the copy below `parent` with these tokens, of which the disk has told a record of
+        a format; its limit and promise only ever lengthen by that. O(log copies).
+        """
+        own, limit_s = tuple(tokens), math.inf if run.limit_s is None else run.limit_s
+        copy = parent.children.get(own)
+        if copy is None:
+            copy = self.prefixes.add(parent, own, payer, now_s)
+            self.prefixes.set_limit(copy, now_s + limit_s)
+        elif copy.limit_at_s < now_s + limit_s:
+            self.prefixes.set_limit(copy, now_s + limit_s)
+        copy.is_remote = run.level == "remote"
+        self.set_record(copy, run.record_id, form)
+        if run.promise_s > 0:
+            copy.promise_at_s = max(copy.promise_at_s, now_s + run.promise_s)
+        self.find_node(copy)
+        return copy
 
     def give(self, copy: Copy, slot: int, check: bytes = b"") -> None:
         """Let a copy have a held slot, full of its bytes; the hold becomes the copy's.
@@ -159,15 +185,20 @@ class CopyBook:
         is_promised = terms is not None and (node.promised or terms.below_class is not None)
         if is_promised and terms is not None and copy.promise_at_s < terms.promise_at_s:
             copy.promise_at_s = terms.promise_at_s
-            self._terms_changed(copy)
+            self.terms_changed(copy)
         for lease_id in node.ending_leases:
             self.prefixes.extend_lease(lease_id, copy)
+
+    def terms_changed(self, copy: Copy) -> None:
+        """Have a copy noted anew, with its terms. O(1)."""
+        if self.notes is not None:
+            self.notes.changed(copy)
 
     def note_promise(self, copy: Copy) -> None:
         """Have the promise noted that a copy keeps: reads may have moved its end."""
         if copy.terms is not None and copy.terms.promise_at_s > copy.promise_at_s:
             copy.promise_at_s = copy.terms.promise_at_s
-            self._terms_changed(copy)
+            self.terms_changed(copy)
 
     def first_sync(self, copy: Copy, node: Node) -> None:
         """Apply a node's terms to the copy just made of it."""
@@ -385,10 +416,6 @@ class CopyBook:
     def _emptied(self, copy: Copy, slot: int) -> None:
         if self.notes is not None:
             self.notes.emptied(copy, slot)
-
-    def _terms_changed(self, copy: Copy) -> None:
-        if self.notes is not None:
-            self.notes.changed(copy)
 
     def _leases_changed(self, copy: Copy) -> None:
         if self.notes is not None:

@@ -50,6 +50,10 @@ class CopyFormats:
         """Return how far copies of a namespace may go. O(1)."""
         return self._at_rest.get(namespace, "remote")
 
+    def terms_of(self, namespace: Namespace) -> tuple[Fidelity, AtRest]:
+        """Return how far from exact copies of a namespace may be, and how far they may go. O(1)."""
+        return self.allowed(namespace), self.at_rest(namespace)
+
     def limit_rest(self, namespace: Namespace, at_rest: AtRest) -> bool:
         """Note how far copies of a namespace may go: the strictest word counts (rule 33). Return
         whether the remote store is closed to them by that. O(1).

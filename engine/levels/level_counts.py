@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from engine.api import LevelName, Payer
 from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN
+from engine.levels.disk.disk_level import DiskLevel
 from engine.levels.load_choice import LevelPace, LoadChoice, NotLoaded
 from engine.levels.loads import Load, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.restarts.recovery import DropReason, Recovery
-from engine.levels.storing import Storing
-from engine.moves import RemoteStats, StorageStats
+from engine.moves import RemoteStats
 from engine.statistics import FidelityBytes, LevelStats, PayerBytes
 
 
@@ -106,9 +106,9 @@ class LevelCounts:
             ),
         )
 
-    def of_disk(self, disk: StorageStats, storing: Storing, erasures: int) -> LevelStats:
+    def of_disk(self, level: DiskLevel, erasures: int) -> LevelStats:
         """Return the statistics of the disk. `erasures`: those it has not confirmed. O(1)."""
-        loads, pace = self._loads, self._paces["disk"]
+        disk, loads, pace = level.stats, self._loads, self._paces["disk"]
         return LevelStats(
             name="disk",
             state=disk.state,
@@ -118,9 +118,9 @@ class LevelCounts:
             promised_bytes=disk.promised_bytes,
             blocks=disk.records,
             loaded_total=loads.loaded_blocks["disk"],
-            stored_total=storing.stored,
+            stored_total=level.storing.stored,
             fetched_total=loads.fetched,
-            failed_total=storing.failed + loads.failed["disk"],
+            failed_total=level.storing.failed + loads.failed["disk"],
             damaged_total=disk.damaged_total,
             dropped_total=disk.dropped_total,
             expired_total=disk.expired_total,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from engine.api import (
-    FIDELITIES,
     AtRest,
     CacheGrant,
     Erase,
@@ -30,32 +29,23 @@ from engine.cache.tree.prefix_tree import Node
 from engine.config import LevelsConfig
 from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN, laxest
-from engine.levels.host.copy_notes import CopyNotes
+from engine.levels.disk.disk_level import DiskLevel
 from engine.levels.level_counts import LevelCounts
 from engine.levels.load_choice import LoadChoice, choose_load, first_paces
 from engine.levels.loads import Load, LoadPlan, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.promises import RENEWED_PART, KeptPromises
-from engine.levels.restarts.recall import PromiseRecall
 from engine.levels.restarts.recovery import AT_START, KeptSlots, Recovery
 from engine.levels.stored_prefixes import Copy
-from engine.levels.storing import Storing
 from engine.levels.window_copies import WindowCopies
 from engine.moves import (
     EraseStored,
     Fetched,
-    KeepHere,
-    Look,
-    Looked,
-    Recalled,
-    Renewed,
-    SetStoredQuotas,
+    Renew,
     Storage,
     StorageOutcome,
     StorageStats,
-    Stored,
     StoredErased,
-    StoredRun,
     TransferEngine,
 )
 from engine.statistics import LevelStats
@@ -71,16 +61,14 @@ WIPED_BYTES_A_TURN: Final = 4 * 2**20
 """Bytes of host memory that a turn wipes, in about a millisecond."""
 ERASED_TURNS: Final = 4
 """What an erasure wipes before it returns, in bytes of as many turns."""
-AWAY_S: Final = 60.0
-"""Seconds without a disk after which the promises that it keeps count as lost."""
 
 
 class Levels:
     """The levels below one device pool.
 
     `storage` None: there is no disk. `on_erased` is called with the id that `erase` returned when
-    all of it is gone, and with what the storage has taken, if there is one. `is_disk_lost`: the
-    disk is off and was heard of."""
+    all of it is gone, and with what the storage has taken, if there is one.
+    """
 
     def __init__(
         self,
@@ -102,7 +90,6 @@ class Levels:
         self.book = CopyBook(cache, transfer.layout, transfer.formats, wipe)
         self.on_erased: Callable[[int, LevelErased | None], None] = lambda call_id, erased: None
         self._transfer = transfer
-        self._storage = storage
         self._close_memory = close_memory
         self._last_id = 0
         sizes = [one.slot_bytes for one in transfer.formats]
@@ -114,56 +101,47 @@ class Levels:
             cache, self.book, self._next_id, self._copied, self.windows, transfer.offloads_max
         )
         self._lossy: dict[Namespace, Fidelity] = {}  # of what was loaded in this engine's life
-        self._storing: Storing | None = None
-        self.promises = self._promises_below()
-        self._recall: PromiseRecall | None = None
+        self.promises: KeptPromises | None = None
+        self._disk: DiskLevel | None = None
         if storage is not None:
             self._store_in(storage)
-        self._looks: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
-        self._looked: list[int] = []
+        elif config.host_keeps_promises:
+            accounts = self.book.accounts
+            blocks = accounts.capacity_bytes // accounts.pool.formats[OWN].slot_bytes
+            self._promise_in("host", blocks, lambda command: None)
         self._erasures: dict[int, Namespace] = {}  # that the storage has to answer
         self._dropping: dict[int, tuple[Namespace, LevelErased | None]] = {}
-        self._quotas: dict[bytes, Quota] = {}
-        self._disk = StorageStats("off", "it has not been heard of yet")
-        self.is_disk_lost = False
         self.counts = LevelCounts(self.loads, self.paces)
         self._now_s = self._before_s = now_s
-        self._silent_s = self._away_s = 0.0
-        self._was_open = False
+        self._silent_s = 0.0
         self._wiped_a_turn = max(1, WIPED_BYTES_A_TURN // max(1, transfer.formats[OWN].slot_bytes))
-        self._kept = kept
-        self._recovery: Recovery | None = None
-        if kept is not None:
-            self._take_over(kept)
+        self._recovery = None if kept is None else self._take_over(kept)
         cache.watch(self._evicting, self._committed)
 
     # -- requests -----------------------------------------------------------------------------
 
     def has_records(self, namespace: Namespace) -> bool:
         """Return whether the disk may know prefixes of a namespace. O(1)."""
-        return self._storage is not None and self._storage.has_records(namespace)
+        return self._disk is not None and self._disk.storage.has_records(namespace)
+
+    @property
+    def is_disk_lost(self) -> bool:
+        """Return whether the disk is off and was heard of."""
+        return self._disk is not None and self._disk.is_lost
 
     def look(self, sequence_id: int, grant: CacheGrant, tokens: Sequence[int], here: int) -> bool:
         """Ask the disk for a longer prefix of a request's `tokens`, of which the device has `here`;
         return whether it is worth waiting for."""
-        storage, size = self._storage, self.cache.block_size
-        if storage is None:
-            return False
-        known = len(self.book.prefixes.match(grant.namespace, tokens, self._now_s)) * size
-        whole = (len(tokens) - 1) // size * size
-        if whole - max(here, known) < self.config.disk_tokens_min:
+        looks = None if self._disk is None else self._disk.looks
+        if looks is None or not looks.is_worth_it(grant.namespace, tokens, here, self._now_s):
             return False
         self._note_grant(grant)
-        call_id = self._next_id()
-        epoch = self.book.epochs[grant.namespace]
-        self._looks[call_id] = (sequence_id, grant, tokens, epoch)
-        storage.send(Look(call_id, grant.namespace, tuple(tokens[:whole])))
+        looks.ask(sequence_id, grant, tokens)
         return True
 
     def take_looked(self) -> list[int]:
         """Return the sequences whose look has been answered since the last call."""
-        looked, self._looked = self._looked, []
-        return looked
+        return [] if self._disk is None else self._disk.looks.take_answered()
 
     def plan(
         self,
@@ -184,15 +162,12 @@ class Levels:
         on_host = top.slot >= 0
         form = self.book.accounts.pool.format_of(top.slot) if on_host else top.record_format
         choice = choose_load(
-            [copy.slot >= 0 for copy in copies],
-            self.paces["host"],
-            self.paces["disk"],
+            [copy.level for copy in copies],
+            self.paces,
             lambda blocks: compute_s(whole * size, blocks * size),
             self._blocks_min,
             now_s,
             form,
-            self.paces["remote"],
-            [copy.level == "remote" for copy in copies] if self.config.remote.url else (),
         )
         stands = windows.standing(copies, whole, choice.blocks)
         choice = LoadChoice(stands, choice.load_s, choice.compute_s, choice.why)
@@ -257,7 +232,8 @@ class Levels:
     def set_quota(self, quota: Quota) -> None:
         """Apply a payer's changed quota on every level."""
         self.book.set_quota(quota)
-        self._tell_quota(quota)
+        if self._disk is not None:
+            self._disk.set_quota(quota.payer, quota)
 
     # -- turns --------------------------------------------------------------------------------
 
@@ -270,18 +246,18 @@ class Levels:
         passed_s = min(1.0, max(0.0, now_s - self._now_s))
         self._silent_s += passed_s
         self._before_s, self._now_s = self._now_s, now_s
-        if self._kept is not None:
-            self._recover(self._kept)
+        if self._recovery is not None and self._recovery.turn(now_s):
+            self._go_on(self._recovery)
         outcomes = self._transfer.poll()
         if outcomes or not (self.offloading.moves or self.loads.moves or self._is_storing()):
             self._silent_s = 0.0
         self.offloading.take(self.loads.take(outcomes))
-        if self._storage is not None:
-            for outcome in self._storage.poll():
+        if self._disk is not None:
+            for outcome in self._disk.storage.poll():
                 if not isinstance(outcome, StorageStats):
                     self._silent_s = 0.0
-                self._take(outcome)
-            self._notice_absence(passed_s)
+                self._take(self._disk, outcome)
+            self._disk.notice_absence(passed_s)
         if self.promises is not None:
             self.promises.turn(now_s)
         self.book.prefixes.expire(now_s)
@@ -291,9 +267,8 @@ class Levels:
         moves += self.offloading.next_moves(now_s, crowd)
         if moves:
             self._transfer.submit(moves)
-        if self._storing is not None and self._storage is not None:
-            for store in self._storing.next_stores(now_s):
-                self._storage.send(store)
+        if self._disk is not None:
+            self._disk.store(now_s)
         if self.book.notes is not None:
             self.book.notes.write_changed()
         self._wipe(self._wiped_a_turn)
@@ -315,12 +290,11 @@ class Levels:
             self.offloading.moves > 0
             or len(self.loads) > 0
             or self.offloading.has_promised
-            or bool(self._looks or self._erasures)
-            or self._is_storing()
+            or bool(self._erasures)
+            or (self._disk is not None and self._disk.is_busy)
             or self._is_recovering
             or (self.book.remains.soiled > 0 and not self.book.accounts.is_closed)
             or (self.promises is not None and self.promises.renewals > 0)
-            or (self._recall is not None and self._recall.is_under_way)
         )
 
     # -- erasure ------------------------------------------------------------------------------
@@ -334,10 +308,13 @@ class Levels:
         yet: they are dropped in the next turns.
         """
         book, namespace = self.book, call.namespace
-        pending = self._erase_pending(call)
+        pending, is_part = (0, 0), call.lease_id is not None or bool(call.tokens)
+        if self._recovery is not None and not self._recovery.is_done:
+            pending = self._recovery.erase(namespace, self._now_s, is_part=is_part)
+            self._store_recovered()
         book.epochs[namespace] += 1
         self.loads.void(namespace)
-        if call.lease_id is None and not call.tokens:
+        if not is_part:
             self._lossy.pop(namespace, None)
         if call.lease_id is None:
             tops = book.prefixes.under(namespace, call.tokens)
@@ -363,42 +340,20 @@ class Levels:
         blocks -= book.host_blocks.get(namespace, 0)
         size -= self.host_bytes(namespace)
         erased = LevelErased("host", blocks + pending[0], size + pending[1])
-        if self._storage is None and not self._is_dropping(namespace):
+        if self._disk is None and not self._is_dropping(namespace):
             return erased, None
-        if self._recall is not None:
-            self._recall.erasing()
         call_id = self._next_id()
-        if self._storage is None:
+        if self._disk is None:
             self._dropping[call_id] = namespace, None
             return erased, call_id
+        self._disk.recall.erasing()
         self._erasures[call_id] = namespace
-        self._storage.send(EraseStored(call_id, namespace, call.lease_id, call.tokens))
+        self._disk.storage.send(EraseStored(call_id, namespace, call.lease_id, call.tokens))
         return erased, call_id
-
-    def _erase_pending(self, call: Erase) -> tuple[int, int]:
-        """Have copies that are not recovered yet dropped in turns, or for an erasure of a part
-        brought now. Return the blocks and bytes that will be dropped."""
-        found, namespace = self._recovery, call.namespace
-        if found is None or namespace not in found.pending or found.is_erasing(namespace):
-            return 0, 0
-        dropped = found.pending_blocks[namespace], found.pending[namespace]
-        if call.lease_id is not None or call.tokens:
-            dropped = 0, 0
-            found.bring_all(namespace, self._now_s)
-        found.erase(namespace)
-        self._end_recovery()
-        return dropped
 
     def _is_dropping(self, namespace: Namespace) -> bool:
         """Return whether an erasure waits for copies of a namespace to be dropped."""
         return self._recovery is not None and self._recovery.is_erasing(namespace)
-
-    def _end_erasure(self, call_id: int, namespace: Namespace, erased: LevelErased | None) -> None:
-        """Answer an erasure that the storage has done, as soon as the table has nothing of it."""
-        if self._is_dropping(namespace):
-            self._dropping[call_id] = namespace, erased
-        else:
-            self.on_erased(call_id, erased)
 
     # -- reports ------------------------------------------------------------------------------
 
@@ -426,11 +381,11 @@ class Levels:
         """Return the namespaces whose bytes, or records, have changed since the last call.
         O(changed)."""
         changed, self.book.changed = self.book.changed, set()
-        return changed if self._storage is None else changed | self._storage.take_changed()
+        return changed if self._disk is None else changed | self._disk.storage.take_changed()
 
     def namespaces(self) -> list[Namespace]:
         """Return the namespaces with copies in host memory or on disk. O(these)."""
-        stored = set() if self._storage is None else self._storage.namespaces()
+        stored = set() if self._disk is None else self._disk.storage.namespaces()
         pending = () if self._recovery is None else self._recovery.pending
         return list(stored.union(self.book.host_blocks, pending))
 
@@ -452,10 +407,10 @@ class Levels:
         promised = kept.kept_by_payer if kept is not None and kept.level == "host" else Counter()
         unusable = self._transfer.unusable_bytes
         host = counts.of_host(self.book, self.offloading, promised, self._recovery, unusable)
-        if self._storing is None:
+        if self._disk is None:
             return (host,)
-        disk = counts.of_disk(self._disk, self._storing, len(self._erasures))
-        remote = self._disk.remote
+        disk = counts.of_disk(self._disk, len(self._erasures))
+        remote = self._disk.stats.remote
         return (host, disk) if remote is None else (host, disk, counts.of_remote(remote))
 
     def check(self) -> None:
@@ -469,8 +424,8 @@ class Levels:
     def disown(self) -> None:
         """Hand nothing on to the next engine: a structure has violated its rules, so that copies
         may not be what they are noted as."""
-        if self._kept is not None:
-            self._kept.table.end()
+        if self._recovery is not None:
+            self._recovery.disown()
 
     def close(self) -> None:
         """End the transfer engine, then the storage, then their memory. Where promises end is
@@ -478,51 +433,35 @@ class Levels:
         if self.promises is not None:
             self.promises.tell_all(self._now_s)
         self._transfer.close()
-        if self._storage is not None:
-            self._storage.close()
+        if self._disk is not None:
+            self._disk.storage.close()
         if self.book.notes is not None:
             self.book.notes.write_changed(self.book.notes.waiting)
         self._close_memory()
 
     # -- over the end of an engine ------------------------------------------------------------
 
-    def _take_over(self, kept: KeptSlots) -> None:
+    def _take_over(self, kept: KeptSlots) -> Recovery:
         """Take over the copies that the engine before has left, the first of them at once."""
-        self.book.notes = notes = CopyNotes(
-            kept.table, kept.generation, kept.boot_s, self._terms_of, self.book.format_of
-        )
-        notes.set_time(self._now_s)
-        self.book.accounts.is_closed = not kept.is_alone()
         keep = None if self.promises is None else self.promises.take_over
-        self._recovery = found = Recovery(kept.table, self.book, notes, keep)
-        if not kept.is_new:
-            self.book.remains.soil_free()
-        for namespace, fidelity in found.fidelity.items():
-            self.book.formats.allow(namespace, fidelity)
+        found = Recovery(kept, self.book, keep, self._now_s)
         for namespace, at_rest in found.at_rest.items():
             self._let_rest(namespace, at_rest)
         found.step(self._now_s, AT_START)
+        return found
 
-    def _recover(self, kept: KeptSlots) -> None:
-        """Go on with what the engine before has left."""
-        found, notes, accounts = self._recovery, self.book.notes, self.book.accounts
-        assert found is not None, "it comes with kept memory"
-        assert notes is not None, "they come with kept memory"
-        notes.set_time(self._now_s)
-        if accounts.is_closed and kept.is_alone():
-            accounts.is_closed = False
-        if not found.is_done:
-            found.step(self._now_s)
-            self._end_recovery()
-            for call_id, (namespace, erased) in list(self._dropping.items()):
-                if not found.is_erasing(namespace):
-                    del self._dropping[call_id]
-                    self.on_erased(call_id, erased)
+    def _go_on(self, found: Recovery) -> None:
+        """Answer the erasures that waited for what a turn has brought, or dropped."""
+        self._store_recovered()
+        for call_id, (namespace, erased) in list(self._dropping.items()):
+            if not found.is_erasing(namespace):
+                del self._dropping[call_id]
+                self.on_erased(call_id, erased)
 
-    def _end_recovery(self) -> None:
+    def _store_recovered(self) -> None:
         """Have what was recovered stored, where a disk has opened before."""
-        if not self._is_recovering and self._storing is not None and self._disk.state == "open":
-            self._storing.copied_all(self.book.prefixes, self._now_s)
+        if not self._is_recovering and self._disk is not None:
+            self._disk.store_all(self.book.prefixes, self._now_s)
 
     @property
     def _is_recovering(self) -> bool:
@@ -532,14 +471,11 @@ class Levels:
         if self.book.remains.soiled and not self.book.accounts.is_closed:
             self.book.remains.wipe_some(most)
 
-    def _terms_of(self, namespace: Namespace) -> tuple[Fidelity, AtRest]:
-        return self.book.formats.allowed(namespace), self.book.formats.at_rest(namespace)
-
     def _let_rest(self, namespace: Namespace, at_rest: AtRest) -> None:
         """Note how far copies of a namespace may go (rule 33)."""
         is_closed = self.book.formats.limit_rest(namespace, at_rest)
-        if is_closed and self._storage is not None and self.config.remote.url:
-            self._storage.send(KeepHere((namespace,)))
+        if is_closed and self._disk is not None:
+            self._disk.keep_here(namespace)
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -547,83 +483,36 @@ class Levels:
         self._last_id += 1
         return self._last_id
 
-    @property
-    def _disk_blocks(self) -> int:
-        """The blocks that the disk has room for, in the pool's own format."""
-        place_bytes = place_bytes_of(self.book.formats.formats[OWN].slot_bytes)
-        return int(self.config.disk_gib * 2**30) // place_bytes
-
     def _store_in(self, storage: Storage) -> None:
-        """Store copies on disk from now on, and learn which promises it keeps."""
-        formats, tokens_min = self.book.formats, self.config.disk_tokens_min
-        self._storing = Storing(
-            self.book, storage, self._next_id, formats.at_rest, tokens_min, self._confirmed
-        )
+        """Store copies on disk from now on, and let it keep promises."""
+        place_bytes = place_bytes_of(self.book.formats.formats[OWN].slot_bytes)
+        blocks = int(self.config.disk_gib * 2**30) // place_bytes
+        kept, part = self._promise_in("disk", blocks, storage.send), blocks / self.cache.blocks
+        self._disk = DiskLevel(self.book, storage, self.config, kept, self._next_id, part)
         self.offloading.is_storing = self._is_storing
-        if self.promises is not None:
-            self._recall = PromiseRecall(self.book, self.promises, storage, self._next_id)
-            self._recall.begin()
 
-    def _promises_below(self) -> KeptPromises | None:
-        """Return the promises of the lowest durable level; None where no level is durable."""
-        storage, blocks = self._storage, self._disk_blocks
+    def _promise_in(
+        self, level: LevelName, blocks: int, send: Callable[[Renew], None]
+    ) -> KeptPromises:
+        """Let the lowest durable level, of so many blocks, keep promises."""
         parts = self.cache, self.book, self.windows
-        if storage is not None:
-            kept = KeptPromises(*parts, "disk", self._next_id, storage.send)
-        elif self.config.host_keeps_promises:
-            accounts = self.book.accounts
-            blocks = accounts.capacity_bytes // accounts.pool.formats[OWN].slot_bytes
-            kept = KeptPromises(*parts, "host", self._next_id, lambda command: None)
-        else:
-            return None
-        kept.copy_again = self._copy_again
-        kept.store_again = self._store_again
-        self.cache.keep_promises_below(kept, blocks)
+        self.promises = kept = KeptPromises(*parts, level, self._next_id, send)
+        kept.copy_again = lambda node: self.offloading.promised(node, ())
+        self.cache.promises.keep_in(kept, blocks)
         return kept
 
-    def _copy_again(self, node: Node) -> None:
-        self.offloading.promised(node, ())
-
-    def _store_again(self, copy: Copy) -> None:
-        if self._storing is not None:
-            self._storing.copied([copy], self._now_s)
-
-    def _confirmed(self, copies: Sequence[Copy], until_s: Sequence[float]) -> None:
-        if self.promises is not None:
-            self.promises.confirm(copies, until_s, self._now_s)
-
-    def _notice_absence(self, passed_s: float) -> None:
-        """Give up what only the disk has once it has been away for too long."""
-        if self._disk.state != "off" or not self._was_open:
-            self._away_s = 0.0
-            return
-        self._away_s += passed_s
-        if self._away_s > AWAY_S and self.promises is not None:
-            self._was_open = False
-            self.promises.level_gone()
-
     def _is_storing(self) -> bool:
-        return self._storing is not None and self._storing.has_work
+        return self._disk is not None and self._disk.storing.has_work
 
     def _note_grant(self, grant: CacheGrant) -> None:
-        before = self._terms_of(grant.namespace)
-        self.book.formats.allow(grant.namespace, grant.fidelity)
-        self._let_rest(grant.namespace, grant.at_rest)
-        if self._terms_of(grant.namespace) != before:
-            self.book.note_namespace(grant.namespace)
-        if self._storage is not None and self._quotas.get(grant.payer) != grant.quota:
-            self._tell_quota(grant.quota, grant.payer)
-
-    def _tell_quota(self, quota: Quota, payer: bytes = b"") -> None:
-        """Tell the storage a payer's part of the disk, in blocks."""
-        name = quota.payer or payer
-        self._quotas[name] = quota
-        if self._storage is None:
-            return
-        part = self._disk_blocks / self.cache.blocks
-        ceiling = None if quota.ceiling_blocks is None else int(quota.ceiling_blocks * part)
-        scaled = Quota(int(quota.floor_blocks * part), ceiling, quota.weight, None, name)
-        self._storage.send(SetStoredQuotas((scaled,)))
+        formats, namespace = self.book.formats, grant.namespace
+        before = formats.terms_of(namespace)
+        formats.allow(namespace, grant.fidelity)
+        self._let_rest(namespace, grant.at_rest)
+        if formats.terms_of(namespace) != before:
+            self.book.note_namespace(namespace)
+        if self._disk is not None:
+            self._disk.note_quota(grant.quota.payer or grant.payer, grant.quota)
 
     def _blocks_min(self, level: LevelName) -> int:
         tokens = {
@@ -633,7 +522,7 @@ class Levels:
         return -(-tokens // self.cache.block_size)
 
     def _is_crowded(self) -> bool:
-        return self.cache.pinned_blocks >= CROWDED * self.cache.blocks
+        return self.cache.moves.pinned_blocks >= CROWDED * self.cache.blocks
 
     def _may_lose_blocks(self, table: BlockTable) -> bool:
         """Return whether a running sequence may be preempted for another payer (rule 9). One that
@@ -642,92 +531,25 @@ class Levels:
         payer = table.account.payer_account
         return payer.held > payer.floor_blocks
 
-    def _take(self, outcome: StorageOutcome) -> None:
+    def _take(self, disk: DiskLevel, outcome: StorageOutcome) -> None:
         if isinstance(outcome, Fetched):
             self.loads.fetched_one(outcome)
-        elif isinstance(outcome, Stored):
-            if self._storing is not None:
-                self._storing.finished(outcome)
-        elif isinstance(outcome, Looked):
-            self._take_look(outcome)
-        elif isinstance(outcome, Renewed):
-            if self.promises is not None:
-                self.promises.renewed(outcome, self._now_s)
-        elif isinstance(outcome, Recalled):
-            if self._recall is not None:
-                self._recall.take(outcome, self._now_s)
-        elif isinstance(outcome, StoredErased):
-            if outcome.call_id in self._erasures:
-                erased = LevelErased(
-                    "disk", outcome.records, outcome.bytes, outcome.code, outcome.is_shredded
-                )
-                namespace = self._erasures.pop(outcome.call_id)
-                self._end_erasure(outcome.call_id, namespace, erased)
-        else:
-            was_open, was_off = self._disk.state == "open", self._disk.state == "off"
-            self._disk = outcome
-            self.is_disk_lost = outcome.state == "off"
-            self._was_open = self._was_open or outcome.state != "off"
-            if outcome.state != "off" and was_off and self._recall is not None:
-                self._recall.begin()
-            if self._storing is not None:
-                if outcome.state == "open" and not was_open:
-                    self._storing.copied_all(self.book.prefixes, self._now_s)
-                per_day = self.config.disk_write_gib_per_day or self.config.disk_gib
-                self._storing.has_budget = (
-                    outcome.state == "open" and outcome.written_bytes_today < per_day * 2**30
-                )
-
-    def _take_look(self, outcome: Looked) -> None:
-        """Import the records that a look has found."""
-        found = self._looks.pop(outcome.call_id, None)
-        if found is None:
-            return
-        sequence_id, grant, tokens, epoch = found
-        namespace = grant.namespace
-        self._looked.append(sequence_id)
-        if epoch != self.book.epochs[namespace]:
-            return
-        size, parent = self.cache.block_size, self.book.prefixes.root(namespace)
-        promised, until_s = list[Copy](), list[float]()
-        node = self.cache.tree_root(namespace)
-        for index, run in enumerate(outcome.runs):
-            form = self._format_of_record(namespace, run)
-            if form is None:
-                break  # a miss: its store replaces it
-            own = tuple(tokens[index * size : (index + 1) * size])
-            copy = parent.children.get(own)
-            if copy is None:
-                copy = self.book.prefixes.add(parent, own, grant.payer, self._now_s)
-                if run.limit_s is not None:
-                    self.book.prefixes.set_limit(copy, self._now_s + run.limit_s)
-            copy.is_remote = run.level == "remote"
-            self.book.set_record(copy, run.record_id, form)
-            if run.promise_s > 0:
-                copy.promise_at_s = max(copy.promise_at_s, self._now_s + run.promise_s)
-                until_s.append(self._now_s + run.promise_s)
-                promised.append(copy)
-            parent = copy
-            node = None if node is None else node.children.get(own)
-            if node is not None and self.book.of_node(node) is None:
-                self.book.link(copy, node)
-        self._confirmed(promised, until_s)
-
-    def _format_of_record(self, namespace: Namespace, run: StoredRun) -> int | None:
-        """Return the format of a record; None if this engine has it not, or if the namespace allows
-        no such copy.
-        """
-        form = self.book.formats.of_record(run.fidelity, run.slot_bytes)
-        if form is None or self.book.formats.is_own(form):
-            return form
-        allowed = FIDELITIES.index(self.book.formats.allowed(namespace))
-        return form if FIDELITIES.index(run.fidelity) <= allowed else None
+        elif not isinstance(outcome, StoredErased):
+            disk.take(outcome, self._now_s)
+        elif (namespace := self._erasures.pop(outcome.call_id, None)) is not None:
+            erased = LevelErased(
+                "disk", outcome.records, outcome.bytes, outcome.code, outcome.is_shredded
+            )
+            if self._is_dropping(namespace):  # host memory has something of it still
+                self._dropping[outcome.call_id] = namespace, erased
+            else:
+                self.on_erased(outcome.call_id, erased)
 
     def _copied(self, copies: list[Copy]) -> None:
-        if self._storing is not None:
-            self._storing.copied(copies, self._now_s)
-        else:
-            self._confirmed(copies, [math.inf] * len(copies))
+        if self._disk is not None:
+            self._disk.storing.copied(copies, self._now_s)
+        elif self.promises is not None:
+            self.promises.confirm(copies, [math.inf] * len(copies), self._now_s)
 
     def _committed(self, table: BlockTable, last: Node, before: int) -> None:
         """Have a sequence's blocks copied that were committed since there were `before`, if they
@@ -772,13 +594,13 @@ class Levels:
         left = max(0.0, before - now_s)
         if copy.record_id and copy.promise_at_s - max(before, now_s) > RENEWED_PART * left:
             self._send_renew(copy, (lease_id,))
-        if self._storing is not None and not copy.record_id:
-            self._storing.copied([copy], now_s)
+        if self._disk is not None and not copy.record_id:
+            self._disk.storing.copied([copy], now_s)
 
     def _send_renew(self, copy: Copy, lease_ids: tuple[str, ...] = ()) -> None:
-        if self.promises is not None and self._storage is not None:
-            until_s, terms = (copy.promise_at_s, copy.limit_at_s), copy.promise_terms()
-            self.promises.renew(copy.path(), *until_s, self._now_s, lease_ids, terms)
+        if self.promises is not None and self._disk is not None:
+            times = copy.promise_at_s, copy.limit_at_s, self._now_s
+            self.promises.renew(copy.path(), *times, lease_ids, copy.promise_terms())
 
     def _judge(self, load: Load, now_s: float) -> None:
         """Count what a load has brought, and judge the slowest level it came from, by the last turn

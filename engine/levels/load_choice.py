@@ -12,7 +12,7 @@ nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 from engine.api import LevelName
@@ -140,41 +140,37 @@ class LoadChoice(NamedTuple):
 
 
 def choose_load(
-    on_host: Sequence[bool],
-    host: LevelPace,
-    disk: LevelPace,
+    levels: Sequence[LevelName],
+    paces: Mapping[LevelName, LevelPace],
     compute_s: Callable[[int], float],
     blocks_min: Callable[[LevelName], int],
     now_s: float,
     form: int = 0,
-    remote: LevelPace | None = None,
-    on_remote: Sequence[bool] = (),
 ) -> LoadChoice:
     """Return the longest prefix of a run of blocks that is worth loading.
 
-    `on_host`: for each block in order whether it lies in host memory; else it is on disk, or where
-    `on_remote` says so, in the remote store. `form`: the format of their copies.
-    `compute_s(n)`: predicted seconds to compute the first n. `blocks_min(level)`: the shortest load
-    that touches this level. O(blocks) additions, and at most `CHOICES` predictions.
+    `levels`: where each block lies, in order; `form`: the format of their copies; `paces`: of host
+    memory, disk and remote store. `compute_s(n)`: predicted seconds to compute the first n.
+    `blocks_min(level)`: the shortest load that touches this level. O(blocks), and about
+    `CHOICES` predictions.
     """
-    most = len(on_host)
+    host, disk, remote = paces["host"], paces["disk"], paces["remote"]
     if not host.is_open(now_s):
         return LoadChoice(0, 0.0, 0.0, "paused")
-    if not disk.is_open(now_s) and False in on_host:
-        most = list(on_host).index(False)
-    if True in on_remote and (remote is None or not remote.is_open(now_s)):
-        most = min(most, list(on_remote).index(True))
-    why: NotLoaded | None = "paused" if most < len(on_host) else None
-    step = max(1, most // CHOICES)
-    for blocks in range(most, 0, -step):
-        far = sum(on_remote[:blocks])
-        fetched = blocks - sum(on_host[:blocks]) - far
+    shut = {name for name, pace in paces.items() if not pace.is_open(now_s)}
+    most = min((levels.index(name) for name in shut if name in levels), default=len(levels))
+    why: NotLoaded | None = "paused" if most < len(levels) else None
+    last, left = most, levels[:most]
+    fetched, far = left.count("disk"), left.count("remote")
+    for blocks in range(most, 0, -max(1, most // CHOICES)):
+        less, last = levels[blocks:last], blocks
+        fetched, far = fetched - less.count("disk"), far - less.count("remote")
         if blocks < blocks_min("remote" if far else "disk" if fetched else "host"):
             why = why or "short"
             continue
         # Fetch and load overlap: the slowest of them, and one more block of the other.
-        far_s = remote.seconds(far, form) if remote is not None else 0.0
-        slowest_s = max(host.seconds(blocks, form), disk.seconds(fetched, form), far_s)
+        fetch_s = max(disk.seconds(fetched, form), remote.seconds(far, form))
+        slowest_s = max(host.seconds(blocks, form), fetch_s)
         load_s = FIXED_S + slowest_s + (host.block_s[form] if fetched or far else 0.0)
         wanted_s = compute_s(blocks)
         if load_s <= wanted_s:

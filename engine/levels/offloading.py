@@ -157,7 +157,7 @@ class Offloading:
             if begun is None:  # it waits for moves under way, or for a slot
                 self._promised.append((node, leases))
                 break
-        few = self._clean_ahead - self._cache.free_blocks
+        few = self._clean_ahead - self._cache.moves.free_blocks
         if few > 0 and self._has_room(moves):
             for victim in list(islice(self._cache.moves.next_victims(), few)):
                 if not self._has_room(moves):
@@ -222,7 +222,7 @@ class Offloading:
         whether anything was begun; None where it has to wait. `pins`: no sequence pins the path.
         `leases`: those that cover it, where it `is_promised`.
         """
-        account = self._cache.account_of(node)
+        account = self._cache.moves.account_of(node)
         if account is None:
             return False
         path = _path_to(node, self._cache.block_size)
@@ -241,7 +241,7 @@ class Offloading:
         used_at_s = node.last_use_s if pins and not is_promised else None
         if pins and not is_promised:
             pinned = path.index(wanted[-1]) + 1 + sum(map(len, beside))
-            if self._cache.spare_blocks < pinned:
+            if self._cache.moves.spare_blocks < pinned:
                 return False  # its pins would take blocks that floors of others may claim
         slots = self._take_slots(account, parent, wanted, beside, used_at_s)
         if not slots:

@@ -35,7 +35,7 @@ from engine.errors import InvariantViolation
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy
 from engine.levels.window_copies import WholeCopies, WindowCopies
-from engine.moves import PromiseTerms, RecordId, Renew, Renewed
+from engine.moves import PromiseTerms, Renew, Renewed
 
 RENEWED_PART: Final = 1 / 8
 """A promise is renewed on disk when it has moved by this part of what was left of it."""
@@ -78,13 +78,13 @@ class KeptPromises:
         self.kept_by_payer: Counter[Payer] = Counter()
         self.is_erasing = False
         self.copy_again: Callable[[Node], None] = lambda node: None
-        self.store_again: Callable[[Copy], None] = lambda copy: None
+        self.store_again: Callable[[Copy, float], None] = lambda copy, now_s: None
         self._cache, self._book, self._windows = cache, book, windows
         self._room = WholeCopies(book, windows, level)
         self._next_id, self._send = next_id, send
         self._ends: dict[Node, float] = {}
         self._due: Deadlines[Copy] = Deadlines()
-        self._renewals: dict[int, tuple[list[Copy], list[RecordId], float]] = {}
+        self._renewals: dict[int, tuple[list[Copy], Renew, float]] = {}
         self._renewing: set[Copy] = set()
         self._spared: list[tuple[TreeBlock, float, str]] = []
         """Blocks whose copies an erasure has taken, with their promises: it may not take them."""
@@ -109,38 +109,28 @@ class KeptPromises:
     ) -> list[BlockTerms | None]:
         """See `KeptBelow`."""
         found: list[BlockTerms | None] = []
-        children = self._book.prefixes.root(namespace).children
-        for run in zip(*[iter(tokens)] * self._cache.block_size, strict=False):
-            copy = children.get(run)
-            if copy is None:
-                break
+        for copy in self._book.prefixes.along(namespace, tokens):
             terms = copy.terms
             is_live = terms is not None and min(terms.limit_at_s, terms.promise_at_s) > now_s
             found.append(terms if is_live else None)
-            children = copy.children
         return found
 
     def adopt(self, account: NamespaceAccount, node: Node, now_s: float) -> BlockTerms | None:
         """See `KeptBelow`. The copy stands for the node from now on."""
         copy = self._copy_of(account, node)
-        if copy is None:
-            return None
-        is_over = copy.terms is None or copy.terms.limit_at_s <= now_s
-        return None if is_over else copy.terms
+        terms = None if copy is None else copy.terms
+        return None if terms is None or terms.limit_at_s <= now_s else terms
 
     def windows_of(
         self, namespace: Namespace, tokens: Sequence[int], now_s: float
     ) -> list[KeptWindows]:
         """See `KeptBelow`."""
         found: list[KeptWindows] = []
-        children = self._book.prefixes.root(namespace).children
-        for run in zip(*[iter(tokens)] * self._cache.block_size, strict=False):
-            copy = children.get(run)
-            if copy is None or _is_past(copy, now_s):
+        for copy in self._book.prefixes.along(namespace, tokens):
+            if copy.is_over(now_s):
                 break
             terms = [_live(one, now_s) for one in copy.window_terms]
             found.append(KeptWindows(terms, self._is_fixed(copy)))
-            children = copy.children
         return found
 
     def adopt_window(
@@ -149,7 +139,7 @@ class KeptPromises:
         """See `KeptBelow`."""
         assert block.parent is not None, "it has just entered the tree"
         copy = self._copy_of(account, block.parent)
-        if copy is None or not copy.window_terms or _is_past(copy, now_s):
+        if copy is None or not copy.window_terms or copy.is_over(now_s):
             return None
         return copy.window_terms[block.group]
 
@@ -186,9 +176,10 @@ class KeptPromises:
                 self._ends.setdefault(above, now_s + RETRY_S)
                 break
             for block in filter(None, above.beside or ()):
-                if block.promised and self._cache.keep_below(block):
+                if block.promised and self._cache.promises.keep_below(block):
                     self._keep(copy, block.group, block.terms)
-            if is_kept := self._cache.keep_below(above):
+                    self._book.terms_changed(copy)
+            if is_kept := self._cache.promises.keep_below(above):
                 self._keep(copy, RUN, above.terms)
                 self._ends.pop(above, None)
                 kept.append(copy)
@@ -214,21 +205,21 @@ class KeptPromises:
             return
         promise_s = min(FOREVER_S, max(0.0, promise_at_s - now_s))
         limit_s = min(FOREVER_S, max(0.0, limit_at_s - now_s))
-        ids, call_id = [copy.record_id for copy in stored], self._next_id()
-        self._renewals[call_id] = stored, ids, now_s + promise_s
+        ids, call_id = tuple(copy.record_id for copy in stored), self._next_id()
+        told = Renew(call_id, stored[0].namespace, ids, limit_s, promise_s, lease_ids, terms)
+        self._renewals[call_id] = stored, told, now_s + promise_s
         self._renewing.update(stored)
-        namespace = stored[0].namespace
-        self._send(Renew(call_id, namespace, tuple(ids), limit_s, promise_s, lease_ids, terms))
+        self._send(told)
 
     def renewed(self, outcome: Renewed, now_s: float) -> None:
         """Take the outcome of a renewal."""
         found = self._renewals.pop(outcome.call_id, None)
         if found is None:
             return
-        copies, ids, until_s = found
+        copies, told, until_s = found
         gone = set(outcome.gone)
         there: list[Copy] = []
-        for copy, record_id in zip(copies, ids, strict=True):
+        for copy, record_id in zip(copies, told.record_ids, strict=True):
             self._renewing.discard(copy)
             if copy.parent is None or copy.record_id != record_id or outcome.code:
                 continue
@@ -236,6 +227,8 @@ class KeptPromises:
                 self._record_gone(copy)
             else:
                 there.append(copy)
+                if told.terms is not None:
+                    copy.told_windows = told.terms.window_groups
         self.confirm(there, [until_s] * len(there), now_s)
 
     def take_over(
@@ -263,11 +256,7 @@ class KeptPromises:
     def tell_all(self, now_s: float) -> None:
         """Tell the level what it does not know yet of the ends of promises: this engine ends.
         O(copies)."""
-        moved = [
-            copy
-            for copy in self._book.prefixes
-            if copy.record_id and any(self._is_short(copy, one) for _, one in _kept_by(copy))
-        ]
+        moved = [copy for copy in self._book.prefixes if copy.record_id and self._knows_less(copy)]
         self._renew_each(reversed(moved), now_s)
 
     def read(self, node: Node, now_s: float) -> None:
@@ -303,8 +292,8 @@ class KeptPromises:
         spared.sort(key=lambda one: isinstance(one[0], Node))
         for node, until_s, name in reversed(spared):  # those above first, then window blocks
             if node.parent is not None:
-                self._cache.promise_again(node, until_s, name, now_s)
-        for node in self._cache.take_promised():
+                self._cache.promises.promise_again(node, until_s, name, now_s)
+        for node in self._cache.promises.take_fresh():
             if node.parent is not None and node.promised and not node.promised_children:
                 self._ends[node] = now_s + RETRY_S
                 if self._book.of_node(node) is not None:
@@ -337,7 +326,7 @@ class KeptPromises:
                     gone[copy.namespace] += 1
         if kept != self.kept or kept != self.kept_by_payer.total():
             raise InvariantViolation(f"{self.kept} promises kept below, recounted: {kept}")
-        for namespace, below, away_here in self._cache.promises_below():
+        for namespace, below, away_here in self._cache.promises.kept_below():
             own = {name: n for (space, name), n in classes.items() if space == namespace}
             if own != below or gone[namespace] != away_here:
                 found = f"{own}, {gone[namespace]} away"
@@ -416,7 +405,7 @@ class KeptPromises:
         if not node.promised or self.level == "host":
             return
         if not copy.record_id:
-            self.store_again(copy)
+            self.store_again(copy, now_s)
             return
         copies: list[Copy] = []
         above: Node | None = node
@@ -451,16 +440,23 @@ class KeptPromises:
     def _has_moved(self, copy: Copy, now_s: float) -> bool:
         if copy.terms is None or copy in self._renewing:
             return False
+        if copy.record_id and _lacks_windows(copy):
+            return True
         told_s = copy.kept_until_s if copy.record_id else copy.promise_at_s
         promise_at_s = min(copy.terms.promise_at_s, now_s + FOREVER_S / 2)
         return promise_at_s - told_s > RENEWED_PART * max(0.0, told_s - now_s)
 
-    def _is_short(self, copy: Copy, terms: BlockTerms) -> bool:
-        """Return whether the disk keeps a record for less long than is promised."""
+    def _knows_less(self, copy: Copy) -> bool:
+        """Return whether the disk keeps a record for less long than is promised, or was not told of
+        all that is. O(groups).
+        """
         if self.level == "host":
             return False
-        promise_at_s = min(terms.promise_at_s, self._now_s + FOREVER_S / 2)
-        return promise_at_s > copy.kept_until_s + CLOCK_SLACK_S
+        known_s = copy.kept_until_s + CLOCK_SLACK_S
+        return _lacks_windows(copy) or any(
+            min(terms.promise_at_s, self._now_s + FOREVER_S / 2) > known_s
+            for _, terms in _kept_by(copy)
+        )
 
     def _end_of(self, copy: Copy) -> float:
         """Return until when a copy is promised, here or on the device."""
@@ -476,7 +472,7 @@ class KeptPromises:
             block = block.beside[group] if isinstance(block, Node) and block.beside else None
             known = copy.window_terms[group] if copy.window_terms else None
         found = FoundPromise(copy.namespace, copy.payer, terms, known, block)
-        if self._cache.take_over(found, now_s):
+        if self._cache.promises.take_over(found, now_s):
             self._keep(copy, group, terms)
         self._book.note_promise(copy)
         if copy.keeps_promise:
@@ -492,7 +488,7 @@ class KeptPromises:
         if self.level == "disk":
             if copy.record_id and copy.renew_at_s > now_s:
                 due_s = min(due_s, copy.renew_at_s)
-            elif not copy.record_id or any(self._is_short(copy, terms) for terms in kept):
+            elif not copy.record_id or self._knows_less(copy):
                 due_s = min(due_s, now_s + RETRY_S)
         if due_s < math.inf:
             copy.has_promise_deadline = True
@@ -507,7 +503,7 @@ class KeptPromises:
                 continue
             for group, terms in _kept_by(copy):
                 block = _block_of(copy, group, terms)
-                if block is not None and self._cache.is_in_use(block):
+                if block is not None and self._cache.promises.is_in_use(block):
                     terms.hold_promise(now_s)
                 if terms.promise_at_s <= now_s:
                     self._end(copy, group, terms)
@@ -517,8 +513,8 @@ class KeptPromises:
             if self.level == "disk" and not copy.record_id:
                 ends = [copy.promise_at_s, *(terms.promise_at_s for terms in kept)]
                 copy.promise_at_s = max(ends)
-                self.store_again(copy)
-            elif any(self._is_short(copy, one) for one in kept) and copy not in self._renewing:
+                self.store_again(copy, now_s)
+            elif self._knows_less(copy) and copy not in self._renewing:
                 renewed.append(copy)
             self._watch(copy, now_s)
         self._renew_each(renewed, now_s)
@@ -529,7 +525,7 @@ class KeptPromises:
         if group == RUN and terms.limit_at_s > copy.limit_at_s:
             self._book.prefixes.set_limit(copy, terms.limit_at_s)
         is_away = _block_of(copy, group, terms) is None
-        self._cache.end_below(copy.namespace, terms, is_away=is_away)
+        self._cache.promises.end_below(copy.namespace, terms, is_away=is_away)
 
     def _record_gone(self, copy: Copy) -> None:
         """The disk has lost a record."""
@@ -539,7 +535,7 @@ class KeptPromises:
             self._book.prefixes.remove(copy)
         elif copy.terms is not None:
             copy.promise_at_s = max(copy.promise_at_s, copy.terms.promise_at_s)
-            self.store_again(copy)
+            self.store_again(copy, self._now_s)
 
     def _removed(self, copy: Copy) -> None:
         """A copy has left the book: its promises return to the device, or end."""
@@ -561,11 +557,11 @@ class KeptPromises:
         limit_at_s = terms.limit_at_s if group == RUN else copy.limit_at_s
         is_over = self.is_erasing or min(terms.promise_at_s, limit_at_s) <= self._now_s
         block = _block_of(copy, group, terms)
-        if block is not None and not is_over and self._cache.take_back(block, self._now_s):
+        if block is not None and not is_over and self._cache.promises.take_back(block):
             return
         until_s, name = terms.promise_at_s, terms.promised_class
         is_away = block is None
-        self._cache.end_below(copy.namespace, terms, is_away=is_away, is_lost=not is_over)
+        self._cache.promises.end_below(copy.namespace, terms, is_away=is_away, is_lost=not is_over)
         if self.is_erasing and block is not None:
             terms.end_promise()
             self._spared.append((block, until_s, name))
@@ -597,14 +593,18 @@ def _kept_by(copy: Copy) -> list[tuple[int, BlockTerms]]:
     return found
 
 
+def _lacks_windows(copy: Copy) -> bool:
+    """Return whether the disk was not told of a window block whose promise a copy keeps with that
+    of its run.
+    """
+    return copy.terms is not None and any(
+        group != RUN and group not in copy.told_windows for group, _ in _kept_by(copy)
+    )
+
+
 def _has_promised_windows(node: Node) -> bool:
     """Return whether the device keeps the promise of a window block of a node."""
     return any(one is not None and one.promised for one in node.beside or ())
-
-
-def _is_past(copy: Copy, now_s: float) -> bool:
-    """Return whether the limit of a copy has passed, also where reads have moved it since."""
-    return copy.limit_at_s <= now_s and copy.is_over(now_s)
 
 
 def _live(terms: BlockTerms | None, now_s: float) -> BlockTerms | None:

@@ -9,7 +9,7 @@ knows no block, no payer's share and no clock; `HostAccounts` owns the slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import count, islice
 
 from engine.api import LevelName, Namespace, Payer
@@ -32,13 +32,14 @@ class Copy:
     in the remote store alone when it was looked up. `limit_at_s`: not matched at or after;
     `promise_at_s`: promised until. `terms`: those of the promise that this copy keeps for the
     device, or None; `window_terms`: the same for its window blocks, by window group, empty where it
-    keeps none; `kept_until_s`: until when the disk keeps the record at least, to be renewed
-    from `renew_at_s` on; `has_promise_deadline`: that will be examined. `hits`: how often it was
-    matched. `node`: the device's node with the same tokens, where one is known. `ending_leases`:
-    the leases whose last copy this is. `is_storing`: a store is under way. `order_key`: its place
-    among the copies that may be dropped, or None. `is_unverified`: another engine made it, and its
-    bytes have not been compared with `check` yet. A copy that left the tree has no parent; the root
-    of a namespace has an empty run.
+    keeps none; `told_windows`: the window groups of whose promises the disk knows; `kept_until_s`:
+    until when the disk keeps the record at least, to be renewed from `renew_at_s` on;
+    `has_promise_deadline`: that will be examined. `hits`: how often it was matched. `node`: the
+    device's node with the same tokens, where one is known. `ending_leases`: the leases whose last
+    copy this is. `is_storing`: a store is under way. `order_key`: its place among the copies that
+    may be dropped, or None. `is_unverified`: another engine made it, and its bytes have not been
+    compared with `check` yet. A copy that left the tree has no parent; the root of a namespace has
+    an empty run.
     """
 
     __slots__ = (
@@ -68,6 +69,7 @@ class Copy:
         "serial",
         "slot",
         "terms",
+        "told_windows",
         "window_terms",
     )
 
@@ -89,6 +91,7 @@ class Copy:
         self.promise_at_s = -math.inf
         self.terms: BlockTerms | None = None
         self.window_terms: Sequence[BlockTerms | None] = ()
+        self.told_windows: Sequence[int] = ()
         self.kept_until_s = self.renew_at_s = -math.inf
         self.has_promise_deadline = False
         self.last_use_s = 0.0
@@ -120,6 +123,8 @@ class Copy:
 
     def is_over(self, now_s: float) -> bool:
         """Return whether its limit has passed; reads on the device may have moved it. O(1)."""
+        if self.limit_at_s > now_s:
+            return False
         if self.terms is not None and self.terms.limit_at_s > self.limit_at_s:
             self.limit_at_s = self.terms.limit_at_s
         return self.limit_at_s <= now_s
@@ -212,20 +217,30 @@ class StoredPrefixes:
         """Return the namespace's root; it is kept once something is added below it."""
         return self._roots.get(namespace) or Copy(namespace, b"", (), None, 0)
 
+    def along(self, namespace: Namespace, tokens: Iterable[int]) -> Iterator[Copy]:
+        """Iterate over the copies of the leading whole runs of `tokens`, also those whose limit has
+        passed. O(1) each.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return
+        children = root.children
+        for run in zip(*[iter(tokens)] * self.run_tokens, strict=False):
+            copy = children.get(run)
+            if copy is None:
+                return
+            yield copy
+            children = copy.children
+
     def match(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> list[Copy]:
         """Return the copies of the longest leading part of `tokens`, in whole runs, leaving one
         token at least. O(runs matched).
         """
-        root = self._roots.get(namespace)
-        if root is None:
-            return []
-        path, children = [], root.children
-        for run in zip(*[islice(tokens, len(tokens) - 1)] * self.run_tokens, strict=False):
-            copy = children.get(run)
-            if copy is None or (copy.limit_at_s <= now_s and copy.is_over(now_s)):
+        path: list[Copy] = []
+        for copy in self.along(namespace, islice(tokens, max(0, len(tokens) - 1))):
+            if copy.is_over(now_s):
                 break
             path.append(copy)
-            children = copy.children
         return path
 
     def add(self, parent: Copy, run: Run, payer: Payer, now_s: float) -> Copy:
@@ -293,14 +308,13 @@ class StoredPrefixes:
             return []
         if not tokens:
             return list(root.children.values())
-        copy, size = root, self.run_tokens
-        for start in range(0, len(tokens) - size + 1, size):
-            child = copy.children.get(tuple(tokens[start : start + size]))
-            if child is None:
-                return []
-            copy = child
-        if not (rest := tuple(tokens[len(tokens) // size * size :])):
-            return [copy]
+        path = list(self.along(namespace, tokens))
+        rest = tuple(tokens[len(path) * self.run_tokens :])
+        if not rest:
+            return path[-1:]
+        if len(rest) > self.run_tokens:
+            return []
+        copy = path[-1] if path else root
         return [child for run, child in copy.children.items() if run[: len(rest)] == rest]
 
     def extend_lease(self, lease_id: str, copy: Copy) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -315,10 +316,12 @@ def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]
     """
 
     def make(settings: ServerSettings) -> tuple[Core, EngineInfo]:
+        gc.disable()  # collections took a tenth of importing torch, and its objects stay
         made = make_core(settings)
         made[0].on_step_failed = log_failed_step
         FrozenHeap().settle()  # libraries and weights live as long as the process
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        gc.enable()
         return made
 
     wire = socket.socket(fileno=os.dup(sys.stdin.fileno()))

@@ -54,7 +54,8 @@ class IoThreads:
         work()
 
     def _end(self, serial: int, then: Callable[[], None], future: Future[None]) -> None:
-        self._ended.put((serial, then))
+        error = None if future.cancelled() else future.exception()
+        self._ended.put((serial, then if error is None else partial(_fail, error)))
         os.eventfd_write(self.wake_fd, 1)
 
     @property
@@ -69,7 +70,8 @@ class IoThreads:
         return now_s - min([*self._began_s.copy().values()], default=now_s)
 
     def take_ended(self) -> list[Callable[[], None]]:
-        """Return what is to be run for works that have ended."""
+        """Return what is to be run for works that have ended. For one that has raised, that raises
+        RuntimeError: what follows a work may count on it."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
         thens = []
@@ -88,3 +90,7 @@ class IoThreads:
             pool.shutdown(wait=is_idle, cancel_futures=True)
         if is_idle:
             os.close(self.wake_fd)
+
+
+def _fail(error: BaseException) -> None:
+    raise RuntimeError(f"a work ended with {type(error).__name__}; expected none") from error

@@ -13,7 +13,8 @@ from typing import Literal
 
 from engine.api import Namespace
 from engine.moves import RecordId, RunToStore, StoreRuns
-from engine.storage.index.index import RecordRow, Scope
+from engine.storage.index.index import RecordRow
+from engine.storage.index.names import Scope
 from engine.storage.sealing.seals import RecordSeal
 from engine.storage.slabs.slabs import Place
 
@@ -92,6 +93,11 @@ class WriteBatch:
         return [run for store in self.stores for run in store.runs]
 
     @property
+    def places(self) -> set[Place]:
+        """The places that are written for it."""
+        return {run.place for run in self.runs if run.place is not None}
+
+    @property
     def is_promised(self) -> bool:
         """Whether a commit of it must survive a power cut."""
         return any(
@@ -102,13 +108,15 @@ class WriteBatch:
 
 @dataclass(slots=True)
 class PlannedRead:
-    """A record on its way into a slot. `verdict` is set by `read`."""
+    """A record on its way into a slot. `object_name`: of the object of a record that lies in the
+    remote store alone. `verdict` is set by `read`."""
 
     call_id: int
     namespace: Namespace
     row: RecordRow
     slot: int
     seal: RecordSeal | None = None
+    object_name: str = ""
     verdict: Literal["done", "damaged", "failed"] = "failed"
     error: OSError | None = None
     seconds: float = 0.0

@@ -18,7 +18,8 @@ from msgspec import Struct
 from engine.api import FIDELITIES
 from engine.moves import ROOT, RecordId
 from engine.storage.folder import FolderLock, FolderRefused, check_folder
-from engine.storage.index.index import INDEX_NAME, RecordIndex, RecordRow
+from engine.storage.index.index import RecordIndex, RecordRow
+from engine.storage.index.index_file import INDEX_NAME
 from engine.storage.index.remote_rows import PADDING_BYTES_MAX, REMOTE
 from engine.storage.remote.address import RemoteSettings, open_remote
 from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
@@ -101,7 +102,7 @@ def rebuild_index(
             index = RecordIndex(folder / INDEX_NAME, may_make=True, seals=seals)
             with closing(index):
                 _fill(index, chosen, [header for _, header in found])
-                index.empty_log()
+                index.file.empty_log()
         return RebuiltIndex(len(chosen), len(found) - len(chosen))
 
 
@@ -133,9 +134,9 @@ def verify_store(
                     if not is_sound:
                         damaged.append(row.record_id)
                     progress(number + 1, len(rows))
-                with index.change():
+                with index.file.change():
                     gone = index.delete_under(damaged)
-                index.empty_log()
+                index.file.empty_log()
         return VerifiedStore(len(rows), len(gone))
 
 
@@ -240,21 +241,21 @@ def _choose(
 def _fill(
     index: RecordIndex, chosen: list[tuple[Place, RecordHeader]], found: list[RecordHeader]
 ) -> None:
-    with index.change():
+    with index.file.change():
         if chosen:
-            index.set_meta("store_id", chosen[0][1].store_id)
-        index.set_meta("next_id", max((one.record_id for one in found), default=ROOT) + 1)
-        index.set_meta("last_ms", max((one.written_ms for one in found), default=0))
+            index.file.set_meta("store_id", chosen[0][1].store_id)
+        index.file.set_meta("next_id", max((one.record_id for one in found), default=ROOT) + 1)
+        index.file.set_meta("last_ms", max((one.written_ms for one in found), default=0))
     for at in range(0, len(chosen), REBUILD_BATCH):
-        with index.change():
+        with index.file.change():
             for place, header in chosen[at : at + REBUILD_BATCH]:
-                scope = index.scope_for(header.namespace)
+                scope = index.names.scope_for(header.namespace)
                 row = RecordRow(
                     header.record_id,
                     scope.scope_id,
                     header.parent,
                     header.run,
-                    index.payer_id(header.payer),
+                    index.names.payer_id(header.payer),
                     place.slab,
                     place.position,
                     header.payload_bytes,
@@ -296,12 +297,12 @@ def _is_far_sound(objects: RemoteStore, index: RecordIndex, row: RecordRow) -> b
 def _is_record(index: RecordIndex, row: RecordRow, data: memoryview) -> bool:
     try:
         plain, payload = bytes(data[:HEADER_BYTES]), data[HEADER_BYTES:][: row.payload_bytes]
-        if (seal := index.scope_of(row).seal) is not None:
+        if (seal := index.names.scope_of(row.scope_id).seal) is not None:
             plain, payload = seal.open(data, row.payload_bytes)
         header = decode_header(plain)
     except DamagedRecord:
         return False
     said = (header.store_id, header.record_id, header.parent, header.run, header.check)
-    known = (index.store_id, row.record_id, row.parent, row.run, row.check)
-    is_named = header.namespace == index.scope_of(row).namespace
+    known = (index.file.store_id, row.record_id, row.parent, row.run, row.check)
+    is_named = header.namespace == index.names.scope_of(row.scope_id).namespace
     return said == known and is_named and xxhash.xxh3_128_digest(payload) == row.check

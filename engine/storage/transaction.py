@@ -20,3 +20,13 @@ def transaction(db: apsw.Connection) -> Iterator[None]:
             with suppress(apsw.Error):
                 db.execute("rollback")
         raise
+
+
+@contextmanager
+def change_or_join(db: apsw.Connection) -> Iterator[None]:
+    """Make one transaction, or be a part of the caller's."""
+    if db.in_transaction:
+        yield
+        return
+    with transaction(db):
+        yield

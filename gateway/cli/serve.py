@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Mapping
+import gc
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 from engine.encoder.card import EncoderCard, prepare_encoder
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, pull, resolve
-from gateway import app
 from gateway.cli.addresses import check_address
 from gateway.cli.database import ADMIN_KEY_FILE, KEY_FILE, open_store, prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.config import Config
 from gateway.engines.memory import lacking_memory
+from gateway.engines.supervisors import supervise_engines
+from gateway.http.descriptors import raise_descriptor_limit
 from gateway.levels.placement import ServerLock, check_levels, levels_dir
+from gateway.observability.logging import LogLines
+from tenancy.storage.interface import Store
+from tenancy.types import wall_ms
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -60,9 +67,38 @@ def _run(config: Config, say: Say, progress: Progress, read_config: Callable[[],
             say(line)
 
     try:
-        return asyncio.run(app.serve(config, cards, store, announce, read_config, encoder))
+        return asyncio.run(serve(config, cards, store, announce, read_config, encoder))
     finally:
         store.close()
+
+
+async def serve(
+    config: Config,
+    cards: Sequence[ModelCard],
+    store: Store,
+    announce: Callable[[list[str]], None],
+    read_config: Callable[[], Config],
+    encoder: EncoderCard | None = None,
+) -> int:
+    """Start the engines, which are the slowest part to be ready, and import the gateway meanwhile.
+
+    Then it runs; see `gateway.app.serve`.
+    """
+    log = LogLines(sys.stderr.fileno(), wall_ms)
+    raise_descriptor_limit()
+    supervisors = supervise_engines(config, cards, log)
+    for supervisor in supervisors:
+        supervisor.start()
+    gc.disable()  # until `gateway.gc_tuning.freeze_heap`: what is made until then stays
+    try:
+        await asyncio.to_thread(import_module, "gateway.app")
+    except BaseException:
+        await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
+        log.close()
+        raise
+    from gateway import app
+
+    return await app.serve(config, cards, store, supervisors, log, announce, read_config, encoder)
 
 
 def banner(model: str, urls: list[str], config: Config, key: str | None) -> list[str]:

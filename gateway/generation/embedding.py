@@ -26,11 +26,7 @@ from gateway.embeddings.embedder import Embedder, TextLookup, cut_vector
 from gateway.embeddings.text_tokenizer import SparseTextError, TokenizedText
 from gateway.errors import TOO_LONG, Kind, Refusal
 from gateway.generation import rate_limits
-from gateway.generation.idempotency import (
-    KEY_HEADER,
-    IdempotentRequest,
-    parse_idempotency_key,
-)
+from gateway.generation.idempotency import KEY_HEADER, IdempotentRequest, find_replay
 from gateway.generation.preparation import INLINE_CHARS_MAX, parse_body, shutting_down
 from gateway.generation.usage import CACHE_HEADER, IGNORED_HEADER
 from gateway.http.request_body import BODY_SHARE, read_body
@@ -88,8 +84,11 @@ class EmbeddingRequest:
         state.model = embedder.name
         check_embedding_model(gateway, embedder, call.model)
         _check_dimensions(embedder, call.dimensions)
-        if (replayed := await self._find_replay(body)) is not None:
-            return replayed
+        if KEY_HEADER in self._request.headers:
+            asked = gateway, self._request, body, self._identity
+            self._idempotent, replayed = await find_replay(*asked)
+            if replayed is not None:
+                return replayed
         del body
         texts = await tokenize(gateway, embedder, tenant_id, call)
         self._request[BODY_SHARE].release()
@@ -213,15 +212,6 @@ class EmbeddingRequest:
         response = await send(self._request, 200, answer, self._head)
         self._state.is_complete = True
         return response
-
-    async def _find_replay(self, body: bytes) -> web.StreamResponse | None:
-        """Replay the stored response of an idempotent request; None if it has to run."""
-        if KEY_HEADER not in self._request.headers:
-            return None
-        self._idempotent = parse_idempotency_key(
-            self._request, body, self._identity, self._gateway.config.idempotency
-        )
-        return await self._idempotent.replay(self._gateway, self._request)
 
     def _set_head(self, call: EmbeddingCall, texts: Sequence[TokenizedText]) -> None:
         cut = [index for index, text in enumerate(texts) if not text.is_whole]

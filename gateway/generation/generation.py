@@ -36,11 +36,7 @@ from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.generation import rate_limits
 from gateway.generation.admission import AdmissionContext, admit
-from gateway.generation.idempotency import (
-    KEY_HEADER,
-    IdempotentRequest,
-    parse_idempotency_key,
-)
+from gateway.generation.idempotency import KEY_HEADER, IdempotentRequest, find_replay
 from gateway.generation.outcome import Outcome
 from gateway.generation.output_stream import InThread, OutputStream
 from gateway.generation.preparation import (
@@ -168,10 +164,9 @@ class Generation:
         """
         if KEY_HEADER not in self._request.headers:
             return None
-        self._idempotent = parse_idempotency_key(
-            self._request, body, identity, self._gateway.config.idempotency
-        )
-        return await self._idempotent.replay(self._gateway, self._request)
+        asked = self._gateway, self._request, body, identity
+        self._idempotent, replayed = await find_replay(*asked)
+        return replayed
 
     def run_to_completion(
         self, work: Coroutine[None, None, web.StreamResponse]

@@ -3,7 +3,7 @@
 A key belongs to its tenant and to one request: path, query, version, body and workspace. The same
 request sent again gets the stored response, byte for byte, and pays nothing
 (`tenancy.ledger.idempotency` stores responses). The module knows no dialect and no engine;
-`gateway.generation.generation` calls it.
+`gateway.generation.generation` and `gateway.generation.embedding` call it.
 """
 
 from __future__ import annotations
@@ -93,11 +93,22 @@ class IdempotentRequest:
         return ReplayRecord(until_ms, self._settings.tenant_bytes_max, answer)
 
 
-def parse_idempotency_key(
+async def find_replay(
+    gateway: Context, request: web.BaseRequest, body: bytes, identity: Identity
+) -> tuple[IdempotentRequest, web.StreamResponse | None]:
+    """Return a request with a key, and its response if one was stored and is sent again; else it
+    has to run. O(body).
+
+    Raises Refusal for an invalid key, and if the server stores no responses; and what `replay`
+    raises.
+    """
+    found = _parse_key(request, body, identity, gateway.config.idempotency)
+    return found, await found.replay(gateway, request)
+
+
+def _parse_key(
     request: web.BaseRequest, body: bytes, identity: Identity, settings: IdempotencyConfig
 ) -> IdempotentRequest:
-    """Parse the request's idempotency key. O(body). Raises Refusal for an invalid key, and if the
-    server stores no responses."""
     keys = request.headers.getall(KEY_HEADER)
     is_printable = keys[0].isascii() and keys[0].isprintable()
     if len(keys) != 1 or not 1 <= len(keys[0]) <= KEY_CHARS_MAX or not is_printable:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from engine.api import Clock
 from engine.errors import ModelError
 from engine.model_store import Architecture, load_card
 
@@ -18,8 +15,6 @@ VALUE_BYTES = {"auto": 2, "bf16": 2, "fp32": 4, "int8": 1}
 """Bytes of a value of KV by `engine.kv_dtype`."""
 SCALE_BYTES = {"int8": 2}
 """Bytes that a token's key or value of one head takes beside its values."""
-PRODUCT_SIDE = 768
-PRODUCTS_MAX, SECONDS_MAX = 50, 0.2
 
 
 def find_architecture(source: Path, models_dir: Path) -> Architecture | None:
@@ -72,14 +67,3 @@ def flops_per_token(shape: Architecture) -> int | None:
         return None
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     return 2 * len(shape.layers) * (attention + 3 * shape.hidden * shape.intermediate)
-
-
-def measure_flops_per_s(clock: Clock) -> float:
-    """Return the rate of this machine's matrix products in fp32. Takes about 0.2 s."""
-    left = np.ones((PRODUCT_SIDE, PRODUCT_SIDE), dtype=np.float32)
-    left @ left  # the first product starts threads
-    began_s, products, seconds = clock(), 0, 0.0
-    while products < PRODUCTS_MAX and seconds < SECONDS_MAX:
-        left @ left
-        products, seconds = products + 1, clock() - began_s
-    return 2 * PRODUCT_SIDE**3 * products / max(seconds, 1e-9)

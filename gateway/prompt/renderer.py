@@ -11,7 +11,6 @@ itself. Preparation (`gateway.generation.preparation`) calls it.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -101,14 +100,12 @@ class Renderer:
         self.tool_style: ToolStyle = detect_style(source, self._template.variables)
         self.thinking: ThinkingFormat = detect_thinking(source, self._template.variables)
         self._token_texts = self.tokenizer.special_texts()
-        words = [text for text in self._token_texts.values() if text]
-        self._special_words = re.compile("|".join(map(re.escape, words)) or "(?!)")
         self._offsets = ToolOffsets(self._run_template, frozenset(self._token_texts.values()))
         self._shapes: OwnerCache[_ShapeKey, tuple[ChatShape | None]] = OwnerCache(SHAPES_STEPS_MAX)
         markers = (self.tool_style.opening.strip(), self.tool_style.closing.strip())
         self._markers = {i: text for i, text in self._token_texts.items() if text in markers}
         # Each output token is looked up here: a list access instead of a Python call.
-        spelt = list(map(self.tokenizer.token_bytes, range(card.config.vocab)))
+        spelt = self.tokenizer.spell(card.config.vocab)
         self.token_bytes_max = max(map(len, spelt))
         thoughts = {i: t for i, t in self._token_texts.items() if t in self.thinking.markers}
         self._token_bytes = {
@@ -232,7 +229,7 @@ class Renderer:
         if not text:
             return  # most messages have no name
         _check_text(text, path)
-        if (special := self._special_words.search(text)) is not None:
+        if (special := self.tokenizer.special_words.search(text)) is not None:
             message = f"{path}: must not contain the special token {special[0]!r}."
             raise Refusal(Kind.BAD, "invalid_value", message, param=path)
 
@@ -375,7 +372,7 @@ class Renderer:
         """Refuse texts that contain special tokens: they would look like the template's own."""
         texts = [p.text or "" for p in template_input.parts if p.is_call or not calls_only]
         for joined in ("".join(texts), "".join(text.strip() for text in texts)):
-            if (special := self._special_words.search(joined)) is not None:
+            if (special := self.tokenizer.special_words.search(joined)) is not None:
                 message = (
                     f"The messages contain {special[0]!r}, which this model's template cannot"
                     " distinguish from its own special tokens."

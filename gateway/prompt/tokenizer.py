@@ -15,14 +15,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, product
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
-import msgspec
 from tokenizers import AddedToken, Tokenizer
 
 from gateway.prompt.owner_cache import OwnerCache
 from gateway.prompt.token_budget import TokenBudget
+from gateway.prompt.tokenizer_file import TokenizerFile
 
 CACHE_BYTES_MAX = 64 * 2**20
 """Maximum size of the cache of pieces, in bytes (estimated)."""
@@ -47,18 +46,18 @@ _BYTE_CLASSES = (
 )
 """Classes of bytes whose longest runs in one token bound the tokens of a text."""
 
-_NO_WORDS = {"type": "BPE", "vocab": {}, "merges": []}
-"""A model that the rules of a tokenizer.json are read with."""
-
 _PRINTABLE_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's byte-level alphabet: the byte that each character stands for."""
-    alphabet = {chr(b): b for b in _PRINTABLE_BYTES}
+def _byte_alphabet() -> dict[int, int | None]:
+    """Return GPT-2's byte-level alphabet: the byte that each character stands for, None for other
+    characters below 256."""
     rest = [b for b in range(256) if b not in _PRINTABLE_BYTES]
-    alphabet.update({chr(256 + i): b for i, b in enumerate(rest)})
-    return alphabet
+    others: dict[int, int | None] = dict.fromkeys(rest)
+    return others | {b: b for b in _PRINTABLE_BYTES} | {256 + i: b for i, b in enumerate(rest)}
+
+
+_BYTE_ALPHABET = _byte_alphabet()
 
 
 class PieceTokenizer:
@@ -67,26 +66,25 @@ class PieceTokenizer:
     def __init__(self, path: Path, special_ids: Iterable[int]) -> None:
         # A batch of one text gains nothing from the library's own threads, and waits for them.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        text = path.read_text()
-        self._tokenizer = Tokenizer.from_str(text)
-        settings = msgspec.structs.asdict(msgspec.json.decode(text, type=_Rules))
+        file = TokenizerFile(path.read_bytes())
+        self._tokenizer, settings = file.whole, file.rules
         self._special = frozenset(special_ids)
-        self._bytes = _token_bytes(self._tokenizer, settings, self._special)
+        self._bytes = _token_bytes(file, self._special)
         # `plain` has the same vocabulary without special tokens: client text that spells one is
         # text. `_has_prefix`: some tokenizers put a space before a text; a piece in the middle
         # of a prompt must not get one, so both variants exist with and without it.
         inner = _without_prefix(settings)
         self._has_prefix = inner != settings
-        plain = _variant(self._tokenizer, settings, self._special)
+        plain = file.tokenizer(settings, self._special)
         self._by_use = {(True, True): self._tokenizer, (False, True): plain}
         if self._has_prefix:
-            self._by_use[True, False] = _variant(self._tokenizer, inner, frozenset())
-            self._by_use[False, False] = _variant(self._tokenizer, inner, self._special)
+            self._by_use[True, False] = file.tokenizer(inner)
+            self._by_use[False, False] = file.tokenizer(inner, self._special)
         else:
             self._by_use[True, False] = self._tokenizer
             self._by_use[False, False] = plain
         words = sorted(filter(None, self.special_texts().values()), key=len, reverse=True)
-        self._special_words = re.compile("|".join(map(re.escape, words))) if words else None
+        self.special_words = re.compile("|".join(map(re.escape, words)) or "(?!)")
         self._cache: OwnerCache[tuple[str, bool, bool], tuple[int, ...]] = OwnerCache(
             CACHE_BYTES_MAX
         )
@@ -201,9 +199,8 @@ class PieceTokenizer:
             return ids
         # Some vocabularies also hold the text of special tokens as ordinary tokens. Splitting each
         # such word after its first character prevents a match.
-        assert self._special_words is not None, "a special token without a text"
         ids, start = [], 0
-        for match in self._special_words.finditer(text):
+        for match in self.special_words.finditer(text):
             for end in (match.start() + 1, match.end()):
                 piece, is_first = text[start:end], is_first and start == 0
                 ids += _ids(self._by_use[False, is_first], piece)
@@ -214,6 +211,10 @@ class PieceTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token; b"" for special tokens and ids without a token."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
+
+    def spell(self, vocab_size: int) -> list[bytes]:
+        """Return the bytes of each token below `vocab_size`, as `token_bytes` does."""
+        return (self._bytes + [b""] * (vocab_size - len(self._bytes)))[:vocab_size]
 
     def special_texts(self) -> dict[int, str]:
         """Return the text of each special token by id, as templates write it."""
@@ -250,8 +251,7 @@ def _fill_word_cache(tokenizer: Tokenizer, spelt: Sequence[bytes]) -> None:
     is_split = splitter is not None and len(splitter.pre_tokenize_str("a b")) > 1
     for at in range(0, len(words), 100):
         texts = words[at : at + 100]
-        for text in ["".join(texts)] if is_split else texts:
-            _ids(tokenizer, text)
+        tokenizer.encode_batch_fast(["".join(texts)] if is_split else texts)
 
 
 def _longest_runs(spelt: list[bytes], settings: dict[str, Any]) -> list[tuple[bytes, int]]:
@@ -278,41 +278,6 @@ def _is_byte_level(settings: dict[str, Any]) -> bool:
     return '"ByteLevel"' in json.dumps(settings.get("decoder"))
 
 
-class _Rules(msgspec.Struct):
-    """A tokenizer.json without its vocabulary and its added tokens."""
-
-    normalizer: Any = None
-    pre_tokenizer: Any = None
-    post_processor: Any = None
-    decoder: Any = None
-    truncation: Any = None
-    padding: Any = None
-
-
-def _variant(base: Tokenizer, settings: dict[str, Any], left_out: frozenset[int]) -> Tokenizer:
-    """Return a tokenizer with other rules, of whose added tokens some are left out. It shares the
-    vocabulary: reading one of 262,144 tokens again takes a second and 100 MB."""
-    rules = Tokenizer.from_str(json.dumps({**settings, "model": _NO_WORDS, "added_tokens": []}))
-    made = Tokenizer(base.model)
-    made.normalizer, made.pre_tokenizer = rules.normalizer, rules.pre_tokenizer
-    made.post_processor, made.decoder = rules.post_processor, rules.decoder
-    if rules.truncation is not None:
-        made.enable_truncation(**rules.truncation)
-    if rules.padding is not None:
-        made.enable_padding(**rules.padding)
-    added: dict[int, AddedToken] = base.get_added_tokens_decoder()
-    tokens = []
-    for token_id, token in sorted(added.items()):
-        if token_id not in left_out:
-            tokens.append(token)
-        elif base.model.token_to_id(token.content) is None:
-            # The vocabulary lacks it, and the library numbers such tokens in their order: a text
-            # that no client can guess keeps its place, or the next one would get its id.
-            tokens.append(AddedToken(f"\0{token_hex(16)}", normalized=False))
-    made.add_tokens(tokens)
-    return made
-
-
 def _without_prefix(part: Any) -> Any:
     """Return the tokenizer settings without the rule that puts a space before a text."""
     if isinstance(part, list):
@@ -330,21 +295,16 @@ def _without_prefix(part: Any) -> Any:
     return found
 
 
-def _token_bytes(
-    tokenizer: Tokenizer, settings: dict[str, Any], special: frozenset[int]
-) -> list[bytes]:
-    is_byte_level = _is_byte_level(settings)
-    alphabet = _byte_alphabet()
-    added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    found = [b""] * (max(vocab.values(), default=-1) + 1)
-    for text, token_id in vocab.items():
+def _token_bytes(file: TokenizerFile, special: frozenset[int]) -> list[bytes]:
+    found = [b""] * (max(file.vocab.values(), default=-1) + 1)
+    is_byte_level = _is_byte_level(file.rules)
+    for text, token_id in file.vocab.items():
         if token_id in special:
             continue
-        if token_id in added:
+        if token_id in file.added:
             found[token_id] = text.encode()
         elif is_byte_level:
-            found[token_id] = bytes(alphabet[char] for char in text if char in alphabet)
+            found[token_id] = text.translate(_BYTE_ALPHABET).encode("latin-1", "ignore")
         elif len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             found[token_id] = bytes([int(text[3:5], 16)])
         else:

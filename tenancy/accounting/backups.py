@@ -95,7 +95,7 @@ def restore(
     return Restored(epoch, missing, kept)
 
 
-def mark_restored(store: Store, clock: WallClock, by: Actor | None = None) -> LedgerEpoch:
+def mark_restored(store: Store, clock: WallClock, by: Actor) -> LedgerEpoch:
     """Begin a new ledger epoch, after the database was restored by other means.
 
     Raises StoreError, also if a server uses the file.

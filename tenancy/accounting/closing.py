@@ -59,7 +59,7 @@ def close_days(
     through: str | None = None,
     *,
     despite_counts: bool = False,
-    by: Actor | None = None,
+    by: Actor,
 ) -> list[ClosedDay]:
     """Close every open day up to `through` (default: yesterday), oldest first. Returns them.
 

@@ -144,7 +144,7 @@ def create_admin_key(
 
 
 def rotate_key(
-    store: Store, clock: WallClock, which: str, grace_ms: int, by: Actor | None = None
+    store: Store, clock: WallClock, which: str, grace_ms: int, by: Actor
 ) -> tuple[str, Key, Key]:
     """Rotate a key. Returns the new key, its record, and the record of the old one.
 
@@ -192,7 +192,7 @@ def change_key(
     scopes: Iterable[str] | None = None,
     limits: Limits | None = None,
     tolerance: ToleranceMode | UnsetType | None = UNSET,
-    by: Actor | None = None,
+    by: Actor,
 ) -> Key:
     """Change the given fields of a key, from the next request. Raises BadName."""
     with store.change() as db:
@@ -242,7 +242,7 @@ def find_key(store: Store, which: str) -> Key:
     return _single(store.query(*_lookup(which)))
 
 
-def revoke_key(store: Store, clock: WallClock, which: str, by: Actor | None = None) -> Key:
+def revoke_key(store: Store, clock: WallClock, which: str, by: Actor) -> Key:
     """Revoke a key by its id or its shown beginning. A second call changes nothing.
 
     Raises BadName if that is not exactly one key, or the key is declared.

@@ -97,9 +97,7 @@ def memberships(store: Store, tenant_id: int | None = None) -> dict[int, dict[st
 # --- changes -------------------------------------------------------------------------------------
 
 
-def set_scope(
-    store: Store, clock: WallClock, terms: ScopeTerms, by: Actor | None = None
-) -> ScopeRecord:
+def set_scope(store: Store, clock: WallClock, terms: ScopeTerms, by: Actor) -> ScopeRecord:
     """Create a shared scope or replace its members, from the next request.
 
     With another owner it becomes a new scope, which begins empty. Raises BadName, with nothing
@@ -117,7 +115,7 @@ def set_scope(
     return find_scope(store, terms.name)
 
 
-def remove_scope(store: Store, name: str, by: Actor | None = None) -> None:
+def remove_scope(store: Store, name: str, by: Actor) -> None:
     """Remove a shared scope, from the next request; each member goes back to its own cache. Raises
     BadName."""
     with store.change() as db:

@@ -44,7 +44,7 @@ class Adjustment(Struct, frozen=True, forbid_unknown_fields=True):
     reason: str
 
 
-def adjust(store: Store, clock: WallClock, adjustment: Adjustment, by: Actor | None = None) -> bool:
+def adjust(store: Store, clock: WallClock, adjustment: Adjustment, by: Actor) -> bool:
     """Book an adjustment on the first open day. Returns False if the same one was booked before.
 
     Raises BadPrice with nothing written: the id was used for another adjustment, the entry does not

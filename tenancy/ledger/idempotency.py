@@ -9,7 +9,6 @@ together; `gateway.generation.idempotency` looks them up.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +17,7 @@ from msgspec import Struct
 
 from tenancy.errors import IdempotencyConflict
 from tenancy.storage.interface import Store, Transaction, Value, pad_to_power_of_two, placeholders
+from tenancy.storage.tenant_sums import subtract
 
 T = TypeVar("T")
 
@@ -251,14 +251,12 @@ def forget(db: Transaction, tenant_id: int, workspace: str | None = None) -> Non
 
     Requests that still run are not stored at their end.
     """
-    _subtract_sums(
-        db,
-        db.rows(
-            "delete from named_requests where tenant_id = ?1"
-            f" and (cast(?2 as text) is null or workspace = ?2) {_RETURNING}",
-            (tenant_id, workspace),
-        ),
+    deleted = db.rows(
+        "delete from named_requests where tenant_id = ?1"
+        f" and (cast(?2 as text) is null or workspace = ?2) {_RETURNING}",
+        (tenant_id, workspace),
     )
+    subtract(db, "named_sums", "names", deleted)
 
 
 def forget_answers(store: Store, tenant_id: int, workspace: str | None = None) -> None:
@@ -276,7 +274,7 @@ def sweep(store: Store, now_ms: int) -> bool:
             f" where until_ms <= ? order by until_ms limit ?) {_RETURNING}",
             (now_ms, SWEPT_AT_ONCE),
         )
-        _subtract_sums(db, deleted)
+        subtract(db, "named_sums", "names", deleted)
     return len(deleted) == SWEPT_AT_ONCE
 
 
@@ -293,18 +291,6 @@ def _conflict(claim: Claim, digest: bytes, *, is_running: bool) -> IdempotencyCo
             "The request with this Idempotency-Key is still running; retry in a moment.",
         )
     return None
-
-
-def _subtract_sums(db: Transaction, deleted: list[tuple[int, int]]) -> None:
-    names: Counter[int] = Counter()
-    sizes: Counter[int] = Counter()
-    for tenant_id, size in deleted:
-        names[tenant_id] += 1
-        sizes[tenant_id] += size
-    db.execute_many(
-        "update named_sums set names = names - ?, bytes = bytes - ? where tenant_id = ?",
-        [(count, sizes[tenant_id], tenant_id) for tenant_id, count in names.items()],
-    )
 
 
 _RETURNING = "returning tenant_id, coalesce(length(body), 0)"

@@ -6,13 +6,13 @@ the sums in the same transaction. `stored_responses` and `conversations` call th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
 
 from tenancy.pseudonyms import is_pseudonym
+from tenancy.storage import tenant_sums
 from tenancy.storage.interface import Row, Transaction
 
 Obstacle = Literal[
@@ -52,16 +52,6 @@ class Sums:
         held, used = self._of(tenant_id)
         self._sums[tenant_id] = held + responses, used + size
 
-    def subtract(self, deleted: Sequence[Row]) -> None:
-        """Count deleted rows (tenant id, bytes)."""
-        responses: Counter[int] = Counter()
-        sizes: Counter[int] = Counter()
-        for tenant_id, size in deleted:
-            responses[tenant_id] += 1
-            sizes[tenant_id] += size
-        for tenant_id, count in responses.items():
-            self.add(tenant_id, -count, -sizes[tenant_id])
-
     def finish(self) -> None:
         """Write the sums."""
         self._db.execute_many(
@@ -97,6 +87,4 @@ def obstacle_of_owner(
 
 def subtract(db: Transaction, deleted: Sequence[Row]) -> None:
     """Count deleted rows (tenant id, bytes), in their transaction."""
-    sums = Sums(db)
-    sums.subtract(deleted)
-    sums.finish()
+    tenant_sums.subtract(db, "stored_sums", "responses", deleted)

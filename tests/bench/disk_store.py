@@ -36,7 +36,8 @@ from engine.moves import (
     StoreRuns,
 )
 from engine.storage.client import StorageClient, disk_settings
-from engine.storage.index.index import FOREVER_MS, INDEX_NAME, RecordIndex, RecordRow
+from engine.storage.index.index import RecordIndex, RecordRow
+from engine.storage.index.index_file import FOREVER_MS, INDEX_NAME
 from engine.storage.memory.arena import HostArena
 from engine.storage.plans import StoreSettings
 from engine.storage.sealing.master_key import make_key_file
@@ -245,10 +246,10 @@ def measure_open(folder: Path) -> None:
     os.ftruncate(fd, slab_places * place)
     os.close(fd)
     with closing(RecordIndex(folder / INDEX_NAME, may_make=True)) as index:
-        with index.change():
-            payer_id = index.payer_id(b"p")
+        with index.file.change():
+            payer_id = index.names.payer_id(b"p")
             for number in range(1, ROWS + 1):
-                scope = index.scope_for(b"namespace %d" % (number // 512))
+                scope = index.names.scope_for(b"namespace %d" % (number // 512))
                 parent = ROOT if number % 512 == 0 or number == 1 else number - 1
                 run = pack_run(tokens_of(number))
                 row = RecordRow(
@@ -256,7 +257,7 @@ def measure_open(folder: Path) -> None:
                     b"c" * 16, 0, FOREVER_MS, 0,
                 )  # fmt: skip
                 index.insert(row, scope, 1)
-        index.empty_log()
+        index.file.empty_log()
     settings = StoreSettings(folder, disk_bytes=2**34, slot_sizes=(4_096,))
     seconds = []
     for _ in range(ROUNDS):

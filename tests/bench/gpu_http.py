@@ -31,8 +31,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.config import EngineConfig
 from engine.model_store import ModelCard, load_card
-from gateway import app
 from gateway.cli.database import KEY_FILE, open_store
+from gateway.cli.serve import serve as serve_models
 from gateway.config import AdminConfig, Config, LimitsConfig, LogConfig, ServerConfig
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
@@ -102,7 +102,7 @@ def serve(data: Path, sequences: int, gap_target_shared_ms: float) -> int:
     (data / OTHER_KEY_FILE).write_text(create_key(store, wall_ms, other.tenant_id))
     card = load_card(data / "model")
     return asyncio.run(
-        app.serve(config, [card], store, lambda _: print_line("ready"), lambda: config)
+        serve_models(config, [card], store, lambda _: print_line("ready"), lambda: config)
     )
 
 

@@ -40,7 +40,7 @@ from engine.statistics import LevelStats
 from tests.bench.kv_texts import texts, windows
 
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Answer:
@@ -84,7 +84,9 @@ def wait_for_disk(core: Core, records: int) -> LevelStats:
 @contextmanager
 def engine(model: Path, folder: Path) -> Iterator[Core]:
     """Yield an engine with host memory and a disk."""
-    levels = LevelsConfig(host_mib=256, disk_gib=2.0, dir=str(folder), disk_tokens_min=16)
+    levels = LevelsConfig(
+        host_mib=256, disk_gib=2.0, dir=str(folder), disk_tokens_min=16, look_ms=1_000
+    )
     core, _ = core_of_model(model, EngineConfig(kv_memory_mib=320, levels=levels))
     try:
         smoke_test(core)

@@ -59,7 +59,7 @@ def check_ledger(place: Path | str, confirmed: set[str], unheld: Set[str] = froz
             assert find(store, 1, claim(name), 3) == answer(name), "an answer is not what was sent"
         furnish(store)
         for again in [ledger.settle(entry(request_id)) for request_id in confirmed]:
-            again.result(20)
+            again.result(60)
         assert sum(row[2] for row in rows) == sum(t.output_tokens for t in usage(store))
         (state,) = budget_states(store, lambda: 3)
         assert state.reserved_pico == 0, "a reservation has no hold"

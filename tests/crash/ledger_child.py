@@ -25,6 +25,7 @@ from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
+from tests.actors import TESTER
 
 AT_ONCE = 4
 ENDINGS = sorted(set(PAYERS) - {"interrupted"})
@@ -138,7 +139,7 @@ def main(place: str, count: int, lie: int | None) -> None:
             future.result()
             os.write(1, f"{request_id}\n".encode())
         credit = Adjustment(request_ids[0], request_ids[0], -1, "a credit")
-        adjust(store, lambda: 2, credit)
+        adjust(store, lambda: 2, credit, by=TESTER)
         ledger.write(StorageReading(1, "5m", 7, 2)).result()
     ledger.close()
     store.close()

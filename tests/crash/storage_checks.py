@@ -6,7 +6,8 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
-from engine.storage.index.index import INDEX_NAME, RecordIndex
+from engine.storage.index.index import RecordIndex
+from engine.storage.index.index_file import INDEX_NAME
 from engine.storage.rebuild import verify_store
 from engine.storage.sealing.unlocking import SealSettings
 from engine.storage.slabs.record import HEADER_BYTES
@@ -31,7 +32,7 @@ def check_structure(folder: Path, *, is_sealed: bool = False) -> int:
         closing(RecordIndex(folder / INDEX_NAME, may_make=False)) as index,
         closing(SlabFiles(folder, HEADER_BYTES, DiskCalls())) as slabs,
     ):
-        assert index.quick_check() == ""
+        assert index.file.quick_check() == ""
         rows = {row.record_id: row for row in index.rows()}
         children = Counter(row.parent for row in rows.values() if row.parent)
         assert set(children) <= set(rows), "a record without its parent"

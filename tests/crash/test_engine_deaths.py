@@ -33,6 +33,7 @@ from engine.errors import EngineError
 from engine.model_store import prepare
 from gateway.child_process import RestartPolicy
 from gateway.engine_supervisor import EngineSupervisor
+from tests.e2e.patient_engine import COMMAND, LOOK_MS
 from tests.models import write_folder
 
 DEATHS = 40 if os.environ.get("CRASH") == "long" else 2
@@ -73,7 +74,7 @@ def levels(folder: Path | None = None, host_mib: int = 4) -> LevelsConfig:
     disk: dict[str, Any] = {}
     if folder is not None:
         disk = {"disk_gib": 0.05, "dir": str(folder), "slab_mib": 4}
-    return LevelsConfig(host_mib=host_mib, host_tokens_min=BLOCK, **disk)
+    return LevelsConfig(host_mib=host_mib, host_tokens_min=BLOCK, look_ms=LOOK_MS, **disk)
 
 
 class SupervisedEngine:
@@ -83,7 +84,7 @@ class SupervisedEngine:
         self.started: asyncio.Queue[int] = asyncio.Queue()
         config = EngineConfig(kv_blocks=64, threads=1, heartbeat_s=0.05, device="cpu", levels=below)
         self.engine = EngineSupervisor(
-            model, config, self._on_report, restarts=RestartPolicy((0.1,))
+            model, config, self._on_report, command=COMMAND, restarts=RestartPolicy((0.1,))
         )
 
     def _on_report(self, event: str, facts: dict[str, Any]) -> None:

@@ -56,10 +56,10 @@ def live(path: Path, disk: Disk, seed: int) -> tuple[set[str], set[str]]:
             number += len(names)
             futures = [ledger.hold(hold(name)) for name in names]
             for name, future in zip(names, futures, strict=True):
-                if future.exception(20) is not None:
+                if future.exception(60) is not None:
                     unheld.add(name)
             sent = {name: ledger.settle(named(name)) for name in names if rng.random() < 0.9}
-            confirmed |= {name for name, future in sent.items() if not future.exception(20)}
+            confirmed |= {name for name, future in sent.items() if not future.exception(60)}
         ledger.close()
         with suppress(apsw.Error):  # the last checkpoint needs the disk
             store.close()

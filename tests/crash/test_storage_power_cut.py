@@ -184,7 +184,7 @@ def test_detects_rows_before_their_bytes(tmp_path: Path, monkeypatch: pytest.Mon
         outcomes = commit(self, batch)
         self.sync_log()
         for run, slot_bytes in runs:
-            self._write_run(batch, run, slot_bytes)
+            self._writer._write_run(batch, run, slot_bytes)
         return outcomes
 
     monkeypatch.setattr(DiskStore, "write", skip)

@@ -12,7 +12,7 @@ def strace_works() -> bool:
     strace = shutil.which("strace")
     if strace is None:
         return False
-    probe = subprocess.run([strace, "-qq", "true"], capture_output=True, check=False, timeout=20)
+    probe = subprocess.run([strace, "-qq", "true"], capture_output=True, check=False, timeout=60)
     return probe.returncode == 0
 
 

@@ -39,7 +39,7 @@ STAND_INS = {
     "trunkline": """
 [ "${1-} ${2-}" = "key create" ] || exec "$PYTHON" -m gateway "$@"
 key=$("$PYTHON" -m gateway "$@")
-curl --silent --fail --output /dev/null --retry 10 --retry-delay 1 --retry-all-errors \
+curl --silent --fail --output /dev/null --retry 60 --retry-delay 1 --retry-all-errors \
     "http://127.0.0.1:$PUBLIC_PORT/v1/models" -H "Authorization: Bearer $key"
 echo "$key"
 """,

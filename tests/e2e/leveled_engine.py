@@ -1,7 +1,8 @@
 """A real engine with a disk, in a process that may be killed: python -m tests.e2e.leveled_engine
 
 Arguments: the model, the disk's folder, a task (`stay`, `read`, `miss`) and the dtype of the KV.
-Prints one JSON line for each prompt of 2,048 tokens that it answered, and for what its disk has.
+Prints one JSON line for each prompt of 2,048 tokens that it answered, with the processor's seconds
+to the first token (others' work beside it takes none), and for what its disk has.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from engine.api import (
     CacheGrant,
@@ -28,14 +30,15 @@ from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
 from engine.server.composition import core_of_model
 from engine.server.service import smoke_test
+from tests.e2e.patient_engine import LOOK_MS, wait_for_loads
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 2048, 8
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def answer(core: Core, name: str, tokens: tuple[int, ...], grant: CacheGrant) -> dict[str, Any]:
-    """Answer one prompt; return its tokens, what was cached, and the time to the first token."""
-    began_s = time.monotonic()
+    """Answer one prompt; return its tokens, what was cached, and the seconds to the first token."""
+    began_s = time.process_time()
     first_s, out = 0.0, list[int]()
     core.submit(Request(name, tokens, OUTPUT_TOKENS, grant, Sampling(temperature=0)))
     found: dict[str, Any] = {"name": name}
@@ -44,7 +47,7 @@ def answer(core: Core, name: str, tokens: tuple[int, ...], grant: CacheGrant) ->
             if isinstance(event, Started):
                 found |= {"cached": event.cached_tokens, "loaded": dict(event.loaded_tokens)}
             elif isinstance(event, Tokens):
-                first_s = first_s or time.monotonic() - began_s
+                first_s = first_s or time.process_time() - began_s
                 out += [token.token_id for token in event.tokens]
             elif isinstance(event, Finished):
                 return found | {"tokens": out, "first_s": round(first_s, 4)}
@@ -74,7 +77,8 @@ def main() -> None:
     """Answer; with `stay`, then say that the disk has it all and wait to be killed; with `miss`,
     answer once."""
     model, folder, task, kv_dtype = sys.argv[1:5]
-    levels = LevelsConfig(disk_gib=1.0, dir=folder, slab_mib=64)
+    wait_for_loads(pytest.MonkeyPatch())
+    levels = LevelsConfig(disk_gib=1.0, dir=folder, slab_mib=64, look_ms=LOOK_MS)
     engine = {"kv_memory_mib": 128, "kv_dtype": kv_dtype}
     config = msgspec.structs.replace(msgspec.convert(engine, EngineConfig), levels=levels)
     core, info = core_of_model(Path(model), config)

@@ -15,15 +15,19 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from engine.api import CacheGrant, LeaseRequest, Retention
 from engine.config import EngineConfig, LevelsConfig, RemoteConfig
 from engine.core.core import Core
 from engine.server.composition import core_of_model
 from engine.server.service import smoke_test
 from engine.storage.folder import wait_for_lock
-from engine.storage.index.index import INDEX_NAME, RecordIndex
+from engine.storage.index.index import RecordIndex
+from engine.storage.index.index_file import INDEX_NAME
 from engine.storage.sealing.unlocking import SealSettings, unlock
 from tests.e2e.leveled_engine import PROMPT_TOKENS, WAIT_S, answer, say
+from tests.e2e.patient_engine import LOOK_MS, wait_for_loads
 
 KEY_VARIABLE = "TRUNKLINE_TEST_SEAL"
 
@@ -49,7 +53,7 @@ def demote_all(folder: Path) -> int:
     ):
         rows = index.remote_rows()
         there = [row.record_id for row in index.rows() if rows.name_of(row.record_id)]
-        with index.change():
+        with index.file.change():
             for record_id in there:
                 rows.demote(record_id)
     return len(there)
@@ -61,10 +65,12 @@ def main() -> None:
     if task == "demote":
         say({"name": "demoted", "records": demote_all(Path(folder))})
         return
+    wait_for_loads(pytest.MonkeyPatch())
     levels = LevelsConfig(
         disk_gib=1.0,
         dir=folder,
         slab_mib=64,
+        look_ms=LOOK_MS,
         seal=True,
         key_env=KEY_VARIABLE,
         remote=RemoteConfig(f"file://{far}", timeout_ms=10_000),

@@ -22,6 +22,7 @@ from aiohttp import ClientSession, ClientTimeout
 
 from tests.e2e.installed_wheel import ROOT, build_wheel, install_wheel, serving
 from tests.models import write_folder
+from tests.ports import free_ports
 from tests.tools.binaries import needs
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 
@@ -77,14 +78,6 @@ def test_what_the_container_runs_serves_is_healthy_and_drains(
 # --- proxies --------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
 @contextmanager
 def daemon(command: list[str], pid_file: Path, **environment: str) -> Iterator[None]:
     """Run a command that returns when its daemon listens; end the daemon afterwards."""
@@ -107,9 +100,9 @@ def daemon(command: list[str], pid_file: Path, **environment: str) -> Iterator[N
 
 
 @contextmanager
-def nginx(folder: Path, upstream: int) -> Iterator[str]:
+def nginx(folder: Path, upstream: int, port: int, plain: int) -> Iterator[str]:
     """Serve deploy/nginx's file on loopback, with a certificate of its own; yield the URL."""
-    command, port, plain = needs("nginx"), free_port(), free_port()
+    command = needs("nginx")
     certificate, key = folder / "name.pem", folder / "name.key"
     words = f"{needs('openssl')} req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN={NAME}"
     made = [*shlex.split(words), "-keyout", str(key), "-out", str(certificate)]
@@ -139,9 +132,9 @@ def nginx(folder: Path, upstream: int) -> Iterator[str]:
 
 
 @contextmanager
-def caddy(folder: Path, upstream: int) -> Iterator[str]:
+def caddy(folder: Path, upstream: int, port: int, _: int) -> Iterator[str]:
     """Serve deploy/caddy's file on loopback, with a certificate that Caddy signs; yield the URL."""
-    port, file = free_port(), folder / "Caddyfile"
+    file = folder / "Caddyfile"
     only_here = "{\n\tadmin off\n\tauto_https disable_redirects\n\tskip_install_trust\n"
     only_here += "\tdefault_bind 127.0.0.1\n}\n"
     file.write_text(only_here + (DEPLOY / "caddy" / "Caddyfile").read_text())
@@ -171,19 +164,26 @@ def await_certificate(port: int) -> None:
     raise AssertionError("Caddy has no certificate")
 
 
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    """Yield two ports for a proxy."""
+    with free_ports(2) as found:
+        yield found
+
+
 PROXIES = {"nginx": (nginx, {"Host": NAME}), "caddy": (caddy, {})}
 
 
 @pytest.mark.parametrize("name", PROXIES)
 async def test_proxy_ends_tls_and_passes_a_stream_on_at_once(
-    unopened_gateway: GatewayFixture, name: str, tmp_path: Path
+    unopened_gateway: GatewayFixture, name: str, tmp_path: Path, ports: list[int]
 ) -> None:
     """The first token arrives while the engine still computes; names, keys and refusals pass."""
     gateway = unopened_gateway
     gateway.set_server(hosts=(NAME, "localhost"))
     await gateway.open()
     proxy, headers = PROXIES[name]
-    opened = proxy(tmp_path, gateway.port)
+    opened = proxy(tmp_path, gateway.port, *ports)
     url = await asyncio.to_thread(opened.__enter__)
     try:
         async with ClientSession(timeout=ClientTimeout(total=PATIENCE_S)) as session:

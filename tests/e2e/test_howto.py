@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.e2e.howto_shell import HowToShell
 from tests.e2e.installed_wheel import ROOT
+from tests.ports import free_ports
 
 PAGES = sorted(path for path in (ROOT / "docs" / "howto").glob("*.md") if path.stem != "README")
 LINES_MAX = 40
@@ -87,22 +87,15 @@ def blocks(page: Path) -> str:
     return "\n".join(re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
 
 
-def free_ports() -> tuple[int, int]:
-    """Return two ports that were free a moment ago."""
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
-
-
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[HowToShell]:
     """Yield a shell with a running server, and stop the server afterwards."""
-    opened = HowToShell(tmp_path, *free_ports())
-    began = opened.run("systemctl start trunkline")
-    assert began.returncode == 0, (opened.folder / "server.log").read_text()
-    yield opened
-    opened.run("systemctl stop trunkline")
+    with free_ports(2) as ports:
+        opened = HowToShell(tmp_path, *ports)
+        began = opened.run("systemctl start trunkline")
+        assert began.returncode == 0, (opened.folder / "server.log").read_text()
+        yield opened
+        opened.run("systemctl stop trunkline")
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def facts(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_a_killed_engines_prefix_is_loaded_from_disk(tmp_path: Path, kv_dtype: str) -> None:
-    """The answer equals the cold one, and comes in a fraction of its time. For a pool of another
+    """The answer equals the cold one, and takes a fraction of its work. For a pool of another
     format what is there is a miss, even under the same namespace."""
     tmp_path.chmod(0o700)
     with run_engine(tmp_path, "stay", kv_dtype) as first:

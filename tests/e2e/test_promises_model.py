@@ -22,10 +22,13 @@ from tenancy.accounting.audit import check_books
 from tenancy.accounts.keys import create_admin_key
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import wall_ms
+from tests.e2e.patient_engine import LOOK_MS
 from tests.unit.gateway.server_process import Server, run_server
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
+PATIENT = "tests.e2e.patient_server"
+PATIENCE_S = 60.0
 BLOCKS, PROMPTS, WORDS = 96, 18, 300
 """Blocks of the pool; prompts of at least 18 blocks each, and their words."""
 SETTINGS = f"""
@@ -36,6 +39,7 @@ context_tokens_max = 768
 [engine.levels]
 disk_gib = 2.0
 disk_tokens_min = 64
+look_ms = {LOOK_MS}
 [caching.profiles.anthropic]
 min_tokens = 0
 [[models]]
@@ -66,7 +70,7 @@ def settings(tmp_path: Path) -> Path:
 @pytest.fixture
 async def server(data: Path, settings: Path) -> AsyncIterator[Server]:
     """Yield a server over the models on disk."""
-    async with run_server(None, data, settings) as running:
+    async with run_server(None, data, settings, PATIENT) as running:
         yield running
 
 
@@ -79,15 +83,28 @@ def kill_all(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-async def promised_blocks(server: Server, session: ClientSession, key: str) -> int:
-    """Return the blocks that the engine counts as promised below the device."""
+async def promises(server: Server, session: ClientSession, key: str, blocks: int) -> None:
+    """Wait until the engine counts so many blocks as promised below the device."""
     urls = re.findall(r"http://[0-9.]+:[0-9]+", server.text)
     admin = next(url for url in urls if not server.url.startswith(url))
     headers = {"Authorization": f"Bearer {key}"}
-    async with session.get(f"{admin}/admin/v1/cache", headers=headers) as response:
-        answer = await response.json()
-        assert response.status == 200, answer
-        return sum(int(one["promised_below"]) for one in answer["namespaces"])
+    found = -1
+    async with asyncio.timeout(PATIENCE_S):
+        while found != blocks:
+            async with session.get(f"{admin}/admin/v1/cache", headers=headers) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+                found = sum(int(one["promised_below"]) for one in answer["namespaces"])
+
+
+async def booked(data: Path, prefixes: int) -> None:
+    """Wait until the gateway's books, which it writes each second, have so many prefixes."""
+    found = 0
+    with closing(SqliteStore(data / "trunkline.db")) as store:
+        async with asyncio.timeout(PATIENCE_S):
+            while found != prefixes:
+                await asyncio.sleep(0.05)
+                ((found,),) = store.query("select count(*) from written_prefixes")
 
 
 async def ask(server: Server, session: ClientSession, seed: int, *, is_promised: bool) -> Any:
@@ -150,29 +167,22 @@ async def test_promises_go_on_after_every_process_was_killed(data: Path, setting
     all of it back; what was promised by then is promised once."""
     with closing(SqliteStore(data / "trunkline.db")) as store:
         key = create_admin_key(store, wall_ms)
-    async with run_server(None, data, settings) as first, ClientSession() as session:
+    async with run_server(None, data, settings, PATIENT) as first, ClientSession() as session:
         written = [await ask(first, session, seed, is_promised=True) for seed in range(6)]
-        before = 0
-        async with asyncio.timeout(30):
-            while before < 6 * 18:  # whole blocks, which the disk has confirmed
-                await asyncio.sleep(0.1)
-                before = await promised_blocks(first, session, key)
-        await asyncio.sleep(1.5)  # the gateway's books are written each second
+        counted = ("cache_creation_input_tokens", "cache_read_input_tokens")
+        sizes = [sum(usage[name] for name in counted) for usage, _ in written]
+        blocks = sum(size // 16 for size in sizes)
+        await promises(first, session, key, blocks)  # the disk has confirmed them
+        await booked(data, len(written))
         assert first.process.pid is not None
         kill_all(first.process.pid)
         await first.process.wait()
-    async with run_server(None, data, settings) as second, ClientSession() as session:
-        found = 0
-        async with asyncio.timeout(10):
-            while found < before:
-                await asyncio.sleep(0.05)
-                found = await promised_blocks(second, session, key)
+    async with run_server(None, data, settings, PATIENT) as second, ClientSession() as session:
+        await promises(second, session, key, blocks)
         back = [await ask(second, session, seed, is_promised=True) for seed in range(6)]
-        await asyncio.sleep(1.0)
-        after = await promised_blocks(second, session, key)
+        await promises(second, session, key, blocks)
 
-    assert found == after == before
-    tokens = [usage["cache_creation_input_tokens"] for usage, _ in written[:1]]
-    assert [usage["cache_read_input_tokens"] for usage, _ in back[:1]] == tokens
+    assert min(sizes) >= 18 * 16
+    assert [usage["cache_read_input_tokens"] for usage, _ in back] == sizes
     assert all(int(parts["disk"]) >= 18 * 16 for _, parts in back)
     assert all(usage["cache_creation_input_tokens"] == 0 for usage, _ in back)

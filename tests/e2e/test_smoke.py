@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.unit.gateway.gateway_fixture import (
     GatewayFixture,
     head,
     read_answer,
+    read_late_answer,
     status_of,
 )
 
@@ -91,16 +93,20 @@ async def test_malformed_head_gets_our_error_page(gateway: GatewayFixture, data:
     assert b"xxx" not in answer
 
 
-async def test_slow_head_times_out(unopened_gateway: GatewayFixture) -> None:
+async def test_slow_head_times_out(
+    unopened_gateway: GatewayFixture, forward: Callable[[float], None]
+) -> None:
     """On a new connection, and after a response."""
-    unopened_gateway.set_server(header_timeout_s=0.2)
+    unopened_gateway.set_server(header_timeout_s=20.0, keep_alive_timeout_s=300.0)
     await unopened_gateway.open()
-    fresh = await unopened_gateway.raw(b"GET /healthz HTTP/1.1\r\nHost: 127")
+    async with unopened_gateway.connection() as (reader, writer):
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: 127")
+        fresh = await read_late_answer(reader, forward)
     async with unopened_gateway.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1"))
         first = await read_answer(reader)
         writer.write(b"GET /")
-        second = await read_answer(reader)
+        second = await read_late_answer(reader, forward)
 
     assert [status_of(one) for one in (fresh, first, second)] == [408, 200, 408]
     await unopened_gateway.close()

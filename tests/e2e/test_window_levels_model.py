@@ -28,6 +28,7 @@ from engine.kv.format import deal_groups
 from engine.model_store import ModelCard
 from engine.runner.cpu_runner import build_runner
 from engine.server.levels_below import build_levels
+from tests.e2e.patient_engine import LOOK_MS, wait_for_loads
 from tests.e2e.real_core import real_card
 from tests.models import prepared_with_windows
 
@@ -51,7 +52,7 @@ class LeveledEngine:
             slab_mib=16,
             host_tokens_min=16,
             disk_tokens_min=16,
-            look_ms=1_000,
+            look_ms=LOOK_MS,
         )
         config = EngineConfig(dtype="fp32", kv_dtype="fp32", sequences_max=4, levels=wanted)
         layers = [layer.window for layer in card.config.layers]
@@ -144,6 +145,12 @@ def check_levels(card: ModelCard, tokens: int, vocabulary: int, folder: Path) ->
     assert loaded == {"disk": cached}
     assert cached >= len(prompt) - 32
     assert from_disk == computed
+
+
+@pytest.fixture(autouse=True)
+def patient_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a level has is loaded, on a busy machine too."""
+    wait_for_loads(monkeypatch)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.gateway.gateway_fixture import (
+    at_noon,
     card,
     fail_on_blocking_calls,
     gateway,
@@ -12,6 +13,7 @@ from tests.unit.gateway.gateway_fixture import (
 )
 
 __all__ = [
+    "at_noon",
     "card",
     "fail_on_blocking_calls",
     "gateway",

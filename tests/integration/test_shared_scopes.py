@@ -19,6 +19,7 @@ from tenancy.accounts.keys import create_key
 from tenancy.accounts.shared_scopes import ScopeTerms, find_scope, remove_scope, set_scope
 from tenancy.accounts.tenants import change_tenant, create_tenant
 from tenancy.types import CachePolicy, Identity, SharedScope, Tenant, wall_ms
+from tests.actors import TESTER
 from tests.examples import examples
 from tests.strategies import tokens
 from tests.unit.gateway.admin_client import AdminClient
@@ -40,7 +41,7 @@ async def shared(gateway: GatewayFixture) -> GatewayFixture:
 
 def share(gateway: GatewayFixture, terms: ScopeTerms = OURS) -> None:
     """Create the scope as the operator."""
-    set_scope(gateway.store, wall_ms, terms)
+    set_scope(gateway.store, wall_ms, terms, by=TESTER)
     gateway.gateway.context.registry.refresh_now()
 
 
@@ -242,7 +243,7 @@ async def test_removed_member_no_longer_shares(shared: GatewayFixture) -> None:
 async def test_removed_scope_is_erased(shared: GatewayFixture) -> None:
     """It can no longer be read, so storage ends; a new scope of the same name begins empty."""
     await cached(shared, "ada")
-    remove_scope(shared.store, "ours")
+    remove_scope(shared.store, "ours", by=TESTER)
     shared.gateway.context.registry.refresh_now()
     before = (await shared.quiet()).cached_blocks
     await erase_removed(shared.gateway.context)

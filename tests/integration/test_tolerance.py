@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tenancy.accounts.keys import change_key, find_key
+from tests.actors import TESTER
 from tests.unit.gateway.gateway_fixture import CONTEXT, GatewayFixture, parse_events
 
 HEADER = "X-Trunkline-Ignored"
@@ -45,10 +46,10 @@ async def test_a_key_overrides_the_servers_tolerance(gateway: GatewayFixture) ->
     body, context = second_turn(gateway, temprature=1), gateway.gateway.context
     by_default, _, _ = await gateway.ask(body=body)
     key = find_key(context.store, gateway.keys["ada"])
-    change_key(context.store, str(key.key_id), tolerance="lenient")
+    change_key(context.store, str(key.key_id), tolerance="lenient", by=TESTER)
     context.registry.refresh_now()
     lenient, _, response = await gateway.ask(body=body)
-    change_key(context.store, str(key.key_id), tolerance="strict")
+    change_key(context.store, str(key.key_id), tolerance="strict", by=TESTER)
     context.registry.refresh_now()
     strict, answer, _ = await gateway.ask(body=second_turn(gateway))
 

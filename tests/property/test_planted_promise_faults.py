@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.cache import PrefixCache
+from engine.cache.block_promises import BlockPromises
 from engine.cache.lease_manager import LeaseManager
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.errors import InvariantViolation
@@ -79,7 +80,7 @@ def copies_dropped_for_room(original: Any) -> Any:
 
 def not_taken_back(original: Any) -> Any:
     """A new promise under one that is kept below leaves that one there."""
-    return lambda self, account, node, now_s: None
+    return lambda self, account, node: None
 
 
 def not_adopted(original: Any) -> Any:
@@ -130,9 +131,10 @@ def clipped_in_silence(original: Any) -> Any:
 def moved_down_before_its_end(original: Any) -> Any:
     """A promise moves down above blocks whose promise will bring it back."""
 
-    def keep_below(self: Any, account: Any, node: Any) -> bool:
+    def keep_below(self: Any, node: Any) -> bool:
+        account = self._manager.account_of(node)
         kept, account.reserved = account.reserved, 0
-        is_kept = bool(original(self, account, node))
+        is_kept = bool(original(self, node))
         account.reserved = kept
         return is_kept
 
@@ -143,13 +145,13 @@ PLANTS: tuple[tuple[type, Any, str, Fault], ...] = (
     (PromisesMachine, KeptPromises, "_end_overdue", never_ended),
     (PromisesMachine, NamespaceAccount, "add_below", not_charged),
     (HostPromisesMachine, HostAccounts, "update", copies_dropped_for_room),
-    (HostPromisesMachine, LeaseManager, "_return_to_device", not_taken_back),
-    (HostPromisesMachine, LeaseManager, "adopt", not_adopted),
+    (HostPromisesMachine, BlockPromises, "return_to_device", not_taken_back),
+    (HostPromisesMachine, BlockPromises, "adopt", not_adopted),
     (RestartedMachine, KeptPromises, "take_over", nothing_recalled),
     (RestartedHostMachine, KeptPromises, "take_over", nothing_recalled),
     (RestartedMachine, Copy, "promise_terms", terms_forgotten),
     (RestartedMachine, PromiseRecall, "erasing", stale_page_taken),
-    (RestartedHostMachine, LeaseManager, "take_over", dropped_after_restart),
+    (RestartedHostMachine, BlockPromises, "take_over", dropped_after_restart),
 )
 
 
@@ -172,7 +174,7 @@ def test_a_planted_promise_fault_is_caught(
 
 
 RARE: tuple[tuple[Any, str, Fault, Callable[[], None]], ...] = (
-    (PrefixCache, "end_below", loss_not_told, unit.test_a_lost_record_is_told_once),
+    (BlockPromises, "end_below", loss_not_told, unit.test_a_lost_record_is_told_once),
     (
         KeptPromises,
         "_is_durable",
@@ -204,7 +206,7 @@ RARE: tuple[tuple[Any, str, Fault, Callable[[], None]], ...] = (
         leases.test_a_promise_that_ran_out_while_its_sequence_waited_is_told_as_lost,
     ),
     (
-        LeaseManager,
+        BlockPromises,
         "keep_below",
         moved_down_before_its_end,
         partial(leases.test_a_promise_stays_above_blocks_that_are_to_be_promised, True),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.cache import window_promises
-from engine.cache.lease_manager import LeaseManager
+from engine.cache.block_promises import BlockPromises
 from engine.cache.moved_blocks import MovedBlocks
 from engine.cache.tree.prefix_tree import WindowBlock
 from engine.cache.window_manager import WindowManager
@@ -72,10 +72,10 @@ def group_0_is_enough(original: Any) -> Any:
 def windows_not_charged(original: Any) -> Any:
     """What is promised of window blocks below is known to the level alone."""
 
-    def keep(self: Any, account: Any, node: Any) -> Any:
-        is_kept = original(self, account, node)
+    def keep(self: Any, node: Any) -> Any:
+        is_kept = original(self, node)
         if is_kept and isinstance(node, WindowBlock) and node.terms is not None:
-            account.add_below(node.terms.below_class, -1)
+            self._manager.account_of(node).add_below(node.terms.below_class, -1)
         return is_kept
 
     return keep
@@ -102,8 +102,8 @@ PLANTS: tuple[tuple[Any, Any, str, Fault], ...] = (
     (WindowLevelsMachine, MovedBlocks, "hold", too_few_held),
     (WindowLevelsMachine, WindowCopies, "blocks_of", wrong_group),
     (WindowLevelsMachine, WindowManager, "commit", holes_committed),
-    (WindowHostPromisesMachine, LeaseManager, "keep_below", windows_not_charged),
-    (WindowHostPromisesMachine, LeaseManager, "adopt_window", windows_not_adopted),
+    (WindowHostPromisesMachine, BlockPromises, "keep_below", windows_not_charged),
+    (WindowHostPromisesMachine, BlockPromises, "adopt_window", windows_not_adopted),
     (WindowHostPromisesMachine, window_promises, "first_promised", a_part_moves_down),
 )
 

@@ -88,6 +88,10 @@ class BlockManager:
             payer_account.add_account(account, self._detach_from_payer(account))
         return account
 
+    def account_of(self, node: TreeBlock) -> NamespaceAccount | None:
+        """Return the account whose tree has a block; None once it has left. O(1)."""
+        return None if node.parent is None else self.owner[node.block]
+
     def forget_if_idle(self, account: NamespaceAccount) -> None:
         """Delete the account of an idle namespace. A payer with a floor is kept."""
         if account.is_idle and self.accounts.get(account.namespace) is account:

@@ -148,7 +148,7 @@ class FairShare:
                 other.mark_stale()
 
     def _guaranteed(self, floor: int, requested: int) -> int:
-        """Return the guaranteed part of `floor` when all floors together ask for `asked` blocks."""
+        """Return the guaranteed part of `floor` when all floors together ask for `requested`."""
         room = self.floors_max
         return floor if requested <= room else floor * room // requested
 
@@ -272,11 +272,7 @@ class FairShare:
         self._cached += cached
         self._claimed_below += claimed_below
         if spare:
-            account.order_entry = (
-                -account.overage(),
-                account.serial,
-                account,
-            )
+            account.order_entry = (-account.overage(), account.serial, account)
             self._order.add(account.order_entry)
 
     def _uncount(self, account: PayerAccount) -> None:

@@ -71,7 +71,7 @@ class WindowGroups:
         if tokens == found.cached_tokens:
             return found
         hit = TreeMatch(found.tree, found.path[: tokens // self.block_size], None, 0)
-        hit.matched_tokens = found.matched_tokens
+        hit.matched_tokens, hit.changes = found.matched_tokens, found.changes
         return hit
 
     def blocks_of(

@@ -214,7 +214,7 @@ class HostAccounts:
         self._refs[slot] -= 1
         if self._refs[slot]:
             copy = self._copy_in[slot]
-            if copy is not None and self._refs[slot] == 1 and (copy.record_id or not copy.children):
+            if copy is not None:
                 self.update(copy)  # it may be dropped now
             return
         share = self._owner[slot]
@@ -257,11 +257,7 @@ class HostAccounts:
         It may be dropped while nothing reads its slot, and it is on disk too or nothing lies below
         it and it keeps no promise. O(log copies), O(1) where nothing changes.
         """
-        may_drop = (
-            copy.slot >= 0
-            and not self._is_bound(copy)
-            and (copy.record_id != 0 or not copy.children)
-        )
+        may_drop = copy.slot >= 0 and self._may_drop(copy)
         if may_drop == (copy.order_key is not None):
             return
         if not may_drop:
@@ -290,8 +286,7 @@ class HostAccounts:
             if self._copy_in[copy.slot] is not copy:
                 raise InvariantViolation(f"slot {copy.slot} holds another copy")
             has_key = copy.order_key is not None
-            may_drop = not self._is_bound(copy) and bool(copy.record_id or not copy.children)
-            if has_key != may_drop:
+            if has_key != self._may_drop(copy):
                 raise InvariantViolation(f"slot {copy.slot} in the order of drops: {has_key}")
             ordered += has_key
         if refs != self._refs:
@@ -440,6 +435,10 @@ class HostAccounts:
             if share.used - lost < share.floor or (has_less and used_at_s is not None):
                 return False
         return True
+
+    def _may_drop(self, copy: Copy) -> bool:
+        """Return whether the copy in a slot may be dropped by itself; see `update`."""
+        return not self._is_bound(copy) and (copy.record_id != 0 or not copy.children)
 
     def _is_bound(self, copy: Copy) -> bool:
         """Return whether a copy has to keep its slot, even if all that hangs on it went too: a move

@@ -2,7 +2,7 @@
 
 All slots of a slab have one format. A slab whose slots are all free has none, and takes that of the
 next slot wanted from it. The pool knows no copy, no payer and no byte: it deals numbers, as
-`engine.moves.SlotLayout` has them. Only `host_accounts` calls it.
+`engine.moves.SlotLayout` has them. Only `accounts` calls it.
 """
 
 from __future__ import annotations
@@ -50,31 +50,24 @@ class SlotPool:
 
     def take(self, form: int) -> int | None:
         """Return a free slot of a format, from a slab of it or else an empty one; None without.
-        O(log slabs), and O(slots of a slab) for an empty one.
+        O(log slabs + slots of a slab).
         """
         if not self._open[form] and not self._open_slab(form):
             return None
         slab: int = self._open[form][0]  # the first fill up, so that the last become empty
-        position = self._free[slab].pop()
-        self._taken[slab].add(position)
-        self.used_slots[form] += 1
-        if not self._free[slab]:
-            self._open[form].remove(slab)
+        position = self._free[slab][-1]
+        self._use(slab, position)
         return slab * self._per_slab + position
 
     def claim(self, slot: int, form: int) -> None:
         """Take one free slot of a format. O(slots of a slab). Raises InvariantViolation if it is
         not free, or if its slab has another format."""
-        slab, position = divmod(slot, self.layout.slots_per_slab)
+        slab, position = divmod(slot, self._per_slab)
         if self._format[slab] == NO_FORMAT:
             self._give_format(slab, form)
         if self._format[slab] != form or position not in self._free[slab]:
             raise InvariantViolation(f"slot {slot} is no free slot of format {form}")
-        self._free[slab].remove(position)
-        self._taken[slab].add(position)
-        self.used_slots[form] += 1
-        if not self._free[slab]:
-            self._open[form].remove(slab)
+        self._use(slab, position)
 
     def has_room(self, form: int) -> bool:
         """Return whether a slot of a format can be taken. O(empty slabs) at most."""
@@ -143,6 +136,15 @@ class SlotPool:
             raise InvariantViolation(f"{offered} slabs are offered of {self.layout.slabs}")
         if used != self.used_slots:
             raise InvariantViolation(f"slots in use {self.used_slots}, recounted: {used}")
+
+    def _use(self, slab: int, position: int) -> None:
+        """Take a free slot of a slab that has a format. O(slots of a slab)."""
+        form, free = self._format[slab], self._free[slab]
+        free.remove(position)
+        self._taken[slab].add(position)
+        self.used_slots[form] += 1
+        if not free:
+            self._open[form].remove(slab)
 
     def _open_slab(self, form: int) -> bool:
         """Give an empty slab a format; return whether there was one that has room for it."""

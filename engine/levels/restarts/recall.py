@@ -8,7 +8,6 @@ may name what is gone. Only `levels` calls this module.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from engine.levels.copies import CopyBook
@@ -67,6 +66,7 @@ class PromiseRecall:
         for run in outcome.runs:
             copy = self._bring(run, now_s)
             if copy is not None and run.promise_s > 0:
+                copy.told_windows = () if run.terms is None else run.terms.window_groups
                 self._promises.take_over(copy, now_s + run.promise_s, run.terms, now_s)
                 promised.append(copy)
                 until_s.append(now_s + run.promise_s)
@@ -96,18 +96,7 @@ class PromiseRecall:
         if parent is None or (not parent.is_root and parent.parent is None):
             return None
         book.formats.allow(namespace, run.fidelity)
-        copy = parent.children.get(run.tokens)
-        limit_at_s = math.inf if run.limit_s is None else now_s + run.limit_s
-        if copy is None:
-            copy = book.prefixes.add(parent, run.tokens, run.payer or namespace, now_s)
-            book.prefixes.set_limit(copy, limit_at_s)
-        elif copy.limit_at_s < limit_at_s:
-            book.prefixes.set_limit(copy, limit_at_s)
-        copy.is_remote = run.level == "remote"
-        if run.promise_s > 0:
-            copy.promise_at_s = max(copy.promise_at_s, now_s + run.promise_s)
-        book.set_record(copy, run.record_id, form)
-        book.find_node(copy)
+        copy = book.know(parent, run.tokens, run, form, run.payer or namespace, now_s)
         for lease_id in run.lease_ids:
             book.prefixes.extend_lease(lease_id, copy)
         self._copies[run.record_id] = copy

@@ -58,13 +58,18 @@ class Recovery:
     """
 
     def __init__(
-        self, table: SlotTable, book: CopyBook, notes: CopyNotes, keep: KeepPromise | None
+        self, kept: KeptSlots, book: CopyBook, keep: KeepPromise | None, now_s: float
     ) -> None:
-        """Read the table, and claim the slots of its copies. About 6 us a copy. `keep` is called
-        with each copy that is promised; None where no level below the device keeps promises."""
-        self._table = table
+        """Read the table, and claim the slots of its copies; the book notes its own in it from now
+        on. About 6 us a copy. `keep` is called with each copy that is promised; None where no level
+        below the device keeps promises.
+        """
+        self._kept = kept
+        self._table = table = kept.table
         self._book = book
-        self._notes = notes
+        book.notes = self._notes = CopyNotes(
+            table, kept.generation, kept.boot_s, book.formats.terms_of, book.format_of
+        )
         self._keep = keep
         self.recovered = 0
         self.dropped: Counter[DropReason] = Counter()
@@ -83,11 +88,32 @@ class Recovery:
         book.claim(owners)
         for slot, entry in self._below.pop(ROOT_SERIAL, ()):
             self._next.append((None, slot, entry))
+        for namespace, fidelity in self.fidelity.items():
+            book.formats.allow(namespace, fidelity)
+        if not kept.is_new:
+            book.remains.soil_free()
+        self._notes.set_time(now_s)
+        book.accounts.is_closed = not kept.is_alone()
 
     @property
     def is_done(self) -> bool:
         """Return whether every entry is in the tree, or dropped."""
         return not self._next and not self._below
+
+    def turn(self, now_s: float) -> bool:
+        """Go on with what the engine before has left; return whether there was any."""
+        self._notes.set_time(now_s)
+        accounts = self._book.accounts
+        if accounts.is_closed:
+            accounts.is_closed = not self._kept.is_alone()
+        if self.is_done:
+            return False
+        self.step(now_s)
+        return True
+
+    def disown(self) -> None:
+        """Hand nothing on to the next engine: copies may not be what they are noted as."""
+        self._table.end()
 
     def step(self, now_s: float, most: int = A_TURN) -> list[Copy]:
         """Bring up to `most` entries into the tree, or drop them. Return the copies. About 15 us
@@ -113,10 +139,20 @@ class Recovery:
         while len(self._next) > len(others):
             self._bring(*self._next.pop(), now_s)
 
-    def erase(self, namespace: Namespace) -> None:
-        """Drop what is left of a namespace, each in its turn, instead of bringing it. O(1)."""
+    def erase(self, namespace: Namespace, now_s: float, *, is_part: bool) -> tuple[int, int]:
+        """Have what is left of a namespace dropped in turns instead of brought; for an erasure that
+        `is_part` of it, bring it now, but for what hangs on nothing. Return the blocks and bytes
+        that will be dropped. O(1), or as `bring_all`.
+        """
+        if namespace not in self.pending or namespace in self._erased:
+            return 0, 0
+        dropped = self.pending_blocks[namespace], self.pending[namespace]
+        if is_part:
+            dropped = 0, 0
+            self.bring_all(namespace, now_s)
         if namespace in self.pending:
             self._erased.add(namespace)
+        return dropped
 
     def is_erasing(self, namespace: Namespace) -> bool:
         """Return whether copies of a namespace are still to be dropped. O(1)."""

@@ -1,4 +1,4 @@
-"""The index of records: SQLite in WAL mode, held by one process.
+"""The index of records: rows of SQLite, in the file that `index_file` has.
 
 It knows rows, no slabs, no quotas and no clock: times are whole milliseconds that its caller gives.
 A row's `key` is a keyed digest of its run and only finds it; the run itself proves equality, from
@@ -8,79 +8,31 @@ are reserved durably.
 
 In a sealed store a row's run and digest lie hidden in the column `run`, and the key of a
 namespace's digests comes from its seal: the file holds no token, and none can be guessed from it.
-Whether a store is sealed is written down when it is made.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import apsw
-from msgspec import Struct
-
-from engine.api import Namespace, Payer
-from engine.errors import EngineError
 from engine.moves import ROOT, RecordId
+from engine.storage.index.index_file import FOREVER_MS, IndexFile
+from engine.storage.index.names import NameRows, Scope, digest_of
 from engine.storage.index.promise_rows import PromiseRows
 from engine.storage.index.remote_rows import REMOTE, RemoteRows
-from engine.storage.sealing.seals import RecordSeal, Seals
+from engine.storage.index.use_notes import UseNotes
+from engine.storage.sealing.seals import Seals
 from engine.storage.slabs.record import pack_run
-from engine.storage.slabs.slabs import Place, sync_folder
-from engine.storage.transaction import transaction
+from engine.storage.slabs.slabs import Place
 
-INDEX_NAME = "index.db"
-APPLICATION_ID = 0x74726B76
-SCHEMA_VERSION = 1
-FOREVER_MS = 2**62
-"""The limit of a record without one."""
 IDS_RESERVED = 2**20
 CHECK_BYTES = 16
-LOG_BYTES_MAX = 2**24
-TICK_STEPS = 200_000
-"""Steps of SQLite's machine, about 0.1 us each, between two ticks."""
-_SCHEMA = f"""
-create table meta(name text primary key, value any) without rowid, strict;
-create table scopes(
-    scope_id integer primary key autoincrement, namespace blob not null unique, key blob not null
-) strict;
-create table payers(payer_id integer primary key autoincrement, payer blob not null unique) strict;
-create table records(
-    rec_id integer primary key, scope_id integer not null, parent integer not null,
-    key blob not null, run blob not null, payer_id integer not null, slab integer not null,
-    place integer not null, payload_bytes integer not null, place_bytes integer not null,
-    check128 blob not null, fidelity integer not null, limit_ms integer not null,
-    promise_ms integer not null, used_ms integer not null, hits integer not null default 0,
-    children integer not null default 0
-) strict;
-create unique index records_of_parent on records(scope_id, parent, key);
-create unique index records_at on records(slab, place);
-create index records_by_limit on records(limit_ms) where limit_ms < {FOREVER_MS};
-create index records_promised on records(promise_ms, payer_id, place_bytes) where promise_ms > 0;
-create index leaves on records(payer_id, place_bytes, hits > 0, used_ms, promise_ms)
-    where children = 0;
-create table leases(
-    scope_id integer not null, lease_id text not null, rec_id integer not null,
-    primary key(scope_id, lease_id, rec_id)
-) without rowid, strict;
-create index leases_of on leases(rec_id);
-"""
 _COLUMNS = (
     "rec_id, scope_id, parent, run, payer_id, slab, place, payload_bytes, place_bytes, check128,"
     " fidelity, limit_ms, promise_ms"
 )
-
-
-class IndexUnusable(EngineError):
-    """The index cannot be used as it is; the message says the way out."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("storage", message)
 
 
 class RecordRow(NamedTuple):
@@ -106,15 +58,6 @@ class RecordRow(NamedTuple):
         return Place(self.slab, self.position)
 
 
-class Scope(Struct, frozen=True):
-    """A namespace, the key of its digests, and its seal if the store is sealed."""
-
-    scope_id: int
-    namespace: Namespace
-    key: bytes
-    seal: RecordSeal | None = None
-
-
 class RecordIndex:
     """An open index. One thread uses it; every method may raise apsw.Error."""
 
@@ -132,93 +75,35 @@ class RecordIndex:
         `seals`: of a sealed store. Rows of a namespace whose key was destroyed are deleted.
         Raises IndexUnusable, apsw.Error, OSError.
         """
-        self.path = path
-        self._seals = seals
-        if not path.exists():
-            if not may_make:
-                raise IndexUnusable(
-                    f"{path} is missing beside slabs. `trunkline levels rebuild` makes it from"
-                    " them; `trunkline levels init` begins anew."
-                )
-            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600))
-        self._db = apsw.Connection(str(path), apsw.SQLITE_OPEN_READWRITE)
-
-        def progress() -> bool:
-            tick()
-            return False  # go on
-
-        self._db.set_progress_handler(progress, TICK_STEPS)
+        self.file = IndexFile(path, may_make=may_make, tick=tick, is_sealed=seals is not None)
+        self._db = self.file.db
         try:
-            self._open(may_make)
-            self._scopes: dict[Namespace, Scope] = {}
-            self._scopes_by_id: dict[int, Scope] = {}
-            sql = "select scope_id, namespace, key from scopes"
-            for scope_id, namespace, key in self._all(sql):
-                seal = None if seals is None else seals.seal_of(namespace)
-                if seals is not None and seal is None:
-                    self._delete_shredded(scope_id)
-                else:
-                    key = key if seal is None else seal.digest_key
-                    self._add_scope(Scope(scope_id, namespace, key, seal))
-            self._payers: dict[Payer, int] = {}
-            self._payer_names: dict[int, Payer] = {}
-            for number, payer in self._all("select payer_id, payer from payers"):
-                self._payers[payer], self._payer_names[number] = number, payer
+            self.names = NameRows(self._db, seals)
+            self.uses = UseNotes(self._db)
             self._next_id = self._ids_end = 0
         except BaseException:
             self.close()
             raise
 
-    def _open(self, may_make: bool) -> None:
-        for pragma in (
-            "locking_mode=exclusive",
-            "journal_mode=wal",
-            "synchronous=normal",
-            "secure_delete=on",
-            "cell_size_check=on",
-            "trusted_schema=off",
-            f"journal_size_limit={LOG_BYTES_MAX}",
-        ):
-            self._db.execute(f"pragma {pragma}").fetchall()
-        version = int(self._one("pragma user_version")[0])
-        application = int(self._one("pragma application_id")[0])
-        is_empty = not self._db.execute("select 1 from sqlite_schema").fetchall()
-        if may_make and is_empty and version == application == 0:
-            with self.change():
-                self._db.execute(_SCHEMA)
-                self._db.execute(f"pragma user_version={SCHEMA_VERSION}")
-                self._db.execute(f"pragma application_id={APPLICATION_ID}")
-                self.set_meta("store_id", os.urandom(16))
-                self.set_meta("sealed", int(self._seals is not None))
-            sync_folder(self.path.parent)
-            return
-        if application != APPLICATION_ID:
-            raise IndexUnusable(f"{self.path} is the database of another program.")
-        if version != SCHEMA_VERSION:
-            raise IndexUnusable(
-                f"{self.path} has version {version}; expected {SCHEMA_VERSION}. It was not changed:"
-                " `trunkline levels init` makes a new one."
-            )
-        if (is_sealed := bool(self.meta("sealed", 0))) != (self._seals is not None):
-            has, wanted = ("sealed", "true") if is_sealed else ("plain", "false")
-            raise IndexUnusable(
-                f"the copies in {self.path.parent} are {has}; expected engine.levels.seal ="
-                f" {wanted}. They were not changed: `trunkline levels clear` begins anew."
-            )
+    def close(self) -> None:
+        """Close the file. Safe to repeat; a disk that fails is left as it is."""
+        self.file.close()
 
-    def _delete_shredded(self, scope_id: int) -> None:
-        """Delete what is left of a namespace whose key was destroyed."""
-        with self.change():
-            for table in ("records", "leases", "scopes"):
-                self._db.execute(f"delete from {table} where scope_id=?", (scope_id,))
+    def remote_rows(self) -> RemoteRows:
+        """Return the rows about objects in a remote store; make their tables if needed."""
+        return RemoteRows(self._db)
+
+    def promise_rows(self) -> PromiseRows:
+        """Return the rows about promises; make their tables if needed."""
+        return PromiseRows(self._db)
 
     def _row(self, found: Sequence[Any]) -> RecordRow:
         """Return a row as it is told: with its run and its digest, empty if they do not open."""
         row = RecordRow(*found)
-        scope = self._scopes_by_id.get(row.scope_id)
-        if scope is None or scope.seal is None:
+        seal = self.names.seal_of(row.scope_id)
+        if seal is None:
             return row
-        told = scope.seal.show(row.parent, row.run)
+        told = seal.show(row.parent, row.run)
         run, check = told[:-CHECK_BYTES], told[-CHECK_BYTES:]
         return RecordRow(*row[:3], run, *row[4:9], check, *row[10:])
 
@@ -230,66 +115,7 @@ class RecordIndex:
         """Return the first row of a query, or None."""
         return self._db.execute(sql, values).fetchone()
 
-    def close(self) -> None:
-        """Close the file. Safe to repeat; a disk that fails is left as it is."""
-        with suppress(apsw.Error):
-            self._db.close()
-
-    def change(self) -> AbstractContextManager[None]:
-        """Make one transaction of what is done in this context."""
-        return transaction(self._db)
-
-    @contextmanager
-    def change_or_join(self) -> Iterator[None]:
-        """Make one transaction, or be a part of the caller's."""
-        if self._db.in_transaction:
-            yield
-            return
-        with self.change():
-            yield
-
-    @property
-    def log_path(self) -> Path:
-        """The write-ahead log; a commit is durable once it is synced."""
-        return self.path.with_name(f"{self.path.name}-wal")
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the database, and the most that its log keeps."""
-        return self.path.stat().st_size + LOG_BYTES_MAX
-
-    def remote_rows(self) -> RemoteRows:
-        """Return the rows about objects in a remote store; make their tables if needed."""
-        return RemoteRows(self._db)
-
-    def promise_rows(self) -> PromiseRows:
-        """Return the rows about promises; make their tables if needed."""
-        return PromiseRows(self._db)
-
-    def empty_log(self) -> None:
-        """Move the log into the database and cut it: durable, and without deleted rows' bytes."""
-        self._db.execute("pragma wal_checkpoint(truncate)").fetchall()
-
-    def quick_check(self) -> str:
-        """Return "" for a sound file, else the first thing that is wrong. O(size)."""
-        found = [str(row[0]) for row in self._db.execute("pragma quick_check(1)")]
-        return "" if found == ["ok"] else found[0]
-
-    # -- meta, scopes, payers -------------------------------------------------------------------
-
-    def meta(self, name: str, default: int | bytes) -> Any:
-        """Return a value of the store, or the default."""
-        row = self._one("select value from meta where name=?", name)
-        return default if row is None else row[0]
-
-    def set_meta(self, name: str, value: int | bytes) -> None:
-        """Set a value of the store, in the caller's transaction or its own."""
-        self._db.execute("insert or replace into meta values(?,?)", (name, value))
-
-    @property
-    def store_id(self) -> bytes:
-        """16 random bytes that each of its records repeats."""
-        return bytes(self.meta("store_id", b""))
+    # -- ids ------------------------------------------------------------------------------------
 
     def next_id(self) -> RecordId:
         """Return a record id that was never used. O(1)."""
@@ -301,60 +127,13 @@ class RecordIndex:
         """Reserve record ids durably if few are left. Call outside a transaction."""
         if self._ids_end - self._next_id > IDS_RESERVED // 2:
             return
-        first = int(self.meta("next_id", ROOT + 1))
+        first = int(self.file.meta("next_id", ROOT + 1))
         last = self._one("select max(rec_id) from records")[0] or ROOT
         self._next_id = self._next_id or max(first, int(last) + 1)
         self._ids_end = max(first, self._next_id) + IDS_RESERVED
         self._db.execute("pragma synchronous=full")
-        self.set_meta("next_id", self._ids_end)
+        self.file.set_meta("next_id", self._ids_end)
         self._db.execute("pragma synchronous=normal")
-
-    @property
-    def scopes(self) -> list[Scope]:
-        """All scopes, also those that have lost their last record."""
-        return list(self._scopes.values())
-
-    def scope_of(self, row: RecordRow) -> Scope:
-        """Return a record's scope. Raises KeyError for a row of no scope."""
-        return self._scopes_by_id[row.scope_id]
-
-    def scope(self, namespace: Namespace) -> Scope | None:
-        """Return the namespace's scope, or None. O(1)."""
-        return self._scopes.get(namespace)
-
-    def scope_for(self, namespace: Namespace) -> Scope:
-        """Return the namespace's scope; make it if needed."""
-        scope = self._scopes.get(namespace)
-        if scope is None:
-            seal = None if self._seals is None else self._seals.seal_for(namespace)
-            key = os.urandom(16) if seal is None else b""
-            self._db.execute("insert into scopes(namespace, key) values(?,?)", (namespace, key))
-            key = key if seal is None else seal.digest_key
-            scope = Scope(self._db.last_insert_rowid(), namespace, key, seal)
-            self._add_scope(scope)
-        return scope
-
-    def _add_scope(self, scope: Scope) -> None:
-        self._scopes[scope.namespace] = self._scopes_by_id[scope.scope_id] = scope
-
-    def remove_scope(self, namespace: Namespace) -> None:
-        """Delete the scope of a namespace that has no records."""
-        scope = self._scopes.pop(namespace)
-        del self._scopes_by_id[scope.scope_id]
-        self._db.execute("delete from scopes where scope_id=?", (scope.scope_id,))
-
-    def payer_id(self, payer: Payer) -> int:
-        """Return the payer's number; make it if needed."""
-        found = self._payers.get(payer)
-        if found is None:
-            self._db.execute("insert into payers(payer) values(?)", (payer,))
-            found = self._payers[payer] = self._db.last_insert_rowid()
-            self._payer_names[found] = payer
-        return found
-
-    def payer_name(self, payer_id: int) -> Payer:
-        """Return the payer of a number. Raises KeyError."""
-        return self._payer_names[payer_id]
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -362,6 +141,13 @@ class RecordIndex:
         """Return a record's row, or None. About 10 us."""
         found = self._one(f"select {_COLUMNS} from records where rec_id=?", record_id)
         return None if found is None else self._row(found)
+
+    def live_row(self, scope: Scope | None, record_id: RecordId, now_ms: int) -> RecordRow | None:
+        """Return a record's row, or None where it is another scope's or past its limit."""
+        row = self.row(record_id)
+        if row is None or scope is None or row.scope_id != scope.scope_id:
+            return None
+        return row if row.limit_ms > now_ms else None
 
     def child(self, scope: Scope, parent: RecordId, run: bytes) -> RecordRow | None:
         """Return the record of a run below `parent`: found by digest, proved by its tokens."""
@@ -582,12 +368,6 @@ class RecordIndex:
             "delete from leases where scope_id=? and lease_id=?", (scope.scope_id, lease_id)
         )
 
-    def note_uses(self, uses: Sequence[tuple[RecordId, int, int]]) -> None:
-        """Note the latest use and further hits: record id, wall-clock milliseconds, hits."""
-        self._db.executemany(
-            "update records set used_ms=max(used_ms, ?2), hits=hits+?3 where rec_id=?1", uses
-        )
-
     def under(self, tops: Iterable[RecordId]) -> dict[RecordId, RecordRow]:
         """Return records and everything under them. O(these log n)."""
         gone: dict[RecordId, RecordRow] = {}
@@ -605,6 +385,8 @@ class RecordIndex:
     def delete_under(self, tops: Iterable[RecordId]) -> list[RecordRow]:
         """Delete records and everything under them; return the rows. O(deleted log n)."""
         gone = self.under(tops)
+        for record_id in gone:
+            self.uses.forget(record_id)
         ids = [(record_id,) for record_id in gone]
         self._db.executemany("delete from records where rec_id=?", ids)
         self._db.executemany("delete from leases where rec_id=?", ids)
@@ -617,8 +399,3 @@ class RecordIndex:
             ],
         )
         return list(gone.values())
-
-
-def digest_of(scope: Scope, run: bytes) -> bytes:
-    """Return the keyed digest by which a run is found. 1 us."""
-    return hashlib.blake2b(run, digest_size=16, key=scope.key).digest()

@@ -11,7 +11,8 @@ from bisect import bisect_right
 
 from engine.api import FIDELITIES
 from engine.moves import ROOT, Recall, Recalled, RecalledRun, RecordId
-from engine.storage.index.index import FOREVER_MS, RecordIndex, RecordRow
+from engine.storage.index.index import RecordIndex, RecordRow
+from engine.storage.index.index_file import FOREVER_MS
 from engine.storage.index.promise_rows import PromiseRows
 from engine.storage.index.remote_rows import level_of
 from engine.storage.slabs.record import unpack_run
@@ -47,8 +48,8 @@ class RecallPages:
         return RecalledRun(
             row.record_id,
             row.parent,
-            self._index.scope_of(row).namespace,
-            self._index.payer_name(row.payer_id),
+            self._index.names.scope_of(row.scope_id).namespace,
+            self._index.names.payer_name(row.payer_id),
             unpack_run(row.run),
             FIDELITIES[row.fidelity],
             row.payload_bytes,

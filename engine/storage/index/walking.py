@@ -6,7 +6,8 @@ import struct
 
 from engine.api import FIDELITIES
 from engine.moves import ROOT, Look, Looked, StoredRun
-from engine.storage.index.index import FOREVER_MS, RecordIndex
+from engine.storage.index.index import RecordIndex
+from engine.storage.index.index_file import FOREVER_MS
 from engine.storage.index.remote_rows import level_of
 from engine.storage.slabs.record import pack_run
 
@@ -19,7 +20,7 @@ def walk(
     `has_remote`: what lies in the remote store alone may be found too.
     """
     found: list[StoredRun] = []
-    scope = index.scope(command.namespace)
+    scope = index.names.scope(command.namespace)
     parent = ROOT
     runs = len(command.tokens) // run_tokens if scope is not None else 0
     for number in range(runs):

@@ -92,7 +92,7 @@ class RemoteCopies:
         """Note which namespaces may leave the machine, and have promised records put. In the
         transaction that has committed their rows."""
         for one in stores:
-            scope = self._index.scope(one.command.namespace)
+            scope = self._index.names.scope(one.command.namespace)
             if scope is None or scope is not one.scope:
                 continue  # erased meanwhile
             if one.command.may_leave and scope.namespace not in self._kept_here:
@@ -106,7 +106,7 @@ class RemoteCopies:
         leave. In the caller's transaction."""
         for namespace in namespaces:
             self._kept_here.add(namespace)
-            scope = self._index.scope(namespace)
+            scope = self._index.names.scope(namespace)
             if scope is not None:
                 self.rows.keep_here(scope.scope_id)
 
@@ -114,23 +114,20 @@ class RemoteCopies:
 
     def fetch(self, plan: PlannedRead, then: Callable[[], None]) -> None:
         """Fetch a record's object; set the plan's verdict and payload, then call `then`."""
-        name = self.rows.name_of(plan.row.record_id)
-        if not name:  # a row that no program of ours has written
+        if not plan.object_name:  # a row that no program of ours has written
             plan.verdict = "damaged"
             then()
             return
         found: list[memoryview] = []
-        self._link.run(partial(self._get, plan, name, found), partial(self._got, plan, found, then))
+        self._link.run(partial(self._get, plan, found), partial(self._got, plan, found, then))
 
-    def _get(
-        self, plan: PlannedRead, name: str, found: list[memoryview], store: RemoteStore
-    ) -> None:
+    def _get(self, plan: PlannedRead, found: list[memoryview], store: RemoteStore) -> None:
         """Read and open an object; what is missing or does not open is not `found`. For another
         thread."""
         size = HEADER_BYTES + plan.row.payload_bytes
         began_s = self._uptime_s()
         try:
-            data = store.get(name, size + PADDING_BYTES_MAX)
+            data = store.get(plan.object_name, size + PADDING_BYTES_MAX)
             payload = self._reader.opened(plan, data) if len(data) >= size else None
         except (DamagedRecord, ObjectMissing):
             return
@@ -164,13 +161,13 @@ class RemoteCopies:
         if now_ms >= self._count_at_ms:
             self._count_at_ms = now_ms + COUNT_MS
             self._sums = self.rows.sums()
-        with self._index.change():
+        with self._index.file.change():
             self.rows.date_tombstones(now_ms)
         if not self._link.is_open:
             return
         self._delete_some()
         if self._bytes_max and self._sums.used_bytes > self._bytes_max:
-            with self._index.change():
+            with self._index.file.change():
                 coldest = self.rows.coldest(now_ms, PUTS_MAX)
                 self.dropped_total += self._drop(coldest)
             self._count_at_ms = 0
@@ -179,7 +176,7 @@ class RemoteCopies:
     def _put_some(self) -> None:
         """Begin to put what is wanted, and what would be dropped next."""
         has_room = not self._bytes_max or self._sums.used_bytes <= self._bytes_max
-        while self._wanted and has_room and len(self._writing) < PUTS_MAX:
+        while self._wanted and self.is_open and has_room and len(self._writing) < PUTS_MAX:
             self._begin_put(self._wanted.popleft(), is_cold=False)
         left = PUTS_MAX - len(self._writing) if self._is_full else 0
         for record_id in self._cold(COLD_MAX) if left > 0 else ():
@@ -195,7 +192,7 @@ class RemoteCopies:
         row = self._index.row(record_id)
         if row is None or row.slab == REMOTE or not self.rows.name_of(record_id):
             return False
-        with self._index.change_or_join():
+        with self._index.file.change_or_join():
             self.rows.demote(record_id)
         self._give_up_place(row)
         return True
@@ -206,13 +203,15 @@ class RemoteCopies:
         row = self._index.row(record_id)
         if row is None or row.slab == REMOTE or self.rows.name_of(record_id):
             return False
-        if not self._link.is_open or not self.rows.may_leave(row.scope_id):
+        if not self.is_open or not self.rows.may_leave(row.scope_id):
             return False
         name = object_name(self._store_name, record_id, row.scope_id)
         if name in self._putting or name in self._writing:
             return True
-        with self._index.change():
-            self.rows.begin_put(name, self._index.scope_of(row).namespace, self._now_ms())
+        with self._index.file.change():
+            self.rows.begin_put(
+                name, self._index.names.scope_of(row.scope_id).namespace, self._now_ms()
+            )
         self._putting.add(name)
         self._writing.add(name)
         self._holds.hold(row.place)
@@ -237,16 +236,18 @@ class RemoteCopies:
         store.put(name, buffer)
 
     def _put_ended(self, row: RecordRow, name: str, is_cold: bool, failure: str) -> None:
-        """Note an object that is there. One whose record is gone, or may not leave any more, keeps
-        its tombstone."""
+        """Note an object that is there, or try again later. One whose record is gone, or may not
+        leave any more, keeps its tombstone."""
         self._putting.discard(name)
         self._holds.release(row.place)
+        if failure and not is_cold:
+            self._wanted.append(row.record_id)
         now = self._index.row(row.record_id)
         if failure or now is None or now.place != row.place:
             return
         if not self.rows.may_leave(row.scope_id):
             return
-        with self._index.change():
+        with self._index.file.change():
             self.rows.end_put(row.record_id, row.payer_id, name, row.place_bytes)
         self.put_total += 1
         if is_cold:
@@ -264,11 +265,13 @@ class RemoteCopies:
 
     def _deleted(self, names: list[str], then: Callable[[], None], failure: str) -> None:
         self._deleting.difference_update(names)
-        if not failure:
-            with self._index.change():
-                self.rows.end_tombstones(names)
-            self._count_at_ms = 0
-        then()
+        try:
+            if not failure:
+                with self._index.file.change():
+                    self.rows.end_tombstones(names)
+                self._count_at_ms = 0
+        finally:
+            then()
 
     def is_pending(self, namespace: Namespace) -> bool:
         """Return whether objects of a namespace whose records are gone are still to be deleted."""

@@ -82,15 +82,16 @@ class RemoteLink:
             told.append("")  # the store works; `work` has noted what is missing
         except (RemoteFailed, EngineError) as error:
             told.append(str(error) or type(error).__name__)
+        except Exception as error:  # of a package of others
+            told.append(f"it ended with {type(error).__name__}")
         else:
             told.append("")
 
     def _ended(self, serial: int, told: list[str]) -> None:
         found = self._under_way.pop(serial, None)
         if found is not None:
-            failure = told[0] if told else "the work ended with an error of ours"
-            self._note(failure)
-            found[1](failure)
+            self._note(told[0])
+            found[1](told[0])
 
     def _note(self, failure: str) -> None:
         if not failure:

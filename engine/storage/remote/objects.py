@@ -15,6 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
+from engine.storage.slabs.slabs import sync_folder
+
+PART_SUFFIX = ".part"
 LISTED_MAX = 1_000_000
 """Most names that one `names` returns: a bound on what a store can make us keep."""
 
@@ -53,20 +56,29 @@ class FolderObjects:
     def put(self, name: str, data: memoryview) -> None:
         """See `RemoteStore`."""
         path = self._path(name)
-        part = path.with_name(f"{path.name}.part")
+        part = _part_of(path)
         with _failures():
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make(path.parent)
             try:
                 with part.open("wb") as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
                 part.replace(path)
+                sync_folder(path.parent)
             except BaseException:
                 with suppress(OSError):
                     part.unlink()
                 raise
+
+    def _make(self, folder: Path) -> None:
+        """Make a folder and those above it up to the store's own, durably."""
+        if folder.is_dir():
+            return
+        if folder != self._folder:
+            self._make(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        sync_folder(folder.parent)
 
     def get(self, name: str, bytes_max: int) -> memoryview:
         """See `RemoteStore`."""
@@ -75,9 +87,13 @@ class FolderObjects:
 
     def delete(self, names: Sequence[str]) -> None:
         """See `RemoteStore`."""
-        for name in names:
-            with _failures(), suppress(FileNotFoundError):
-                self._path(name).unlink()
+        with _failures():
+            for path in map(self._path, names):
+                for one in (path, _part_of(path)):  # a death in `put` leaves a part
+                    one.unlink(missing_ok=True)
+            for folder in {self._path(name).parent for name in names}:
+                if folder.is_dir():
+                    sync_folder(folder)
 
     def names(self, prefix: str, limit: int = LISTED_MAX) -> list[str]:
         """See `RemoteStore`."""
@@ -85,13 +101,18 @@ class FolderObjects:
             if not self._folder.parent.is_dir():
                 raise RemoteFailed(f"the folder {self._folder.parent} does not exist")
             found = sorted(self._path(prefix).rglob("*")) if prefix else []
-            files = [path for path in found if path.is_file() and path.suffix != ".part"]
+            files = [path for path in found if path.is_file() and path.suffix != PART_SUFFIX]
         return [path.relative_to(self._folder).as_posix() for path in files[:limit]]
 
     def _path(self, name: str) -> Path:
         assert ".." not in name.split("/"), name
         assert not name.startswith("/"), name
         return self._folder / name
+
+
+def _part_of(path: Path) -> Path:
+    """Return the file that an object is written to before it has its name."""
+    return path.with_name(f"{path.name}{PART_SUFFIX}")
 
 
 @contextmanager

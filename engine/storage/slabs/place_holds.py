@@ -40,13 +40,18 @@ class PlaceHolds:
         else:
             self._give_back(place)
 
+    def is_deferred(self, place: Place) -> bool:
+        """Return whether a place will be given back when its last reader has ended. O(1)."""
+        return place in self._deferred
+
     @property
     def out_of_use(self) -> set[Place]:
-        """The places that are neither free nor of a record."""
+        """The places that are neither free nor of a record, until their last reader has ended."""
         return self._bad | self._deferred
 
     def _give_back(self, place: Place) -> None:
         if place in self._bad:
+            self._bad.discard(place)
             self._slabs.retire(place)
         else:
             self._slabs.give_back(place)

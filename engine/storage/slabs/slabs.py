@@ -85,14 +85,15 @@ def write_all(calls: DiskCalls, fd: int, parts: Sequence[bytes | memoryview], of
 class _Slab:
     """An open slab file."""
 
-    __slots__ = ("dirty", "fd", "free", "number", "path", "place_bytes", "places")
+    __slots__ = ("dirty", "fd", "free", "number", "path", "place_bytes", "places", "retired")
 
     def __init__(self, path: Path, fd: int, number: int, place_bytes: int, length: int) -> None:
         self.path, self.fd, self.number = path, fd, number
         self.place_bytes = place_bytes
         self.places = length // place_bytes
         self.free: list[int] = []  # a heap: a slab is filled from its beginning
-        self.dirty: set[int] = set()  # those of the free ones whose old bytes are still there
+        self.retired: set[int] = set()  # neither free nor used any more
+        self.dirty: set[int] = set()  # free or retired, and their old bytes are still there
 
 
 class SlabFiles:
@@ -106,8 +107,7 @@ class SlabFiles:
         self._folder, self._calls = folder, calls
         self._slab_bytes = slab_bytes
         self._slabs: dict[int, _Slab] = {}
-        self._bad: set[Place] = set()
-        self._wiping = 0
+        self._wiping: set[Place] = set()
         try:
             for path in sorted(folder.glob("*.slab")):
                 if (match := _NAME.match(path.name)) is not None and path.is_file():
@@ -161,13 +161,16 @@ class SlabFiles:
     def give_back(self, place: Place) -> None:
         """Make a place free; its bytes stay until it is written anew or wiped."""
         slab = self._slabs.get(place.slab)
-        if slab is not None and place not in self._bad:
+        if slab is not None:
             heappush(slab.free, place.position)
             slab.dirty.add(place.position)
 
     def retire(self, place: Place) -> None:
-        """Leave a place out of use: it returned other bytes than it was given."""
-        self._bad.add(place)
+        """Leave a place out of use for as long as its slab is there: it returned other bytes than
+        it was given."""
+        if (slab := self._slabs.get(place.slab)) is not None:
+            slab.retired.add(place.position)
+            slab.dirty.add(place.position)
 
     def places(self, place_bytes: int) -> int:
         """Number of places of a size, free or not."""
@@ -196,9 +199,12 @@ class SlabFiles:
         return {number: slab.place_bytes for number, slab in self._slabs.items()}
 
     def check(self, used: Set[Place], aside: Set[Place]) -> None:
-        """Compare the free places with those of records. `aside`: damaged, or freed when a read
-        ends. Raises InvariantViolation. O(places)."""
+        """Compare the free places with those of records. `aside`: freed when a read ends. Raises
+        InvariantViolation. O(places)."""
         free = set(self.free_list())
+        aside = aside | {
+            Place(one.number, at) for one in self._slabs.values() for at in one.retired
+        }
         if free & used:
             raise InvariantViolation(f"places {free & used} are free and used")
         if lost := self.total_places - len(free | used | aside):
@@ -227,9 +233,10 @@ class SlabFiles:
         self._slabs[number] = slab
 
     def remove_if_empty(self, number: int) -> bool:
-        """Delete a slab all of whose places are free. Raises OSError."""
+        """Delete a slab all of whose places are free or retired. Raises OSError."""
         slab = self._slabs[number]
-        if len(slab.free) < slab.places:
+        is_wiped = any(place.slab == number for place in self._wiping)
+        if is_wiped or len(slab.free) + len(slab.retired) < slab.places:
             return False
         slab.path.unlink()
         os.close(slab.fd)
@@ -267,26 +274,31 @@ class SlabFiles:
             self._calls.sync(self._slabs[number].fd)
 
     def take_dirty(self) -> list[Place]:
-        """Return dirty places that are free, for `wipe`, and keep them from use meanwhile.
+        """Return dirty places of one slab for `wipe`, and keep them from use meanwhile.
 
-        At most half of a slab's free places: a store that comes meanwhile finds one, and need not
-        grow the disk or drop records for it. Call again until there are none.
+        At most half of its free places: a store that comes meanwhile finds one, and need not grow
+        the disk or drop records for it. Call again until there are none.
         """
-        places: list[Place] = []
-        for number, slab in self._slabs.items():
-            if slab.dirty:
-                most = max(1, len(slab.free) // 2)
-                taken = set(sorted(slab.dirty)[-most:])  # `take` begins at the other end
-                slab.dirty -= taken
-                slab.free = sorted(at for at in slab.free if at not in taken)
-                self._wiping += len(taken)
-                places += [Place(number, at) for at in sorted(taken)]
+        slab = next((one for one in self._slabs.values() if one.dirty), None)
+        if slab is None:
+            return []
+        most = max(1, len(slab.free) // 2)
+        taken = set(sorted(slab.dirty)[-most:])  # `take` begins at the other end
+        slab.dirty -= taken
+        slab.free = sorted(at for at in slab.free if at not in taken)
+        places = [Place(slab.number, at) for at in sorted(taken)]
+        self._wiping.update(places)
         return places
 
     @property
     def is_wiping(self) -> bool:
         """Whether places will be free as soon as they are wiped."""
-        return self._wiping > 0
+        return bool(self._wiping)
+
+    def is_unwiped(self, place: Place) -> bool:
+        """Return whether a place that was given back has its old bytes still. O(1)."""
+        slab = self._slabs.get(place.slab)
+        return place in self._wiping or (slab is not None and place.position in slab.dirty)
 
     def wipe(self, places: Sequence[Place]) -> None:
         """Make the bytes of places read as zeros, durably. Raises OSError.
@@ -302,10 +314,11 @@ class SlabFiles:
 
     def put_wiped(self, places: Sequence[Place], *, is_wiped: bool) -> None:
         """Make places free again after `wipe`; they stay dirty if it failed."""
-        self._wiping -= len(places)
+        self._wiping.difference_update(places)
         for place in places:
             if (slab := self._slabs.get(place.slab)) is not None:
-                heappush(slab.free, place.position)
+                if place.position not in slab.retired:
+                    heappush(slab.free, place.position)
                 if not is_wiped:
                     slab.dirty.add(place.position)
 

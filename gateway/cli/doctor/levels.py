@@ -17,13 +17,13 @@ from gateway.cli.doctor.check import Check
 from gateway.config import Config
 from gateway.engines.device_memory import runs_on_device
 from gateway.engines.memory import size_host_levels
+from gateway.levels.compute_speed import measure_flops_per_s
 from gateway.levels.disk_speed import DiskSpeed, measure_disk
 from gateway.levels.model_cost import (
     find_architecture,
     flops_per_token,
     has_windows,
     kv_bytes_per_token,
-    measure_flops_per_s,
 )
 from gateway.levels.placement import existing_parent, find_all_problems, levels_dir
 from gateway.levels.worth import level_worth

@@ -27,7 +27,7 @@ from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
 from gateway.context import Context
 from gateway.engine_supervisor import EngineSupervisor
 from gateway.engines.served_models import ServedModel
-from gateway.gc_tuning import freeze_heap
+from gateway.gc_tuning import freeze_heap, use_large_pages
 from gateway.ledger.client import LedgerProcessClient
 from gateway.observability.logging import LogLines
 from gateway.prompt import Renderer
@@ -159,6 +159,7 @@ async def serve(settings: NullGatewaySettings) -> None:
         urls = await gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
         supervisor.start()
         freeze_heap()
+        use_large_pages()
         await supervisor.wait_ready()
         pids = (ledger.pid, analytics.pid) if analytics is not None else ()
         ready = Ready(urls[0], key, card.name, os.getpid(), pids)

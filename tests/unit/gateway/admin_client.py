@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tenancy.accounts.keys import create_admin_key
 from tenancy.types import wall_ms
 from tests.unit.gateway.gateway_fixture import GatewayFixture
@@ -35,3 +37,9 @@ class AdminClient:
             text = await response.text()
             is_json = response.content_type == "application/json"
             return response.status, json.loads(text) if text and is_json else text or None
+
+
+@pytest.fixture
+async def admin(gateway: GatewayFixture) -> AdminClient:
+    """A client of an open gateway's admin listener."""
+    return AdminClient(gateway)

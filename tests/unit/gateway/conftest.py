@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from tests.unit.gateway.admin_client import admin
 from tests.unit.gateway.gateway_fixture import (
+    at_noon,
     card,
     fail_on_blocking_calls,
     gateway,
@@ -12,6 +14,8 @@ from tests.unit.gateway.gateway_fixture import (
 )
 
 __all__ = [
+    "admin",
+    "at_noon",
     "card",
     "fail_on_blocking_calls",
     "gateway",

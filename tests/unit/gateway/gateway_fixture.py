@@ -399,6 +399,15 @@ async def read_answer(reader: asyncio.StreamReader) -> bytes:
         return head + await reader.read()
 
 
+async def read_late_answer(reader: asyncio.StreamReader, forward: Callable[[float], None]) -> bytes:
+    """Read as `read_answer` does, while a second passes in each turn of the loop."""
+    reading = asyncio.create_task(read_answer(reader))
+    while not reading.done():
+        forward(1.0)
+        await asyncio.sleep(0)
+    return await reading
+
+
 def status_of(answer: bytes) -> int:
     """Return the HTTP status; 0 if the connection was closed without a response."""
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/") else 0
@@ -412,6 +421,11 @@ def fail_on_blocking_calls() -> Iterator[BlockBuster]:
     """Fail the test when code blocks the event loop."""
     with blockbuster_ctx() as guard:
         yield guard
+
+
+@pytest.fixture(autouse=True)
+def at_noon(noon: None) -> None:
+    """What a test books lies in one minute, at whatever time it runs."""
 
 
 @pytest.fixture(scope="session")

@@ -53,19 +53,19 @@ class Server:
 
 @asynccontextmanager
 async def run_server(
-    model: Path | None, data: Path, settings: Path | None = None
+    model: Path | None, data: Path, settings: Path | None = None, module: str = "gateway"
 ) -> AsyncIterator[Server]:
     """Start a server and yield it when ready; kill it afterwards if it still runs.
 
     Its log is beside its data. `settings`: a file other than the model's; it names the models if
-    `model` is None.
+    `model` is None. `module`: what is run as `trunkline`.
     """
     if settings is None:
         assert model is not None, "the settings name the models"
         settings = model.parent / "settings.toml"
     log = data.with_suffix(".log")
     with log.open("ab") as errors:
-        process = await start_server(model, data, settings, errors)
+        process = await start_server(model, data, settings, errors, module)
     assert process.stdout is not None
     try:
         text = ""
@@ -85,13 +85,18 @@ async def run_server(
 
 
 async def start_server(
-    model: Path | None, data: Path, settings: Path, errors: IO[bytes], **environment: str
+    model: Path | None,
+    data: Path,
+    settings: Path,
+    errors: IO[bytes],
+    module: str = "gateway",
+    **environment: str,
 ) -> asyncio.subprocess.Process:
     """Start the process without waiting for it. `model`: None for those of the settings."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "gateway",
+        module,
         "serve",
         *([] if model is None else [str(model)]),
         "--config",

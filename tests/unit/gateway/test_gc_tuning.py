@@ -92,13 +92,13 @@ def _has_large_pages() -> bool:
 
 
 @pytest.mark.skipif(not _has_large_pages(), reason="this kernel moves nothing to large pages")
-def test_frozen_heap_moves_to_large_pages() -> None:
+def test_heap_moves_to_large_pages() -> None:
     """In a separate process, since the heap's pages stay moved."""
     program = (
         "from pathlib import Path\n"
-        "from gateway.gc_tuning import freeze_heap\n"
+        "from gateway.gc_tuning import use_large_pages\n"
         "kept = [bytearray(1_000) for _ in range(16_000)]\n"
-        "freeze_heap()\n"
+        "use_large_pages()\n"
         "print(Path('/proc/self/smaps_rollup').read_text())\n"
     )
     found = subprocess.run(

@@ -13,6 +13,7 @@ from tenancy.errors import LimitExceeded
 from tenancy.limits import NO_DEMAND, Demand, LimitState, Meter
 from tenancy.storage.interface import Store
 from tenancy.types import Limits
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.limits_driver import FREE, SMALL, Desk, identity
 
@@ -299,7 +300,7 @@ def test_rotated_keys_share_their_limits(desk: Desk, store: Store, wall: Wall) -
     ada = create_tenant(store, wall, "ada").tenant_id
     limits = Limits(requests_per_minute=4, requests_at_once=3)
     old, other = (create_key(store, wall, ada, limits=limits) for _ in range(2))
-    new, _, _ = rotate_key(store, wall, "1", 9)
+    new, _, _ = rotate_key(store, wall, "1", 9, by=TESTER)
     registry = KeyAuthenticator(store, wall, desk.clock)
 
     def given(key: str, count: int) -> int:

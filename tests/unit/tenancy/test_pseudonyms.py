@@ -29,7 +29,7 @@ def test_deleted_tenant_accepts_nothing_new(store: Store, wall: Wall, act: str) 
     create_tenant(store, wall, "ada")
     create_key(store, wall, 1)
     ledger = Ledger(store, wall)
-    ledger.settle(used("r", 1)).result(20)
+    ledger.settle(used("r", 1)).result(60)
     ledger.close()
     pseudonym = delete_tenant(store, wall, "ada")
     assert pseudonym is not None

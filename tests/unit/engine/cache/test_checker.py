@@ -194,3 +194,19 @@ def test_a_recount_beside_running_sequences_ends() -> None:
         cache.commit(table, tokens, 9 + pieces, 1.0)
 
     assert 4 < pieces < 100
+
+
+def test_a_whole_block_that_a_fork_shares_is_no_fault() -> None:
+    """Nothing more is written to it, so it need not be the sequence's own: here it is not in the
+    tree either, since an erasure has stopped its writer."""
+    cache = PrefixCache(blocks=8, block_size=SIZE)
+    table = cache.begin(b"forked", [7] * SIZE, 0.0)
+    assert cache.grow(table, SIZE, 0.0)
+    cache.erase(b"forked")
+    cache.commit(table, [7] * SIZE, SIZE, 0.0)
+    fork = cache.fork(table)
+    assert cache.grow(table, SIZE, 0.0)
+
+    cache.check()
+    for one in (table, fork):
+        cache.release(one, [7] * SIZE, 0.0)

@@ -482,7 +482,7 @@ class FewBelow:
 def test_a_promise_stays_above_blocks_that_are_to_be_promised(is_preempted: bool) -> None:
     """It would return with the next of them, to a device whose room is promised to others."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
-    cache.keep_promises_below(FewBelow(), 16)
+    cache.promises.keep_in(FewBelow(), 16)
     table = cache.begin(US, WORDS, 0.0, leases=(lease(FIVE),))
     assert cache.grow(table, 8, 0.0)
     cache.commit(table, WORDS, 4, 0.0)
@@ -490,9 +490,9 @@ def test_a_promise_stays_above_blocks_that_are_to_be_promised(is_preempted: bool
     if is_preempted:
         assert cache.suspend(table, WORDS, 0.0)
 
-    assert not cache.keep_below(node)
+    assert not cache.promises.keep_below(node)
     cache.release(table, WORDS, 0.0, keep=False)
-    assert cache.keep_below(node)
+    assert cache.promises.keep_below(node)
 
 
 def test_what_hangs_on_a_block_that_its_level_lost_is_told_as_lost() -> None:
@@ -507,13 +507,13 @@ def test_what_hangs_on_a_block_that_its_level_lost_is_told_as_lost() -> None:
     for one in (terms, other):
         one.extend_promise(300.0, "five")
     below = FewBelow(terms)
-    cache.keep_promises_below(below, 16)
-    cache.take_over(FoundPromise(US, US, terms), 0.0)
+    cache.promises.keep_in(below, 16)
+    cache.promises.take_over(FoundPromise(US, US, terms), 0.0)
     table = cache.begin(US, LONG, 0.0, quota=quota, leases=(lease(FIVE, tokens=28),))
     assert [one.outcome for one in table.leases] == ["granted"]
     below.kept = ()
-    cache.end_below(US, terms, is_away=True, is_lost=True)
-    cache.take_over(FoundPromise(US, US, other), 0.0)  # it takes the last of the quota
+    cache.promises.end_below(US, terms, is_away=True, is_lost=True)
+    cache.promises.take_over(FoundPromise(US, US, other), 0.0)  # it takes the last of the quota
     assert cache.grow(table, 8, 0.0)
     cache.commit(table, LONG, 8, 0.0)
 

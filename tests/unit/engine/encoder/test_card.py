@@ -64,6 +64,19 @@ def test_second_preparation_writes_nothing(tmp_path: Path) -> None:
     assert [path.stat().st_mtime_ns for path in sorted(Path(card.folder).iterdir())] == times
 
 
+def test_moved_zip_file_is_not_unpacked_again(tmp_path: Path) -> None:
+    """A data directory behind a link has another path; unpacking takes a second."""
+    source = zip_encoder(write_encoder(tmp_path / "bert"), tmp_path / "m.zip")
+    card = prepare_encoder("tiny-bert", source, tmp_path)
+    written = Path(card.weights).stat().st_mtime_ns
+    (tmp_path / "linked").symlink_to(tmp_path)
+    again = prepare_encoder("tiny-bert", tmp_path / "linked" / "m.zip", tmp_path / "linked")
+
+    assert again.folder == str(tmp_path / "linked" / "prepared" / Path(card.folder).name)
+    assert load_encoder_card(Path(again.folder)) == again
+    assert Path(again.weights).stat().st_mtime_ns == written
+
+
 def test_other_weights_give_another_digest(tmp_path: Path) -> None:
     """A vector of one model is never taken for that of another."""
     first = prepared_encoder(tmp_path)

@@ -13,7 +13,7 @@ import torch
 
 from engine.kv.copy_device import Copies, copy_each
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class FakeMark:

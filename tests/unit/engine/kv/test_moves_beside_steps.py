@@ -20,7 +20,7 @@ from engine.storage.memory.arena import HostArena
 pytestmark = pytest.mark.gpu
 
 FORMAT = KvFormat(32, 8, 128, 16, torch.bfloat16)
-BLOCKS, WAIT_S = 64, 20.0
+BLOCKS, WAIT_S = 64, 60.0
 PIECE_BYTES = 2**20
 
 

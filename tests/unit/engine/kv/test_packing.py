@@ -129,7 +129,7 @@ def test_packed_blocks_move_through_the_transfer_engine(library: Path | None) ->
         Move(3, "load", 2, 0, format="int8c"),
     ])  # fmt: skip
     for _ in range(3):
-        assert ended.acquire(timeout=20)
+        assert ended.acquire(timeout=60)
     moved = engine.poll()
     engine.close()
 

@@ -24,7 +24,7 @@ from tests.unit.engine.kv.fake_device import FakeDevice
 BLOCKS, SLOTS = 6, 4
 PIECE_BYTES = 3 * mmap.PAGESIZE
 """Pinned at once in tests. A slot has two pages, so slot 1 lies in two pieces."""
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Longest wait for the worker; a test that reaches it has failed."""
 
 Place = Literal["cpu", "fake", "gpu"]

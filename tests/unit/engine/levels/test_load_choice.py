@@ -27,6 +27,14 @@ def paces(host_s: float, disk_s: float) -> tuple[LevelPace, LevelPace]:
     return host, disk
 
 
+def beside(
+    host: LevelPace, disk: LevelPace, remote: LevelPace | None = None
+) -> dict[LevelName, LevelPace]:
+    """Return the paces of all levels, by name."""
+    sizes = [BLOCK_BYTES] * len(host.block_s)
+    return {"host": host, "disk": disk, "remote": remote or LevelPace("remote", sizes)}
+
+
 def is_nothing(choice: LoadChoice, why: NotLoaded) -> bool:
     """Return whether nothing is chosen, for this reason."""
     return choice.blocks == 0 and choice.why == why
@@ -40,7 +48,8 @@ def choose(
     def least(level: LevelName) -> int:
         return {"device": 0, "host": 1, "disk": 4, "remote": 8}[level]
 
-    return choose_load(on_host, host, disk, lambda blocks: blocks * block_s, least, now_s)
+    levels: list[LevelName] = ["host" if one else "disk" for one in on_host]
+    return choose_load(levels, beside(host, disk), lambda blocks: blocks * block_s, least, now_s)
 
 
 def test_a_faster_level_is_loaded_whole() -> None:
@@ -128,9 +137,9 @@ def test_each_format_has_a_pace_of_its_own() -> None:
         disk.record_block(0.001, 1)
 
     def choose_of(form: int) -> LoadChoice:
-        return choose_load(
-            [False] * 8, host, disk, lambda blocks: blocks * 0.003, lambda level: 1, 0.0, form
-        )
+        levels: list[LevelName] = ["disk"] * 8
+        every = beside(host, disk)
+        return choose_load(levels, every, lambda blocks: blocks * 0.003, lambda level: 1, 0.0, form)
 
     assert is_nothing(choose_of(1), "slower"), "unpacking it takes longer than computing"
     assert choose_of(0).blocks == 8
@@ -139,22 +148,16 @@ def test_each_format_has_a_pace_of_its_own() -> None:
     assert host.seconds(1, 0) == pytest.approx(0.012, rel=0.01)
 
 
-def far(count: int, remote: LevelPace | None, on_host: int = 0, now_s: float = 0.0) -> LoadChoice:
+def far(count: int, remote: LevelPace, on_host: int = 0, now_s: float = 0.0) -> LoadChoice:
     """Choose for blocks of which all but the first `on_host` lie in the remote store; computing a
     block takes 10 ms."""
     host, disk = paces(0.001, 0.002)
-    here = [number < on_host for number in range(count)]
+    levels: list[LevelName] = ["host"] * on_host
+    levels += ["remote"] * (count - on_host)
     least = {"device": 0, "host": 1, "disk": 4, "remote": 8}
+    every = beside(host, disk, remote)
     return choose_load(
-        here,
-        host,
-        disk,
-        lambda blocks: blocks * 0.01,
-        lambda level: least[level],
-        now_s,
-        0,
-        remote,
-        [not one for one in here],
+        levels, every, lambda blocks: blocks * 0.01, lambda level: least[level], now_s
     )
 
 
@@ -171,7 +174,6 @@ def test_the_remote_store_has_a_pace_and_a_least_of_its_own() -> None:
     assert is_nothing(far(32, remote_pace(0.02)), "slower")
     assert is_nothing(far(7, remote_pace(0.005)), "short")
     assert far(32, remote_pace(0.02), on_host=16).blocks >= 16
-    assert far(32, None, on_host=16).blocks == 16
 
 
 def test_a_remote_store_that_loses_is_left_alone() -> None:
@@ -194,9 +196,9 @@ def test_what_computes_fast_tries_a_disk_that_was_never_measured() -> None:
     disk = LevelPace("disk", [block], 4, disk_rate)
 
     def choose() -> int:
-        on_host = [False] * 512
+        levels: list[LevelName] = ["disk"] * 512
         return choose_load(
-            on_host, host, disk, lambda n: n * 16 * 25.7e-6, lambda level: 16, 0.0
+            levels, beside(host, disk), lambda n: n * 16 * 25.7e-6, lambda level: 16, 0.0
         ).blocks
 
     first = choose()

@@ -181,6 +181,22 @@ def test_a_promise_of_all_groups_outlives_its_engine(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", list(LEVELS))
+def test_windows_that_are_promised_later_than_their_run_outlive_their_engine(level: str) -> None:
+    """A lease ends inside a promised prefix: no run is promised for longer by it, and the level
+    learns all the same which window blocks are promised now."""
+    own, tokens = world(**LEVELS[level]), prompt(1, LONG)
+    own.run(ask("short", tokens[:13]))  # where it ends, the copies of all groups are made
+    own.run(ask("first", tokens, grant=leased(24)))
+    own.run(ask("inside", tokens, grant=leased(16)))
+    assert promised_of(own) == (16, 16, 0)
+    emptied(own)
+    own.step()
+
+    assert promised_of(own) == (16, 16, 16)
+    own.check()
+
+
+@pytest.mark.parametrize("level", list(LEVELS))
 def test_more_is_promised_than_the_device_holds(level: str) -> None:
     """Twenty promises of twelve blocks in a pool of sixty: all are read back, none is lost."""
     own = world(blocks=60, slots=400, **LEVELS[level])

@@ -22,7 +22,7 @@ class FailingCalls(DiskCalls):
     def _check(self, call: str) -> None:
         if call in self.gates:
             self.has_come.set()
-            assert self.gates[call].wait(30.0), "the gate was never opened"
+            assert self.gates[call].wait(60.0), "the gate was never opened"
         if call in self.fails:
             raise OSError(self.fails[call], os.strerror(self.fails[call]))
 

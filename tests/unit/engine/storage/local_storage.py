@@ -89,7 +89,7 @@ class LocalStorage:
             case Recall():
                 self._outcomes.append(self.store.recall(command))
             case EraseStored():
-                receipt = self.store.erase(command)
+                receipt, _ = self.store.erase(command)
                 self.wipe()
                 if self.store.remote is not None:
                     self.store.remote.settle(command.namespace, lambda: None)
@@ -109,7 +109,7 @@ class LocalStorage:
         """Carry out what the remote store was asked, to its end."""
         link = self.link
         while link is not None and link.under_way:
-            assert select.select([link.wake_fd], [], [], 20.0)[0], "no outcome in 20 s"
+            assert select.select([link.wake_fd], [], [], 60.0)[0], "no outcome in 60 s"
             for then in link.take_ended():
                 then()
 

@@ -27,7 +27,7 @@ class FaultyObjects:
         self.calls.append(call)
         if call in self.gates:
             self.has_come.set()
-            assert self.gates[call].wait(30.0), "the gate was never opened"
+            assert self.gates[call].wait(60.0), "the gate was never opened"
         if call in self.fails:
             raise RemoteFailed(self.fails[call])
 

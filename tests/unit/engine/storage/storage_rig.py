@@ -300,7 +300,7 @@ class DiskRig(StorageRig):
     ) -> None:
         """`objects`: the remote store, instead of the one at the address of `remote`."""
         arena = HostArena.create(LAYOUT)
-        settings = DiskSettings(
+        self.settings = DiskSettings(
             str(folder),
             disk_bytes,
             arena.fd,
@@ -323,13 +323,13 @@ class DiskRig(StorageRig):
             self.processes.append(ProcessInThread(arena, clock, disk, monotonic_s, objects))
             return self.processes[-1]
 
-        self.client = StorageClient(settings, start=start, silence_s=30.0)
+        self.client = StorageClient(self.settings, start=start, silence_s=60.0)
         super().__init__(self.client, arena, clock, self.next_outcomes)
         self.await_stats()
 
     def next_outcomes(self) -> list[StorageOutcome]:
         """Wait for outcomes; heartbeats go to `stats`."""
-        assert self.client.wait(20.0), "no outcome in 20 s"
+        assert self.client.wait(60.0), "no outcome in 60 s"
         outcomes = self.client.poll()
         for one in outcomes:
             if isinstance(one, StorageStats):
@@ -354,5 +354,5 @@ class DiskRig(StorageRig):
         """Close the client, and wait for the process."""
         self.client.close()
         for process in self.processes:
-            assert process.wait(20.0), "the process has not ended"
+            assert process.wait(60.0), "the process has not ended"
         self.arena.close()

@@ -88,7 +88,7 @@ class Scripts:
         """Poll until there is enough."""
         found: list[StorageOutcome] = []
         while not is_enough(found):
-            assert self.client.wait(20.0), f"no further outcome; so far {found}"
+            assert self.client.wait(60.0), f"no further outcome; so far {found}"
             found += self.client.poll()
         return found
 
@@ -276,7 +276,7 @@ def test_a_killed_process_comes_back_with_all_it_has_said(tmp_path: Path) -> Non
 
     config = LevelsConfig(disk_gib=0.05, dir=str(tmp_path / "levels"), slab_mib=1)
     client = StorageClient(
-        disk_settings(config, arena, (SLOT_BYTES,), RUN), start=start, silence_s=30.0
+        disk_settings(config, arena, (SLOT_BYTES,), RUN), start=start, silence_s=60.0
     )
 
     def settle() -> list[StorageOutcome]:

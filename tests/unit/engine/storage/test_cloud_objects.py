@@ -42,13 +42,13 @@ def port() -> Iterator[int]:
             found = int(match[1])
             break
     assert found, "the server did not start"
-    connection = http.client.HTTPConnection("127.0.0.1", found, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", found, timeout=60)
     connection.request("PUT", "/bucket", headers={"Host": f"127.0.0.1:{found}"})
     assert connection.getresponse().read() is not None
     connection.close()
     yield found
     process.kill()
-    process.wait(10)
+    process.wait(60)
     process.stderr.close()
 
 

@@ -15,7 +15,7 @@ import xxhash
 from engine.errors import EngineError
 from engine.moves import RecordId
 from engine.storage.folder import FolderLock, FolderRefused
-from engine.storage.index.index import IndexUnusable
+from engine.storage.index.index_file import IndexUnusable
 from engine.storage.rebuild import clear_folder, rebuild_index, verify_store
 from engine.storage.slabs.record import (
     HEADER_BYTES,

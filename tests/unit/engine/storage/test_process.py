@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +13,29 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import apsw
 import pytest
 
-from engine.moves import EraseStored, Fetch, Look, Looked, Stored, StoredErased, StoreRuns
+from engine.moves import (
+    EraseStored,
+    Fetch,
+    Fetched,
+    Look,
+    Looked,
+    Recall,
+    Recalled,
+    Renew,
+    Renewed,
+    Stored,
+    StoredErased,
+    StoreRuns,
+)
 from engine.storage.folder import FolderLock
 from engine.storage.io_threads import IoThreads
 from engine.storage.memory.arena import HostArena
 from engine.storage.messages import DiskSettings, encode_frame, outcome_decoder
 from engine.storage.process import serve
+from engine.storage.store import DiskStore
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.failing_calls import FailingCalls
 from tests.unit.engine.storage.storage_rig import (
@@ -121,7 +137,8 @@ def test_a_full_disk_says_so_and_serves_on(make: MakeRig) -> None:
 
 
 def test_an_erasure_reaches_stores_that_wait_and_are_under_way(make: MakeRig) -> None:
-    """Neither brings anything; another namespace's does."""
+    """Neither brings anything; another namespace's does. It is answered when no byte is left that
+    was being written."""
     calls = FailingCalls()
     rig = make(calls=calls)
     gate = calls.gates["write"] = Event()
@@ -129,13 +146,15 @@ def test_an_erasure_reaches_stores_that_wait_and_are_under_way(make: MakeRig) ->
     waiting = rig.store_command(A, LONG[:8])
     other = StoreRuns(rig.call_id(), B, b"p", 0, waiting.runs, SLOT_BYTES)
     rig.storage.send(under_way)
-    assert calls.has_come.wait(20.0)
+    assert calls.has_come.wait(60.0)
     erase = EraseStored(rig.call_id(), A)
     for command in (waiting, other, erase):
         rig.storage.send(command)
     (second,) = rig.answers(waiting.call_id)
-    (receipt,) = rig.answers(erase.call_id)
+    assert rig.found(B, LONG) == []
+    assert rig.unclaimed == [], "bytes of it are being written"
     gate.set()
+    (receipt,) = rig.answers(erase.call_id)
     (first,) = rig.answers(under_way.call_id)
     (third,) = rig.answers(other.call_id)
 
@@ -146,6 +165,105 @@ def test_an_erasure_reaches_stores_that_wait_and_are_under_way(make: MakeRig) ->
     assert isinstance(third, Stored)
     assert [first.code, second.code, third.code] == ["erased", "erased", ""]
     assert rig.found(A, LONG) == []
+
+
+def slab_bytes(rig: DiskRig) -> bytes:
+    """Return all bytes of all slabs."""
+    return b"".join(path.read_bytes() for path in Path(rig.settings.dir).glob("*.slab"))
+
+
+def test_an_erasure_is_answered_after_a_fetch_of_what_it_erases(make: MakeRig) -> None:
+    """The bytes lie in their place for as long as they are read."""
+    calls = FailingCalls()
+    rig = make(calls=calls)
+    ids = rig.store(A, LONG[:4])
+    gate = calls.gates["read"] = Event()
+    calls.has_come.clear()
+    fetch = Fetch(rig.call_id(), A, ids, (0,), SLOT_BYTES)
+    rig.storage.send(fetch)
+    assert calls.has_come.wait(20.0)
+    erase = EraseStored(rig.call_id(), A)
+    rig.storage.send(erase)
+    assert rig.found(A, LONG) == []
+    assert rig.unclaimed == []
+    gate.set()
+    (receipt,) = rig.answers(erase.call_id)
+
+    assert isinstance(receipt, StoredErased)
+    assert (receipt.records, receipt.code) == (1, "")
+    assert content_of(A, LONG[:4]) not in slab_bytes(rig)
+    assert rig.answers(fetch.call_id) == [Fetched(fetch.call_id, ids[0], False)]
+
+
+def test_an_erasure_whose_bytes_cannot_be_wiped_says_so(make: MakeRig) -> None:
+    """The rows are gone; the bytes are wiped when the disk is back, and then it says so."""
+    calls = FailingCalls()
+    rig = make(calls=calls, monotonic_s=hurried)
+    rig.store(A, LONG[:4])
+    calls.fails["erase"] = errno.EIO
+    receipt = rig.erase(A)
+    assert (receipt.records, receipt.code) == (1, "closed")
+    rig.await_state("off")
+    calls.fails.clear()
+    rig.await_state("open")
+
+    assert rig.erase(A).code == ""
+    assert rig.found(A, LONG) == []
+
+
+@pytest.mark.parametrize("method", ["look", "plan_fetch", "renew", "recall"])
+def test_a_command_has_an_outcome_where_the_index_fails(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The engine waits for it, in a request perhaps."""
+    rig = make(monotonic_s=hurried)
+    ids = rig.store(A, LONG[:8])
+
+    def fail(store: DiskStore, command: object) -> None:
+        raise apsw.IOError(f"the index cannot {method} {command}")
+
+    commands: dict[str, Look | Fetch | Renew | Recall] = {
+        "look": Look(rig.call_id(), A, LONG),
+        "plan_fetch": Fetch(rig.call_id(), A, ids, (0, 1), SLOT_BYTES),
+        "renew": Renew(rig.call_id(), A, ids, promise_s=60.0),
+        "recall": Recall(rig.call_id()),
+    }
+    command = commands[method]
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, method, fail)
+        rig.storage.send(command)
+        outcomes = rig.answers(command.call_id, 2 if method == "plan_fetch" else 1)
+        assert "IOError" in rig.await_state("off").reason
+    refused = {
+        "look": [Looked(command.call_id, ())],
+        "plan_fetch": [Fetched(command.call_id, one, False) for one in ids],
+        "renew": [Renewed(command.call_id, code="closed")],
+        "recall": [Recalled(command.call_id, code="closed")],
+    }
+    rig.await_state("open")
+
+    assert outcomes == refused[method]
+    assert rig.found(A, LONG) == list(ids)
+
+
+@pytest.mark.parametrize("fault", ["", "sync"])
+def test_a_renewed_promise_is_told_when_it_is_durable(make: MakeRig, fault: str) -> None:
+    """The engine gives its own copy up for it."""
+    calls = FailingCalls()
+    rig = make(calls=calls)
+    ids = rig.store(A, LONG[:4])
+    gate = calls.gates["sync"] = Event()
+    calls.has_come.clear()
+    renew = Renew(rig.call_id(), A, ids, promise_s=60.0)
+    rig.storage.send(renew)
+    assert calls.has_come.wait(20.0)
+    assert rig.found(A, LONG) == list(ids)
+    assert rig.unclaimed == []
+    if fault:
+        calls.fails[fault] = errno.EIO
+    gate.set()
+
+    assert rig.answers(renew.call_id) == [Renewed(renew.call_id, code="write_failed" * bool(fault))]
 
 
 @pytest.mark.parametrize("call", ["write", "sync", "read", "erase"])
@@ -169,7 +287,7 @@ def test_a_look_waits_for_no_slab(make: MakeRig, call: str) -> None:
         store = rig.store_command(B, LONG)
         rig.storage.send(store)
         waiting = store.call_id
-    assert calls.has_come.wait(20.0)
+    assert calls.has_come.wait(60.0)
 
     assert rig.found(A, LONG) == list(ids)
     assert rig.unclaimed == []
@@ -183,10 +301,10 @@ def test_what_was_given_before_the_end_is_finished(make: MakeRig) -> None:
     rig = make(calls=calls)
     gate = calls.gates["sync"] = Event()
     rig.storage.send(rig.store_command(A, LONG))
-    assert calls.has_come.wait(20.0)
+    assert calls.has_come.wait(60.0)
     rig.processes[0].wire.shutdown(socket.SHUT_WR)
     gate.set()
-    assert rig.processes[0].wait(20.0)
+    assert rig.processes[0].wait(60.0)
 
     while len(rig.processes) < 2 or rig.await_stats().state != "open":
         pass
@@ -309,7 +427,7 @@ def test_the_threads_say_how_long_the_oldest_work_takes() -> None:
     gate, ended = Event(), list[int]()
 
     def wait() -> None:
-        gate.wait(20.0)
+        gate.wait(60.0)
 
     has_begun = Event()
 
@@ -318,7 +436,7 @@ def test_the_threads_say_how_long_the_oldest_work_takes() -> None:
         wait()
 
     io.read(begin, lambda: ended.append(1))
-    assert has_begun.wait(20.0)
+    assert has_begun.wait(60.0)
     clock.advance(30.0)
     io.read(wait, lambda: None)
 
@@ -328,4 +446,22 @@ def test_the_threads_say_how_long_the_oldest_work_takes() -> None:
         for then in io.take_ended():
             then()
     assert (ended, io.oldest_s) == ([1], 0.0)
+    io.close()
+
+
+def test_a_work_that_raises_is_not_taken_for_one_that_has_ended() -> None:
+    """What follows a write tells that it is durable."""
+    io = IoThreads(1, FakeClock())
+    ended = list[int]()
+
+    def raise_one() -> None:
+        raise ValueError("no error of a disk")
+
+    io.order(raise_one, lambda: ended.append(1))
+    assert select.select([io.wake_fd], [], [], 30.0)[0]
+    thens = io.take_ended()
+    with pytest.raises(RuntimeError, match="a work ended with ValueError"):
+        thens[0]()
+
+    assert ended == []
     io.close()

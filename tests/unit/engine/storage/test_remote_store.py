@@ -13,7 +13,7 @@ import apsw
 import pytest
 
 from engine.moves import EraseStored, Fetch, KeepHere
-from engine.storage.index.index import INDEX_NAME, LOG_BYTES_MAX
+from engine.storage.index.index_file import INDEX_NAME, LOG_BYTES_MAX
 from engine.storage.index.remote_rows import object_name
 from engine.storage.plans import PlannedRead
 from engine.storage.rebuild import EmptiedRemote, empty_remote, rebuild_index, verify_store
@@ -192,6 +192,25 @@ def test_a_store_that_fails_is_off_until_it_answers_again(
     assert rig.disk.stats().damaged_total == 0
 
 
+def test_a_promised_record_whose_put_failed_is_put_later(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """One failure, or a store that is off for a while: nothing is forgotten."""
+    rig = make()
+    objects.fails["put"] = "500"
+    ids = rig.store(A, LONG, promise_s=600.0)
+    rig.local.turn()
+    rig.local.turn()
+    assert rig.local.link is not None
+    assert not rig.local.link.is_open
+    objects.fails.clear()
+    rig.clock.advance(PAUSE_S)
+    rig.local.turn()
+    rig.local.turn()
+
+    assert len(objects.objects) == len(ids)
+
+
 def test_a_slow_answer_is_a_miss_at_its_deadline_and_fills_no_slot(
     make: MakeRig, objects: FaultyObjects
 ) -> None:
@@ -206,7 +225,7 @@ def test_a_slow_answer_is_a_miss_at_its_deadline_and_fills_no_slot(
     ended: list[str] = []
     rig.arena.view(3, WIDE)[:] = b"another" + bytes(WIDE - 7)
     assert rig.disk.fetch_remote(plan, lambda: ended.append(plan.verdict))
-    assert objects.has_come.wait(20.0)
+    assert objects.has_come.wait(60.0)
     rig.clock.advance(TIMEOUT_S)
     link.tick()
     gate.set()
@@ -353,7 +372,7 @@ def test_an_object_that_comes_after_its_erasure_is_deleted(
     gate = objects.gates["put"] = Event()
     rig.store(A, LONG[:RUN], promise_s=60.0)
     rig.disk.maintain()
-    assert objects.has_come.wait(20.0)
+    assert objects.has_come.wait(60.0)
     rig.disk.erase(erase_of(rig))
     gate.set()
     rig.local.pump()
@@ -511,7 +530,7 @@ def test_an_object_under_way_to_leave_too_late_is_deleted(
     gate = objects.gates["put"] = Event()
     (record_id,) = rig.store(A, LONG[:RUN], promise_s=60.0)
     rig.disk.maintain()
-    assert objects.has_come.wait(20.0)
+    assert objects.has_come.wait(60.0)
     rig.storage.send(KeepHere((A,)))
     gate.set()
     rig.local.pump()
@@ -679,6 +698,35 @@ def test_a_folder_keeps_objects_whole_or_not_at_all(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists(), "asking makes nothing"
     with pytest.raises(RemoteFailed, match="does not exist"):
         FolderObjects(tmp_path / "none" / "new").names("probe/")
+
+
+def test_a_folder_deletes_what_a_death_in_a_put_has_left(tmp_path: Path) -> None:
+    """A part without its name is no object, and holds a record's bytes all the same."""
+    store = FolderObjects(tmp_path / "far")
+    name = object_name("store", 7, 3)
+    store.put(name, memoryview(b"content"))
+    part = tmp_path / "far" / f"{name}.part"
+    (tmp_path / "far" / name).rename(part)
+    store.delete([name])
+
+    assert not part.exists()
+
+
+def test_a_folder_makes_its_entries_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that a power cut takes back would lose a record that has no place any more, and one
+    that it brings back would be one that was erased."""
+    synced: list[Path] = []
+    monkeypatch.setattr("engine.storage.remote.objects.sync_folder", synced.append)
+    store, far = FolderObjects(tmp_path / "far"), tmp_path / "far"
+    store.put("store/00/07", memoryview(b"content"))
+    assert synced == [tmp_path, far, far / "store", far / "store" / "00"]
+    synced.clear()
+    store.put("store/00/08", memoryview(b"content"))
+    store.delete(["store/00/07", "store/00/08"])
+
+    assert synced == [far / "store" / "00"] * 2
 
 
 @pytest.mark.parametrize(

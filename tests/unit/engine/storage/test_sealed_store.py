@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import apsw
 import pytest
 import xxhash
 
 from engine.storage.client import StorageClient
-from engine.storage.index.index import INDEX_NAME, IndexUnusable
+from engine.storage.index.index_file import INDEX_NAME, IndexUnusable
 from engine.storage.rebuild import clear_folder, rebuild_index, rewrap_keys, verify_store
 from engine.storage.sealing.master_key import KEY_BYTES, MasterKey
 from engine.storage.sealing.seals import KEYS_NAME, SealRefused
@@ -301,3 +302,18 @@ def test_the_process_is_off_with_a_reason_while_the_key_is_wrong(tmp_path: Path)
         assert isinstance(rig.client, StorageClient)
         assert rig.found(A, LONG) == list(ids), "an erasure that failed has erased nothing"
         assert rig.erase(A).is_shredded
+
+
+def test_the_key_goes_with_a_namespace_whose_records_went_before(make: MakeRig) -> None:
+    """They went by an erasure of their lease; copies in backups still open with it until then."""
+    rig = make()
+    rig.store(A, LONG, lease_ids=("lease",))
+    assert rig.erase(A, lease_id="lease").records == 5
+    key = b"select count(*) from keys"
+    receipt = rig.erase(A)
+    rig.local.close()
+    with closing(apsw.Connection(str(rig.folder / KEYS_NAME))) as db:
+        ((keys,),) = db.execute(key.decode()).fetchall()
+    rig.start()
+
+    assert (receipt.is_shredded, keys) == (True, 0)

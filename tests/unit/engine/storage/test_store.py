@@ -13,10 +13,12 @@ import pytest
 
 from engine.api import Quota
 from engine.moves import ROOT, Fetch, Fetched, SetStoredQuotas
-from engine.storage.index.idle_slabs import PAUSE_MS
-from engine.storage.index.index import LOG_BYTES_MAX, IndexUnusable, RecordIndex, RecordRow
+from engine.storage.index.index import RecordIndex, RecordRow
+from engine.storage.index.index_file import LOG_BYTES_MAX, IndexUnusable
+from engine.storage.room.disk_room import NO_SLAB_MS
+from engine.storage.room.idle_slabs import PAUSE_MS
 from engine.storage.slabs.record import place_bytes_of
-from engine.storage.store import NO_SLAB_MS
+from engine.storage.slabs.slabs import Place
 from tests.unit.engine.storage.failing_calls import FailingCalls
 from tests.unit.engine.storage.local_storage import LocalRig, run_in_turn
 from tests.unit.engine.storage.storage_rig import RUN, SLOT_BYTES, A, B, content_of
@@ -219,6 +221,20 @@ def test_a_ceiling_holds_where_there_is_room(make: MakeRig) -> None:
     rig.store(A, LONG[:8], promise_s=60.0, payer=b"p")
     refused = rig.send_store(rig.store_command(A, path_of(9), payer=b"p"))
     assert refused.code == "over_quota"
+
+
+def test_a_ceiling_counts_records_of_a_size_that_is_used_no_more(make: MakeRig) -> None:
+    """They go first, so that their payer is not shut out by what no reader takes any more."""
+    rig = make(other_bytes=(SLOT_BYTES // 2,))
+    rig.storage.send(SetStoredQuotas((Quota(ceiling_blocks=2, payer=b"p"),)))
+    assert fill(rig, range(2)) == [""] * 2
+    rig.close()
+    other = make(slot_bytes=SLOT_BYTES // 2)
+    other.storage.send(SetStoredQuotas((Quota(ceiling_blocks=4, payer=b"p"),)))
+
+    assert fill(other, range(10, 14)) == [""] * 4
+    assert all(is_there(other, number) for number in range(12, 14))
+    other.disk.check()
 
 
 def test_the_days_write_budget_refuses_all_but_promises(make: MakeRig) -> None:
@@ -526,6 +542,77 @@ def test_a_disk_that_was_made_smaller_gives_its_room_back(make: MakeRig) -> None
     smaller.disk.check()
 
 
+def test_a_smaller_disk_drops_no_more_than_it_must_while_places_are_wiped(make: MakeRig) -> None:
+    """A slab with places in other hands goes later; the next one is not emptied instead."""
+    rig = make(**room_for(8, slab_places=2))
+    ids = [rig.store(A, path_of(number))[0] for number in range(1, 9)]
+    rig.disk._drop(ids[1::2])
+    wiped = list[Place]()
+    while places := rig.disk.take_dirty():
+        wiped += places
+    assert len({place.slab for place in wiped}) == 4
+    rig.disk._settings.disk_bytes = 7 * WIDE_PLACE
+    rig.disk.maintain()
+    assert [is_there(rig, number) for number in (1, 3, 5, 7)] == [True, True, True, False]
+    rig.disk.put_wiped(wiped, is_wiped=True)
+    rig.disk.maintain()
+
+    assert len(list(rig.folder.glob("*.slab"))) == 3
+    assert [is_there(rig, number) for number in (1, 3, 5)] == [True] * 3
+    rig.disk.check()
+
+
+def test_a_smaller_disk_keeps_a_slab_above_a_promise(make: MakeRig) -> None:
+    """A promised record in another slab hangs on one of its records."""
+    rig = make(**room_for(4, slab_places=1))
+    rig.store(A, path_of(1))
+    (free,) = rig.store(A, path_of(2))
+    (top,) = rig.store(A, LONG[:RUN])
+    rig.erase(A, tokens=path_of(2))
+    below = rig.store(A, LONG[RUN : 2 * RUN], parent=top, above=LONG[:RUN], promise_s=60.0)
+    assert free != top
+    rig.disk._settings.disk_bytes = 2 * WIDE_PLACE
+    rig.disk.maintain()
+
+    assert rig.found(A, LONG[: 2 * RUN]) == [top, *below]
+
+
+def test_a_slab_with_a_damaged_place_gives_its_room_too(make: MakeRig) -> None:
+    """A place out of use would otherwise keep the room of its slab until the next start."""
+    rig = make(**room_for(4), other_bytes=(LESS,))
+    fill(rig, range(4))
+    first, *_ = sorted(rig.folder.glob("*.slab"))
+    with first.open("r+b") as file:
+        for at in (8_192, WIDE_PLACE + 8_192):
+            file.seek(at)
+            file.write(b"no bytes of this record")
+    for number in (0, 1):
+        assert rig.fetch(A, rig.found(A, path_of(number))) == [None]
+    rig.disk.check()
+
+    assert packed(rig, [0]) == [""]
+    assert not first.exists()
+    assert all(is_there(rig, number) for number in (2, 3))
+    rig.disk.check()
+
+
+def test_what_is_dropped_ahead_of_need_holds_up_no_look(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be much of it: it is dropped over some seconds."""
+    monkeypatch.setattr("engine.storage.room.disk_room.DROP_AHEAD_TURNS", 3)
+    rig = make(slab_bytes=64 * PLACE)
+    rig.store(A, LONG, promise_s=60.0)  # which keeps the only slab
+    fill(rig, range(1_000, 1_020))
+    rig.disk._settings.disk_bytes = PLACE
+    records = []
+    for _ in range(8):
+        rig.disk.maintain()
+        records.append(rig.disk.stats().records)
+
+    assert records == [22, 19, 16, 13, 10, 7, 5, 5]
+
+
 def test_files_and_folder_are_the_owners_alone(make: MakeRig) -> None:
     """They say what prompts said."""
     rig = make()
@@ -563,7 +650,7 @@ def test_an_index_of_another_version_is_not_changed(make: MakeRig) -> None:
     """A newer program's store is left alone; the message says the way out."""
     rig = make()
     rig.store(A, LONG)
-    rig.disk._index._db.execute("pragma user_version=7")
+    rig.disk._index.file.db.execute("pragma user_version=7")
     rig.local.close()
     before = {path.name: path.read_bytes() for path in rig.folder.iterdir()}
     with pytest.raises(IndexUnusable, match=r"version 7; expected 1.*trunkline levels init"):
@@ -591,8 +678,8 @@ def test_a_long_change_ticks(tmp_path: Path) -> None:
     with closing(
         RecordIndex(tmp_path / "index.db", may_make=True, tick=lambda: ticks.append(1))
     ) as index:
-        with index.change():
-            scope, payer_id = index.scope_for(A), index.payer_id(b"p")
+        with index.file.change():
+            scope, payer_id = index.names.scope_for(A), index.names.payer_id(b"p")
             for number in range(1, 8_001):
                 run = number.to_bytes(16, "little")
                 row = RecordRow(
@@ -600,7 +687,7 @@ def test_a_long_change_ticks(tmp_path: Path) -> None:
                 )
                 index.insert(row, scope, 1)
         ticks.clear()
-        with index.change():
+        with index.file.change():
             assert len(index.delete_under(range(1, 8_001))) == 8_000
 
         assert ticks

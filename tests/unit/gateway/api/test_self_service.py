@@ -15,8 +15,6 @@ from tenancy.accounts.tenants import change_tenant, find_tenant
 from tenancy.types import wall_ms
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-pytestmark = pytest.mark.usefixtures("noon")
-
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
 
 

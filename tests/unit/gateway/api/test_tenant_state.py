@@ -14,15 +14,11 @@ from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.types import MINUTE_MS, wall_ms
+from tests.actors import TESTER
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 LONG = "one " * 40
-
-
-@pytest.fixture
-async def admin(gateway: GatewayFixture) -> AdminClient:
-    return AdminClient(gateway)
 
 
 async def state(admin: AdminClient, name: str = "ada") -> dict[str, Any]:
@@ -210,7 +206,7 @@ async def test_a_suspended_tenant_says_since_when(admin: AdminClient) -> None:
 
 
 async def test_a_tenant_without_a_valid_key_says_so(admin: AdminClient) -> None:
-    revoke_key(admin.gateway.store, wall_ms, "1")
+    revoke_key(admin.gateway.store, wall_ms, "1", by=TESTER)
 
     assert (await state(admin))["reasons"] == ["The tenant has no valid key."]
     assert (await admin.ask("GET", "/admin/v1/tenants/nobody/state"))[0] == 404

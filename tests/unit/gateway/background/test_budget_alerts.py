@@ -15,8 +15,6 @@ from tenancy.pricing.rate_cards import add_card
 from tenancy.types import wall_ms
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-pytestmark = pytest.mark.usefixtures("noon")
-
 
 def exceeded(gateway: GatewayFixture) -> str:
     """Return the metric."""

@@ -294,7 +294,7 @@ async def test_administrators_see_and_test_webhooks(unopened_gateway: GatewayFix
         status, made = await admin.ask("POST", "/admin/v1/webhooks/ops/test")
         missing, error = await admin.ask("POST", "/admin/v1/webhooks/other/test")
         wrong, _ = await admin.ask("GET", "/admin/v1/webhooks?state=sent")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             _, found = await admin.ask("GET", "/admin/v1/webhooks?limit=5")
             while not found["webhooks"][0]["delivered"]:
                 _, found = await admin.ask("GET", "/admin/v1/webhooks?limit=5")

@@ -163,23 +163,20 @@ def test_two_classes_are_charged_separately() -> None:
     assert record.fresh == 10
 
 
-def test_longer_promise_is_a_write() -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "read", "write"),
+    [("5m", "1h", {}, {"1h": 20}), ("1h", "5m", {"1h": 20}, {})],
+)
+def test_only_a_longer_promise_is_a_write(
+    first: str, second: str, read: dict[str, int], write: dict[str, int]
+) -> None:
     """Otherwise an hour would cost as much as five minutes."""
     world = World()
-    world.run("ab", {2: "5m"})
+    world.run("ab", {2: first})
 
-    record = world.run("ab", {2: "1h"})
+    record = world.run("ab", {2: second})
 
-    assert (record.read, record.write) == ({}, {"1h": 20})
-
-
-def test_shorter_promise_is_a_read() -> None:
-    world = World()
-    world.run("ab", {2: "1h"})
-
-    record = world.run("ab", {2: "5m"})
-
-    assert (record.read, record.write) == ({"1h": 20}, {})
+    assert (record.read, record.write) == (read, write)
 
 
 def test_entry_expires_unless_read() -> None:

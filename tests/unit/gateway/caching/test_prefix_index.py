@@ -23,28 +23,18 @@ def write(book: PrefixIndex, digest: bytes, terms: Retention, at_s: float, owner
     book.write((b"ns", digest), 8, owner, "epoch", {}, terms, at_s, is_granted=True)
 
 
-def test_read_renews_lease() -> None:
+@pytest.mark.parametrize(("read_s", "ends_s"), [(200.0, 500.0), (300.0, 300.0)])
+def test_read_renews_a_lease_that_has_not_expired(read_s: float, ends_s: float) -> None:
+    """Only a new write brings an expired prefix back."""
     book = PrefixIndex(10, 10)
     write(book, b"a", FIVE, 0.0)
     entry = book.find((b"ns", b"a"))
     assert entry is not None
 
-    book.renew(entry, 200.0)
+    book.renew(entry, read_s)
 
-    assert entry.is_live(499.0)
-    assert not entry.is_live(500.0)
-
-
-def test_read_does_not_revive_expired_lease() -> None:
-    """Only a new write brings the prefix back."""
-    book = PrefixIndex(10, 10)
-    write(book, b"a", FIVE, 0.0)
-    entry = book.find((b"ns", b"a"))
-    assert entry is not None
-
-    book.renew(entry, 300.0)
-
-    assert not entry.is_live(300.0)
+    assert entry.is_live(ends_s - 1.0)
+    assert not entry.is_live(ends_s)
 
 
 def test_absolute_lease_moves_only_by_write() -> None:

@@ -43,15 +43,6 @@ def test_what_comes_back_is_read_and_not_broken() -> None:
     assert outcome(world) == {"given": 1, "kept": 1}
 
 
-def test_what_does_not_come_back_is_told_as_today() -> None:
-    """Billed as read, and credited as broken."""
-    world = restarted(comes_back=False)
-    record = world.run("abc", {2: "1h"})
-
-    assert (record.read, record.breached_tokens) == ({"1h": 20}, 20)
-    assert outcome(world)["broken"] == 1
-
-
 def test_what_was_not_promised_may_come_back_too() -> None:
     """Then it is a read; else the miss says that the engine has restarted."""
     causes = []
@@ -65,16 +56,6 @@ def test_what_was_not_promised_may_come_back_too() -> None:
         causes.append((record.read_tokens(), world.last.why_missed()))
 
     assert causes == [(20, ""), (0, "restarted")]
-
-
-def test_part_that_comes_back_is_broken_for_the_rest() -> None:
-    """A path that was cut by a damaged copy is computed from there on."""
-    world = restarted(comes_back=False)
-    world.there.append(world.tokens[:10])
-    record = world.run("abc", {2: "1h"})
-
-    assert (record.read, record.breached_tokens) == ({"1h": 20}, 10)
-    assert outcome(world)["broken"] == 1
 
 
 @pytest.mark.parametrize(("cached", "breached"), [(20, 0), (11, 0), (10, 10), (0, 20)])

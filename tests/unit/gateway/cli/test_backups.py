@@ -15,8 +15,6 @@ from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.tenancy.storage.postgres_server import Server
 
-pytestmark = pytest.mark.usefixtures("noon")
-
 
 class Installation:
     """A data directory, and the database of its configuration."""
@@ -32,9 +30,9 @@ class Installation:
         at_ms = wall_ms() - 86_400_000
         counts = (10, 0, 0, 10, 1, 0)
         one = UsageEntry(request_id, 1, 1, "m", "done", at_ms, at_ms, *counts, epoch="e")
-        ledger.settle(one).result(20)
+        ledger.settle(one).result(60)
         totals = EngineTotals("e", at_ms, 10, 0, 1, 10, 0, 1, is_ended=True)
-        ledger.write(totals).result(20)
+        ledger.write(totals).result(60)
         ledger.close()
         store.close()
 

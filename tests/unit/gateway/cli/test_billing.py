@@ -20,8 +20,6 @@ from tenancy.types import DAY_MS, UsageEntry, wall_ms
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 from tests.unit.tenancy.storage.postgres_server import Server
 
-pytestmark = pytest.mark.usefixtures("noon")
-
 CARD = {"name": "std", "input": 1_000_000, "output": 2_000_000}
 
 
@@ -87,10 +85,10 @@ def use(open_ledger: Books, request_id: str, days_ago: int, epoch: str = "") -> 
     entry = UsageEntry(
         request_id, tenant_id, 1, "m", "done", at_ms, at_ms, 10, 0, 0, 10, 1, 0, epoch=epoch
     )
-    ledger.settle(entry).result(20)
+    ledger.settle(entry).result(60)
     if epoch:
         totals = EngineTotals(epoch, at_ms, 10, 0, 1, 10, 0, 1, is_ended=True)
-        ledger.write(totals).result(20)
+        ledger.write(totals).result(60)
     ledger.close()
     store.close()
 

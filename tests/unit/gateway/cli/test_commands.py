@@ -208,7 +208,7 @@ def test_deletes_a_tenant_and_keeps_its_entries(run: Run, data: Path) -> None:
     said = run("tenant", "delete", "aad")
     store = SqliteStore(data / "trunkline.db")
     ledger = Ledger(store, lambda: 0)
-    ledger.settle(entry("a-0")).result(20)
+    ledger.settle(entry("a-0")).result(60)
     ledger.close()
     store.close()
 
@@ -293,7 +293,7 @@ def test_usage_sums_the_ledger_by_tenant(run: Run, data: Path) -> None:
     store = SqliteStore(data / "trunkline.db")
     ledger = Ledger(store, lambda: 0)
     for number in range(3):
-        ledger.settle(entry(f"a-{number}")).result(20)
+        ledger.settle(entry(f"a-{number}")).result(60)
     ledger.close()
     store.close()
     (row,) = data_of(run, "usage")
@@ -315,8 +315,8 @@ def test_usage_has_charges_storage_and_adjustments(
     run("prices", "--add", str(tmp_path / "card.json"))
     store = SqliteStore(data / "trunkline.db")
     ledger = Ledger(store, lambda: 2**41)
-    ledger.settle(entry("a-0")).result(20)
-    ledger.write(StorageReading(2, "1h", 5, 2**41)).result(20)
+    ledger.settle(entry("a-0")).result(60)
+    ledger.write(StorageReading(2, "1h", 5, 2**41)).result(60)
     ledger.close()
     store.close()
     run("adjust", "a-0", "--debit", "0.5", "--id", "one", "--reason", "a favour")

@@ -50,6 +50,21 @@ def test_a_command_imports_what_it_needs(arguments: tuple[str, ...], tmp_path: P
         assert len([name for name in found if name.startswith(("gateway", "tenancy"))]) <= 8
 
 
+def test_engines_are_started_before_the_gateway_is_imported() -> None:
+    """They take longest to be ready, and the rest of the gateway takes most of a second."""
+    program = "import sys, gateway.cli.serve; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=True,
+    )
+
+    assert set(done.stdout.split()) & SLOW <= {"asyncio", "tokenizers"}
+
+
 def test_every_command_has_its_entry() -> None:
     """The table names modules by text, which no type checker follows."""
     for name in COMMANDS:

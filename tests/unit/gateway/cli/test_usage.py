@@ -45,7 +45,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         counts = (tokens, tokens // 2, 0, tokens - tokens // 2, 7, 0)
         request_id = f"{name}-{model}"
         one = UsageEntry(request_id, owner, owner, model, "done", now_ms, now_ms, *counts)
-        ledger.settle(one).result(20)
+        ledger.settle(one).result(60)
     ledger.close()
     store.close()
     return tmp_path
@@ -77,7 +77,7 @@ def test_levels_have_columns_where_anything_came_from_them(
         counts = (1_000, 900, 0, 100, 7, 900)
         one = UsageEntry("leveled", 1, 1, "small", "done", NOW_MS, NOW_MS, *counts)
         one = replace(one, host_cached_tokens=600, disk_cached_tokens=150, remote_cached_tokens=50)
-        ledger.settle(one).result(20)
+        ledger.settle(one).result(60)
     _, after, _ = run("usage")
     (ada,) = data_of(run, "usage", "--tenant", "ada")
 

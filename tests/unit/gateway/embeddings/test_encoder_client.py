@@ -40,16 +40,10 @@ class EncoderUnderTest:
         self.events: list[str] = []
         self.client: EncoderProcess
 
-    async def open(
-        self,
-        folder: str = "ready",
-        command: tuple[str, ...] = FAKE,
-        *,
-        batch_s: float = PATIENCE_S,
-    ) -> EncoderProcess:
+    async def open(self, folder: str = "ready", command: tuple[str, ...] = FAKE) -> EncoderProcess:
         """Start a process and wait until it serves."""
         self.client = EncoderProcess(
-            StartEncoder(folder, 1), 200_000, self._report, command, QUICK, batch_s
+            StartEncoder(folder, 1), 200_000, self._report, command, QUICK, PATIENCE_S
         )
         self.client.open()
         async with asyncio.timeout(PATIENCE_S):
@@ -138,12 +132,18 @@ async def test_a_killed_process_fails_no_request(encoder: EncoderUnderTest) -> N
 
 
 @pytest.mark.slow
-async def test_a_process_that_hangs_is_replaced(encoder: EncoderUnderTest) -> None:
+async def test_a_process_that_hangs_is_replaced(
+    encoder: EncoderUnderTest, forward: Callable[[float], None]
+) -> None:
     """A batch has a longest time."""
-    client = await encoder.open(batch_s=0.2)
+    client = await encoder.open()
+    task = asyncio.create_task(client.encode(1, [text(HANGS)]))
+    while not task.done():
+        forward(1.0)
+        await asyncio.sleep(0.001)
 
     with pytest.raises(Refusal, match="stopped while it worked"):
-        await client.encode(1, [text(HANGS)])
+        await task
     await encoder.until(lambda: client.is_ready)
 
     assert await client.encode(1, [text(1)]) == [text(1)]

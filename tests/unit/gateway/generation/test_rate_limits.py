@@ -15,6 +15,7 @@ from tenancy.accounts.keys import change_key, create_key
 from tenancy.accounts.tenants import change_tenant
 from tenancy.limits import Demand, Limiter, LimitState, Meter
 from tenancy.types import Limits, wall_ms
+from tests.actors import TESTER
 from tests.fakes import FakeClock
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -174,7 +175,7 @@ async def test_body_that_is_still_sent_holds_a_place(
 async def test_key_limit_applies_beside_tenant_limit(gateway: GatewayFixture) -> None:
     """The tenant's other key continues."""
     other = create_key(gateway.store, wall_ms, 1)
-    change_key(gateway.store, "1", limits=Limits(requests_per_minute=1))
+    change_key(gateway.store, "1", limits=Limits(requests_per_minute=1), by=TESTER)
     gateway.gateway.context.registry.refresh_now()
     one = await statuses(gateway, 3)
     headers = {"Authorization": f"Bearer {other}"}

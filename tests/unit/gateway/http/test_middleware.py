@@ -15,6 +15,7 @@ from gateway.http.route_table import canonical
 from tenancy.accounts.keys import create_key, list_keys, revoke_key
 from tenancy.accounts.tenants import find_tenant, set_status
 from tenancy.types import wall_ms
+from tests.actors import TESTER
 from tests.fakes import FakeClock
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -167,7 +168,7 @@ async def test_revoked_key_gets_401_and_suspended_tenant_403(
     """C2, C7: the command line changes the database beside a running server."""
     tenant = find_tenant(gateway.store, "ada")
     second = create_key(gateway.store, wall_ms, tenant.tenant_id)
-    revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id))
+    revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id), by=TESTER)
     set_status(gateway.store, "bob", "suspended")
     gateway.gateway.context.registry.refresh_now()  # as after a write by another process
 
@@ -186,7 +187,7 @@ async def test_refusals_of_a_former_key_belong_to_its_tenant(gateway: GatewayFix
     tenant = find_tenant(gateway.store, "ada")
     dead = create_key(gateway.store, wall_ms, tenant.tenant_id)
     key_id = list_keys(gateway.store, "ada")[-1].key_id
-    revoke_key(gateway.store, wall_ms, str(key_id))
+    revoke_key(gateway.store, wall_ms, str(key_id), by=TESTER)
     set_status(gateway.store, "bob", "suspended")
     context = gateway.gateway.context
     context.registry.refresh_now()
@@ -232,7 +233,7 @@ async def test_revoked_and_suspended_keys_do_not_count_as_wrong_keys(
     wrong-key limit, neither its own nor its neighbours'."""
     tenant = find_tenant(gateway.store, "ada")
     dead = create_key(gateway.store, wall_ms, tenant.tenant_id)
-    revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id))
+    revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id), by=TESTER)
     set_status(gateway.store, "bob", "suspended")
     gateway.gateway.context.registry.refresh_now()
     seen = set()

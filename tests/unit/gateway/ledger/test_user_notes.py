@@ -13,8 +13,6 @@ from tenancy.types import DAY_MS
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-pytestmark = pytest.mark.usefixtures("noon")
-
 
 def noted(gateway: GatewayFixture) -> list[str]:
     rows = gateway.store.query("select user_ref from request_users order by request_id")

@@ -4,6 +4,7 @@ tools in an unusual position, trims, drops or refuses messages."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -180,3 +181,9 @@ def with_template(card: ModelCard, template: str, folder: Path) -> Renderer:
     shutil.copytree(Path(card.folder), folder, dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(template)
     return Renderer(msgspec.structs.replace(card, folder=str(folder)))
+
+
+def text_of(renderer: Renderer, ids: Iterable[int]) -> str:
+    """Return tokens as text, special tokens as the template writes them."""
+    parts = (renderer.token_bytes(one) or renderer.special_text(one).encode() for one in ids)
+    return b"".join(parts).decode()

@@ -18,7 +18,7 @@ from gateway.prompt.template import ChatTemplate
 from tests.examples import examples
 from tests.models import CHAT_TEMPLATE
 from tests.unit.gateway.prompt import chat_templates
-from tests.unit.gateway.prompt.chat_templates import with_template
+from tests.unit.gateway.prompt.chat_templates import text_of, with_template
 
 START, END = 1, 2
 TRIMMING = CHAT_TEMPLATE.replace("message['content']", "message['content']|trim")
@@ -55,19 +55,11 @@ def chat(*texts: str, opens: bool = True) -> Prompt:
     )
 
 
-def text_of(renderer: Renderer, rendered: Rendered) -> str:
-    """Return tokens as text, special tokens as the template writes them."""
-    parts = (
-        renderer.token_bytes(t) or renderer.special_text(t).encode() for t in rendered.token_ids
-    )
-    return b"".join(parts).decode()
-
-
 def test_tokens_spell_the_rendered_template(renderer: Renderer) -> None:
     """Special tokens only where the template has them."""
     rendered = renderer.render(chat("Hi", "Hello"))
 
-    assert text_of(renderer, rendered) == (
+    assert text_of(renderer, rendered.token_ids) == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
@@ -79,7 +71,7 @@ def test_boundary_is_at_end_of_segment(renderer: Renderer) -> None:
     rendered = renderer.render(chat("Hi", "Hello"))
 
     ends = [Rendered(rendered.token_ids[: boundary.tokens]) for boundary in rendered.boundaries]
-    assert [text_of(renderer, end)[-5:] for end in ends] == ["er\nHi", "Hello"]
+    assert [text_of(renderer, end.token_ids)[-5:] for end in ends] == ["er\nHi", "Hello"]
     assert [boundary.path for boundary in rendered.boundaries] == ["messages[0]", "messages[1]"]
 
 
@@ -90,7 +82,7 @@ def test_each_part_of_a_message_has_a_boundary(renderer: Renderer) -> None:
     ]
     rendered = renderer.render(Prompt(segments=tuple(parts), add_generation_prompt=False))
 
-    assert text_of(renderer, rendered) == "<|im_start|>user\nthe<|im_end|>\n"
+    assert text_of(renderer, rendered.token_ids) == "<|im_start|>user\nthe<|im_end|>\n"
     assert len(rendered.boundaries) == 2
 
 
@@ -183,7 +175,7 @@ def test_special_tokens_in_messages_are_plain_text(
 def test_trimmed_contents_are_tokenized_piece_by_piece(trimming: Renderer) -> None:
     rendered = trimming.render(chat("  Hi <|im_end|> \n"))
 
-    assert "user\nHi <|im_end|><|im_end|>" in text_of(trimming, rendered)
+    assert "user\nHi <|im_end|><|im_end|>" in text_of(trimming, rendered.token_ids)
     assert rendered.token_ids.count(END) == 1
 
 
@@ -192,7 +184,7 @@ def test_cut_contents_are_tokenized_at_once(make: Make) -> None:
     cutting = make(CUTTING)
     rendered = cutting.render(chat("Hi", "<think>so</think>Hello"))
 
-    assert "assistant\nHello<|im_end|>" in text_of(cutting, rendered)
+    assert "assistant\nHello<|im_end|>" in text_of(cutting, rendered.token_ids)
     assert [boundary.tokens for boundary in rendered.boundaries] == [len(rendered.token_ids)]
 
 
@@ -213,7 +205,7 @@ def test_refuses_special_tokens_in_names(make: Make) -> None:
     ann = Prompt(segments=(Segment("user", "Hi", "messages[0].content", "ann"),))
     eve = Prompt(segments=(Segment("user", "Hi", "messages[0].content", "<|im_end|>"),))
 
-    assert text_of(naming, naming.render(ann)).startswith("<|im_start|>ann\nHi")
+    assert text_of(naming, naming.render(ann).token_ids).startswith("<|im_start|>ann\nHi")
     with pytest.raises(Refusal) as raised:
         naming.render(eve)
     assert (raised.value.kind, raised.value.param) == (Kind.BAD, "messages[0].name")
@@ -234,7 +226,9 @@ def test_developer_role_renders_as_system(renderer: Renderer) -> None:
     """Templates have no developer role."""
     prompt = Prompt(segments=(Segment("developer", "Be brief", "messages[0].content"),))
 
-    assert text_of(renderer, renderer.render(prompt)).startswith("<|im_start|>system\nBe brief")
+    assert text_of(renderer, renderer.render(prompt).token_ids).startswith(
+        "<|im_start|>system\nBe brief"
+    )
 
 
 def test_raw_prompt_parses_special_tokens(renderer: Renderer) -> None:

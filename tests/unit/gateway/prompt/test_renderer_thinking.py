@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.model_store import ModelCard
-from gateway.dialects.canonical import OutputFormat, Prompt, Rendered, Role, Segment, Thinking
+from gateway.dialects.canonical import OutputFormat, Prompt, Role, Segment, Thinking
 from gateway.prompt import Renderer
 from tests.unit.gateway.prompt import chat_templates
+from tests.unit.gateway.prompt.chat_templates import text_of
 
 
 @pytest.fixture(scope="session")
@@ -15,13 +16,6 @@ def thinker(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Render
     """Return the tiny model with a template that thinks between tags."""
     folder = tmp_path_factory.mktemp("template")
     return chat_templates.with_template(card, chat_templates.THINKING, folder)
-
-
-def text_of(renderer: Renderer, rendered: Rendered) -> str:
-    """Return a prompt's text, special tokens as the template writes them."""
-    ids = rendered.token_ids
-    parts = (renderer.token_bytes(t) or renderer.special_text(t).encode() for t in ids)
-    return b"".join(parts).decode()
 
 
 def said(role: Role, text: str, message: int, *, is_thought: bool = False) -> Segment:
@@ -54,14 +48,14 @@ def test_switch_reaches_the_template(
     """The prompt's end says whether the answer begins inside a thought."""
     rendered = thinker.render(Prompt(segments, thinking=wanted))
 
-    assert text_of(thinker, rendered).endswith(end)
+    assert text_of(thinker, rendered.token_ids).endswith(end)
     assert rendered.thought == thought
 
 
 def test_prompts_with_different_switches_do_not_share_a_shape(thinker: Renderer) -> None:
     """The shape cache would otherwise answer with the first one's end."""
     prompts = [Prompt(QUESTION, thinking=Thinking(is_on=on)) for on in (True, False, True)]
-    first, other, again = (text_of(thinker, thinker.render(prompt)) for prompt in prompts)
+    first, other, again = (text_of(thinker, thinker.render(prompt).token_ids) for prompt in prompts)
 
     assert first == again != other
 
@@ -71,7 +65,7 @@ def test_earlier_thoughts_are_dropped_where_the_template_drops_them(thinker: Ren
     before = thinker.render(Prompt(QUESTION)).token_ids
     after = thinker.render(Prompt(HISTORY))
 
-    assert "let me see" not in text_of(thinker, after)
+    assert "let me see" not in text_of(thinker, after.token_ids)
     assert after.token_ids[: len(before)] == before
     paths = [boundary.path for boundary in after.boundaries]
     assert paths == [segment.path for segment in HISTORY]
@@ -81,7 +75,9 @@ def test_earlier_thoughts_are_dropped_where_the_template_drops_them(thinker: Ren
 
 def test_last_thought_is_kept_where_the_template_keeps_it(thinker: Renderer) -> None:
     """The thought of the answer that is continued or judged stands before it."""
-    text = text_of(thinker, thinker.render(Prompt(HISTORY[:3], add_generation_prompt=False)))
+    text = text_of(
+        thinker, thinker.render(Prompt(HISTORY[:3], add_generation_prompt=False)).token_ids
+    )
 
     assert "<think>\nlet me see\n</think>\n\nHello." in text
 

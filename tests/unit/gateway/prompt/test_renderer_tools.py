@@ -16,6 +16,7 @@ from gateway.errors import Kind, Refusal
 from gateway.prompt import Renderer
 from tests.models import CHAT_TEMPLATE
 from tests.unit.gateway.prompt import chat_templates
+from tests.unit.gateway.prompt.chat_templates import text_of
 
 SCHEMA = '{"type":"object","properties":{"z":{"type":"integer"},"a":{"type":"string"}}}'
 TOOLS = (Tool("get", "Get it", SCHEMA, "tools[0]"), Tool("put", "", SCHEMA, "tools[1]"))
@@ -44,12 +45,6 @@ def make(card: ModelCard, tmp_path_factory: pytest.TempPathFactory) -> Make:
         return known[family]
 
     return made
-
-
-def text_of(renderer: Renderer, ids: tuple[int, ...]) -> str:
-    """Return tokens as text, special tokens as the template writes them."""
-    parts = (renderer.token_bytes(t) or renderer.special_text(t).encode() for t in ids)
-    return b"".join(parts).decode()
 
 
 def said(role: str, text: str, message: int, **more: object) -> Segment:

@@ -26,6 +26,7 @@ from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import DAY_MS, UsageEntry
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
 
 
@@ -58,14 +59,14 @@ def books(store: Store, wall: Wall) -> Iterator[Store]:
     set_budget(store, Budget(1, "month", hard_micros=10**6))
     ledger = Ledger(store, wall)
     for number in range(5):
-        ledger.settle(entry(str(number), wall())).result(20)
-    adjust(store, wall, Adjustment("x", "3", -9, "an outage"))
+        ledger.settle(entry(str(number), wall())).result(60)
+    adjust(store, wall, Adjustment("x", "3", -9, "an outage"), by=TESTER)
     wall.ms += DAY_MS
-    close_days(store, wall)
+    close_days(store, wall, by=TESTER)
     for number in range(5, 9):
-        ledger.hold(Hold(str(number), 1, 1, "m", wall(), 9, 9)).result(20)
-        ledger.settle(entry(str(number), wall())).result(20)
-    ledger.hold(Hold("open", 1, 1, "m", wall(), 9, 9)).result(20)
+        ledger.hold(Hold(str(number), 1, 1, "m", wall(), 9, 9)).result(60)
+        ledger.settle(entry(str(number), wall())).result(60)
+    ledger.hold(Hold("open", 1, 1, "m", wall(), 9, 9)).result(60)
     yield store
     ledger.close()
 
@@ -86,8 +87,8 @@ def test_sql_sums_equal_python_sums(store: Store, wall: Wall) -> None:
         changed = structs.replace(
             one, read={}, cache_read_tokens=read, fresh_tokens=7 - read, ttft_ms=ttft_ms
         )
-        ledger.hold(Hold(str(number), 1, 1, "m", one.started_ms, 9, 9)).result(20)
-        ledger.settle(changed).result(20)
+        ledger.hold(Hold(str(number), 1, 1, "m", one.started_ms, 9, 9)).result(60)
+        ledger.settle(changed).result(60)
     ledger.close()
 
     assert store.query("select min(saved_pico) from ledger")[0][0] < -1_000_000
@@ -163,13 +164,13 @@ def test_failures_of_the_first_rule_stay_free(
         create_tenant(store, wall, "ada")
         add_card(store, wall, RateCard("std", input=1_000_000))
         ledger = Ledger(store, wall)
-        ledger.settle(structs.replace(entry("old", wall()), ending=late)).result(20)
+        ledger.settle(structs.replace(entry("old", wall()), ending=late)).result(60)
         ledger.close()
         with store.change() as db:
             db.execute("insert into charging_rules values (1, 1)")
     with closing(SqliteStore(tmp_path / "t.db")) as store:
         ledger = Ledger(store, wall)
-        ledger.settle(structs.replace(entry("new", wall()), ending=late)).result(20)
+        ledger.settle(structs.replace(entry("new", wall()), ending=late)).result(60)
         ledger.close()
         rows = [row["charge_pico"] for row in entry_rows(store, None, 0, None)]
         events = [json.loads(one)["data"] for one in cloud_events(store, None, 0, None, "s")]

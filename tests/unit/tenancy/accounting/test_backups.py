@@ -22,11 +22,12 @@ from tenancy.storage import sqlite
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore, migrations
 from tenancy.types import DAY_MS
+from tests.actors import TESTER
 from tests.crash.ledger_child import entry
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 ROOT = Path(__file__).parents[4]
 
 
@@ -266,7 +267,7 @@ def test_refuses_to_restore_under_a_server(path: Path, wall: Wall) -> None:
         restore(path.parent / "b.db", path, wall)
     beside = SqliteStore(path)
     with pytest.raises(StoreError, match="in use by another server"):
-        mark_restored(beside, wall)
+        mark_restored(beside, wall, by=TESTER)
     for one in (ledger, store, beside):
         one.close()
 
@@ -291,8 +292,8 @@ def test_refuses_to_restore_during_a_transaction(
 def test_marks_a_database_restored_by_other_means(store: Store, wall: Wall) -> None:
     """By `pg_restore` or a file system snapshot, on either database."""
     create_tenant(store, wall, "ada")
-    marked = mark_restored(store, wall)
-    again = mark_restored(store, wall)
+    marked = mark_restored(store, wall, by=TESTER)
+    again = mark_restored(store, wall, by=TESTER)
 
     assert (marked.number, again.number, marked.reason) == (2, 3, "marked")
 

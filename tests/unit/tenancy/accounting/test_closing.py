@@ -21,6 +21,7 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store, Transaction
 from tenancy.types import DAY_MS, UsageEntry
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
 
 
@@ -38,12 +39,12 @@ def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
 
 
 def done(future: Future[None]) -> None:
-    future.result(20)
+    future.result(60)
 
 
 def code_of(store: Store, wall: Wall, through: str | None = None) -> str:
     with pytest.raises(CloseRefused) as caught:
-        close_days(store, wall, through)
+        close_days(store, wall, through, by=TESTER)
     return caught.value.code
 
 
@@ -55,10 +56,10 @@ def test_close_has_the_days_totals(store: Store, ledger: Ledger, wall: Wall) -> 
     """Any program can recompute them from the entries."""
     for number in range(3):
         done(ledger.settle(entry(str(number), wall() + number)))
-    adjust(store, wall, Adjustment("x", "1", -9, "an outage"))
+    adjust(store, wall, Adjustment("x", "1", -9, "an outage"), by=TESTER)
     done(ledger.write(StorageReading(1, "1h", 55, wall())))
     wall.ms += DAY_MS
-    (day,) = close_days(store, wall)
+    (day,) = close_days(store, wall, by=TESTER)
 
     assert (day.day, day.entries, day.prompt_tokens, day.output_tokens) == ("1970-01-01", 3, 30, 12)
     assert (day.cache_read_tokens, day.cache_write_tokens) == (6, 9)
@@ -74,11 +75,11 @@ def test_late_entry_is_booked_on_the_next_open_day(
     """At the price of its admission; only its period moves."""
     done(ledger.settle(entry("a", wall())))
     began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
-    (closed,) = close_days(store, wall)
+    (closed,) = close_days(store, wall, by=TESTER)
     done(ledger.settle(entry("b", began_ms)))
     done(ledger.write(StorageReading(1, "1h", 55, began_ms)))
     wall.ms += DAY_MS
-    (after,) = close_days(store, wall)
+    (after,) = close_days(store, wall, by=TESTER)
 
     assert booked(store) == [("a", began_ms), ("b", DAY_MS)]
     assert (closed.entries, after.entries, after.storage_token_seconds) == (1, 1, 55)
@@ -89,7 +90,7 @@ def test_clock_set_back_changes_no_closed_day(store: Store, ledger: Ledger, wall
     """L9: holds and entries with a wrong time go to the first open day."""
     done(ledger.settle(entry("a", wall())))
     wall.ms += 3 * DAY_MS
-    before = close_days(store, wall)
+    before = close_days(store, wall, by=TESTER)
     wall.ms -= 3 * DAY_MS
     done(ledger.hold(Hold("b", 1, 1, "m", wall())))
     done(ledger.settle(entry("b", wall())))
@@ -129,10 +130,12 @@ def test_writers_continue_while_a_day_is_counted(
             if number == 1:
                 done(ledger.settle(entry("late", began_ms)))
             elif number == 2:
-                adjust(store, wall, Adjustment("x", "1", -9, "an outage"))  # of another day
+                adjust(
+                    store, wall, Adjustment("x", "1", -9, "an outage"), by=TESTER
+                )  # of another day
 
         at_each_change(other, monkeypatch, late)
-        (day,) = close_days(other, wall)
+        (day,) = close_days(other, wall, by=TESTER)
 
     assert (tries, day.entries, day.prompt_tokens, day.adjustments) == ([1, 2], 10, 100, 0)
     assert check_books(store) == []
@@ -152,7 +155,7 @@ def test_day_that_keeps_growing_stays_open(
             done(ledger.write(StorageReading(1, "1h", 55, began_ms)))
         else:
             wall.ms -= DAY_MS
-            adjust(store, wall, Adjustment("x", "a", -9, "an outage"))
+            adjust(store, wall, Adjustment("x", "a", -9, "an outage"), by=TESTER)
             wall.ms += DAY_MS
 
     with closing(store.open_another()) as other, monkeypatch.context() as patch:
@@ -160,7 +163,7 @@ def test_day_that_keeps_growing_stays_open(
         code = code_of(other, wall)
 
     assert (code, list_closes(store)) == ("days_change", [])
-    assert [day.entries for day in close_days(store, wall)] == [2]
+    assert [day.entries for day in close_days(store, wall, by=TESTER)] == [2]
 
 
 def test_day_with_a_running_request_stays_open(store: Store, ledger: Ledger, wall: Wall) -> None:
@@ -169,7 +172,7 @@ def test_day_with_a_running_request_stays_open(store: Store, ledger: Ledger, wal
     began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
     running = code_of(store, wall)
     done(ledger.settle(entry("a", began_ms)))
-    (day,) = close_days(store, wall)
+    (day,) = close_days(store, wall, by=TESTER)
 
     assert (running, day.entries) == ("requests_running", 1)
 
@@ -178,9 +181,9 @@ def test_closing_again_changes_nothing(store: Store, ledger: Ledger, wall: Wall)
     """For an hourly job, nothing to do is no error; for a day by name it is."""
     done(ledger.settle(entry("a", wall())))
     wall.ms += DAY_MS
-    days = close_days(store, wall)
+    days = close_days(store, wall, by=TESTER)
 
-    assert close_days(store, wall) == []
+    assert close_days(store, wall, by=TESTER) == []
     assert code_of(store, wall, "1970-01-01") == "day_closed"
     assert list_closes(store) == days
 
@@ -195,14 +198,14 @@ def test_empty_ledger_closes_nothing(store: Store, wall: Wall) -> None:
     """The first day is that of the first entry."""
     wall.ms += 500 * DAY_MS
 
-    assert close_days(store, wall) == []
+    assert close_days(store, wall, by=TESTER) == []
 
 
 def test_each_close_is_chained_to_the_one_before(store: Store, ledger: Ledger, wall: Wall) -> None:
     """Days with equal totals have different digests."""
     wall.ms += 3 * DAY_MS
     done(ledger.settle(entry("a", 0)))
-    days = close_days(store, wall)
+    days = close_days(store, wall, by=TESTER)
 
     assert len({day.digest for day in days}) == 3
 
@@ -211,7 +214,7 @@ def test_database_refuses_rows_in_closed_days(store: Store, ledger: Ledger, wall
     """From any program."""
     done(ledger.settle(entry("a", wall())))
     wall.ms += DAY_MS
-    close_days(store, wall)
+    close_days(store, wall, by=TESTER)
     copied = (
         "insert into ledger select 9, 'z', tenant_id, key_id, model, ending, started_ms, ended_ms,"
         " prompt_tokens, cache_read_tokens, cache_write_tokens, fresh_tokens, output_tokens,"
@@ -229,10 +232,10 @@ def test_hold_cannot_settle_into_a_closed_day(store: Store, ledger: Ledger, wall
     """The impossible entry is refused; the day is unchanged."""
     done(ledger.settle(entry("a", wall())))
     wall.ms += DAY_MS
-    close_days(store, wall)
+    close_days(store, wall, by=TESTER)
     refused = ledger.settle(UsageEntry("b", 1, 1, "m", "done", 0, 0, 9, 2, 3, 5, 4, 0))
 
-    assert isinstance(refused.exception(20), LedgerUnavailable)
+    assert isinstance(refused.exception(60), LedgerUnavailable)
     assert len(booked(store)) == 1
 
 
@@ -242,9 +245,9 @@ def test_day_with_a_count_mismatch_stays_open(store: Store, ledger: Ledger, wall
     done(ledger.write(EngineTotals("e1", wall(), 11, 0, 4, 11, 0, 4, is_ended=True)))
     wall.ms += DAY_MS
     refused = code_of(store, wall)
-    closed = close_days(store, wall, despite_counts=True)
+    closed = close_days(store, wall, despite_counts=True, by=TESTER)
     done(ledger.settle(entry("b", wall())))
     wall.ms += DAY_MS
 
     assert (refused, len(closed)) == ("counts_apart", 1)
-    assert len(close_days(store, wall)) == 1
+    assert len(close_days(store, wall, by=TESTER)) == 1

@@ -63,7 +63,7 @@ def store(store: Store, wall: Wall) -> Store:
     add_card(store, wall, RateCard("std", input=3, output=5, cache_read=1))
     ledger = Ledger(store, wall)
     for number in range(COUNT):
-        ledger.settle(entry(number)).result(20)
+        ledger.settle(entry(number)).result(60)
     ledger.close()
     return store
 
@@ -187,7 +187,7 @@ def test_events_of_failures_are_not_charged(store: Store, wall: Wall) -> None:
     """A billing meter must not bill what the ledger does not."""
     ledger = Ledger(store, wall)
     for number, ending in enumerate(("failed", "cancelled", "interrupted"), COUNT):
-        ledger.settle(structs.replace(entry(number), ending=ending)).result(20)
+        ledger.settle(structs.replace(entry(number), ending=ending)).result(60)
     ledger.close()
     events = [json.loads(line) for line in cloud_events(store, None, 0, None, "urn:here")]
     endings = {(event["data"]["ending"], event["data"]["charged"]) for event in events}

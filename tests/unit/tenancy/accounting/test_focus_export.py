@@ -24,6 +24,7 @@ from tenancy.pricing.charges import RateCard, format_dollars, storage_charge
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.types import HOUR_MS, UsageEntry
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
 
 CARD = RateCard(
@@ -64,10 +65,10 @@ def store(store: Store, wall: Wall) -> Store:
     add_card(store, wall, CARD)
     ledger = Ledger(store, wall)
     for number in range(30):
-        ledger.settle(entry(number, number * HOUR_MS // 5)).result(20)
-    ledger.write(StorageReading(1, "1h", 12_345, 0)).result(20)
+        ledger.settle(entry(number, number * HOUR_MS // 5)).result(60)
+    ledger.write(StorageReading(1, "1h", 12_345, 0)).result(60)
     ledger.close()
-    adjust(store, wall, Adjustment("x", "r5", -7, "an outage"))
+    adjust(store, wall, Adjustment("x", "r5", -7, "an outage"), by=TESTER)
     return store
 
 
@@ -104,7 +105,7 @@ def test_storage_by_tenant_rounds_each_hour(store: Store, wall: Wall) -> None:
     hours = [1, 2**40 + 7, 3_599, 3_601, 0, 12_345]
     ledger = Ledger(store, wall)
     for number, seconds in enumerate(hours):
-        ledger.write(StorageReading(2, "1h", seconds, number * HOUR_MS)).result(20)
+        ledger.write(StorageReading(2, "1h", seconds, number * HOUR_MS)).result(60)
     ledger.close()
 
     charges = [storage_charge(CARD, "1h", seconds) for seconds in hours]
@@ -147,7 +148,7 @@ def test_unit_price_times_quantity_is_the_cost(store: Store) -> None:
 def test_correction_refers_to_an_invoiced_month(store: Store, wall: Wall) -> None:
     """A credit in the same month has no charge class."""
     wall.ms = 31 * 24 * HOUR_MS
-    adjust(store, wall, Adjustment("y", "r7", 5, "of January, in February"))
+    adjust(store, wall, Adjustment("y", "r7", 5, "of January, in February"), by=TESTER)
     rows = [row for row in cost_rows(store, None, 0, None, "acme") if not row["PricingUnit"]]
 
     assert [(row["ChargeCategory"], row["ChargeClass"]) for row in rows] == [

@@ -47,9 +47,10 @@ from tenancy.responses.stored_sums import StorageQuota
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import DAY_MS, CachePolicy
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall, used
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 @pytest.fixture
@@ -66,10 +67,10 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
             create_tenant(store, wall, name)
         delete_tenant(store, wall, "left")
         create_key(store, wall, 1, label="ünïcode 'quoted' \\n")
-        rotate_key(store, wall, "1", 60_000)
+        rotate_key(store, wall, "1", 60_000, by=TESTER)
         add_card(store, wall, RateCard("std", input=1_000_000, cache_read=7, cache_write={"1h": 9}))
         set_budget(store, Budget(1, "day", hard_micros=10**9))
-        set_scope(store, wall, ScopeTerms(name="ours", owner="ada", members=("bob",)))
+        set_scope(store, wall, ScopeTerms(name="ours", owner="ada", members=("bob",)), by=TESTER)
         create_cached_content(
             store,
             CachedContentRecord("c", 1, "lab", "m", "n", 10, 1, 1, 10**15),
@@ -85,10 +86,10 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
         ledger = Ledger(store, wall)
         for number in range(5):
             ledger.settle(used(f"1-{number}", wall())).result(PATIENCE_S)
-        adjust(store, wall, Adjustment("x", "1-3", -9, "an outage"))
+        adjust(store, wall, Adjustment("x", "1-3", -9, "an outage"), by=TESTER)
         ledger.settle(replace(used("3-1", wall()), tenant_id=3)).result(PATIENCE_S)
         wall.ms += 2 * DAY_MS
-        close_days(store, wall)
+        close_days(store, wall, by=TESTER)
         with store.change() as db:
             begin_ledger_epoch(db, wall(), "marked")
         ledger.hold(Hold("n", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(PATIENCE_S)
@@ -175,10 +176,12 @@ def test_moved_ledger_is_equal_and_continues(
     assert create_tenant(postgres, wall, "eve").tenant_id == 5
     assert create_admin_key(postgres, wall)
     assert (
-        set_scope(postgres, wall, ScopeTerms(name="more", owner="ada", members=("eve",))).scope_id
+        set_scope(
+            postgres, wall, ScopeTerms(name="more", owner="ada", members=("eve",)), by=TESTER
+        ).scope_id
         == 2
     )
-    assert adjust(postgres, wall, Adjustment("y", "next", -1, "again"))
+    assert adjust(postgres, wall, Adjustment("y", "next", -1, "again"), by=TESTER)
     assert check_books(postgres) == []
 
 

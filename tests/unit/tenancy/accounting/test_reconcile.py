@@ -28,14 +28,14 @@ def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
     create_tenant(store, wall, "ada")
     ledger = Ledger(store, wall)
     for number in range(3):
-        ledger.settle(entry(str(number), "e1")).result(20)
+        ledger.settle(entry(str(number), "e1")).result(60)
     yield ledger
     ledger.close()
 
 
 def test_equal_counts_do_not_mismatch(store: Store, ledger: Ledger) -> None:
     """They are shown, so that zero is a number and not a claim."""
-    ledger.write(totals("e1", 3)).result(20)
+    ledger.write(totals("e1", 3)).result(60)
     (epoch,) = reconcile(store)
 
     assert (epoch.state, epoch.has_mismatch, epoch.entries) == ("running", False, 3)
@@ -45,7 +45,7 @@ def test_equal_counts_do_not_mismatch(store: Store, ledger: Ledger) -> None:
 @pytest.mark.parametrize("times", [2, 4])
 def test_finds_differences_either_way(store: Store, ledger: Ledger, times: int) -> None:
     """An entry that no engine computed, and tokens without a charge."""
-    ledger.write(totals("e1", times, is_ended=True)).result(20)
+    ledger.write(totals("e1", times, is_ended=True)).result(60)
     (epoch,) = reconcile(store)
 
     assert epoch.has_mismatch
@@ -54,12 +54,12 @@ def test_finds_differences_either_way(store: Store, ledger: Ledger, times: int) 
 
 def test_running_requests_defer_the_comparison(store: Store, ledger: Ledger) -> None:
     """Also entries that came after the engine's last reading."""
-    ledger.write(totals("e1", 4)).result(20)
-    ledger.hold(Hold("x", 1, 1, "m", 10, epoch="e1")).result(20)
+    ledger.write(totals("e1", 4)).result(60)
+    ledger.hold(Hold("x", 1, 1, "m", 10, epoch="e1")).result(60)
     running = reconcile(store)[0]
-    ledger.settle(entry("x", "e1", 99)).result(20)
+    ledger.settle(entry("x", "e1", 99)).result(60)
     later = reconcile(store)[0]
-    ledger.write(totals("e1", 4, 99)).result(20)
+    ledger.write(totals("e1", 4, 99)).result(60)
     asked = reconcile(store)[0]
 
     assert [one.state for one in (running, later, asked)] == ["pending", "pending", "running"]
@@ -69,8 +69,8 @@ def test_running_requests_defer_the_comparison(store: Store, ledger: Ledger) -> 
 
 def test_died_epoch_shows_its_difference(store: Store, ledger: Ledger) -> None:
     """It is not a mistake of the books."""
-    ledger.write(totals("e1", 2)).result(20)
-    ledger.write(totals("e2", 0, 30)).result(20)
+    ledger.write(totals("e1", 2)).result(60)
+    ledger.write(totals("e2", 0, 30)).result(60)
     newer, older = reconcile(store)
 
     assert (newer.epoch, newer.state, older.state) == ("e2", "running", "died")
@@ -80,8 +80,8 @@ def test_died_epoch_shows_its_difference(store: Store, ledger: Ledger) -> None:
 
 def test_epoch_of_another_gateway_is_pending(store: Store, ledger: Ledger) -> None:
     """It may be running: it is not compared, and not called dead while its record is fresh."""
-    ledger.write(totals("e1", 4, 20_000)).result(20)
-    ledger.write(totals("e2", 0, 30_000)).result(20)
+    ledger.write(totals("e1", 4, 20_000)).result(60)
+    ledger.write(totals("e2", 0, 30_000)).result(60)
     states = [[one.state for one in reconcile(store, now_ms)] for now_ms in (150_000, 170_001)]
     own = reconcile_living(store, "e1")
 

@@ -78,7 +78,7 @@ def store(
     add_card(store, wall, RateCard("std", input=5, output=10**12 // 7, cache_read=1))
     ledger = Ledger(store, wall)
     for number in range(ENTRIES):
-        ledger.settle(entry(number)).result(20)
+        ledger.settle(entry(number)).result(60)
     ledger.close()
     yield store
     store.close()

@@ -14,7 +14,7 @@ from tenancy.errors import KeyRefused, StoreError
 from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

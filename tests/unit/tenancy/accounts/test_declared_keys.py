@@ -29,6 +29,7 @@ from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.budgets import Budget, load_budgets, set_budget
 from tenancy.storage.interface import Store
 from tenancy.types import Limits
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall, used
 
 WEB, APP = "tl-" + "a" * 43, "tl-" + "b" * 43
@@ -152,9 +153,9 @@ def test_changed_settings_change_the_key(
 
 
 ACTS: dict[str, Callable[[Store, Wall], object]] = {
-    "change": lambda store, wall: change_key(store, "1", label="mine"),
-    "rotate": lambda store, wall: rotate_key(store, wall, "1", 0),
-    "revoke": lambda store, wall: revoke_key(store, wall, "1"),
+    "change": lambda store, wall: change_key(store, "1", label="mine", by=TESTER),
+    "rotate": lambda store, wall: rotate_key(store, wall, "1", 0, by=TESTER),
+    "revoke": lambda store, wall: revoke_key(store, wall, "1", by=TESTER),
 }
 
 
@@ -200,7 +201,7 @@ def test_keys_of_a_deleted_tenant_conflict_with_nothing(store: Store, wall: Wall
     """Two keys without labels do not collide, and their digests are free."""
     reconcile(store, wall, [ada(keyed(), keyed("app", APP))])
     ledger = Ledger(store, wall)
-    ledger.settle(used("r", 1)).result(20)
+    ledger.settle(used("r", 1)).result(60)
     ledger.close()
     reconcile(store, wall, [])
     delete_tenant(store, wall, "ada")

@@ -32,6 +32,7 @@ from tenancy.ledger.transactions import NamedEntry
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.storage.interface import Store
 from tenancy.types import TenantSettings, UsageEntry
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
 
 ENTRY = UsageEntry("r", 1, 1, "m", "done", 1, 2, 4, 0, 0, 4, 3, 0)
@@ -43,12 +44,12 @@ def furnish(store: Store, wall: Wall) -> str:
     create_tenant(store, wall, "ada", limits=None)
     change_tenant(store, "ada", {"weight": 2, "requests_per_minute": 9, "tier": "gold"})
     key = create_key(store, wall, 1, label="ada's laptop")
-    rotate_key(store, wall, "1", 60_000)
+    rotate_key(store, wall, "1", 60_000, by=TESTER)
     set_budget(store, Budget(1, "day", hard_micros=10**9))
     ledger = Ledger(store, wall)
-    ledger.hold(Hold("r", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(20)
+    ledger.hold(Hold("r", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(60)
     keeping = ReplayRecord(10**15, 10**6, StoredResponse("head", b"what ada was told"))
-    ledger.settle(NamedEntry(ENTRY, keeping)).result(20)
+    ledger.settle(NamedEntry(ENTRY, keeping)).result(60)
     ledger.close()
     create_cached_content(store, CONTENT, b"ada's words", CachedContentQuota())
     return key
@@ -113,12 +114,12 @@ def test_tenant_with_a_running_request_is_not_deleted(store: Store, wall: Wall) 
     """Its hold becomes an entry, and may become a stored response."""
     furnish(store, wall)
     ledger = Ledger(store, wall)
-    ledger.hold(Hold("s", 1, 1, "m", 1)).result(20)
+    ledger.hold(Hold("s", 1, 1, "m", 1)).result(60)
 
     with pytest.raises(BadName, match="suspend it"):
         delete_tenant(store, wall, "ada")
     assert [tenant.name for tenant in list_tenants(store)] == ["ada"]
-    ledger.settle(replace(ENTRY, request_id="s")).result(20)
+    ledger.settle(replace(ENTRY, request_id="s")).result(60)
     assert delete_tenant(store, wall, "ada") == "deleted-1"
     ledger.close()
 

@@ -12,6 +12,7 @@ from tenancy.accounts.keys import create_key, rotate_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import KeyRefused
 from tenancy.storage.interface import Store
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
 
 
@@ -55,8 +56,8 @@ def test_rotated_keys_share_a_line(store: Store, wall: Wall) -> None:
     """Named by its first key; an unrelated key has its own line."""
     tenant_id = create_tenant(store, wall, "ada").tenant_id
     keys = [create_key(store, wall, tenant_id) for _ in range(2)]
-    keys.append(rotate_key(store, wall, "1", 9)[0])
-    keys.append(rotate_key(store, wall, "3", 9)[0])
+    keys.append(rotate_key(store, wall, "1", 9, by=TESTER)[0])
+    keys.append(rotate_key(store, wall, "3", 9, by=TESTER)[0])
     ring = KeyIndex(load_keys(store))
 
     assert [ring.find(key, wall()).line_id for key in keys] == [1, 2, 1, 1]

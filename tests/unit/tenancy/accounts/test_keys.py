@@ -22,6 +22,7 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, KeyRefused
 from tenancy.storage.interface import Store
 from tenancy.types import HOUR_MS, Limits
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
@@ -96,7 +97,7 @@ def test_revokes_by_id_beginning_or_key(store: Store, wall: Wall, tenant_id: int
     create_key(store, wall, tenant_id)
     key = create_key(store, wall, tenant_id)
     which = {"id": "2", "beginning": key[:11], "beginning…": f"{key[:11]}…", "key": key}[by]
-    revoked = revoke_key(store, wall, which)
+    revoked = revoke_key(store, wall, which, by=TESTER)
 
     assert revoked.revoked_ms == wall()
     assert code(store, key, wall()) == "key_revoked"
@@ -105,10 +106,10 @@ def test_revokes_by_id_beginning_or_key(store: Store, wall: Wall, tenant_id: int
 def test_second_revocation_keeps_the_first_time(store: Store, wall: Wall, tenant_id: int) -> None:
     """When the key stopped working is a fact."""
     create_key(store, wall, tenant_id)
-    first = revoke_key(store, wall, "1")
+    first = revoke_key(store, wall, "1", by=TESTER)
     wall.ms += HOUR_MS
 
-    assert revoke_key(store, wall, "1") == first
+    assert revoke_key(store, wall, "1", by=TESTER) == first
 
 
 @pytest.mark.parametrize("which", ["", "…", "7", "tl-", "tl-00000000", "' or 1=1 --"])
@@ -117,7 +118,7 @@ def test_unknown_name_revokes_nothing(store: Store, wall: Wall, tenant_id: int, 
     create_key(store, wall, tenant_id)
 
     with pytest.raises(BadName, match="key list"):
-        revoke_key(store, wall, which)
+        revoke_key(store, wall, which, by=TESTER)
     assert [key.revoked_ms for key in list_keys(store)] == [None]
 
 
@@ -210,15 +211,15 @@ def test_admin_key_has_no_tenant(store: Store, wall: Wall) -> None:
     assert (facts.tenant_id, facts.scopes) == (0, frozenset({"admin", *ADMIN_SCOPES}))
     assert [(one.tenant, one.label) for one in list_keys(store)] == [(None, "ops")]
     with pytest.raises(BadName, match="administrator's key"):
-        change_key(store, "1", scopes=["inference"])
+        change_key(store, "1", scopes=["inference"], by=TESTER)
 
 
 def test_change_keeps_fields_not_named(store: Store, wall: Wall, tenant_id: int) -> None:
     """Above all its secret: a new limit does not need a new key."""
     key = create_key(store, wall, tenant_id, label="a", limits=Limits(requests_at_once=1))
-    change_key(store, "1", limits=Limits(requests_per_minute=2))
-    change_key(store, "1", scopes=["inference"])
-    changed = change_key(store, "1", label="b")
+    change_key(store, "1", limits=Limits(requests_per_minute=2), by=TESTER)
+    change_key(store, "1", scopes=["inference"], by=TESTER)
+    changed = change_key(store, "1", label="b", by=TESTER)
 
     assert (changed.label, changed.scopes) == ("b", ("inference",))
     assert KeyIndex(load_keys(store)).find(key, wall()).limits == Limits(requests_per_minute=2)
@@ -230,9 +231,9 @@ def test_a_key_has_its_own_tolerance(store: Store, wall: Wall, tenant_id: int) -
     other = create_key(store, wall, tenant_id)
     ring = KeyIndex(load_keys(store))
     found = ring.find(key, wall()).tolerance, ring.find(other, wall()).tolerance
-    kept = change_key(store, "1", label="b").tolerance
-    _, rotated, _ = rotate_key(store, wall, "1", 0)
-    cleared = change_key(store, str(rotated.key_id), tolerance=None).tolerance
+    kept = change_key(store, "1", label="b", by=TESTER).tolerance
+    _, rotated, _ = rotate_key(store, wall, "1", 0, by=TESTER)
+    cleared = change_key(store, str(rotated.key_id), tolerance=None, by=TESTER).tolerance
 
     assert found == ("lenient", None)
     assert (kept, rotated.tolerance, cleared) == ("lenient", "lenient", None)
@@ -244,7 +245,7 @@ def test_a_key_has_its_own_tolerance(store: Store, wall: Wall, tenant_id: int) -
 def test_rotated_key_works_until_the_end_of_grace(store: Store, wall: Wall, tenant_id: int) -> None:
     """Time to distribute the new key."""
     old = create_key(store, wall, tenant_id, workspace="lab", label="a", scopes=["inference"])
-    new, made, left = rotate_key(store, wall, "1", HOUR_MS)
+    new, made, left = rotate_key(store, wall, "1", HOUR_MS, by=TESTER)
     ring = KeyIndex(load_keys(store))
     facts = ring.find(new, wall() + 2 * HOUR_MS)
 
@@ -259,7 +260,7 @@ def test_rotated_key_has_the_old_ones_lifetime(store: Store, wall: Wall, tenant_
     """A grace does not extend the old key's expiry."""
     create_key(store, wall, tenant_id, lives_ms=3 * HOUR_MS)
     wall.ms += HOUR_MS
-    _, made, left = rotate_key(store, wall, "1", 24 * HOUR_MS)
+    _, made, left = rotate_key(store, wall, "1", 24 * HOUR_MS, by=TESTER)
 
     assert made.expires_ms == wall() + 3 * HOUR_MS
     assert left.expires_ms == wall() + 2 * HOUR_MS
@@ -268,7 +269,7 @@ def test_rotated_key_has_the_old_ones_lifetime(store: Store, wall: Wall, tenant_
 def test_admin_key_rotates(store: Store, wall: Wall) -> None:
     """At once, if it has leaked."""
     old = create_admin_key(store, wall)
-    new, _, _ = rotate_key(store, wall, "1", 0)
+    new, _, _ = rotate_key(store, wall, "1", 0, by=TESTER)
 
     assert KeyIndex(load_keys(store)).find(new, wall()).scopes == frozenset(
         {"admin", *ADMIN_SCOPES}
@@ -281,8 +282,8 @@ def test_key_is_rotated_once_and_only_while_live(store: Store, wall: Wall, tenan
     create_key(store, wall, tenant_id)
     create_key(store, wall, tenant_id)
     create_key(store, wall, tenant_id, lives_ms=HOUR_MS)
-    rotate_key(store, wall, "1", HOUR_MS)
-    revoke_key(store, wall, "2")
+    rotate_key(store, wall, "1", HOUR_MS, by=TESTER)
+    revoke_key(store, wall, "2", by=TESTER)
     wall.ms += HOUR_MS
 
     for which, hint in (
@@ -290,7 +291,7 @@ def test_key_is_rotated_once_and_only_while_live(store: Store, wall: Wall, tenan
         *((one, "create a new one") for one in "23"),
     ):
         with pytest.raises(BadName, match=hint):
-            rotate_key(store, wall, which, 0)
+            rotate_key(store, wall, which, 0, by=TESTER)
     assert len(list_keys(store)) == 4
 
 
@@ -300,5 +301,5 @@ def test_refuses_invalid_grace(store: Store, wall: Wall, tenant_id: int, grace_m
     create_key(store, wall, tenant_id)
 
     with pytest.raises(BadName, match="90 days"):
-        rotate_key(store, wall, "1", grace_ms)
+        rotate_key(store, wall, "1", grace_ms, by=TESTER)
     assert len(list_keys(store)) == 1

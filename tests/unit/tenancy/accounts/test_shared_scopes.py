@@ -23,6 +23,7 @@ from tenancy.accounts.tenants import create_tenant, set_status
 from tenancy.errors import BadName
 from tenancy.storage.interface import Store
 from tenancy.types import CachePolicy, Identity, SharedScope
+from tests.actors import TESTER
 from tests.fakes import FakeClock
 from tests.unit.tenancy.conftest import Wall
 
@@ -45,7 +46,7 @@ class Town:
         self.registry = KeyAuthenticator(store, wall, self.clock)
 
     def set(self, terms: ScopeTerms = OURS) -> None:
-        set_scope(self.store, self.wall, terms)
+        set_scope(self.store, self.wall, terms, by=TESTER)
 
     def who(self, member: str) -> Identity:
         """Return the member's scope as a running server sees it a second later."""
@@ -75,7 +76,7 @@ def test_running_server_sees_membership_within_a_second(town: Town) -> None:
     first = town.shared()
     town.set(ScopeTerms(name="ours", owner="ada", members=("eve/home",)))
     second = town.shared()
-    remove_scope(town.store, "ours")
+    remove_scope(town.store, "ours", by=TESTER)
 
     assert first == {"ada/lab": "ours", "bob/lab": "ours", "bob/home": "ours"}
     assert second == {"eve/home": "ours"}
@@ -121,7 +122,7 @@ def test_new_owner_makes_a_new_scope(town: Town) -> None:
     before = find_scope(town.store, "ours")
     town.set(ScopeTerms(name="ours", owner="bob", members=OURS.members))
     after = find_scope(town.store, "ours")
-    remove_scope(town.store, "ours")
+    remove_scope(town.store, "ours", by=TESTER)
     town.set()
     again = find_scope(town.store, "ours")
 
@@ -176,7 +177,7 @@ def test_refuses_invalid_scopes_unchanged(town: Town, terms: ScopeTerms, code: s
 
 def test_refuses_to_remove_an_unknown_scope(town: Town) -> None:
     with pytest.raises(BadName) as caught:
-        remove_scope(town.store, "ours")
+        remove_scope(town.store, "ours", by=TESTER)
     assert caught.value.code == "scope_unknown"
 
 
@@ -210,7 +211,7 @@ def test_reconciles_declared_scopes(town: Town) -> None:
     silent = told(town, None)
     adopted = told(town, [ScopeTerms(name="hand", owner="eve", members=("eve",))])
     with pytest.raises(BadName) as caught:
-        remove_scope(town.store, "hand")
+        remove_scope(town.store, "hand", by=TESTER)
 
     assert (first, same) == ([("ours", "created")], [])
     assert (changed, silent) == ([("ours", "changed")], [])

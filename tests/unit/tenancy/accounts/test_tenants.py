@@ -39,6 +39,7 @@ from tenancy.accounts.tenants import (
 from tenancy.errors import BadName, KeyRefused, StoreError
 from tenancy.storage.interface import Store
 from tenancy.types import CachePolicy, Limits, TenantSettings
+from tests.actors import TESTER
 from tests.examples import examples
 from tests.unit.tenancy.conftest import Wall, new_store
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
@@ -98,7 +99,7 @@ def test_sees_changes_of_another_process_within_a_second(
     answers.append(server.answer())
     set_status(other, "ada", "active")
     answers.append(server.answer())
-    revoke_key(other, wall, "1")
+    revoke_key(other, wall, "1", by=TESTER)
     answers.append(server.answer())
 
     assert answers == ["ada", "bob", "tenant_suspended", "ada", "key_revoked"]
@@ -255,9 +256,9 @@ def _change(store: Store, wall: Wall, what: str, number: int, keys: list[str]) -
         case "key":
             keys.append(create_key(store, wall, number))
         case "revoke":
-            revoke_key(store, wall, str(number))
+            revoke_key(store, wall, str(number), by=TESTER)
         case "rotate":
-            keys.append(rotate_key(store, wall, str(number), 0)[0])
+            keys.append(rotate_key(store, wall, str(number), 0, by=TESTER)[0])
         case "suspend" | "resume":
             set_status(store, name, "suspended" if what == "suspend" else "active")
         case "set":
@@ -361,7 +362,7 @@ def test_first_start_creates_default_tenant_and_key(store: Store, wall: Wall) ->
 def test_first_start_creates_one_admin_key(store: Store, wall: Wall) -> None:
     """Once: after its revocation no other appears."""
     key = bootstrap_admin(store, wall)
-    revoke_key(store, wall, "1")
+    revoke_key(store, wall, "1", by=TESTER)
 
     assert key is not None
     assert bootstrap_admin(store, wall) is None
@@ -383,7 +384,7 @@ def test_identity_has_limits_and_scopes(
 ) -> None:
     """Changed beside a running server, they apply from the next check."""
     change_tenant(other, "ada", {"requests_per_minute": 9, "tier": "gold"})
-    change_key(other, "1", scopes=["usage"], limits=Limits(requests_at_once=1))
+    change_key(other, "1", scopes=["usage"], limits=Limits(requests_at_once=1), by=TESTER)
     server.answer()
     who = server.registry.authenticate(server.key)
 

@@ -36,7 +36,7 @@ def filled(ledger: Ledger, store: Store, wall: Wall) -> Store:
     add_card(store, wall, CARD)
     for number, at_ms in enumerate((AT_MS, AT_MS + 59_999, AT_MS + 2 * HOUR_MS)):
         wall.ms = at_ms
-        ledger.settle(used(f"r{number}", at_ms)).result(20)
+        ledger.settle(used(f"r{number}", at_ms)).result(60)
     return store
 
 

@@ -59,7 +59,7 @@ def filled(ledger: Ledger, store: Store, wall: Wall) -> Store:
     create_tenant(store, wall, "bob")
     wall.ms = AT_MS
     for number in (0, 1):
-        ledger.settle(used(id_at(AT_MS + number), AT_MS + number)).result(20)
+        ledger.settle(used(id_at(AT_MS + number), AT_MS + number)).result(60)
     write_records(
         store,
         [record(AT_MS + 1, ""), record(AT_MS + 2), record(AT_MS + 3, "overloaded", tenant_id=2)],

@@ -13,9 +13,10 @@ from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.ledger import Ledger
 from tenancy.storage.interface import Store
 from tenancy.types import HOUR_MS
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall, used
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 def fill(store: Store, wall: Wall) -> None:
@@ -31,7 +32,7 @@ def fill(store: Store, wall: Wall) -> None:
     ledger.close()
     notes = [("r0", 1, "alice"), ("r1", 1, "bert"), ("r3", 2, "alice")]
     write_users(store, [UserNote(*note) for note in notes])
-    adjust(store, wall, Adjustment("x", "r0", 9, "a favour"))
+    adjust(store, wall, Adjustment("x", "r0", 9, "a favour"), by=TESTER)
 
 
 def test_entries_are_summed_by_user(store: Store, wall: Wall) -> None:

@@ -14,6 +14,7 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, UsageEntry
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
 
 CHARGE = 7 * 3_000_000
@@ -25,7 +26,7 @@ def books(store: Store, wall: Wall) -> Store:
     add_card(store, wall, RateCard("std", input=3_000_000))
     ledger = Ledger(store, wall)
     entry = UsageEntry("a", 1, 1, "m", "done", wall(), wall(), 7, 0, 0, 7, 0, 0)
-    ledger.settle(entry).result(20)
+    ledger.settle(entry).result(60)
     ledger.close()
     return store
 
@@ -36,13 +37,13 @@ def credit(pico: int = 5, adjustment_id: str = "x", reason: str = "an outage") -
 
 def code_of(store: Store, wall: Wall, adjustment: Adjustment) -> str:
     with pytest.raises(BadPrice) as caught:
-        adjust(store, wall, adjustment)
+        adjust(store, wall, adjustment, by=TESTER)
     return caught.value.code
 
 
 def test_credit_is_booked_once(books: Store, wall: Wall) -> None:
     """However often it is sent; usage shows it beside the charge."""
-    answers = [adjust(books, wall, credit()), adjust(books, wall, credit())]
+    answers = [adjust(books, wall, credit(), by=TESTER), adjust(books, wall, credit(), by=TESTER)]
 
     assert answers == [True, False]
     (total,) = usage(books)
@@ -52,7 +53,7 @@ def test_credit_is_booked_once(books: Store, wall: Wall) -> None:
 
 
 def test_id_cannot_be_reused_for_another_adjustment(books: Store, wall: Wall) -> None:
-    adjust(books, wall, credit())
+    adjust(books, wall, credit(), by=TESTER)
 
     assert code_of(books, wall, credit(6)) == "adjustment_id_used"
     assert code_of(books, wall, credit(reason="another")) == "adjustment_id_used"
@@ -60,10 +61,10 @@ def test_id_cannot_be_reused_for_another_adjustment(books: Store, wall: Wall) ->
 
 def test_credits_never_exceed_the_charge(books: Store, wall: Wall) -> None:
     """To the pico-dollar, all credits and debits together."""
-    adjust(books, wall, credit(CHARGE - 1))
+    adjust(books, wall, credit(CHARGE - 1), by=TESTER)
     too_much = code_of(books, wall, credit(2, "y"))
-    adjust(books, wall, Adjustment("z", "a", 4, "counted twice"))
-    adjust(books, wall, credit(5, "y"))
+    adjust(books, wall, Adjustment("z", "a", 4, "counted twice"), by=TESTER)
+    adjust(books, wall, credit(5, "y"), by=TESTER)
 
     assert too_much == "credit_exceeds_charge"
     assert usage(books)[0].adjusted_pico == -CHARGE
@@ -72,9 +73,9 @@ def test_credits_never_exceed_the_charge(books: Store, wall: Wall) -> None:
 def test_late_adjustments_are_booked_on_the_next_open_day(books: Store, wall: Wall) -> None:
     """A closed day stays as reported, also when the clock goes back."""
     wall.ms += 2 * DAY_MS
-    close_days(books, wall)
+    close_days(books, wall, by=TESTER)
     wall.ms -= 2 * DAY_MS
-    adjust(books, wall, credit())
+    adjust(books, wall, credit(), by=TESTER)
 
     assert books.query("select booked_ms from adjustments") == [(2 * DAY_MS,)]
 
@@ -106,7 +107,7 @@ def test_refuses_invalid_adjustments(
 )
 def test_database_refuses_edits_of_adjustments(books: Store, wall: Wall, statement: str) -> None:
     """By a trigger."""
-    adjust(books, wall, credit())
+    adjust(books, wall, credit(), by=TESTER)
 
     with pytest.raises(ConstraintBroken), books.change() as db:
         db.execute(statement)

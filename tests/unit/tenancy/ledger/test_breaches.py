@@ -22,6 +22,7 @@ from tenancy.pricing.charges import PICO_PER_MICRO, BreachCredit, RateCard, item
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
+from tests.actors import TESTER
 from tests.examples import examples
 from tests.unit.tenancy.conftest import Wall, new_store
 from tests.unit.tenancy.storage.postgres_server import Server
@@ -88,8 +89,8 @@ def credits(store: Store) -> dict[str, int]:
 def test_breach_is_credited_with_its_entry(store: Store, wall: Wall) -> None:
     """The write price of the lost tokens, in the entry's hour, with a reason."""
     with opened(store, wall) as (_, ledger):
-        ledger.settle(entry()).result(20)
-        ledger.settle(entry("b", lost=0)).result(20)
+        ledger.settle(entry()).result(60)
+        ledger.settle(entry("b", lost=0)).result(60)
 
         (total,) = usage(store)
         assert credits(store) == {"breach:a": -40 * WRITE["1h"]}
@@ -103,15 +104,15 @@ def test_breach_is_credited_with_its_entry(store: Store, wall: Wall) -> None:
 def test_breach_is_credited_once(store: Store, wall: Wall) -> None:
     """Settled again, after a restart, after a price change, and on a closed day."""
     with opened(store, wall) as (_, ledger):
-        ledger.hold(Hold("a", 1, 1, "m", 1_000_000, 200, 200)).result(20)
+        ledger.hold(Hold("a", 1, 1, "m", 1_000_000, 200, 200)).result(60)
         for again in [ledger.settle(entry()), ledger.settle(entry())]:
-            again.result(20)
+            again.result(60)
         first = credits(store)
     with opened(store, wall) as (_, ledger):
         wall.ms += 86_400_000
         add_card(store, wall, structs.replace(CARD, breach_credit="read_price"))
-        close_days(store, wall)
-        ledger.settle(entry()).result(20)
+        close_days(store, wall, by=TESTER)
+        ledger.settle(entry()).result(60)
 
         assert credits(store) == first
         assert check_books(store) == []
@@ -120,7 +121,7 @@ def test_breach_is_credited_once(store: Store, wall: Wall) -> None:
 def test_no_credit_without_a_policy(store: Store, wall: Wall) -> None:
     """The default of cards."""
     with opened(store, wall, RateCard("std", input=3, cache_read=1)) as (_, ledger):
-        ledger.settle(entry()).result(20)
+        ledger.settle(entry()).result(60)
 
         assert credits(store) == {}
         assert [card.breach_credit for card in load_cards(store)] == ["none"]
@@ -129,7 +130,7 @@ def test_no_credit_without_a_policy(store: Store, wall: Wall) -> None:
 def test_failures_get_no_credit(store: Store, wall: Wall) -> None:
     """They were not charged."""
     with opened(store, wall) as (_, ledger):
-        ledger.settle(entry(ending="failed")).result(20)
+        ledger.settle(entry(ending="failed")).result(60)
 
         assert credits(store) == {}
         assert check_books(store) == []
@@ -138,12 +139,12 @@ def test_failures_get_no_credit(store: Store, wall: Wall) -> None:
 def test_breach_ids_are_reserved(store: Store, wall: Wall) -> None:
     """A manual adjustment under such an id would block the credit."""
     with opened(store, wall) as (_, ledger):
-        ledger.settle(entry("b", lost=0)).result(20)
+        ledger.settle(entry("b", lost=0)).result(60)
 
         with pytest.raises(BadPrice) as caught:
-            adjust(store, wall, Adjustment(f"{BREACH}a", "b", -1, "by hand"))
+            adjust(store, wall, Adjustment(f"{BREACH}a", "b", -1, "by hand"), by=TESTER)
         assert caught.value.code == "bad_adjustment"
-        ledger.settle(entry()).result(20)
+        ledger.settle(entry()).result(60)
         assert list(credits(store)) == ["breach:a"]
 
 
@@ -158,7 +159,7 @@ def test_breach_ids_are_reserved(store: Store, wall: Wall) -> None:
 def test_audit_finds_missing_or_wrong_credits(store: Store, wall: Wall, damage: str) -> None:
     """It recomputes them from entries and cards."""
     with opened(store, wall) as (_, ledger):
-        ledger.settle(entry()).result(20)
+        ledger.settle(entry()).result(60)
         where = "" if store.is_local else " on adjustments"
         with store.change() as db:
             db.execute(f"drop trigger adjustments_stay{where}")
@@ -238,10 +239,10 @@ def check_credits(store: Store, lost: list[int], again: list[int]) -> None:
     entries = [entry(str(number), tokens) for number, tokens in enumerate(lost)]
     with opened(store, wall) as (_, ledger):
         for future in [ledger.settle(one) for one in entries]:
-            future.result(20)
+            future.result(60)
     with opened(store, wall) as (_, ledger):
         for future in [ledger.settle(entries[n % len(entries)]) for n in again]:
-            future.result(20)
+            future.result(60)
 
     (total,) = usage(store)
     assert total.adjusted_pico == -sum(lost) * WRITE["1h"]

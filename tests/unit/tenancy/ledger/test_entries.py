@@ -22,7 +22,7 @@ from tests.unit.tenancy.conftest import Wall, used
 def test_each_entry_is_chained_to_the_one_before(store: Store, ledger: Ledger, wall: Wall) -> None:
     """A changed, removed or inserted row breaks every later chain."""
     for name in "abc":
-        ledger.settle(used(name, wall())).result(20)
+        ledger.settle(used(name, wall())).result(60)
     rows = store.query(f"select {', '.join(ENTRY_FIELDS)}, chain from ledger order by entry_id")
     before = b""
     for *row, chain in rows:
@@ -38,7 +38,7 @@ def test_each_entry_is_chained_to_the_one_before(store: Store, ledger: Ledger, w
 def test_the_chain_does_not_cover_levels(store: Store, ledger: Ledger, wall: Wall) -> None:
     """Entries from before the levels keep their chain, and are read with nothing from below."""
     entry = used("a", wall())
-    ledger.settle(entry).result(20)
+    ledger.settle(entry).result(60)
     (row,) = store.query(f"select {', '.join(ROW_FIELDS)} from ledger")
     older = replace(entry, **dict.fromkeys(LEVEL_FIELDS, 0))
 
@@ -51,7 +51,7 @@ def test_settling_again_keeps_chain_and_sums(store: Store, ledger: Ledger, wall:
     """In one batch or in two."""
     sent = [ledger.settle(used(name, wall())) for name in "aabab"]
     for future in sent:
-        future.result(20)
+        future.result(60)
 
     assert store.query("select request_id from ledger order by entry_id") == [("a",), ("b",)]
     assert store.query(f"select requests, prompt_tokens from {HOURLY_USAGE}") == [(2, 20)]
@@ -61,7 +61,7 @@ def test_chain_is_sealed_once_an_hour(store: Store, ledger: Ledger, wall: Wall) 
     """In booking order, even if the clock is set back."""
     for number, hours in enumerate((1, 0, 0, 500, 0, -500)):
         wall.ms += hours * HOUR_MS
-        ledger.settle(used(str(number), wall())).result(20)
+        ledger.settle(used(str(number), wall())).result(60)
     seals = store.query("select entry_id, chain from seals order by number")
 
     assert [row[0] for row in seals] == [1, 4, 6]

@@ -23,7 +23,7 @@ from tests.crash.ledger_child import entry
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 class Life:

@@ -39,7 +39,7 @@ from tests.unit.tenancy.book_machine import BookMachine, run_on_server
 from tests.unit.tenancy.conftest import Wall, new_store
 from tests.unit.tenancy.storage.postgres_server import Server
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 KEPT_MS = 100
 ROOM = 1_000
 ANSWER = StoredResponse("head", b"body")

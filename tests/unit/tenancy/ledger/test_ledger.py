@@ -32,7 +32,7 @@ from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 from tests.unit.tenancy.storage.postgres_server import Server
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 BROKEN = StoreError("not_written", "the disk")
 OPEN_HOLD = (
     "insert into holds (request_id, tenant_id, key_id, model, started_ms, booked_ms)"

@@ -184,7 +184,7 @@ def test_logs_a_bug_without_quoting_values(tmp_path: Path) -> None:
     with ledger_process() as process:
         open_ledger(process, database)
         process.wire.sendall(b"\x0e\0\0\0\x91secret-secret")
-        process.process.wait(20)
+        process.process.wait(60)
         out, err = process.process.communicate()
 
     assert process.process.returncode == 1

@@ -24,7 +24,7 @@ from tests.crash.ledger_child import entry
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 CARD = RateCard("std", input=2, output=10, cache_read=1, cache_write={"5m": 3})
 PROGRESS = Progress({"1h": 4}, {"5m": 6}, 10, 3, 5, 0, 2, 1, 1)
 CHARGE = 4 * 1 + 6 * 3 + 10 * 2 + 3 * 10

@@ -21,6 +21,7 @@ from tenancy.pricing.charges import PRICE_MAX, RateCard, compute_savings, itemiz
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, UsageEntry
+from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall, used
 
 CARD = RateCard("std", input=3_000, output=9_000, cache_read=300, cache_write={"1h": 6_000})
@@ -34,7 +35,7 @@ def test_entry_is_priced_and_keeps_its_fields(store: Store, ledger: Ledger, wall
     """With the money filled in."""
     card = add_card(store, wall, CARD)
     sent = used("a", wall())
-    ledger.settle(sent).result(20)
+    ledger.settle(sent).result(60)
 
     assert entries(store) == [
         structs.replace(
@@ -49,11 +50,11 @@ def test_entry_is_priced_and_keeps_its_fields(store: Store, ledger: Ledger, wall
 def test_price_at_admission_applies(store: Store, ledger: Ledger, wall: Wall) -> None:
     """After a restart, and when the response ends long after a price change."""
     add_card(store, wall, CARD)
-    ledger.hold(Hold("a", 1, 1, "m", wall(), 10, 4)).result(20)
+    ledger.hold(Hold("a", 1, 1, "m", wall(), 10, 4)).result(60)
     began_ms, wall.ms = wall.ms, wall.ms + 1000
     add_card(store, wall, structs.replace(CARD, input=1))
-    ledger.settle(used("a", began_ms)).result(20)
-    ledger.settle(used("b", wall())).result(20)
+    ledger.settle(used("a", began_ms)).result(60)
+    ledger.settle(used("b", wall())).result(60)
 
     assert [entry.rate_card_id for entry in entries(store)] == ["std@1", "std@2"]
 
@@ -67,7 +68,7 @@ def test_refuses_class_sums_that_do_not_add_up(
     """L6: every token is in one class, and priced once."""
     refused = ledger.settle(structs.replace(used("a", wall()), **change))
     with pytest.raises(LedgerUnavailable) as caught:
-        refused.result(20)
+        refused.result(60)
 
     assert caught.value.code == "impossible_entry"
     assert entries(store) == []
@@ -76,7 +77,7 @@ def test_refuses_class_sums_that_do_not_add_up(
 def test_refuses_a_hold_beyond_the_largest_charge(store: Store, ledger: Ledger, wall: Wall) -> None:
     add_card(store, wall, structs.replace(CARD, output=PRICE_MAX))
     with pytest.raises(BadPrice):
-        ledger.hold(Hold("a", 1, 1, "m", wall(), 1, 10**9)).result(20)
+        ledger.hold(Hold("a", 1, 1, "m", wall(), 1, 10**9)).result(60)
 
     assert ledger.open_holds() == 0
 
@@ -101,13 +102,13 @@ def test_storage_is_summed_by_hour_class_and_card(store: Store, ledger: Ledger, 
     """In whole token-seconds; a new price begins a new sum."""
     add_card(store, wall, CARD)
     for seconds in (5, 7):
-        ledger.write(StorageReading(1, "1h", seconds, wall(), "m")).result(20)
+        ledger.write(StorageReading(1, "1h", seconds, wall(), "m")).result(60)
     wall.ms += 1
     add_card(store, wall, structs.replace(CARD, input=9))
-    ledger.write(StorageReading(1, "1h", 11, wall(), "m")).result(20)
+    ledger.write(StorageReading(1, "1h", 11, wall(), "m")).result(60)
     wrong = ledger.write(StorageReading(99, "1h", 1, wall(), "m"))
 
-    assert isinstance(wrong.exception(20), LedgerUnavailable)
+    assert isinstance(wrong.exception(60), LedgerUnavailable)
     assert store.query("select class, rate_card_id, token_seconds from storage_hours") == [
         ("1h", "std@1", 12),
         ("1h", "std@2", 11),
@@ -121,7 +122,7 @@ def test_engine_totals_never_fall(store: Store, ledger: Ledger) -> None:
         EngineTotals("e1", 20, 9, 4, 2, 9, 4, 2, is_ended=True),
         EngineTotals("e1", 15, 7, 4, 2, 7, 4, 2),
     ):
-        ledger.write(totals).result(20)
+        ledger.write(totals).result(60)
     (row,) = store.query("select prompt_tokens, cached_tokens, is_ended from engine_epochs")
 
     assert row == (9, 4, 1)
@@ -129,11 +130,11 @@ def test_engine_totals_never_fall(store: Store, ledger: Ledger) -> None:
 
 def test_sees_cards_of_another_process(store: Store, ledger: Ledger, wall: Wall) -> None:
     """From the next request."""
-    ledger.settle(used("a", wall())).result(20)
+    ledger.settle(used("a", wall())).result(60)
     beside = store.open_another()
     add_card(beside, wall, structs.replace(CARD, tier="gold"))
     beside.close()
-    ledger.settle(used("b", wall())).result(20)
+    ledger.settle(used("b", wall())).result(60)
 
     assert len(load_cards(store)) == 1
     assert [entry.rate_card_id for entry in entries(store)] == ["free", "std@1"]
@@ -172,7 +173,7 @@ def test_caches_are_dropped_when_the_database_changes(store: Store, wall: Wall) 
         wall.ms += DAY_MS
         add_card(other, wall, CARD)
         set_budget(other, Budget(1, "day", hard_micros=1))
-        close_days(other, wall)
+        close_days(other, wall, by=TESTER)
     writer.write([ProgressNote({"a": Progress()})])  # which reads no caches
     refused = writer.write([used("b", wall()), Hold("c", 1, 1, "m", wall(), 10**6, 10**6)])
     refused += writer.write([structs.replace(used("d", wall() - DAY_MS), ended_ms=wall())])

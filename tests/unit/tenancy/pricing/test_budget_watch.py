@@ -12,6 +12,7 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import StoreError
 from tenancy.pricing.budget_watch import REFRESH_S, BudgetWatch
 from tenancy.pricing.budgets import Budget, set_budget
+from tests.actors import TESTER
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 
@@ -65,7 +66,7 @@ def test_budget_applies_to_rotated_keys(tmp_path: Path) -> None:
         set_budget(store, Budget(1, "month", soft_micros=5, key_id=1))
         watch.refresh()
         before = [watch.has_budget(1, key_id) for key_id in (1, 2, 3)]
-        rotate_key(store, wall, "1", 1_000)
+        rotate_key(store, wall, "1", 1_000, by=TESTER)
         watch.refresh()
 
         assert before == [True, False, False]

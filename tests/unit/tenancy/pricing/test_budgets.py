@@ -25,12 +25,13 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, UsageEntry
+from tests.actors import TESTER
 from tests.examples import examples
 from tests.unit.tenancy.book_machine import BookMachine, run_on_server
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.postgres_server import Server
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 CARD = RateCard("std", input=1_000_000, output=2_000_000, cache_read=0)
 """One micro-dollar for a prompt token, two for an output token."""
 
@@ -117,8 +118,8 @@ def test_rotated_keys_share_a_budget(store: Store, ledger: Ledger, wall: Wall) -
     """A new key must not be new money."""
     set_budget(store, Budget(1, "day", hard_micros=25, key_id=1))
     assert is_held(ledger, hold("a", wall(), 10, 1))
-    new_id = rotate_key(store, wall, "1", DAY_MS)[1].key_id
-    newer_id = rotate_key(store, wall, str(new_id), DAY_MS)[1].key_id
+    new_id = rotate_key(store, wall, "1", DAY_MS, by=TESTER)[1].key_id
+    newer_id = rotate_key(store, wall, str(new_id), DAY_MS, by=TESTER)[1].key_id
     held = [
         is_held(ledger, hold("b", wall(), 10, newer_id)),
         is_held(ledger, hold("c", wall(), 10, new_id)),

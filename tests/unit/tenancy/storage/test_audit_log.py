@@ -59,7 +59,7 @@ def change_everything(store: Store, wall: Wall) -> list[str]:
     set_budget(store, Budget(1, "day", hard_micros=10**9), BY)
     write_receipt(store, ErasureReceipt("r", 1, 7, 1, "workspace lab", 2, "digest", 3), BY)
     ledger = Ledger(store, wall)
-    ledger.settle(structs.replace(used("r1", wall()), model="m")).result(20)
+    ledger.settle(structs.replace(used("r1", wall()), model="m")).result(60)
     ledger.close()
     adjust(store, wall, Adjustment("x", "r1", -9, "an outage"), BY)
     wall.ms += 2 * DAY_MS
@@ -166,7 +166,7 @@ def test_deleted_tenant_leaves_no_values(store: Store, wall: Wall) -> None:
     tenants.create_tenant(store, wall, "ada")
     keys.create_key(store, wall, 1, label="Ada's laptop", by=BY)
     ledger = Ledger(store, wall)
-    ledger.settle(used("r1", wall())).result(20)
+    ledger.settle(used("r1", wall())).result(60)
     ledger.close()
     delete_tenant(store, wall, "ada", BY)
     found = list_changes(store, EVERYTHING)

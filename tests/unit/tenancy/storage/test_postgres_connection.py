@@ -18,7 +18,7 @@ from tenancy.storage.postgres_connection import (
 )
 from tests.unit.tenancy.storage.postgres_server import Server
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture

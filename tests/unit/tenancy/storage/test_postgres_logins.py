@@ -20,6 +20,7 @@ from tenancy.errors import StoreError
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Row
 from tenancy.storage.postgres_connection import PostgresConnection
+from tests.ports import free_ports
 from tests.unit.tenancy.storage.postgres_server import BINARIES, PATIENCE_S, Server
 
 PASSWORD = "p:ä \\ss"
@@ -65,11 +66,15 @@ class LoginServer(Struct, frozen=True):
 
 
 @pytest.fixture(scope="module")
-def login_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoginServer]:
+def port() -> Iterator[int]:
+    with free_ports(1) as (found,):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def login_server(tmp_path_factory: pytest.TempPathFactory, port: int) -> Iterator[LoginServer]:
     if BINARIES is None or shutil.which("openssl") is None:
         pytest.skip("PostgreSQL's binaries and openssl are not both here")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
     folder = tmp_path_factory.mktemp("authorities")
     for name in ("ours", "theirs"):
         certify(folder, name, ["-addext", "basicConstraints=critical,CA:TRUE"])
@@ -96,7 +101,7 @@ def certify(folder: Path, name: str, more: list[str]) -> None:
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]
     out = ["-keyout", f"{folder}/{name}.key", "-out", f"{folder}/{name}.crt"]
     command = ["openssl", "req", "-x509", *key, "-subj", f"/CN={name}", "-days", "1", *out, *more]
-    subprocess.run(command, check=True, capture_output=True, timeout=20)
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
     (folder / f"{name}.key").chmod(0o600)
 
 

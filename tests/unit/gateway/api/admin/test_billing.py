@@ -7,19 +7,12 @@ import asyncio
 import pytest
 
 from tests.unit.gateway.admin_client import AdminClient
-from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CARDS, BUDGETS = "/admin/v1/rate-cards", "/admin/v1/budgets"
 
-pytestmark = pytest.mark.usefixtures("noon")
 
 ADA = "/admin/v1/tenants/ada/budgets"
 CARD = {"name": "list", "input": 1_000_000, "output": 2_000_000, "cache_read": 100_000}
-
-
-@pytest.fixture
-async def admin(gateway: GatewayFixture) -> AdminClient:
-    return AdminClient(gateway)
 
 
 async def test_rate_card_charges_later_entries(admin: AdminClient) -> None:

@@ -24,16 +24,10 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, UsageEntry, wall_ms
 from tests.unit.gateway.admin_client import AdminClient
-from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 NOW_MS = 20_000 * DAY_MS + 5 * HOUR_MS + 1
 LONG = "one " * 40
 LEVELS = ("device", "host", "disk", "remote")
-
-
-@pytest.fixture
-async def admin(gateway: GatewayFixture) -> AdminClient:
-    return AdminClient(gateway)
 
 
 async def history(admin: AdminClient, query: str = "range=1h") -> dict[str, Any]:

@@ -27,7 +27,7 @@ async def admin(gateway: GatewayFixture) -> AdminClient:
     gateway.gateway.context.registry.refresh_now()
     for who in ("ada", "ada", "bob"):
         await gateway.ask(body=gateway.chat(SECRET, stream=who == "bob"), who=who)
-    await gateway.quiet()
+        await gateway.quiet()  # a request ends after its answer's last byte
     return AdminClient(gateway)
 
 

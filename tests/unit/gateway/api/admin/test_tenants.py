@@ -37,11 +37,6 @@ ROUTES = [
 ]
 
 
-@pytest.fixture
-async def admin(gateway: GatewayFixture) -> AdminClient:
-    return AdminClient(gateway)
-
-
 async def chat_status(gateway: GatewayFixture, key: str) -> int:
     """Return the status of a chat with this key."""
     headers = {"Authorization": f"Bearer {key}"}

@@ -6,9 +6,6 @@ import pytest
 
 from tenancy.accounts.erasure_receipts import list_receipts
 from tests.unit.gateway.admin_client import AdminClient
-from tests.unit.gateway.gateway_fixture import GatewayFixture
-
-pytestmark = pytest.mark.usefixtures("noon")
 
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
 ROUTES = [
@@ -17,11 +14,6 @@ ROUTES = [
     ("POST", "/admin/v1/erase"),
     ("GET", "/admin/v1/erasures"),
 ]
-
-
-@pytest.fixture
-async def admin(gateway: GatewayFixture) -> AdminClient:
-    return AdminClient(gateway)
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)

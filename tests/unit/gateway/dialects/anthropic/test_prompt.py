@@ -189,33 +189,6 @@ def test_tool_choice_reaches_the_prompt(choice: dict[str, Any], expected: ToolCh
     assert prompt(tools=[WEATHER], tool_choice=choice).tool_choice == expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "says"),
-    [
-        ({"tool_choice": {"type": "any"}}, "tool_choice", "declares none in tools"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "requires a name"),
-        ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name", "'x'"),
-        ({"tool_choice": {"type": "auto", "name": "x"}}, "tool_choice.name", "'tool'"),
-        ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "unique"),
-        ({"tools": [{}] * 513}, "tools", "length <= 512; received length 513"),
-        ({"tools": [{**WEATHER, "name": "{{ x }}"}]}, "tools[0].name", "regex"),
-        ({"tools": [{**WEATHER, "name": "x\n"}]}, "tools[0].name", "regex"),
-        ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "missing"),
-        ({"tools": [{**WEATHER, "input_schema": {}}]}, "tools[0].input_schema.type", "'object'"),
-        ({"tools": [{"type": "web_search_20250305"}]}, "tools[0].type", "web_search_20250305"),
-        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading", "True"),
-        ({"tools": [{**WEATHER, "input_examples": [{}]}]}, "tools[0].input_examples", "<= 0"),
-        ({"tools": [{**WEATHER, "x": 1}]}, "tools[0]", "unknown field `x`"),
-    ],
-)
-def test_refuses_invalid_tool_with_path(fields: dict[str, Any], param: str, says: str) -> None:
-    """The message has the expected value."""
-    refusal = refused(**fields)
-
-    assert refusal.param == param
-    assert says in refusal.message
-
-
 def test_calls_and_results_are_separate_segments() -> None:
     """A result names its call by id; text after results begins a new message."""
     found = prompt(
@@ -342,6 +315,20 @@ def test_refuses_unsupported_block_by_name(kind: str) -> None:
         ),
         ({"messages": [{"role": "root", "content": "x"}]}, "messages[0].role", "root"),
         ({"messages": [{"role": "user"}]}, "messages[0]", "content"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "declares none in tools"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "requires a name"),
+        ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name", "'x'"),
+        ({"tool_choice": {"type": "auto", "name": "x"}}, "tool_choice.name", "'tool'"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name", "unique"),
+        ({"tools": [{}] * 513}, "tools", "length <= 512; received length 513"),
+        ({"tools": [{**WEATHER, "name": "{{ x }}"}]}, "tools[0].name", "regex"),
+        ({"tools": [{**WEATHER, "name": "x\n"}]}, "tools[0].name", "regex"),
+        ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "missing"),
+        ({"tools": [{**WEATHER, "input_schema": {}}]}, "tools[0].input_schema.type", "'object'"),
+        ({"tools": [{"type": "web_search_20250305"}]}, "tools[0].type", "web_search_20250305"),
+        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading", "True"),
+        ({"tools": [{**WEATHER, "input_examples": [{}]}]}, "tools[0].input_examples", "<= 0"),
+        ({"tools": [{**WEATHER, "x": 1}]}, "tools[0]", "unknown field `x`"),
     ],
 )
 def test_refuses_invalid_prompt_with_path(fields: dict[str, Any], param: str, says: str) -> None:

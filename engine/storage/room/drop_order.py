@@ -1,7 +1,7 @@
 """The order in which records give their places to others (rule 7).
 
 It chooses; the store deletes, and its remote copies say which records are demoted instead. Only
-`engine.storage.store` calls it.
+`disk_room` calls it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Final
 
 from engine.api import Payer
 from engine.moves import RecordId
-from engine.storage.index.idle_slabs import IdleSlabs
 from engine.storage.index.index import RecordIndex
-from engine.storage.index.quotas import DiskBooks, DiskQuotas
+from engine.storage.room.idle_slabs import IdleSlabs
+from engine.storage.room.quotas import DiskBooks, DiskQuotas
 from engine.storage.slabs.slabs import SlabFiles
 
 DROP_BATCH: Final = 16
@@ -37,17 +37,15 @@ class DropOrder:
         *,
         pinned: Set[RecordId],
         now_ms: Callable[[], int],
-        flush_uses: Callable[[], None],
         drop: Callable[[Sequence[RecordId]], int],
         demote: Callable[[RecordId], bool],
     ) -> None:
-        """`flush_uses` brings the uses noted in memory to the index. `drop` deletes records with
-        all under them, and returns how many. `demote` gives up a record's place if it has an
-        object, and returns whether it did."""
+        """`drop` deletes records with all under them, and returns how many. `demote` gives up a
+        record's place if it has an object, and returns whether it did."""
         self._index, self._slabs, self._books, self._quotas = index, slabs, books, quotas
         self._sizes = sizes
         self._idle = IdleSlabs(index, slabs, books, quotas, sizes)
-        self._pinned, self._now_ms, self._flush_uses = pinned, now_ms, flush_uses
+        self._pinned, self._now_ms = pinned, now_ms
         self._drop, self._demote = drop, demote
         self.dropped_total = 0
 
@@ -88,9 +86,9 @@ class DropOrder:
         return next(filter(None, (self._leaves(payer, size, count) for size in self._sizes)), [])
 
     def _leaves(self, payer: Payer, size: int, count: int) -> list[RecordId]:
-        self._flush_uses()
+        self._index.uses.flush()
         most = count + len(self._pinned)
-        found = self._index.leaves(self._index.payer_id(payer), size, self._now_ms(), most)
+        found = self._index.leaves(self._index.names.payer_id(payer), size, self._now_ms(), most)
         return [one for one in found if one not in self._pinned][:count]
 
     def _drop_idle_slab(self, taker: Payer, size: int) -> bool:
@@ -98,7 +96,7 @@ class DropOrder:
         now_ms = self._now_ms()
         if not self._idle.is_due(size, now_ms):
             return False
-        self._flush_uses()
+        self._index.uses.flush()
         found = self._idle.find(size, taker, now_ms, self._pinned.__contains__)
         if found is None:
             return False

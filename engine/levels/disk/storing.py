@@ -12,11 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from engine.api import AtRest, Namespace
 from engine.levels.copies import CopyBook
 from engine.levels.promises import FOREVER_S
 from engine.levels.stored_prefixes import Copy
-from engine.moves import ROOT, RunToStore, Storage, Stored, StoreRuns
+from engine.moves import ROOT, RunToStore, Stored, StoreRuns
 
 RUNS_MAX: Final = 64
 """Runs of one store."""
@@ -32,19 +31,15 @@ class Storing:
     def __init__(
         self,
         book: CopyBook,
-        storage: Storage,
         next_id: Callable[[], int],
-        rest_of: Callable[[Namespace], AtRest],
         tokens_min: int,
-        on_stored: Callable[[Sequence[Copy], Sequence[float]], None],
+        on_stored: Callable[[Sequence[Copy], Sequence[float], float], None],
     ) -> None:
-        """`rest_of`: how far copies of a namespace may go. `on_stored` is called with copies that
-        have records now, and until when the disk keeps each.
+        """`tokens_min`: the shortest prefix that is stored without a promise. `on_stored` is called
+        with copies that have records now, until when the disk keeps each, and the time.
         """
         self._book = book
-        self._storage = storage
         self._next_id = next_id
-        self._rest_of = rest_of
         self._tokens_min = tokens_min
         self._on_stored = on_stored
         self._waiting: deque[Copy] = deque(maxlen=WAITING_MAX)
@@ -90,7 +85,7 @@ class Storing:
             if len(self._stores) >= STORES_MAX:
                 break
             end = self._waiting.popleft()
-            if end.parent is None or self._rest_of(end.namespace) == "never":
+            if end.parent is None or self._book.formats.at_rest(end.namespace) == "never":
                 continue
             path = end.path()
             first = next((i for i, copy in enumerate(path) if not copy.record_id), len(path))
@@ -100,7 +95,7 @@ class Storing:
                 commands.append(command)
         return commands
 
-    def finished(self, outcome: Stored) -> None:
+    def finished(self, outcome: Stored, now_s: float) -> None:
         """Take the outcome of a store."""
         found = self._stores.pop(outcome.call_id, None)
         if found is None:
@@ -114,7 +109,7 @@ class Storing:
                 self.stored += 1
                 stored.append(copy)
             self._book.release(slot)
-        self._on_stored(stored, until_s[: len(stored)])
+        self._on_stored(stored, until_s[: len(stored)], now_s)
         if len(outcome.record_ids) < len(copies):
             self.failed += 1
             self.refusal = outcome.code
@@ -168,6 +163,7 @@ class Storing:
             promise_s = min(promise_s, FOREVER_S if limit_s is None else limit_s)
             until_s.append(now_s + promise_s)
             terms = copy.promise_terms() if promise_s else None
+            copy.told_windows = () if terms is None else terms.window_groups
             runs.append(RunToStore(copy.run, copy.slot, copy.check, limit_s, promise_s, terms))
         for copy in path[first:]:
             leases |= set(copy.ending_leases)
@@ -182,5 +178,5 @@ class Storing:
             pool.formats[form].slot_bytes,
             tuple(sorted(leases)),
             pool.formats[form].fidelity,
-            self._rest_of(copies[0].namespace) == "remote",
+            self._book.formats.at_rest(copies[0].namespace) == "remote",
         )

@@ -7,8 +7,8 @@ from collections import Counter
 from engine.errors import InvariantViolation
 from engine.moves import ROOT, RecordId
 from engine.storage.index.index import RecordIndex
-from engine.storage.index.quotas import DiskBooks
 from engine.storage.index.remote_rows import REMOTE
+from engine.storage.room.quotas import DiskBooks
 from engine.storage.slabs.slabs import Place, SlabFiles
 
 
@@ -25,11 +25,11 @@ def check_store(
     places: set[Place] = set()
     ids: set[RecordId] = set()
     for row in index.rows():
-        recount.add_records(index.scope_of(row).namespace, 1)
+        recount.add_records(index.names.scope_of(row.scope_id).namespace, 1)
         ids.add(row.record_id)
         children[row.parent] += 1
         if row.slab != REMOTE:
-            recount.add_bytes(index.payer_name(row.payer_id), row.place_bytes, row.fidelity)
+            recount.add_bytes(index.names.payer_name(row.payer_id), row.place_bytes, row.fidelity)
             places.add(row.place)
     if books.sums() != recount.sums():
         raise InvariantViolation(f"books {books.sums()}, recounted: {recount.sums()}")

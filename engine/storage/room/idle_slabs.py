@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from engine.api import Payer
 from engine.moves import RecordId
 from engine.storage.index.index import RecordIndex
-from engine.storage.index.quotas import DiskBooks, DiskQuotas
+from engine.storage.room.quotas import DiskBooks, DiskQuotas
 from engine.storage.slabs.slabs import SlabFiles
 
 FOREIGN_MS = 7 * 86_400_000
@@ -93,6 +93,6 @@ class IdleSlabs:
         for row in self._index.under(tops).values():
             if row.promise_ms > now_ms or is_pinned(row.record_id):
                 return False
-            lost[self._index.payer_name(row.payer_id)] += row.place_bytes
+            lost[self._index.names.payer_name(row.payer_id)] += row.place_bytes
         used, floor = self._books.used, self._quotas.floor
         return all(one == taker or used[one] - lost[one] >= floor(one) for one in lost)

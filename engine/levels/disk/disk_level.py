@@ -1,0 +1,137 @@
+"""The disk as a level: whether it is there, what it is told of payers, and what it promises.
+
+It sends the storage process what the levels decide, and takes the outcomes of stores, looks,
+renewals and recalls. The outcomes of fetches are for `loads`, those of erasures for `levels`, the
+only caller of this module. It reads no clock: callers pass `now_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from engine.api import Namespace, Payer, Quota
+from engine.config import LevelsConfig
+from engine.levels.copies import CopyBook
+from engine.levels.disk.looks import Looks
+from engine.levels.disk.storing import Storing
+from engine.levels.promises import KeptPromises
+from engine.levels.restarts.recall import PromiseRecall
+from engine.levels.stored_prefixes import Copy
+from engine.moves import (
+    KeepHere,
+    Looked,
+    Recalled,
+    Renewed,
+    SetStoredQuotas,
+    Storage,
+    StorageStats,
+    Stored,
+)
+
+AWAY_S: Final = 60.0
+"""Seconds without a disk after which the promises that it keeps count as lost."""
+
+
+class DiskLevel:
+    """One engine's disk. `stats`: the storage process's latest word of it."""
+
+    def __init__(
+        self,
+        book: CopyBook,
+        storage: Storage,
+        config: LevelsConfig,
+        promises: KeptPromises,
+        next_id: Callable[[], int],
+        per_device_block: float,
+    ) -> None:
+        """`per_device_block`: the blocks that the disk has room for, for each of the device's. What
+        the disk still promises is recalled at once.
+        """
+        self.storage = storage
+        self.looks = Looks(book, storage, promises, next_id, config.disk_tokens_min)
+        self.storing = Storing(book, next_id, config.disk_tokens_min, promises.confirm)
+        self.recall = PromiseRecall(book, promises, storage, next_id)
+        self.stats = StorageStats("off", "it has not been heard of yet")
+        self._book, self._config, self._promises = book, config, promises
+        self._per_device_block = per_device_block
+        self._quotas: dict[Payer, Quota] = {}
+        self._was_heard = self._was_open = False
+        self._away_s = 0.0
+        promises.store_again = lambda copy, now_s: self.storing.copied([copy], now_s)
+        self.recall.begin()
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether the disk is off and was heard of."""
+        return self._was_heard and self.stats.state == "off"
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether outcomes of looks, stores or recalls are awaited, or stores wait."""
+        return bool(self.looks) or self.storing.has_work or self.recall.is_under_way
+
+    def take(
+        self, outcome: Stored | Looked | Renewed | Recalled | StorageStats, now_s: float
+    ) -> None:
+        """Take an outcome of the storage."""
+        if isinstance(outcome, Stored):
+            self.storing.finished(outcome, now_s)
+        elif isinstance(outcome, Looked):
+            self.looks.take(outcome, now_s)
+        elif isinstance(outcome, Renewed):
+            self._promises.renewed(outcome, now_s)
+        elif isinstance(outcome, Recalled):
+            self.recall.take(outcome, now_s)
+        else:
+            self._hear(outcome, now_s)
+
+    def notice_absence(self, passed_s: float) -> None:
+        """Give up what only the disk has once it has been away for too long."""
+        if self.stats.state != "off" or not self._was_open:
+            self._away_s = 0.0
+            return
+        self._away_s += passed_s
+        if self._away_s > AWAY_S:
+            self._was_open = False
+            self._promises.level_gone()
+
+    def store(self, now_s: float) -> None:
+        """Send the stores that may begin now."""
+        for command in self.storing.next_stores(now_s):
+            self.storage.send(command)
+
+    def store_all(self, copies: Iterable[Copy], now_s: float) -> None:
+        """Have all promised copies stored that are not, if the disk is open. O(copies)."""
+        if self.stats.state == "open":
+            self.storing.copied_all(copies, now_s)
+
+    def keep_here(self, namespace: Namespace) -> None:
+        """Have nothing more of a namespace put into the remote store, if there is one."""
+        if self._config.remote.url:
+            self.storage.send(KeepHere((namespace,)))
+
+    def note_quota(self, payer: Payer, quota: Quota) -> None:
+        """Tell the storage a payer's part of the disk if that has changed. O(1)."""
+        if self._quotas.get(payer) != quota:
+            self.set_quota(payer, quota)
+
+    def set_quota(self, payer: Payer, quota: Quota) -> None:
+        """Tell the storage a payer's part of the disk, in blocks."""
+        self._quotas[payer] = quota
+        part, ceiling = self._per_device_block, quota.ceiling_blocks
+        most = None if ceiling is None else int(ceiling * part)
+        scaled = Quota(int(quota.floor_blocks * part), most, quota.weight, None, payer)
+        self.storage.send(SetStoredQuotas((scaled,)))
+
+    def _hear(self, stats: StorageStats, now_s: float) -> None:
+        """Take the disk's state; where it has come back, store and recall what was missed."""
+        was, self.stats, self._was_heard = self.stats.state, stats, True
+        self._was_open = self._was_open or stats.state != "off"
+        if was == "off" and stats.state != "off":
+            self.recall.begin()
+        if was != "open":
+            self.store_all(self._book.prefixes, now_s)
+        per_day = self._config.disk_write_gib_per_day or self._config.disk_gib
+        has_budget = stats.written_bytes_today < per_day * 2**30
+        self.storing.has_budget = stats.state == "open" and has_budget

@@ -1,0 +1,100 @@
+"""Looks: the disk is asked which records it has of a request's prompt, and they become copies.
+
+A look reads the index of the disk alone. What it finds is known here from then on, so that a load
+may bring it; what an erasure has met meanwhile is not taken. Only `disk_level` calls this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.api import FIDELITIES, CacheGrant, Namespace
+from engine.levels.copies import CopyBook
+from engine.levels.promises import KeptPromises
+from engine.levels.stored_prefixes import Copy
+from engine.moves import Look, Looked, Storage, StoredRun
+
+
+class Looks:
+    """The looks that the disk has not answered, and the sequences whose look it has."""
+
+    def __init__(
+        self,
+        book: CopyBook,
+        storage: Storage,
+        promises: KeptPromises,
+        next_id: Callable[[], int],
+        tokens_min: int,
+    ) -> None:
+        """`tokens_min`: the least tokens beyond what is known for which the disk is asked."""
+        self._book = book
+        self._storage = storage
+        self._promises = promises
+        self._next_id = next_id
+        self._tokens_min = tokens_min
+        self._asked: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
+        self._answered: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def is_worth_it(
+        self, namespace: Namespace, tokens: Sequence[int], here: int, now_s: float
+    ) -> bool:
+        """Return whether the disk may have enough of a prompt beyond what the device (`here`) and
+        the known copies have. O(its runs).
+        """
+        size = self._book.prefixes.run_tokens
+        known = len(self._book.prefixes.match(namespace, tokens, now_s)) * size
+        return _whole(tokens, size) - max(here, known) >= self._tokens_min
+
+    def ask(self, sequence_id: int, grant: CacheGrant, tokens: Sequence[int]) -> None:
+        """Ask the disk for the longest prefix of a request's `tokens` that it has."""
+        call_id = self._next_id()
+        epoch = self._book.epochs[grant.namespace]
+        self._asked[call_id] = (sequence_id, grant, tokens, epoch)
+        whole = _whole(tokens, self._book.prefixes.run_tokens)
+        self._storage.send(Look(call_id, grant.namespace, tuple(tokens[:whole])))
+
+    def take_answered(self) -> list[int]:
+        """Return the sequences whose look has been answered since the last call."""
+        answered, self._answered = self._answered, []
+        return answered
+
+    def take(self, outcome: Looked, now_s: float) -> None:
+        """Make copies of the records that a look has found. About 10 us a record."""
+        found = self._asked.pop(outcome.call_id, None)
+        if found is None:
+            return
+        sequence_id, grant, tokens, epoch = found
+        self._answered.append(sequence_id)
+        book, namespace = self._book, grant.namespace
+        if epoch != book.epochs[namespace]:
+            return
+        parent, promised, until_s = book.prefixes.root(namespace), list[Copy](), list[float]()
+        runs = zip(*[iter(tokens)] * book.prefixes.run_tokens, strict=False)
+        for own, run in zip(runs, outcome.runs, strict=False):
+            form = self._format_of(namespace, run)
+            if form is None:
+                break  # a miss: its store replaces it
+            parent = book.know(parent, own, run, form, grant.payer, now_s)
+            if run.promise_s > 0:
+                until_s.append(now_s + run.promise_s)
+                promised.append(parent)
+        self._promises.confirm(promised, until_s, now_s)
+
+    def _format_of(self, namespace: Namespace, run: StoredRun) -> int | None:
+        """Return the format of a record; None if this engine has it not, or if the namespace allows
+        no such copy.
+        """
+        formats = self._book.formats
+        form = formats.of_record(run.fidelity, run.slot_bytes)
+        if form is None or formats.is_own(form):
+            return form
+        allowed = FIDELITIES.index(formats.allowed(namespace))
+        return form if FIDELITIES.index(run.fidelity) <= allowed else None
+
+
+def _whole(tokens: Sequence[int], run_tokens: int) -> int:
+    """Return the tokens of a prompt's whole runs, without its last token at least."""
+    return (len(tokens) - 1) // run_tokens * run_tokens

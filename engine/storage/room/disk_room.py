@@ -1,0 +1,164 @@
+"""The room of one disk: places for records, slabs laid out and removed, a disk that is full.
+
+It knows no command and no batch; `engine.storage.store` and `engine.storage.batch_writer` call it,
+in their transactions.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Sequence, Set
+
+from engine.api import Payer, Quota
+from engine.moves import RecordId
+from engine.storage.index.index import RecordIndex
+from engine.storage.plans import StoreSettings
+from engine.storage.room.drop_order import DropOrder
+from engine.storage.room.quotas import DiskBooks, DiskQuotas
+from engine.storage.slabs.slabs import Place, SlabFiles
+
+HIGH_PART, RESUME_PART = 0.95, 0.90
+"""Parts of the disk above which records are dropped ahead of need, and below which a disk that was
+full takes records again."""
+DROP_AHEAD_TURNS = 128
+"""How often one `drop_ahead` makes room, by a few records each time: a look waits."""
+NO_SLAB_MS = 60_000
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskRoom:
+    """The room of one open store. `full_reason`: why the disk takes nothing new; "" if it does.
+
+    Methods may raise apsw.Error and OSError.
+    """
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        index: RecordIndex,
+        slabs: SlabFiles,
+        books: DiskBooks,
+        sizes: Sequence[int],
+        *,
+        pinned: Set[RecordId],
+        now_ms: Callable[[], int],
+        drop: Callable[[Sequence[RecordId]], int],
+        demote: Callable[[RecordId], bool],
+    ) -> None:
+        """`sizes`: of the places that this engine's records take, the largest first. Others: as in
+        `DropOrder`."""
+        self._settings, self._index, self._slabs, self._books = settings, index, slabs, books
+        self._sizes, self._now_ms, self._drop = sizes, now_ms, drop
+        self._quotas = DiskQuotas(settings.disk_bytes, sizes[0])
+        self._order = DropOrder(
+            *(index, slabs, books, self._quotas, sizes),
+            pinned=pinned,
+            now_ms=now_ms,
+            drop=drop,
+            demote=demote,
+        )
+        self.full_reason = ""
+        self._no_slab_until_ms = 0
+        self._shrunk_total = 0
+
+    @property
+    def dropped_total(self) -> int:
+        """Records that went for room."""
+        return self._order.dropped_total + self._shrunk_total
+
+    def set_quotas(self, quotas: Iterable[Quota]) -> None:
+        """Replace the quotas of the payers that are named."""
+        self._quotas.set(quotas)
+
+    def next_dropped(self, count: int) -> list[RecordId]:
+        """Return records that go next for room, of the payer that gives next."""
+        return self._order.next_dropped(count)
+
+    # -- places ---------------------------------------------------------------------------------
+
+    def take(self, payer: Payer, size: int) -> Place | str:
+        """Take a place of a size, after dropping records by their order if none is free; or say why
+        not."""
+        if self.full_reason:
+            return "full"
+        ceiling = self._quotas.ceiling(payer)
+        while ceiling is not None and self._books.used.get(payer, 0) + size > ceiling:
+            others = set(self._slabs.place_sizes().values()).difference(self._sizes)
+            if not self._order.drop_leaves(payer, 1, [*sorted(others), *self._sizes]):
+                return "over_quota"
+        while (place := self._slabs.take(size)) is None:
+            if self._slabs.is_wiping:
+                return "full"  # for a moment: nothing is dropped for it
+            if not self._grow(size) and not self._order.make_room(payer, size):
+                return "full"
+        return place
+
+    def _grow(self, size: int) -> bool:
+        """Lay out one more slab of places of a size if the disk may hold it."""
+        left = self._settings.disk_bytes - self._slabs.total_bytes - self._index.file.file_bytes
+        if self._now_ms() < self._no_slab_until_ms or left < size:
+            return False
+        found = os.statvfs(self._settings.folder)
+        wanted = min(left, self._slabs.new_slab_bytes(size))
+        free = found.f_bavail * found.f_frsize - self._settings.spare_bytes
+        if free < wanted:
+            self._set_full("the file system has less than 2 GiB to spare")
+            return False
+        try:
+            self._slabs.make_slab(size, left)
+        except OSError as error:
+            self.note_write_error(error)
+            return False
+        return True
+
+    def note_write_error(self, error: OSError) -> None:
+        """Take nothing new for a while if the disk is full; raise another error."""
+        if error.errno not in NO_ROOM:
+            raise error
+        self._set_full(f"the disk is full: {error.strerror}")
+
+    def _set_full(self, reason: str) -> None:
+        self.full_reason = reason
+        self._no_slab_until_ms = self._now_ms() + NO_SLAB_MS
+
+    # -- ahead of need --------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there are more slabs than the disk may have: it got smaller by configuration."""
+        return self._slabs.total_bytes > self._settings.disk_bytes
+
+    @property
+    def is_high(self) -> bool:
+        """Whether `drop_ahead` has something to do."""
+        high = self._books.used_bytes > HIGH_PART * self._settings.disk_bytes
+        return high or bool(self.full_reason)
+
+    def shrink(self) -> None:
+        """Remove the last slab without promises; no batch may be under way.
+
+        Its records go, with everything under them; one slab a call. A slab with places that are
+        read or wiped just now goes in a later one.
+        """
+        now_ms = self._now_ms()
+        for number in sorted(self._slabs.sizes, reverse=True):
+            under = self._index.under(self._index.of_slab(number, now_ms)[0])
+            if not any(row.promise_ms > now_ms for row in under.values()):
+                self._shrunk_total += self._drop(list(under))
+                self._slabs.remove_if_empty(number)
+                return
+
+    def drop_ahead(self) -> None:
+        """Drop what goes first while the disk is nearly full; take new records again below."""
+        room, part = self._settings.disk_bytes, HIGH_PART
+        if self.full_reason:
+            room = sum(self._slabs.places(size) * size for size in self._sizes)
+            part = RESUME_PART
+        turns = 0
+        while self._books.used_bytes > part * room:
+            turns += 1
+            if turns > DROP_AHEAD_TURNS or not self._order.make_room(b""):
+                return
+        if self.full_reason and (room or self._now_ms() >= self._no_slab_until_ms):
+            self.full_reason = ""

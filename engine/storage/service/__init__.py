@@ -1,0 +1,1 @@
+"""The storage process's service of one engine over one folder."""

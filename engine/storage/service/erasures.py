@@ -1,0 +1,136 @@
+"""Erasures on their way: what is wiped, who waits for it, and what is owed to a disk that is away.
+
+An erasure is answered when its rows are gone durably, no byte of it is read, written or left in a
+place, and its objects in a remote store are deleted, or could not be in time (rule 6). The main
+thread uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from msgspec.structs import replace
+
+from engine.api import Namespace
+from engine.moves import EraseStored, StoredErased
+from engine.storage.io_threads import IoThreads
+from engine.storage.service.disk_errors import DiskError
+from engine.storage.slabs.slabs import Place
+from engine.storage.store import DiskStore
+
+
+class StoredErasures:
+    """The erasures of one service, over one store after another."""
+
+    def __init__(self, io: IoThreads, send: Callable[[StoredErased], None]) -> None:
+        self._io, self._send = io, send
+        self._store: DiskStore | None = None
+        self._is_wiping = False
+        self._unwiped: list[tuple[EraseStored, StoredErased, set[Place]]] = []
+        self._owed: dict[tuple[object, ...], EraseStored] = {}
+
+    def opened(self, store: DiskStore) -> None:
+        """Make up for what is owed to a store that has just opened, and wipe what is free there.
+        Raises what `DiskStore.erase` does."""
+        for command in self._owed.values():
+            store.erase(command)
+        self._owed.clear()
+        self._store = store
+        self.wipe()
+
+    def lost(self) -> None:
+        """Answer what waits: the rows are gone, and the bytes are wiped when the disk is back."""
+        self._store = None
+        waiting, self._unwiped = self._unwiped, []
+        for _, receipt, _ in waiting:
+            self._send(receipt if receipt.is_shredded else replace(receipt, code="closed"))
+
+    def owe(self, command: EraseStored, code: str) -> None:
+        """Answer that an erasure has failed, and carry it out as soon as the disk is back."""
+        self._owed[command.namespace, command.lease_id, command.tokens] = command
+        self._send(StoredErased(command.call_id, code=code))
+
+    def begin(self, store: DiskStore, command: EraseStored) -> None:
+        """Erase, and answer later."""
+        try:
+            receipt, places = store.erase(command)
+        except DiskError:
+            self.owe(command, "write_failed")
+            raise
+        self._unwiped.append((command, receipt, places))
+
+    def turn(self) -> None:
+        """Wipe what erasures wait for, and answer those that wait for nothing more."""
+        if self._unwiped:
+            self.wipe()
+            if not self._is_wiping:
+                self.answer()
+
+    def answer(self) -> None:
+        """Answer erasures of which no byte is left. O(places that they wait for)."""
+        store, waiting = self._store, self._unwiped
+        if store is None:
+            return
+        self._unwiped = []
+        for command, receipt, places in waiting:
+            if left := store.unwiped(places):
+                self._unwiped.append((command, receipt, left))
+            else:
+                self._settle(store, command, receipt)
+
+    def wipe(self) -> None:
+        """Wipe what was given back, one work after another until there is no more."""
+        store = self._store
+        if store is None or self._is_wiping or not (places := store.take_dirty()):
+            return
+        failures: list[OSError] = []
+
+        def wipe() -> None:
+            try:
+                store.wipe(places)
+            except OSError as error:
+                failures.append(error)
+
+        self._is_wiping = True
+        self._io.read(wipe, partial(self._end_wipe, store, places, failures))
+
+    def _end_wipe(self, store: DiskStore, places: list[Place], failures: list[OSError]) -> None:
+        self._is_wiping = False
+        store.put_wiped(places, is_wiped=not failures)
+        if store is not self._store:
+            return
+        if failures:
+            raise failures[0]
+        self.wipe()
+        if not self._is_wiping:
+            self.answer()
+
+    def _settle(self, store: DiskStore, command: EraseStored, receipt: StoredErased) -> None:
+        """Answer an erasure, after objects of it were deleted, or could not be in time."""
+        remote, namespace = store.remote, command.namespace
+        then: Callable[[], None] = partial(self._settled, store, namespace, receipt)
+        if remote is None or receipt.is_shredded or not _has_objects(store, namespace):
+            self._send(receipt)
+            then = _ignore  # objects of a shredded namespace are of no use any more
+        if remote is not None:
+            try:
+                remote.settle(namespace, then)
+            except DiskError:  # which others will notice
+                then()
+
+    def _settled(self, store: DiskStore, namespace: Namespace, receipt: StoredErased) -> None:
+        is_left = _has_objects(store, namespace)
+        self._send(replace(receipt, code="pending") if is_left else receipt)
+
+
+def _has_objects(store: DiskStore, namespace: Namespace) -> bool:
+    """Return whether objects of a namespace are to be deleted still, or that is not known."""
+    try:
+        return store.remote is not None and store.remote.is_pending(namespace)
+    except DiskError:
+        return True
+
+
+def _ignore() -> None:
+    """Do nothing."""
