@@ -205,6 +205,7 @@ class Levels:
     def committed_load(self, load: Load, table: BlockTable, since: int) -> None:
         """Note that what a load has brought, but for its first `since` runs, is in the device's
         tree: it is clean there."""
+        self.offloading.loaded(self._now_s)
         node, nodes = table.node, list[Node]()
         for _ in range(table.committed - load.first - since):
             if not node.run or node.parent is None:

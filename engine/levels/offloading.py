@@ -21,7 +21,7 @@ from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy
 from engine.levels.window_copies import WindowCopies
-from engine.moves import Move, Moved
+from engine.moves import OFFLOADS_MAX, Move, Moved
 
 CLEAN_AHEAD: Final = 256
 """Of the next blocks to be evicted, how many are to have a copy: at least what may be under way,
@@ -35,6 +35,10 @@ FAILURES_MAX: Final = 2
 """After so many failed moves in a row no offload begins for a while."""
 UNPACKABLE_MAX: Final = 1024
 """Nodes that are remembered as such, whose blocks are copied as they are."""
+UNPROVEN_MAX: Final = OFFLOADS_MAX
+PROVEN_S: Final = 600.0
+"""More than UNPROVEN_MAX offloads are under way for so long after a load, or for promises: where
+nothing comes back, copying all that a GPU's steps fill took a tenth of the throughput and more."""
 WAITING_MAX: Final = 4096
 """Promised prefixes that may wait for their offload; the oldest is given up for the next."""
 
@@ -94,7 +98,7 @@ class Offloading:
         windows: WindowCopies,
         moves_max: int,
     ) -> None:
-        """`moves_max`: offloads of one block under way at a time."""
+        """`moves_max`: most offloads of one block under way at a time, once copies came back."""
         self._cache = cache
         self._book = book
         self._next_id = next_id
@@ -104,9 +108,10 @@ class Offloading:
         self._busy: set[Node] = set()
         self._pinned = 0
         self._promised: deque[tuple[Node, tuple[tuple[str, int], ...]]] = deque(maxlen=WAITING_MAX)
-        self._moves_max = moves_max
+        self._moves_most = moves_max
+        self._moves_max = min(UNPROVEN_MAX, moves_max)
+        self._proven_until_s = float("-inf")
         self._pinned_max = max(1, int(cache.blocks * CLEAN_PART))
-        self._clean_ahead = min(max(CLEAN_AHEAD, moves_max), self._pinned_max)
         self._failures = 0
         self._partial = 0
         self._unpackable: OrderedDict[Node, None] = OrderedDict()
@@ -139,6 +144,10 @@ class Offloading:
         """
         self._promised.append((node, leases))
 
+    def loaded(self, now_s: float) -> None:
+        """Note that a copy has come back: copying is worth more time for a while."""
+        self._proven_until_s = now_s + PROVEN_S
+
     def next_moves(self, now_s: float, running: Iterable[BlockTable]) -> list[Move]:
         """Return the moves to submit now. `running`: the tables of the sequences that would be
         preempted first, for whose blocks no more than these moves are wanted.
@@ -149,6 +158,8 @@ class Offloading:
         self._is_paused = now_s < self._resume_at_s
         if self._is_paused:
             return moves
+        is_wanted = bool(self._promised) or now_s < self._proven_until_s
+        self._moves_max = self._moves_most if is_wanted else min(UNPROVEN_MAX, self._moves_most)
         if not self._promised:
             self._partial = 0
         while self._promised and self._has_room(moves):
@@ -157,7 +168,8 @@ class Offloading:
             if begun is None:  # it waits for moves under way, or for a slot
                 self._promised.append((node, leases))
                 break
-        few = self._clean_ahead - self._cache.moves.free_blocks
+        ahead = min(max(CLEAN_AHEAD, self._moves_max), self._pinned_max)
+        few = ahead - self._cache.moves.free_blocks
         if few > 0 and self._has_room(moves):
             for victim in list(islice(self._cache.moves.next_victims(), few)):
                 if not self._has_room(moves):

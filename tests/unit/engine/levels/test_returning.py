@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.levels.offloading import UNPROVEN_MAX
 from engine.statistics import LevelStats
 from tests.bench.returning import Returning, conversations
 from tests.paced_engine import Speeds
@@ -40,3 +41,18 @@ def test_few_copies_a_turn_leave_most_blocks_without_one() -> None:
 
     assert computed[1] > NUMBER * TOKENS / 2
     assert host.uncopied_total > POOL
+
+
+def test_few_blocks_are_copied_at_once_until_copies_come_back() -> None:
+    """Where nothing comes back, copies take time from the prompts that fill the blocks."""
+    engine = Returning(Speeds(), has_levels=True, blocks=4 * POOL)
+    prompts, longest = conversations(4 * NUMBER, TOKENS), []
+
+    for _ in range(2):
+        for start in range(0, len(prompts), AT_ONCE):
+            engine.ask(prompts[start : start + AT_ONCE])
+        engine.settle()
+        longest.append(engine.transfer.longest["offload"])
+
+    assert longest[0] == UNPROVEN_MAX
+    assert longest[1] > UNPROVEN_MAX
