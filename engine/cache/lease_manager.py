@@ -55,9 +55,8 @@ class LeaseManager:
         else:
             prompt_tokens = min(prompt_tokens, suspended.prompt_tokens)
             room = self._take_over_room(table, suspended)
-        behind = self._promised_behind(table, len(path), tokens, leases)
-        kept = self._kept_below(table, len(path) + len(behind), tokens, leases, now_s)
-        windows = self._window_cover(table, path, behind, kept, tokens, leases, now_s)
+        kept = self._kept_below(table, len(path), tokens, leases, now_s)
+        windows = self._window_cover(table, path, kept, tokens, leases, now_s)
         grants: dict[int, LeaseGrant] = {}
         for position, lease in sorted(enumerate(leases), key=lambda pair: pair[1].tokens):
             covered_tokens = min(lease.tokens, prompt_tokens)
@@ -84,7 +83,7 @@ class LeaseManager:
         table.requested_leases = tuple(requested)
         table.account.add_reserved(table.reserved)
         if table.write:
-            self._apply_granted(table, path, behind, kept, windows, now_s)
+            self._apply_granted(table, path, kept, windows, now_s)
         if suspended is None or not table.write:
             return 0
         return max(0, promised_blocks(suspended, now_s) - promised_blocks(table, now_s))
@@ -93,13 +92,12 @@ class LeaseManager:
         self,
         table: BlockTable,
         path: Sequence[Node],
-        behind: Sequence[Node],
         kept: Sequence[BlockTerms],
         windows: WindowCover | None,
         now_s: float,
     ) -> None:
-        """Apply the leases of a table that begins to the blocks it found, to those promised behind
-        them and to those below; without leases what it found has no limit from then on. O(blocks).
+        """Apply the leases of a table that begins to the blocks it found, here and below; without
+        leases they have no limit from then on. O(blocks).
         """
         if not table.requested_leases:
             for node in path:
@@ -107,11 +105,9 @@ class LeaseManager:
                     node.terms.limit_at_s = math.inf
             return
         size, spans = self._manager.block_size, _spans(table, now_s)
-        if windows is not None:
-            table.window_kept = windows.kept.keys()
-        for index, node in enumerate((*path, *behind)):
+        for index, node in enumerate(path):
             self._extend(table, node, index, spans, now_s, is_new=False)
-            if table.beside and index < len(path):
+            if table.beside:
                 self._extend_windows(table, node, index, spans, now_s)
         self._extend_below(table, path, kept, spans, now_s)
         if windows is not None:
@@ -249,6 +245,7 @@ class LeaseManager:
         """Apply the leases of a table to window blocks that a level below alone has, and keeps the
         promises of. O(these).
         """
+        table.window_kept = windows.kept.keys()
         for (group, index), terms in windows.kept.items():
             for tokens, covered_blocks, requested in spans:
                 if self._is_read(table, group, index, tokens, covered_blocks):
@@ -281,7 +278,6 @@ class LeaseManager:
         self,
         table: BlockTable,
         path: Sequence[Node],
-        behind: Sequence[Node],
         kept: Sequence[BlockTerms],
         tokens: Sequence[int],
         leases: Sequence[LeaseRequest],
@@ -295,7 +291,7 @@ class LeaseManager:
             is_asked = table.write and asks_promise(leases)
             level = self._promises.below
             below = level.windows_of(table.namespace, tokens, now_s) if is_asked else ()
-        return WindowCover(self._manager.windows, table, path, behind, len(kept), below)
+        return WindowCover(self._manager.windows, table, path, len(kept), below)
 
     def promisable(
         self,
@@ -314,29 +310,6 @@ class LeaseManager:
         covered, _ = cover(path, kept, 0, -(-len(tokens) // size), room)
         promisable = min(len(tokens), covered * size)
         return promisable, room.bound if promisable < len(tokens) else ""
-
-    def _promised_behind(
-        self,
-        table: BlockTable,
-        matched: int,
-        tokens: Sequence[int],
-        leases: Sequence[LeaseRequest],
-    ) -> list[Node]:
-        """Return the runs right behind the `matched` ones whose promises the device keeps: a match
-        ends before them where window blocks are gone. O(these).
-        """
-        found: list[Node] = []
-        table.matched = matched
-        if not table.beside or not table.write or not asks_promise(leases):
-            return found
-        size, above = self._manager.block_size, table.node
-        for start in range(matched * size, len(tokens) - size + 1, size):
-            node = above.children.get(tuple(tokens[start : start + size]))
-            if node is None or not node.promised:
-                break
-            found.append(node)
-            above = node
-        return found
 
     def _kept_below(
         self,
@@ -387,7 +360,7 @@ class LeaseManager:
         table.account.add_held_up(table.held_up)
         if table.reserved and path:
             self._promises.return_to_device(table.account, path[-1])
-        for index, terms in enumerate(kept, start=table.kept_from):
+        for index, terms in enumerate(kept, start=len(path)):
             for tokens, covered_blocks, requested in spans:
                 if index * self._manager.block_size < tokens:
                     terms.extend(requested, promised=index < covered_blocks)
@@ -479,19 +452,15 @@ class LeaseManager:
                 table.write = False
         return account.lease_endpoints.revoke(lease_id)
 
-    def regain(self, table: BlockTable, node: Node, index: int, now_s: float) -> int:
-        """Make room for the promise of block `index`, which was promised behind the match when the
-        table began and is not any more; without room the table's promises end above it. Return how
-        many blocks that it has yet to compute are no longer promised by that: none where the time
-        of its leases is over. O(depth).
+    def regain(self, table: BlockTable, node: Node, index: int) -> int:
+        """Make room for the promise of block `index`, which a level below kept when the table began
+        and has lost since; without room the table's promises end above it. Return how many blocks
+        behind those that the level kept are no longer promised by that. O(depth).
         """
-        if not table.matched <= index < table.kept_to or node.promised or node.promised_below:
-            return 0
-        if index >= promised_blocks(table, now_s):
+        if not table.kept_from <= index < table.kept_to or node.promised or node.promised_below:
             return 0
         room = self._promises.room_under(table.account, node.parent)
-        is_held_up = index >= table.kept_from and table.held_up > 0
-        has_device = is_held_up or room.device - room.waiting > 0
+        has_device = table.held_up > 0 or room.device - room.waiting > 0
         if room.total > 0 and has_device:
             return 0
         dropped = table.reserved

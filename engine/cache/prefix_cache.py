@@ -362,7 +362,7 @@ class PrefixCache:
                     node.terms.limit_at_s = math.inf
                 table.node = node
                 continue
-            if dropped := self._leases.regain(table, node, index, now_s):
+            if dropped := self._leases.regain(table, node, index):
                 self._emit(PromiseLost(table.namespace, dropped))
             self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
             table.node = node

@@ -16,7 +16,7 @@ from engine.cache.blocks.block_table import BlockTable
 from engine.cache.kept_below import KeptWindows
 from engine.cache.promise_room import PromiseRoom
 from engine.cache.tree.leases import BlockTerms
-from engine.cache.tree.prefix_tree import Node, WindowBlock
+from engine.cache.tree.prefix_tree import Node
 from engine.cache.tree.window_groups import WindowGroups
 
 
@@ -32,8 +32,8 @@ def first_promised(groups: WindowGroups, group: int, tokens: int, *, has_level: 
 class WindowCover:
     """The window blocks that the promises of one table cover.
 
-    `kept`: by group and index, the terms of those behind the match that are promised already: the
-    device keeps the promise, or does not have the block and a level below keeps it.
+    `kept`: by group and index, the terms of those that the device does not have and whose promises
+    a level below keeps.
     """
 
     def __init__(
@@ -41,20 +41,17 @@ class WindowCover:
         groups: WindowGroups,
         table: BlockTable,
         path: Sequence[Node],
-        behind: Sequence[Node],
         kept_blocks: int,
         below: Sequence[KeptWindows] | None,
     ) -> None:
-        """`path`: the runs of the match; `behind` it the device keeps the promises of further runs,
-        and behind these a level below of `kept_blocks`. `below`: what it keeps of the window blocks
-        of each run; None where no level keeps promises.
+        """`path`: what is cached; behind it a level below keeps the promises of `kept_blocks` runs.
+        `below`: what it keeps of the window blocks of each run; None where no level keeps promises.
         """
         self.kept: dict[tuple[int, int], BlockTerms] = {}
         self._groups = groups
         self._table = table
-        self._nodes = [*path, *behind]
-        self._matched = len(path)
-        self._kept_to = len(self._nodes) + kept_blocks
+        self._path = path
+        self._kept_to = len(path) + kept_blocks
         self._below = below
 
     def cover(self, covered_blocks: int, tokens: int, room: PromiseRoom) -> tuple[int, bool]:
@@ -97,17 +94,14 @@ class WindowCover:
         table = self._table
         for group, index, _ in wanted:
             table.window_promises[group].add(index)
-            if index < self._matched:
-                below, is_here = self._terms_below(group, index), self._block(group, index)
-                if below is not None and is_here is None:
-                    self.kept[group, index] = below
-            elif (terms := self._promised_terms(group, index)) is not None:
+            terms = self._terms_below(group, index)
+            if terms is not None and not self._is_here(group, index):
                 self.kept[group, index] = terms
             else:
-                table.reserved += 1
+                table.reserved += index >= len(self._path)
         table.reserved += max(0, covered - max(covered_blocks, self._kept_to))
         if table.reserved:  # what is kept behind the last covered block stays there
-            table.held_up = max(table.held_up, min(covered, self._kept_to) - len(self._nodes))
+            table.held_up = max(table.held_up, min(covered, self._kept_to) - len(self._path))
 
     def _cost(self, covered_blocks: int, covered: int) -> tuple[int, int]:
         """Return how many blocks of group 0 from `covered_blocks` to `covered` take room, and of
@@ -115,7 +109,7 @@ class WindowCover:
         """
         cost = below = 0
         for index in range(covered_blocks, covered):
-            node = self._nodes[index] if index < len(self._nodes) else None
+            node = self._path[index] if index < len(self._path) else None
             if index < self._kept_to if node is None else node.promised_below:
                 below += 1
             elif node is None or not node.promised:
@@ -138,10 +132,12 @@ class WindowCover:
                     fixed = max(fixed, index)
                 if index in promises:
                     continue
-                block = self._block(group, index)
-                if index < self._matched and block is None and is_new:
-                    return [], index
-                is_new = is_new and not (block is not None and block.promised)
+                if index < len(self._path):
+                    beside = self._path[index].beside
+                    block = None if beside is None else beside[group]
+                    if block is None and is_new:
+                        return [], index
+                    is_new = is_new and block is not None and not block.promised
                 wanted.append((group, index, is_new))
         return (wanted, None) if fixed < 0 or not has_kept else ([], fixed)
 
@@ -151,22 +147,19 @@ class WindowCover:
         O(covered - fewer).
         """
         for end in range(covered - 1, max(0, fewer), -1):
-            groups = range(len(self._groups.windows))
-            if all(self._promised_terms(group, end - 1) is not None for group in groups):
+            beside = self._path[end - 1].beside if end <= len(self._path) else None
+            if all(
+                self._terms_below(group, end - 1) is not None
+                or (beside is not None and (one := beside[group]) is not None and one.promised)
+                for group in range(len(self._groups.windows))
+            ):
                 return end
         return fewer
 
-    def _block(self, group: int, index: int) -> WindowBlock | None:
-        """Return a window block of the match, or of the promised runs behind it, if it is there."""
-        beside = self._nodes[index].beside if index < len(self._nodes) else None
-        return None if beside is None else beside[group]
-
-    def _promised_terms(self, group: int, index: int) -> BlockTerms | None:
-        """Return the terms of a window block that is promised, on the device or below."""
-        block = self._block(group, index)
-        if block is not None and block.promised:
-            return block.terms
-        return self._terms_below(group, index)
+    def _is_here(self, group: int, index: int) -> bool:
+        """Return whether the device has a window block of the path."""
+        beside = self._path[index].beside if index < len(self._path) else None
+        return beside is not None and beside[group] is not None
 
     def _terms_below(self, group: int, index: int) -> BlockTerms | None:
         """Return the terms of a window block whose promise a level below keeps, or None."""

@@ -24,16 +24,15 @@ class BlockTable:
     The other fields belong to the cache. `node`: the tree node of block `committed` - 1, under
     which the next full block is committed. `requested_leases`: each lease, with the number of
     leading blocks that its promise covers; `prompt_tokens`: the most tokens that a lease covers.
-    `reserved`: promised blocks that are not computed yet. `matched`: the whole blocks of the match.
-    Behind them, up to `kept_from`, the device had entries whose promises it keeps, and up to
-    `kept_to` a level below does; `held_up`: how many of the latter, from `kept_from` on, get their
-    promise back on the device. For window groups: `first`: by group, the first entry that is no
-    hole. `aside`: by group, entries that a load has made holes, from an index on, until it has
-    ended. `advanced`: the whole blocks up to which blocks were let go.
+    `reserved`: promised blocks that are not computed yet. `kept_from`, `kept_to`: entries behind
+    the match whose promises a level below keeps; `held_up`: how many of them, from `kept_from` on,
+    get their promise back on the device. For window groups: `first`: by group, the first entry that
+    is no hole. `aside`: by group, entries that a load has made holes, from an index on, until it
+    has ended. `advanced`: the whole blocks up to which blocks were let go.
     `holes`: entries of `blocks` that are holes, behind the sinks.
     `marks`: positions still to be passed at which there is a reason to resume, ascending.
     `window_promises`: by group, the entries that the promises cover; `window_kept`: those of them,
-    with their groups, that were promised behind the match when the table began. `resumed`: window
+    with their groups, whose promises a level below kept when the table began. `resumed`: window
     blocks whose promises the end of the sequence renews, and once it has ended, those that resuming
     there reads.
     `is_suspended`: the sequence was preempted and has no blocks; the table keeps the room of its
@@ -57,7 +56,6 @@ class BlockTable:
         "kv_tokens",
         "leases",
         "marks",
-        "matched",
         "node",
         "prompt_tokens",
         "requested_leases",
@@ -103,7 +101,7 @@ class BlockTable:
         self.node: Node = account.tree.root
         self.committed = 0
         self.reserved = 0
-        self.matched = self.kept_from = self.kept_to = self.held_up = 0
+        self.kept_from = self.kept_to = self.held_up = 0
         self.started_s = started_s
         self.is_suspended = False
         self.write = write

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.api import LeaseRequest, Quota, Retention, tokens_within
-from engine.cache import BlockTable, Fact, PrefixCache
-from engine.cache.events import PromiseLost
+from engine.cache import BlockTable, PrefixCache
 from engine.cache.tree.window_groups import HOLE, WindowGroups
 
 NAME = b"north"
@@ -233,83 +232,6 @@ def test_a_request_that_ends_early_keeps_a_promise_that_can_be_resumed(is_preemp
     for number in range(8):
         run(cache, [1000 + number * 50 + i for i in range(24)], 1.0)
     assert hit(cache, prompt) == (10, 0)
-
-
-def without_windows(cache: PrefixCache) -> None:
-    """Have another payer's request push out every window block that is not promised."""
-    prompt = list(range(100, 140))
-    table = cache.begin(b"south", prompt, 0.0)
-    assert cache.grow(table, min(40, cache.available(b"south", Quota()) // 2 * 2), 0.0)
-    cache.take_copies()
-    cache.release(table, prompt, 0.0, keep=False)
-
-
-def test_a_preempted_sequence_whose_windows_are_gone_keeps_its_promise() -> None:
-    """What it had computed is still promised: that takes no room again, and is not lost."""
-    facts: list[Fact] = []
-    cache = PrefixCache(blocks=15, block_size=2, windows=(4,), facts=facts.append)
-    prompt, leases = list(range(21)), (LeaseRequest(20, HOUR, "l"),)
-    table = cache.begin(NAME, prompt, 0.0, leases=leases)
-    for end in (4, 8, 10):
-        assert cache.grow(table, end, 0.0)
-        cache.commit(table, prompt, end, 0.0)
-    assert cache.suspend(table, prompt, 0.0)
-    without_windows(cache)
-    again = cache.begin(NAME, prompt, 0.0, leases=leases, suspended=table)
-    cache.check()
-
-    assert (again.kv_tokens, again.window_gone_tokens) == (0, 10)
-    assert [(one.outcome, one.tokens) for one in again.leases] == [("granted", 20)]
-    assert not [fact for fact in facts if isinstance(fact, PromiseLost)]
-    for end in (*range(2, 21, 2), 21):
-        assert cache.grow(again, end, 0.0)
-        cache.take_copies()
-        cache.commit(again, prompt, end, 0.0)
-        cache.check()
-    cache.release(again, prompt, 0.0)
-    cache.check()
-    assert sum(cache.use(NAME).promised.values()) == 12
-
-
-def test_a_promise_whose_time_is_over_is_not_lost() -> None:
-    """It ends while its sequence computes what lies before its end: no room is needed for it."""
-    facts: list[Fact] = []
-    cache = PrefixCache(blocks=15, block_size=2, windows=(4,), facts=facts.append)
-    once = Retention("once", promise_s=60, clock="absolute", renewed_on_read=False)
-    prompt, leases = list(range(21)), (LeaseRequest(20, once, "l"),)
-    table = cache.begin(NAME, prompt, 0.0, leases=leases)
-    assert cache.grow(table, 10, 0.0)
-    cache.commit(table, prompt, 10, 0.0)
-    assert cache.suspend(table, prompt, 0.0)
-    without_windows(cache)
-    again = cache.begin(NAME, prompt, 0.0, leases=leases, suspended=table)
-    cache.expire(100.0)
-    other = cache.begin(b"south", list(range(100, 113)), 100.0, leases=(LeaseRequest(12, HOUR),))
-    assert other.reserved > 0
-    assert cache.grow(again, 4, 100.0)
-    cache.commit(again, prompt, 4, 100.0)
-
-    cache.check()
-    assert not [fact for fact in facts if isinstance(fact, PromiseLost)]
-    for one in (again, other):
-        cache.release(one, prompt, 100.0, keep=False)
-
-
-def test_a_lease_over_promised_runs_takes_room_for_its_windows_alone() -> None:
-    """It ends inside them, where the window is gone: of its twelve blocks two are not promised."""
-    cache = PrefixCache(blocks=16, block_size=2, windows=(4,))
-    prompt = list(range(21))
-    cache.release(
-        compute(cache, prompt, leases=(LeaseRequest(20, HOUR, "l"),)), prompt, 0.0, keep=False
-    )
-    without_windows(cache)
-    assert hit(cache, prompt[:12]) == (0, 12)
-    table = cache.begin(NAME, prompt[:13], 0.0, leases=(LeaseRequest(12, HOUR, "m"),))
-
-    assert [(one.outcome, one.tokens) for one in table.leases] == [("granted", 12)]
-    assert table.reserved == 2
-    cache.check()
-    cache.release(table, prompt, 0.0)
 
 
 def test_a_promise_without_room_for_its_window_is_clipped() -> None:
