@@ -57,6 +57,7 @@ settings.register_profile(
     max_examples=FULL // 4,
     deadline=None,
     derandomize=True,
+    phases=PHASES,
     suppress_health_check=SLOW_HOST,
 )
 settings.register_profile(
