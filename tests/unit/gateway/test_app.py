@@ -102,6 +102,16 @@ async def test_a_host_level_of_auto_gets_its_number_at_the_start(
     assert not any("level_off" in line for line in lines)
 
 
+def held_engine(pid: int) -> int:
+    """Stop the engine of a server from going on, and return its pid; 0 while there is none."""
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            if b"engine.server" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(int(child), signal.SIGSTOP)
+                return int(child)
+    return 0
+
+
 async def test_sigterm_while_loading_exits_cleanly(model: Path, tmp_path: Path) -> None:
     """A service manager may stop it right after its start; no file is left behind."""
     place, log = tmp_path / "place", tmp_path / "log"
@@ -109,10 +119,18 @@ async def test_sigterm_while_loading_exits_cleanly(model: Path, tmp_path: Path) 
     with log.open("wb") as errors:
         settings = model.parent / "settings.toml"
         process = await start_server(model, tmp_path / "data", settings, errors, TMPDIR=str(place))
-    async with asyncio.timeout(START_S):
-        while "ledger_started" not in await asyncio.to_thread(log.read_text):
+
+    async def until_logged(event: str) -> None:
+        while event not in await asyncio.to_thread(log.read_text):
             assert process.returncode is None
+
+    async with asyncio.timeout(START_S):
+        while not (engine := await asyncio.to_thread(held_engine, process.pid)):
+            assert process.returncode is None
+        await until_logged("ledger_started")
         process.send_signal(signal.SIGTERM)
+        await until_logged('"stopping"')
+        os.kill(engine, signal.SIGCONT)
         said, _ = await process.communicate()
 
     assert (process.returncode, said) == (0, b"")
