@@ -425,7 +425,7 @@ def fail_on_blocking_calls() -> Iterator[BlockBuster]:
 
 @pytest.fixture(autouse=True)
 def at_noon(noon: None) -> None:
-    """What a test books lies in one minute, at whatever time it runs."""
+    """All that a test books lies in one minute."""
 
 
 @pytest.fixture(scope="session")
