@@ -35,8 +35,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gpu.dependent_launch import gdc_launch_dependents, gdc_wait
 
-HEAD_DIM = 128
-"""The one supported head dimension."""
+HEAD_DIMS = (64, 128)
+"""The supported head dimensions. 256 does not fit the registers."""
 
 VECTORS = 64
 """Query vectors of a group of warps: the rows of one wgmma instruction."""
@@ -360,7 +360,7 @@ def can_run(q: torch.Tensor, kv: torch.Tensor) -> bool:
     if not q.is_cuda or not _is_hopper(q.device):
         return False
     slots, head_dim = kv.shape[-2:]
-    is_shape = head_dim == HEAD_DIM and slots >= 8 and VECTORS % slots == 0
+    is_shape = head_dim in HEAD_DIMS and slots >= 8 and VECTORS % slots == 0
     return is_shape and q.dtype == kv.dtype == torch.bfloat16 and kv.is_contiguous()
 
 

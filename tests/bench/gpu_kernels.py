@@ -1,10 +1,11 @@
 """Attention of one layer on a GPU, against the bytes that it must move.
 
-    python -m tests.bench.gpu_kernels [--json FILE]
+    python -m tests.bench.gpu_kernels [--head-dim 128] [--plain] [--json FILE]
 
-A case's floor is its unique KV bytes over the measured copy rate, a prompt's floor its products.
-The time is the median of nine runs of a CUDA graph over several layers, each with its own KV, which
-together exceed the L2. Every case is checked against float64 on a few rows before it is timed.
+`--plain` leaves Hopper's hand-scheduled tiles out. A case's floor is its unique KV bytes over the
+measured copy rate, a prompt's floor its products. The time is the median of nine runs of a CUDA
+graph over several layers, each with its own KV, which together exceed the L2. Every case is checked
+against float64 on a few rows before it is timed.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
+import kernels.gpu.tree_attention
 from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
 from kernels.gpu.work_list import CLASSES, Slices, WorkPlanner
 from kernels.reference import paged_attention
 
-HEADS, KV_HEADS, HEAD_DIM, SIZE = 32, 8, 128, 16
+HEADS, KV_HEADS, SIZE = 32, 8, 16
 
 # name: rows, levels of (nodes, keys per node) from the root; the last level is the rows' own keys.
 CASES: dict[str, tuple[int, list[tuple[int, int]]]] = {
@@ -88,7 +90,9 @@ def copy_gb_per_s() -> float:
 class CaseTensors:
     """One case's tensors: pool, block tables, groups and queries."""
 
-    def __init__(self, rows: int, levels: list[tuple[int, int]], layers: int) -> None:
+    def __init__(
+        self, rows: int, levels: list[tuple[int, int]], layers: int, head_dim: int
+    ) -> None:
         rng = np.random.default_rng(0)
         depth = sum(keys for _, keys in levels) // SIZE
         blocks = sum(nodes * keys for nodes, keys in levels) // SIZE + 1
@@ -110,11 +114,11 @@ class CaseTensors:
             np.arange(rows, dtype=np.int32) * table.shape[1],
         )
         self.groups = np.array(groups, np.int32).reshape(-1, 4)
-        self.bytes = (blocks - 1) * SIZE * 2 * KV_HEADS * HEAD_DIM * 2
+        self.bytes = (blocks - 1) * SIZE * 2 * KV_HEADS * head_dim * 2
         self.kv = torch.empty(
-            blocks, layers, 2, KV_HEADS, SIZE, HEAD_DIM, dtype=torch.bfloat16, device="cuda"
+            blocks, layers, 2, KV_HEADS, SIZE, head_dim, dtype=torch.bfloat16, device="cuda"
         ).normal_()
-        self.q = torch.randn(rows, HEADS, HEAD_DIM, device="cuda").bfloat16()
+        self.q = torch.randn(rows, HEADS, head_dim, device="cuda").bfloat16()
         self.out = torch.full_like(self.q, float("nan"))
         self.lengths = torch.full((rows,), depth * SIZE, dtype=torch.int32, device="cuda")
         self.block_ids = torch.from_numpy(table.reshape(-1)).cuda()
@@ -125,26 +129,27 @@ class CaseTensors:
             ids = self.table[row, : int(self.lengths[row]) // SIZE].tolist()
             keys = self.kv[ids, 0].double().permute(1, 2, 0, 3, 4).flatten(2, 3)
             keys = keys.repeat_interleave(HEADS // KV_HEADS, dim=1)
-            scores = torch.einsum("hd,hnd->hn", self.q[row].double(), keys[0]) / HEAD_DIM**0.5
+            query = self.q[row].double()
+            scores = torch.einsum("hd,hnd->hn", query, keys[0]) / query.shape[-1] ** 0.5
             expected = torch.einsum("hn,hnd->hd", scores.softmax(-1), keys[1])
             worst = max(worst, float((self.out[row].double() - expected).norm() / expected.norm()))
         return worst
 
 
 def measure(
-    name: str, planner: WorkPlanner, *, grouped: bool = True, pdl: bool = True
+    name: str, planner: WorkPlanner, head_dim: int, *, grouped: bool = True, pdl: bool = True
 ) -> dict[str, Any]:
     rows, levels = CASES[name]
-    size = sum(nodes * keys for nodes, keys in levels) * KV_HEADS * HEAD_DIM * 4
+    size = sum(nodes * keys for nodes, keys in levels) * KV_HEADS * head_dim * 4
     layers = max(1, min(16, math.ceil(600e6 / size)))
-    tensors = CaseTensors(rows, levels, layers)
+    tensors = CaseTensors(rows, levels, layers, head_dim)
     started = time.perf_counter()
     groups = tensors.groups if grouped else tensors.groups[:0]
     plan = planner.plan(tensors.slices, groups)
     planned_us = (time.perf_counter() - started) * 1e6
     work = WorkList(CLASSES, planner.multiprocessors, rows, 65536, tensors.q.device)
     work.load(plan)
-    parts = PartialOutputs(plan.parts_max, rows, HEADS, HEAD_DIM, tensors.q.device)
+    parts = PartialOutputs(plan.parts_max, rows, HEADS, head_dim, tensors.q.device)
     used = plan.classes
 
     def run() -> None:
@@ -179,17 +184,17 @@ def measure(
     }
 
 
-def measure_prompt(tokens: int, cached: int, planner: WorkPlanner) -> dict[str, Any]:
+def measure_prompt(tokens: int, cached: int, planner: WorkPlanner, head_dim: int) -> dict[str, Any]:
     """Measure one prompt's attention in us and TFLOP/s, after a check against float64 on three
     rows."""
     layers, total = 4, tokens + cached
     blocks = -(-total // SIZE)
     kv = torch.empty(
-        blocks + 1, layers, 2, KV_HEADS, SIZE, HEAD_DIM, dtype=torch.bfloat16, device="cuda"
+        blocks + 1, layers, 2, KV_HEADS, SIZE, head_dim, dtype=torch.bfloat16, device="cuda"
     ).normal_()
     table = np.zeros(blocks + 8, np.int32)
     table[:blocks] = np.random.default_rng(1).permutation(blocks) + 1
-    q = torch.randn(tokens, HEADS, HEAD_DIM, device="cuda").bfloat16()
+    q = torch.randn(tokens, HEADS, head_dim, device="cuda").bfloat16()
     out = torch.full_like(q, float("nan"))
     lengths = torch.arange(cached + 1, total + 1, dtype=torch.int32, device="cuda")
     block_ids = torch.from_numpy(table).cuda()
@@ -197,7 +202,7 @@ def measure_prompt(tokens: int, cached: int, planner: WorkPlanner) -> dict[str, 
     plan = planner.plan(Slices(*one), np.zeros((0, 4), np.int32))
     work = WorkList(CLASSES, planner.multiprocessors, tokens, 65536, q.device)
     work.load(plan)
-    parts = PartialOutputs(plan.parts_max, tokens, HEADS, HEAD_DIM, q.device)
+    parts = PartialOutputs(plan.parts_max, tokens, HEADS, head_dim, q.device)
 
     def run(count: int = layers) -> None:
         for layer in range(count):
@@ -213,7 +218,7 @@ def measure_prompt(tokens: int, cached: int, planner: WorkPlanner) -> dict[str, 
         expected = paged_attention(queries[row : row + 1], keys, 0, ids, cached + row)[0]
         worst = max(worst, float((outputs[row] - expected).norm() / expected.norm()))
     us = time_graph(run)[0] / layers
-    products = 4 * HEAD_DIM * HEADS * (tokens * cached + tokens * (tokens + 1) / 2)
+    products = 4 * head_dim * HEADS * (tokens * cached + tokens * (tokens + 1) / 2)
     return {
         "case": f"prompt {tokens} after {cached}",
         "us": round(us, 1),
@@ -225,8 +230,12 @@ def measure_prompt(tokens: int, cached: int, planner: WorkPlanner) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.plain:
+        kernels.gpu.tree_attention.HAS_GLUON = False
     properties = torch.cuda.get_device_properties(0)
     copy = copy_gb_per_s()
     name = properties.name
@@ -242,13 +251,13 @@ def main() -> None:
             runs += [(name, replace(base, span_keys_min=s), {}) for s in (512, 2048, 4096)]
     for name, planner, options_ in runs:
         try:
-            results.append(measure(name, planner, **options_))
+            results.append(measure(name, planner, options.head_dim, **options_))
             print_line(json.dumps(results[-1]))
         except (RuntimeError, ValueError) as failure:
             print_line(f"{name} {options_} failed: {failure}")
         torch.cuda.empty_cache()
     for tokens, cached in PROMPTS:
-        results.append(measure_prompt(tokens, cached, base))
+        results.append(measure_prompt(tokens, cached, base, options.head_dim))
         print_line(json.dumps(results[-1]))
     if options.json is not None:
         head = {"device": properties.name, "copy_gb_per_s": round(copy)}

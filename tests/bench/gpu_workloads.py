@@ -108,6 +108,7 @@ WORKLOADS = (
     Workload("W4", 128, ((128, 1024),)),
     Workload("W6", 256, ((1, 1024), (8, 2048), (32, 512), (256, 64))),
     Workload("W7", 192, ((1, 300), (3, 700), (6, 333), (12, 517), (24, 129), (48, 250), (192, 45))),
+    Workload("W8", 512, ((1, 2048), (512, 64))),
 )
 
 
@@ -154,9 +155,11 @@ class Bench:
         levels: LevelsConfig | None = None,
         *,
         kv_dtype: torch.dtype = torch.bfloat16,
+        sequences: int = 256,
         like: Bench | None = None,
     ) -> None:
-        """`levels`: those below the pool. `like`: a bench whose model is used, with its weights."""
+        """`levels`: those below the pool. `sequences`: most at once. `like`: a bench whose model is
+        used, with its weights."""
         device = torch.device("cuda")
         self.config = config
         if like is None:
@@ -171,13 +174,17 @@ class Bench:
         self.token_bytes = form.block_bytes // BLOCK
         kv = KvStorage(form, blocks, device)
         self.runner = TimedRunner(
-            self.model, kv, context=config.context, seats=288, tokens_max=8192 + 288
+            self.model,
+            kv,
+            context=config.context,
+            seats=sequences + 32,
+            tokens_max=8192 + sequences + 32,
         )
         settings = EngineConfig(
             device="cuda",
             step_tokens_max=8192,
             prefill_chunk_tokens_max=8192,
-            sequences_max=256,
+            sequences_max=sequences,
             queue_tokens_max=10_000_000,
             levels=levels or LevelsConfig(),
         )
@@ -298,15 +305,20 @@ def main() -> None:
     config = SHAPES[options.shape]
     if options.layers:
         config = msgspec.structs.replace(config, layers=(Layer(),) * options.layers)
-    bench = Bench(config, options.blocks, kv_dtype=KV_DTYPES[options.kv_dtype])
+    only = (
+        options.only.split(",") if options.only else [*(w.name for w in WORKLOADS), "W5", "sweep"]
+    )
+    chosen = [work for work in WORKLOADS if work.name in only]
+    sequences = max([256, *(work.requests for work in chosen)])
+    kv_dtype = KV_DTYPES[options.kv_dtype]
+    bench = Bench(config, options.blocks, kv_dtype=kv_dtype, sequences=sequences)
     print_line(f"{torch.cuda.get_device_name()}, copy {bench.copy_rate / 1e9:.0f} GB/s")
     results = []
-    for work in WORKLOADS:
-        if not options.only or work.name in options.only.split(","):
-            results.append(bench.workload(work))
-            print_line(json.dumps(results[-1]))
+    for work in chosen:
+        results.append(bench.workload(work))
+        print_line(json.dumps(results[-1]))
     for name, measure in (("W5", bench.single), ("sweep", bench.sweep)):
-        if not options.only or name in options.only.split(","):
+        if name in only:
             results.append(measure())
             print_line(json.dumps(results[-1]))
     if options.json is not None:

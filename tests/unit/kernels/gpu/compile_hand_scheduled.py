@@ -18,10 +18,10 @@ from tests.unit.kernels.gpu.compile_for_hopper import POINTERS, report
 
 
 def compile_hand_scheduled(
-    config: TileConfig, *, causal: bool, queue: bool = False, group: int = 4
+    config: TileConfig, *, causal: bool, queue: bool = False, group: int = 4, head_dim: int = 128
 ) -> dict[str, object]:
     """The same of a tile scheduled by hand."""
-    kv_heads, layers, slots, head_dim = 8, 32, 16, 128
+    kv_heads, layers, slots = 8, 32, 16
     groups = config.vectors // hopper_attention.VECTORS
     constants = {
         "G": group, "GP": group, "M": hopper_attention.VECTORS, "GROUPS": groups,
@@ -42,6 +42,7 @@ def compile_hand_scheduled(
     )
     options = {"num_warps": 4} | ({"maxnreg": 128} if groups == 1 else {})
     name = config.name + " hand-scheduled" + " from a queue" * queue
+    name += f" of {head_dim}" * (head_dim != 128)
     return {"class": name, "causal": causal, **report(source, options)}
 
 
@@ -49,6 +50,8 @@ def main() -> None:
     reports = [
         compile_hand_scheduled(BIG, causal=False, queue=True),
         compile_hand_scheduled(WIDE, causal=True),
+        compile_hand_scheduled(BIG, causal=False, queue=True, head_dim=64),
+        compile_hand_scheduled(WIDE, causal=True, head_dim=64),
     ]
     for one in reports:
         sys.stdout.write(json.dumps(one) + "\n")

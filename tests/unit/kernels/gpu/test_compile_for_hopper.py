@@ -36,6 +36,8 @@ CASES = {
     ("big from a queue", False),
     ("big hand-scheduled from a queue", False),
     ("wide hand-scheduled", True),
+    ("big hand-scheduled from a queue of 64", False),
+    ("wide hand-scheduled of 64", True),
     *((f"{name} of gpt-oss", name != "small") for name in ("small", "big", "wide")),
     *((f"{name} 256 of Gemma 3", name != "small") for name in ("small", "big", "wide")),
     ("big 256", True),

@@ -9,7 +9,7 @@ import kernels.gpu.tree_attention
 from kernels.gpu import hopper_attention
 from tests.unit.kernels.gpu.test_tree_attention import DEVICE, Case, attend, error, planner_for
 
-HEADS, KV_HEADS, HEAD_DIM = 8, 2, 128
+HEADS, KV_HEADS = 8, 2
 
 TREES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
     "a prefix of every row, wide": ([(1, 23)], [(3 * i % 29, 1) for i in range(64)]),
@@ -22,10 +22,10 @@ TREES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
 }
 
 
-def case_of(tree: str, *, heads: int = HEADS) -> Case:
+def case_of(tree: str, *, heads: int = HEADS, head_dim: int = 128) -> Case:
     levels, slices = TREES[tree]
     return Case(
-        1, levels, slices, heads=heads, kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+        1, levels, slices, heads=heads, kv_heads=KV_HEADS, head_dim=head_dim,
         dtype=torch.bfloat16 if DEVICE.type == "cuda" else torch.float32,
     )  # fmt: skip
 
@@ -36,12 +36,16 @@ on_hopper = pytest.mark.skipif(
 )
 
 
+each_head_dim = pytest.mark.parametrize("head_dim", hopper_attention.HEAD_DIMS)
+
+
 @on_hopper
+@each_head_dim
 @pytest.mark.parametrize("heads", [2, 6, 8, 10, 14, 16, 32], ids=lambda heads: heads // KV_HEADS)
 @pytest.mark.parametrize("tree", TREES)
-def test_hand_scheduled_tiles_equal_float64_attention(tree: str, heads: int) -> None:
+def test_hand_scheduled_tiles_equal_float64_attention(tree: str, heads: int, head_dim: int) -> None:
     """For any rows and keys of a unit, with and without a mask, for any group size."""
-    case = case_of(tree, heads=heads)
+    case = case_of(tree, heads=heads, head_dim=head_dim)
 
     got = attend(case, planner_for(case))
 
@@ -49,10 +53,11 @@ def test_hand_scheduled_tiles_equal_float64_attention(tree: str, heads: int) -> 
 
 
 @on_hopper
+@each_head_dim
 @pytest.mark.parametrize("tree", ["fewer keys than a tile", "a prompt behind a prefix"])
-def test_slots_behind_sequence_end_change_no_bit(tree: str) -> None:
+def test_slots_behind_sequence_end_change_no_bit(tree: str, head_dim: int) -> None:
     """The copy engine copies whole blocks; slots behind the last key may be another sequence's."""
-    case = case_of(tree)
+    case = case_of(tree, head_dim=head_dim)
     planner = planner_for(case)
     case.fill_unseen(0.0)
     expected = attend(case, planner)
@@ -64,12 +69,13 @@ def test_slots_behind_sequence_end_change_no_bit(tree: str) -> None:
 
 
 @on_hopper
+@each_head_dim
 @pytest.mark.parametrize("start", [0, 1, 15, 16, 63, 64, 65, 127, 128, 129, 192])
 @pytest.mark.parametrize("rows", [17, 32, 33, 65])
-def test_prompt_may_begin_and_end_anywhere_in_a_tile(start: int, rows: int) -> None:
+def test_prompt_may_begin_and_end_anywhere_in_a_tile(start: int, rows: int, head_dim: int) -> None:
     """Blocks have 16 slots, tiles 64 keys and 16 or 32 rows, so their edges differ."""
     case = Case(
-        start, [], [(start, rows), (3, 1)], heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+        start, [], [(start, rows), (3, 1)], heads=HEADS, kv_heads=KV_HEADS, head_dim=head_dim,
         dtype=torch.bfloat16,
     )  # fmt: skip
 
@@ -79,13 +85,14 @@ def test_prompt_may_begin_and_end_anywhere_in_a_tile(start: int, rows: int) -> N
 
 
 @on_hopper
+@each_head_dim
 @pytest.mark.parametrize("multiprocessors", [1, 132])
-def test_many_short_units_keep_barriers_in_step(multiprocessors: int) -> None:
+def test_many_short_units_keep_barriers_in_step(multiprocessors: int, head_dim: int) -> None:
     """With short units the producer is two units ahead and barriers flip most often; every run must
     give the same bits."""
     case = Case(
         5, [], [(0, 17 + i % 15) for i in range(60)], heads=HEADS, kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM, dtype=torch.bfloat16,
+        head_dim=head_dim, dtype=torch.bfloat16,
     )  # fmt: skip
     planner = planner_for(case, multiprocessors=multiprocessors)
 
@@ -140,7 +147,7 @@ def test_both_kernels_agree_within_rounding(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_other_devices_and_dtypes_use_plain_kernel() -> None:
-    """The kernel supports one GPU architecture, one dtype and one head dimension."""
+    """The kernel supports one GPU architecture, one dtype and two head dimensions."""
     q, kv = torch.zeros(1, 8, 128), torch.zeros(2, 1, 2, 2, 16, 128)
 
     assert not hopper_attention.can_run(q, kv)
