@@ -28,11 +28,11 @@ class Copies(NamedTuple):
 
 
 class CopyMark(Protocol):
-    """A point in a stream's work."""
+    """The end of what one launch of a stream began."""
 
-    def wait(self) -> None:
-        """Wait until the stream has come here, without using the processor. Raises RuntimeError if
-        the device has failed."""
+    def wait(self) -> float:
+        """Wait for it, without using the processor; return the seconds that the device took for
+        the launch, without what it did before. Raises RuntimeError if the device has failed."""
 
 
 class CopyStream(Protocol):
@@ -67,14 +67,16 @@ class CopyDevice(Protocol):
 
 
 class CudaMark:
-    """`CopyMark` by an event whose waiter sleeps."""
+    """`CopyMark` by two events, whose waiter sleeps."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._begin, self._end = begin, end
 
-    def wait(self) -> None:
+    def wait(self) -> float:
         """See `CopyMark`."""
-        self._event.synchronize()
+        self._end.synchronize()
+        milliseconds: float = self._begin.elapsed_time(self._end)
+        return milliseconds / 1e3
 
 
 class CudaStream:
@@ -91,16 +93,17 @@ class CudaStream:
 
     def launch(self, work: Callable[[], None]) -> CudaMark:
         """See `CopyStream`."""
+        begin, end = (torch.cuda.Event(blocking=True, enable_timing=True) for _ in range(2))
         with torch.inference_mode(), torch.cuda.stream(self._stream):
+            begin.record()
             try:
                 work()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # the first error says more
                     self._stream.synchronize()
                 raise
-            event = torch.cuda.Event(blocking=True)
-            event.record()
-        return CudaMark(event)
+            end.record()
+        return CudaMark(begin, end)
 
     def copy(self, copies: Copies, *, is_load: bool) -> None:
         """See `CopyStream`."""

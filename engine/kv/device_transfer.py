@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -92,14 +91,13 @@ class _Batch:
     and verified, `DIGESTED` at a time. `area`: the batch's part of the staging memory.
     """
 
-    __slots__ = ("area", "began_s", "digests", "format", "mark", "ready")
+    __slots__ = ("area", "digests", "format", "mark", "ready")
 
     def __init__(self, ready: list[_Ready], digests: list[Future[list[bytes]]]) -> None:
         self.ready = ready
         self.digests = digests
         self.format = ready[0].move.format
         self.area = 0
-        self.began_s = 0.0
         self.mark: CopyMark | None = None
 
     @property
@@ -157,8 +155,8 @@ class DeviceTransferEngine:
 
     A move that fails is not done, and fails alone, except that an error of the device fails all
     moves of its batch; the block of such a load holds anything. Moves that share a slot or a block
-    run in order. `Moved.seconds` is a move's share of its batch. One thread submits, polls and
-    closes.
+    run in order. `Moved.seconds` is a move's share of what the device took for its batch. One
+    thread submits, polls and closes.
     """
 
     bytes_per_s = FIRST_BYTES_PER_S
@@ -174,7 +172,6 @@ class DeviceTransferEngine:
         batch_bytes: int = BATCH_BYTES,
         piece_bytes: int = PIECE_BYTES,
         ahead_bytes: int = AHEAD_BYTES,
-        clock: Callable[[], float] = time.perf_counter,
         on_moved: Callable[[], None] = lambda: None,
         on_error: Callable[[Move, Exception], None] = lambda _move, _error: None,
         on_unpinned: Callable[[int, Exception], None] = lambda _size, _error: None,
@@ -195,7 +192,6 @@ class DeviceTransferEngine:
         self.loads_max = max(1, min(LOADS_MAX, queue_bytes_max // 2 // form.block_bytes))
         self.offloads_max = max(1, min(OFFLOADS_MAX, queue_bytes_max // 4 // form.block_bytes))
         self._batch_blocks = max(1, batch_bytes // form.block_bytes)
-        self._clock = clock
         self._on_moved = on_moved
         self._on_error = on_error
         self._torch_device = device.torch_device
@@ -258,7 +254,7 @@ class DeviceTransferEngine:
         prepared, in_flight = deque[_Batch](), deque[_Batch]()
         largest = max((packer.block_bytes for packer in self._packers.values()), default=0)
         staging = _Staging(self._torch_device, self._batch_blocks, largest)
-        launched, ended_s = 0, 0.0
+        launched = 0
         move: Move | None = None
         while True:
             is_idle = not (prepared or in_flight)
@@ -279,7 +275,7 @@ class DeviceTransferEngine:
                     in_flight.append(batch)
                     launched += 1
             elif in_flight:
-                ended_s = self._end(in_flight.popleft(), ended_s, staging)
+                self._end(in_flight.popleft(), staging)
 
     def _prepare_batch(self, kind: Kind, move: Move | None) -> tuple[_Batch | None, Move | None]:
         """Return a batch of moves of one format, from `move` on, and one that was taken and is of
@@ -291,7 +287,7 @@ class DeviceTransferEngine:
             try:
                 found.append(self._prepare(move))
             except Exception as error:
-                self._fail_one(move, error, 0.0)
+                self._fail_one(move, error)
             is_full = len(found) == self._batch_blocks
             move = None if is_full else self._queue.take(kind, is_waiting=False)
         if not found:
@@ -314,21 +310,19 @@ class DeviceTransferEngine:
                 verify(one.move, digest)
             except DamagedSlotError as error:
                 damaged.add(one.move.move_id)
-                self._fail_one(one.move, error, 0.0)
+                self._fail_one(one.move, error)
         batch.ready = [one for one in batch.ready if one.move.move_id not in damaged]
 
     def _begin(self, batch: _Batch, stream: CopyStream, staging: _Staging) -> bool:
         """Launch the copies of a batch; return whether any is under way."""
-        batch.began_s = self._clock()
         try:
             if batch.digests:
                 self._verify(batch)
             if not batch.ready:
                 return False
-            batch.began_s = self._clock()
             batch.mark = stream.launch(lambda: self._copy(batch, stream, staging))
         except Exception as error:
-            self._fail(batch, error, self._clock() - batch.began_s)
+            self._fail(batch, error)
             return False
         return True
 
@@ -373,33 +367,27 @@ class DeviceTransferEngine:
                 sizes.append(size)
         return Copies(device, self._host, device_starts, host_starts, sizes)
 
-    def _end(self, batch: _Batch, ended_s: float, staging: _Staging) -> float:
-        """Wait for a batch and give its moves their outcomes; return when it ended.
-
-        `ended_s`: when the batch before it did, behind which it waited.
-        """
+    def _end(self, batch: _Batch, staging: _Staging) -> None:
+        """Wait for a batch and give its moves their outcomes."""
         assert batch.mark is not None, "it was launched"
         try:
-            batch.mark.wait()
+            share_s = batch.mark.wait() / len(batch.ready)
         except Exception as error:
-            self._fail(batch, error, self._clock() - batch.began_s)
-            return self._clock()
-        now_s = self._clock()
-        share_s = (now_s - max(batch.began_s, ended_s)) / len(batch.ready)
+            self._fail(batch, error)
+            return
         is_packing = bool(batch.format) and batch.ready[0].move.kind == "offload"
         outcomes = staging.outcomes(batch.area) if is_packing else ()
         offloaded: list[_Ready] = []
         for index, one in enumerate(batch.ready):
             if outcomes and outcomes[index] != PACKED:
                 what = f"block {one.move.block} has values that {batch.format} cannot hold"
-                self._fail_one(one.move, UnpackableError(what), share_s)
+                self._fail_one(one.move, UnpackableError(what))
             elif one.move.kind == "offload":
                 offloaded.append(one)
             else:
                 self._done(one.move, one.move.check, share_s)
         for start in range(0, len(offloaded), DIGESTED):
             self._helpers.submit(self._digest, offloaded[start : start + DIGESTED], share_s)
-        return now_s
 
     # -- outcomes -----------------------------------------------------------------------------
 
@@ -409,21 +397,21 @@ class DeviceTransferEngine:
             try:
                 check = xxhash.xxh3_128_digest(one.slot)
             except Exception as error:
-                self._fail_one(one.move, error, seconds)
+                self._fail_one(one.move, error)
                 continue
             self._done(one.move, check, seconds)
 
     def _done(self, move: Move, check: bytes, seconds: float) -> None:
         self._note(move, Moved(move.move_id, is_done=True, check=check, seconds=seconds))
 
-    def _fail(self, batch: _Batch, error: Exception, seconds: float) -> None:
+    def _fail(self, batch: _Batch, error: Exception) -> None:
         for one in batch.ready:
-            self._fail_one(one.move, error, seconds / len(batch.ready))
+            self._fail_one(one.move, error)
 
-    def _fail_one(self, move: Move, error: Exception, seconds: float) -> None:
+    def _fail_one(self, move: Move, error: Exception) -> None:
         with contextlib.suppress(Exception):
             self._on_error(move, error)
-        self._note(move, failure_of(move, error, seconds))
+        self._note(move, failure_of(move, error))
 
     def _note(self, move: Move, moved: Moved) -> None:
         self._queue.end(move, moved)

@@ -142,12 +142,11 @@ class DamagedSlotError(ValueError):
     """A slot's bytes are not those that were written to it."""
 
 
-def failure_of(move: Move, error: Exception, seconds: float) -> Moved:
+def failure_of(move: Move, error: Exception) -> Moved:
     """Return the outcome of a move that an error has ended."""
     return Moved(
         move.move_id,
         is_done=False,
-        seconds=seconds,
         is_unpackable=isinstance(error, UnpackableError),
         is_damaged=isinstance(error, DamagedSlotError),
     )

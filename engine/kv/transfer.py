@@ -135,7 +135,7 @@ class CpuTransferEngine:
         except Exception as error:
             with contextlib.suppress(Exception):
                 self._on_error(move, error)
-            return failure_of(move, error, self._clock() - started_s)
+            return failure_of(move, error)
         return Moved(move.move_id, is_done=True, check=check, seconds=self._clock() - started_s)
 
     def _offload(self, move: Move) -> bytes:

@@ -23,9 +23,10 @@ class FakeMark:
         self._stream = stream
         self._position = position
 
-    def wait(self) -> None:
+    def wait(self) -> float:
         """See `CopyMark`."""
         self._stream.run_to(self._position)
+        return self._stream.work_s
 
 
 class FakeStream:
@@ -35,6 +36,7 @@ class FakeStream:
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
+        self.work_s = device.work_s
         self._works: deque[Callable[[], None]] = deque()
         self._launched = self._ran = 0
         self.in_flight_max = 0
@@ -68,13 +70,14 @@ class FakeStream:
 
 class FakeDevice:
     """`CopyDevice`. `errors`: raised by the next waits; `launch_errors`: by the next launches.
-    `base`: where memory begins; `pins`: what was pinned, in order, and `unpinnable`: what cannot
-    be, both counted from there.
+    `work_s`: seconds that a work takes. `base`: where memory begins; `pins`: what was pinned, in
+    order, and `unpinnable`: what cannot be, both counted from there.
     """
 
     torch_device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, work_s: float = 0.0) -> None:
+        self.work_s = work_s
         self.streams: list[FakeStream] = []
         self.base = 0
         self.pinned: dict[int, int] = {}

@@ -68,7 +68,7 @@ def test_no_outcome_comes_before_the_copies_have_ended(rig: Rig) -> None:
 
 def test_a_digest_of_bytes_that_have_not_come_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault: no one waits for the copy. The slot's digest is then not that of the block."""
-    monkeypatch.setattr(FakeMark, "wait", lambda self: None)
+    monkeypatch.setattr(FakeMark, "wait", lambda self: 0.0)
     rig = Rig("fake")
     moved = rig.run(Move(1, "offload", 0, 0))[0]
     monkeypatch.undo()
@@ -121,15 +121,10 @@ def test_batches_are_bounded_in_number_and_size(rig: Rig) -> None:
 
 def test_seconds_are_a_moves_share_of_its_batch() -> None:
     """The core's estimate of a level's speed is the sum of these over its blocks."""
-    now_s = 0.0
-    rig = Rig("fake", clock=lambda: now_s)
-    rig.device.hold()
+    rig = Rig("fake", work_s=3.0)
     rig.slots.gate.clear()
     rig.engine.submit([Move(1, "load", 0, 0), Move(2, "load", 1, 1)])
     rig.slots.gate.set()
-    assert rig.device.streams[1].launched.acquire(timeout=WAIT_S)
-    now_s = 3.0
-    rig.device.go()
     for _ in range(2):
         assert rig.ended.acquire(timeout=WAIT_S)
     finish(rig)

@@ -304,7 +304,7 @@ def test_moves_are_timed_by_the_clock_given() -> None:
         kv, Slots(kv.format.block_bytes), clock=lambda: next(ticks), on_moved=ended.release
     )
 
-    engine.submit([Move(1, "offload", 0, 0), Move(2, "offload", 0, 3)])
+    engine.submit([Move(1, "offload", 0, 0), Move(2, "offload", 0, 1)])
     for _ in range(2):
         assert ended.acquire(timeout=WAIT_S)
 

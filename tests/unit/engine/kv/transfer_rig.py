@@ -98,7 +98,14 @@ class HalfPacker:
 class Rig:
     """A transfer engine over six blocks and four slots, and what it said."""
 
-    def __init__(self, place: Place = "cpu", *, queue_blocks: int = 100, **options: Any) -> None:
+    def __init__(
+        self,
+        place: Place = "cpu",
+        *,
+        queue_blocks: int = 100,
+        work_s: float = 0.0,
+        **options: Any,
+    ) -> None:
         self.kv = storage(BLOCKS, "cuda" if place == "gpu" else "cpu")
         generator = torch.Generator().manual_seed(1)
         self.kv.data.copy_(torch.randn(self.kv.data.shape, generator=generator))
@@ -107,7 +114,7 @@ class Rig:
         self.ended = threading.Semaphore(0)
         self.errors: list[tuple[int, str]] = []
         self.packer = HalfPacker(self.kv)
-        self.device = FakeDevice()
+        self.device = FakeDevice(work_s)
         self.device.base = torch.frombuffer(self.slots.whole(), dtype=torch.uint8).data_ptr()
         options |= {
             "packers": {"half": self.packer},
