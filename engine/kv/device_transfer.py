@@ -54,7 +54,7 @@ QUEUE_BYTES_MAX = 16 * 2**30
 HELPERS = 8
 """Threads that digest and touch pages. One digests 10 to 28 GB/s, a direction copies 50. No more
 than half of the processors, and two."""
-DIGESTED = 2
+DIGESTED = 8
 """Slots that a thread digests at a time: to hand one over takes a good part of digesting it."""
 FIRST_BYTES_PER_S = 25e9
 """The rate of loads until it is measured: half of what a PCIe 5 bus has."""
@@ -377,7 +377,7 @@ class DeviceTransferEngine:
             return
         is_packing = bool(batch.format) and batch.ready[0].move.kind == "offload"
         outcomes = staging.outcomes(batch.area) if is_packing else ()
-        offloaded: list[_Ready] = []
+        offloaded, loaded = list[_Ready](), list[tuple[Move, Moved]]()
         for index, one in enumerate(batch.ready):
             if outcomes and outcomes[index] != PACKED:
                 what = f"block {one.move.block} has values that {batch.format} cannot hold"
@@ -385,7 +385,8 @@ class DeviceTransferEngine:
             elif one.move.kind == "offload":
                 offloaded.append(one)
             else:
-                self._done(one.move, one.move.check, share_s)
+                loaded.append(_done(one.move, one.move.check, share_s))
+        self._note(loaded)
         for start in range(0, len(offloaded), DIGESTED):
             self._helpers.submit(self._digest, offloaded[start : start + DIGESTED], share_s)
 
@@ -393,16 +394,15 @@ class DeviceTransferEngine:
 
     def _digest(self, ready: Sequence[_Ready], seconds: float) -> None:
         """End offloads. Their slots' bytes were written by the device alone."""
+        ended = list[tuple[Move, Moved]]()
         for one in ready:
             try:
                 check = xxhash.xxh3_128_digest(one.slot)
             except Exception as error:
                 self._fail_one(one.move, error)
                 continue
-            self._done(one.move, check, seconds)
-
-    def _done(self, move: Move, check: bytes, seconds: float) -> None:
-        self._note(move, Moved(move.move_id, is_done=True, check=check, seconds=seconds))
+            ended.append(_done(one.move, check, seconds))
+        self._note(ended)
 
     def _fail(self, batch: _Batch, error: Exception) -> None:
         for one in batch.ready:
@@ -411,12 +411,17 @@ class DeviceTransferEngine:
     def _fail_one(self, move: Move, error: Exception) -> None:
         with contextlib.suppress(Exception):
             self._on_error(move, error)
-        self._note(move, failure_of(move, error))
+        self._note([(move, failure_of(move, error))])
 
-    def _note(self, move: Move, moved: Moved) -> None:
-        self._queue.end(move, moved)
-        with contextlib.suppress(Exception):
-            self._on_moved()
+    def _note(self, ended: Sequence[tuple[Move, Moved]]) -> None:
+        self._queue.end(ended)
+        for _ in ended:
+            with contextlib.suppress(Exception):
+                self._on_moved()
+
+
+def _done(move: Move, check: bytes, seconds: float) -> tuple[Move, Moved]:
+    return move, Moved(move.move_id, is_done=True, check=check, seconds=seconds)
 
 
 def _digests(slots: Sequence[memoryview]) -> list[bytes]:

@@ -40,11 +40,17 @@ class MoveQueue:
         self._users: dict[tuple[str, int], deque[Move]] = {}
         self._outcomes: deque[tuple[Moved, int]] = deque()
         self._is_closed = False
-        self._turn = threading.Condition()
+        lock = threading.Lock()
+        self._lock = lock
+        own = threading.Condition(lock)
+        self._turns: dict[Kind, threading.Condition] = {
+            "offload": own,
+            "load": threading.Condition(lock) if is_by_kind else own,
+        }
 
     def submit(self, moves: Sequence[Move]) -> None:
         """Queue moves, in order. Those that there is no room for have failed. Never blocks."""
-        with self._turn:
+        with self._lock:
             for move in moves:
                 size = self._bytes_of(move)
                 if self._is_closed or self._bytes + size > self._bytes_max:
@@ -54,11 +60,11 @@ class MoveQueue:
                 self._waiting[move.kind].append(move)
                 for key in _keys(move):
                     self._users.setdefault(key, deque()).append(move)
-            self._turn.notify_all()
+            self._wake()
 
     def poll(self) -> list[Moved]:
         """Return the outcomes since the last call. Never blocks."""
-        with self._turn:
+        with self._lock:
             found = list(self._outcomes)
             self._outcomes.clear()
             self._bytes -= sum(size for _, size in found)
@@ -70,30 +76,30 @@ class MoveQueue:
         `line`: the moves of this kind, or all of them where there is one line. `is_waiting`: wait
         for one; None then says that the queue is closed and has no more.
         """
-        with self._turn:
+        with self._lock:
             waiting = self._waiting[line]
             while not (waiting and self._may_begin(waiting[0])):
                 if not is_waiting or self._is_closed:
                     return None
-                self._turn.wait()
+                self._turns[line].wait()
             return waiting.popleft()
 
-    def end(self, move: Move, moved: Moved) -> None:
-        """Note the outcome of a move that was taken."""
-        with self._turn:
-            self._outcomes.append((moved, self._bytes_of(move)))
-            for key in _keys(move):
-                users = self._users.get(key)
-                if users is not None:
-                    users.popleft()  # it was the first when it was taken
-                    if not users:
-                        del self._users[key]
-            if any(self._waiting.values()):
-                self._turn.notify_all()
+    def end(self, outcomes: Sequence[tuple[Move, Moved]]) -> None:
+        """Note the outcomes of moves that were taken."""
+        with self._lock:
+            for move, moved in outcomes:
+                self._outcomes.append((moved, self._bytes_of(move)))
+                for key in _keys(move):
+                    users = self._users.get(key)
+                    if users is not None:
+                        users.popleft()  # it was the first when it was taken
+                        if not users:
+                            del self._users[key]
+            self._wake()
 
     def close(self) -> None:
         """Fail the moves that no worker has taken, and let the workers end. Safe to repeat."""
-        with self._turn:
+        with self._lock:
             self._is_closed = True
             for waiting in self._waiting.values():
                 for move in waiting:
@@ -101,7 +107,15 @@ class MoveQueue:
                     self._outcomes.append((failed, self._bytes_of(move)))
                 waiting.clear()
             self._users.clear()  # of moves under way, too: nothing follows them
-            self._turn.notify_all()
+            for turn in self._turns.values():
+                turn.notify_all()
+
+    def _wake(self) -> None:
+        """Wake the workers of lines that have moves: one that has none would take the GIL from the
+        others."""
+        for kind, waiting in self._waiting.items():
+            if waiting:
+                self._turns[kind].notify_all()
 
     def _bytes_of(self, move: Move) -> int:
         return self._move_bytes * (1 + len(move.beside))

@@ -123,7 +123,7 @@ class CpuTransferEngine:
     def _work(self) -> None:
         """Run moves until the engine is closed."""
         while (move := self._queue.take()) is not None:
-            self._queue.end(move, self._run(move))
+            self._queue.end([(move, self._run(move))])
             with contextlib.suppress(Exception):
                 self._on_moved()
 
