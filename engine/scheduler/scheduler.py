@@ -196,6 +196,7 @@ class Scheduler:
         is_full = self._batch_is_full(ranked)
         arrange = partial(advance_short, count_missing=partial(self._count_missing, now_s=now_s))
         for sequence in self.queue.in_order(prefilling, only=is_full, arrange=arrange):
+            budget.turn_to(sequence.parent.turn)
             if budget.is_spent or (is_full and not left):
                 break
             if not self.isolation.allows(sequence, turn):
@@ -348,7 +349,8 @@ class Scheduler:
                 return
         slices[sequence.sequence_id] = Slice(sequence, table, start, count)
         self.queue.charge(sequence, count)
-        budget.spend(before, count)
+        is_whole = count == sequence.tokens_to_compute and sequence.parent.started_at_s is None
+        budget.spend(before, count, guest=sequence.parent.turn if is_whole else None)
 
     def _grow(self, sequence: Sequence, upto: int, slices: dict[int, Slice], now_s: float) -> bool:
         """Make room for a running sequence, preempting sequences that rank below it; return

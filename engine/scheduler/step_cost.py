@@ -14,6 +14,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engine.api import Payer
+
 PRICES: Final = 5
 KEPT_OF_CLASS: Final = 0.9
 """The part of a class's sums that stays when one more step of this class is recorded."""
@@ -36,6 +38,9 @@ KNOWN_STEPS: Final = 32
 SLICE_TOKENS: Final = 16
 SLICE_TOKENS_MIN: Final = 2 * SLICE_TOKENS
 """Prompt tokens of a step that time does not limit."""
+GUEST_PART: Final = 1 / 4
+"""The part of a step's prompt time that a guest takes at most, and of what it leaves, the part that
+others may fill."""
 
 
 class StepWork(NamedTuple):
@@ -195,14 +200,17 @@ class StepCost:
 class PromptBudget:
     """The prompt tokens that one step may still compute.
 
-    `tokens`: by the step's size. `seconds`: by the step's time, as `cost` predicts it.
+    `tokens`: by the step's size. `seconds`: by the step's time, as `cost` predicts it. A *guest* is
+    a payer whose short prompt begins and ends in the step: others hardly lengthen that.
     """
 
-    __slots__ = ("_cost", "_least", "seconds", "tokens")
+    __slots__ = ("_cost", "_guest", "_guest_s", "_least", "seconds", "tokens")
 
     def __init__(self, cost: StepCost, tokens: int, seconds: float) -> None:
         self._cost = cost
+        self._guest: Payer | None = None
         self._least = SLICE_TOKENS_MIN
+        self._guest_s = GUEST_PART * seconds
         self.tokens = tokens
         self.seconds = seconds
 
@@ -224,8 +232,20 @@ class PromptBudget:
             return wanted
         return max(int(within) // SLICE_TOKENS * SLICE_TOKENS, min(wanted, self._least), 0)
 
-    def spend(self, start: int, count: int) -> None:
-        """Take a slice of `count` tokens from position `start` out of the budget. O(1)."""
+    def spend(self, start: int, count: int, *, guest: Payer | None = None) -> None:
+        """Take a slice of `count` tokens from position `start` out of the budget. O(1).
+
+        `guest`: the payer, where the slice is all that its request has to compute.
+        """
+        slice_s = self._cost.seconds_of_slice(start, count)
         self.tokens -= count
         self._least -= count
-        self.seconds -= self._cost.seconds_of_slice(start, count)
+        self.seconds -= slice_s
+        if slice_s < self._guest_s:
+            self._guest = self._guest or guest
+
+    def turn_to(self, payer: Payer) -> None:
+        """Begin with the prompts of a payer. Behind a guest, the others' part is left. O(1)."""
+        if self._guest is not None and payer != self._guest:
+            self.seconds *= GUEST_PART
+            self._guest, self._guest_s = None, 0.0

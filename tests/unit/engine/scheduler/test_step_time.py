@@ -162,6 +162,49 @@ def test_a_large_batch_leaves_the_prompts_of_several_tenants_time() -> None:
     assert max(world.took[before:]) <= 3.4 * decodes_s
 
 
+def quiet_beside_prompts(*, arrivals: int, others: int) -> tuple[TimedWorld, float]:
+    """Ask short questions of one payer beside `others` payers' long prompts on a fast machine;
+    return the longest step that answers one."""
+    world = TimedWorld(fast, gap_target_shared_ms=20.0)
+    world.ask("stream", prompt(8, 0), max_tokens=800)
+    for _ in range(40):
+        world.step()
+    for index in range(60):
+        world.ask(f"p{index}", prompt(900, index), max_tokens=1, namespace=b"%d" % (index % others))
+    for _ in range(8):
+        world.step()  # prompts have a price by then
+    longest_s = 0.0
+    for index in range(arrivals):
+        world.ask(f"quiet{index}", prompt(16, 99 + index), max_tokens=1, namespace=b"quiet")
+        while f"quiet{index}" in world.live:
+            world.step()
+        longest_s = max(longest_s, world.took[-1])
+    return world, longest_s
+
+
+def test_others_hardly_lengthen_the_step_that_answers_a_short_prompt() -> None:
+    """It takes what it would alone, and a quarter of what is left until the target."""
+    _, longest_s = quiet_beside_prompts(arrivals=6, others=1)
+
+    alone_s = 5e-3 + 3e-5 * 16
+    assert longest_s <= alone_s + 0.3 * (0.020 - alone_s)
+
+
+def test_long_prompts_go_on_beside_short_ones_in_every_step() -> None:
+    """They have a part of each step, and take no more than three times as long."""
+    world, _ = quiet_beside_prompts(arrivals=100, others=3)
+    world.cancel("stream")
+    world.settle()
+    begun_s = world.streams["p0"].submitted_s
+    last_s = max(first_done(world, f"p{index}") for index in range(60)) - begun_s
+    alone, _ = quiet_beside_prompts(arrivals=0, others=3)
+    alone.cancel("stream")
+    alone.settle()
+    without_s = max(first_done(alone, f"p{index}") for index in range(60))
+
+    assert last_s <= 3 * (without_s - alone.streams["p0"].submitted_s)
+
+
 def documents_and_questions(questions: int, payer_of: bytes = b"n") -> TimedWorld:
     """Run three long prompts, then short ones that arrive while the first is computed."""
     world = TimedWorld(slow)
