@@ -12,8 +12,8 @@ typedef struct {
     const Model *m;
     const Work *w;
     const float *x, *weight;
-    float *out;
-    uint32_t *pairs; /* where norms also go as bf16 pairs, or NULL */
+    float *out;      /* where norms go, or NULL */
+    uint32_t *pairs; /* where they go as bf16 pairs, or NULL */
     int layer, tokens;
 } Phase;
 
@@ -31,8 +31,9 @@ static void norm_row(const Model *m, const float *x, const float *weight, float 
 static void norm_task(void *arg, int task) {
     const Phase *p = arg;
     const int channels = p->m->hidden;
+    float row[channels] ALIGNED;
     for (int token = task * CHUNK; token < chunk_end(p, task); token++) {
-        float *out = p->out + (size_t)token * channels;
+        float *out = p->out ? p->out + (size_t)token * channels : row;
         norm_row(p->m, p->x + (size_t)token * channels, p->weight, out, p->m->stream_eps);
         if (p->pairs) to_pairs(out, p->pairs + (size_t)token * (channels / 2), channels);
     }
@@ -101,12 +102,14 @@ static void embed(const Model *m, const Work *w) {
     }
 }
 
-/* Norm `hidden` into `normed`, and into `pairs`, by `weight`; return the rows that the block reads:
- * those, or without a norm `hidden` itself. */
+/* Norm `hidden` by `weight`; return the rows that the block reads: `normed`, or without a norm
+ * `hidden` itself. With `pairs` the block reads these, and `normed` is written where the layer's
+ * other block reads it alone: all cores have read its lines, so that writing them is slow. */
 static const float *norm_hidden(Pool *pool, Phase *p, const float *weight, uint32_t *pairs) {
     if (!weight) return p->w->hidden;
     p->weight = weight;
     p->pairs = pairs;
+    p->out = pairs && !p->m->parallel ? NULL : p->w->normed;
     over_tokens(pool, norm_task, p);
     return p->w->normed;
 }
@@ -145,7 +148,7 @@ static void add_experts(Pool *pool, const Phase *p, const Layer *layer, const fl
 void decoder_forward(Pool *pool, const Model *m, const Work *w) {
     const int tokens = w->tokens, channels = m->hidden;
     const int width = m->heads * m->head_dim, wider = width + 2 * m->kv_heads * m->head_dim;
-    Phase p = {m, w, w->hidden, NULL, w->normed, NULL, 0, tokens};
+    Phase p = {m, w, w->hidden, NULL, NULL, NULL, 0, tokens};
     /* What a product takes is converted by the task that computes it: a phase of its own would move
      * all of it once more between the cores. */
     uint32_t *const pairs = takes_pairs(m->kind) ? w->pairs : NULL;
