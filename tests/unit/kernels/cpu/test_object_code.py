@@ -26,7 +26,7 @@ CPUS = ("skylake-avx512", "cooperlake", "sapphirerapids", "haswell", "alderlake"
 rows just fits: compilers order a loop's instructions by the CPU."""
 
 TILES = {"tile_1_4", "tile_6_2"}
-"""Functions with loops of products on every CPU; those of attention may be put into their callers."""
+"""Functions with loops of products on every CPU. Those of attention may be put into callers."""
 
 NO_SUMS = {"finish", "mxfp4_product"}
 """Functions whose loops store other things: constants, and the exponents of a group."""
