@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from engine.api import (
     Clock,
@@ -67,6 +68,11 @@ FAILURES = {
     **GRAMMAR_FAILURES,
 }
 
+FAILED_STEPS_MAX: Final = 5
+"""Steps that fail one after another, after which the engine stops: its device is broken, and only a
+new process gets a working one.
+"""
+
 
 class Core:
     """The engine without its process, its socket and its device.
@@ -110,6 +116,7 @@ class Core:
         self.requests = RequestTable()
         self._bounds = QueueBounds(config.queue_requests_max, config.queue_tokens_max)
         self.on_step_failed: Callable[[int, Exception], None] = lambda step, error: None
+        self._failed_steps = 0  # in a row
         self._events: list[Event] = []
         self._in_flight: deque[InFlightStep] = deque()
         self._pacing = LaunchPacing()
@@ -304,8 +311,8 @@ class Core:
     def step(self) -> list[Event]:
         """Run one step: plan, launch, collect, commit. Return its events, in order.
 
-        Without work it does maintenance. Raises InvariantViolation only; every other failure of a
-        step ends the requests it concerns.
+        Without work it does maintenance. A failure of a step ends the requests it concerns. Raises
+        InvariantViolation, and EngineUnavailable after `FAILED_STEPS_MAX` failures in a row.
         """
         now_s = self.clock()
         if self.requests.waiting_requests or self._timeouts.is_draining:
@@ -386,6 +393,7 @@ class Core:
         except Exception as error:
             self._fail_step(in_flight, error)
             return
+        self._failed_steps = 0
         now_s = self.clock()
         self._pacing.collected(now_s - began_s)
         if result.step != in_flight.step:
@@ -558,7 +566,7 @@ class Core:
 
     def _fail_step(self, in_flight: InFlightStep, error: Exception) -> None:
         """Fail all requests of a broken step, since the request at fault is unknown; the engine
-        continues.
+        continues, unless no step comes through any more.
         """
         self.on_step_failed(in_flight.step, error)
         for sequence in in_flight.sampling.values():
@@ -569,6 +577,11 @@ class Core:
         for active in concerned:
             if not active.is_finished:
                 self._finish(active, "failed", "step_failed", message)
+        self._failed_steps += 1
+        if self._failed_steps >= FAILED_STEPS_MAX:
+            raise EngineUnavailable(
+                "step_failed", f"{FAILED_STEPS_MAX} steps failed one after another."
+            ) from error
 
     # -- the queue's bounds -------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from engine.api import (
     Sampling,
 )
 from engine.config import EngineConfig
-from engine.errors import InvariantViolation
+from engine.errors import EngineUnavailable, InvariantViolation
 from engine.plan import StepPlan, StepResult
 from engine.scheduler.scheduler import Slice
 from tests.checkers import World
@@ -321,6 +321,20 @@ def test_a_broken_step_fails_only_its_requests(world: World, where: str, step: i
     assert "RuntimeError" in first.message
     assert told == [(step, f"planted: {where}")]
     assert second.ending == "done"
+
+
+def test_an_engine_whose_steps_all_fail_stops(world: World) -> None:
+    """After some errors of a GPU each later call of the process fails: only a new one helps."""
+    world.runner.fail_launch |= set(range(1, 5))
+    early = [run(world, ask(str(n)))[0] for n in range(4)]
+    (between,) = run(world, ask("between"))
+    world.runner.fail_launch |= set(range(world.core.engine_stats.step + 1, 100))
+    late = [run(world, ask(f"late {n}"))[0] for n in range(4)]
+
+    with pytest.raises(EngineUnavailable, match="5 steps failed"):
+        run(world, ask("last"))
+    assert {end.code for end in early + late} == {"step_failed"}
+    assert between.ending == "done"
 
 
 def test_a_broken_step_fails_the_targets_of_its_copies() -> None:
