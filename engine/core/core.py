@@ -133,11 +133,9 @@ class Core:
             refused = self._choose_refused(request)
             self.constraints.submit(request)
         except EngineError as refusal:
-            wait_s = refusal.retry_after_s if isinstance(refusal, EngineUnavailable) else None
+            code, message, wait_s = refusal.code, refusal.message, _retry_after_s(refusal)
             self._events.append(
-                Finished(
-                    request.request_id, "refused", Usage(), refusal.code, refusal.message, wait_s
-                )
+                Finished(request.request_id, "refused", Usage(), code, message, wait_s)
             )
             return
         for other in refused:
@@ -633,7 +631,8 @@ class Core:
             active = self.requests.get(request_id)
             assert active is not None, "a request that waits for a grammar is live"
             if isinstance(outcome, EngineError):
-                self._finish(active, "refused", outcome.code, outcome.message)
+                wait_s = _retry_after_s(outcome)
+                self._finish(active, "refused", outcome.code, outcome.message, retry_after_s=wait_s)
             else:
                 active.compiled = outcome
                 self.constraints.attach_matcher(active.sequences[0])
@@ -672,3 +671,8 @@ class Core:
             busy = self._in_flight or any(s.is_schedulable for s in self.scheduler.running)
             for sequence, code in self.constraints.fill_masks(self.clock, is_idle=not busy):
                 self._fail(sequence.parent, code)
+
+
+def _retry_after_s(refusal: EngineError) -> float | None:
+    """Return when to try again; None for what can never run."""
+    return refusal.retry_after_s if isinstance(refusal, EngineUnavailable) else None

@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -140,7 +141,8 @@ class CompiledCache:
 class _CompileJob:
     """One grammar to compile, and the requests that wait for it.
 
-    `sandbox`: the child process that tries it, as long as it does.
+    `sandbox`: the child process that tries it, as long as it does. `is_erased`: its namespace was
+    erased meanwhile, so its outcome is not cached.
     """
 
     payer: Payer
@@ -148,6 +150,7 @@ class _CompileJob:
     grammar: Grammar
     request_ids: list[str]
     sandbox: GrammarSandbox | None = None
+    is_erased: bool = False
 
 
 class GrammarCompiler:
@@ -241,11 +244,11 @@ class GrammarCompiler:
             self._cache.replace(namespace, grammar, RequestRefused("grammar_too_big", message))
 
     def erase(self, namespace: Namespace) -> None:
-        """See `GrammarSource`. An outcome that is being compiled at that moment is cached
-        afterwards.
-        """
+        """See `GrammarSource`. O(waiting grammars)."""
         with self._lock:
             self._cache.erase(namespace)
+            for job in chain(self._compiling.values(), *self._queues.values()):
+                job.is_erased |= job.namespace == namespace
 
     def close(self) -> None:
         """End the threads and their processes; queued grammars get no outcome."""
@@ -311,7 +314,7 @@ class GrammarCompiler:
             with self._lock:
                 job.sandbox = None  # a cancellation from here on stops nothing
             return size, compile_grammar(grammar, self._load())
-        except RequestRefused as refusal:
+        except EngineError as refusal:
             return len(grammar.text), refusal
         except Exception as error:
             message = f"The grammar could not be compiled: {type(error).__name__}."
@@ -333,9 +336,9 @@ class GrammarCompiler:
         with self._lock:
             job.sandbox = None
             is_final = isinstance(outcome, CompiledGrammar) or (
-                bool(job.request_ids) and outcome.code != "grammar_unsupported"
+                bool(job.request_ids) and outcome.code in ("grammar_invalid", "grammar_too_big")
             )
-            if is_final:
+            if is_final and not job.is_erased:
                 self._cache.add(job.namespace, job.grammar, outcome, size)
             for request_id in job.request_ids:
                 del self._waiting[request_id]
