@@ -478,39 +478,34 @@ class Core:
             self._events.append(PromptLogprobs(request.request_id, fresh))
 
     def _accept_tokens(self, in_flight: InFlightStep, result: StepResult, now_s: float) -> None:
-        """Append the output tokens of a step, and end each sample at its last one; tokens after
-        that are dropped.
+        """Append the output tokens of a step, and end each sample at its last one; a token after
+        that is dropped.
         """
-        sampled = {one.sequence_id: one.tokens for one in result.sampled}
-        events, accepted = self._events, 0
+        events, sampled, accepted = self._events, result.sampled, 0
         for sequence_id, sequence in in_flight.sampling.items():
             sequence.in_flight -= 1
             if sequence.is_ended:
                 continue
-            if not (tokens := sampled.get(sequence_id)):
+            if (token := sampled.get(sequence_id)) is None:
                 raise InvariantViolation(f"sequence {sequence_id} sampled no token")
-            active, request = sequence.parent, sequence.parent.request
+            active, request, token_id = sequence.parent, sequence.parent.request, token.token_id
             is_constrained = sequence.matcher is not None
-            for token in tokens:
-                token_id = token.token_id
-                if is_constrained and (code := self.constraints.consume(sequence, token_id)):
-                    self._fail(active, code)
-                    break
-                sequence.tokens.append(token_id)
-                sequence.output_tokens = count = sequence.output_tokens + 1
-                accepted += 1
-                if token.logprob is not None:
-                    sequence.cumulative_logprob += token.logprob
-                if active.first_token_at_s is None:
-                    active.first_token_at_s = now_s
-                events.append(Tokens(request.request_id, sequence.index, (token,)))
-                is_stop = token_id in request.stop_token_ids and count >= request.min_tokens
-                if is_stop or (is_constrained and self.constraints.is_complete(sequence)):
-                    self._finish_sample(sequence, "stop")
-                    break
-                if count >= request.max_tokens:
-                    self._finish_sample(sequence, "length")
-                    break
+            if is_constrained and (code := self.constraints.consume(sequence, token_id)):
+                self._fail(active, code)
+                continue
+            sequence.tokens.append(token_id)
+            sequence.output_tokens = count = sequence.output_tokens + 1
+            accepted += 1
+            if token.logprob is not None:
+                sequence.cumulative_logprob += token.logprob
+            if active.first_token_at_s is None:
+                active.first_token_at_s = now_s
+            events.append(Tokens(request.request_id, sequence.index, (token,)))
+            is_stop = token_id in request.stop_token_ids and count >= request.min_tokens
+            if is_stop or (is_constrained and self.constraints.is_complete(sequence)):
+                self._finish_sample(sequence, "stop")
+            elif count >= request.max_tokens:
+                self._finish_sample(sequence, "length")
         self.engine_stats.output_tokens += accepted
 
     # -- endings ------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from engine.attention.gpu_backend import GpuAttention
 from engine.attention.interface import LayerAttention
 from engine.kv.storage import KvStorage
 from engine.models.interface import Model
-from engine.plan import Row, Sampled, StepPlan, StepResult
+from engine.plan import Row, StepPlan, StepResult
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.gpu_inputs import StepAttention, StepInputs, StepShape
 from engine.runner.seats import Seats, StepRows
@@ -154,7 +154,7 @@ class GpuRunner:
             pairs = list(zip(launched.draws.drawing, tokens, strict=True))
         return StepResult(
             step=launched.step,
-            sampled=tuple(Sampled(s, (token,)) for s, token in pairs if token.token_id >= 0),
+            sampled={s: token for s, token in pairs if token.token_id >= 0},
             prompt_logprobs=launched.prompt_logprobs,
             failed={s: "nan_logits" for s, token in pairs if token.token_id < 0},
             elapsed_s=elapsed_s,

@@ -395,22 +395,6 @@ def test_a_result_of_another_step_stops_the_engine(world: World) -> None:
         world.settle()
 
 
-@pytest.mark.parametrize("per_step", [2, 3, 5])
-@pytest.mark.parametrize("max_tokens", [1, 4, 11])
-def test_several_tokens_a_step_continue_as_if_sampled_one_by_one(
-    per_step: int, max_tokens: int
-) -> None:
-    """A runner that verifies drafts returns what it would have sampled one by one."""
-    one_by_one, world = make_world(1), make_world(1)
-    world.runner.tokens_per_draw = per_step
-    for each in (one_by_one, world):
-        run(each, ask(max_tokens=max_tokens), ask("s", samples=2, max_tokens=max_tokens))
-
-    expected, stream = one_by_one.streams["r"], world.streams["r"]
-    assert stream.outputs == expected.outputs
-    assert world.runner.steps <= one_by_one.runner.steps
-
-
 def test_a_missing_token_stops_the_engine(world: World) -> None:
     """A request that gets neither a token nor an error would wait for ever."""
     collect = world.runner.collect

@@ -441,7 +441,7 @@ def test_padded_mixed_step_equals_exact_step() -> None:
 
     exact, padded = found
     assert exact[0] == padded[0]
-    assert [one.sequence_id for one in padded[0]] == [0, 1, 2, 3, 4, 5]
+    assert list(padded[0]) == [0, 1, 2, 3, 4, 5]
     assert exact[1] == padded[1]
     assert torch.equal(exact[2], padded[2])
     assert torch.equal(exact[3], padded[3])
