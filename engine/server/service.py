@@ -333,6 +333,6 @@ def smoke_test(core: Core) -> None:
             if isinstance(event, Finished):
                 if event.ending != "done":
                     raise EngineError(event.code, f"The engine's smoke test failed: {event.code}.")
-                core.engine_stats.reset_token_counters()
+                core.engine_stats.reset()
                 return
     raise EngineError("not_ready", f"The engine produced no token in {SMOKE_TEST_STEPS_MAX} steps.")

@@ -260,6 +260,7 @@ def test_smoke_test_is_not_counted(service: EngineService) -> None:
 
     assert (stats.prompt_tokens_total, stats.computed_tokens_total) == (0, 0)
     assert (stats.cached_tokens_total, stats.output_tokens_total) == (0, 0)
+    assert stats.steps_per_s == 0, "a first step is slower than any other"
 
 
 def test_failed_loading_is_kept_and_ends_the_thread() -> None:
