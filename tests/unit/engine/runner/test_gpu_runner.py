@@ -122,14 +122,18 @@ class Engine:
         for request in requests:
             self.core.submit(request)
         while self.core.has_work():
-            for event in self.core.step():
-                if isinstance(event, Tokens):
-                    self.drawn.setdefault((event.request_id, event.index), []).extend(event.tokens)
-                if isinstance(event, Finished):
-                    self.finished[event.request_id] = event
-                if isinstance(event, PromptLogprobs):
-                    self.prompt_logprobs.setdefault(event.request_id, []).extend(event.tokens)
+            self.step()
         self.core.cache.check()
+
+    def step(self) -> None:
+        """Run one step, and keep what it reports."""
+        for event in self.core.step():
+            if isinstance(event, Tokens):
+                self.drawn.setdefault((event.request_id, event.index), []).extend(event.tokens)
+            if isinstance(event, Finished):
+                self.finished[event.request_id] = event
+            if isinstance(event, PromptLogprobs):
+                self.prompt_logprobs.setdefault(event.request_id, []).extend(event.tokens)
 
     def output(self, request_id: str, index: int = 0) -> list[int]:
         return [token.token_id for token in self.drawn[request_id, index]]
@@ -341,6 +345,24 @@ def test_preempted_sequence_resumes(depth: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_sequences_that_come_back_in_each_others_seats_read_their_own_blocks() -> None:
+    """Preempted together, they may come back as the batch that they were, without a step between."""
+    engine = Engine(depth=1)
+    prompts = {"a": tokens_of(1, 20), "b": tokens_of(2, 40)}
+    for name, prompt in prompts.items():
+        engine.core.submit(request(name, prompt, count=6))
+    while not all(len(engine.drawn.get((name, 0), ())) > 1 for name in prompts):
+        engine.step()
+    for sequence in list(engine.core.scheduler.running):
+        engine.core.scheduler.preempt(sequence, 0.0)
+
+    engine.run()
+
+    for name, prompt in prompts.items():
+        assert engine.output(name) == engine.expected(prompt, 6)
+
+
 def test_reused_seat_keeps_nothing_of_former_sequence() -> None:
     """More sequences than seats, one at a time: none reads another's block table or token."""
     engine = Engine(2, seats=3)
