@@ -347,7 +347,7 @@ def test_preempted_sequence_resumes(depth: int) -> None:
 @pytest.mark.slow
 @pytest.mark.slow
 def test_sequences_that_come_back_in_each_others_seats_read_their_own_blocks() -> None:
-    """Preempted together, they may come back as the batch that they were, without a step between."""
+    """Preempted together, they may come back as the batch that they were: no step is between."""
     engine = Engine(depth=1)
     prompts = {"a": tokens_of(1, 20), "b": tokens_of(2, 40)}
     for name, prompt in prompts.items():
