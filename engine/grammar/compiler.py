@@ -185,13 +185,12 @@ class GrammarCompiler:
             jobs = [*self._queues.get(payer, ()), *self._jobs_compiling(payer)]
             job = next((j for j in jobs if j.namespace == namespace and j.grammar == grammar), None)
             self._check_queue(payer, jobs, is_new=job is None)
+            self._start_threads()
             if job is None:
                 job = _CompileJob(payer, namespace, grammar, [])
                 self._queues.setdefault(payer, deque()).append(job)
             job.request_ids.append(request_id)
             self._waiting[request_id] = job
-            while len(self._threads) < WORKERS:
-                self._start_thread()  # all at once: the second payer's thread is ready by then
             self._lock.notify()
 
     def _check_queue(self, payer: Payer, jobs: list[_CompileJob], *, is_new: bool) -> None:
@@ -262,13 +261,23 @@ class GrammarCompiler:
 
     # -- the threads ----------------------------------------------------------------------------
 
-    def _start_thread(self) -> None:
-        name = f"grammar-{len(self._threads)}"
-        sandbox = GrammarSandbox(self._settings, self._clock)
-        thread = threading.Thread(target=self._work, args=(sandbox,), name=name, daemon=True)
-        self._sandboxes.append(sandbox)
-        self._threads.append(thread)
-        thread.start()
+    def _start_threads(self) -> None:
+        """Start the threads that do not run yet, all at once: the second payer's is ready by then.
+        Raises EngineUnavailable if the machine has room for none.
+        """
+        while len(self._threads) < WORKERS:
+            name = f"grammar-{len(self._threads)}"
+            sandbox = GrammarSandbox(self._settings, self._clock)
+            thread = threading.Thread(target=self._work, args=(sandbox,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if self._threads:
+                    return
+                message = "No thread could be started for the grammar."
+                raise EngineUnavailable("queue_full", message) from error
+            self._sandboxes.append(sandbox)
+            self._threads.append(thread)
 
     def _work(self, sandbox: GrammarSandbox) -> None:
         try:

@@ -85,6 +85,23 @@ def test_a_machine_without_room_for_a_process_refuses_for_now(
     assert isinstance(outcomes(compiler, "late")["late"], CompiledGrammar)
 
 
+def test_a_machine_without_room_for_a_thread_refuses_for_now(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's own thread submits: an error would end the requests of all tenants."""
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(EngineUnavailable, match="thread"):
+            compiler.submit("early", b"n", b"n", GOOD)
+    compiler.submit("late", b"n", b"n", GOOD)
+
+    assert isinstance(outcomes(compiler, "late")["late"], CompiledGrammar)
+
+
 def test_a_grammar_that_is_erased_while_it_is_compiled_is_not_cached(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
