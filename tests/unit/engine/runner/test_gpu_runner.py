@@ -37,6 +37,7 @@ from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
 from engine.models.layers import TorchOps
 from engine.plan import BegunSequence, Group, Row, StepPlan
+from engine.runner import gpu_runner
 from engine.runner.gpu_runner import GpuRunner
 from engine.runner.warmup import SAMPLINGS, WarmupLimits
 from engine.weights import Weights, random_weights
@@ -282,9 +283,21 @@ def test_window_blocks_that_others_took_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_output_and_prompt_logprobs_equal_dense(depth: int) -> None:
-    """The full sampler computes them, and also samples the plain row of the same batch."""
+def test_output_and_prompt_logprobs_equal_dense(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The full sampler computes them, and also samples the plain row of the same batch. Logits of a
+    whole prompt would take memory that nothing has reserved.
+    """
+    monkeypatch.setattr(gpu_runner, "SCORED_ROWS", 8)
     engine = Engine(depth)
+    at_once, logits = list[int](), engine.runner.model.logits
+
+    def count(hidden: torch.Tensor) -> torch.Tensor:
+        at_once.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(engine.runner.model, "logits", count)
     prompt, other = tokens_of(5, 20), tokens_of(6, 10)
 
     engine.run(
@@ -292,6 +305,7 @@ def test_output_and_prompt_logprobs_equal_dense(depth: int) -> None:
         request("b", other),
     )
 
+    assert max(at_once) == 8
     assert engine.expected(prompt) == engine.output("a")
     assert engine.expected(other) == engine.output("b")
     history = [*prompt, *engine.output("a")]
