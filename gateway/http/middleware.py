@@ -134,9 +134,10 @@ class Middleware:
         except ClientGone:
             status = state.mark_client_left()
             raise ConnectionResetError("the client closed the connection") from None
-        except ConnectionError:
-            raise
         except Exception as error:
+            if isinstance(error, ConnectionError) and request[CONNECTION].is_closing():
+                status = status or state.mark_client_left()
+                raise
             # This frame keeps no name for the refusal: its traceback holds the frame, and with it
             # the whole body, until the garbage collector runs.
             if (response := self._refuse(error, state, request)) is None:
