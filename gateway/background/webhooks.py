@@ -142,6 +142,8 @@ class WebhookSender:
         self.read: ReadEndpoints = read or (lambda config: self.endpoints)
         self._gateway = gateway
         self._events = WebhookEvents(gateway)
+        self._unrecorded: dict[str, WebhookEvent] = {}
+        """Counted events that the database has not taken yet, by id."""
         self._session: aiohttp.ClientSession | None = None
         self._search = self._task("webhooks", lambda: self.check(), lambda: CHECK_INTERVAL_S)
         self._sending = {one.name: self._sending_of(one) for one in self.endpoints}
@@ -218,8 +220,13 @@ class WebhookSender:
         A failed read or write of the store is tried again at the next check.
         """
         gateway = self._gateway
+        for event in self._events.count():
+            self._unrecorded.setdefault(event.event_id, event)
         with suppress(StoreError):
-            for event in await self._events.find():
+            for event in tuple(self._unrecorded.values()):
+                await self.publish(event)
+                del self._unrecorded[event.event_id]
+            for event in await self._events.read():
                 await self.publish(event)
             await asyncio.to_thread(delete_old_deliveries, gateway.store, gateway.wall())
 
@@ -262,7 +269,8 @@ class WebhookSender:
         put = partial(put_event, gateway.store, event, names, gateway.wall(), by)
         is_new = await asyncio.to_thread(put)
         for name in names:
-            self._sending[name].wake()
+            if (sending := self._sending.get(name)) is not None:  # else a reload took it meanwhile
+                sending.wake()
         return is_new
 
     async def _post(
