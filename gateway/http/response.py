@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 
 from gateway.http.connection import CONNECTION
 
@@ -26,9 +27,10 @@ class ClientGone(Exception):
 
 
 def streamed(request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-    """Return a response to be streamed. `begin` sends its head."""
+    """Return a response to be streamed. `begin` sends its head. In HTTP/1.0 only the end of the
+    connection ends it."""
     response = web.StreamResponse(headers=request[RESPONSE_HEADERS](headers))
-    if request[CONNECTION].owner.is_draining:
+    if request[CONNECTION].owner.is_draining or request.version < HttpVersion11:
         response.force_close()
     return response
 

@@ -54,6 +54,19 @@ async def test_connection_header_says_whether_the_connection_stays_open(
     assert connection in head
 
 
+async def test_the_end_of_an_http_1_0_stream_is_that_of_its_connection(
+    gateway: GatewayFixture,
+) -> None:
+    """It has neither a length nor chunks, so its client waits for the end; also one that asks for
+    keep-alive."""
+    body = encode(gateway.chat(max_tokens=1, stream=True))
+    data = gateway.post("/v1/chat/completions", body, "Connection: keep-alive")
+    answer = await gateway.raw(data.replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+
+    assert answer.endswith(b"data: [DONE]\n\n")
+    assert b"connection: keep-alive" not in answer.lower()
+
+
 async def test_response_has_every_standard_header_once(gateway: GatewayFixture) -> None:
     """Short responses take a faster path; their headers must be the same."""
     answer = await gateway.raw(request(gateway, "HTTP/1.1"))
