@@ -147,7 +147,6 @@ class WebhookSender:
         self._session: aiohttp.ClientSession | None = None
         self._search = self._task("webhooks", lambda: self.check(), lambda: CHECK_INTERVAL_S)
         self._sending = {one.name: self._sending_of(one) for one in self.endpoints}
-        self._turn = asyncio.Lock()
         self._is_started = False
 
     def start(self) -> None:
@@ -161,19 +160,18 @@ class WebhookSender:
         or removed.
 
         An attempt to a changed or removed endpoint is given up; what was not sent is sent to the
-        endpoint of that name, if there is one, now or after a later reload.
+        endpoint of that name, if there is one, now or after a later reload. One call at a time.
         """
-        async with self._turn:
-            before = {one.name: one for one in self.endpoints}
-            after = {one.name: one for one in endpoints}
-            names = [n for n in {**before, **after} if before.get(n) != after.get(n)]
-            await asyncio.gather(*(self._sending.pop(n).close(0) for n in names if n in before))
-            self.endpoints = tuple(endpoints)
-            added = {name: self._sending_of(after[name]) for name in names if name in after}
-            self._sending |= added
-            if self._is_started and added:
-                self._begin(*added.values())
-            return tuple(sorted(names))
+        before = {one.name: one for one in self.endpoints}
+        after = {one.name: one for one in endpoints}
+        names = [n for n in {**before, **after} if before.get(n) != after.get(n)]
+        await asyncio.gather(*(self._sending.pop(n).close(0) for n in names if n in before))
+        self.endpoints = tuple(endpoints)
+        added = {name: self._sending_of(after[name]) for name in names if name in after}
+        self._sending |= added
+        if self._is_started and added:
+            self._begin(*added.values())
+        return tuple(sorted(names))
 
     def _begin(self, *tasks: PeriodicTask) -> None:
         """Start tasks, before the first ones the HTTP client and the search."""
