@@ -141,3 +141,17 @@ async def test_head_of_a_long_response_sends_no_body(gateway: GatewayFixture) ->
     assert status_of(first) == 200
     assert f"content-length: {len(body)}\r\n".encode() in first.lower()
     assert second.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_a_refusal_keeps_the_connection_of_a_body_that_is_here(
+    gateway: GatewayFixture,
+) -> None:
+    """A client that is refused by a limit need not connect anew for its next try."""
+    refused = head("POST /v1/chat/completions HTTP/1.1", "Content-Length: 5") + b"abcde"
+    async with gateway.connection() as (reader, writer):
+        statuses = []
+        for data in (refused, request(gateway, "HTTP/1.1")):
+            writer.write(data)
+            statuses.append(status_of(await read_answer(reader)))
+
+    assert statuses == [401, 200]
