@@ -249,7 +249,7 @@ class _Candidate:
         self.calls.clear()
         try:
             arguments = msgspec.json.decode(call.arguments or "{}")
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             self.is_malformed = True
             return None
         return {"functionCall": {"id": call.call_id, "name": call.name, "args": arguments}}

@@ -353,8 +353,11 @@ class _ItemsReader:
 
     def _reasoning(self, item: dict[str, Any], path: str) -> None:
         """Append the text of a reasoning item, of its content or its summary, as a thought."""
-        parts = item.get("content") or item.get("summary")
-        texts = [part.get("text") for part in parts or () if isinstance(part, dict)]
+        field = "content" if item.get("content") else "summary"
+        parts = item.get(field) or []
+        if not isinstance(parts, list):
+            raise invalid_field(f"{path}.{field}", f"Expected `array`, got `{json_type(parts)}`.")
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
         thought = "".join(text for text in texts if isinstance(text, str))
         if not thought:
             return
@@ -406,7 +409,7 @@ class _ItemsReader:
         is_answer = role == "assistant"
         if kind == "refusal" and is_answer:
             return self._convert(part, RefusalText, path, is_answer=True).refusal, None
-        if kind in _UNSUPPORTED_PARTS:
+        if isinstance(kind, str) and kind in _UNSUPPORTED_PARTS:
             raise invalid_field(path, f"{kind}: {tools.TEXT_ONLY}", "unsupported_parameter")
         if not isinstance(kind, str) or kind not in _PARTS:
             problem = f"unknown part type {str(kind)[:64]!r}; expected {' or '.join(_PARTS)}."

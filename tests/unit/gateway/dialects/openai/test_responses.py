@@ -192,6 +192,9 @@ def test_calls_without_text_are_an_assistant_turn() -> None:
             "refusal",
         ),
         ([{"role": "user", "content": [{"type": "x" * 500}]}], "input[0].content[0].type", "xxx"),
+        ([{"role": "user", "content": [{"type": {}}]}], "input[0].content[0].type", "unknown"),
+        ([HI, {"type": "reasoning", "content": True}], "input[1].content", "got `boolean`"),
+        ([HI, {"type": "reasoning", "summary": 5}], "input[1].summary", "got `number`"),
     ],
 )
 def test_refuses_inconsistent_items(items: object, param: str, says: str) -> None:
