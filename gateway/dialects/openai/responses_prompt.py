@@ -23,6 +23,8 @@ ITEMS_MAX = 10_000
 Status = Literal["in_progress", "completed", "incomplete"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 T = TypeVar("T", bound=Struct)
+Given = str | Sequence[dict[str, Any]]
+"""The input of a request: a text, or items; none, if it only continues stored ones."""
 
 
 class InputText(Struct, frozen=True, forbid_unknown_fields=True):
@@ -227,7 +229,7 @@ def _allowed_names(reference: dict[str, Any], path: str, declared: Sequence[Tool
 # --- items ---------------------------------------------------------------------------------------
 
 
-def has_native_breakpoint(items: str | Sequence[dict[str, Any]]) -> bool:
+def has_native_breakpoint(items: Given) -> bool:
     """Return whether any part has OpenAI's own breakpoint."""
     if isinstance(items, str):
         return False
@@ -240,7 +242,7 @@ def has_native_breakpoint(items: str | Sequence[dict[str, Any]]) -> bool:
     )
 
 
-def items_of(items: str | Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def items_of(items: Given) -> Sequence[dict[str, Any]]:
     """Return the input as items: a text is a user's message."""
     if not isinstance(items, str):
         return items
@@ -260,7 +262,7 @@ def segments_of(
     instructions: str | None,
     history: Sequence[dict[str, Any]],
     history_field: str,
-    items: str | Sequence[dict[str, Any]],
+    items: Given,
     settings: cache.CacheSettings,
     tolerance: Tolerance,
 ) -> list[Segment]:
@@ -286,11 +288,12 @@ def segments_of(
         reader.message += 1
         reader.add("user", items, "input")
         return reader.segments
-    if not items:
-        raise invalid_field("input", "the list is empty; expected a text or at least one item.")
+    if not items and not history:
+        problem = "this field is required; expected a text or at least one item."
+        raise invalid_field("input", problem, "missing_required_parameter")
     for number, item in enumerate(items):
         reader.read(item, f"input[{number}]")
-    reader.calls.check_answered(f"input[{len(items) - 1}]")
+    reader.calls.check_answered(f"input[{len(items) - 1}]" if items else "input")
     if not reader.segments or reader.segments[-1].path == "instructions":
         raise invalid_field("input", "no item has content to answer; expected a message.")
     return reader.segments

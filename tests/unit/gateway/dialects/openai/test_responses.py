@@ -164,7 +164,8 @@ def test_calls_without_text_are_an_assistant_turn() -> None:
 @pytest.mark.parametrize(
     ("items", "param", "says"),
     [
-        ([], "input", "empty"),
+        ([], "input", "required"),
+        (None, "input", "required"),
         ("", "input", ">= 1"),
         ([{"type": "reasoning"}], "input", "no item has content"),
         ([HI, CALL], "input[1]", "'a'"),
@@ -229,6 +230,20 @@ def test_continued_request_is_parsed_with_its_history() -> None:
     own = b'[{"type":"message","role":"user","content":[{"type":"input_text","text":"and?"}]}]'
     assert call.thread == ThreadDirectives("resp_1", store=True, input=own)
     assert [part.text for part in call.prompts[0].segments] == ["hi", "and?"]
+
+
+def test_stored_items_may_be_continued_without_input() -> None:
+    """A client may have put its message into the conversation; counting needs no input either."""
+    body = json.dumps({"model": "m", "conversation": "conv_1"}).encode()
+    history = ({"role": "user", "content": "hi"},)
+    call = DIALECT.parse(body, RequestMetadata(earlier=EarlierItems(history)))
+
+    assert DIALECT.parse(body).thread == ThreadDirectives(conversation_id="conv_1", is_pending=True)
+    assert [part.text for part in call.prompts[0].segments] == ["hi"]
+    assert call.thread.input == b"[]"
+    with pytest.raises(Refusal, match="input: this field is required") as refusal:
+        DIALECT.parse(body, RequestMetadata(earlier=EarlierItems()))
+    assert refusal.value.code == "missing_required_parameter"
 
 
 def test_items_of_a_thread_are_bounded() -> None:
