@@ -1,7 +1,8 @@
 """Translation of input items, functions and the tool choice to a prompt with breakpoints.
 
 `openai.responses` calls it. Clients may send the output items of an answer back unchanged: a
-message and the calls after it are one assistant turn; reasoning items before it are its thoughts.
+message, the calls after it and the text behind them are one assistant turn; reasoning items before
+it are its thoughts.
 """
 
 from __future__ import annotations
@@ -347,10 +348,11 @@ class _ItemsReader:
         return convert(value, kind, path)
 
     def _message(self, item: MessageItem, path: str) -> None:
-        self.calls.check_answered(path)
         is_answer = item.role == "assistant"
-        if not (is_answer and self._is_turn_open):
-            self.message += 1
+        if not is_answer:
+            self.calls.check_answered(path)
+        if not (is_answer and (self._is_turn_open or self.calls.any_pending)):
+            self.message += 1  # text behind a call belongs to the call's turn
         self._in_assistant_turn, self._is_turn_open = is_answer, False
         self._texts(item.role, item.content, f"{path}.content")
 
@@ -374,7 +376,7 @@ class _ItemsReader:
 
     def _call(self, item: CallItem, path: str) -> None:
         name = tools.joined_name(item.namespace, item.name)
-        call = tools.call(item.call_id, name, item.arguments, path)
+        call = tools.call(item.call_id, name, item.arguments)
         self.calls.add(call, f"{path}.call_id")
         if not self._in_assistant_turn:
             self.message += 1

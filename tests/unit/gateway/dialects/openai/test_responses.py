@@ -173,7 +173,6 @@ def test_calls_without_text_are_an_assistant_turn() -> None:
         ([HI, CALL, HI, RESULT], "input[2]", "'a'"),
         ([HI, RESULT], "input[1].call_id", "'a'"),
         ([HI, CALL, RESULT, RESULT], "input[3].call_id", "'a'"),
-        ([HI, {**CALL, "arguments": "1"}, RESULT], "input[1].arguments", "object"),
         ([{"type": "item_reference"}], "input[0].id", "missing required"),
         ([{"type": "item_reference", "id": 3}], "input[0].id", "Expected `str`"),
         ([{"id": "msg_1_0"}, {"id": "msg_1_0"}], "input[1]", "duplicate item found"),
@@ -230,6 +229,21 @@ def test_continued_request_is_parsed_with_its_history() -> None:
     own = b'[{"type":"message","role":"user","content":[{"type":"input_text","text":"and?"}]}]'
     assert call.thread == ThreadDirectives("resp_1", store=True, input=own)
     assert [part.text for part in call.prompts[0].segments] == ["hi", "and?"]
+
+
+def test_text_behind_a_call_belongs_to_its_turn() -> None:
+    """A model may write on behind its call; the answer comes back with the call's result."""
+    said = {"type": "message", "role": "assistant", "content": "I look."}
+    other = {**CALL, "call_id": "b"}
+    answered = {**RESULT, "call_id": "b"}
+    segments = parse([HI, CALL, said, other, RESULT, answered]).prompts[0].segments
+
+    assert [(part.role, part.message) for part in segments] == [
+        ("user", 0),
+        *[("assistant", 1)] * 3,
+        ("tool", 2),
+        ("tool", 3),
+    ]
 
 
 def test_stored_items_may_be_continued_without_input() -> None:
