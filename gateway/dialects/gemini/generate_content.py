@@ -248,7 +248,7 @@ class _Candidate:
         _, call = self.calls.popitem()
         self.calls.clear()
         try:
-            arguments = msgspec.json.decode(call.arguments or "{}")
+            arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError):
             self.is_malformed = True
             return None

@@ -136,7 +136,7 @@ def _parts_of(chunk: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("arguments", ['{"city":', '{"city":' * 10_000 + "1" + "}" * 10_000])
+@pytest.mark.parametrize("arguments", ['{"city":', "[1]", '{"city":' * 10_000 + "1" + "}" * 10_000])
 def test_unreadable_call_is_malformed_function_call(arguments: str) -> None:
     """Truncated arguments must never look complete; a model may nest them without end."""
     deltas: list[Delta] = [
