@@ -75,9 +75,8 @@ def test_second_start_runs_no_migration(tmp_path: Path) -> None:
 def test_a_file_is_opened_without_a_write(tmp_path: Path) -> None:
     """A command that only reads waits for no change, and needs no room on the disk."""
     path = tmp_path / "test.db"
-    with closing(SqliteStore(path)) as first, first.change():
-        with closing(SqliteStore(path)) as second:
-            found = second.query("select count(*) from tenants")
+    with closing(SqliteStore(path)) as first, first.change(), closing(SqliteStore(path)) as second:
+        found = second.query("select count(*) from tenants")
 
     assert found == [(0,)]
 
