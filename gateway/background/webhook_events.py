@@ -62,15 +62,22 @@ class WebhookEvents:
         self._restarts = {one.name: one.restarts() for one in gateway.models}
         self._broken: dict[tuple[int, str], int] = {}
         self._limited: dict[int, int] = {}
+        self._unrecorded: dict[str, WebhookEvent] = {}  # of counters, which say it once; by id
 
     async def find(self) -> list[WebhookEvent]:
-        """Return what has happened since the last call, and what the outbox may know already.
+        """Return what has happened since `mark_recorded`, and what the outbox may know already.
 
         O(budgets + keys + tenants), queries on another thread. Raises StoreError.
         """
         now_ms = self._gateway.wall()
-        found = [*self._restarted(now_ms), *self._lost_promises(now_ms), *self._refused(now_ms)]
-        return found + await self._gateway.reports.ask(lambda store: self._read(store, now_ms))
+        for one in (*self._restarted(now_ms), *self._lost_promises(now_ms), *self._refused(now_ms)):
+            self._unrecorded.setdefault(one.event_id, one)
+        read = await self._gateway.reports.ask(lambda store: self._read(store, now_ms))
+        return [*self._unrecorded.values(), *read]
+
+    def mark_recorded(self) -> None:
+        """Forget what `find` has returned: the outbox has it."""
+        self._unrecorded.clear()
 
     def _read(self, store: Store, now_ms: int) -> list[WebhookEvent]:
         states = budget_states(store, lambda: now_ms)

@@ -221,6 +221,7 @@ class WebhookSender:
         with suppress(StoreError):
             for event in await self._events.find():
                 await self.publish(event)
+            self._events.mark_recorded()
             await asyncio.to_thread(delete_old_deliveries, gateway.store, gateway.wall())
 
     async def send_due(self, endpoint: WebhookEndpoint) -> bool:

@@ -128,21 +128,24 @@ def test_a_hit_ratio_that_fell_is_told_once_a_day() -> None:
 
 
 async def test_finds_restarts_and_refusals_since_the_last_search(gateway: GatewayFixture) -> None:
-    """Not those before its start, and none twice."""
+    """Not those before its start, and none twice; what was found and not recorded is found again,
+    as a failed write of the outbox may follow."""
     context, restarts = gateway.gateway.context, 3
     context.models.default.restarts = lambda: restarts
     context.limited[1] = 2
     events = WebhookEvents(context)
     first = await events.find()
+    events.mark_recorded()
     restarts = 4
     context.limited[1] += 5
-    second = await events.find()
+    second, again = await events.find(), await events.find()
+    events.mark_recorded()
     third = await events.find()
 
     assert [one.kind for one in first] == ["tenant.limited"]
     assert [one.kind for one in second] == ["engine.restarted", "tenant.limited"]
     assert sentence(second[1]) == "ada: 5 requests refused by its limits"
-    assert third == []
+    assert (again, third) == (second, [])
 
 
 async def test_refused_requests_are_counted_by_tenant(unopened_gateway: GatewayFixture) -> None:

@@ -105,11 +105,13 @@ def test_the_longest_pause_repeats(attempts: int, pause: int) -> None:
 
 
 def test_a_deleted_tenant_leaves_no_event(store: Store, wall: Wall) -> None:
-    """Its name is in the body."""
+    """Its name is in the body. What is found before the deletion may be recorded after it."""
     tenant = create_tenant(store, wall, "gone")
     put_event(store, WebhookEvent("x", "tenant.limited", {}, tenant.tenant_id), ["ops"], wall())
     delete_tenant(store, wall, "gone")
+    late = WebhookEvent("y", "tenant.limited", {}, tenant.tenant_id)
 
+    assert not put_event(store, late, ["ops"], wall())
     assert list_deliveries(store, 10) == []
 
 
