@@ -112,19 +112,6 @@ def test_database_guards_permanent_tables(
     assert guards == [(2,)]
 
 
-def test_second_start_runs_no_migration(postgres_server: Server) -> None:
-    address = postgres_server.address(postgres_server.database(is_empty=True))
-    first = PostgresStore(address)
-    create_tenant(first, Wall(), "ada")
-    first.close()
-    second = PostgresStore(address)
-    names = second.query("select name from tenants")
-    version = second.query("select version from trunkline_schema")
-    second.close()
-
-    assert (names, version) == ([("ada",)], [(len(migrations()),)])
-
-
 def test_migrates_database_of_an_older_version(
     postgres_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,19 +59,6 @@ def test_commits_with_full_sync(store: Store) -> None:
     assert store.query("pragma journal_mode") == [("wal",)]
 
 
-def test_second_start_runs_no_migration(tmp_path: Path) -> None:
-    first = SqliteStore(tmp_path / "test.db")
-    create_tenant(first, Wall(), "ada")
-    first.close()
-    second = SqliteStore(tmp_path / "test.db")
-
-    names = second.query("select name from tenants")
-    version = second.query("pragma user_version")
-    second.close()
-    assert names == [("ada",)]
-    assert version == [(len(migrations()),)]
-
-
 def test_a_file_is_opened_without_a_write(tmp_path: Path) -> None:
     """A command that only reads waits for no change, and needs no room on the disk."""
     path = tmp_path / "test.db"
