@@ -636,7 +636,7 @@ def key_file(folder: Path) -> SealSettings:
 
 def test_the_process_puts_deletes_and_tells(tmp_path: Path) -> None:
     """Over a folder as a remote store, by its address."""
-    remote = RemoteSettings(f"file://{tmp_path}/far")
+    remote = RemoteSettings(f"file://{tmp_path}/far", timeout_s=60.0)
     with closing(
         DiskRig(tmp_path / "levels", FakeClock(1_000.0), seal=key_file(tmp_path), remote=remote)
     ) as rig:
