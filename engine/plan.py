@@ -111,30 +111,17 @@ class StepPlan(Struct, frozen=True):
     masks: dict[int, Mask] = {}
 
 
-class Sampled(Struct, frozen=True, gc=False):
-    """The tokens that one sequence sampled in a step, in order: one, or more where the runner
-    verified drafts.
-
-    A runner may return several only if no later step of the sequence is in flight: a step
-    planned before this result assumes one. The KV of the last token is not computed, and core
-    plans the others again as known text.
-    """
-
-    sequence_id: int
-    tokens: tuple[SampledToken, ...]
-
-
 class StepResult(Struct, frozen=True):
     """The results of one step.
 
-    `failed` maps a sequence to a stable error code (`nan_logits`): only that sequence ends.
-    `prompt_logprobs` maps a sequence to entries for the positions it computed. `elapsed_s`: seconds
-    that the device took, without the time in which it waited for earlier steps or for the host; 0
-    where that is not measured.
+    `sampled` maps a sequence to the token that it sampled. `failed` maps a sequence to a stable
+    error code (`nan_logits`): only that sequence ends. `prompt_logprobs` maps a sequence to entries
+    for the positions it computed. `elapsed_s`: seconds that the device took, without the time in
+    which it waited for earlier steps or for the host; 0 where that is not measured.
     """
 
     step: int
-    sampled: tuple[Sampled, ...] = ()
+    sampled: dict[int, SampledToken] = {}
     prompt_logprobs: dict[int, tuple[SampledToken, ...]] = {}
     failed: dict[int, str] = {}
     elapsed_s: float = 0.0

@@ -128,6 +128,8 @@ class Context:
     background: set[asyncio.Task[Any]] = field(default_factory=set)
     """Tasks that must finish even if their caller is cancelled."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a configuration is read and applied."""
 
     @property
     def model(self) -> str:

@@ -17,7 +17,7 @@ import xxhash
 from engine.api import AttentionWindow, EngineInfo, SampledToken, Sampling
 from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
-from engine.plan import BegunSequence, BlockCopy, Mask, Row, Sampled, StepPlan, StepResult
+from engine.plan import BegunSequence, BlockCopy, Mask, Row, StepPlan, StepResult
 
 Slot = tuple[bytes, int, int]
 """The content of a slot of the fake KV: its namespace, its KV group and the exact prefix."""
@@ -122,7 +122,6 @@ class FakeRunner:
         self.fail_collect: set[int] = set()
         self.nan_steps: set[int] = set()
         self.words: Sequence[int] = ()
-        self.tokens_per_draw = 1  # more only where one step is in flight at a time
         self._results: deque[StepResult] = deque()
         self._broken: dict[int, set[int]] = {}
 
@@ -160,7 +159,7 @@ class FakeRunner:
                 broken.update((row.sequence_id, *row.samples))
         self._broken[plan.step] = broken
         written: set[int] = set()
-        sampled: list[Sampled] = []
+        sampled: dict[int, SampledToken] = {}
         failed: dict[int, str] = {}
         logprobs: dict[int, tuple[SampledToken, ...]] = {}
         for row in plan.rows:
@@ -172,11 +171,9 @@ class FakeRunner:
                 if plan.step in self.nan_steps and not failed:
                     failed[sequence_id] = "nan_logits"
                 else:
-                    sampled.append(drawn)
+                    sampled[sequence_id] = drawn
         self._results.append(
-            StepResult(
-                step=plan.step, sampled=tuple(sampled), failed=failed, prompt_logprobs=logprobs
-            )
+            StepResult(step=plan.step, sampled=sampled, failed=failed, prompt_logprobs=logprobs)
         )
 
     def _breaks(self, plan: StepPlan) -> set[int]:
@@ -277,25 +274,19 @@ class FakeRunner:
                 self.slots[slot] = BROKEN if is_broken else (namespace, group, contents[position])
         self.computed_tokens += row.count
 
-    def _draw(self, sequence_id: int, row: Row, mask: Mask | None) -> Sampled:
+    def _draw(self, sequence_id: int, row: Row, mask: Mask | None) -> SampledToken:
         if sequence_id not in self.begun:
             raise OracleError(f"sequence {sequence_id} draws and has not begun")
         begun, own = self.begun[sequence_id], self.tokens[sequence_id]
         if len(own) != row.start + row.count:
             raise OracleError(f"{sequence_id}: draws from another sequence's last position")
         logprob = None if begun.sampling.logprobs is None else -1.0
-        drawn: list[SampledToken] = []
-        for position in range(len(own), len(own) + self.tokens_per_draw):
-            output = position - begun.prompt_tokens
-            tag = self.tags[sequence_id][-1]
-            token = next_token(
-                tag, begun.sampling, begun.sample_index, output, self.vocab_size, mask
-            )
-            if output < len(self.words):
-                token = self.words[output]
-            self._append(sequence_id, token)
-            drawn.append(SampledToken(token, logprob))
-        return Sampled(sequence_id, tuple(drawn))
+        output, tag = len(own) - begun.prompt_tokens, self.tags[sequence_id][-1]
+        token = next_token(tag, begun.sampling, begun.sample_index, output, self.vocab_size, mask)
+        if output < len(self.words):
+            token = self.words[output]
+        self._append(sequence_id, token)
+        return SampledToken(token, logprob)
 
     def _next_tokens(self, row: Row) -> tuple[SampledToken, ...]:
         following = [*(row.token_ids or ())[1:]]

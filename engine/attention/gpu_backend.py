@@ -121,8 +121,9 @@ class GpuAttention:
 
         `members`: the sequence ids of the batch. `rows`, `starts`, `seats`: per sequence, query
         tokens, first position and seat. `padded_rows`: rows of the launch. `windowed`: the plan's
-        rows, where some are under attention windows. While a decoding batch, its groups and the
-        blocks that its windows begin with stay the same, the last work lists are returned again.
+        rows, where some are under attention windows. While a decoding batch, its seats, its groups
+        and the blocks that its windows begin with stay the same, the last work lists are returned
+        again.
         O(rows + tiles) otherwise.
         """
         is_decoding = bool((rows == 1).all())
@@ -131,7 +132,8 @@ class GpuAttention:
             slices = self._windowed_slices(windowed, seats * self.stride)
             assert slices.floors is not None, "made with floors"
             floors = slices.floors.tobytes()
-        key = (members, groups, padded_rows, floors) if is_decoding else None
+        # Preempted together, sequences may come back in each other's seats.
+        key = (members, seats.tobytes(), groups, padded_rows, floors) if is_decoding else None
         self._age += 1
         if key is not None and key == self._key and self._age < REPLAN_EVERY and self.plan:
             return self.plan

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Final
 
 from engine.api import (
     Clock,
@@ -67,6 +68,11 @@ FAILURES = {
     **GRAMMAR_FAILURES,
 }
 
+FAILED_STEPS_MAX: Final = 5
+"""Steps that fail one after another, after which the engine stops: its device is broken, and only a
+new process gets a working one.
+"""
+
 
 class Core:
     """The engine without its process, its socket and its device.
@@ -110,6 +116,7 @@ class Core:
         self.requests = RequestTable()
         self._bounds = QueueBounds(config.queue_requests_max, config.queue_tokens_max)
         self.on_step_failed: Callable[[int, Exception], None] = lambda step, error: None
+        self._failed_steps = 0  # in a row
         self._events: list[Event] = []
         self._in_flight: deque[InFlightStep] = deque()
         self._pacing = LaunchPacing()
@@ -126,11 +133,9 @@ class Core:
             refused = self._choose_refused(request)
             self.constraints.submit(request)
         except EngineError as refusal:
-            wait_s = refusal.retry_after_s if isinstance(refusal, EngineUnavailable) else None
+            code, message, wait_s = refusal.code, refusal.message, _retry_after_s(refusal)
             self._events.append(
-                Finished(
-                    request.request_id, "refused", Usage(), refusal.code, refusal.message, wait_s
-                )
+                Finished(request.request_id, "refused", Usage(), code, message, wait_s)
             )
             return
         for other in refused:
@@ -304,8 +309,8 @@ class Core:
     def step(self) -> list[Event]:
         """Run one step: plan, launch, collect, commit. Return its events, in order.
 
-        Without work it does maintenance. Raises InvariantViolation only; every other failure of a
-        step ends the requests it concerns.
+        Without work it does maintenance. A failure of a step ends the requests it concerns. Raises
+        InvariantViolation, and EngineUnavailable after `FAILED_STEPS_MAX` failures in a row.
         """
         now_s = self.clock()
         if self.requests.waiting_requests or self._timeouts.is_draining:
@@ -386,6 +391,7 @@ class Core:
         except Exception as error:
             self._fail_step(in_flight, error)
             return
+        self._failed_steps = 0
         now_s = self.clock()
         self._pacing.collected(now_s - began_s)
         if result.step != in_flight.step:
@@ -472,39 +478,34 @@ class Core:
             self._events.append(PromptLogprobs(request.request_id, fresh))
 
     def _accept_tokens(self, in_flight: InFlightStep, result: StepResult, now_s: float) -> None:
-        """Append the output tokens of a step, and end each sample at its last one; tokens after
-        that are dropped.
+        """Append the output tokens of a step, and end each sample at its last one; a token after
+        that is dropped.
         """
-        sampled = {one.sequence_id: one.tokens for one in result.sampled}
-        events, accepted = self._events, 0
+        events, sampled, accepted = self._events, result.sampled, 0
         for sequence_id, sequence in in_flight.sampling.items():
             sequence.in_flight -= 1
             if sequence.is_ended:
                 continue
-            if not (tokens := sampled.get(sequence_id)):
+            if (token := sampled.get(sequence_id)) is None:
                 raise InvariantViolation(f"sequence {sequence_id} sampled no token")
-            active, request = sequence.parent, sequence.parent.request
+            active, request, token_id = sequence.parent, sequence.parent.request, token.token_id
             is_constrained = sequence.matcher is not None
-            for token in tokens:
-                token_id = token.token_id
-                if is_constrained and (code := self.constraints.consume(sequence, token_id)):
-                    self._fail(active, code)
-                    break
-                sequence.tokens.append(token_id)
-                sequence.output_tokens = count = sequence.output_tokens + 1
-                accepted += 1
-                if token.logprob is not None:
-                    sequence.cumulative_logprob += token.logprob
-                if active.first_token_at_s is None:
-                    active.first_token_at_s = now_s
-                events.append(Tokens(request.request_id, sequence.index, (token,)))
-                is_stop = token_id in request.stop_token_ids and count >= request.min_tokens
-                if is_stop or (is_constrained and self.constraints.is_complete(sequence)):
-                    self._finish_sample(sequence, "stop")
-                    break
-                if count >= request.max_tokens:
-                    self._finish_sample(sequence, "length")
-                    break
+            if is_constrained and (code := self.constraints.consume(sequence, token_id)):
+                self._fail(active, code)
+                continue
+            sequence.tokens.append(token_id)
+            sequence.output_tokens = count = sequence.output_tokens + 1
+            accepted += 1
+            if token.logprob is not None:
+                sequence.cumulative_logprob += token.logprob
+            if active.first_token_at_s is None:
+                active.first_token_at_s = now_s
+            events.append(Tokens(request.request_id, sequence.index, (token,)))
+            is_stop = token_id in request.stop_token_ids and count >= request.min_tokens
+            if is_stop or (is_constrained and self.constraints.is_complete(sequence)):
+                self._finish_sample(sequence, "stop")
+            elif count >= request.max_tokens:
+                self._finish_sample(sequence, "length")
         self.engine_stats.output_tokens += accepted
 
     # -- endings ------------------------------------------------------------------------------
@@ -558,7 +559,7 @@ class Core:
 
     def _fail_step(self, in_flight: InFlightStep, error: Exception) -> None:
         """Fail all requests of a broken step, since the request at fault is unknown; the engine
-        continues.
+        continues, unless no step comes through any more.
         """
         self.on_step_failed(in_flight.step, error)
         for sequence in in_flight.sampling.values():
@@ -569,6 +570,11 @@ class Core:
         for active in concerned:
             if not active.is_finished:
                 self._finish(active, "failed", "step_failed", message)
+        self._failed_steps += 1
+        if self._failed_steps >= FAILED_STEPS_MAX:
+            raise EngineUnavailable(
+                "step_failed", f"{FAILED_STEPS_MAX} steps failed one after another."
+            ) from error
 
     # -- the queue's bounds -------------------------------------------------------------------
 
@@ -620,7 +626,8 @@ class Core:
             active = self.requests.get(request_id)
             assert active is not None, "a request that waits for a grammar is live"
             if isinstance(outcome, EngineError):
-                self._finish(active, "refused", outcome.code, outcome.message)
+                wait_s = _retry_after_s(outcome)
+                self._finish(active, "refused", outcome.code, outcome.message, retry_after_s=wait_s)
             else:
                 active.compiled = outcome
                 self.constraints.attach_matcher(active.sequences[0])
@@ -659,3 +666,8 @@ class Core:
             busy = self._in_flight or any(s.is_schedulable for s in self.scheduler.running)
             for sequence, code in self.constraints.fill_masks(self.clock, is_idle=not busy):
                 self._fail(sequence.parent, code)
+
+
+def _retry_after_s(refusal: EngineError) -> float | None:
+    """Return when to try again; None for what can never run."""
+    return refusal.retry_after_s if isinstance(refusal, EngineUnavailable) else None

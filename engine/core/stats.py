@@ -35,23 +35,19 @@ class EngineStats:
         self.step_cost = step_cost
         self.levels_off: tuple[LevelStats, ...] = ()
         self.step = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.computed_tokens = 0
-        self.output_tokens = 0
-        self.unneeded_tokens = 0
-        self._stepped_at_s = float("-inf")
-        self._step_s = 0.0
-        self._prefill_per_s = 0.0
+        self.reset()
 
-    def reset_token_counters(self) -> None:
-        """Reset the token counters to zero.
+    def reset(self) -> None:
+        """Forget all steps but for their number.
 
-        The smoke test's tokens belong to no tenant, and the counters must equal the ledger's sums.
+        The smoke test's tokens belong to no tenant, and the counters must equal the ledger's sums;
+        its step is slower than any other.
         """
         self.prompt_tokens = self.cached_tokens = 0
         self.computed_tokens = self.output_tokens = self.unneeded_tokens = 0
-        self.step_cost.reset()  # the first step is slower than any other
+        self._stepped_at_s = float("-inf")
+        self._step_s = self._prefill_per_s = 0.0
+        self.step_cost.reset()
 
     def count_unneeded(self, sampled: int, most: int) -> int:
         """Return how many of `sampled` tokens come before the sample's end; count the others as

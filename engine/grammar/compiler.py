@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -140,7 +141,8 @@ class CompiledCache:
 class _CompileJob:
     """One grammar to compile, and the requests that wait for it.
 
-    `sandbox`: the child process that tries it, as long as it does.
+    `sandbox`: the child process that tries it, as long as it does. `is_erased`: its namespace was
+    erased meanwhile, so its outcome is not cached.
     """
 
     payer: Payer
@@ -148,6 +150,7 @@ class _CompileJob:
     grammar: Grammar
     request_ids: list[str]
     sandbox: GrammarSandbox | None = None
+    is_erased: bool = False
 
 
 class GrammarCompiler:
@@ -182,13 +185,12 @@ class GrammarCompiler:
             jobs = [*self._queues.get(payer, ()), *self._jobs_compiling(payer)]
             job = next((j for j in jobs if j.namespace == namespace and j.grammar == grammar), None)
             self._check_queue(payer, jobs, is_new=job is None)
+            self._start_threads()
             if job is None:
                 job = _CompileJob(payer, namespace, grammar, [])
                 self._queues.setdefault(payer, deque()).append(job)
             job.request_ids.append(request_id)
             self._waiting[request_id] = job
-            while len(self._threads) < WORKERS:
-                self._start_thread()  # all at once: the second payer's thread is ready by then
             self._lock.notify()
 
     def _check_queue(self, payer: Payer, jobs: list[_CompileJob], *, is_new: bool) -> None:
@@ -241,11 +243,11 @@ class GrammarCompiler:
             self._cache.replace(namespace, grammar, RequestRefused("grammar_too_big", message))
 
     def erase(self, namespace: Namespace) -> None:
-        """See `GrammarSource`. An outcome that is being compiled at that moment is cached
-        afterwards.
-        """
+        """See `GrammarSource`. O(waiting grammars)."""
         with self._lock:
             self._cache.erase(namespace)
+            for job in chain(self._compiling.values(), *self._queues.values()):
+                job.is_erased |= job.namespace == namespace
 
     def close(self) -> None:
         """End the threads and their processes; queued grammars get no outcome."""
@@ -259,13 +261,23 @@ class GrammarCompiler:
 
     # -- the threads ----------------------------------------------------------------------------
 
-    def _start_thread(self) -> None:
-        name = f"grammar-{len(self._threads)}"
-        sandbox = GrammarSandbox(self._settings, self._clock)
-        thread = threading.Thread(target=self._work, args=(sandbox,), name=name, daemon=True)
-        self._sandboxes.append(sandbox)
-        self._threads.append(thread)
-        thread.start()
+    def _start_threads(self) -> None:
+        """Start the threads that do not run yet, all at once: the second payer's is ready by then.
+        Raises EngineUnavailable if the machine has room for none.
+        """
+        while len(self._threads) < WORKERS:
+            name = f"grammar-{len(self._threads)}"
+            sandbox = GrammarSandbox(self._settings, self._clock)
+            thread = threading.Thread(target=self._work, args=(sandbox,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if self._threads:
+                    return
+                message = "No thread could be started for the grammar."
+                raise EngineUnavailable("queue_full", message) from error
+            self._sandboxes.append(sandbox)
+            self._threads.append(thread)
 
     def _work(self, sandbox: GrammarSandbox) -> None:
         try:
@@ -311,7 +323,7 @@ class GrammarCompiler:
             with self._lock:
                 job.sandbox = None  # a cancellation from here on stops nothing
             return size, compile_grammar(grammar, self._load())
-        except RequestRefused as refusal:
+        except EngineError as refusal:
             return len(grammar.text), refusal
         except Exception as error:
             message = f"The grammar could not be compiled: {type(error).__name__}."
@@ -333,9 +345,9 @@ class GrammarCompiler:
         with self._lock:
             job.sandbox = None
             is_final = isinstance(outcome, CompiledGrammar) or (
-                bool(job.request_ids) and outcome.code != "grammar_unsupported"
+                bool(job.request_ids) and outcome.code in ("grammar_invalid", "grammar_too_big")
             )
-            if is_final:
+            if is_final and not job.is_erased:
                 self._cache.add(job.namespace, job.grammar, outcome, size)
             for request_id in job.request_ids:
                 del self._waiting[request_id]

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from engine.api import Clock, Grammar
-from engine.errors import RequestRefused
+from engine.errors import EngineUnavailable, RequestRefused
 from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
 
 READ_BYTES: Final = 1 << 16
@@ -61,27 +61,30 @@ class GrammarSandbox:
         self.settings = settings
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
+        self._killed: subprocess.Popen[bytes] | None = None
         self._read = b""
 
     def check(self, grammar: Grammar) -> int:
         """Return about how many bytes the compiled grammar holds.
 
         Waits at most `wall_s_max`, plus the start of the process if one is due: its death between
-        two grammars is no fault of the next. Raises RequestRefused.
+        two grammars is no fault of the next. Raises RequestRefused, and EngineUnavailable where the
+        machine has no room for a process.
         """
         try:
             self.prepare()
             return self._check(grammar)
         except OSError as error:
             self.close()
-            raise _too_big("too many resources") from error
+            message = f"No process could be started for the grammar: {type(error).__name__}."
+            raise EngineUnavailable("queue_full", message) from error
 
     def prepare(self) -> None:
         """Start a process unless one runs. Takes as long as reading the tokenizer. Raises OSError,
         and RequestRefused if the tokenizer cannot be used.
         """
         process = self._process
-        if process is not None and process.poll() is not None:
+        if process is not None and (process is self._killed or process.poll() is not None):
             self.close()
         if self._process is None:
             self._start()
@@ -90,6 +93,7 @@ class GrammarSandbox:
         """Kill the process; a pending `check` fails. Callable from any thread."""
         process = self._process
         if process is not None:
+            self._killed = process  # it may take a while to die
             process.kill()
 
     def close(self) -> None:
@@ -108,7 +112,8 @@ class GrammarSandbox:
         line = self._line(self.settings.wall_s_max)
         if line is None:
             self.close()
-            raise _too_big(f"more than {self.settings.cpu_s_max} s or too much memory")
+            what = f"more than {self.settings.cpu_s_max} s or too much memory"
+            raise RequestRefused("grammar_too_big", f"Compiling the grammar took {what}.")
         verdict = msgspec.json.decode(line, type=Verdict)
         if verdict.code:
             raise RequestRefused(verdict.code, verdict.message)
@@ -151,10 +156,6 @@ class GrammarSandbox:
             self._read += data
         line, _, self._read = self._read.partition(b"\n")
         return line
-
-
-def _too_big(what: str) -> RequestRefused:
-    return RequestRefused("grammar_too_big", f"Compiling the grammar took {what}.")
 
 
 # --- the child process -------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from engine.models.cpu_decoder import CpuDecoder, Kernels, load_kernels
 from engine.models.decoder import DecoderModel
 from engine.models.interface import Model
 from engine.models.layers import TorchOps
-from engine.plan import BegunSequence, BlockCopy, Row, Sampled, StepPlan, StepResult
+from engine.plan import BegunSequence, BlockCopy, Row, StepPlan, StepResult
 from engine.runner.loaded_model import LoadedModel, blocks_of, context_of
 from engine.sampling.logprobs import logprob_entries
 from engine.sampling.sampler import Sampler
@@ -117,7 +117,7 @@ class CpuRunner:
         sampled, failed, prompt_logprobs = self._sample(plan, logits)
         return StepResult(
             step=plan.step,
-            sampled=tuple(sampled),
+            sampled=sampled,
             prompt_logprobs=prompt_logprobs,
             failed=failed,
             elapsed_s=time.perf_counter() - started_s,
@@ -132,7 +132,7 @@ class CpuRunner:
 
     def _sample(
         self, plan: StepPlan, logits: torch.Tensor
-    ) -> tuple[list[Sampled], dict[int, str], dict[int, tuple[SampledToken, ...]]]:
+    ) -> tuple[dict[int, SampledToken], dict[int, str], dict[int, tuple[SampledToken, ...]]]:
         """Return the drawn tokens, the failed sequences and the prompt logprobs of a step.
 
         logits [rows, vocab] fp32: the plan's rows that need logits, in order.
@@ -151,17 +151,17 @@ class CpuRunner:
             drawing.extend(row.samples)
             source_rows.extend([end - 1] * len(row.samples))
         if not drawing:
-            return [], failed, prompt_logprobs
+            return {}, failed, prompt_logprobs
         if source_rows != list(range(len(logits))):
             logits = logits[source_rows]
-        sampled: list[Sampled] = []
+        sampled: dict[int, SampledToken] = {}
         tokens = self.sampler.sample(logits, drawing, plan.masks)
         for sequence_id, token in zip(drawing, tokens, strict=True):
             if token.token_id < 0:
                 failed[sequence_id] = "nan_logits"
                 continue
             self._last[sequence_id] = token.token_id
-            sampled.append(Sampled(sequence_id, (token,)))
+            sampled[sequence_id] = token
         return sampled, failed, prompt_logprobs
 
     def _prompt_logprobs(self, row: Row, logits: torch.Tensor) -> tuple[SampledToken, ...]:

@@ -27,7 +27,7 @@ from engine.attention.gpu_backend import GpuAttention
 from engine.attention.interface import LayerAttention
 from engine.kv.storage import KvStorage
 from engine.models.interface import Model
-from engine.plan import Row, Sampled, StepPlan, StepResult
+from engine.plan import Row, StepPlan, StepResult
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.gpu_inputs import StepAttention, StepInputs, StepShape
 from engine.runner.seats import Seats, StepRows
@@ -65,6 +65,10 @@ SPARE_SEATS = 32
 
 RESULT_BUFFERS = 3
 """Pinned host buffers for sampled tokens: steps whose tokens may be in flight to the host."""
+
+SCORED_ROWS = 256
+"""Prompt tokens whose logits are computed at once, for their logprobs. Those of a whole step would
+take several times the memory of its other tensors, which no warm-up has seen."""
 
 _sequence_ids, _samples = attrgetter("sequence_id"), attrgetter("samples")
 
@@ -154,7 +158,7 @@ class GpuRunner:
             pairs = list(zip(launched.draws.drawing, tokens, strict=True))
         return StepResult(
             step=launched.step,
-            sampled=tuple(Sampled(s, (token,)) for s, token in pairs if token.token_id >= 0),
+            sampled={s: token for s, token in pairs if token.token_id >= 0},
             prompt_logprobs=launched.prompt_logprobs,
             failed={s: "nan_logits" for s, token in pairs if token.token_id < 0},
             elapsed_s=elapsed_s,
@@ -379,30 +383,38 @@ class GpuRunner:
 
         Waits for the GPU.
         """
-        wanted: list[int] = []
-        scored: list[tuple[Row, int]] = []
+        hidden = self._forward(shape, None)
+        drawn_from: list[int] = []
         end = 0
         for row in rows:
-            end += row.count
+            first, end = end, end + row.count
+            if row.samples:
+                drawn_from.append(end - 1)
             if row.prompt_logprobs is not None:
-                scored.append((row, len(wanted)))
-                wanted.extend(range(end - row.count, end))
-            elif row.samples:
-                wanted.append(end - 1)
-        logits = self.model.logits(self._forward(shape, self._indices(wanted)))
-        for row, first in scored:
-            assert row.prompt_logprobs is not None
-            following = list((row.token_ids or ())[1:])
-            following += [] if row.next_token_id is None else [row.next_token_id]
-            launched.prompt_logprobs[row.sequence_id] = self.sampler.prompt_logprobs(
-                logits, following, row.prompt_logprobs, first
-            )
+                found = self._prompt_logprobs(hidden[first:end], row)
+                launched.prompt_logprobs[row.sequence_id] = found
+        if not drawn_from:
+            return hidden[:0]
+        logits = self.model.logits(hidden[self._indices(drawn_from)])
         count = 0 if launched.draws is None else len(launched.draws.drawing)
-        if count:
-            out = self._sampled[:count]
-            self.sampler.draw(logits, self.inputs.draws[:count], out)
-            self.last_tokens[self.inputs.section("draw_seats", count)] = out
+        out = self._sampled[:count]
+        self.sampler.draw(logits, self.inputs.draws[:count], out)
+        self.last_tokens[self.inputs.section("draw_seats", count)] = out
         return logits
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, row: Row) -> tuple[SampledToken, ...]:
+        """Return logprobs of the known tokens that follow each position of a row.
+
+        hidden: [row.count, C]. Waits for the GPU.
+        """
+        following = list((row.token_ids or ())[1:])
+        following += [] if row.next_token_id is None else [row.next_token_id]
+        entries: list[SampledToken] = []
+        for start in range(0, len(following), SCORED_ROWS):
+            known = following[start : start + SCORED_ROWS]
+            logits = self.model.logits(hidden[start : start + len(known)])
+            entries += self.sampler.prompt_logprobs(logits, known, row.prompt_logprobs or 0)
+        return tuple(entries)
 
     def _indices(self, values: Sequence[int]) -> torch.Tensor:
         tensor = torch.tensor(values, dtype=torch.int64)
@@ -418,9 +430,5 @@ def _bucket(rows: int, buckets: Sequence[int]) -> int:
 
 def _logit_rows(rows: Sequence[Row]) -> list[int]:
     """Return the row of logits of each draw in a step with prompt logprobs: see `_score`."""
-    sources: list[int] = []
-    end = 0
-    for row in rows:
-        end += row.count if row.prompt_logprobs is not None else bool(row.samples)
-        sources += [end - 1] * len(row.samples)
-    return sources
+    sampling = [row.samples for row in rows if row.samples]
+    return [index for index, samples in enumerate(sampling) for _ in samples]

@@ -243,9 +243,9 @@ class GpuSampler:
         return tokens
 
     def prompt_logprobs(
-        self, logits: torch.Tensor, next_token_ids: Sequence[int], top: int, first_row: int = 0
+        self, logits: torch.Tensor, next_token_ids: Sequence[int], top: int
     ) -> tuple[SampledToken, ...]:
-        """Return logprobs of known tokens: of `next_token_ids[i]` under row `first_row` + i.
+        """Return logprobs of known tokens: of `next_token_ids[i]` under row i.
 
         logits: [rows, vocab], not written. `top`: alternatives to report. Waits for the GPU.
         """
@@ -254,7 +254,7 @@ class GpuSampler:
             known = next_token_ids[start : start + self._rows]
             table = np.zeros((len(known), COLUMNS), np.int32)
             table[:, kernels.FLAGS.value] = kernels.REPORTS.value
-            table[:, kernels.SOURCE.value] = first_row + start + np.arange(len(known))
+            table[:, kernels.SOURCE.value] = start + np.arange(len(known))
             table[:, kernels.REPORT_ROW.value] = np.arange(len(known))
             device = self._reports.device
             kernels.report(

@@ -157,16 +157,23 @@ class EngineService:
                     break
         except BaseException as failure:
             self.failure = failure
-            if core is not None and isinstance(failure, InvariantViolation):
-                core.disown_copies()
-            self._fail_all()
-        finally:
+        try:
             if core is not None:
-                core.close()
-            self._refuse_late_requests()
-            self.ready.set()
-            self.stopped.set()
-            self._on_change()
+                self._close(core)
+        except BaseException as failure:
+            self.failure = self.failure or failure
+        self._refuse_late_requests()
+        self.ready.set()
+        self.stopped.set()
+        self._on_change()
+
+    def _close(self, core: Core) -> None:
+        """End the requests that a failure has left, and what works beside the core."""
+        if isinstance(self.failure, InvariantViolation):
+            core.disown_copies()
+        if self.failure is not None:
+            self._fail_all()
+        core.close()
 
     def _take_commands(self, core: Core) -> bool:
         """Handle all commands in the inbox; without work, wait for one until the heartbeat.
@@ -326,6 +333,6 @@ def smoke_test(core: Core) -> None:
             if isinstance(event, Finished):
                 if event.ending != "done":
                     raise EngineError(event.code, f"The engine's smoke test failed: {event.code}.")
-                core.engine_stats.reset_token_counters()
+                core.engine_stats.reset()
                 return
     raise EngineError("not_ready", f"The engine produced no token in {SMOKE_TEST_STEPS_MAX} steps.")

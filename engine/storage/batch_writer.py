@@ -67,6 +67,7 @@ class BatchWriter:
         self._store_id = index.file.store_id
         self.batch: WriteBatch | None = None
         self.pinned = pinned
+        self._planned_bytes = 0  # of the batch under way
         self._written_day = int(index.file.meta("written_day", 0))
         self._written_today = int(index.file.meta("written_today", 0))
         self.stored_total = self.written_bytes_total = 0
@@ -75,7 +76,7 @@ class BatchWriter:
     def plan(self, commands: Sequence[StoreRuns]) -> WriteBatch:
         """Take places for the runs that have no record yet. At most one batch is under way."""
         assert self.batch is None, "one batch at a time: no run is planned twice"
-        batch = WriteBatch()
+        batch, self._planned_bytes = WriteBatch(), 0
         planned: dict[tuple[int, RecordId, bytes], RecordId] = {}
         self._index.reserve_ids()
         with self._index.file.change():
@@ -139,7 +140,8 @@ class BatchWriter:
         if found:
             return PlannedRun(run, found, packed, limit_ms, promise_ms)
         payer = command.payer or command.namespace
-        if not promise_ms and self.written_today + place_bytes > self._bytes_per_day:
+        written = self.written_today + self._planned_bytes + place_bytes
+        if not promise_ms and written > self._bytes_per_day:
             return "write_budget"
         place = self._room.take(payer, place_bytes)
         if isinstance(place, str):
@@ -161,6 +163,7 @@ class BatchWriter:
             promise_ms,
         )
         self._books.add_bytes(payer, place_bytes, kind[1])
+        self._planned_bytes += place_bytes
         return PlannedRun(
             run, record_id, packed, limit_ms, promise_ms, place, encode_header(header), scope.seal
         )

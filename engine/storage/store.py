@@ -37,6 +37,7 @@ from engine.statistics import PayerBytes
 from engine.storage.batch_writer import BatchWriter, RunAll
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import INDEX_NAME
+from engine.storage.index.names import Scope
 from engine.storage.index.recalling import RecallPages
 from engine.storage.index.remote_rows import REMOTE, level_of
 from engine.storage.index.walking import walk
@@ -155,9 +156,7 @@ class DiskStore:
             self._books.add_bytes(self._index.names.payer_name(payer_id), size, fidelity, places)
             self._books.add_records(scopes[scope_id], count)
         with self._index.file.change():
-            for scope in self._index.names.scopes:
-                if not self._books.has(scope.namespace):
-                    self._index.names.remove_scope(scope.namespace)
+            self._remove_scopes(lambda scope: True)
             self._note_time()
         if self._seals is not None:
             self._seals.keep_only({scope.namespace for scope in self._index.names.scopes})
@@ -427,6 +426,7 @@ class DiskStore:
                 self._index.uses.flush()
                 self._note_time()
                 self.expired_total += self._drop(expired)
+                self._remove_scopes(lambda scope: not self._writer.is_planned(scope))
                 if is_over:
                     self._room.shrink()
                 self._room.drop_ahead()
@@ -438,6 +438,13 @@ class DiskStore:
             self._promised = self._index.promised(now_ms)
             took_ms = int(1_000 * (self._uptime_s() - began_s))
             self._count_promised_at_ms = now_ms + 100 * took_ms
+
+    def _remove_scopes(self, may_go: Callable[[Scope], bool]) -> None:
+        """Remove the scopes of namespaces without records, in the caller's transaction. A key of
+        theirs stays until the store is opened again. O(scopes)."""
+        for scope in self._index.names.scopes:
+            if not self._books.has(scope.namespace) and may_go(scope):
+                self._index.names.remove_scope(scope.namespace)
 
     def _note_time(self) -> None:
         self._noted_ms = self.clock.now_ms()

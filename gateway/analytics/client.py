@@ -46,6 +46,10 @@ TOKENS_MAX = 16_384
 UNSENT_MAX = 2**24
 """Bytes. A process that is so far behind receives no requests until it catches up."""
 
+ANSWER_S = 30.0
+"""Longest wait for an answer. A process that stands still would hold a reader, and the end of the
+gateway, which asks once more."""
+
 CLOSE_S = 5.0
 
 
@@ -146,11 +150,15 @@ class AnalyticsProcessClient:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions.append(answer)
         self._wire.send(encode_frame(question))
-        return await answer
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await answer
+        except TimeoutError:
+            raise _unavailable_error() from None
 
     def _on_frame(self, frame: bytes) -> None:
         question = self._questions.popleft()
-        if not question.done():  # the caller may have been cancelled
+        if not question.done():  # the caller may have been cancelled, or waited too long
             question.set_result(read_from_analytics(frame).answer)
 
     def _on_wire_end(self) -> None:
@@ -179,5 +187,5 @@ class AnalyticsProcessClient:
 
 
 def _unavailable_error() -> Refusal:
-    message = "Analytics are restarting; retry in a moment."
+    message = "Analytics do not answer, or are restarting; retry in a moment."
     return Refusal(Kind.BUSY, "analytics_away", message, retry_after_s=PAUSE_S)

@@ -249,7 +249,7 @@ def _streak_began_ms(times: Sequence[int]) -> int:
 
 
 def _is_live(key: Key, now_ms: int) -> bool:
-    return all(end_ms is None or end_ms > now_ms for end_ms in (key.expires_ms, key.revoked_ms))
+    return key.revoked_ms is None and (key.expires_ms is None or key.expires_ms > now_ms)
 
 
 def _dollars(pico: int) -> str:

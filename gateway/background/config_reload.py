@@ -27,6 +27,8 @@ from tenancy.accounts.tenants import list_tenant_records
 from tenancy.errors import TenancyError
 from tenancy.storage.audit_log import Actor
 
+Change = TenantChange | KeyChange | ScopeChange
+
 
 class ReloadResult(Struct, frozen=True):
     """Changes to tenants, shared scopes and keys, and settings that need a restart.
@@ -49,23 +51,33 @@ async def reload(
     gateway: Context, webhooks: WebhookSender, by: Actor | None = None
 ) -> ReloadResult:
     """Read the configuration and apply it. `by`: the administrator that asked, for the audit log.
-    Raises Refusal, and changes nothing then."""
-    try:
-        config = await asyncio.to_thread(gateway.read_config)
-        endpoints = await asyncio.to_thread(webhooks.read, config)
-        changes = await declare(gateway, config, by)
-    except (ConfigError, TenancyError) as error:
-        gateway.log("reload_refused", {"reason": str(error)})
-        raise Refusal(Kind.CONFLICT, "bad_config", f"Configuration not applied: {error}") from error
-    found = ReloadResult(
-        tuple(change for change in changes if isinstance(change, TenantChange)),
-        tuple(changed_settings(gateway.config, config)),
-        tuple(change for change in changes if isinstance(change, ScopeChange)),
-        tuple(change for change in changes if isinstance(change, KeyChange)),
-        await asyncio.to_thread(_undeclared_tenants, gateway, config),
-        await webhooks.apply(endpoints),
-        _open_models(gateway, config),
-    )
+    Raises Refusal, and changes nothing then.
+
+    Runs to completion even if the caller is cancelled, and after a reload that runs: the file that
+    was read last is applied last.
+    """
+    return await gateway.run_to_completion(_reload(gateway, webhooks, by))
+
+
+async def _reload(gateway: Context, webhooks: WebhookSender, by: Actor | None) -> ReloadResult:
+    async with gateway.reloading:
+        try:
+            config = await asyncio.to_thread(gateway.read_config)
+            endpoints = await asyncio.to_thread(webhooks.read, config)
+            changes, left = await declare(gateway, config, by)
+        except (ConfigError, TenancyError) as error:
+            gateway.log("reload_refused", {"reason": str(error)})
+            message = f"Configuration not applied: {error}"
+            raise Refusal(Kind.CONFLICT, "bad_config", message) from error
+        found = ReloadResult(
+            tuple(change for change in changes if isinstance(change, TenantChange)),
+            tuple(changed_settings(gateway.config, config)),
+            tuple(change for change in changes if isinstance(change, ScopeChange)),
+            tuple(change for change in changes if isinstance(change, KeyChange)),
+            left,
+            await webhooks.apply(endpoints),
+            _open_models(gateway, config),
+        )
     facts = {
         "tenants": len(found.tenants),
         "keys": len(found.keys),
@@ -90,13 +102,15 @@ def _open_models(gateway: Context, config: Config) -> tuple[str, ...]:
 
 async def declare(
     gateway: Context, config: Config, by: Actor | None = None
-) -> list[TenantChange | KeyChange | ScopeChange]:
-    """Apply the declared tenants, keys and scopes, and return the changes.
+) -> tuple[list[Change], tuple[str, ...]]:
+    """Apply the declared tenants, keys and scopes. Returns the changes, and the tenants that are
+    left from an earlier file.
 
-    Raises StoreError, BadName, and ConfigError for a key's file.
+    Raises StoreError, BadName, and ConfigError for a key's file; then nothing has changed.
     """
     actor = by or Actor("file", "", gateway.wall())
-    changes = await asyncio.to_thread(_reconcile, gateway, config, actor)
+    changes, left = await asyncio.to_thread(_reconcile, gateway, config, actor)
+    gateway.registry.refresh_now()
     for change in changes:
         match change:
             case TenantChange(tenant, what):
@@ -106,28 +120,22 @@ async def declare(
                 gateway.log("key_declared", facts)
             case ScopeChange(scope, what):
                 gateway.log("scope_declared", {"shared_scope": scope, "what": what})
-    if undeclared := await asyncio.to_thread(_undeclared_tenants, gateway, config):
-        gateway.log("tenants_undeclared", {"tenants": len(undeclared)})
-    gateway.registry.refresh_now()
-    return changes
+    if left:
+        gateway.log("tenants_undeclared", {"tenants": len(left)})
+    return changes, left
 
 
-def _undeclared_tenants(gateway: Context, config: Config) -> tuple[str, ...]:
-    """Return the tenants still active from an earlier file, if this file has no `tenants` at all.
-
-    The operator may have removed the last table to suspend its tenant.
-    """
-    if config.tenants is not None:
-        return ()
-    registered = list_tenant_records(gateway.store)
-    return tuple(one.tenant.name for one in registered if one.tenant.is_declared)
-
-
-def _reconcile(
-    gateway: Context, config: Config, by: Actor
-) -> list[TenantChange | KeyChange | ScopeChange]:
-    tenants = None if config.tenants is None else with_digests(config.tenants)
-    return reconcile(gateway.store, gateway.wall, tenants, config.tenancy.shared_scopes, by)
+def _reconcile(gateway: Context, config: Config, by: Actor) -> tuple[list[Change], tuple[str, ...]]:
+    """Change the database, last of all. Without any `tenants` in the file, those that an earlier
+    one declared stay: the operator may have removed the last table to suspend its tenant."""
+    tenants, left = None, tuple[str, ...]()
+    if config.tenants is None:
+        registered = list_tenant_records(gateway.store)
+        left = tuple(one.tenant.name for one in registered if one.tenant.is_declared)
+    else:
+        tenants = with_digests(config.tenants)
+    scopes = config.tenancy.shared_scopes
+    return reconcile(gateway.store, gateway.wall, tenants, scopes, by), left
 
 
 def changed_settings(running: Config, read: Config) -> list[str]:

@@ -61,9 +61,13 @@ async def count_ended(gateway: Context) -> None:
 
 async def flush_requests(gateway: Context) -> None:
     """Count the requests that have ended and write their records, so that a reader of the database
-    sees them. A failed write costs the records."""
-    ended = gateway.ended
+    sees them. A failed write costs the records, a caller that is cancelled does not."""
     await count_ended(gateway)
+    await gateway.shield(_write_records(gateway))
+
+
+async def _write_records(gateway: Context) -> None:
+    ended = gateway.ended
     async with ended.writing:
         if records := ended.take_records():
             with suppress(StoreError):

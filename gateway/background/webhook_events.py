@@ -63,14 +63,21 @@ class WebhookEvents:
         self._broken: dict[tuple[int, str], int] = {}
         self._limited: dict[int, int] = {}
 
-    async def find(self) -> list[WebhookEvent]:
-        """Return what has happened since the last call, and what the outbox may know already.
+    def count(self) -> list[WebhookEvent]:
+        """Return what this gateway has counted since the last call, which returns it no more.
+
+        O(tenants).
+        """
+        now_ms = self._gateway.wall()
+        return [*self._restarted(now_ms), *self._lost_promises(now_ms), *self._refused(now_ms)]
+
+    async def read(self) -> list[WebhookEvent]:
+        """Return what the database tells, which the outbox may know already.
 
         O(budgets + keys + tenants), queries on another thread. Raises StoreError.
         """
         now_ms = self._gateway.wall()
-        found = [*self._restarted(now_ms), *self._lost_promises(now_ms), *self._refused(now_ms)]
-        return found + await self._gateway.reports.ask(lambda store: self._read(store, now_ms))
+        return await self._gateway.reports.ask(lambda store: self._read(store, now_ms))
 
     def _read(self, store: Store, now_ms: int) -> list[WebhookEvent]:
         states = budget_states(store, lambda: now_ms)

@@ -142,10 +142,11 @@ class WebhookSender:
         self.read: ReadEndpoints = read or (lambda config: self.endpoints)
         self._gateway = gateway
         self._events = WebhookEvents(gateway)
+        self._unrecorded: dict[str, WebhookEvent] = {}
+        """Counted events that the database has not taken yet, by id."""
         self._session: aiohttp.ClientSession | None = None
         self._search = self._task("webhooks", lambda: self.check(), lambda: CHECK_INTERVAL_S)
         self._sending = {one.name: self._sending_of(one) for one in self.endpoints}
-        self._turn = asyncio.Lock()
         self._is_started = False
 
     def start(self) -> None:
@@ -159,19 +160,18 @@ class WebhookSender:
         or removed.
 
         An attempt to a changed or removed endpoint is given up; what was not sent is sent to the
-        endpoint of that name, if there is one, now or after a later reload.
+        endpoint of that name, if there is one, now or after a later reload. One call at a time.
         """
-        async with self._turn:
-            before = {one.name: one for one in self.endpoints}
-            after = {one.name: one for one in endpoints}
-            names = [n for n in {**before, **after} if before.get(n) != after.get(n)]
-            await asyncio.gather(*(self._sending.pop(n).close(0) for n in names if n in before))
-            self.endpoints = tuple(endpoints)
-            added = {name: self._sending_of(after[name]) for name in names if name in after}
-            self._sending |= added
-            if self._is_started and added:
-                self._begin(*added.values())
-            return tuple(sorted(names))
+        before = {one.name: one for one in self.endpoints}
+        after = {one.name: one for one in endpoints}
+        names = [n for n in {**before, **after} if before.get(n) != after.get(n)]
+        await asyncio.gather(*(self._sending.pop(n).close(0) for n in names if n in before))
+        self.endpoints = tuple(endpoints)
+        added = {name: self._sending_of(after[name]) for name in names if name in after}
+        self._sending |= added
+        if self._is_started and added:
+            self._begin(*added.values())
+        return tuple(sorted(names))
 
     def _begin(self, *tasks: PeriodicTask) -> None:
         """Start tasks, before the first ones the HTTP client and the search."""
@@ -218,8 +218,13 @@ class WebhookSender:
         A failed read or write of the store is tried again at the next check.
         """
         gateway = self._gateway
+        for event in self._events.count():
+            self._unrecorded.setdefault(event.event_id, event)
         with suppress(StoreError):
-            for event in await self._events.find():
+            for event in tuple(self._unrecorded.values()):
+                await self.publish(event)
+                del self._unrecorded[event.event_id]
+            for event in await self._events.read():
                 await self.publish(event)
             await asyncio.to_thread(delete_old_deliveries, gateway.store, gateway.wall())
 
@@ -262,7 +267,8 @@ class WebhookSender:
         put = partial(put_event, gateway.store, event, names, gateway.wall(), by)
         is_new = await asyncio.to_thread(put)
         for name in names:
-            self._sending[name].wake()
+            if (sending := self._sending.get(name)) is not None:  # else a reload took it meanwhile
+                sending.wake()
         return is_new
 
     async def _post(

@@ -62,7 +62,11 @@ class FindingBooks:
 
     async def flush(self) -> None:
         """Write all counts so far; durable on return. Raises StoreError; the next call writes them
-        then. Analytics that restart have no counts."""
+        then. Analytics that restart have no counts. A caller that is cancelled leaves at once, and
+        the write goes on: a second one would count the same again."""
+        await self._gateway.shield(self._flush())
+
+    async def _flush(self) -> None:
         async with self._turn:
             with suppress(Refusal):
                 taken = await self._gateway.analytics.take_findings()

@@ -290,11 +290,12 @@ class OutputParser:
         self._tokens.extend(text.tokens)
         return self._deltas(self._parser.push(text.text))
 
-    def finish(self) -> list[Delta]:
-        """Return the deltas that were held back; no more text follows."""
+    def finish(self, *, is_cut_off: bool) -> list[Delta]:
+        """Return the deltas that were held back; no more text follows. `is_cut_off`: a limit or a
+        stop string ended the output."""
         deltas: list[Delta] = []
         if self._thoughts is not None:
-            thought, rest = self._thoughts.finish()
+            thought, rest = self._thoughts.finish(is_cut_off=is_cut_off)
             deltas += self._thought(thought)
             if rest or self._undecided:
                 deltas += self._push_text(Text(self._index, rest, self._undecided))

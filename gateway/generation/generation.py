@@ -223,10 +223,10 @@ class Generation:
         finally:
             waiting.leave()
             gateway.leave(tenant_id, len(requests))
-            if output.is_over and not hold.is_open:
-                running.outcome.record_ending(output, ending)  # the request is settled
-            else:
+            if hold.is_open:
                 await gateway.run_to_completion(self._cancel_and_settle(running, ending))
+            else:
+                running.outcome.record_ending(output, ending)
 
     async def _admit(self, prepared: Prepared, identity: Identity, encoder: Encoder) -> _Running:
         """Admit a call and reserve its tokens. Raises Refusal; nothing needs to be undone."""
@@ -290,17 +290,15 @@ class Generation:
         return streams
 
     async def _cancel_and_settle(self, running: _Running, ending: str) -> None:
-        """Cancel a request that still runs and settle one that is not settled.
-
-        A second cancellation also waits, so the log line has final counts.
-        """
-        output, hold = running.output, running.hold
+        """Cancel what still runs and settle. A second cancellation also waits, so the log line has
+        final counts."""
+        output = running.output
         await output.cancel()
+        settled = running.hold.settle(ending, output.usage_so_far(), output.first_token_s)
         running.outcome.record_ending(output, ending)
-        if hold.is_open:
-            with suppress(LedgerUnavailable):  # the hold stays and is settled at the next start
-                await hold.settle(ending, output.usage_so_far(), output.first_token_s)
-                self._state.settled_s = self._gateway.clock()
+        with suppress(LedgerUnavailable):  # the hold stays and is settled at the next start
+            await settled
+            self._state.settled_s = self._gateway.clock()
 
     def _observe(self, deltas: Sequence[Delta], running: _Running) -> None:
         """Record what the log line needs of the deltas; correct the reservation of limits by the
@@ -383,7 +381,8 @@ class Generation:
         self._state.is_complete = is_last
 
     async def _send_error_event(self, encoder: Encoder, error: Exception) -> None:
-        """Send an error event, then abort the connection so that the stream is not complete."""
+        """Send an error event, the last one of a stream that is not complete, and close the
+        connection."""
         if self._response is None:
             raise error
         refusal = refusal_of(error) or Refusal(

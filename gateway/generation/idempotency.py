@@ -130,10 +130,18 @@ def _parse_key(
 def request_digest(request: web.BaseRequest, body: bytes, workspace: str) -> bytes:
     """Return the digest of everything that a response depends on, except the API key."""
     query = [part for part in request.query.items() if part[0] != "key"]
-    headers = request.headers
-    versions = (headers.getall("anthropic-version", []), headers.getall("anthropic-beta", []))
+    versions = [
+        [_as_text(one) for one in request.headers.getall(name, [])]
+        for name in ("anthropic-version", "anthropic-beta")
+    ]
     found = hashlib.sha256(
         msgspec.msgpack.encode((workspace, request.method, request.path, query, versions))
     )
     found.update(body)
     return found.digest()
+
+
+def _as_text(header: str) -> str:
+    """Return a header's value with an escape for each byte that is no UTF-8: aiohttp decodes those
+    to lone surrogates, which cannot be encoded."""
+    return header.encode(errors="backslashreplace").decode()

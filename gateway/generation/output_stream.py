@@ -341,8 +341,9 @@ class OutputStream:
         rest = choice.finish(reason)
         if rest is not None:
             deltas += choice.output.push(rest)
-        deltas += choice.output.finish()
         stopped_by = choice.stopped_by
+        is_cut_off = reason == "length" or stopped_by is not None
+        deltas += choice.output.finish(is_cut_off=is_cut_off)
         if stopped_by is not None:
             reason = "stop"
         self.format_violations += reason == "stop" and not choice.output.satisfies_format()

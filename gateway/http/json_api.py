@@ -20,6 +20,7 @@ from gateway.dialects.validation import convert, find_duplicate_key
 from gateway.errors import Kind, Refusal
 from gateway.http.request_body import SMALL_VALUES_MAX, check_values, read_body
 from tenancy.accounting.exports import as_csv
+from tenancy.pricing.charges import LATEST_MS
 from tenancy.types import DAY_MS
 
 T = TypeVar("T")
@@ -202,7 +203,7 @@ def _time(given: Mapping[str, str], name: str) -> int | None:
         at_ms = (at - datetime.fromtimestamp(0, UTC)) // timedelta(milliseconds=1)
     except (ValueError, OverflowError):
         at_ms = -1
-    if at_ms < 0:
+    if not 0 <= at_ms <= LATEST_MS:  # a later one, widened to whole hours, is no time
         message = (
             f"Invalid {name}: {text[:40]!r}; expected a date or a time such as 2026-01-31 or"
             " 2026-01-31T12:00:00Z."

@@ -134,9 +134,10 @@ class Middleware:
         except ClientGone:
             status = state.mark_client_left()
             raise ConnectionResetError("the client closed the connection") from None
-        except ConnectionError:
-            raise
         except Exception as error:
+            if isinstance(error, ConnectionError) and request[CONNECTION].is_closing():
+                status = status or state.mark_client_left()
+                raise
             # This frame keeps no name for the refusal: its traceback holds the frame, and with it
             # the whole body, until the garbage collector runs.
             if (response := self._refuse(error, state, request)) is None:
@@ -260,7 +261,7 @@ class Middleware:
         if request[CONNECTION].has_response_begun:
             abort(request)
             return None
-        return error_response(refusal, state, request)
+        return error_response(refusal, state)
 
     def _report(self, state: RequestState, request: web.BaseRequest, status: int) -> None:
         """Record the request's metrics, its log line and its span, if there is a tracer."""
@@ -315,14 +316,14 @@ async def _finish(
             headers.setdefault(name, value)
         headers.update(state.headers)
         if not request.content.is_eof() or request[CONNECTION].owner.is_draining:
-            response.force_close()  # aiohttp would parse the rest of the body as a head
+            response.force_close()  # the rest of the body is not read
     await finish(request, response)
 
 
 # --- errors to bytes -----------------------------------------------------------------------------
 
 
-def error_response(refusal: Refusal, state: RequestState, request: web.BaseRequest) -> web.Response:
+def error_response(refusal: Refusal, state: RequestState) -> web.Response:
     """Return a refusal in the dialect's shape, with Retry-After, Allow and the like."""
     status, body = state.shape.error_body(refusal, state.request_id)
     response = web.Response(
@@ -345,6 +346,4 @@ def error_response(refusal: Refusal, state: RequestState, request: web.BaseReque
         response.headers["WWW-Authenticate"] = "Bearer"
     if refusal.kind is Kind.METHOD:
         response.headers["Allow"] = state.headers.get("Allow", "GET, POST")
-    if not request.content.at_eof():
-        response.force_close()  # do not read the rest of a refused body
     return response

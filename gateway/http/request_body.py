@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Hashable
 
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
+from aiohttp.http import HttpProcessingError, HttpVersion11
 from msgspec import Struct
 
 from gateway.config import ServerConfig
@@ -96,6 +96,7 @@ PLAIN, GZIP = ("", "identity"), ("gzip", "x-gzip")
 
 async def read_body(request: web.BaseRequest, settings: ServerConfig) -> bytes:
     """Read and decompress the whole body; send `100 Continue` first if the client expects it.
+    HTTP/1.0 has no such reply, and its clients would take it for the answer.
 
     Only an authenticated request gets `100 Continue`, because only handlers read bodies. Reading
     stops at the size limit. The bytes stay in the request's `BodyShare` until that is released.
@@ -106,7 +107,7 @@ async def read_body(request: web.BaseRequest, settings: ServerConfig) -> bytes:
     share, declared = request[BODY_SHARE], request.content_length
     if declared:
         share.take(declared)
-    if "Expect" in request.headers:
+    if "Expect" in request.headers and request.version >= HttpVersion11:
         request[CONNECTION].send_continue()
     data = await _receive(request, settings, share)
     return data if coding in PLAIN else await _decompress(data, settings, share)

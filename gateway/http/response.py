@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 
 from gateway.http.connection import CONNECTION
 
@@ -26,9 +27,10 @@ class ClientGone(Exception):
 
 
 def streamed(request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-    """Return a response to be streamed. `begin` sends its head."""
+    """Return a response to be streamed. `begin` sends its head. In HTTP/1.0 only the end of the
+    connection ends it."""
     response = web.StreamResponse(headers=request[RESPONSE_HEADERS](headers))
-    if request[CONNECTION].owner.is_draining:
+    if request[CONNECTION].owner.is_draining or request.version < HttpVersion11:
         response.force_close()
     return response
 
@@ -58,12 +60,13 @@ async def write(request: web.BaseRequest, response: web.StreamResponse, data: by
 async def send(
     request: web.BaseRequest, status: int, body: bytes, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Send a whole response. Raises ClientGone if the client leaves during a long one."""
+    """Send a whole response; to HEAD its head alone. Raises ClientGone if the client leaves during
+    a long one."""
     merged = request[RESPONSE_HEADERS](headers)
     is_last = request[CONNECTION].owner.is_draining
     if is_last or not request.keep_alive:
         merged["Connection"] = "close"  # aiohttp omits the header in HTTP/1.0
-    if len(body) <= PIECE_BYTES:
+    if len(body) <= PIECE_BYTES or request.method == "HEAD":
         small = web.Response(status=status, body=body, headers=merged)
         if is_last:
             small.force_close()

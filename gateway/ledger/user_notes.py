@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from contextlib import suppress
 
 from tenancy.errors import StoreError
 from tenancy.history.request_users import UserNote, user_ref, write_users
@@ -34,6 +35,7 @@ class UserNotes:
         self._seen: dict[int, set[str]] = defaultdict(set)
         self._pending: list[UserNote] = []
         self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
 
     def note(self, request_id: str, tenant_id: int, user: str) -> None:
         """Note the user of a request. O(1); waits for nothing."""
@@ -53,14 +55,16 @@ class UserNotes:
 
     async def close(self) -> None:
         """Write what is pending; what cannot be written is lost."""
+        self._closing.set()
         if self._task is not None:
-            self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._write()
 
     async def _write_later(self) -> None:
-        while self._pending:
-            await asyncio.sleep(GATHER_S)
+        while self._pending and not self._closing.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GATHER_S):
+                    await self._closing.wait()
             await self._write()
 
     async def _write(self) -> None:
@@ -69,6 +73,6 @@ class UserNotes:
         if not batch:
             return
         try:
-            await asyncio.shield(asyncio.to_thread(write_users, self._store, batch))
+            await asyncio.to_thread(write_users, self._store, batch)
         except StoreError:
             self._pending = (batch + self._pending)[:PENDING_MAX]

@@ -43,8 +43,6 @@ class LogLines:
         self._pending = bytearray()
         self._dropped_lines = 0
         self._flush_loop: asyncio.AbstractEventLoop | None = None
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLOUT)
 
     def __call__(self, event: str, facts: dict[str, object]) -> None:
         """Log one event with the time, `at`, in UTC to the millisecond.
@@ -90,9 +88,16 @@ class LogLines:
             loop.call_later(RETRY_S, self._flush_due, loop)
 
     def _flush(self, wait_s: float) -> None:
-        """Write what the reader takes within `wait_s`. If the reader is gone, drop all lines."""
-        with self._lock:
-            while self._pending and self._poll.poll(wait_s * 1_000):
+        """Write what the reader takes within `wait_s`. If the reader is gone, drop all lines.
+
+        Waits without the lock: an event loop may have a line meanwhile.
+        """
+        reader = select.poll()
+        reader.register(self._fd, select.POLLOUT)
+        while self._pending and reader.poll(wait_s * 1_000):
+            with self._lock:
+                if not reader.poll(0):
+                    continue  # another thread filled the pipe first
                 try:
                     written = os.write(self._fd, self._next_write())
                 except BlockingIOError:

@@ -225,7 +225,8 @@ class ToolOffsets:
 
     def _cached_ends(self, head: TemplateInput, owner: int) -> tuple[tuple[int, ...], str]:
         """Return the tools' end offsets and the text up to the last of them."""
-        key = hashlib.sha256(msgspec.msgpack.encode((head.tools, head.messages))).digest()
+        # As JSON: a schema may have numbers of more than 64 bits.
+        key = hashlib.sha256(msgspec.json.encode((head.tools, head.messages))).digest()
         known = self._known.get(owner, key)
         if known is not None:
             return known

@@ -59,9 +59,9 @@ from gateway.structured_output.json_text import collect_strings, parse_json
 from gateway.structured_output.thinking import ThinkingFormat, detect_thinking
 from gateway.structured_output.tool_styles import ToolStyle, detect_style
 
-SHAPES_STEPS_MAX, SHAPE_MESSAGES_MAX = 65_536, 128
-"""How many steps the cached chat shapes have together, and the largest number of segments of a
-cached shape."""
+SHAPES_SEGMENTS_MAX, SHAPE_SEGMENTS_MAX = 32_768, 128
+"""How many segments the cached chat shapes have together, and the most of one, each a few hundred
+bytes. A shape is also cached if the template's output depends on contents."""
 
 
 _is_thought = attrgetter("is_thought")
@@ -101,7 +101,9 @@ class Renderer:
         self.thinking: ThinkingFormat = detect_thinking(source, self._template.variables)
         self._token_texts = self.tokenizer.special_texts()
         self._offsets = ToolOffsets(self._run_template, frozenset(self._token_texts.values()))
-        self._shapes: OwnerCache[_ShapeKey, tuple[ChatShape | None]] = OwnerCache(SHAPES_STEPS_MAX)
+        self._shapes: OwnerCache[_ShapeKey, tuple[ChatShape | None]] = OwnerCache(
+            SHAPES_SEGMENTS_MAX
+        )
         markers = (self.tool_style.opening.strip(), self.tool_style.closing.strip())
         self._markers = {i: text for i, text in self._token_texts.items() if text in markers}
         # Each output token is looked up here: a list access instead of a Python call.
@@ -238,7 +240,7 @@ class Renderer:
     def _shape_of(self, prompt: Prompt, owner: int, encode: Encode) -> ChatShape | None:
         """Return the chat's shape; None if the template's output depends on its contents."""
         segments = prompt.segments
-        if prompt.tools or len(segments) > SHAPE_MESSAGES_MAX or self._template.has_captures:
+        if prompt.tools or len(segments) > SHAPE_SEGMENTS_MAX or self._template.has_captures:
             return None
         if not all(map(_is_plain, segments)):
             return None
@@ -248,7 +250,7 @@ class Renderer:
         known = self._shapes.get(owner, key)
         if known is None:
             known = (self._shape(*key, encode),)
-            self._shapes.put(owner, key, known, 1 + len(known[0].steps) if known[0] else 1)
+            self._shapes.put(owner, key, known, 1 + len(segments))
         return known[0]
 
     def _shape(

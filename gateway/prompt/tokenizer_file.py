@@ -39,8 +39,6 @@ class _RulesFile(msgspec.Struct):
     pre_tokenizer: Any = None
     post_processor: Any = None
     decoder: Any = None
-    truncation: Any = None
-    padding: Any = None
 
 
 class _BpeModel(msgspec.Struct, tag_field="type", tag="BPE", forbid_unknown_fields=True):
@@ -65,8 +63,12 @@ class _BpeFile(msgspec.Struct):
 
 
 class TokenizerFile:
-    """`rules`: of the file. `whole`: its tokenizer. `added`: its added tokens by id. `vocab`: the
-    id of each token, added ones included."""
+    """A tokenizer.json without its truncation and padding, which a training leaves there: they
+    would cut clients' texts short, or lengthen them, and say nothing.
+
+    `rules`: of the file. `whole`: its tokenizer. `added`: its added tokens by id. `vocab`: the id
+    of each token, added ones included.
+    """
 
     def __init__(self, data: bytes) -> None:
         """Raises what the library raises for a file that it cannot read."""
@@ -75,6 +77,8 @@ class TokenizerFile:
             file = msgspec.json.decode(data, type=_BpeFile)
         except msgspec.ValidationError:  # another model, or an older format
             self.whole = Tokenizer.from_buffer(data)
+            self.whole.no_truncation()
+            self.whole.no_padding()
             self._words: dict[str, int] = self.whole.get_vocab(with_added_tokens=False)
         else:
             self._words = file.model.vocab
@@ -107,9 +111,5 @@ def _tokenizer(model: Any, rules: Rules, tokens: list[AddedToken]) -> Tokenizer:
     made = Tokenizer(model)
     made.normalizer, made.pre_tokenizer = read.normalizer, read.pre_tokenizer
     made.post_processor, made.decoder = read.post_processor, read.decoder
-    if read.truncation is not None:
-        made.enable_truncation(**read.truncation)
-    if read.padding is not None:
-        made.enable_padding(**read.padding)
     made.add_tokens(tokens)
     return made

@@ -40,9 +40,6 @@ during decoding are ignored."""
 _SPACE = r"/[ \t\r\n]{0,8}/"
 """White space around a thought: what the splitter drops, and no more than templates write."""
 
-ANY_OBJECT = '{"type": "object"}'
-"""The schema of arguments that no schema holds."""
-
 
 def build_grammar(
     prompt: Prompt, style: ToolStyle, marker_ids: Mapping[str, int] | None = None
@@ -118,7 +115,7 @@ def nested(grammar: Grammar | None) -> str:
         case "regex":
             return f"/{_between_slashes(grammar.text)}/"
         case "json_object":
-            return f"%json {nested_schema(ANY_OBJECT, 'schema', strict=True)}"
+            return f"%json {_schema_text({'type': 'object', 'x-guidance': _OPTIONS})}"
         case _:
             options = _OPTIONS if grammar.kind == "json_schema" else _LENIENT_OPTIONS
             return f"%json {_schema_text({**json.loads(grammar.text), 'x-guidance': options})}"
@@ -200,8 +197,7 @@ class _LarkGrammar:
         for number, tool in enumerate(tools):
             head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{style.arguments}": '
             objects.append(f'{literal(head)} arguments_{number} "}}"')
-            text = tool.parameters if tool.strict or is_forced else ANY_OBJECT
-            schema = nested_schema(text, tool.path, strict=tool.strict)
+            schema = arguments_schema(tool, is_forced=is_forced)
             self._rules.append(f"arguments_{number}: %json {schema}")
         self._rules.append("object: " + " | ".join(f"({text})" for text in objects))
         self._is_forced = is_forced
@@ -259,11 +255,18 @@ class _LarkGrammar:
         self._rules.append(f"{name}: {text}")
 
 
-def nested_schema(text: str, path: str, *, strict: bool) -> str:
-    """Return a JSON schema with its options, as it stands behind `%json`. Raises Refusal."""
-    schema = parse_schema(text, path)
-    options = _OPTIONS if strict else _LENIENT_OPTIONS
-    return _schema_text({**_supported_schema(schema, path, strict=strict), "x-guidance": options})
+def arguments_schema(tool: Tool, *, is_forced: bool) -> str:
+    """Return the schema of a call's arguments with its options, as it stands behind `%json`.
+
+    Arguments are an object also where a schema without a type allows other values: a call is
+    nothing else. Only strict tools and forced calls are held to the tool's schema. Raises Refusal.
+    """
+    schema: Mapping[str, object] = {}
+    if tool.strict or is_forced:
+        parsed = parse_schema(tool.parameters, tool.path)
+        schema = _supported_schema(parsed, tool.path, strict=tool.strict)
+    options = _OPTIONS if tool.strict else _LENIENT_OPTIONS
+    return _schema_text({**schema, "type": "object", "x-guidance": options})
 
 
 def _supported_schema(

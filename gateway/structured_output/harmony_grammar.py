@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from engine.api import Grammar
 from gateway.dialects.canonical import Prompt, Tool
 from gateway.structured_output.grammars import (
-    ANY_OBJECT,
     answer_grammar,
+    arguments_schema,
     callable_tools,
     literal,
     marker,
     nested,
-    nested_schema,
     text_rule,
 )
 
@@ -84,8 +83,7 @@ class _Messages:
             f'{recipient} {channel} "commentary" {form} {message}',
             f'{channel} "commentary" {recipient} {form} {message}',
         )
-        text = tool.parameters if tool.strict or is_forced else ANY_OBJECT
-        arguments = nested_schema(text, tool.path, strict=tool.strict)
+        arguments = arguments_schema(tool, is_forced=is_forced)
         self._rule(f"call_{number}", f"({' | '.join(heads)}) arguments_{number}")
         self._rule(f"arguments_{number}", f"%json {arguments}")
 

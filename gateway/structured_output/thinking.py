@@ -152,7 +152,7 @@ class ThinkingSplitter:
         thought = self._take_thought() if self._place == "thought" else ""
         return Split(thought, self._take_text())
 
-    def finish(self) -> Split:
+    def finish(self, *, is_cut_off: bool) -> Split:
         """Return what was held back; no more text follows. A thought may be cut off."""
         rest, self._held = self._held, ""
         if self._place == "thought":
@@ -260,14 +260,18 @@ class HarmonySplitter:
             pass
         return Split("".join(thoughts), "".join(texts))
 
-    def finish(self) -> Split:
-        """Return what was held back; no more text follows. A call without its end is closed."""
+    def finish(self, *, is_cut_off: bool) -> Split:
+        """Return what was held back; no more text follows.
+
+        A call is closed, since the token that ends it is silent, unless the output is cut off: a
+        brace would make the part of the arguments that was written look complete.
+        """
         rest, self._held = self._held, ""
         place, self._place = self._place, "text"
         if place == "thought":
             return Split(thought=rest)
         if place == "call":
-            return Split(text=rest + "}" + self._closing)
+            return Split(text=rest if is_cut_off else rest + "}" + self._closing)
         return Split(text="" if place == "header" else rest)
 
     def _advance(self, thoughts: list[str], texts: list[str]) -> bool:

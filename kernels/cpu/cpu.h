@@ -62,6 +62,22 @@ INLINE vf load(const void *p) {
 
 INLINE void store(void *p, vf v) { memcpy(p, &v, sizeof v); }
 
+/* Keep `count` sums in registers here, and the loads that follow behind this point. In a tile that
+ * just fits the registers, a compiler that loads the factors of the next rows early or moves sums
+ * between registers sends some of them through the stack. Generates no instruction. */
+INLINE void hold(vf *sums, const int count) {
+#if defined(__AVX__) /* elsewhere a `vf` is no register */
+#pragma GCC unroll 16
+    for (int i = 0; i < count; i++) __asm__ volatile("" : "+v"(sums[i]) : : "memory");
+#endif
+}
+
+/* Set `count` sums to 0. By memset, gcc would keep them in memory too. */
+INLINE void clear(vf *sums, const int count) {
+#pragma GCC unroll 32
+    for (int i = 0; i < count; i++) sums[i] = (vf){0};
+}
+
 INLINE float sum_of(vf v) {
     float s[LANES];
     memcpy(s, &v, sizeof v);
@@ -161,8 +177,7 @@ INLINE void multiply(const int rows, const int vecs, const int kind, vf *acc, co
     for (int p = 0; p < pairs; p++) {
         if (kind == DOT) {
 #if HAS_DOT
-            /* Columns inside rows: with rows inside, gcc keeps the broadcasts of all rows, and a
-             * third of the sums goes through the stack. */
+            /* Columns inside rows: with rows inside, the broadcasts of all rows would be kept. */
             __m512bh w[8];
 #pragma GCC unroll 16
             for (int v = 0; v < vecs; v++)
@@ -176,6 +191,7 @@ INLINE void multiply(const int rows, const int vecs, const int kind, vf *acc, co
                 for (int v = 0; v < vecs; v++)
                     acc[r * vecs + v] =
                         (vf)_mm512_dpbf16_ps((__m512)acc[r * vecs + v], x, w[v]);
+                hold(acc + r * vecs, vecs);
             }
 #endif
             continue;
@@ -208,6 +224,7 @@ INLINE void multiply(const int rows, const int vecs, const int kind, vf *acc, co
                 const float x = a[r * lda + 2 * p + half];
 #pragma GCC unroll 16
                 for (int v = 0; v < vecs; v++) acc[r * vecs + v] += w[v] * x;
+                hold(acc + r * vecs, vecs);
             }
         }
     }

@@ -104,10 +104,11 @@ INLINE void compute_scores(const int rows, const int kind, const TileArgs *t, in
             int at = column + v * LANES;
             b[v] = t->k[at / BLOCK] + at % BLOCK;
         }
-        for (int i = 0; i < rows * 2; i++) acc[i] = (vf){0};
+        clear(acc, rows * 2);
         multiply(rows, 2, kind, acc, t->q + row * t->lda, t->lda, b, BLOCK, t->dim / 2);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
             for (int v = 0; v < 2; v++)
                 store(t->scores + (row + r) * TILE + column + v * LANES, acc[r * 2 + v]);
     }
@@ -129,6 +130,7 @@ INLINE void add_values(const int rows, const int kind, const TileArgs *t, int ro
         }
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
             for (int v = 0; v < 2; v++) store(out + r * t->dim + v * LANES, acc[r * 2 + v]);
     }
 }

@@ -53,7 +53,7 @@ INLINE void multiply_row(const int vecs, vf *acc, const float *a, const uint32_t
                 int at = column + v * LANES;                                                  \
                 columns[v] = b + at / PANEL * panel + at % PANEL;                             \
             }                                                                                 \
-            memset(acc, 0, sizeof acc);                                                       \
+            clear(acc, (ROWS) * (VECS));                                                      \
             if (p->kind == WIDE)                                                              \
                 multiply(ROWS, VECS, WIDE, acc, a, lda, columns, PANEL, p->depth / 2);        \
             else if (HAS_DOT && p->kind == DOT && (ROWS) == 1)                                \

@@ -141,8 +141,7 @@ void tiles_values(const uint32_t *p, const uint32_t *const *v, int blocks, int r
 }
 
 static int may_use_tiles(void) {
-    return __builtin_cpu_supports("amx-bf16") &&
-           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 #else
 static int may_use_tiles(void) { return 0; }

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
+from tenancy.pseudonyms import is_pseudonym
 from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import Row, Store
 from tenancy.types import DAY_MS, format_utc
@@ -79,13 +80,18 @@ def put_event(
     now_ms: int,
     by: Actor | None = None,
 ) -> bool:
-    """Record an event for these endpoints. Returns whether it is new for any. Raises StoreError.
+    """Record an event for these endpoints, unless its tenant is deleted. Returns whether it is new
+    for any. Raises StoreError.
 
     `by`: the administrator who asked for a test event, for the audit log.
     """
     body = {"type": event.kind, "timestamp": format_utc(now_ms), "data": event.data}
     encoded = msgspec.json.encode(body)
     with store.change() as db:
+        if event.tenant_id is not None:
+            names = db.rows("select name from tenants where tenant_id = ?", (event.tenant_id,))
+            if not names or is_pseudonym(names[0][0]):
+                return False
         added = [
             db.execute(
                 "insert into webhook_deliveries (event_id, endpoint, event_type, tenant_id, body,"

@@ -8,6 +8,7 @@ the gateway erases the tenant's cache. The admin API and the command line call i
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 
 from tenancy.accounts.shared_scopes import list_owned_scopes
 from tenancy.accounts.tenants import (
@@ -30,6 +31,8 @@ _PERSONAL = (
     *("findings", "prompt_origins", "webhook_deliveries", "request_users"),
 )
 """Tables whose rows of a tenant go with it, also where its ledger rows stay."""
+SWEPT_AT_ONCE = 2_000
+"""Notes of users that one transaction deletes, so that other transactions wait only briefly."""
 
 
 def delete_tenant(store: Store, clock: WallClock, name: str, by: Actor | None = None) -> str | None:
@@ -40,22 +43,39 @@ def delete_tenant(store: Store, clock: WallClock, name: str, by: Actor | None = 
     is deleted too. Raises BadName while the tenant owns a shared scope, is declared, or has running
     requests. `by`: for the audit log, which keeps who changed the tenant and no value.
     """
-    try:
-        with store.change() as db:
+    with store.snapshot() as db:
+        tenant_id = _find_deletable(db, name).tenant.tenant_id
+    _sweep_users(store, tenant_id)
+    if not store.query("select 1 from ledger where tenant_id = ? limit 1", (tenant_id,)):
+        with suppress(ConstraintBroken), store.change() as db:
             tenant_id = _find_deletable(db, name).tenant.tenant_id
-            idempotency.forget(db, tenant_id)
-            forget_stored(db, tenant_id)
-            forget_conversations(db, tenant_id)
+            _forget_content(db, tenant_id)
             for table in (*_PERSONAL, "keys", "named_sums", "tenants"):
                 db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
             _record(db, by, tenant_id)
-        return None
-    except ConstraintBroken:  # ledger rows refer to the tenant
+            return None
+    with store.change() as db:  # rows of the ledger refer to the tenant
+        found = _find_deletable(db, name)
+        pseudonym = _pseudonymise(db, found, clock())
+        _record(db, by, found.tenant.tenant_id)
+        return pseudonym
+
+
+def _sweep_users(store: Store, tenant_id: int) -> None:
+    """Delete the tenant's notes of users: one for each of its requests, so in small
+    transactions."""
+    some = "select request_id from request_users where tenant_id = ? limit ?"
+    sql = f"delete from request_users where request_id in ({some})"
+    is_over = False
+    while not is_over:
         with store.change() as db:
-            found = _find_deletable(db, name)
-            pseudonym = _pseudonymise(db, found, clock())
-            _record(db, by, found.tenant.tenant_id)
-            return pseudonym
+            is_over = db.execute(sql, (tenant_id, SWEPT_AT_ONCE)) < SWEPT_AT_ONCE
+
+
+def _forget_content(db: Transaction, tenant_id: int) -> None:
+    idempotency.forget(db, tenant_id)
+    forget_stored(db, tenant_id)
+    forget_conversations(db, tenant_id)
 
 
 def _record(db: Transaction, by: Actor | None, tenant_id: int) -> None:
@@ -81,22 +101,19 @@ def _find_deletable(db: Transaction, name: str) -> TenantRecord:
         raise BadName(
             "tenant_in_use", f"tenant owns the shared scope {owned[0]}: {name}; remove the scope"
         )
+    if db.rows("select 1 from holds where tenant_id = ? limit 1", (found.tenant.tenant_id,)):
+        raise BadName(
+            "tenant_in_use",
+            f"tenant has running requests: {name}; suspend it and delete it when they have ended",
+        )
     return found
 
 
 def _pseudonymise(db: Transaction, found: TenantRecord, now_ms: int) -> str:
     tenant_id, pseudonym = found.tenant.tenant_id, f"{PSEUDONYM_PREFIX}{found.tenant.tenant_id}"
-    if db.rows("select 1 from holds where tenant_id = ? limit 1", (tenant_id,)):
-        raise BadName(
-            "tenant_in_use",
-            f"tenant has running requests: {found.tenant.name}; suspend it and delete it when they"
-            " have ended",
-        )
     if db.rows("select 1 from tenants where name = ?", (pseudonym,)):
         raise BadName("name_taken", f"pseudonym is taken: {pseudonym}")
-    idempotency.forget(db, tenant_id)
-    forget_stored(db, tenant_id)
-    forget_conversations(db, tenant_id)
+    _forget_content(db, tenant_id)
     for table in (*_PERSONAL, "budgets", "budget_windows"):
         db.execute(f"delete from {table} where tenant_id = ?", (tenant_id,))
     for key_id, digest in db.rows(

@@ -61,7 +61,7 @@ class KeyIndex:
         if not hmac.compare_digest(digest, found.digest):
             raise KeyRefused("key_unknown", "Unknown key.")
         whose = found.key_id, found.tenant_id
-        if found.revoked_ms is not None and found.revoked_ms <= now_ms:
+        if found.revoked_ms is not None:  # also if the clock was set back since
             raise KeyRefused("key_revoked", "This key has been revoked.", *whose)
         if found.expires_ms is not None and found.expires_ms <= now_ms:
             raise KeyRefused("key_expired", "This key has expired.", *whose)

@@ -181,7 +181,8 @@ def rotate_key(
         _record(db, by, "key.create", new_id)
         # Caches of budgets reload: the old key's budget now also applies to the new key.
         db.execute("update money_version set version = version + 1")
-    return key, find_key(store, str(new_id)), find_key(store, str(old.key_id))
+        # Read before the commit: a failed query after it would lose the key, shown only once.
+        return key, _read(db, new_id), _read(db, old.key_id)
 
 
 def change_key(
@@ -221,7 +222,7 @@ def change_key(
         if tolerance is not UNSET:
             _set_tolerance(db, old.key_id, tolerance)
         _record(db, by, "key.change", old.key_id, old)
-    return find_key(store, str(old.key_id))
+        return _read(db, old.key_id)
 
 
 def list_keys(store: Store, tenant: str | None = None) -> list[Key]:
@@ -255,7 +256,7 @@ def revoke_key(store: Store, clock: WallClock, which: str, by: Actor) -> Key:
             (clock(), key.key_id),
         )
         _record(db, by, "key.revoke", key.key_id, key)
-    return find_key(store, str(key.key_id))
+        return _read(db, key.key_id)
 
 
 def check_name(name: str, what: str) -> None:
@@ -375,7 +376,7 @@ def _record(
         return
     which = (key_id,)
     tenant_id = db.rows("select tenant_id from keys where key_id = ?", which)[0][0]
-    after = _single(db.rows(f"{_KEYS} where key_id = ?", which))
+    after = _read(db, key_id)
     was = None if before is None else _audited(before)
     what = f"key:{key_id}"
     record(db, by, action, what, tenant_id=tenant_id, before=was, after=_audited(after))
@@ -401,6 +402,10 @@ def _single(rows: list[Row]) -> Key:
         found = "unknown key" if not rows else f"ambiguous key: {len(rows)} matches"
         raise BadName("key_unknown", f"{found}; `trunkline key list` shows ids and beginnings")
     return _key_of(rows[0])
+
+
+def _read(db: Transaction, key_id: int) -> Key:
+    return _single(db.rows(*_lookup(str(key_id))))
 
 
 def _find_changeable(db: Transaction, which: str) -> Key:

@@ -165,7 +165,7 @@ def create_tenant(
         tenant_id = insert_tenant(db, made)
         values = made.settings
         record(db, by, "tenant.create", f"tenant:{tenant_id}", tenant_id=tenant_id, after=values)
-    return find_tenant(store, name)
+        return find_tenant_in(db, name).tenant
 
 
 def change_tenant(
@@ -200,10 +200,10 @@ def change_tenant(
             db.execute("update tenants set status = ? where tenant_id = ?", (status, tenant_id))
         if status == "suspended":
             idempotency.forget(db, tenant_id)
-        before, after = map(_audited, (found, find_tenant_in(db, name)))
-        target = f"tenant:{tenant_id}"
+        changed, target = find_tenant_in(db, name), f"tenant:{tenant_id}"
+        before, after = _audited(found), _audited(changed)
         record(db, by, "tenant.change", target, tenant_id=tenant_id, before=before, after=after)
-    return find_tenant_record(store, name)
+        return changed
 
 
 def _tenants_with_floors(db: Transaction) -> list[TenantRecord]:

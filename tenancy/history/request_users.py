@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from tenancy.pseudonyms import PSEUDONYM_PREFIX
 from tenancy.storage.interface import Store
 
 USER_CHARACTERS_MAX = 64
@@ -34,10 +35,12 @@ def user_ref(user: str) -> str:
 
 
 def write_users(store: Store, notes: Sequence[UserNote]) -> None:
-    """Write notes; a request that has one keeps it. Raises StoreError."""
+    """Write notes; a request that has one keeps it, and a deleted tenant gets none. Raises
+    StoreError."""
     with store.change() as db:
         db.execute_many(
-            "insert into request_users (request_id, tenant_id, user_ref) values (?, ?, ?)"
+            "insert into request_users (request_id, tenant_id, user_ref) select ?, tenant_id, ?"
+            " from tenants where tenant_id = ? and name not like ?"
             " on conflict (request_id) do nothing",
-            [(one.request_id, one.tenant_id, one.user) for one in notes],
+            [(one.request_id, one.user, one.tenant_id, f"{PSEUDONYM_PREFIX}%") for one in notes],
         )

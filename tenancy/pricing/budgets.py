@@ -10,12 +10,13 @@ its transactions; the command line and the admin API set and list budgets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.pricing.charges import LATEST_MS, PICO_PER_MICRO
@@ -79,14 +80,16 @@ def _window_of_day(window: Window, number: int) -> tuple[int, int]:
     return int(first.timestamp()) * 1000, int(after.timestamp()) * 1000
 
 
-def set_budget(store: Store, budget: Budget, by: Actor | None = None) -> None:
+def set_budget(
+    store: Store, budget: Budget, by: Actor | None = None, keeps: Collection[str] = ()
+) -> None:
     """Set, change or remove a budget. Spending earlier in the window counts.
 
-    A budget without limits is removed. Raises BadPrice for invalid amounts or an unknown owner, and
-    BadName for a deleted tenant.
+    A budget without limits is removed. `keeps`: limits (`hard_micros`, `soft_micros`) that stay as
+    they are. Raises BadPrice for invalid amounts or an unknown owner, and BadName for a deleted
+    tenant.
     """
-    hard, soft = budget.hard_micros, budget.soft_micros
-    for name, value in (("hard", hard), ("soft", soft)):
+    for name, value in (("hard", budget.hard_micros), ("soft", budget.soft_micros)):
         if value is not None and not 0 <= value <= MICROS_MAX:
             message = (
                 f"{name} budget out of range: {value}; expected 0 to {MICROS_MAX} micro-dollars."
@@ -94,22 +97,32 @@ def set_budget(store: Store, budget: Budget, by: Actor | None = None) -> None:
             raise BadPrice("bad_budget", message)
     if not 0 <= budget.key_id <= KEY_ID_MAX:
         raise BadPrice("bad_budget", f"Unknown key of this tenant: {budget.key_id}.")
-    if hard is not None and soft is not None and soft > hard:
-        message = f"soft budget above the hard one: {soft}; expected at most {hard} micro-dollars."
-        raise BadPrice("bad_budget", message)
+    names, own = ("hard_micros", "soft_micros"), 'where (tenant_id, key_id, "window") = (?, ?, ?)'
     who = (budget.tenant_id, budget.key_id, budget.window)
     with store.change() as db:
         _check_owner(db, budget)
-        own = 'where (tenant_id, key_id, "window") = (?, ?, ?)'
-        old = db.rows(f"select hard_micros, soft_micros from budgets {own}", who)
-        for key_id in _line_key_ids(db, budget):
+        line = _line_key_ids(db, budget)
+        old = [
+            dict(zip(names, row, strict=True))
+            for key_id in (budget.key_id, *line)
+            for row in db.rows(
+                f"select hard_micros, soft_micros from budgets {own}",
+                (budget.tenant_id, key_id, budget.window),
+            )
+        ]
+        before = old[0] if old else dict.fromkeys(names)
+        budget = replace(budget, **{name: before[name] for name in keeps})
+        hard, soft = budget.hard_micros, budget.soft_micros
+        if hard is not None and soft is not None and soft > hard:
+            message = f"soft budget above the hard one: {soft}; expected at most {hard}"
+            raise BadPrice("bad_budget", f"{message} micro-dollars.")
+        for key_id in line:
             # A removed budget may be set again, so its windows are summed anew.
             one = (budget.tenant_id, key_id, budget.window)
             _delete_windows(db, *one)
             db.execute('delete from budgets where (tenant_id, key_id, "window") = (?, ?, ?)', one)
         if hard is not None or soft is not None:
             db.execute("insert into budgets values (?, ?, ?, ?, ?)", (*who, hard, soft))
-        names = ("hard_micros", "soft_micros")
         target = f"budget:{budget.tenant_id}/{budget.key_id}/{budget.window}"
         record(
             db,
@@ -117,7 +130,7 @@ def set_budget(store: Store, budget: Budget, by: Actor | None = None) -> None:
             "budget.set",
             target,
             tenant_id=budget.tenant_id,
-            before=dict(zip(names, old[0] if old else (None, None), strict=True)),
+            before=before,
             after=dict(zip(names, (hard, soft), strict=True)),
         )
 

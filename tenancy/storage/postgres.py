@@ -52,8 +52,11 @@ _WRITER = {
     **dict.fromkeys(("enable_seqscan", "enable_hashjoin", "enable_mergejoin", "jit"), "off"),
 }
 _READER = {**_SESSION, "default_transaction_read_only": "on"}
-_STATEMENT_S = 60.0
+STATEMENT_S = 60.0
+"""Longest time of a writer's statement: others wait for it."""
 _LONG_STATEMENT_S = 900.0
+_MIGRATION_S = 86_400.0
+"""Longest time of a migration, which may read a table of years, or build an index over it."""
 
 
 class PostgresTransaction:
@@ -285,7 +288,7 @@ class PostgresStore:
         if self._writer is None or self._writer.is_lost:
             if self._writer is not None:
                 self._writer.close()  # its loop has descriptors, also where the session has ended
-            connection = self._connect_with_retry()
+            connection = self._connect_with_retry(STATEMENT_S)
             try:
                 _check_server(connection)
                 if self._writer_id:
@@ -302,14 +305,14 @@ class PostgresStore:
             self._writer = connection
         return self._writer
 
-    def _connect_with_retry(self) -> PostgresConnection:
+    def _connect_with_retry(self, statement_s: float) -> PostgresConnection:
         """Connect. If the server was reachable before, it may be restarting: retry for
         `RECONNECT_S`, once."""
         if self._writer is not None and self._retry_until_s is None:
             self._retry_until_s = time.monotonic() + RECONNECT_S
         while True:
             try:
-                connection = self._connect({**_WRITER, "lock_timeout": LOCK_WAIT}, _STATEMENT_S)
+                connection = self._connect({**_WRITER, "lock_timeout": LOCK_WAIT}, statement_s)
                 self._retry_until_s = None
                 return connection
             except (ConnectionLost, StatementFailed) as error:
@@ -341,7 +344,7 @@ class PostgresStore:
         """Check the server, and run missing migrations in one transaction."""
         files = migrations()
         with self._translate_errors("cannot be used", "unusable"):
-            connection = self._connect_with_retry()
+            connection = self._connect_with_retry(_MIGRATION_S)
             try:
                 _check_server(connection)
                 if self._version(connection, files) < len(files):

@@ -44,6 +44,8 @@ _DISK_ERRORS = (
 
 APPLICATION_ID = 0x7472756E
 """Written to the file's header; identifies a Trunkline database."""
+_VERSIONS = ("user_version", "application_id")
+"""What the file's header says: the number of migrations that ran, and whose file it is."""
 
 
 class SqliteTransaction:
@@ -322,13 +324,18 @@ class SqliteStore:
         return self._writer
 
     def _migrate(self, writer: apsw.Connection) -> None:
-        """Run missing migrations in one transaction: a killed migration leaves nothing."""
+        """Run missing migrations in one transaction: a killed migration leaves nothing.
+
+        A file that lacks none is not written: it opens on a full disk, and behind a long change.
+        """
         files = migrations()
+        found = [writer.execute(f"pragma {name}").fetchall()[0][0] for name in _VERSIONS]
+        if found == [len(files), APPLICATION_ID]:
+            return
         with LockedTransaction(
             self._write_lock, lambda: writer, self._write_error, self._count
         ) as db:
-            have = int(db.rows("pragma user_version")[0][0])
-            application_id = int(db.rows("pragma application_id")[0][0])
+            have, application_id = (int(db.rows(f"pragma {name}")[0][0]) for name in _VERSIONS)
             if application_id not in (0, APPLICATION_ID) or (
                 not have and db.rows("select 1 from sqlite_schema")
             ):

@@ -21,7 +21,7 @@ from engine.api import CacheGrant, Finished, Request, SampledToken, Sampling
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
-from engine.plan import Sampled, StepPlan, StepResult
+from engine.plan import StepPlan, StepResult
 
 BLOCK_SIZE = 16
 SHARED_TOKENS = 1024
@@ -39,12 +39,12 @@ class IdleRunner:
     def __init__(self) -> None:
         self.results: deque[StepResult] = deque()
         self.spent_s = 0.0
-        self._token = (SampledToken(1),)
+        self._token = SampledToken(1)
 
     def launch(self, plan: StepPlan) -> None:
         """Record the step; its result is ready at once."""
         began_s = time.process_time()
-        drawn = tuple(Sampled(s, self._token) for row in plan.rows for s in row.samples)
+        drawn = {s: self._token for row in plan.rows for s in row.samples}
         self.results.append(StepResult(step=plan.step, sampled=drawn))
         self.spent_s = time.process_time() - began_s
 

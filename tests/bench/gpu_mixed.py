@@ -253,10 +253,7 @@ def compared(
     """Return a line that compares two runs of two steps each, and the KV that they have left."""
     out = []
     for eager, graph in zip(*results, strict=True):
-        pairs = [
-            (a.tokens[0], b.tokens[0])
-            for a, b in zip(eager.sampled, graph.sampled, strict=True)
-        ]  # fmt: skip
+        pairs = list(zip(eager.sampled.values(), graph.sampled.values(), strict=True))
         equal = sum(a.token_id == b.token_id for a, b in pairs)
         errors = [
             abs(a.logprob - b.logprob)

@@ -57,7 +57,7 @@ class Wire:
         for end in list(self._open):
             self._end(end)
         for thread in self._threads:
-            thread.join(20)
+            thread.join(60)
         self._owned.close()
 
     def _accept(self) -> None:

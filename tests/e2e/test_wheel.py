@@ -166,9 +166,9 @@ def test_the_installed_server_serves_and_drains(
     command = [str(commands / "trunkline"), "serve", str(model), "--config", str(settings)]
     command += ["--data-dir", str(data), "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
     with serving(command, {}, tmp_path) as server:
-        with urlopen(f"{server.url}/readyz", timeout=10) as ready:
+        with urlopen(f"{server.url}/readyz", timeout=60) as ready:
             ready_status = ready.status
-        with urlopen(f"{server.admin_url}/dashboard", timeout=10) as page:
+        with urlopen(f"{server.admin_url}/dashboard", timeout=60) as page:
             html = page.read().decode()
         status = server.stop()
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+
+PAUSE_MAX = 5
+"""Longest turn of the event loop, as a multiple of `reference_s`: some 50 ms."""
+ATTEMPTS = 3
+"""A turn that is long by its work is long each time; a collection of garbage comes once."""
 
 
 class LoopMonitor:
@@ -39,3 +45,16 @@ def reference_s() -> float:
     began_s = time.thread_time()
     sum(number % 7 for number in range(300_000))
     return time.thread_time() - began_s
+
+
+async def longest_turns(ask: Callable[[], Awaitable[None]]) -> list[float]:
+    """Return the longest turn of the loop in each call of `ask`, in units of `reference_s`; it is
+    called until one was below `PAUSE_MAX`, at most `ATTEMPTS` times."""
+    turns: list[float] = []
+    while len(turns) < ATTEMPTS and min(turns, default=PAUSE_MAX) >= PAUSE_MAX:
+        yardstick = reference_s()
+        watch = LoopMonitor()
+        await ask()
+        busy_s = await watch.stop()
+        turns.append(busy_s / max(yardstick, reference_s()))
+    return turns

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import Kind
-from tests.integration.loop_monitor import LoopMonitor, reference_s
+from tests.integration.loop_monitor import PAUSE_MAX, longest_turns, reference_s
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CASES = [
@@ -34,11 +34,9 @@ PATHS = {
     "gemini_stream": "/v1/models/tiny:streamGenerateContent?alt=sse",
 }
 SECRET = "sk-planted"
-BUSY_MAX = 5
-"""Processor time the loop may spend without a turn, in yardsticks: some 50 ms."""
-
 SPENT_MAX = 50
-"""The same of all threads, the test's own client included."""
+"""Processor time of all threads for one answer, the test's own client included, in units of
+`reference_s`."""
 
 
 def good(gateway: GatewayFixture, dialect: str) -> dict[str, Any]:
@@ -216,18 +214,22 @@ async def test_refuses_bad_input_by_field_without_side_effects(
     entries, leases = len(gateway.entries()), len(gateway.gateway.context.contracts.entries)
     blocks = (await gateway.engine.get_stats()).cached_blocks
     body = body_of(case, gateway)
-    yardstick = reference_s()
-    watch = LoopMonitor()
-    began_s = time.process_time()
+    yardstick, began_s = reference_s(), time.process_time()
 
     dialect = case.get("dialect", "openai_chat")
-    status, answer, response = await gateway.ask(PATHS[dialect], body=body)
-    busy_s, spent_s = await watch.stop(), time.process_time() - began_s
+    answers: list[tuple[int, Any, Any]] = []
+
+    async def ask() -> None:
+        answers.append(await gateway.ask(PATHS[dialect], body=body))
+
+    turns = await longest_turns(ask)
+    spent_s = (time.process_time() - began_s) / len(answers)
+    status, answer, response = answers[-1]
 
     await gateway.check_quiet()
     if case["expect"] == "ok":
         assert status == 200, answer
-        assert len(gateway.entries()) == entries + 1
+        assert len(gateway.entries()) == entries + len(answers)
     else:
         assert status == Kind[case["expect"]].value, answer
         error = error_of(answer, dialect)
@@ -243,9 +245,8 @@ async def test_refuses_bad_input_by_field_without_side_effects(
     assert await canary(gateway) == before
     assert SECRET not in json.dumps(gateway.lines)
     assert "planted prompt" not in json.dumps(gateway.lines)
-    yardstick = max(yardstick, reference_s())
-    assert busy_s < BUSY_MAX * yardstick
-    assert spent_s < SPENT_MAX * yardstick
+    assert min(turns) < PAUSE_MAX, turns
+    assert spent_s < SPENT_MAX * max(yardstick, reference_s())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -102,3 +103,27 @@ async def test_failed_step_is_free_and_uses_no_limit(
     assert charges(gateway)[0][1] > 0
     assert left["tokens"].remaining == 10_000
     assert check_books(gateway.store) == []
+
+
+async def test_a_fault_of_statistics_leaves_no_request_unsettled(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An entry is written before anything else that follows the end of a request: its hold would
+    take from a budget until the next start."""
+
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(gateway.gateway.context.analytics, "note", fail)
+    gateway.runner.hold_after(3)
+    body = json.dumps(gateway.chat(max_tokens=40, stream=True)).encode()
+    async with gateway.connection() as (reader, writer):
+        writer.write(gateway.post("/v1/chat/completions", body))
+        await reader.readuntil(b"data: ")
+        writer.transport.abort()
+        await gateway.until(lambda: not gateway.gateway.open_connections)
+    gateway.runner.release()
+    await gateway.quiet()
+
+    assert [ending for ending, _, _ in charges(gateway)] == ["cancelled"]
+    assert gateway.store.query("select count(*) from holds") == [(0,)]

@@ -13,11 +13,13 @@ from engine.cache.moved_blocks import MovedBlocks
 from engine.cache.tree.prefix_tree import WindowBlock
 from engine.cache.window_manager import WindowManager
 from engine.errors import InvariantViolation
+from engine.levels import promises
 from engine.levels.stored_prefixes import Copy
 from engine.levels.window_copies import WindowCopies
 from tests.property.planted import check_caught
 from tests.property.test_window_levels_machine import WindowLevelsMachine
 from tests.property.test_window_promises import (
+    RestartedWindowMachine,
     WindowHostPromisesMachine,
 )
 from tests.unit.engine.levels import test_window_copies as unit
@@ -91,6 +93,11 @@ def windows_not_told(original: Any) -> Any:
     return lambda self: ()
 
 
+def windows_not_told_late(original: Any) -> Any:
+    """A level hears of a run's windows when it is stored, and of none that is promised later."""
+    return lambda copy: False
+
+
 def a_part_moves_down(original: Any) -> Any:
     """A promise covers what resuming at its last token reads, not at its last whole block."""
     return lambda groups, group, tokens, *, has_level: groups.first_read(group, tokens)
@@ -105,6 +112,7 @@ PLANTS: tuple[tuple[Any, Any, str, Fault], ...] = (
     (WindowHostPromisesMachine, BlockPromises, "keep_below", windows_not_charged),
     (WindowHostPromisesMachine, BlockPromises, "adopt_window", windows_not_adopted),
     (WindowHostPromisesMachine, window_promises, "first_promised", a_part_moves_down),
+    (RestartedWindowMachine, promises, "_lacks_windows", windows_not_told_late),
 )
 
 

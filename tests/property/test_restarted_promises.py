@@ -72,7 +72,9 @@ class RestartedMachine(PromisesMachine):
         self.take_grants()
         self.forgets_host = forgets_host and self.has_disk
         if self.disk is not None:
-            self.disk.finish()  # its process outlives the engine
+            before = self.stored()
+            self.disk.finish()  # its process outlives the engine, which hears of no lost record
+            self.doubtful |= before - self.stored()
         kept = {one: self.kept_until_s(one) for one in self.promised if one not in self.doubtful}
         due = {one: self.due_s(one) for one in kept}
         self.world.restart()

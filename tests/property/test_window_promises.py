@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 
 from engine.api import Request
 from engine.cache.tree.prefix_tree import Node
@@ -110,9 +112,41 @@ class WindowHostPromisesMachine(WindowPromisesMachine):
 class RestartedWindowMachine(WindowPromisesMachine, RestartedMachine):
     """The same under engines that are killed."""
 
+    @rule(
+        namespace=st.sampled_from(NAMESPACES),
+        prompt=st.lists(st.integers(0, 1), min_size=5, max_size=14).map(tuple),
+        inside=st.integers(1, 13),
+        settles=st.booleans(),
+        data=st.data(),
+    )
+    def promise_late(
+        self,
+        namespace: bytes,
+        prompt: tuple[int, ...],
+        inside: int,
+        settles: bool,
+        data: st.DataObject,
+    ) -> None:
+        """Promise a window after its run: a prompt ends inside another one, whose lease may have
+        reached the level when a further one ends where the first prompt did.
+        """
+        inside = min(inside, len(prompt) - 1)
+        for tokens, end in ((prompt[:inside], 0), (prompt, len(prompt)), (prompt, inside)):
+            ends = [(end, data.draw(st.sampled_from(CLASSES)))] if end else []
+            self.ask(namespace=namespace, prompt=tokens, again=False, data=data, ends=ends)
+            if settles:
+                self.settle()
+
     def due_s(self, block: Block) -> float:
-        """See `RestartedMachine`."""
-        return super().due_s(block) if block[1][-1] >= 0 else 0.0
+        """See `RestartedMachine`: a window block's promise is told with that of its run."""
+        namespace, path = block
+        group = -1 - path[-1]
+        if group < 0:
+            return super().due_s(block)
+        _, copy = self.found(namespace, path[:-1])
+        terms = copy.window_terms[group] if copy is not None and copy.window_terms else None
+        run_s = super().due_s((namespace, path[:-1]))
+        return 0.0 if terms is None else min(run_s, terms.promise_at_s)
 
     def kept_until_s(self, block: Block) -> float:
         """See `RestartedMachine`: a window block's promise is told with that of its run."""

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from heapq import heappop, heappush
@@ -108,6 +109,8 @@ class SlabFiles:
         self._slab_bytes = slab_bytes
         self._slabs: dict[int, _Slab] = {}
         self._wiping: set[Place] = set()
+        self._made, self._listed = 0, -1  # slabs made, and of those that the folder names for good
+        self._listing = threading.Lock()
         try:
             for path in sorted(folder.glob("*.slab")):
                 if (match := _NAME.match(path.name)) is not None and path.is_file():
@@ -213,7 +216,8 @@ class SlabFiles:
     # -- files ----------------------------------------------------------------------------------
 
     def make_slab(self, place_bytes: int, bytes_max: int) -> None:
-        """Lay out one more slab, of at most so many bytes. Raises OSError, with nothing made."""
+        """Lay out one more slab, of at most so many bytes, which is durable after `sync`. Raises
+        OSError, with nothing made."""
         length = min(self.new_slab_bytes(place_bytes), bytes_max // place_bytes * place_bytes)
         number = max(self._slabs, default=0) + 1
         path = self._folder / f"{place_bytes:04d}-{number:06d}.slab"
@@ -221,8 +225,6 @@ class SlabFiles:
         fd = os.open(path, flags, 0o600)
         try:
             self._calls.lay_out(fd, length)
-            self._calls.sync(fd)
-            sync_folder(self._folder)
         except BaseException:
             os.close(fd)
             with suppress(OSError):
@@ -231,6 +233,7 @@ class SlabFiles:
         slab = _Slab(path, fd, number, place_bytes, length)
         slab.free = list(range(slab.places))
         self._slabs[number] = slab
+        self._made += 1
 
     def remove_if_empty(self, number: int) -> bool:
         """Delete a slab all of whose places are free or retired. Raises OSError."""
@@ -269,9 +272,13 @@ class SlabFiles:
         return done
 
     def sync(self, numbers: Iterable[int]) -> None:
-        """Make what was written to these slabs durable. Raises OSError."""
+        """Make what was written to these slabs durable, and that they are there. Raises OSError."""
         for number in sorted(set(numbers)):
             self._calls.sync(self._slabs[number].fd)
+        with self._listing:
+            if self._listed != (made := self._made):
+                sync_folder(self._folder)
+                self._listed = made
 
     def take_dirty(self) -> list[Place]:
         """Return dirty places of one slab for `wipe`, and keep them from use meanwhile.

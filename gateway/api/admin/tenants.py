@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from aiohttp import web
-from msgspec import UNSET, Struct, UnsetType, structs
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from engine.errors import EngineError
 from gateway.api.admin.audit import actor_of, author_of
@@ -37,6 +37,8 @@ from tenancy.types import Limits, TenantSettings, ToleranceMode
 PAGE_MAX = 1_000
 """Most rows of one page."""
 DAY_S = 86_400
+Seconds = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+"""A time in whole seconds, as JSON's readers keep it exactly; the accounts have narrower bounds."""
 
 
 class NewTenant(TenantSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -50,7 +52,7 @@ class NewKey(Struct, frozen=True, forbid_unknown_fields=True):
 
     workspace: str = "default"
     label: str = ""
-    expires_in_s: int | None = None
+    expires_in_s: Seconds | None = None
     scopes: tuple[str, ...] = keys.SCOPES
     limits: Limits = Limits()
     tolerance: ToleranceMode | None = None
@@ -60,7 +62,7 @@ class NewAdminKey(Struct, frozen=True, forbid_unknown_fields=True):
     """An administrator's key to create. `scopes`: None for all."""
 
     label: str = ""
-    expires_in_s: int | None = None
+    expires_in_s: Seconds | None = None
     scopes: tuple[str, ...] | None = None
 
 
@@ -76,7 +78,7 @@ class KeyUpdate(Struct, frozen=True, forbid_unknown_fields=True):
 class Rotation(Struct, frozen=True, forbid_unknown_fields=True):
     """A rotation. `grace_s`: seconds for which the old key stays valid."""
 
-    grace_s: int = DAY_S
+    grace_s: Seconds = DAY_S
 
 
 def routes(gateway: Context, webhooks: WebhookSender) -> tuple[Route, ...]:

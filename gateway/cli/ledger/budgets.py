@@ -22,6 +22,9 @@ from tenancy.pricing.budgets import Budget, budget_states, set_budget
 from tenancy.pricing.charges import format_dollars
 from tenancy.types import wall_ms
 
+NONE = "none"
+"""The value of an option that removes a limit."""
+
 
 def _add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tenant", nargs="?", metavar="TENANT")
@@ -31,22 +34,33 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window", choices=("day", "month"), default="month", help="in UTC (default: month)"
     )
-    text = "hard limit; requests that could exceed it are refused"
-    parser.add_argument("--hard", type=amount_of_dollars, metavar="USD", help=text)
-    parser.add_argument(
-        "--soft", type=amount_of_dollars, metavar="USD", help="soft limit; exceeding it only alerts"
-    )
+    text = "hard limit; requests that could exceed it are refused; `none` removes it"
+    parser.add_argument("--hard", type=_limit, metavar="USD", help=text)
+    text = "soft limit; exceeding it only alerts; `none` removes it"
+    parser.add_argument("--soft", type=_limit, metavar="USD", help=text)
     parser.add_argument("--remove", action="store_true", help="remove the budget")
 
 
+def _limit(text: str) -> Decimal | str:
+    return text if text == NONE else amount_of_dollars(text)
+
+
+# argparse names this type in its errors: "invalid amount of dollars value: 'x'".
+_limit.__name__ = amount_of_dollars.__name__
+
+
 def _budget(call: CommandCall) -> CommandResult:
-    """Set a budget, or list budgets with their spent amounts."""
+    """Set a budget, or list budgets with their spent amounts. A limit that is not given stays."""
     options, config = call.options, call.config
-    hard, soft = whole_micros(options.hard, "--hard"), whole_micros(options.soft, "--soft")
-    is_change = options.remove or hard is not None or soft is not None
+    given = {
+        f"{name}_micros": None if amount == NONE else whole_micros(amount, f"--{name}")
+        for name in ("hard", "soft")
+        if (amount := getattr(options, name)) is not None
+    }
+    is_change = bool(options.remove or given)
     if is_change and options.tenant is None:
         raise CommandError("TENANT is required: trunkline budget TENANT --hard USD")
-    if options.remove and (hard is not None or soft is not None):
+    if options.remove and given:
         raise CommandError("--remove is not allowed with --hard or --soft")
     with open_database(config, create=False) as store:
         names = {tenant.tenant_id: tenant.name for tenant in list_tenants(store)}
@@ -54,8 +68,9 @@ def _budget(call: CommandCall) -> CommandResult:
         if options.tenant is not None:
             tenant_id = find_tenant(store, options.tenant).tenant_id
         if is_change and tenant_id is not None:
-            budget = Budget(tenant_id, options.window, hard, soft, options.key)
-            set_budget(store, budget, command_actor())
+            budget = Budget(tenant_id, options.window, key_id=options.key, **given)
+            keeps = () if options.remove else {"hard_micros", "soft_micros"} - given.keys()
+            set_budget(store, budget, command_actor(), keeps)
         states = budget_states(store, wall_ms, tenant_id)
     rows: Table = [
         {

@@ -248,8 +248,8 @@ class _Candidate:
         _, call = self.calls.popitem()
         self.calls.clear()
         try:
-            arguments = msgspec.json.decode(call.arguments or "{}")
-        except msgspec.DecodeError:
+            arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
             self.is_malformed = True
             return None
         return {"functionCall": {"id": call.call_id, "name": call.name, "args": arguments}}

@@ -170,6 +170,10 @@ def _tools(fields: Sequence[wire.GeminiToolField], *, is_strict: bool) -> tuple[
             schema = lowercase_types(declared.parameters_json_schema)
             if declared.parameters is not None:
                 schema = json_schema(declared.parameters)
+            kind = (schema or {}).get("type", "object")
+            if kind != "object" and kind != ["object", "null"]:
+                problem = f"unsupported schema type {str(kind)[:64]!r}; expected 'OBJECT'."
+                raise invalid_field(f"{path}.parameters", problem)
             text = json_text(schema or {"type": "object", "properties": {}})
             found[declared.name] = Tool(declared.name, declared.description, text, path, is_strict)
     if len(found) > TOOLS_MAX:

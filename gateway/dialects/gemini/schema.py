@@ -111,7 +111,9 @@ def _lowercase_type(kind: Any) -> Any:
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
-    """Add null to the schema's `type`, `enum` and `anyOf`."""
+    """Add null to the schema's `type`, `enum` and `anyOf`, or to what it refers to."""
+    if "$ref" in schema and "anyOf" not in schema:
+        schema["anyOf"] = [{"$ref": schema.pop("$ref")}]
     if isinstance(schema.get("type"), str):
         schema["type"] = [schema["type"], "null"]
     if isinstance(schema.get("enum"), list):

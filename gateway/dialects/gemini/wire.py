@@ -12,7 +12,6 @@ import re
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
 from msgspec import Meta, Struct, inspect
 from msgspec.structs import fields
 
@@ -20,8 +19,8 @@ from gateway.dialects.tolerance import HINTS, Tolerance, asks_nothing
 from gateway.dialects.validation import (
     alternatives,
     convert,
+    decode_object,
     invalid_field,
-    json_type,
     unknown_field,
 )
 from gateway.errors import TOO_LONG, Kind, Refusal
@@ -275,19 +274,11 @@ def decode(body: bytes, kind: type[T], tolerance: Tolerance) -> T:
     Cost: O(bytes). Changes: `tolerance` notes the ignored fields. Raises Refusal that names the
     field.
     """
-    try:
-        tree = msgspec.json.decode(body or b"{}")
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refusal(Kind.BAD, "invalid_json", f"Invalid JSON payload: {error}.") from None
-    except RecursionError:
-        raise Refusal(Kind.BAD, "invalid_json", "The payload is nested too deeply.") from None
-    if not isinstance(tree, dict):
-        message = f"The payload is a JSON {json_type(tree)}; expected a JSON object."
-        raise Refusal(Kind.BAD, "invalid_json", message)
+    tree = decode_object(body or b"{}")
     try:
         return convert(to_snake_case(tree, _shape_of(kind), tolerance), kind, "")
     except RecursionError:
-        raise Refusal(Kind.BAD, "invalid_json", "The payload is nested too deeply.") from None
+        raise Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.") from None
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -296,9 +296,7 @@ class _ChatReader:
         for number, tool_call in enumerate(message.tool_calls or ()):
             call_path = f"{path}.tool_calls[{number}]"
             function = tool_call.function
-            call = tools.call(
-                tool_call.id, function.name, function.arguments, f"{call_path}.function"
-            )
+            call = tools.call(tool_call.id, function.name, function.arguments)
             self.calls.add(call, f"{call_path}.id")
             self.segments.append(Segment(message.role, "", call_path, None, index, call=call))
         if message.cache_control is not None:

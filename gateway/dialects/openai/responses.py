@@ -132,7 +132,8 @@ class ResponsesBody(wire.SamplingFields, frozen=True, kw_only=True):
     input: (
         Annotated[str, Meta(min_length=1, max_length=10_000_000)]
         | Annotated[list[dict[str, Any]], Meta(max_length=items.ITEMS_MAX)]
-    )
+        | None
+    ) = None
     instructions: wire.Text | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=tools.TOOLS_MAX)] | None = None
@@ -172,7 +173,8 @@ class ResponsesDialect(wire.SharedParts):
         tolerance = Tolerance(metadata.tolerance)
         fields = wire.decode(body, ResponsesBody, RULES, tolerance)
         _check(fields)
-        references = stored_items.references_in(fields.input)
+        given: items.Given = () if fields.input is None else fields.input
+        references = stored_items.references_in(given)
         thread = ThreadDirectives(
             fields.previous_response_id or "", _conversation_id(fields), references
         )
@@ -180,10 +182,9 @@ class ResponsesDialect(wire.SharedParts):
             return self._pending(fields, thread)
         earlier = metadata.earlier or NO_EARLIER_ITEMS
         if references:
-            found = stored_items.resolve(fields.input, earlier.referenced)
-            fields = msgspec.structs.replace(fields, input=found)
+            given = stored_items.resolve(given, earlier.referenced)
         _take_hints(fields, tolerance)
-        prompt, directives = _prompt(fields, tolerance, earlier.history)
+        prompt, directives = _prompt(fields, given, tolerance, earlier.history)
         options = fields.prompt_cache_options or ResponsesCacheOptions()
         operation: Literal["generate", "prewarm", "count"] = "generate"
         if self._counts:
@@ -202,7 +203,7 @@ class ResponsesDialect(wire.SharedParts):
             priority=fields.priority or 0,
             digests=_digests(fields),
             ignored=tolerance.ignored,
-            thread=_with_input(thread, fields, is_generated=operation == "generate"),
+            thread=_with_input(thread, fields, given, is_generated=operation == "generate"),
             cache=msgspec.structs.replace(
                 directives,
                 compare_with=options.comparison_response_id or "",
@@ -269,32 +270,33 @@ def _conversation_id(fields: ResponsesBody) -> str:
 
 
 def _with_input(
-    thread: ThreadDirectives, fields: ResponsesBody, *, is_generated: bool
+    thread: ThreadDirectives, fields: ResponsesBody, given: items.Given, *, is_generated: bool
 ) -> ThreadDirectives:
     """Return what the request continues with its own items, if any of it is stored: the response
     unless the request says otherwise, and the items in their conversation."""
     store = is_generated and fields.store is not False
     if not store and not (is_generated and thread.conversation_id):
         return msgspec.structs.replace(thread, conversation_id="")
-    own = msgspec.json.encode(items.items_of(fields.input))
+    own = msgspec.json.encode(items.items_of(given))
     return msgspec.structs.replace(thread, store=store, input=own)
 
 
 def _prompt(
-    fields: ResponsesBody, tolerance: Tolerance, history: Sequence[dict[str, Any]]
+    fields: ResponsesBody,
+    given: items.Given,
+    tolerance: Tolerance,
+    history: Sequence[dict[str, Any]],
 ) -> tuple[Prompt, CacheDirectives]:
     options = fields.prompt_cache_options
     settings = cache.CacheSettings(
         options,
         fields.prompt_cache_retention,
         fields.cache_control,
-        items.has_native_breakpoint(fields.input) or items.has_native_breakpoint(history),
+        items.has_native_breakpoint(given) or items.has_native_breakpoint(history),
     )
     declared = items.tools_of(fields.tools or (), tolerance)
     field = "conversation" if fields.conversation else "previous_response_id"
-    unmarked = items.segments_of(
-        fields.instructions, history, field, fields.input, settings, tolerance
-    )
+    unmarked = items.segments_of(fields.instructions, history, field, given, settings, tolerance)
     segments, directives = cache.apply(declared, unmarked, settings)
     choice = items.choice_of(fields.tool_choice, declared, fields.parallel_tool_calls)
     own = OutputFormat()

@@ -1,7 +1,8 @@
 """Translation of input items, functions and the tool choice to a prompt with breakpoints.
 
 `openai.responses` calls it. Clients may send the output items of an answer back unchanged: a
-message and the calls after it are one assistant turn; reasoning items before it are its thoughts.
+message, the calls after it and the text behind them are one assistant turn; reasoning items before
+it are its thoughts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ ITEMS_MAX = 10_000
 Status = Literal["in_progress", "completed", "incomplete"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 T = TypeVar("T", bound=Struct)
+Given = str | Sequence[dict[str, Any]]
+"""The input of a request: a text, or items; none, if it only continues stored ones."""
 
 
 class InputText(Struct, frozen=True, forbid_unknown_fields=True):
@@ -227,7 +230,7 @@ def _allowed_names(reference: dict[str, Any], path: str, declared: Sequence[Tool
 # --- items ---------------------------------------------------------------------------------------
 
 
-def has_native_breakpoint(items: str | Sequence[dict[str, Any]]) -> bool:
+def has_native_breakpoint(items: Given) -> bool:
     """Return whether any part has OpenAI's own breakpoint."""
     if isinstance(items, str):
         return False
@@ -240,7 +243,7 @@ def has_native_breakpoint(items: str | Sequence[dict[str, Any]]) -> bool:
     )
 
 
-def items_of(items: str | Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def items_of(items: Given) -> Sequence[dict[str, Any]]:
     """Return the input as items: a text is a user's message."""
     if not isinstance(items, str):
         return items
@@ -260,7 +263,7 @@ def segments_of(
     instructions: str | None,
     history: Sequence[dict[str, Any]],
     history_field: str,
-    items: str | Sequence[dict[str, Any]],
+    items: Given,
     settings: cache.CacheSettings,
     tolerance: Tolerance,
 ) -> list[Segment]:
@@ -286,11 +289,12 @@ def segments_of(
         reader.message += 1
         reader.add("user", items, "input")
         return reader.segments
-    if not items:
-        raise invalid_field("input", "the list is empty; expected a text or at least one item.")
+    if not items and not history:
+        problem = "this field is required; expected a text or at least one item."
+        raise invalid_field("input", problem, "missing_required_parameter")
     for number, item in enumerate(items):
         reader.read(item, f"input[{number}]")
-    reader.calls.check_answered(f"input[{len(items) - 1}]")
+    reader.calls.check_answered(f"input[{len(items) - 1}]" if items else "input")
     if not reader.segments or reader.segments[-1].path == "instructions":
         raise invalid_field("input", "no item has content to answer; expected a message.")
     return reader.segments
@@ -344,17 +348,21 @@ class _ItemsReader:
         return convert(value, kind, path)
 
     def _message(self, item: MessageItem, path: str) -> None:
-        self.calls.check_answered(path)
         is_answer = item.role == "assistant"
-        if not (is_answer and self._is_turn_open):
-            self.message += 1
+        if not is_answer:
+            self.calls.check_answered(path)
+        if not (is_answer and (self._is_turn_open or self.calls.any_pending)):
+            self.message += 1  # text behind a call belongs to the call's turn
         self._in_assistant_turn, self._is_turn_open = is_answer, False
         self._texts(item.role, item.content, f"{path}.content")
 
     def _reasoning(self, item: dict[str, Any], path: str) -> None:
         """Append the text of a reasoning item, of its content or its summary, as a thought."""
-        parts = item.get("content") or item.get("summary")
-        texts = [part.get("text") for part in parts or () if isinstance(part, dict)]
+        field = "content" if item.get("content") else "summary"
+        parts = item.get(field) or []
+        if not isinstance(parts, list):
+            raise invalid_field(f"{path}.{field}", f"Expected `array`, got `{json_type(parts)}`.")
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
         thought = "".join(text for text in texts if isinstance(text, str))
         if not thought:
             return
@@ -368,7 +376,7 @@ class _ItemsReader:
 
     def _call(self, item: CallItem, path: str) -> None:
         name = tools.joined_name(item.namespace, item.name)
-        call = tools.call(item.call_id, name, item.arguments, path)
+        call = tools.call(item.call_id, name, item.arguments)
         self.calls.add(call, f"{path}.call_id")
         if not self._in_assistant_turn:
             self.message += 1
@@ -406,7 +414,7 @@ class _ItemsReader:
         is_answer = role == "assistant"
         if kind == "refusal" and is_answer:
             return self._convert(part, RefusalText, path, is_answer=True).refusal, None
-        if kind in _UNSUPPORTED_PARTS:
+        if isinstance(kind, str) and kind in _UNSUPPORTED_PARTS:
             raise invalid_field(path, f"{kind}: {tools.TEXT_ONLY}", "unsupported_parameter")
         if not isinstance(kind, str) or kind not in _PARTS:
             problem = f"unknown part type {str(kind)[:64]!r}; expected {' or '.join(_PARTS)}."

@@ -95,19 +95,18 @@ def choice(
     return ToolChoice(mode, tuple(dict.fromkeys(names)), parallel is not False)
 
 
-def call(call_id: str, name: str, arguments: str, path: str) -> ToolCall:
+def call(call_id: str, name: str, arguments: str) -> ToolCall:
     """Return a call of the history, with its arguments as compact JSON in the client's key order.
 
-    Empty arguments become `{}`. Raises Refusal if the arguments are not a JSON object.
+    Empty arguments become `{}`. A text that is no object stays as it is: a model wrote it, or was
+    cut off, and its client sends the answer back.
     """
     try:
         value = msgspec.json.decode(arguments or "{}")
+        text = json_text(value) if isinstance(value, dict) else arguments
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        problem = "invalid JSON, or JSON of another type; expected the JSON text of an object."
-        raise invalid_field(f"{path}.arguments", problem)
-    return ToolCall(call_id, name, json_text(value))
+        text = arguments
+    return ToolCall(call_id, name, text)
 
 
 def schema_format(schema: JsonSchema, path: str) -> OutputFormat:

@@ -25,7 +25,7 @@ class Gate:
 
         def run(_is_abandoned: Callable[[], bool]) -> str:
             self.began.append(name)
-            assert self.opened.wait(20)
+            assert self.opened.wait(60)
             return name
 
         return run
@@ -99,7 +99,7 @@ async def test_work_of_a_client_that_left_is_dropped(gate: Gate) -> None:
 
     def ask(is_abandoned: Callable[[], bool]) -> None:
         loop.call_soon_threadsafe(began.set)
-        assert gate.opened.wait(20)
+        assert gate.opened.wait(60)
         loop.call_soon_threadsafe(told.set_result, is_abandoned())
 
     running = asyncio.ensure_future(pool.run(1, ask))

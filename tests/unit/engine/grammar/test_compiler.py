@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from engine.grammar.compiler import (
     Outcome,
 )
 from engine.grammar.grammar import CompiledGrammar
+from engine.grammar.sandbox import GrammarSandbox
 from tests.grammars import compiled, sandbox_settings
 
 GOOD = Grammar("json_schema", '{"type": "integer"}')
@@ -62,6 +64,65 @@ def outcomes(compiler: GrammarCompiler, *names: str) -> dict[str, Outcome]:
 
 def integer_at_least(bound: int) -> Grammar:
     return Grammar("json_schema", f'{{"type": "integer", "minimum": {bound}}}')
+
+
+def test_a_machine_without_room_for_a_process_refuses_for_now(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The grammar is not at fault: a client tries again, and the refusal is not remembered."""
+
+    def fail(*arguments: object, **settings: object) -> None:
+        raise BlockingIOError(11, "no more processes")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", fail)
+        compiler.submit("early", b"n", b"n", GOOD)
+        refusal = outcomes(compiler, "early")["early"]
+    compiler.submit("late", b"n", b"n", GOOD)
+
+    assert isinstance(refusal, EngineUnavailable)
+    assert refusal.code == "queue_full"
+    assert isinstance(outcomes(compiler, "late")["late"], CompiledGrammar)
+
+
+def test_a_machine_without_room_for_a_thread_refuses_for_now(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's own thread submits: an error would end the requests of all tenants."""
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(EngineUnavailable, match="thread"):
+            compiler.submit("early", b"n", b"n", GOOD)
+    compiler.submit("late", b"n", b"n", GOOD)
+
+    assert isinstance(outcomes(compiler, "late")["late"], CompiledGrammar)
+
+
+def test_a_grammar_that_is_erased_while_it_is_compiled_is_not_cached(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text is the namespace's data. The request that waits for it goes on."""
+    tried: list[Grammar] = []
+    check = GrammarSandbox.check
+
+    def count(sandbox: GrammarSandbox, grammar: Grammar) -> int:
+        tried.append(grammar)
+        return check(sandbox, grammar)
+
+    monkeypatch.setattr(GrammarSandbox, "check", count)
+    compiler.submit("before", b"n", b"n", GOOD)
+    compiler.erase(b"n")
+    found = outcomes(compiler, "before")["before"]
+    compiler.submit("after", b"n", b"n", GOOD)
+    found_again = outcomes(compiler, "after")["after"]
+
+    assert isinstance(found, CompiledGrammar)
+    assert isinstance(found_again, CompiledGrammar)
+    assert tried == [GOOD, GOOD]
 
 
 @pytest.mark.slow

@@ -70,6 +70,15 @@ def test_a_process_that_died_between_two_grammars_is_no_fault_of_the_next(
     assert trial.check(GOOD) > 0
 
 
+def test_a_killed_process_gets_no_further_grammar(trial: GrammarSandbox) -> None:
+    """It may take a while to die: a grammar of another tenant would be refused for its death."""
+    for _ in range(3):
+        trial.check(GOOD)
+        trial.kill()
+
+        assert trial.check(GOOD) > 0
+
+
 def test_the_bounds_on_time_and_memory_each_apply(tmp_path: Path) -> None:
     """The slow bomb exceeds either; with little memory it has no time to be slow."""
     settings = sandbox_settings(tmp_path, memory_mib_max=16, cpu_s_max=60)

@@ -37,6 +37,7 @@ from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
 from engine.models.layers import TorchOps
 from engine.plan import BegunSequence, Group, Row, StepPlan
+from engine.runner import gpu_runner
 from engine.runner.gpu_runner import GpuRunner
 from engine.runner.warmup import SAMPLINGS, WarmupLimits
 from engine.weights import Weights, random_weights
@@ -122,14 +123,18 @@ class Engine:
         for request in requests:
             self.core.submit(request)
         while self.core.has_work():
-            for event in self.core.step():
-                if isinstance(event, Tokens):
-                    self.drawn.setdefault((event.request_id, event.index), []).extend(event.tokens)
-                if isinstance(event, Finished):
-                    self.finished[event.request_id] = event
-                if isinstance(event, PromptLogprobs):
-                    self.prompt_logprobs.setdefault(event.request_id, []).extend(event.tokens)
+            self.step()
         self.core.cache.check()
+
+    def step(self) -> None:
+        """Run one step, and keep what it reports."""
+        for event in self.core.step():
+            if isinstance(event, Tokens):
+                self.drawn.setdefault((event.request_id, event.index), []).extend(event.tokens)
+            if isinstance(event, Finished):
+                self.finished[event.request_id] = event
+            if isinstance(event, PromptLogprobs):
+                self.prompt_logprobs.setdefault(event.request_id, []).extend(event.tokens)
 
     def output(self, request_id: str, index: int = 0) -> list[int]:
         return [token.token_id for token in self.drawn[request_id, index]]
@@ -278,9 +283,21 @@ def test_window_blocks_that_others_took_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_output_and_prompt_logprobs_equal_dense(depth: int) -> None:
-    """The full sampler computes them, and also samples the plain row of the same batch."""
+def test_output_and_prompt_logprobs_equal_dense(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The full sampler computes them, and also samples the plain row of the same batch. Logits of a
+    whole prompt would take memory that nothing has reserved.
+    """
+    monkeypatch.setattr(gpu_runner, "SCORED_ROWS", 8)
     engine = Engine(depth)
+    at_once, logits = list[int](), engine.runner.model.logits
+
+    def count(hidden: torch.Tensor) -> torch.Tensor:
+        at_once.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(engine.runner.model, "logits", count)
     prompt, other = tokens_of(5, 20), tokens_of(6, 10)
 
     engine.run(
@@ -288,6 +305,7 @@ def test_output_and_prompt_logprobs_equal_dense(depth: int) -> None:
         request("b", other),
     )
 
+    assert max(at_once) == 8
     assert engine.expected(prompt) == engine.output("a")
     assert engine.expected(other) == engine.output("b")
     history = [*prompt, *engine.output("a")]
@@ -341,6 +359,24 @@ def test_preempted_sequence_resumes(depth: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_sequences_that_come_back_in_each_others_seats_read_their_own_blocks() -> None:
+    """Preempted together, they may come back as the batch that they were: no step is between."""
+    engine = Engine(depth=1)
+    prompts = {"a": tokens_of(1, 20), "b": tokens_of(2, 40)}
+    for name, prompt in prompts.items():
+        engine.core.submit(request(name, prompt, count=6))
+    while not all(len(engine.drawn.get((name, 0), ())) > 1 for name in prompts):
+        engine.step()
+    for sequence in list(engine.core.scheduler.running):
+        engine.core.scheduler.preempt(sequence, 0.0)
+
+    engine.run()
+
+    for name, prompt in prompts.items():
+        assert engine.output(name) == engine.expected(prompt, 6)
+
+
 def test_reused_seat_keeps_nothing_of_former_sequence() -> None:
     """More sequences than seats, one at a time: none reads another's block table or token."""
     engine = Engine(2, seats=3)
@@ -441,7 +477,7 @@ def test_padded_mixed_step_equals_exact_step() -> None:
 
     exact, padded = found
     assert exact[0] == padded[0]
-    assert [one.sequence_id for one in padded[0]] == [0, 1, 2, 3, 4, 5]
+    assert list(padded[0]) == [0, 1, 2, 3, 4, 5]
     assert exact[1] == padded[1]
     assert torch.equal(exact[2], padded[2])
     assert torch.equal(exact[3], padded[3])

@@ -339,7 +339,7 @@ def test_prompt_logprobs_are_of_given_tokens() -> None:
     logits = noise(6, count).bfloat16()
     known = [(7 * i) % VOCAB for i in range(count)]
 
-    entries = Batch([]).gpu.prompt_logprobs(logits.to(DEVICE), known[2:], top=20, first_row=2)
+    entries = Batch([]).gpu.prompt_logprobs(logits[2:].to(DEVICE), known[2:], top=20)
 
     assert_same(logprob_entries(logits.float(), known, [20] * count)[2:], entries)
 

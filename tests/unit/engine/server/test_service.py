@@ -216,6 +216,23 @@ def test_request_after_the_end_is_refused(service: EngineService) -> None:
     assert service.failure is None
 
 
+def test_an_engine_that_cannot_close_its_levels_still_stops() -> None:
+    """Its process would wait for ever, alive and deaf."""
+    core, info = fake_core(CONFIG)
+
+    def fail() -> None:
+        raise OSError("no such folder")
+
+    core.close = fail  # type: ignore[method-assign]
+    service = EngineService(lambda: (core, info), CONFIG)
+    service.start()
+
+    service.post(RecordingSink(), Drain(0.0))
+
+    assert service.stopped.wait(DEADLINE_S)
+    assert isinstance(service.failure, OSError)
+
+
 def test_engine_without_a_first_token_is_not_ready() -> None:
     core, _ = fake_core(CONFIG)
     core.drain(100.0)
@@ -243,6 +260,7 @@ def test_smoke_test_is_not_counted(service: EngineService) -> None:
 
     assert (stats.prompt_tokens_total, stats.computed_tokens_total) == (0, 0)
     assert (stats.cached_tokens_total, stats.output_tokens_total) == (0, 0)
+    assert stats.steps_per_s == 0, "a first step is slower than any other"
 
 
 def test_failed_loading_is_kept_and_ends_the_thread() -> None:

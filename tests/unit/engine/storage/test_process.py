@@ -181,7 +181,7 @@ def test_an_erasure_is_answered_after_a_fetch_of_what_it_erases(make: MakeRig) -
     calls.has_come.clear()
     fetch = Fetch(rig.call_id(), A, ids, (0,), SLOT_BYTES)
     rig.storage.send(fetch)
-    assert calls.has_come.wait(20.0)
+    assert calls.has_come.wait(60.0)
     erase = EraseStored(rig.call_id(), A)
     rig.storage.send(erase)
     assert rig.found(A, LONG) == []
@@ -256,7 +256,7 @@ def test_a_renewed_promise_is_told_when_it_is_durable(make: MakeRig, fault: str)
     calls.has_come.clear()
     renew = Renew(rig.call_id(), A, ids, promise_s=60.0)
     rig.storage.send(renew)
-    assert calls.has_come.wait(20.0)
+    assert calls.has_come.wait(60.0)
     assert rig.found(A, LONG) == list(ids)
     assert rig.unclaimed == []
     if fault:

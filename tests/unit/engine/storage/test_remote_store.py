@@ -3,6 +3,7 @@ it longer than its timeout."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -635,7 +636,7 @@ def key_file(folder: Path) -> SealSettings:
 
 def test_the_process_puts_deletes_and_tells(tmp_path: Path) -> None:
     """Over a folder as a remote store, by its address."""
-    remote = RemoteSettings(f"file://{tmp_path}/far")
+    remote = RemoteSettings(f"file://{tmp_path}/far", timeout_s=60.0)
     with closing(
         DiskRig(tmp_path / "levels", FakeClock(1_000.0), seal=key_file(tmp_path), remote=remote)
     ) as rig:
@@ -652,12 +653,21 @@ def test_the_process_puts_deletes_and_tells(tmp_path: Path) -> None:
 
 def test_an_erasure_is_pending_at_the_deadline_of_a_store_that_hangs(tmp_path: Path) -> None:
     """Its answer waits no longer; other commands do not wait at all."""
-    objects, gate = FaultyObjects(), Event()
-    remote = RemoteSettings("s3://bucket", timeout_s=0.2)
+    objects, passed_s = FaultyObjects(), [0.0]
+
+    class Hangs(Event):
+        """A gate behind which the deadline passes at once."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            passed_s.append(60.0)
+            return super().wait(timeout)
+
+    gate, remote = Hangs(), RemoteSettings("s3://bucket", timeout_s=60.0)
     with closing(
         DiskRig(
             tmp_path / "levels",
             FakeClock(1_000.0),
+            monotonic_s=lambda: time.monotonic() + sum(passed_s),
             seal=key_file(tmp_path),
             remote=remote,
             objects=objects,

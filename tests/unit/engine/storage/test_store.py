@@ -9,12 +9,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import apsw
 import pytest
 
 from engine.api import Quota
 from engine.moves import ROOT, Fetch, Fetched, SetStoredQuotas
 from engine.storage.index.index import RecordIndex, RecordRow
-from engine.storage.index.index_file import LOG_BYTES_MAX, IndexUnusable
+from engine.storage.index.index_file import INDEX_NAME, LOG_BYTES_MAX, IndexUnusable
 from engine.storage.room.disk_room import NO_SLAB_MS
 from engine.storage.room.idle_slabs import PAUSE_MS
 from engine.storage.slabs.record import place_bytes_of
@@ -54,6 +55,12 @@ def make(tmp_path: Path) -> Iterator[MakeRig]:
     yield open_rig
     for rig in rigs:
         rig.close()
+
+
+def scopes_of(rig: LocalRig) -> list[bytes]:
+    """Return the namespaces that have a row of their own in the index of a closed store."""
+    with closing(apsw.Connection(str(rig.folder / INDEX_NAME))) as index:
+        return [name for (name,) in index.execute("select namespace from scopes")]
 
 
 def path_of(number: int) -> tuple[int, ...]:
@@ -248,6 +255,52 @@ def test_the_days_write_budget_refuses_all_but_promises(make: MakeRig) -> None:
     assert rig.disk.stats().written_bytes_today == 4 * PLACE
     rig.clock.advance(86_400.0)
     assert fill(rig, [9]) == [""]
+
+
+def test_a_batch_stays_inside_the_days_write_budget(make: MakeRig) -> None:
+    """What it is about to write counts before it is written."""
+    rig = make(write_bytes_per_day=3 * PLACE)
+    stored = rig.send_store(rig.store_command(A, LONG))
+
+    assert (len(stored.record_ids), stored.code) == (3, "write_budget")
+    assert rig.disk.stats().written_bytes_today == 3 * PLACE
+
+
+def test_a_new_slab_is_synced_beside_the_main_thread_and_before_its_rows(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan waits for no sync; a batch does, for its slabs and for the folder that names them."""
+    calls, synced = FailingCalls(), list[Path]()
+    monkeypatch.setattr("engine.storage.slabs.slabs.sync_folder", synced.append)
+    rig = make(calls=calls)
+    calls.fails["sync"] = errno.ENOSPC
+    batch = rig.disk.plan([rig.store_command(A, path_of(1))])
+    assert (synced, batch.stores[0].code) == ([], "")
+    rig.disk.write(batch, run_in_turn)
+    assert (synced, rig.disk.commit(batch)[0].code) == ([], "write_failed")
+
+    rig.clock.advance(NO_SLAB_MS / 1_000 + 1.0)
+    rig.disk.maintain()
+    calls.fails.clear()
+    assert fill(rig, [2, 3]) == ["", ""]
+    assert synced == [rig.folder]
+
+
+def test_a_namespace_without_records_is_forgotten_in_the_next_maintenance(make: MakeRig) -> None:
+    """Its scope goes while the store is open; not one that a batch under way writes to."""
+    rig = make()
+    rig.store(A, LONG[:4], limit_s=10.0)
+    rig.store(B, LONG[:4], limit_s=10.0)
+    rig.clock.advance(11.0)
+    batch = rig.disk.plan([rig.store_command(B, path_of(1))])
+    rig.disk.maintain()
+    rig.disk.write(batch, run_in_turn)
+    assert rig.disk.commit(batch)[0].code == ""
+    assert is_there(rig, 1, B)
+    rig.local.close()
+
+    assert scopes_of(rig) == [B]
+    rig.start()
 
 
 def test_a_batch_stores_a_run_once(make: MakeRig) -> None:

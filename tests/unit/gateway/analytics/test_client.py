@@ -215,6 +215,19 @@ async def test_process_that_reads_nothing_costs_bounded_memory(
         os.kill(pid, 0)
 
 
+async def test_process_that_stands_still_holds_no_reader(
+    analytics: AnalyticsUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that closes asks it once more, before it closes the ledger."""
+    monkeypatch.setattr(client, "ANSWER_S", 0.01)
+    monkeypatch.setattr(client, "CLOSE_S", 0.1)
+    remote = await analytics.open(*READS_NOTHING)
+
+    with pytest.raises(Refusal, match="do not answer") as refused:
+        await remote.take_findings()
+    assert refused.value.code == "analytics_away"
+
+
 async def test_process_exits_with_its_gateway(analytics: AnalyticsUnderTest) -> None:
     remote = await analytics.open()
     await remote.overview()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tenancy.accounts.keys import digest_of
 from tenancy.accounts.shared_scopes import ScopeChange
 from tenancy.accounts.tenants import find_tenant_record, list_tenants
 from tests.unit.gateway.admin_client import AdminClient
-from tests.unit.gateway.gateway_fixture import GatewayFixture
+from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 
 ADA = '[[tenants]]\nname = "ada"\nrequests_per_minute = 60\n'
 EVE = '[[tenants]]\nname = "eve"\ntier = "gold"\n'
@@ -209,6 +210,64 @@ async def test_a_webhook_without_its_secret_changes_nothing(reloader: Reloader) 
     assert reloader.webhooks.endpoints == ()
 
 
+class SlowFile:
+    """A configuration file whose first read waits until `go` is set, as on a slow disk."""
+
+    def __init__(self, reloader: Reloader) -> None:
+        self._context = reloader.gateway.gateway.context
+        self._read = self._context.read_config
+        self._context.read_config = self
+        self.began, self.go = threading.Event(), threading.Event()
+        self.reads: list[str] = []
+
+    def __call__(self) -> Config:
+        """Read the file, then wait."""
+        self.reads.append("begin")
+        config = self._read()
+        self.began.set()
+        assert self.go.wait(PATIENCE_S), "a test forgot to let the read go on"
+        self.reads.append("end")
+        return config
+
+    async def wait_begun(self) -> None:
+        """Wait until the file has been read."""
+        assert await asyncio.to_thread(self.began.wait, PATIENCE_S)
+
+
+async def test_reloads_run_one_after_another(reloader: Reloader) -> None:
+    """The slower of two would otherwise bring back a key that the later file revokes."""
+    context = reloader.gateway.gateway.context
+    await reloader.write(ADA)
+    file = SlowFile(reloader)
+    first = asyncio.create_task(reload(context, reloader.webhooks))
+    await file.wait_begun()
+    await reloader.write(EVE)
+    second = asyncio.create_task(reload(context, reloader.webhooks))
+    for _ in range(3):
+        await asyncio.to_thread(bool)  # another thread's turn
+    file.go.set()
+    await asyncio.gather(first, second)
+
+    assert file.reads == ["begin", "end"] * 2
+    declared = [tenant.name for tenant in list_tenants(context.store) if tenant.is_declared]
+    assert "eve" in declared
+
+
+async def test_a_reload_ends_after_its_client_has_left(reloader: Reloader) -> None:
+    """The database, the webhooks and the models must come from one file."""
+    await reloader.write(EVE + WEBHOOK)
+    file = SlowFile(reloader)
+    left = asyncio.create_task(reload(reloader.gateway.gateway.context, reloader.webhooks))
+    await file.wait_begun()
+    left.cancel()
+    file.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+
+    assert [one.name for one in reloader.webhooks.endpoints] == ["ops"]
+    assert reloader.gateway.lines[-1]["event"] == "reloaded"
+
+
 async def test_reloads_by_the_admin_api(reloader: Reloader) -> None:
     """Signals are hard to send from another container."""
     admin = AdminClient(reloader.gateway)
@@ -226,7 +285,7 @@ async def test_reloads_by_the_admin_api(reloader: Reloader) -> None:
 async def test_start_without_declared_tenants_changes_nothing(
     gateway: GatewayFixture,
 ) -> None:
-    changes = await declare(gateway.gateway.context, Config())
+    changes, _ = await declare(gateway.gateway.context, Config())
 
     assert changes == []
 

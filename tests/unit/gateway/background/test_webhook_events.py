@@ -133,11 +133,11 @@ async def test_finds_restarts_and_refusals_since_the_last_search(gateway: Gatewa
     context.models.default.restarts = lambda: restarts
     context.limited[1] = 2
     events = WebhookEvents(context)
-    first = await events.find()
+    first = [*events.count(), *await events.read()]
     restarts = 4
     context.limited[1] += 5
-    second = await events.find()
-    third = await events.find()
+    second = [*events.count(), *await events.read()]
+    third = [*events.count(), *await events.read()]
 
     assert [one.kind for one in first] == ["tenant.limited"]
     assert [one.kind for one in second] == ["engine.restarted", "tenant.limited"]
@@ -176,7 +176,7 @@ async def test_asks_for_findings_of_the_present(gateway: GatewayFixture) -> None
         asked.append(now_ms)
         return []
 
-    await WebhookEvents(gateway.gateway.context, findings).find()
+    await WebhookEvents(gateway.gateway.context, findings).read()
 
     assert asked == [pytest.approx(gateway.gateway.context.wall(), abs=60_000)]
 
@@ -192,7 +192,7 @@ async def test_findings_of_the_report_are_told(
         return {"findings": [FINDING]}
 
     monkeypatch.setattr(webhook_events, "find", report)
-    events = await WebhookEvents(gateway.gateway.context).find()
+    events = await WebhookEvents(gateway.gateway.context).read()
 
     assert [one.data["cause"] for one in events if one.kind == "finding.new"] == [FINDING["cause"]]
     assert DAY_MS <= windows[0].until_ms - windows[0].since_ms < DAY_MS + 3_600_000

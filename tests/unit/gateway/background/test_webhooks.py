@@ -7,9 +7,11 @@ import json
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gateway.background import webhooks
 from gateway.background.webhooks import (
     LEASE_MS,
     WebhookEndpoint,
@@ -18,10 +20,11 @@ from gateway.background.webhooks import (
     read_endpoints,
 )
 from gateway.config import ConfigError, WebhookConfig
-from tenancy.accounting.webhook_outbox import WebhookEvent, list_deliveries
+from tenancy.accounting.webhook_outbox import WebhookEvent, list_deliveries, put_event
+from tenancy.errors import StoreError
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.background.webhook_receiver import Receiver, verify
-from tests.unit.gateway.gateway_fixture import GatewayFixture
+from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSwMfKQ9r8GKYqr"
 EVENT = WebhookEvent("1:2", "engine.restarted", {"restarts": 1, "model": "m"})
@@ -342,3 +345,43 @@ def test_a_missing_secret_is_named_and_never_quoted(webhook: WebhookConfig, what
         read_endpoints([webhook], {"BAD": "whsec_c2hvcnQ="})
 
     assert "c2hvcnQ" not in str(caught.value)
+
+
+async def test_counted_events_wait_for_the_database(
+    gateway: GatewayFixture, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart is counted once: the check that finds it may find no database."""
+    context, restarts = gateway.gateway.context, 0
+    monkeypatch.setattr(context.models.default, "restarts", lambda: restarts)
+    sender = WebhookSender(context, [endpoint("http://127.0.0.1:1", "engine.restarted")])
+    restarts = 1
+
+    def fail(*_: object) -> None:
+        raise StoreError("busy", "busy")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(webhooks, "put_event", fail)
+        await sender.check()
+    lost = list_deliveries(gateway.store, 10)
+    await sender.check()
+    await sender.check()
+
+    assert lost == []
+    assert [row.kind for row in list_deliveries(gateway.store, 10)] == ["engine.restarted"]
+
+
+async def test_a_reload_may_remove_the_endpoint_of_an_event(
+    gateway: GatewayFixture, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the event's row and its first attempt."""
+    sender = WebhookSender(gateway.gateway.context, [endpoint("http://127.0.0.1:1")])
+    loop = asyncio.get_running_loop()
+
+    def put_and_remove(*row: Any) -> bool:
+        is_new = put_event(*row)
+        asyncio.run_coroutine_threadsafe(sender.apply([]), loop).result(PATIENCE_S)
+        return is_new
+
+    monkeypatch.setattr(webhooks, "put_event", put_and_remove)
+
+    assert await sender.publish(EVENT)

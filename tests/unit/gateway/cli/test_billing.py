@@ -206,6 +206,20 @@ def test_sets_budgets_in_dollars_and_shows_them_exactly(priced: Run, open_ledger
     assert data_of(priced, "budget", "ada", "--window", "day", "--remove") == []
 
 
+def test_a_limit_that_is_not_given_stays(run: Run) -> None:
+    """A soft limit for alerts must not end the hard one, which bounds what is spent."""
+    run("budget", "ada", "--hard", "20")
+    run("budget", "ada", "--soft", "16")
+    (row,) = data_of(run, "budget")
+    assert (row["hard_usd"], row["soft_usd"]) == ("20.000000", "16.000000")
+
+    assert "above the hard one" in error_line(run, "budget", "ada", "--soft", "21")
+    run("budget", "ada", "--hard", "none")
+    (row,) = data_of(run, "budget")
+    assert (row["hard_usd"], row["soft_usd"]) == (None, "16.000000")
+    assert data_of(run, "budget", "ada", "--soft", "none") == []
+
+
 def test_returns_after_a_server_knows_a_new_budget(
     run: Run, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -14,7 +15,13 @@ from gateway.errors import Kind, Refusal
 from gateway.findings import books
 from gateway.findings.books import TAKER, FindingBooks
 from tenancy.errors import StoreError
-from tenancy.reuse.finding_counts import FindingCount, PromptOrigin, read_counts, read_origins
+from tenancy.reuse.finding_counts import (
+    FindingCount,
+    PromptOrigin,
+    add_counts,
+    read_counts,
+    read_origins,
+)
 from tenancy.types import HOUR_MS
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -84,6 +91,31 @@ async def test_failed_write_is_made_up_for(
 
     found = {one.cause: one.requests for one in await rows(context)}
     assert found == {"system_changes": 1, "model_changed": 1}
+
+
+async def test_counts_are_written_once_though_the_reader_leaves(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A browser that closes the page cancels the request that flushes."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def add_slowly(*arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        add_counts(*arguments)
+
+    monkeypatch.setattr(books, "add_counts", add_slowly)
+    kept = FindingBooks(context)
+    put(context, ONE)
+    reader = asyncio.create_task(kept.flush())
+    assert await asyncio.to_thread(begun.wait, 30)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    go_on.set()
+    await kept.flush()
+
+    assert [one.requests for one in await rows(context)] == [1]
 
 
 async def test_analytics_that_restart_are_asked_again(context: Context) -> None:

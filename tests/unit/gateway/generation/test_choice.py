@@ -29,7 +29,7 @@ TOOLS = (Tool("get"),)
 def check(renderer: Renderer, text: str, prompt: Prompt) -> tuple[list[Delta], OutputParser]:
     """Return all deltas of a text pushed at once."""
     output = OutputParser(3, prompt, renderer, lambda: "call_1")
-    return output.push(Text(3, text)) + output.finish(), output
+    return output.push(Text(3, text)) + output.finish(is_cut_off=False), output
 
 
 def test_separates_call_from_text(renderer: Renderer) -> None:
@@ -75,7 +75,7 @@ def test_logprobs_stay_with_their_text(renderer: Renderer) -> None:
 
     output = OutputParser(0, Prompt(tools=TOOLS), renderer, lambda: "id")
     deltas = [d for text in ("Hm", " <to", "ast>", CALL, " so") for d in output.push(token(text))]
-    deltas += output.finish()
+    deltas += output.finish(is_cut_off=False)
     kept = [t.data for d in deltas if isinstance(d, Text) for t in d.tokens]
 
     assert kept == [b"Hm", b" <to", b"ast>", b" so"]
@@ -161,7 +161,7 @@ def tokens_reported(thinking: ThinkingFormat, texts: list[str]) -> list[str]:
         for number, text in enumerate(texts)
         for delta in parser.push(Text(0, text, (TokenText(number, text.encode(), -1.0),)))
     ]
-    found += parser.finish()
+    found += parser.finish(is_cut_off=False)
     tokens = [token for delta in found if isinstance(delta, Text) for token in delta.tokens]
 
     return [token.data.decode() for token in tokens]

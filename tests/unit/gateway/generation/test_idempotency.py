@@ -20,7 +20,7 @@ from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, set_status
 from tenancy.ledger.idempotency import Claim
 from tenancy.types import HOUR_MS, wall_ms
-from tests.unit.gateway.gateway_fixture import GatewayFixture, parse_events, read_answer
+from tests.unit.gateway.gateway_fixture import GatewayFixture, parse_events, read_answer, status_of
 from tests.unit.gateway.idempotent_requests import (
     CHAT,
     DIALECTS,
@@ -168,6 +168,18 @@ async def test_refuses_invalid_key(gateway: GatewayFixture, name: str) -> None:
     assert answer.startswith(b"HTTP/1.1 400"), answer
     assert b"printable ASCII" in answer
     assert endings(gateway) == []
+
+
+async def test_takes_a_version_header_that_is_no_text(gateway: GatewayFixture) -> None:
+    """The digest of a request covers headers that a client may fill with any bytes."""
+    lines = ("Idempotency-Key: a-1", "anthropic-beta: \xff", "Connection: close")
+    body = msgspec.json.encode(gateway.chat())
+    first, again = [
+        await gateway.raw(gateway.post("/v1/chat/completions", body, *lines)) for _ in range(2)
+    ]
+
+    assert (status_of(first), status_of(again)) == (200, 200)
+    assert b"idempotency-replayed: true" in again.lower()
 
 
 async def test_refuses_two_keys(gateway: GatewayFixture) -> None:

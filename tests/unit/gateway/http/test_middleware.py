@@ -346,3 +346,23 @@ async def test_refused_strangers_fill_no_log(gateway: GatewayFixture) -> None:
     await gateway.until(lambda: refused(None) >= 20 <= refused(2))
     await gateway.quiet()
     assert (refused(None), refused(2)) == (20, 20)
+
+
+async def test_a_connection_error_of_ours_is_an_internal_error(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the client's own connection may end its request without an answer and without a log
+    line of an error."""
+
+    def refuse(_: object) -> None:
+        raise ConnectionRefusedError("the planted address")
+
+    monkeypatch.setattr(gateway.gateway.context.engine, "submit", refuse)
+    status, answer, _ = await gateway.ask(body=gateway.chat())
+    await gateway.until(lambda: any(line["event"] == "request" for line in gateway.lines))
+
+    assert (status, answer["error"]["code"]) == (500, "internal_error")
+    assert [line["error"] for line in gateway.lines if line["event"] == "error"] == [
+        "ConnectionRefusedError"
+    ]
+    assert "planted" not in json.dumps(gateway.lines)

@@ -8,7 +8,17 @@ import socket
 import pytest
 from msgspec.json import decode, encode
 
-from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture, read_answer
+from gateway.http.response import PIECE_BYTES
+from tenancy.accounts.tenants import find_tenant
+from tenancy.responses.stored_responses import ResponseRecord
+from tenancy.types import HOUR_MS, wall_ms
+from tests.unit.gateway.gateway_fixture import (
+    PATIENCE_S,
+    GatewayFixture,
+    head,
+    read_answer,
+    status_of,
+)
 
 
 def request(gateway: GatewayFixture, version: str, *lines: str) -> bytes:
@@ -42,6 +52,19 @@ async def test_connection_header_says_whether_the_connection_stays_open(
     assert head.startswith(version.lower().encode() + b" 200 ok\r\n")
     assert (b"connection: " in head) == bool(connection)
     assert connection in head
+
+
+async def test_the_end_of_an_http_1_0_stream_is_that_of_its_connection(
+    gateway: GatewayFixture,
+) -> None:
+    """It has neither a length nor chunks, so its client waits for the end; also one that asks for
+    keep-alive."""
+    body = encode(gateway.chat(max_tokens=1, stream=True))
+    data = gateway.post("/v1/chat/completions", body, "Connection: keep-alive")
+    answer = await gateway.raw(data.replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+
+    assert answer.endswith(b"data: [DONE]\n\n")
+    assert b"connection: keep-alive" not in answer.lower()
 
 
 async def test_response_has_every_standard_header_once(gateway: GatewayFixture) -> None:
@@ -96,3 +119,39 @@ async def test_long_response_is_complete_and_keeps_the_connection_open(
     assert len(content) > 2**16
     assert len(decode(content)["choices"]) == 4
     assert len(decode(short)["choices"]) == 1
+
+
+async def test_head_of_a_long_response_sends_no_body(gateway: GatewayFixture) -> None:
+    """A body would be read as the next answer on the connection, which a proxy may share between
+    clients: what one tenant stored would be the answer to another."""
+    tenant, now_ms = find_tenant(gateway.store, "ada"), wall_ms()
+    assert tenant is not None
+    body = encode({"output": [], "text": "x" * 2 * PIECE_BYTES})
+    name, workspace = "resp_1", "default"
+    owner = tenant.tenant_id, workspace
+    record = ResponseRecord(name, *owner, now_ms, now_ms + HOUR_MS, b"[]", body)
+    assert not await gateway.gateway.context.responses.write(record)
+    async with gateway.connection() as (reader, writer):
+        key = f"Authorization: Bearer {gateway.keys['ada']}"
+        writer.write(head(f"HEAD /v1/responses/{name} HTTP/1.1", key))
+        writer.write(head("GET /healthz HTTP/1.1", "Connection: close"))
+        async with asyncio.timeout(PATIENCE_S):
+            first, _, second = (await reader.read()).partition(b"\r\n\r\n")
+
+    assert status_of(first) == 200
+    assert f"content-length: {len(body)}\r\n".encode() in first.lower()
+    assert second.startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_a_refusal_keeps_the_connection_of_a_body_that_is_here(
+    gateway: GatewayFixture,
+) -> None:
+    """A client that is refused by a limit need not connect anew for its next try."""
+    refused = head("POST /v1/chat/completions HTTP/1.1", "Content-Length: 5") + b"abcde"
+    async with gateway.connection() as (reader, writer):
+        statuses = []
+        for data in (refused, request(gateway, "HTTP/1.1")):
+            writer.write(data)
+            statuses.append(status_of(await read_answer(reader)))
+
+    assert statuses == [401, 200]

@@ -150,6 +150,15 @@ async def test_100_continue_is_sent_only_with_a_valid_key(
     assert status_of(uninvited) == 401
 
 
+async def test_http_1_0_gets_no_interim_reply(gateway: GatewayFixture) -> None:
+    """Its client would take `100 Continue` for the answer."""
+    body = json.dumps(gateway.chat()).encode()
+    data = gateway.post("/v1/chat/completions", body, "Expect: 100-continue")
+    answer = await gateway.raw(data.replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+
+    assert status_of(answer) == 200
+
+
 async def test_bytes_after_a_body_are_the_next_request(gateway: GatewayFixture) -> None:
     """A22: bytes beyond Content-Length are a pipelined request with its own authentication."""
     body = json.dumps(gateway.chat()).encode()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import msgspec
 import pytest
 
@@ -11,7 +14,7 @@ from gateway.ledger.user_notes import OTHER, UserNotes
 from tenancy.errors import StoreError
 from tenancy.types import DAY_MS
 from tests.unit.gateway.admin_client import AdminClient
-from tests.unit.gateway.gateway_fixture import GatewayFixture
+from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 
 
 def noted(gateway: GatewayFixture) -> list[str]:
@@ -90,3 +93,28 @@ async def test_a_failed_write_is_tried_again(
     await notes.close()
 
     assert (lost, noted(gateway)) == ([], ["a"])
+
+
+async def test_closing_waits_for_the_write_that_runs(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database is closed next, and a failed write must not lose its notes."""
+    began, go = threading.Event(), threading.Event()
+
+    def fail_late(*_: object) -> None:
+        began.set()
+        assert go.wait(PATIENCE_S), "a test forgot to let the write go on"
+        raise StoreError("busy", "busy")
+
+    monkeypatch.setattr(user_notes, "GATHER_S", 0.0)
+    notes = UserNotes(gateway.store, lambda: 0)
+    with monkeypatch.context() as broken:
+        broken.setattr(user_notes, "write_users", fail_late)
+        notes.note("r0", 1, "a")
+        assert await asyncio.to_thread(began.wait, PATIENCE_S)
+    closing = asyncio.create_task(notes.close())
+    await asyncio.sleep(0)
+    go.set()
+    await closing
+
+    assert noted(gateway) == ["a"]

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -44,6 +45,13 @@ class LogPipe:
                 self._data += self.read()
                 await asyncio.sleep(0)
         return [json.loads(line) for line in self._data.splitlines()]
+
+    def fill(self) -> None:
+        """Fill the pipe, as other processes may."""
+        line = json.dumps({"event": "filling"}).encode() + b"\n"
+        with suppress(BlockingIOError):
+            while True:
+                os.write(self._writer, line)
 
     def close(self) -> None:
         os.close(self.reader)
@@ -159,3 +167,22 @@ def test_refusal_lines_are_bounded_by_owner_and_second() -> None:
     assert (strangers, tenant, later) == (20, 3, [True, True])
     assert during == []
     assert lines == [("log_lines_dropped", {"lines": 980, "of": "refused requests"})]
+
+
+async def test_a_thread_that_waits_for_the_reader_holds_up_no_event_loop(
+    pipe: LogPipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exporters log from threads of their own."""
+    monkeypatch.setattr("gateway.observability.logging.FINAL_WAIT_S", 30.0)
+    pipe.fill()
+    waiting = threading.Thread(target=pipe.log, args=("of a thread", {}))
+    waiting.start()
+    for _ in range(3):
+        await asyncio.to_thread(bool)  # the thread's turn
+    pipe.log("of the loop", {})
+    is_waiting = waiting.is_alive()
+    lines = await pipe.read_until("of the loop")
+    await asyncio.to_thread(waiting.join)
+
+    assert is_waiting
+    assert {line["event"] for line in lines} >= {"of a thread", "of the loop"}

@@ -116,8 +116,8 @@ def test_cached_shape_equals_full_rendering(make: Make, source: str) -> None:
             )
 
 
-def test_chats_of_one_shape_are_rendered_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names and roles are part of the shape."""
+def counted_renderings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by one with each rendering."""
     runs: list[int] = []
     whole = ChatTemplate.render
 
@@ -126,6 +126,12 @@ def test_chats_of_one_shape_are_rendered_once(make: Make, monkeypatch: pytest.Mo
         return whole(self, messages, **variables)
 
     monkeypatch.setattr(ChatTemplate, "render", counted)
+    return runs
+
+
+def test_chats_of_one_shape_are_rendered_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and roles are part of the shape."""
+    runs = counted_renderings(monkeypatch)
     renderer = make(NAMING)
     for text in ("a", "b", "c"):
         renderer.render(chat(text))
@@ -133,6 +139,26 @@ def test_chats_of_one_shape_are_rendered_once(make: Make, monkeypatch: pytest.Mo
     renderer.render(chat("a", "b"))
 
     assert (alike, len(runs)) == (1, 2)
+
+
+def test_shapes_of_a_template_that_reads_contents_are_bounded(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keeps its roles, paths and names: a client that sends many must not fill the memory."""
+    monkeypatch.setattr("gateway.prompt.renderer.SHAPES_SEGMENTS_MAX", 400)
+    runs, renderer = counted_renderings(monkeypatch), make(CUTTING)
+
+    def renderings_of(count: int) -> int:
+        before = len(runs)
+        renderer.render(chat(*"a" * count))
+        return len(runs) - before
+
+    first, again = renderings_of(40), renderings_of(40)
+    for count in range(20, 40):
+        renderings_of(count)
+
+    assert again < first
+    assert renderings_of(40) == first
 
 
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\ue0f0\ue0f1")

@@ -96,6 +96,15 @@ def test_native_template_writes_tools_calls_and_results(make: Make) -> None:
     assert "user\n<tool_response>\nsun 0\n</tool_response>\n<tool_response>\nsun 1\n" in text
 
 
+def test_schema_may_have_a_number_of_more_than_64_bits(make: Make) -> None:
+    """JSON has no bound, and schema libraries write those of wide integers."""
+    schema = f'{{"type": "object", "properties": {{"n": {{"maximum": {2**64}}}}}}}'
+    renderer = make("hermes")
+    found = renderer.render(Prompt((Segment("user", "hi", "m"),), tools=(Tool("f", "", schema),)))
+
+    assert str(2**64) in text_of(renderer, found.token_ids)
+
+
 def test_template_without_tool_support_gets_text(make: Make) -> None:
     """A result and the user text after it are one message."""
     renderer = make("words")

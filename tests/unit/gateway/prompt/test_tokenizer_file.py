@@ -78,3 +78,21 @@ def test_the_vocabulary_is_that_of_the_library(name: str) -> None:
 
     assert file.vocab == library.get_vocab(with_added_tokens=True)
     assert [*file.added] == [*library.get_added_tokens_decoder()]
+
+
+@pytest.mark.parametrize("name", ["byte-level", "word pieces"])
+def test_what_a_training_left_in_the_file_changes_no_text(name: str) -> None:
+    """Truncation to the length of its examples would drop the rest of a client's text."""
+    length = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padding = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+        "pad_type_id": 0, "pad_token": "<unk>",
+    }  # fmt: skip
+    left = {**DOCUMENTS[name], "truncation": length, "padding": padding}
+    file, text = TokenizerFile(json.dumps(left).encode()), "abababab"
+    plain = file.tokenizer(file.rules, frozenset(file.added))
+    found = [one.encode(text, add_special_tokens=False).ids for one in (file.whole, plain)]
+
+    expected = READ[name][1].encode(text, add_special_tokens=False).ids
+    assert len(expected) > 2
+    assert found == [expected, expected]

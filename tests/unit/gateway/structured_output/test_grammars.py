@@ -193,6 +193,26 @@ def test_schema_cannot_set_grammar_options(allows: Allows) -> None:
         allows(call("get", "{}"), Tool("get", "", unknown, strict=True), tool_choice=REQUIRED)
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "integer"}}},
+        {"description": "anything"},
+        {"anyOf": [{"type": "object"}, {"type": "string"}]},
+        {"allOf": [{"properties": {"a": {"type": "integer"}}}]},
+    ],
+)
+def test_arguments_are_an_object_also_without_a_type(
+    allows: Allows, schema: dict[str, Any], *, is_strict: bool
+) -> None:
+    """Other values are no call: a forced one would end as text."""
+    tool = Tool("put", "", json.dumps(schema), strict=is_strict)
+
+    assert allows(call("put", '{"a": 1}'), tool, tool_choice=REQUIRED)
+    assert not allows(call("put", '"x"'), tool, tool_choice=REQUIRED)
+
+
 UNHELD = json.dumps({"type": "array", "items": {"type": "integer"}, "uniqueItems": True})
 
 

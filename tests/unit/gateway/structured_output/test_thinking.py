@@ -86,7 +86,7 @@ def split_whole(text: str, cuts: list[int], *, is_open: bool) -> tuple[str, str]
     splitter = ThinkingSplitter(TAGS, is_open=is_open)
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     found = [splitter.push(text[a:b]) for a, b in pairwise(places)]
-    found.append(splitter.finish())
+    found.append(splitter.finish(is_cut_off=False))
     return "".join(f.thought for f in found), "".join(f.text for f in found)
 
 
@@ -239,7 +239,7 @@ def test_harmony_is_split_the_same_at_every_cut(
     splitter = HarmonySplitter(HERMES.opening, HERMES.closing, HERMES.arguments)
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     found = [splitter.push(text[a:b]) for a, b in pairwise(places)]
-    found.append(splitter.finish())
+    found.append(splitter.finish(is_cut_off=False))
 
     assert "".join(f.thought for f in found) == thought
     assert "".join(f.text for f in found) == answer
@@ -250,9 +250,24 @@ def test_call_in_harmony_is_read_by_the_parser_of_calls() -> None:
     splitter = HarmonySplitter(HERMES.opening, HERMES.closing, HERMES.arguments)
     parser = ToolCallParser(HERMES, ["get_weather"], lambda: "call_1")
     pieces = [piece for at in HARMONY for piece in parser.push(splitter.push(at).text)]
-    pieces += parser.push(splitter.finish().text) + parser.finish()
+    pieces += parser.push(splitter.finish(is_cut_off=False).text) + parser.finish()
     calls = [piece for piece in pieces if isinstance(piece, ParsedCall)]
 
     assert calls[0].name == "get_weather"
     assert json.loads("".join(call.arguments for call in calls)) == {"city": "Bern"}
     assert "".join(piece for piece in pieces if isinstance(piece, str)) == "I look."
+
+
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_call_in_harmony_that_is_cut_off_has_no_complete_arguments(*, is_cut_off: bool) -> None:
+    """A client would run it with half of its arguments; `<|call|>` itself is silent."""
+    splitter = HarmonySplitter(HERMES.opening, HERMES.closing, HERMES.arguments)
+    parser = ToolCallParser(HERMES, ["move"], lambda: "call_1")
+    head = "<|channel|>commentary to=functions.move<|message|>"
+    pieces = parser.push(splitter.push(head + '{"from": "a"').text)
+    if not is_cut_off:
+        pieces += parser.push(splitter.push(', "to": "b"}').text)
+    pieces += parser.push(splitter.finish(is_cut_off=is_cut_off).text) + parser.finish()
+    arguments = "".join(piece.arguments for piece in pieces if isinstance(piece, ParsedCall))
+
+    assert arguments == ('{"from": "a"' if is_cut_off else '{"from": "a", "to": "b"}')

@@ -2,10 +2,8 @@
 
 A matrix tile holds up to 24 sums in registers. A compiler that runs out of registers stores some of
 them in each step of the loop, which halves the speed and changes no result, so only the object code
-shows it. gcc builds for several CPUs; the CPU that runs the test does not matter.
-
-clang 20 stores up to half of the sums of 12 rows, which is left: `COMPILERS` prefers gcc. For AVX2,
-gcc 12 also stores one of 12 sums of `value_rows`.
+shows it. Compilers differ in it from version to version, so each that is installed is asked; each
+builds for several CPUs, and the CPU that runs the test does not matter.
 """
 
 from __future__ import annotations
@@ -19,19 +17,19 @@ import pytest
 
 from kernels.cpu import build
 
-CPUS = ("skylake-avx512", "cooperlake", "sapphirerapids")
-"""AVX-512; the same with bf16 products; the same beside AMX."""
+NAMES = ("gcc", "gcc-12", "gcc-13", "gcc-14", "clang", "clang-18", "clang-19")
+COMPILERS = {Path(path).resolve(): name for name in NAMES if (path := shutil.which(name))}
+"""The names of the installed compilers, each once, by the file behind the name."""
 
-AVX2_CPUS = ("haswell", "alderlake", "znver3")
-"""16 registers, of which a tile of 6 rows needs 15; gcc orders a loop's instructions by the CPU."""
+CPUS = ("skylake-avx512", "cooperlake", "sapphirerapids", "haswell", "alderlake", "znver3")
+"""AVX-512; the same with bf16 products; the same beside AMX; AVX2, whose 16 registers a tile of 6
+rows just fits: compilers order a loop's instructions by the CPU."""
 
-FUNCTIONS = (
-    *("tile_6_2", "tile_12_2", "tile_1_4", "score_rows", "value_rows"),
-    *("int8_score_rows", "int8_scores", "int8_value_rows", "int8_values"),
-)
-"""Those of int8 only where a CPU has VNNI; gcc may put one of a pair into the other."""
-TILES = ("tile_1_8", "tile_1_4", "tile_2_4", "tile_3_2", "tile_4_2", "tile_5_2", "tile_6_2")
-"""The products of AVX2, by rows and vectors of 8 columns."""
+TILES = {"tile_1_4", "tile_6_2"}
+"""Functions with loops of products on every CPU. Those of attention may be put into callers."""
+
+NO_SUMS = {"finish", "mxfp4_product"}
+"""Functions whose loops store other things: constants, and the exponents of a group."""
 
 MULTIPLY = re.compile(r"vdpbf16ps|vpdpbusd|vfmadd")
 STORE_TO_STACK = re.compile(r"%[yz]mm\d+,-?(0x)?[0-9a-f]*\(%r[sb]p\)")
@@ -72,29 +70,28 @@ def inner_loops(code: Instructions) -> list[list[str]]:
     ]
 
 
-def build_for(cpu: str, target: Path, sources: tuple[str, ...], *more: str) -> None:
-    """Build a library for a CPU; skip the test where the tools or the CPU are unknown."""
-    if not shutil.which("gcc") or not shutil.which("objdump"):
-        pytest.skip("gcc or objdump is missing")
+def build_for(compiler: str, cpu: str, target: Path, *more: str) -> None:
+    """Build the library for a CPU; skip the test where the compiler does not know the CPU."""
+    if not shutil.which("objdump"):
+        pytest.skip("objdump is missing")
+    machine = [compiler, f"-march={cpu}"]
+    if subprocess.run([*machine, "-E", "-xc", "/dev/null"], capture_output=True).returncode:
+        pytest.skip(f"{compiler} does not build for {cpu}")
     flags = [flag for flag in build.FLAGS if flag != "-march=native"]
-    paths = [str(build.FOLDER / name) for name in sources]
-    command = ["gcc", *flags, f"-march={cpu}", *more, "-o", str(target), *paths, "-lm"]
+    paths = [str(build.FOLDER / name) for name in build.SOURCES]
+    command = [*machine, *flags, *more, "-o", str(target), *paths, "-lm"]
     built = subprocess.run(command, capture_output=True, text=True)
-    if built.returncode:
-        pytest.skip(f"gcc does not build for {cpu}: {built.stderr[:200]}")
+    assert not built.returncode, built.stderr
 
 
-def product_loops(library: Path, names: tuple[str, ...]) -> list[tuple[str, list[str]]]:
-    """Return the innermost loops of these functions that multiply."""
-    functions = disassemble(library)
-    loops = [
+def product_loops(library: Path) -> list[tuple[str, list[str]]]:
+    """Return the innermost loops that multiply, with the names of their functions."""
+    return [
         (name, body)
-        for name in names
-        for body in inner_loops(functions.get(name, []))
-        if sum(bool(MULTIPLY.match(text)) for text in body) >= 2
+        for name, code in disassemble(library).items()
+        for body in inner_loops(code)
+        if name not in NO_SUMS and sum(bool(MULTIPLY.match(text)) for text in body) >= 2
     ]
-    assert loops, "the kernels have loops of products"
-    return loops
 
 
 def spilled(loops: list[tuple[str, list[str]]]) -> list[tuple[str, str]]:
@@ -104,30 +101,26 @@ def spilled(loops: list[tuple[str, list[str]]]) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", CPUS)
-def test_hot_loops_store_no_sum_on_the_stack(cpu: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiler", COMPILERS.values())
+def test_hot_loops_store_no_sum_on_the_stack(compiler: str, cpu: str, tmp_path: Path) -> None:
+    """For AVX2, gcc 13 stored 2 of 12 sums and took 2.2 times as long; clang 19 up to half of 24
+    for AVX-512."""
     library = tmp_path / "kernels.so"
-    build_for(cpu, library, build.SOURCES)
+    build_for(compiler, cpu, library)
 
-    assert not spilled(product_loops(library, FUNCTIONS))
+    loops = product_loops(library)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cpu", AVX2_CPUS)
-def test_products_fit_the_registers_of_avx2(cpu: str, tmp_path: Path) -> None:
-    """Four spilled sums of 12 took a third of the speed, and one row's took as much."""
-    library = tmp_path / "linear.so"
-    build_for(cpu, library, ("cpu_linear.c",))
-
-    loops = product_loops(library, TILES)
-
-    assert {name for name, _ in loops} == set(TILES)
+    assert {name for name, _ in loops} >= TILES
     assert not spilled(loops)
 
 
+@pytest.mark.slow
 def test_spilled_sums_are_found(tmp_path: Path) -> None:
     """The planted fault: a build that may not use four of the registers."""
-    library = tmp_path / "linear.so"
+    if not (compiler := shutil.which("gcc")):
+        pytest.skip("gcc is missing")
+    library = tmp_path / "kernels.so"
     taken = [f"-ffixed-xmm{number}" for number in range(12, 16)]
-    build_for("haswell", library, ("cpu_linear.c",), *taken)
+    build_for(compiler, "haswell", library, *taken)
 
-    assert spilled(product_loops(library, TILES))
+    assert spilled(product_loops(library))

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from tenancy.accounting.audit import check_books
+from tenancy.accounts import deletion
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.cached_contents import (
     CachedContentQuota,
@@ -25,6 +26,7 @@ from tenancy.accounts.tenants import (
 )
 from tenancy.errors import BadName, KeyRefused
 from tenancy.history.request_records import RequestRecord, write_records
+from tenancy.history.request_users import UserNote, write_users
 from tenancy.history.samples import Sample, write_samples
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
 from tenancy.ledger.ledger import Hold, Ledger
@@ -122,6 +124,20 @@ def test_tenant_with_a_running_request_is_not_deleted(store: Store, wall: Wall) 
     ledger.settle(replace(ENTRY, request_id="s")).result(60)
     assert delete_tenant(store, wall, "ada") == "deleted-1"
     ledger.close()
+
+
+def test_notes_of_users_are_deleted_in_small_transactions(
+    store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one for each request of the tenant's life, and all others wait for the lock."""
+    furnish(store, wall)
+    write_users(store, [UserNote(f"n{number}", 1, "alice") for number in range(5)])
+    monkeypatch.setattr(deletion, "SWEPT_AT_ONCE", 2)
+    before = store.changes
+    delete_tenant(store, wall, "ada")
+
+    assert store.changes - before == 3 + 1
+    assert store.query("select count(*) from request_users") == [(0,)]
 
 
 def test_owner_or_declared_tenant_is_not_deleted(store: Store, wall: Wall) -> None:

@@ -484,7 +484,7 @@ def test_check_holds_until_commit(store: Store, wall: Wall) -> None:
     change_tenant(
         store, "ada", {"floor_blocks": 5}, check=partial(check, who="ada", then=begin_second)
     )
-    beside[0].join(20)
+    beside[0].join(60)
 
     assert seen == {"ada": [], "bob": [5]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from tenancy.accounting.usage import sum_tenants, usage
@@ -74,6 +75,20 @@ def test_a_note_is_kept_once_and_deleted_with_its_tenant(store: Store, wall: Wal
 
     assert kept == [("alice",)]
     assert store.query("select request_id from request_users") == [("r3",)]
+
+
+@pytest.mark.parametrize("has_entries", [True, False])
+def test_a_deleted_tenants_note_stops_no_other(
+    store: Store, wall: Wall, *, has_entries: bool
+) -> None:
+    """A request that runs at the deletion is noted behind it, in one batch with others."""
+    fill(store, wall)
+    gone = create_tenant(store, wall, "eve").tenant_id if not has_entries else 1
+    delete_tenant(store, wall, "ada" if has_entries else "eve")
+    write_users(store, [UserNote("r8", gone, "mallory"), UserNote("r9", 2, "bert")])
+
+    found = store.query("select request_id, user_ref from request_users where request_id >= 'r8'")
+    assert found == [("r9", "bert")]
 
 
 def test_long_and_unprintable_users_are_digests() -> None:

@@ -71,17 +71,19 @@ def test_old_minutes_become_hours(store: Store) -> None:
 
     assert (first.at_ms, first.span_ms, first.minutes) == (AT_MS, HOUR_MS, 12)
     assert (first.refused, first.blocks_cached) == (24, 28)
+    assert first.details == SampleDetails({"overloaded": 24}, {20: 12, 24: 36}, {30: 12})
     assert [one.at_ms for one in rest] == [AT_MS + n * MINUTE_MS for n in range(60, 125, 5)]
 
 
 def test_folding_ends_and_old_hours_are_deleted(store: Store) -> None:
-    write_samples(store, [minute(0)])
+    for number in (0, 60):
+        write_samples(store, [minute(number)])
     assert not fold_samples(store, AT_MS + KEPT_MS)
     kept = read_samples(store, ALL_TENANTS, 0, 2**60)
     fold_samples(store, AT_MS + KEPT_MS + 1)
 
-    assert [one.span_ms for one in kept] == [HOUR_MS]
-    assert read_samples(store, ALL_TENANTS, 0, 2**60) == []
+    assert [one.span_ms for one in kept] == [HOUR_MS, HOUR_MS]
+    assert read_samples(store, ALL_TENANTS, 0, 2**60) == kept[1:]
 
 
 def test_finds_the_minutes_with_refusals(store: Store) -> None:

@@ -103,10 +103,10 @@ def test_refusal_names_budget_and_window_end(store: Store, ledger: Ledger, wall:
 
 def test_refusal_has_retry_time(store: Store, ledger: Ledger, wall: Wall) -> None:
     """Until the window ends, unless no window would admit the request."""
-    set_budget(store, Budget(1, "day", hard_micros=15))
+    set_budget(store, Budget(1, "day", hard_micros=15, soft_micros=15))
     assert is_held(ledger, hold("a", wall()))
     with pytest.raises(BudgetExceeded) as caught:
-        ledger.hold(hold("b", wall())).result(PATIENCE_S)
+        ledger.hold(hold("b", wall(), 15)).result(PATIENCE_S)
 
     assert caught.value.retry_after_s == (DAY_MS - wall()) / 1000
     assert "retry in the next day (UTC)" in caught.value.message
@@ -303,15 +303,23 @@ def test_windows_follow_the_utc_calendar() -> None:
     assert window_of("month", 2**62)[0] < 2**62
 
 
+ODD_PRICE = 700_001
+"""Pico-dollars of a token: sums of these have parts above and below the micro-dollar."""
+
+
+def cost_of(tokens: int) -> Fraction:
+    return Fraction(tokens * ODD_PRICE, 10**12)
+
+
 class Spending(BookMachine):
     """A state machine: a tenant and a key with budgets against sums of fractions."""
 
     def __init__(self) -> None:
         super().__init__()
         create_key(self.store, self.wall, 1)
-        add_card(self.store, self.wall, CARD)
+        add_card(self.store, self.wall, structs.replace(CARD, input=ODD_PRICE))
         self.hard: dict[int, int | None] = {0: None, 1: None}
-        self.reserved: dict[str, tuple[int, Fraction]] = {}
+        self.reserved: dict[str, tuple[int, int]] = {}
         self.spent: dict[int, Fraction] = {}
         self.noted: dict[str, int] = {}
         self.count = 0
@@ -327,22 +335,19 @@ class Spending(BookMachine):
     @rule(tokens=st.integers(0, 20))
     def hold(self, tokens: int) -> None:
         self.count += 1
-        request_id, cost = str(self.count), Fraction(tokens, 10**6)
-        used = self.used(self.day(self.wall()))
-        fits = all(
-            hard is None or used + cost <= Fraction(hard, 10**6) for hard in self.hard.values()
-        )
+        request_id, used = str(self.count), self.used(self.day(self.wall())) + cost_of(tokens)
+        fits = all(hard is None or used <= Fraction(hard, 10**6) for hard in self.hard.values())
         assert is_held(self.ledger, hold(request_id, self.wall(), tokens)) == fits
         if fits:
-            self.reserved[request_id] = (self.wall(), cost)
+            self.reserved[request_id] = (self.wall(), tokens)
 
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
         if not self.reserved:
             return
         request_id = data.draw(st.sampled_from(sorted(self.reserved)))
-        at_ms, cost = self.reserved.pop(request_id)
-        tokens = data.draw(st.integers(0, int(cost * 10**6)))
+        at_ms, most = self.reserved.pop(request_id)
+        tokens = data.draw(st.integers(0, most))
         self.ledger.settle(entry(request_id, at_ms, tokens)).result(PATIENCE_S)
         self.spend(at_ms, tokens)
 
@@ -363,16 +368,16 @@ class Spending(BookMachine):
         if not self.reserved:
             return
         request_id = data.draw(st.sampled_from(sorted(self.reserved)))
-        tokens = data.draw(st.integers(0, int(self.reserved[request_id][1] * 10**6)))
+        tokens = data.draw(st.integers(0, self.reserved[request_id][1]))
         self.ledger.note_progress({request_id: Progress(fresh_tokens=tokens)})
         self.noted[request_id] = tokens
 
     def spend(self, at_ms: int, tokens: int) -> None:
         day = self.day(at_ms)
-        self.spent[day] = self.spent.get(day, Fraction(0)) + Fraction(tokens, 10**6)
+        self.spent[day] = self.spent.get(day, Fraction(0)) + cost_of(tokens)
 
     def used(self, day: int) -> Fraction:
-        held = [cost for at_ms, cost in self.reserved.values() if self.day(at_ms) == day]
+        held = [cost_of(most) for at_ms, most in self.reserved.values() if self.day(at_ms) == day]
         return self.spent.get(day, Fraction(0)) + sum(held, Fraction(0))
 
     @invariant()

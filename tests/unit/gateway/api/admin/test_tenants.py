@@ -367,6 +367,21 @@ async def test_creates_limits_and_revokes_a_key(admin: AdminClient) -> None:
     assert await chat_status(gateway, made["key"]) == 401
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (f"{TENANTS}/ada/keys", "expires_in_s"),
+        ("/admin/v1/keys", "expires_in_s"),
+        ("/admin/v1/keys/1/rotate", "grace_s"),
+    ],
+)
+async def test_refuses_a_time_that_no_clock_has(admin: AdminClient, path: str, field: str) -> None:
+    """JSON's integers have no bound."""
+    status, body = await admin.ask("POST", path, {field: 10**400})
+
+    assert (status, body["error"]["param"]) == (400, field)
+
+
 async def test_refuses_a_key_without_the_scope(admin: AdminClient) -> None:
     """C8: a dashboard's key cannot generate."""
     _, made = await admin.ask("POST", f"{TENANTS}/ada/keys", {"scopes": ["usage"]})

@@ -8,6 +8,8 @@ from tenancy.accounts.erasure_receipts import list_receipts
 from tests.unit.gateway.admin_client import AdminClient
 
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
+LAST = "since=9999-12-01&until=9999-12-31T23:30:00Z"
+"""The calendar ends before the hour does."""
 ROUTES = [
     ("GET", "/admin/v1/usage"),
     ("GET", "/admin/v1/cache"),
@@ -112,6 +114,7 @@ async def test_erasing_a_workspace_keeps_the_others(admin: AdminClient) -> None:
         ("GET", "/admin/v1/analytics/nobody", None, 404, "tenant_unknown"),
         ("GET", "/admin/v1/analytics/bob", None, 404, "not_seen"),
         ("GET", "/admin/v1/usage?since=1900-01-01", None, 400, "invalid_value"),
+        ("GET", f"/admin/v1/usage?{LAST}", None, 400, "invalid_value"),
         ("GET", "/admin/v1/cache?tenant=..%2f", None, 404, "tenant_unknown"),
     ],
 )

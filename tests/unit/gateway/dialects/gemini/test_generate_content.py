@@ -302,6 +302,14 @@ def test_accepts_cached_content_name_without_collection() -> None:
             "tools[0].function_declarations[0].name",
         ),
         (
+            {
+                "tools": [
+                    {"functionDeclarations": [{"name": "f", "parameters": {"type": "STRING"}}]}
+                ]
+            },
+            "tools[0].functionDeclarations[0].parameters",
+        ),
+        (
             {"tools": [WEATHER, WEATHER]},
             "tools[1].functionDeclarations[0]",
         ),

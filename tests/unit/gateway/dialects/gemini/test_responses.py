@@ -136,11 +136,12 @@ def _parts_of(chunk: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def test_truncated_call_is_malformed_function_call() -> None:
-    """Truncated arguments must never look complete."""
+@pytest.mark.parametrize("arguments", ['{"city":', "[1]", '{"city":' * 10_000 + "1" + "}" * 10_000])
+def test_unreadable_call_is_malformed_function_call(arguments: str) -> None:
+    """Truncated arguments must never look complete; a model may nest them without end."""
     deltas: list[Delta] = [
         Begin(USAGE),
-        CallText(0, 0, "c0", "weather", '{"city":'),
+        CallText(0, 0, "c0", "weather", arguments),
         ChoiceEnd(0, "length"),
         End(USAGE),
     ]

@@ -23,6 +23,10 @@ from gateway.errors import Refusal
             {"anyOf": [{"type": "STRING"}, {"type": "INTEGER"}], "nullable": True},
             {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
         ),
+        (
+            {"ref": "#/defs/a", "nullable": True},
+            {"anyOf": [{"$ref": "#/defs/a"}, {"type": "null"}]},
+        ),
         ({"any_of": [{"type": "NULL"}]}, {"anyOf": [{"type": "null"}]}),
         ({"type": "INTEGER", "format": "int64", "minimum": 1}, {"type": "integer", "minimum": 1}),
         ({"type": "NUMBER", "format": "double"}, {"type": "number"}),

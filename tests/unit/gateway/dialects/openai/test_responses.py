@@ -164,7 +164,8 @@ def test_calls_without_text_are_an_assistant_turn() -> None:
 @pytest.mark.parametrize(
     ("items", "param", "says"),
     [
-        ([], "input", "empty"),
+        ([], "input", "required"),
+        (None, "input", "required"),
         ("", "input", ">= 1"),
         ([{"type": "reasoning"}], "input", "no item has content"),
         ([HI, CALL], "input[1]", "'a'"),
@@ -172,7 +173,6 @@ def test_calls_without_text_are_an_assistant_turn() -> None:
         ([HI, CALL, HI, RESULT], "input[2]", "'a'"),
         ([HI, RESULT], "input[1].call_id", "'a'"),
         ([HI, CALL, RESULT, RESULT], "input[3].call_id", "'a'"),
-        ([HI, {**CALL, "arguments": "1"}, RESULT], "input[1].arguments", "object"),
         ([{"type": "item_reference"}], "input[0].id", "missing required"),
         ([{"type": "item_reference", "id": 3}], "input[0].id", "Expected `str`"),
         ([{"id": "msg_1_0"}, {"id": "msg_1_0"}], "input[1]", "duplicate item found"),
@@ -192,6 +192,9 @@ def test_calls_without_text_are_an_assistant_turn() -> None:
             "refusal",
         ),
         ([{"role": "user", "content": [{"type": "x" * 500}]}], "input[0].content[0].type", "xxx"),
+        ([{"role": "user", "content": [{"type": {}}]}], "input[0].content[0].type", "unknown"),
+        ([HI, {"type": "reasoning", "content": True}], "input[1].content", "got `boolean`"),
+        ([HI, {"type": "reasoning", "summary": 5}], "input[1].summary", "got `number`"),
     ],
 )
 def test_refuses_inconsistent_items(items: object, param: str, says: str) -> None:
@@ -226,6 +229,35 @@ def test_continued_request_is_parsed_with_its_history() -> None:
     own = b'[{"type":"message","role":"user","content":[{"type":"input_text","text":"and?"}]}]'
     assert call.thread == ThreadDirectives("resp_1", store=True, input=own)
     assert [part.text for part in call.prompts[0].segments] == ["hi", "and?"]
+
+
+def test_text_behind_a_call_belongs_to_its_turn() -> None:
+    """A model may write on behind its call; the answer comes back with the call's result."""
+    said = {"type": "message", "role": "assistant", "content": "I look."}
+    other = {**CALL, "call_id": "b"}
+    answered = {**RESULT, "call_id": "b"}
+    segments = parse([HI, CALL, said, other, RESULT, answered]).prompts[0].segments
+
+    assert [(part.role, part.message) for part in segments] == [
+        ("user", 0),
+        *[("assistant", 1)] * 3,
+        ("tool", 2),
+        ("tool", 3),
+    ]
+
+
+def test_stored_items_may_be_continued_without_input() -> None:
+    """A client may have put its message into the conversation; counting needs no input either."""
+    body = json.dumps({"model": "m", "conversation": "conv_1"}).encode()
+    history = ({"role": "user", "content": "hi"},)
+    call = DIALECT.parse(body, RequestMetadata(earlier=EarlierItems(history)))
+
+    assert DIALECT.parse(body).thread == ThreadDirectives(conversation_id="conv_1", is_pending=True)
+    assert [part.text for part in call.prompts[0].segments] == ["hi"]
+    assert call.thread.input == b"[]"
+    with pytest.raises(Refusal, match="input: this field is required") as refusal:
+        DIALECT.parse(body, RequestMetadata(earlier=EarlierItems()))
+    assert refusal.value.code == "missing_required_parameter"
 
 
 def test_items_of_a_thread_are_bounded() -> None:
