@@ -70,8 +70,12 @@ def inner_loops(code: Instructions) -> list[list[str]]:
     ]
 
 
-def build_for(compiler: str, cpu: str, target: Path, *more: str) -> None:
-    """Build the library for a CPU; skip the test where the compiler does not know the CPU."""
+def build_for(
+    compiler: str, cpu: str, target: Path, *more: str, before: tuple[str, ...] = ()
+) -> None:
+    """Build the library for a CPU; skip the test where the compiler does not know the CPU.
+
+    `before`, `more`: flags before and after the product's."""
     if not shutil.which("objdump"):
         pytest.skip("objdump is missing")
     machine = [compiler, f"-march={cpu}"]
@@ -79,7 +83,7 @@ def build_for(compiler: str, cpu: str, target: Path, *more: str) -> None:
         pytest.skip(f"{compiler} does not build for {cpu}")
     flags = [flag for flag in build.FLAGS if flag != "-march=native"]
     paths = [str(build.FOLDER / name) for name in build.SOURCES]
-    command = [*machine, *flags, *more, "-o", str(target), *paths, "-lm"]
+    command = [*machine, *before, *flags, *more, "-o", str(target), *paths, "-lm"]
     built = subprocess.run(command, capture_output=True, text=True)
     assert not built.returncode, built.stderr
 
@@ -92,6 +96,11 @@ def product_loops(library: Path) -> list[tuple[str, list[str]]]:
         for body in inner_loops(code)
         if name not in NO_SUMS and sum(bool(MULTIPLY.match(text)) for text in body) >= 2
     ]
+
+
+def calls(loops: list[tuple[str, list[str]]]) -> list[tuple[str, str]]:
+    """Return the calls of other functions."""
+    return [(name, text) for name, body in loops for text in body if text.startswith("call")]
 
 
 def spilled(loops: list[tuple[str, list[str]]]) -> list[tuple[str, str]]:
@@ -112,6 +121,22 @@ def test_hot_loops_store_no_sum_on_the_stack(compiler: str, cpu: str, tmp_path: 
 
     assert {name for name, _ in loops} >= TILES
     assert not spilled(loops)
+
+
+@pytest.mark.slow
+def test_hot_loops_call_nothing_with_a_distributions_own_flags(tmp_path: Path) -> None:
+    """Ubuntu's gcc checks the size of each `memcpy`: one call for a vector of probabilities."""
+    if not (compiler := shutil.which("gcc")):
+        pytest.skip("gcc is missing")
+    library = tmp_path / "kernels.so"
+    checked = ("-D_FORTIFY_SOURCE=3", "-fstack-protector-strong", "-fstack-clash-protection")
+
+    build_for(compiler, "skylake-avx512", library, before=checked)
+    assert not calls(product_loops(library))
+    assert not spilled(product_loops(library))
+
+    build_for(compiler, "skylake-avx512", library, *checked)  # the planted fault
+    assert calls(product_loops(library))
 
 
 @pytest.mark.slow
