@@ -3,12 +3,13 @@
     python -m tests.bench.gpu_http [--only W1,W2] [--json FILE]
     python -m tests.bench.gpu_http --only "" --rates 20,50,100,150 --mixture 40,80 --cold
     python -m tests.bench.gpu_http --only "" --neighbours
+    python -m tests.bench.gpu_http --shape Qwen3-8B --only "" --rates 20,50,100,150
 
-Starts the gateway and its engine process on this machine's GPU, with random weights of
-Llama-3.1-8B's shape, and sends streaming completions of token ids from several client processes,
-because one process reads events no faster than the gateway writes them. Tokens are counted from the
-usage in the responses. `tests.bench.open_loop` has the arrivals; each line ends in the figures of
-vLLM. A rate runs for `--seconds`.
+Starts the gateway and its engine process on this machine's GPU, with random weights of a shape,
+Llama-3.1-8B's by default, and sends streaming completions of token ids from several client
+processes, because one process reads events no faster than the gateway writes them. Tokens are
+counted from the usage in the responses. `tests.bench.open_loop` has the arrivals; each line ends in
+the figures of vLLM with Llama's shape. A rate runs for `--seconds`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.config import EngineConfig
-from engine.model_store import ModelCard, load_card
+from engine.model_store import Architecture, ModelCard, load_card
 from gateway.cli.database import KEY_FILE, open_store
 from gateway.cli.serve import serve as serve_models
 from gateway.config import AdminConfig, Config, LimitsConfig, LogConfig, ServerConfig
@@ -38,15 +39,17 @@ from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.types import wall_ms
 from tests.bench import open_loop
+from tests.bench.gpu_families import GEMMA3_12B, QWEN3_8B
 from tests.bench.gpu_workloads import LLAMA_8B, OUTPUT, WORKLOADS, Workload, print_line
 
 NAME, PORT, ADMIN_PORT = "random-8b", 18_480, 18_481
 OTHER_KEY_FILE = "other.key"
 READY_TIMEOUT_S = 240.0
+SHAPES = {"Llama-3.1-8B": LLAMA_8B, "Qwen3-8B": QWEN3_8B, "Gemma-3-12B": GEMMA3_12B}
 
 
-def write_model(folder: Path) -> ModelCard:
-    """Write a prepared folder without weights and return its card.
+def write_model(folder: Path, shape: Architecture) -> ModelCard:
+    """Write a prepared folder of a shape, without weights, and return its card.
 
     The tokenizer has a word for every id, so that every token is an event; the card's source is a
     seed.
@@ -54,7 +57,7 @@ def write_model(folder: Path) -> ModelCard:
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: i for i, character in enumerate(alphabet)}
-    vocab |= {f"\u0120w{i:x}": i for i in range(len(vocab), LLAMA_8B.vocab)}
+    vocab |= {f"\u0120w{i:x}": i for i in range(len(vocab), shape.vocab)}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -63,7 +66,7 @@ def write_model(folder: Path) -> ModelCard:
     card = ModelCard(
         name=NAME,
         digest="random-0",
-        config=LLAMA_8B,
+        config=shape,
         source="random:0",
         folder=str(folder),
         template_digest="none",
@@ -294,6 +297,7 @@ def main() -> int:
     parser.add_argument("--rates", default="", help="requests per second, with commas")
     parser.add_argument("--mixture", default="", help="rates of the mixture, with commas")
     parser.add_argument("--cold", action="store_true", help="8 cold prompts beside 64 streams")
+    parser.add_argument("--shape", choices=SHAPES, default="Llama-3.1-8B")
     parser.add_argument("--neighbours", action="store_true", help="a quiet tenant, another busy")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--sequences", type=int, default=512)
@@ -309,7 +313,7 @@ def main() -> int:
     names = options.only.split(",")
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
-        write_model(data / "model")
+        write_model(data / "model", SHAPES[options.shape])
         command = [
             *(sys.executable, "-m", "tests.bench.gpu_http", "--serve", folder),
             *("--sequences", str(options.sequences)),
