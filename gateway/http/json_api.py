@@ -76,16 +76,29 @@ def wants_csv(given: Mapping[str, str]) -> bool:
     return name == "csv"
 
 
-def csv_answer(rows: Sequence[Mapping[str, object]], name: str) -> web.Response:
-    """Return rows as a CSV file, with the columns of the first row that has them. O(cells)."""
+def csv_answer(
+    rows: Sequence[Mapping[str, object]], name: str, next_page: str = ""
+) -> web.Response:
+    """Return rows as a CSV file, with the columns of the first row that has them. O(cells).
+
+    `next_page`: where more rows are, for the `Link` header (RFC 8288).
+    """
+    headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
+    if next_page:
+        headers["Link"] = f'<{next_page}>; rel="next"'
     columns = tuple(dict.fromkeys(column for row in rows for column in row))
     cells = [{column: _cell(row.get(column)) for column in columns} for row in rows]
     return web.Response(
         body=b"".join(as_csv(columns, cells)),
         content_type="text/csv",
         charset="utf-8",
-        headers={"Content-Disposition": f'attachment; filename="{name}.csv"'},
+        headers=headers,
     )
+
+
+def page_url(request: web.BaseRequest, **parameters: str | int) -> str:
+    """Return the request's path and query with other parameters."""
+    return str(request.rel_url.update_query(parameters))
 
 
 def _cell(value: object) -> object:

@@ -59,7 +59,8 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
         rows, next_before = await asyncio.to_thread(ask, gateway.store)
         if is_csv:
-            return json_api.csv_answer(rows, "audit")
+            next_page = json_api.page_url(request, before=next_before) if next_before else ""
+            return json_api.csv_answer(rows, "audit", next_page)
         return json_api.answer({"changes": rows, "next_before": next_before})
 
     return (Route("GET", "/admin/v1/audit", audit, "admin:read", json_api.SHAPE),)

@@ -51,9 +51,10 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         await flush_requests(gateway)
         find = partial(_list, given=given, now_ms=gateway.wall(), limit=limit)
         rows = await gateway.reports.ask(find)
-        if is_csv:
-            return json_api.csv_answer(list(map(_csv_row, rows)), "requests")
         before = rows[-1]["request_id"] if len(rows) == limit else None
+        if is_csv:
+            next_page = json_api.page_url(request, before=before) if before else ""
+            return json_api.csv_answer(list(map(_csv_row, rows)), "requests", next_page)
         return json_api.answer({"requests": rows, "next_before": before})
 
     async def one(request: web.BaseRequest) -> web.StreamResponse:

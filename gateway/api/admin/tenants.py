@@ -130,9 +130,12 @@ class _TenantHandlers:
         found = await self._gateway.reports.ask(tenants.list_tenant_records)
         rest = [one for one in found if one.tenant.name > after]
         page = [self._body(one) for one in rest[:limit]]
+        has_more = len(rest) > limit
         if is_csv:
-            return json_api.csv_answer(page, "tenants")
-        return json_api.answer({"tenants": page, "has_more": len(rest) > limit})
+            last = rest[:limit][-1].tenant.name if has_more else ""
+            next_page = json_api.page_url(request, after=last) if has_more else ""
+            return json_api.csv_answer(page, "tenants", next_page)
+        return json_api.answer({"tenants": page, "has_more": has_more})
 
     async def create_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await self._read(request, NewTenant)
