@@ -96,15 +96,15 @@ def test_kill_at_each_system_call_loses_nothing(tmp_path: Path, calls: str) -> N
         inject = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={calls}"]
         inject += ["-e", f"inject={calls}:signal=KILL:when={number}"]
         with subprocess.Popen(
-            [*inject, *CHILD, str(folder), "1"], stdout=subprocess.PIPE, cwd=ROOT, text=True
-        ) as child:
+            [*inject, *CHILD, str(folder), "1"],
+            stdout=subprocess.PIPE, cwd=ROOT, text=True, start_new_session=True,
+        ) as child:  # fmt: skip
             assert child.stdout is not None
             lines = []
-            for line in child.stdout:
+            for line in child.stdout:  # ends when the child has, too, which outlives its tracer
                 lines.append(line)
-                if len(lines) >= 180:
-                    child.kill()
-                    break
+                if len(lines) == 180:
+                    os.killpg(child.pid, signal.SIGKILL)
         stored: Stores = {}
         erased: set[bytes] = set()
         read_said(lines, stored, erased)
