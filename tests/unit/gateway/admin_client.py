@@ -24,6 +24,7 @@ class AdminClient:
         self, method: str, path: str, body: object = None, *, key: str | None = ""
     ) -> tuple[int, Any]:
         """Send a request; return (status, JSON). `key`: another key, or None for no key."""
+        await self.gateway.next_millisecond()
         sent = {} if key is None else {"Authorization": f"Bearer {key or self.key}"}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         if body is not None:
@@ -35,6 +36,7 @@ class AdminClient:
             headers=sent,
         ) as response:
             text = await response.text()
+            self.gateway.last_answer_ms = wall_ms()
             is_json = response.content_type == "application/json"
             return response.status, json.loads(text) if text and is_json else text or None
 

@@ -124,6 +124,7 @@ class GatewayFixture:
         self.lines: list[dict[str, object]] = []
         self.url = self.admin_url = ""
         self.wall: WallClock = wall_ms
+        self.last_answer_ms = 0
         self.context_tokens = CONTEXT
         self.epoch = "1"
         self.endpoints: Sequence[WebhookEndpoint] = ()
@@ -268,7 +269,9 @@ class GatewayFixture:
         method: str = "POST",
         headers: dict[str, str] | None = None,
     ) -> tuple[int, Any, ClientResponse]:
-        """Send a request; return (status, JSON or text, response)."""
+        """Send a request in a later millisecond than the last answer's; return (status, JSON or
+        text, response)."""
+        await self.next_millisecond()
         sent = {**(self.headers(who) if who else {}), **(headers or {})}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         if body is not None:
@@ -278,8 +281,14 @@ class GatewayFixture:
             method, self.url + path, data=kept, headers=sent
         ) as response:
             text = await response.text()
+            self.last_answer_ms = wall_ms()
             is_json = response.content_type == "application/json"
             return response.status, json.loads(text) if is_json else text, response
+
+    async def next_millisecond(self) -> None:
+        """Wait for the millisecond after the last answer's: requests of one are listed in any
+        order."""
+        await self.until(lambda: wall_ms() > self.last_answer_ms)
 
     async def stream(self, body: dict[str, Any], who: str = "ada") -> list[Any]:
         """Send a streaming chat; return its parsed events, `[DONE]` unchanged."""
