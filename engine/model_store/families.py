@@ -37,6 +37,9 @@ from engine.model_store.tensor_names import (
 LOCAL = "local"
 """Name of the rotary table of window layers, where they have one of their own."""
 
+LAYERS_MAX = 1024
+"""Most layers of a model: a damaged number would fill memory before any tensor is missed."""
+
 
 class Family(Struct, frozen=True):
     """A family of models.
@@ -66,8 +69,11 @@ def architecture_of(config: Config) -> Architecture:
     family = FAMILIES.get(kind)
     if family is None:
         raise unsupported_family(kind)
+    given = {**family.defaults, **known(config)}
     try:
-        return family.read({**family.defaults, **known(config)})
+        if not 0 < (layers := int(given["num_hidden_layers"])) <= LAYERS_MAX:
+            raise ValueError(f"num_hidden_layers: {layers}; expected 1 to {LAYERS_MAX}")
+        return family.read(given)
     except KeyError as missing:
         raise ModelError("corrupt", f"config.json has no {missing.args[0]}") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:

@@ -7,6 +7,7 @@ header and, where present, the rotary divisors, but no weights. `prepare` calls 
 from __future__ import annotations
 
 import struct
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import msgspec
 from engine.errors import ModelError
 from engine.model_store.architecture import Architecture
 from engine.model_store.families import FAMILIES, architecture_of, unsupported_family
-from engine.model_store.gguf_header import GgufHeader, TensorInfo, read_header
+from engine.model_store.gguf_header import GgufHeader, TensorInfo, Value, read_header
 from engine.model_store.gguf_tokenizer import special_ids, tokenizer_json
 from engine.model_store.parts import END_TOKENS, PLAIN_TEMPLATE, ModelParts
 
@@ -107,16 +108,14 @@ def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:
     name = header.string("general.architecture") or ""
     family = _family(name, header)
     names = {tensor.name for tensor in header.tensors}
-    config: dict[str, Any] = {
-        field: header.metadata[f"{name}.{key}"]
+    config = {
+        field: _number(path, f"{name}.{key}", header.metadata[f"{name}.{key}"])
         for field, key in _FIELDS.items()
         if f"{name}.{key}" in header.metadata
     }
     for key in _REQUIRED:
         if f"{name}.{key}" not in header.metadata:
             raise ModelError("corrupt", f"{path} has no metadata key {name}.{key}")
-    for field in ("intermediate_size", "num_attention_heads", "num_key_value_heads"):
-        config[field] = _uniform(path, field, config.get(field))
     drafting = header.integer(f"{name}.nextn_predict_layers") or 0
     experts = header.integer(f"{name}.expert_count")
     config.update(
@@ -156,13 +155,15 @@ def _family(name: str, header: GgufHeader) -> str:
     raise unsupported_family(_REFUSED_NAMES.get(name, name))
 
 
-def _uniform(path: Path, field: str, value: Any) -> Any:
-    """Return a number that a file may give layer by layer. Raises ModelError where they differ."""
-    if not isinstance(value, list):
-        return value
-    if len(set(value)) != 1:
-        raise ModelError("unsupported", f"{path}: layers differ in {field}; expected one size")
-    return value[0]
+def _number(path: Path, key: str, value: Value) -> Any:
+    """Return a number of the metadata, which a file may give layer by layer. Raises ModelError:
+    corrupt, or unsupported where layers differ."""
+    given = value if isinstance(value, list) else [value]
+    if not given or not all(isinstance(one, int | float) and isfinite(one) for one in given):
+        raise ModelError("corrupt", f"{path}: {key} is {str(value)[:40]}; expected a number")
+    if any(one != given[0] for one in given):
+        raise ModelError("unsupported", f"{path}: layers differ in {key}; expected one size")
+    return given[0]
 
 
 def _add_features(config: dict[str, Any], header: GgufHeader, name: str) -> None:

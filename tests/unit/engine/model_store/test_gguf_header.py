@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelError
+from engine.model_store.architecture import check_architecture
+from engine.model_store.gguf import read_gguf
 from engine.model_store.gguf_header import parse_header, read_header
 from tests.examples import examples
 from tests.models import write_gguf
@@ -144,6 +146,21 @@ def test_short_file_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"short\.gguf"):
         read_header(path)
+
+
+@pytest.mark.parametrize("value", [struct.pack("<If", 6, float("inf")), b"\4\0\0\0" + b"\xff" * 4])
+@pytest.mark.parametrize("key", [b"block_count", b"embedding_length", b"attention.head_count"])
+def test_damaged_number_is_refused(key: bytes, value: bytes, small: Path, tmp_path: Path) -> None:
+    """A layer count of 2 ** 32 is refused before there is an object for each layer."""
+    name, file = b"llama." + key, small.read_bytes()
+    at = file.index(string(name)) + len(string(name))
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(file[:at] + value + file[at + len(value) :])
+
+    with pytest.raises(ModelError) as caught:
+        check_architecture(read_gguf(damaged).config)
+
+    assert caught.value.code == "corrupt"
 
 
 def test_missing_file_is_not_found(tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "heads that do not divide": ({"num_key_value_heads": 3}, "corrupt"),
     "no heads": ({"num_attention_heads": 0}, "corrupt"),
     "a negative size": ({"num_hidden_layers": -1}, "corrupt"),
+    "more layers than memory": ({"num_hidden_layers": 10**30}, "corrupt"),
     "a size in words": ({"hidden_size": "large"}, "corrupt"),
     "a size that is missing": ({"vocab_size": None}, "corrupt"),
     "an odd head": ({"head_dim": 15}, "unsupported"),
