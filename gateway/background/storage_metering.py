@@ -10,9 +10,12 @@ it.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+import secrets
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextlib import suppress
+
+from msgspec import to_builtins
 
 from engine.client.namespace_stats import Change, NamespaceTable
 from engine.errors import EngineError
@@ -27,7 +30,7 @@ from tenancy.accounts.cached_contents import sweep_cached_contents
 from tenancy.accounts.tenants import list_tenants
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.idempotency import sweep
-from tenancy.ledger.transactions import StorageReading
+from tenancy.ledger.transactions import StorageReading, StorageReadings, forget_meters
 from tenancy.responses.conversations import sweep_conversations
 from tenancy.responses.stored_responses import sweep_stored
 from tenancy.storage.audit_log import delete_old_changes
@@ -40,6 +43,8 @@ CHURN_INTERVAL_S = 5.0
 
 WRITE_INTERVAL_S = 60.0
 """Interval of writes to the ledger and of upkeep."""
+READINGS_AT_ONCE = 128
+"""Readings in one write: requests wait for its commit."""
 NS_PER_S = 1_000_000_000
 
 Key = tuple[int, str]
@@ -84,10 +89,6 @@ class StorageMeter:
             else:
                 del self._token_ns[key]
         return found
-
-    def put_back(self, key: Key, token_seconds: int) -> None:
-        """Return token-seconds whose write failed to the meter: the next `take` has them again."""
-        self._token_ns[key] += token_seconds * NS_PER_S
 
     def _move(self, changes: dict[Key, int]) -> None:
         for key, tokens in changes.items():
@@ -146,6 +147,8 @@ class StorageMetering:
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
         self._meters = {model.name: StorageMeter() for model in gateway.models}
+        self._name, self._number = secrets.token_hex(8), 0
+        self._unwritten: deque[StorageReadings] = deque()
         self._quotas = QuotaUpdates(gateway)
         self._budget_alerts = BudgetAlerts(gateway)
         self._written_s = self._churn_s = gateway.clock()
@@ -200,32 +203,42 @@ class StorageMetering:
                 meter.update(model.engine.namespaces, info.block_size, now_ns)
 
     async def _write(self) -> None:
-        """Write the readings; a reading whose write fails is part of the next one."""
-        gateway = self._gateway
+        """Write the readings in order; those whose write failed are written again first, as they
+        were."""
+        if await self._write_taken():
+            await self._take_readings()
+            await self._write_taken()
+
+    async def _write_taken(self) -> bool:
+        """Write the readings that were taken. Returns whether none is left."""
+        while self._unwritten:
+            try:
+                await self._gateway.ledger.write(self._unwritten[0])
+            except LedgerUnavailable as error:
+                if error.code != "impossible_entry":
+                    return False
+                self._gateway.log("storage_readings_refused", to_builtins(self._unwritten[0]))
+            self._unwritten.popleft()
+        return True
+
+    async def _take_readings(self) -> None:
+        """Take the readings since the last time, at most `READINGS_AT_ONCE` to a write."""
         try:
-            tenants = await asyncio.to_thread(list_tenants, gateway.store)
+            tenants = await asyncio.to_thread(list_tenants, self._gateway.store)
         except StoreError:
             return
         tiers = {tenant.tenant_id: tenant.tier for tenant in tenants}
-        at_ms = gateway.wall()
-        written = [
-            (
-                meter,
-                (tenant_id, name),
-                seconds,
-                gateway.ledger.write(
-                    StorageReading(tenant_id, name, seconds, at_ms, model, tiers[tenant_id])
-                ),
-            )
+        readings = [
+            StorageReading(tenant_id, name, seconds, model, tiers[tenant_id])
             for model, meter in self._meters.items()
             for (tenant_id, name), seconds in meter.take().items()
             if tenant_id in tiers
         ]
-        for meter, key, seconds, future in written:
-            try:
-                await future
-            except LedgerUnavailable:
-                meter.put_back(key, seconds)
+        at_ms = self._gateway.wall()
+        for first in range(0, len(readings), READINGS_AT_ONCE):
+            self._number += 1
+            some = tuple(readings[first : first + READINGS_AT_ONCE])
+            self._unwritten.append(StorageReadings(self._name, self._number, at_ms, some))
 
     async def clear_expired(self) -> None:
         """Delete expired cached contents, stored responses and conversations, which no client may
@@ -233,6 +246,7 @@ class StorageMetering:
         store, now_ms = self._gateway.store, self._gateway.wall()
         with suppress(StoreError):  # tried again in a minute
             await asyncio.to_thread(sweep_cached_contents, store, now_ms)
+            await asyncio.to_thread(forget_meters, store, now_ms - DAY_MS)
             kept_ms = self._gateway.config.admin.audit_days * DAY_MS
             await asyncio.to_thread(delete_old_changes, store, now_ms - kept_ms)
             for expired in (sweep, sweep_stored, sweep_conversations):

@@ -54,6 +54,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "usage_hours": ("tenant_id", "hour_ms", "key_id", "model"),
     "usage_days": ("tenant_id", "day_ms", "key_id", "model"),
     "storage_hours": ("tenant_id", "hour_ms", "model", "class", "rate_card_id"),
+    "storage_meters": ("meter",),
     "engine_epochs": ("epoch",),
     "epoch_sums": ("epoch",),
     "recent_sums": ("tenant_id", "hour_ms", "key_id", "model", "epoch"),

@@ -16,12 +16,26 @@ from concurrent.futures import Future
 
 from tenancy.errors import LedgerUnavailable
 from tenancy.ledger.holds import Progress, ProgressNote
-from tenancy.ledger.transactions import EngineTotals, Hold, Item, NamedEntry, StorageReading
+from tenancy.ledger.transactions import (
+    EngineTotals,
+    Hold,
+    Item,
+    NamedEntry,
+    StorageReading,
+    StorageReadings,
+)
 from tenancy.ledger.writer import BATCH_MAX, LedgerWriter, is_written
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry, WallClock
 
-__all__ = ["EngineTotals", "Hold", "Ledger", "NamedEntry", "StorageReading"]
+__all__ = [
+    "EngineTotals",
+    "Hold",
+    "Ledger",
+    "NamedEntry",
+    "StorageReading",
+    "StorageReadings",
+]
 
 Batch = list[tuple[Item, Future[None]]]
 """Items with the futures of their results."""

@@ -26,7 +26,7 @@ from tenancy.pricing.budgets import (
 )
 from tenancy.pricing.charges import FREE_CARD, RateCard, compute_charge, compute_savings, max_charge
 from tenancy.pricing.rate_cards import SELECT_CARDS, RateCards, read_card
-from tenancy.storage.interface import Transaction
+from tenancy.storage.interface import Store, Transaction
 from tenancy.types import DAY_MS, FREE, UsageEntry
 
 
@@ -64,15 +64,28 @@ class NamedEntry(Struct, frozen=True, tag="named_entry"):
     replay: ReplayRecord | None = None
 
 
-class StorageReading(Struct, frozen=True, tag="storage"):
+class StorageReading(Struct, frozen=True):
     """Tokens times seconds that a tenant held in a class since the last reading."""
 
     tenant_id: int
     retention: str
     token_seconds: int
-    at_ms: int
     model: str = ""
     tier: str = "standard"
+
+
+class StorageReadings(Struct, frozen=True, tag="storage"):
+    """Readings of one meter at one instant, written together or not at all.
+
+    `meter`: a name that no other meter has. `number`: from 1, higher than that of the meter's
+    readings before, which are durable. So readings that are written again, because their first
+    answer was lost, count once.
+    """
+
+    meter: str
+    number: int
+    at_ms: int
+    readings: tuple[StorageReading, ...]
 
 
 class EngineTotals(Struct, frozen=True, tag="engine"):
@@ -92,7 +105,7 @@ class EngineTotals(Struct, frozen=True, tag="engine"):
     is_ended: bool = False
 
 
-Item = Hold | UsageEntry | NamedEntry | StorageReading | EngineTotals | ProgressNote
+Item = Hold | UsageEntry | NamedEntry | StorageReadings | EngineTotals | ProgressNote
 """Anything that the ledger writes."""
 
 
@@ -221,8 +234,8 @@ class _Batch:
         elif isinstance(item, NamedEntry):
             self._settle(item.entry)
             self._names.settle(item.entry.request_id, item.replay)
-        elif isinstance(item, StorageReading):
-            self._store_reading(item)
+        elif isinstance(item, StorageReadings):
+            self._store_readings(item)
         elif isinstance(item, EngineTotals):
             self._db.execute_many(_WRITE_EPOCH, [structs.astuple(item)])
         return None  # progress notes are written together by `apply`
@@ -284,12 +297,20 @@ class _Batch:
             whose = self._windows.of(entry.tenant_id, entry.key_id, booked_ms)
             add_spending(whose, spent=spent, reserved=-reserved)
 
-    def _store_reading(self, reading: StorageReading) -> None:
-        booked_ms = max(reading.at_ms, self._state.open_from_ms)
-        card = self._state.cards.in_force(reading.model, reading.tier, booked_ms)
-        whose = (reading.tenant_id, hour_of(booked_ms), reading.model, reading.retention)
-        row = (*whose, card.rate_card_id, reading.token_seconds)
-        self._db.execute_many(_ADD_STORAGE, [row])
+    def _store_readings(self, item: StorageReadings) -> None:
+        """Add readings to their hours, once. The meter's row stays locked until the commit, so a
+        transaction whose connection was lost cannot count them beside this one."""
+        booked_ms = max(item.at_ms, self._state.open_from_ms)
+        ((counted,),) = self._db.rows(_LOCK_METER, (item.meter, item.at_ms))
+        if item.number <= counted:
+            return
+        rows = []
+        for one in item.readings:
+            card = self._state.cards.in_force(one.model, one.tier, booked_ms)
+            whose = (one.tenant_id, hour_of(booked_ms), one.model, one.retention)
+            rows.append((*whose, card.rate_card_id, one.token_seconds))
+        self._db.execute_many(_ADD_STORAGE, sorted(rows))  # in one order: two writers lock no other
+        self._db.execute_many(_COUNTED, [(item.number, item.meter)])
 
     def _budget_day(self, item: Hold | UsageEntry) -> BudgetDay:
         """Return tenant, key and day whose budgets the item will most likely change.
@@ -299,6 +320,13 @@ class _Batch:
         held = self._holds.find(item.request_id)
         booked_ms = max(item.started_ms if held is None else held[2], self._state.open_from_ms)
         return item.tenant_id, item.key_id, booked_ms // DAY_MS
+
+
+def forget_meters(store: Store, before_ms: int) -> None:
+    """Forget meters that have written nothing since `before_ms`: those of gateways that ended.
+    Raises StoreError."""
+    with store.change() as db:
+        db.execute("delete from storage_meters where seen_ms < ?", (before_ms,))
 
 
 def _priced(card: RateCard, entry: UsageEntry) -> UsageEntry:
@@ -331,6 +359,11 @@ _LEDGER_STATE = (
     " (select chain from ledger order by entry_id desc limit 1),"
     " (select hour_ms from seals order by number desc limit 1)"
 )
+_LOCK_METER = (
+    "insert into storage_meters (meter, number, seen_ms) values (?, 0, ?)"
+    " on conflict (meter) do update set seen_ms = excluded.seen_ms returning number"
+)
+_COUNTED = "update storage_meters set number = ? where meter = ?"
 _ADD_STORAGE = (
     "insert into storage_hours (tenant_id, hour_ms, model, class, rate_card_id, token_seconds)"
     " values (?, ?, ?, ?, ?, ?) on conflict (tenant_id, hour_ms, model, class, rate_card_id)"

@@ -18,7 +18,7 @@ from tenancy.errors import TenancyError
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
-from tenancy.ledger.ledger import Hold, Ledger, NamedEntry, StorageReading
+from tenancy.ledger.ledger import Hold, Ledger, NamedEntry, StorageReading, StorageReadings
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import PAYERS, RateCard, is_charged
 from tenancy.pricing.rate_cards import add_card, load_cards
@@ -140,7 +140,8 @@ def main(place: str, count: int, lie: int | None) -> None:
             os.write(1, f"{request_id}\n".encode())
         credit = Adjustment(request_ids[0], request_ids[0], -1, "a credit")
         adjust(store, lambda: 2, credit, by=TESTER)
-        ledger.write(StorageReading(1, "5m", 7, 2)).result()
+        reading = StorageReading(1, "5m", 7)
+        ledger.write(StorageReadings(f"life-{life}", first + 1, 2, (reading,))).result()
     ledger.close()
     store.close()
 

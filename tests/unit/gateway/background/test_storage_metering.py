@@ -23,7 +23,7 @@ from gateway.background.storage_metering import (
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounting.focus_export import cost_rows
 from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.ledger.transactions import StorageReading
+from tenancy.ledger.transactions import Item, StorageReadings
 from tenancy.pricing.charges import RateCard, format_dollars
 from tenancy.pricing.rate_cards import add_card
 from tenancy.types import wall_ms
@@ -216,13 +216,40 @@ async def test_failed_writes_are_part_of_the_next_reading(
     assert seconds == 10 * 16 * sum(one.blocks for one in context.engine.namespaces) > 0
 
 
+async def test_a_reading_whose_answer_was_lost_counts_once(
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger's process may die between its commit and its answer."""
+    context, clock = gateway.gateway.context, FakeClock()
+    write = context.ledger.write
+
+    async def lose_answer(item: Item) -> None:
+        await write(item)
+        raise LedgerUnavailable("not_durable", "The ledger process died.")
+
+    await gateway.ask(body=gateway.chat())
+    await gateway.until(lambda: context.engine.stats.cached_blocks > 0)
+    context.clock = clock
+    watch = StorageMetering(context)
+    await watch.close()
+    clock.advance(10.0)
+    with monkeypatch.context() as lossy:
+        lossy.setattr(context.ledger, "write", lose_answer)
+        await watch.close()
+    clock.advance(5.0)
+    await watch.close()
+
+    ((seconds,),) = gateway.store.query("select sum(token_seconds) from storage_hours")
+    assert seconds == 15 * 16 * sum(one.blocks for one in context.engine.namespaces) > 0
+
+
 class _Unavailable:
     """A store, or a ledger over one, that fails."""
 
     def query(self, sql: str, values: object = ()) -> None:
         raise StoreError("gone", "The database is away.")
 
-    def write(self, reading: StorageReading) -> asyncio.Future[None]:
+    def write(self, reading: StorageReadings) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         future.set_exception(LedgerUnavailable("not_durable", "The database is away."))
         return future

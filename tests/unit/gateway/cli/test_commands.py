@@ -20,7 +20,7 @@ from tenancy.accounts.declared_keys import DeclaredKey
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.tenants import write_floor_blocks_max
 from tenancy.ledger.ledger import Ledger
-from tenancy.ledger.transactions import StorageReading
+from tenancy.ledger.transactions import StorageReading, StorageReadings
 from tenancy.storage.sqlite import SqliteStore
 from tests.crash.ledger_child import entry
 from tests.models import write_folder
@@ -316,7 +316,8 @@ def test_usage_has_charges_storage_and_adjustments(
     store = SqliteStore(data / "trunkline.db")
     ledger = Ledger(store, lambda: 2**41)
     ledger.settle(entry("a-0")).result(60)
-    ledger.write(StorageReading(2, "1h", 5, 2**41)).result(60)
+    readings = StorageReadings("meter", 1, 2**41, (StorageReading(2, "1h", 5),))
+    ledger.write(readings).result(60)
     ledger.close()
     store.close()
     run("adjust", "a-0", "--debit", "0.5", "--id", "one", "--reason", "a favour")

@@ -17,7 +17,13 @@ from tenancy.errors import BudgetExceeded, IdempotencyConflict, LedgerUnavailabl
 from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse, find
 from tenancy.ledger.ledger import Ledger
-from tenancy.ledger.transactions import EngineTotals, Hold, NamedEntry, StorageReading
+from tenancy.ledger.transactions import (
+    EngineTotals,
+    Hold,
+    NamedEntry,
+    StorageReading,
+    StorageReadings,
+)
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
@@ -155,7 +161,8 @@ async def test_writes_totals_storage_and_progress(ledger: LedgerUnderTest) -> No
     """They have no hold, and progress has no waiter."""
     await ledger.client.write(hold("open"))
     ledger.client.note_progress({"open": Progress(output_tokens=3)})
-    await ledger.client.write(StorageReading(1, "1h", 7, 10, "m"))
+    reading = StorageReading(1, "1h", 7, "m")
+    await ledger.client.write(StorageReadings("meter", 1, 10, (reading,)))
     await ledger.client.write(EngineTotals("e", 10, *range(1, 7)))
     await ledger.client.close()
     with closing(ledger.store.open_another()) as store:

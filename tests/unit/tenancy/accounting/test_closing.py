@@ -17,13 +17,15 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import CloseRefused, ConstraintBroken, LedgerUnavailable
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.ledger import EngineTotals, Hold, Ledger
-from tenancy.ledger.transactions import StorageReading
+from tenancy.ledger.transactions import StorageReading, StorageReadings
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store, Transaction
 from tenancy.types import DAY_MS, UsageEntry
 from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
+
+READING = StorageReading(1, "1h", 55)
 
 
 def entry(request_id: str, at_ms: int) -> UsageEntry:
@@ -58,7 +60,7 @@ def test_close_has_the_days_totals(store: Store, ledger: Ledger, wall: Wall) -> 
     for number in range(3):
         done(ledger.settle(entry(str(number), wall() + number)))
     adjust(store, wall, Adjustment("x", "1", -9, "an outage"), by=TESTER)
-    done(ledger.write(StorageReading(1, "1h", 55, wall())))
+    done(ledger.write(StorageReadings("meter", 1, wall(), (READING,))))
     wall.ms += DAY_MS
     (day,) = close_days(store, wall, by=TESTER)
 
@@ -83,7 +85,7 @@ def test_late_entry_is_booked_on_the_next_open_day(
     began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
     (closed,) = close_days(store, wall, by=TESTER)
     done(ledger.settle(entry("b", began_ms)))
-    done(ledger.write(StorageReading(1, "1h", 55, began_ms)))
+    done(ledger.write(StorageReadings("meter", 1, began_ms, (READING,))))
     wall.ms += DAY_MS
     (after,) = close_days(store, wall, by=TESTER)
 
@@ -158,7 +160,7 @@ def test_day_that_keeps_growing_stays_open(
         if number == 1:
             done(ledger.settle(entry("late", began_ms)))
         elif number == 2:
-            done(ledger.write(StorageReading(1, "1h", 55, began_ms)))
+            done(ledger.write(StorageReadings("meter", 1, began_ms, (READING,))))
         else:
             wall.ms -= DAY_MS
             adjust(store, wall, Adjustment("x", "a", -9, "an outage"), by=TESTER)

@@ -19,7 +19,7 @@ from tenancy.accounting.usage import usage
 from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.ledger import Ledger
-from tenancy.ledger.transactions import StorageReading
+from tenancy.ledger.transactions import StorageReading, StorageReadings
 from tenancy.pricing.charges import RateCard, format_dollars, storage_charge
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
@@ -66,7 +66,7 @@ def store(store: Store, wall: Wall) -> Store:
     ledger = Ledger(store, wall)
     for number in range(30):
         ledger.settle(entry(number, number * HOUR_MS // 5)).result(60)
-    ledger.write(StorageReading(1, "1h", 12_345, 0)).result(60)
+    ledger.write(StorageReadings("meter", 1, 0, (StorageReading(1, "1h", 12_345),))).result(60)
     ledger.close()
     adjust(store, wall, Adjustment("x", "r5", -7, "an outage"), by=TESTER)
     return store
@@ -105,7 +105,9 @@ def test_storage_by_tenant_rounds_each_hour(store: Store, wall: Wall) -> None:
     hours = [1, 2**40 + 7, 3_599, 3_601, 0, 12_345]
     ledger = Ledger(store, wall)
     for number, seconds in enumerate(hours):
-        ledger.write(StorageReading(2, "1h", seconds, number * HOUR_MS)).result(60)
+        reading = StorageReading(2, "1h", seconds)
+        at_ms = number * HOUR_MS
+        ledger.write(StorageReadings("other", number + 1, at_ms, (reading,))).result(60)
     ledger.close()
 
     charges = [storage_charge(CARD, "1h", seconds) for seconds in hours]

@@ -33,7 +33,7 @@ from tenancy.ledger.epochs import begin_ledger_epoch, ledger_epoch
 from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.ledger.transactions import EngineTotals, NamedEntry, StorageReading
+from tenancy.ledger.transactions import EngineTotals, NamedEntry, StorageReading, StorageReadings
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
@@ -95,7 +95,8 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
         ledger.hold(Hold("n", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(PATIENCE_S)
         kept = ReplayRecord(10**15, 10**6, StoredResponse("head", b"\0body"))
         ledger.settle(NamedEntry(used("n", wall()), kept)).result(PATIENCE_S)
-        ledger.write(StorageReading(1, "5m", 7, wall())).result(PATIENCE_S)
+        readings = StorageReadings("meter", 1, wall(), (StorageReading(1, "5m", 7),))
+        ledger.write(readings).result(PATIENCE_S)
         totals = EngineTotals("e1", wall(), 10, 0, 1, 10, 0, 1, is_ended=True)
         ledger.write(totals).result(PATIENCE_S)
         ledger.hold(Hold("open", 1, 1, "m", wall(), 9, 9)).result(PATIENCE_S)

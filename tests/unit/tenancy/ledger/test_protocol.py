@@ -27,7 +27,14 @@ from tenancy.ledger.protocol import (
     read_items,
     read_open,
 )
-from tenancy.ledger.transactions import EngineTotals, Hold, Item, NamedEntry, StorageReading
+from tenancy.ledger.transactions import (
+    EngineTotals,
+    Hold,
+    Item,
+    NamedEntry,
+    StorageReading,
+    StorageReadings,
+)
 from tenancy.types import UsageEntry
 from tests.examples import examples
 
@@ -64,7 +71,9 @@ ITEM: st.SearchStrategy[Item] = st.one_of(
     structs_of(Hold, claim=CLAIM),
     ENTRY,
     st.builds(NamedEntry, ENTRY, KEEPING),
-    structs_of(StorageReading),
+    structs_of(
+        StorageReadings, readings=st.lists(structs_of(StorageReading), max_size=3).map(tuple)
+    ),
     structs_of(EngineTotals, is_ended=st.booleans()),
     st.builds(ProgressNote, st.dictionaries(TEXT, PROGRESS, max_size=3)),
 )

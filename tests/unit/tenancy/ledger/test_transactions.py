@@ -14,7 +14,14 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, BadPrice, BudgetExceeded, LedgerUnavailable
 from tenancy.ledger.holds import Progress, ProgressNote
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.ledger.transactions import EngineTotals, Item, LedgerTransactions, StorageReading
+from tenancy.ledger.transactions import (
+    EngineTotals,
+    Item,
+    LedgerTransactions,
+    StorageReading,
+    StorageReadings,
+    forget_meters,
+)
 from tenancy.ledger.writer import LedgerWriter
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import PRICE_MAX, RateCard, compute_savings, itemize
@@ -101,18 +108,59 @@ def test_progress_applies_to_holds_of_the_same_batch(store: Store, wall: Wall) -
 def test_storage_is_summed_by_hour_class_and_card(store: Store, ledger: Ledger, wall: Wall) -> None:
     """In whole token-seconds; a new price begins a new sum."""
     add_card(store, wall, CARD)
-    for seconds in (5, 7):
-        ledger.write(StorageReading(1, "1h", seconds, wall(), "m")).result(60)
+    ledger.write(readings(1, wall(), StorageReading(1, "1h", 5, "m"))).result(60)
+    ledger.write(readings(2, wall(), StorageReading(1, "1h", 7, "m"))).result(60)
     wall.ms += 1
     add_card(store, wall, structs.replace(CARD, input=9))
-    ledger.write(StorageReading(1, "1h", 11, wall(), "m")).result(60)
-    wrong = ledger.write(StorageReading(99, "1h", 1, wall(), "m"))
+    ledger.write(readings(3, wall(), StorageReading(1, "1h", 11, "m"))).result(60)
+    wrong = ledger.write(readings(4, wall(), StorageReading(99, "1h", 1, "m")))
 
     assert isinstance(wrong.exception(60), LedgerUnavailable)
     assert store.query("select class, rate_card_id, token_seconds from storage_hours") == [
         ("1h", "std@1", 12),
         ("1h", "std@2", 11),
     ]
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["answered", "after a lost answer"])
+def test_readings_written_again_count_once(store: Store, wall: Wall, is_lost: bool) -> None:
+    """Whether the ledger runs on or its process died between commit and answer."""
+    create_tenant(store, wall, "ada")
+    add_card(store, wall, CARD)
+    ledger = Ledger(store, wall)
+    first = readings(1, wall(), StorageReading(1, "1h", 5), StorageReading(1, "5m", 6))
+    ledger.write(first).result(60)
+    if is_lost:
+        ledger.close()
+        ledger = Ledger(store, wall)
+    ledger.write(first).result(60)
+    ledger.write(readings(2, wall(), StorageReading(1, "1h", 7))).result(60)
+    ledger.write(structs.replace(first, meter="another gateway's")).result(60)
+    ledger.close()
+
+    sql = "select class, sum(token_seconds) from storage_hours group by class order by class"
+    assert store.query(sql) == [("1h", 17), ("5m", 12)]
+
+
+def test_impossible_readings_are_refused_together(store: Store, ledger: Ledger) -> None:
+    """What is refused whole can be written again whole."""
+    wrong = readings(1, 1, StorageReading(1, "1h", 5), StorageReading(99, "1h", 1))
+
+    assert isinstance(ledger.write(wrong).exception(60), LedgerUnavailable)
+    ledger.write(structs.replace(wrong, readings=wrong.readings[:1])).result(60)
+    assert store.query("select token_seconds from storage_hours") == [(5,)]
+
+
+def test_only_meters_of_ended_gateways_are_forgotten(store: Store, ledger: Ledger) -> None:
+    ledger.write(structs.replace(readings(1, 10), meter="old")).result(60)
+    ledger.write(readings(1, 20)).result(60)
+    forget_meters(store, 20)
+
+    assert store.query("select meter, number from storage_meters") == [("meter", 1)]
+
+
+def readings(number: int, at_ms: int, *given: StorageReading) -> StorageReadings:
+    return StorageReadings("meter", number, at_ms, given)
 
 
 def test_engine_totals_never_fall(store: Store, ledger: Ledger) -> None:
