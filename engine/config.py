@@ -89,13 +89,13 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `kv_dtype` "int8": keys and values of 8 bits with a scale for each token and head; a model whose
     path lacks it is refused. `kv_memory_mib`: device memory for KV blocks; `kv_blocks` overrides it
     when not 0.
-    `step_tokens_max`: the token budget of one step. `prefill_chunk_tokens_max`: the longest slice
-    of one prompt in a step; 0: as long as the step allows. `gap_target_ms`: the longest time
-    between two tokens of a stream that prompts of other requests may cause: a step gets as many
-    prompt tokens as its measured cost allows. `gap_target_shared_ms`: the same while several
-    tenants have requests; 0: `GAP_TARGET_SHARED_MS` by the device, or `gap_target_ms`, if that is
-    less. `threads` 0: one per core. `attention_policies`: those that requests may ask for; none by
-    default.
+    `step_tokens_max`: the token budget of one step; each stream has its token and prompts have one,
+    even beyond it. `prefill_chunk_tokens_max`: the longest slice of one prompt in a step; 0: as
+    long as the step allows. `gap_target_ms`: the longest time between two tokens of a stream that
+    prompts of other requests may cause: a step gets as many prompt tokens as its measured cost
+    allows. `gap_target_shared_ms`: the same while several tenants have requests; 0:
+    `GAP_TARGET_SHARED_MS` by the device, or `gap_target_ms`, if that is less. `threads` 0: one per
+    core. `attention_policies`: those that requests may ask for; none by default.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -1,7 +1,7 @@
 """The scheduler: which sequences run in a step, and with how many tokens.
 
-Decoding sequences come first, with one token each; then slices of prompts, in fair order, under the
-step's token budget. The scheduler admits, preempts by recompute, and lets a request wait for a
+All decoding sequences come first, with one token each; then slices of prompts, in fair order, under
+the step's token budget. The scheduler admits, preempts by recompute, and lets a request wait for a
 leader that computes the same prefix (`prefix_sharing`). It moves blocks through the cache and knows
 no runner, no event and no clock.
 
@@ -271,7 +271,6 @@ class Scheduler:
         """Schedule one token of each decoding sequence; return the running sequences that have a
         prompt to compute.
         """
-        left = self.config.step_tokens_max
         prefilling: list[Sequence] = []
         decoding: list[Sequence] = []
         for sequence in ranked:
@@ -289,7 +288,7 @@ class Scheduler:
                     continue
             elif sequence.is_halted:
                 continue
-            if left <= 0 or table is None:
+            if table is None:
                 continue
             if start >= table.writable_tokens and not self._grow(
                 sequence, start + 1, slices, now_s
@@ -297,7 +296,6 @@ class Scheduler:
                 continue
             slices[sequence.sequence_id] = Slice(sequence, table, start, 1, is_plain)
             decoding.append(sequence)
-            left -= 1
         self.queue.charge_each(decoding)
         return [s for s in prefilling if s.table is not None]  # not preempted by a decode above
 
@@ -305,7 +303,7 @@ class Scheduler:
         """Return the prompt tokens that may be computed beside this step's `decodes` (rule 1)."""
         target_s = self.config.gap_target_ms / 1000
         shared_s = self.config.gap_target_shared_ms / 1000 or target_s
-        tokens = self.config.step_tokens_max - len(decodes)
+        tokens = max(1, self.config.step_tokens_max - len(decodes))
         if not self.queue and len(decodes) == len(self.running):
             return PromptBudget(self.step_cost, tokens, target_s)  # no prompt: nothing to predict
         if len(self.running.slots_of.keys() | self.queue.waiting_slots.keys()) > 1:

@@ -47,6 +47,27 @@ def test_decoding_goes_first() -> None:
     assert all(row["stream"] == 1 and sum(row.values()) == 4 for row in world.rows[1:9])
 
 
+@given(st.integers(1, 5), st.integers(1, 2), st.lists(st.integers(1, 9), min_size=2, max_size=8))
+def test_every_stream_and_the_prompts_have_a_token_in_every_step(
+    step_tokens: int, depth: int, prompts: list[int]
+) -> None:
+    """With a budget below the number of streams the lowest ranks would wait for all others."""
+    world = RecordedWorld(blocks=500, depth=depth, step_tokens_max=step_tokens)
+    left = {f"r{index}": 4 + prompt for index, prompt in enumerate(prompts)}
+    for index, (name, length) in enumerate(left.items()):
+        world.ask(name, tokens(length, index), max_tokens=200)
+    for _ in range(sum(left.values())):
+        world.step()
+
+    for row in world.rows:
+        assert all(row.get(name) == 1 for name, missing in left.items() if not missing)
+        prompt_tokens = {name: row.get(name, 0) for name, missing in left.items() if missing}
+        assert sum(prompt_tokens.values()) > 0 or not prompt_tokens
+        for name, count in prompt_tokens.items():
+            left[name] -= count
+        assert sum(row.values()) <= max(step_tokens, 8)
+
+
 def test_no_more_sequences_run_than_configured() -> None:
     """Future samples count: a prompt does not start if its forks would find no slot."""
     world = RecordedWorld(sequences_max=4)
