@@ -263,6 +263,7 @@ class World:
             **below,
         )
         self.runner.namespace_of = self._namespace_of
+        self.runner.spares_smoke_test = True
         self.runner.attention_of = self._attention_of
         self.live: dict[str, Stream] = {}
         if self._make_levels is None:  # a disk outlives the engine

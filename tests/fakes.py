@@ -96,9 +96,10 @@ class FakeRunner:
     `namespace_of` returns the namespace of a sequence id (None: all in one namespace).
     `fail_launch` and `fail_collect`: step numbers that raise there; `nan_steps`: step numbers whose
     first sampling sequence is reported as failed. A broken step writes broken slots, which no row
-    may read later. `words`: tokens that every sequence samples first. `computed_tokens` counts all
-    computed tokens. With `windows`, a row reads in each window group the keys in its window, and
-    fails at a hole or a slot of another group. `attention_of` returns a sequence's attention
+    may read later. `spares_smoke_test`: steps of the engine's own smoke test do not break. `words`:
+    tokens that every sequence samples first. `computed_tokens` counts all computed tokens. With
+    `windows`, a row reads in each window group the keys in its window, and fails at a hole or a
+    slot of another group. `attention_of` returns a sequence's attention
     window: each token must read the keys that this allows it, no more and no less, and what is
     computed beyond its shared blocks is another sequence's KV for all others. Single-threaded;
     every call is O(tokens), with an attention window O(tokens * tokens).
@@ -121,6 +122,7 @@ class FakeRunner:
         self.fail_launch: set[int] = set()
         self.fail_collect: set[int] = set()
         self.nan_steps: set[int] = set()
+        self.spares_smoke_test = False
         self.words: Sequence[int] = ()
         self._results: deque[StepResult] = deque()
         self._broken: dict[int, set[int]] = {}
@@ -128,6 +130,11 @@ class FakeRunner:
     def launch(self, plan: StepPlan) -> None:
         """Run the whole step now; its result waits for `collect`."""
         self.steps += 1
+        if self.spares_smoke_test and not any(
+            self._namespace(row.sequence_id) for row in plan.rows
+        ):
+            for steps in (self.fail_launch, self.fail_collect, self.nan_steps):
+                steps.discard(plan.step)
         for sequence_id in plan.ended:
             self._forget(sequence_id)
         for begun in plan.begun:

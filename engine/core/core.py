@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Final
 
 from engine.api import (
     Clock,
@@ -48,6 +47,7 @@ from engine.core.launch_pacing import ROWS_MAX, LaunchPacing
 from engine.core.maintenance import Maintenance
 from engine.core.planner import InFlightStep, StepPlanner
 from engine.core.request_checks import check_request
+from engine.core.smoke_test import BARREN_STEPS_MAX, SMOKE_TEST_ID, smoke_test_request
 from engine.core.stats import EngineStats
 from engine.core.timeouts import ForcedEnding, Timeouts
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation
@@ -67,11 +67,6 @@ FAILURES = {
     "step_failed": "The step that computed this request failed.",
     **GRAMMAR_FAILURES,
 }
-
-FAILED_STEPS_MAX: Final = 5
-"""Steps that fail one after another, after which the engine stops: its device is broken, and only a
-new process gets a working one.
-"""
 
 
 class Core:
@@ -116,7 +111,8 @@ class Core:
         self.requests = RequestTable()
         self._bounds = QueueBounds(config.queue_requests_max, config.queue_tokens_max)
         self.on_step_failed: Callable[[int, Exception], None] = lambda step, error: None
-        self._failed_steps = 0  # in a row
+        self._barren_steps = 0  # in a row
+        self._smoke_test: ActiveRequest | None = None
         self._events: list[Event] = []
         self._in_flight: deque[InFlightStep] = deque()
         self._pacing = LaunchPacing()
@@ -310,7 +306,7 @@ class Core:
         """Run one step: plan, launch, collect, commit. Return its events, in order.
 
         Without work it does maintenance. A failure of a step ends the requests it concerns. Raises
-        InvariantViolation, and EngineUnavailable after `FAILED_STEPS_MAX` failures in a row.
+        InvariantViolation, and EngineUnavailable where a repeated smoke test fails.
         """
         now_s = self.clock()
         if self.requests.waiting_requests or self._timeouts.is_draining:
@@ -391,7 +387,6 @@ class Core:
         except Exception as error:
             self._fail_step(in_flight, error)
             return
-        self._failed_steps = 0
         now_s = self.clock()
         self._pacing.collected(now_s - began_s)
         if result.step != in_flight.step:
@@ -406,6 +401,10 @@ class Core:
                 call = Erase(0, namespace, tokens=tuple(beginning))
                 self._erasures.erase(call, lambda erased: None)
                 self._fail(sequence.parent, code)
+        if result.sampled:
+            self._barren_steps = 0
+        elif result.failed:
+            self._count_barren_step()
         computed = self._commit_slices(in_flight, result, now_s)
         self._accept_tokens(in_flight, result, now_s)
         self.engine_stats.record_step(
@@ -539,6 +538,9 @@ class Core:
         self.scheduler.remove_request(active, now_s, keep=ending != "failed")
         usage = active.usage(now_s)
         self.requests.remove(active)
+        if active is self._smoke_test:
+            self._end_smoke_test(usage, ending, code)
+            return
         self._events.append(
             Finished(active.request.request_id, ending, usage, code, message, retry_after_s)
         )
@@ -559,7 +561,7 @@ class Core:
 
     def _fail_step(self, in_flight: InFlightStep, error: Exception) -> None:
         """Fail all requests of a broken step, since the request at fault is unknown; the engine
-        continues, unless no step comes through any more.
+        continues.
         """
         self.on_step_failed(in_flight.step, error)
         for sequence in in_flight.sampling.values():
@@ -570,11 +572,30 @@ class Core:
         for active in concerned:
             if not active.is_finished:
                 self._finish(active, "failed", "step_failed", message)
-        self._failed_steps += 1
-        if self._failed_steps >= FAILED_STEPS_MAX:
+        self._count_barren_step()
+
+    def _count_barren_step(self) -> None:
+        """Count a step that failed, or all of whose sequences did; after several in a row repeat
+        the smoke test: only that tells a broken device from the requests of a tenant.
+        """
+        self._barren_steps += 1
+        if self._barren_steps % BARREN_STEPS_MAX == 0 and self._smoke_test is None:
+            active = self.requests.add(smoke_test_request(), self.clock())
+            self._smoke_test = active
+            self._add_sequence(active)
+            self.scheduler.add_request(active)
+
+    def _end_smoke_test(self, usage: Usage, ending: Ending, code: str) -> None:
+        """Leave no trace of a repeated smoke test. Raises EngineUnavailable if its step failed:
+        only a new process gets a working device.
+        """
+        self._smoke_test = None
+        self.engine_stats.uncount(usage)
+        self._events[:] = [one for one in self._events if one.request_id != SMOKE_TEST_ID]
+        if ending == "failed" and code in FAILURES:
             raise EngineUnavailable(
-                "step_failed", f"{FAILED_STEPS_MAX} steps failed one after another."
-            ) from error
+                code, f"{self._barren_steps} steps failed in a row, and then the smoke test."
+            )
 
     # -- the queue's bounds -------------------------------------------------------------------
 
@@ -637,6 +658,8 @@ class Core:
         active, table = sequence.parent, sequence.table
         assert table is not None
         self.requests.mark_started(active, now_s)
+        if active is self._smoke_test:
+            return
         active.cached_tokens = table.kv_tokens
         use = active.level_use
         self.engine_stats.prompt_tokens += len(active.request.tokens)

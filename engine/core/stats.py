@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from engine.api import Namespace, Payer
+from engine.api import Namespace, Payer, Usage
 from engine.cache import NamespaceUse, PrefixCache
 from engine.levels.levels import Levels
 from engine.scheduler.request_table import RequestTable, RequestTotals
@@ -48,6 +48,11 @@ class EngineStats:
         self._stepped_at_s = float("-inf")
         self._step_s = self._prefill_per_s = 0.0
         self.step_cost.reset()
+
+    def uncount(self, usage: Usage) -> None:
+        """Take back what was counted of a repeated smoke test's tokens in this step."""
+        self.computed_tokens -= usage.computed_tokens
+        self.output_tokens -= usage.output_tokens
 
     def count_unneeded(self, sampled: int, most: int) -> int:
         """Return how many of `sampled` tokens come before the sample's end; count the others as

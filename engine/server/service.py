@@ -16,7 +16,6 @@ from functools import partial
 from typing import Final, Literal, Protocol
 
 from engine.api import (
-    CacheGrant,
     Cancel,
     Clock,
     Command,
@@ -30,7 +29,6 @@ from engine.api import (
     Namespace,
     Peek,
     Request,
-    Sampling,
     SetQuotas,
     Submit,
     Survey,
@@ -40,6 +38,7 @@ from engine.api import (
 from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.core.core import Core
+from engine.core.smoke_test import smoke_test_request
 from engine.errors import (
     DIED_MESSAGE,
     DRAINING_MESSAGE,
@@ -53,7 +52,6 @@ from engine.server.recorded_runner import RecordedRunner
 from engine.server.tree_snapshot import survey
 from engine.statistics import LevelStats
 
-SMOKE_TEST_ID: Final = "canary"
 SMOKE_TEST_STEPS_MAX: Final = 8
 COMPILE_POLL_S: Final = 0.001
 """Seconds between two checks of grammars that are being compiled, without other work."""
@@ -326,8 +324,7 @@ def smoke_test(core: Core) -> None:
 
     Raises EngineError if no token comes.
     """
-    grant = CacheGrant(b"", read=False, write=False)
-    core.submit(Request(SMOKE_TEST_ID, (0,), 1, grant, Sampling(temperature=0)))
+    core.submit(smoke_test_request())
     for _ in range(SMOKE_TEST_STEPS_MAX):
         for event in core.step():
             if isinstance(event, Finished):

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from engine.api import Erase, Quota, Request
 from engine.config import EngineConfig
-from engine.core.core import FAILED_STEPS_MAX
 from tests.checkers import MakeLevels, World
 from tests.grammars import PolledGrammars
 from tests.strategies import namespaces, quotas, requests, tokens
@@ -174,8 +173,6 @@ class EngineMachine(RuleBasedStateMachine):
     def break_a_step(self, at: int, how: str) -> None:
         runner = self.world.runner
         step = self.world.core.stats().step + at
-        if step % FAILED_STEPS_MAX == 0:
-            return  # as many failures in a row would stop the engine
         {
             "launch": runner.fail_launch,
             "collect": runner.fail_collect,

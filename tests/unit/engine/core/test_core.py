@@ -323,18 +323,71 @@ def test_a_broken_step_fails_only_its_requests(world: World, where: str, step: i
     assert second.ending == "done"
 
 
-def test_an_engine_whose_steps_all_fail_stops(world: World) -> None:
-    """After some errors of a GPU each later call of the process fails: only a new one helps."""
-    world.runner.fail_launch |= set(range(1, 5))
-    early = [run(world, ask(str(n)))[0] for n in range(4)]
-    (between,) = run(world, ask("between"))
-    world.runner.fail_launch |= set(range(world.core.engine_stats.step + 1, 100))
-    late = [run(world, ask(f"late {n}"))[0] for n in range(4)]
+def fail_from(world: World, fault: str, first: int, last: int) -> None:
+    """Let steps fail, or give no sequence a token."""
+    steps = set(range(first, last + 1))
+    if fault == "nan":
+        world.runner.nan_steps |= steps
+    else:
+        world.runner.fail_launch |= steps
 
-    with pytest.raises(EngineUnavailable, match="5 steps failed"):
-        run(world, ask("last"))
-    assert {end.code for end in early + late} == {"step_failed"}
+
+@pytest.mark.parametrize("fault", ["launch", "nan"])
+def test_an_engine_whose_steps_all_fail_stops(world: World, fault: str) -> None:
+    """After some errors of a GPU each later call of the process fails: only a new one helps."""
+    world.runner.spares_smoke_test = False
+    fail_from(world, fault, 1, 4)
+    early = [run(world, ask(str(n), max_tokens=1))[0] for n in range(4)]
+    (between,) = run(world, ask("between"))
+    fail_from(world, fault, world.core.engine_stats.step + 1, 100)
+    late = [run(world, ask(f"late {n}", max_tokens=1))[0] for n in range(4)]
+
+    with pytest.raises(EngineUnavailable, match="5 steps failed in a row, and then the smoke test"):
+        run(world, ask("last", max_tokens=1))
+    assert {end.ending for end in early + late} == {"failed"}
     assert between.ending == "done"
+
+
+@pytest.mark.parametrize("fault", ["launch", "nan"])
+def test_a_tenant_whose_steps_all_fail_stops_nothing(world: World, fault: str) -> None:
+    """The smoke test tells its prompts from a broken device, and leaves no trace: counters are
+    reconciled with the ledger, and streams of others go on."""
+    launch, bad = world.runner.launch, 0
+
+    def fail_alone(plan: StepPlan) -> None:
+        nonlocal bad
+        ids = {world.core.requests.sequence(row.sequence_id) for row in plan.rows}
+        names = {one.parent.request.request_id for one in ids if one is not None}
+        if any(name.startswith("bad") for name in names):
+            fail_from(world, fault, plan.step, plan.step)
+            bad += 1
+        launch(plan)
+
+    world.runner.launch = fail_alone  # type: ignore[method-assign]
+    for number in range(12):
+        (end,) = run(world, ask(f"bad {number}", max_tokens=1))
+        assert end.ending == "failed"
+    (good,) = run(world, ask("good", max_tokens=2))
+
+    assert (good.ending, bad) == ("done", 12)
+    stats, usages = world.core.stats(), [one.finished for one in world.streams.values()]
+    assert stats.output_tokens_total == sum(end.usage.output_tokens for end in usages if end)
+    assert stats.computed_tokens_total == sum(end.usage.computed_tokens for end in usages if end)
+    assert world.cache.stats().pinned == 0
+
+
+def test_a_smoke_test_takes_its_turn_with_other_requests(world: World) -> None:
+    """Requests that have come meanwhile are neither failed by it nor held for it."""
+    fail_from(world, "launch", 1, 5)
+    for number in range(4):
+        run(world, ask(f"bad {number}"))
+    world.submit(ask("bad 4"))
+    world.step()
+
+    assert world.core.has_work(), "the smoke test"
+    endings = run(world, ask("a", max_tokens=12), ask("b", tokens=(1, 1, 0), max_tokens=12))
+    assert {end.ending for end in endings} == {"done"}
+    assert world.runner.steps >= 5 + 12 + 1
 
 
 def test_a_broken_step_fails_the_targets_of_its_copies() -> None:
