@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Final, Literal, Protocol
 
 from engine.api import (
@@ -59,6 +60,10 @@ STORE_SHARE: Final = 1 / 3
 """The part of a drain's time for which an engine without requests stays to store promises."""
 LEVELS_POLL_S: Final = 0.0005
 """Seconds between two turns of the levels, without other work."""
+
+COMMANDS_S_MAX: Final = 0.005
+"""Seconds that commands may take between two steps. The rest stay in the inbox, in their order: a
+flood would stop all streams, and the heartbeats by which the gateway knows a live engine."""
 
 HEARTBEAT_ITEMS_MAX: Final = 128
 """Namespaces, and losses and gains, that a heartbeat sends between two steps."""
@@ -174,11 +179,12 @@ class EngineService:
         core.close()
 
     def _take_commands(self, core: Core) -> bool:
-        """Handle all commands in the inbox; without work, wait for one until the heartbeat.
+        """Handle the commands in the inbox; without work, wait for one until the heartbeat.
 
         Returns False to stop. The core runs its maintenance at each heartbeat, so no block expires
-        later than that. Grammars that are being compiled are polled in between. While a step runs
-        on the device, all commands that come until the next launch is due are handled.
+        later than that. Grammars that are being compiled are polled in between. Commands take
+        `COMMANDS_S_MAX` at most, and while a step runs on the device the time until the next launch
+        is due.
         """
         is_busy = core.has_work() or core.is_recounting
         wait_s = 0.0 if is_busy else max(0.0, self._heartbeat_at_s - self.clock())
@@ -186,14 +192,19 @@ class EngineService:
             wait_s = COMPILE_POLL_S
         elif core.is_waiting_for_levels:
             wait_s = LEVELS_POLL_S
+        until_s = inf
         while True:
-            wait_s = max(wait_s, core.launch_hold_s())
+            hold_s = core.launch_hold_s()
+            if not hold_s and self.clock() >= until_s:
+                return True
+            wait_s = max(wait_s, hold_s)
             try:
                 item = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
             except queue.Empty:
                 return True
             if item is None:
                 return False
+            until_s = min(until_s, self.clock() + COMMANDS_S_MAX)
             self._handle(core, *item)
             wait_s = 0.0
 

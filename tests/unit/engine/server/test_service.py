@@ -15,6 +15,8 @@ from engine.api import (
     Drain,
     Finished,
     GetStats,
+    Peek,
+    Peeked,
     Request,
     Sampling,
     Started,
@@ -24,7 +26,12 @@ from engine.api import (
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.errors import EngineError
-from engine.server.service import HEARTBEAT_ITEMS_MAX, EngineService, smoke_test
+from engine.server.service import (
+    COMMANDS_S_MAX,
+    HEARTBEAT_ITEMS_MAX,
+    EngineService,
+    smoke_test,
+)
 from engine.statistics import Stats
 from tests.unit.engine.server.fake_engine_process import fake_core
 
@@ -144,6 +151,40 @@ def test_heartbeats_take_a_twentieth_of_the_time_at_most() -> None:
     service.stop()
 
     assert min(late - early for early, late in pairwise(beats[1:])) > 0.15
+
+
+def test_a_flood_of_commands_delays_no_step_and_no_heartbeat_for_long() -> None:
+    """Streams would stop until all are handled, and an engine without heartbeats is ended."""
+    now_s, command_s, flood = 0.0, 0.001, 300
+
+    class SlowSink(RecordingSink):
+        def send(self, step: int, messages: tuple[Any, ...]) -> None:
+            """Each command takes a while."""
+            nonlocal now_s
+            now_s += command_s if isinstance(messages[0], Peeked) else 0
+            super().send(step, messages)
+
+    sink, beats = SlowSink(), EngineConfig(heartbeat_s=10 * command_s)
+    service = EngineService(lambda: fake_core(beats), beats, lambda: now_s)
+    service.join(sink)
+    service.post(sink, Submit(request("stream", flood)))
+    for number in range(flood):
+        service.post(sink, Peek(number, b"n", (1, 2, 3)))
+    service.start()
+    received: list[Any] = []
+    while not (received and isinstance(received[-1], Finished)):
+        received.append(sink.received.get(timeout=DEADLINE_S))
+    service.stop()
+
+    kinds, most = [type(message) for message in received], COMMANDS_S_MAX / command_s + 1
+    between = "".join(kind.__name__[0] for kind in kinds if kind in (Peeked, Tokens)).split("T")
+    assert max(map(len, between)) <= most
+    beats_at = [kinds[:at].count(Peeked) for at, kind in enumerate(kinds) if kind is Stats]
+    assert (
+        max(late - early for early, late in pairwise(beats_at)) <= 10 + COMMANDS_S_MAX / command_s
+    )
+    answers = [one.call_id for one in received if isinstance(one, Peeked)]
+    assert answers == list(range(flood)), "all in their order"
 
 
 def test_large_heartbeat_is_split_between_steps() -> None:
