@@ -80,9 +80,13 @@ class Seats:
         self._remembered.clear()
 
     def release(self, sequence_id: int) -> None:
-        """Free a sequence's seat."""
-        self._free.append(self._seat_of.pop(sequence_id))
-        self._remembered.clear()
+        """Free a sequence's seat; an unknown one is ignored: the step that began it may have failed
+        before it took a seat.
+        """
+        seat = self._seat_of.pop(sequence_id, None)
+        if seat is not None:
+            self._free.append(seat)
+            self._remembered.clear()
 
     def of(self, sequence_ids: tuple[int, ...]) -> Int32:
         """Return the seats of sequences, as an array that must not be written."""

@@ -104,6 +104,18 @@ def test_returning_sequence_gets_its_new_seat() -> None:
     assert len({len(seats.of((1,) * n)) for n in range(MEMBERSHIPS_MAX + 3)}) == MEMBERSHIPS_MAX + 3
 
 
+def test_sequence_that_never_got_a_seat_frees_none() -> None:
+    """A launch may fail before it; those that end with it would keep their seats for ever."""
+    seats = Seats(2, STRIDE)
+    seats.take(1)
+    for ended in (2, 1):
+        seats.release(ended)
+
+    seats.take(3)
+    seats.take(4)
+    assert sorted(seats.of((3, 4)).tolist()) == [0, 1]
+
+
 def test_rows_of_prompts_and_decoding_are_laid_out() -> None:
     rows = [
         row(0, [1], start=4),
