@@ -301,13 +301,13 @@ class Scheduler:
 
     def _prompt_budget(self, decodes: dict[int, Slice], now_s: float) -> PromptBudget:
         """Return the prompt tokens that may be computed beside this step's `decodes` (rule 1)."""
+        if len(self.running.slots_of.keys() | self.queue.waiting_slots.keys()) > 1:
+            self._shared_at_s = now_s
         target_s = self.config.gap_target_ms / 1000
         shared_s = self.config.gap_target_shared_ms / 1000 or target_s
         tokens = max(1, self.config.step_tokens_max - len(decodes))
         if not self.queue and len(decodes) == len(self.running):
             return PromptBudget(self.step_cost, tokens, target_s)  # no prompt: nothing to predict
-        if len(self.running.slots_of.keys() | self.queue.waiting_slots.keys()) > 1:
-            self._shared_at_s = now_s
         is_shared = self.is_shared(now_s)
         if not decodes and not any(sequence.is_decoding for sequence in self.running):
             longest_s = shared_s if is_shared else target_s * STEPS_WITHOUT_STREAMS

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from engine.scheduler.scheduler import ALONE_AFTER_S
 from engine.scheduler.step_cost import StepWork
 from tests.unit.engine.timed_engine import Machine, TimedWorld
 
@@ -203,6 +204,23 @@ def test_long_prompts_go_on_beside_short_ones_in_every_step() -> None:
     without_s = max(first_done(alone, f"p{index}") for index in range(60))
 
     assert last_s <= 3 * (without_s - alone.streams["p0"].submitted_s)
+
+
+def test_a_payer_whose_stream_has_just_ended_is_not_forgotten() -> None:
+    """Two payers that only decode share the engine, too, and the next request of either may come
+    soon: without prompts in the steps that was not noted.
+    """
+    world = TimedWorld(slow)
+    for name, most in (("ours", 400), ("theirs", 300)):
+        world.ask(name, prompt(8, 0), max_tokens=most, namespace=name.encode())
+    while world.streams["theirs"].finished is None:
+        world.clock.advance(0.1)
+        world.step()
+
+    assert world.core.scheduler.is_shared(world.clock())
+    world.clock.advance(ALONE_AFTER_S + 0.1)
+    world.step()
+    assert not world.core.scheduler.is_shared(world.clock())
 
 
 def documents_and_questions(questions: int, payer_of: bytes = b"n") -> TimedWorld:
