@@ -61,9 +61,12 @@ STORE_SHARE: Final = 1 / 3
 LEVELS_POLL_S: Final = 0.0005
 """Seconds between two turns of the levels, without other work."""
 
-COMMANDS_S_MAX: Final = 0.005
-"""Seconds that commands may take between two steps. The rest stay in the inbox, in their order: a
-flood would stop all streams, and the heartbeats by which the gateway knows a live engine."""
+COMMANDS_S: Final = 0.005
+"""Seconds that commands may always take between two steps."""
+COMMANDS_SHARE: Final = 1 / 4
+"""The part of the last step's time that they may take, if that is more. The rest stay in the inbox,
+in their order: a flood would stop all streams, and the heartbeats by which the gateway knows a live
+engine. Long steps take more at once, or a flood of one tenant would hold up others for many."""
 
 HEARTBEAT_ITEMS_MAX: Final = 128
 """Namespaces, and losses and gains, that a heartbeat sends between two steps."""
@@ -118,6 +121,7 @@ class EngineService:
         self._has_more_news = False
         self._is_draining = False
         self._leave_at_s = float("-inf")
+        self._step_s = 0.0  # of the last step
 
     def start(self) -> None:
         """Start loading; `ready` is set once a token was produced or loading has failed."""
@@ -154,7 +158,10 @@ class EngineService:
             self.ready.set()
             self._on_change()
             while self._take_commands(core):
-                self._deliver(core.engine_stats.step, core.step())
+                began_s = self.clock()
+                events = core.step()
+                self._step_s = self.clock() - began_s
+                self._deliver(core.engine_stats.step, events)
                 self._send_heartbeat(core)
                 if self._is_draining and not core.has_work() and not self._is_storing(core):
                     break
@@ -183,8 +190,8 @@ class EngineService:
 
         Returns False to stop. The core runs its maintenance at each heartbeat, so no block expires
         later than that. Grammars that are being compiled are polled in between. Commands take
-        `COMMANDS_S_MAX` at most, and while a step runs on the device the time until the next launch
-        is due.
+        `COMMANDS_S` or `COMMANDS_SHARE` at most, and while a step runs on the device the time until
+        the next launch is due.
         """
         is_busy = core.has_work() or core.is_recounting
         wait_s = 0.0 if is_busy else max(0.0, self._heartbeat_at_s - self.clock())
@@ -204,7 +211,7 @@ class EngineService:
                 return True
             if item is None:
                 return False
-            until_s = min(until_s, self.clock() + COMMANDS_S_MAX)
+            until_s = min(until_s, self.clock() + max(COMMANDS_S, COMMANDS_SHARE * self._step_s))
             self._handle(core, *item)
             wait_s = 0.0
 
