@@ -23,7 +23,7 @@ from tenancy.errors import BadName
 from tenancy.limits import check_limits
 from tenancy.pseudonyms import check_not_deleted
 from tenancy.storage.audit_log import Actor, record
-from tenancy.storage.interface import Row, Store, Transaction, Value
+from tenancy.storage.interface import ALL_ROWS, Row, Store, Transaction, Value
 from tenancy.types import TOLERANCE_MODES, Limits, ToleranceMode, WallClock
 
 PREFIX = "tl-"
@@ -225,14 +225,22 @@ def change_key(
         return _read(db, old.key_id)
 
 
-def list_keys(store: Store, tenant: str | None = None) -> list[Key]:
-    """Return all keys, or a tenant's, oldest first."""
-    return [
-        _key_of(row)
-        for row in store.query(
-            f"{_KEYS} where cast(?1 as text) is null or name = ?1 order by key_id", (tenant,)
-        )
-    ]
+def list_keys(
+    store: Store,
+    tenant: str | None = None,
+    *,
+    is_admin: bool = False,
+    after: int = 0,
+    limit: int = ALL_ROWS,
+) -> list[Key]:
+    """Return keys, oldest first: all, a tenant's, or administrators'. `after`: the id of the last
+    one before them. Raises StoreError."""
+    wanted = (
+        " where (cast(?1 as text) is null or name = ?1) and (?2 = 0 or keys.tenant_id is null)"
+        " and key_id > ?3 order by key_id limit ?4"
+    )
+    rows = store.query(_KEYS + wanted, (tenant, int(is_admin), after, limit))
+    return [_key_of(row) for row in rows]
 
 
 def find_key(store: Store, which: str) -> Key:

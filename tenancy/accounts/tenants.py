@@ -25,7 +25,7 @@ from tenancy.ledger import idempotency
 from tenancy.limits import check_limits
 from tenancy.pseudonyms import PSEUDONYM_PREFIX, check_not_deleted, is_pseudonym
 from tenancy.storage.audit_log import Actor, record
-from tenancy.storage.interface import Row, RowReader, Store, Transaction
+from tenancy.storage.interface import ALL_ROWS, Row, RowReader, Store, Transaction
 from tenancy.types import (
     AT_REST,
     ATTENTION_WORDS,
@@ -76,9 +76,11 @@ _TENANTS = (
 )
 
 
-def list_tenant_records(store: Store) -> list[TenantRecord]:
-    """Return all tenants with their settings, by name."""
-    return [_record_of(row) for row in store.query(f"{_TENANTS} order by name")]
+def list_tenant_records(store: Store, after: str = "", limit: int = ALL_ROWS) -> list[TenantRecord]:
+    """Return tenants with their settings, by name. `after`: the name of the last one before them.
+    Raises StoreError."""
+    wanted = " where name > ? order by name limit ?"
+    return [_record_of(row) for row in store.query(_TENANTS + wanted, (after, limit))]
 
 
 def list_tenants(store: Store) -> list[Tenant]:

@@ -22,6 +22,8 @@ Row = tuple[Any, ...]
 T = TypeVar("T")
 RowReader = Callable[[str, Sequence[Value]], list[Row]]
 """`Store.query`, or `Transaction.rows`."""
+ALL_ROWS = 2**53
+"""The limit of a query that has none."""
 
 
 class Transaction(Protocol):

@@ -7,7 +7,7 @@ key's secret is shown once, in the response that creates it; later responses sho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
@@ -34,6 +34,8 @@ from tenancy.accounts.keys import Key
 from tenancy.accounts.tenants import TenantRecord, floor_blocks_of
 from tenancy.types import Limits, TenantSettings, ToleranceMode
 
+PAGE = ("after", "limit")
+"""Parameters of a page: the last row of the one before, and the most rows."""
 PAGE_MAX = 1_000
 """Most rows of one page."""
 DAY_S = 86_400
@@ -124,16 +126,14 @@ class _TenantHandlers:
     # -- tenants ------------------------------------------------------------------------------
 
     async def list_tenants(self, request: web.BaseRequest) -> web.StreamResponse:
-        given = json_api.query(request, "after", "limit", "format")
+        given = json_api.query(request, *PAGE, "format")
         is_csv = json_api.wants_csv(given)
         limit, after = json_api.positive_int(given, "limit", 100, PAGE_MAX), given.get("after", "")
-        found = await self._gateway.reports.ask(tenants.list_tenant_records)
-        rest = [one for one in found if one.tenant.name > after]
-        page = [self._body(one) for one in rest[:limit]]
-        has_more = len(rest) > limit
+        find = partial(tenants.list_tenant_records, after=after, limit=limit + 1)
+        found = await self._gateway.reports.ask(find)
+        page, has_more = [self._body(one) for one in found[:limit]], len(found) > limit
         if is_csv:
-            last = rest[:limit][-1].tenant.name if has_more else ""
-            next_page = json_api.page_url(request, after=last) if has_more else ""
+            next_page = json_api.page_url(request, after=page[-1]["name"]) if has_more else ""
             return json_api.csv_answer(page, "tenants", next_page)
         return json_api.answer({"tenants": page, "has_more": has_more})
 
@@ -227,10 +227,9 @@ class _TenantHandlers:
     # -- keys ---------------------------------------------------------------------------------
 
     async def list_tenant_keys(self, request: web.BaseRequest) -> web.StreamResponse:
+        given = json_api.query(request, *PAGE)
         found = await self._tenant(request[STATE].parameters["name"])
-        query = partial(keys.list_keys, tenant=found.tenant.name)
-        listed = await self._gateway.reports.ask(query)
-        return self._page(request, listed)
+        return await self._key_page(given, tenant=found.tenant.name)
 
     async def create_key(self, request: web.BaseRequest) -> web.StreamResponse:
         found = await self._tenant(request[STATE].parameters["name"])
@@ -251,7 +250,11 @@ class _TenantHandlers:
         return await self._made(request, secret)
 
     async def list_keys(self, request: web.BaseRequest) -> web.StreamResponse:
-        return self._page(request, await self._gateway.reports.ask(keys.list_keys))
+        given = json_api.query(request, *PAGE, "admin")
+        if given.get("admin", "true") != "true":
+            message = f"Unknown admin: {given['admin'][:32]!r}; expected true, or no value."
+            raise Refusal(Kind.BAD, "invalid_value", message, param="admin")
+        return await self._key_page(given, is_admin="admin" in given)
 
     async def create_admin_key(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await self._read(request, NewAdminKey)
@@ -338,13 +341,15 @@ class _TenantHandlers:
             _check_holds(request, key.scopes)
         return key
 
-    def _page(self, request: web.BaseRequest, listed: list[Key]) -> web.StreamResponse:
-        given = json_api.query(request, "after", "limit")
+    async def _key_page(
+        self, given: Mapping[str, str], *, tenant: str | None = None, is_admin: bool = False
+    ) -> web.StreamResponse:
         limit = json_api.positive_int(given, "limit", 100, PAGE_MAX)
         after = json_api.positive_int(given, "after", 0, 2**53)
-        rest = [key for key in listed if key.key_id > after]
-        page = [key_body(key) for key in rest[:limit]]
-        return json_api.answer({"keys": page, "has_more": len(rest) > limit})
+        find = partial(keys.list_keys, is_admin=is_admin, after=after, limit=limit + 1)
+        found = await self._gateway.reports.ask(partial(find, tenant=tenant))
+        page = [key_body(key) for key in found[:limit]]
+        return json_api.answer({"keys": page, "has_more": len(found) > limit})
 
     async def _made(self, request: web.BaseRequest, secret: str) -> web.StreamResponse:
         key = await asyncio.to_thread(keys.find_key, self._store, secret)

@@ -63,7 +63,7 @@ def _keys() -> tuple[Operation, ...]:
     return (
         Operation("GET", own, READ, "List a tenant's keys.", None, page, PAGE),
         Operation("POST", own, TENANTS, "Create a tenant's key.", NewKey, made, status=201),
-        Operation("GET", many, READ, "List all keys.", None, page, PAGE),
+        Operation("GET", many, READ, "List all keys.", None, page, (*PAGE, "admin")),
         Operation("POST", many, TENANTS, "Create an admin key.", NewAdminKey, made, status=201),
         Operation("GET", one, READ, "Show a key.", None, key),
         Operation("PATCH", one, TENANTS, "Change a key.", KeyUpdate, key),

@@ -295,6 +295,21 @@ def test_key_is_rotated_once_and_only_while_live(store: Store, wall: Wall, tenan
     assert len(list_keys(store)) == 4
 
 
+def test_pages_of_keys_are_the_whole_list(store: Store, wall: Wall, tenant_id: int) -> None:
+    for label in "abc":
+        create_key(store, wall, tenant_id, label=label)
+        create_admin_key(store, wall, label=label)
+    everything = list_keys(store)
+    pages, after = [], 0
+    while page := list_keys(store, after=after, limit=2):
+        pages += page
+        after = page[-1].key_id
+
+    assert pages == everything
+    assert list_keys(store, is_admin=True) == [one for one in everything if one.tenant is None]
+    assert list_keys(store, "nemo") == []
+
+
 @pytest.mark.parametrize("grace_ms", [-1, 2**62])
 def test_refuses_invalid_grace(store: Store, wall: Wall, tenant_id: int, grace_ms: int) -> None:
     """A leaked key that works for a century was not rotated."""

@@ -174,6 +174,29 @@ async def test_lists_tenants_in_pages(admin: AdminClient) -> None:
     assert (first["has_more"], second["has_more"]) == (True, False)
 
 
+async def test_lists_keys_in_pages_and_administrators_alone(admin: AdminClient) -> None:
+    """However many keys tenants have, an administrator's is found in one page."""
+    _, made = await admin.ask("POST", "/admin/v1/keys", {"label": "on call"})
+    _, everything = await admin.ask("GET", "/admin/v1/keys")
+    _, first = await admin.ask("GET", "/admin/v1/keys?admin=true&limit=1")
+    last = first["keys"][-1]["key_id"]
+    _, second = await admin.ask("GET", f"/admin/v1/keys?admin=true&after={last}")
+    _, own = await admin.ask("GET", f"{TENANTS}/ada/keys?after={made['key_id']}")
+
+    mine = [one for one in everything["keys"] if one["tenant"] is None]
+    assert len(mine) < len(everything["keys"])
+    assert [*first["keys"], *second["keys"]] == mine
+    assert (first["has_more"], second["has_more"]) == (True, False)
+    assert own["keys"] == []
+
+
+@pytest.mark.parametrize("query", ["admin=false", "admin=", "admin=true&admin=true", "tenant=ada"])
+async def test_refuses_wrong_filters_of_keys(admin: AdminClient, query: str) -> None:
+    status, answer = await admin.ask("GET", f"/admin/v1/keys?{query}")
+
+    assert (status, answer["error"]["param"]) == (400, query.partition("=")[0])
+
+
 async def test_suspension_refuses_new_requests_and_finishes_running_ones(
     admin: AdminClient,
 ) -> None:
