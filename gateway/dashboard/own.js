@@ -91,6 +91,7 @@ function Cached({ cache }) {
       file="leases" none="No prefix is retained." columns=${[
         column.digest("lease", "lease_id"), column.figure("tokens"),
         column.text("classes, and when they end", (row) => row.classes.map(ends).join(", "))]} />
+    ${cache.has_more_leases && html`<p class="note">Those least recently used are left out.</p>`}
     ${cache.erasures.length > 0 && html`<${Table} caption="Erasures" rows=${cache.erasures}
       id=${(row) => row.receipt_id} isPlain columns=${[column.at("time", "at"),
         column.text("erased", "what"), column.figure("blocks"),

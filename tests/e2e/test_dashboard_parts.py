@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from tenancy.accounts.keys import create_key
+from tenancy.accounts.tenants import find_tenant
+from tenancy.types import wall_ms
 from tests.e2e.browser import IN_BROWSER, Page, signed_in
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
@@ -157,3 +160,164 @@ async def test_a_keys_budget_is_changed_as_one(page: Page, gateway: GatewayFixtu
 
     assert owner == f"key {key_id}"
     assert [(one["key_id"], one["window"]) for one in told["budgets"]] == [(key_id, "day")]
+
+
+async def test_an_answer_to_an_earlier_key_signs_nobody_out(page: Page) -> None:
+    """A poll was on its way when the key was changed."""
+    body = """
+      const load = window.fetch, told = [], { signedOut } = api.connection;
+      let answer;
+      window.fetch = () => new Promise((go) => { answer = go; });
+      api.connection.signedOut = (error) => told.push(error.status);
+      for (const next of ["another", "first"]) {
+        api.keepKey("first");
+        const asked = api.ask("/probe").catch(() => {});
+        api.keepKey(next);
+        answer(new Response("{}", { status: 401 }));
+        await asked;
+      }
+      api.keepKey("");
+      window.fetch = load;
+      api.connection.signedOut = signedOut;
+      return told;
+    """
+    found = await in_page(page, body, api="api")
+
+    assert found == [401]
+
+
+async def test_a_question_without_an_answer_is_given_up(page: Page) -> None:
+    """A server that takes requests and never answers is a lost one; a change is not given up."""
+    body = """
+      const load = window.fetch, timeout = AbortSignal.timeout, clock = new AbortController();
+      AbortSignal.timeout = () => clock.signal;
+      window.fetch = (_, { signal, method }) => new Promise((answer, fail) => {
+        signal?.addEventListener("abort", () => fail(signal.reason));
+        if (method === "POST") answer(new Response("{}"));
+      });
+      const asked = api.ask("/probe").catch((error) => error.name);
+      clock.abort(new DOMException("late", "TimeoutError"));
+      const name = await asked, isLost = api.connection.since !== null;
+      await api.ask("/probe", { method: "POST" });
+      AbortSignal.timeout = timeout;
+      window.fetch = load;
+      return [name, isLost, api.connection.since];
+    """
+    found = await in_page(page, body, api="api")
+
+    assert found == ["TimeoutError", True, None]
+
+
+async def test_an_answer_that_is_no_json_is_an_error(page: Page) -> None:
+    """A proxy's page with status 200 must not pass for data."""
+    body = """
+      const load = window.fetch;
+      window.fetch = async () => new Response("<html>");
+      const error = await api.ask("/probe").catch((one) => one);
+      window.fetch = load;
+      return [error instanceof api.Refused, error.isPassing, error.message];
+    """
+    found = await in_page(page, body, api="api")
+
+    assert found == [True, True, "The answer is no JSON: it is not this server's."]
+
+
+async def test_a_name_of_the_language_is_a_tenants_like_any_other(page: Page) -> None:
+    """Every object of the language has a `constructor`."""
+    body = """
+      const now = { refused_last_hour: { tenants: { ada: 2 } } };
+      const budgets = [{ tenant: "ada", hard_usd: "1", spent_usd: "1", reserved_usd: "0" }];
+      const tenants = ["constructor", "ada"].map((name) => ({ name, status: "active" }));
+      const found = tenant_status.withStatus(tenants, budgets, now);
+      return found.map((one) => [one.refused, one.status]);
+    """
+    found = await in_page(page, body, tenant_status="tenant_status")
+
+    assert found == [[0, "ok"], [2, "over_budget"]]
+
+
+async def test_a_range_beyond_all_times_is_the_usual_one(page: Page) -> None:
+    """An address that was written by hand must not leave an empty page."""
+    body = """
+      const query = (until) => new URLSearchParams({ since: 1, until });
+      return [8e15, 9e15].map((until) => route.rangeOf(query(until)).name);
+    """
+    found = await in_page(page, body, route="route")
+
+    assert found == ["24h", "24h"]
+
+
+async def test_a_key_that_no_header_can_carry_is_refused_by_the_form(page: Page) -> None:
+    """A pasted quotation mark; the server is not asked, and not said to be away."""
+    valid = "return document.querySelector('#key').checkValidity()"
+    found = []
+    for key in ("“tl-key”", "tl-key", " tl-key "):
+        page.find("#key").clear()
+        page.find("#key").send_keys(key)
+        found.append(page.browser.execute_script(valid))
+
+    assert found == [False, True, True]
+
+
+@pytest.mark.slow
+async def test_an_overloaded_server_takes_no_key_away(page: Page, gateway: GatewayFixture) -> None:
+    """The form keeps the key and tries again."""
+    key = AdminClient(gateway).key
+    page.browser.execute_script("""
+      const load = window.fetch, error = { code: "overloaded", message: "Overloaded." };
+      window.fetch = async () => {
+        window.fetch = load;
+        return new Response(JSON.stringify({ error }), { status: 503 });
+      };
+    """)
+
+    def act() -> Any:
+        page.find("#key").send_keys(key)
+        page.press("Sign in")
+        page.see("Overloaded; trying again.")
+        kept = page.browser.execute_script("return sessionStorage.getItem('key')")
+        page.see("Hit ratio")
+        return kept
+
+    assert await asyncio.to_thread(act) == key
+
+
+@pytest.mark.slow
+async def test_a_new_key_stays_while_the_server_is_busy(
+    page: Page, gateway: GatewayFixture
+) -> None:
+    """It is shown once: a poll that fails must not take it away."""
+    await signed_in(page.browser, page.url, AdminClient(gateway).key)
+
+    def act() -> bool:
+        page.open("tenants/ada", "Refusals by code")
+        page.press("New key")
+        page.press("Create key", "dialog")
+        page.see("shown once")
+        secret = str(page.find("dialog pre").text)
+        page.browser.execute_script("""
+          const load = window.fetch, error = { code: "busy", message: "A busy server." };
+          window.fetch = async (path, options) => (path !== "/admin/v1/tenants/ada"
+            ? load(path, options) : new Response(JSON.stringify({ error }), { status: 503 }));
+          document.dispatchEvent(new Event("visibilitychange"));
+        """)
+        page.see("A busy server.")
+        return str(page.find("dialog pre").text) == secret
+
+    assert await asyncio.to_thread(act)
+
+
+@pytest.mark.slow
+async def test_an_administrators_key_is_shown_beside_a_thousand_of_tenants(
+    page: Page, gateway: GatewayFixture
+) -> None:
+    """And all of a tenant's."""
+    tenant_id = find_tenant(gateway.store, "ada").tenant_id
+    for number in range(1_000):
+        create_key(gateway.store, wall_ms, tenant_id, label=f"made {number}")
+    await signed_in(page.browser, page.url, AdminClient(gateway).key)
+
+    await asyncio.to_thread(page.open, "access", "this one")
+    text = await asyncio.to_thread(page.open, "tenants/ada", "Show all 1,001 rows")
+
+    assert "Only the first" not in text

@@ -2,21 +2,22 @@
 
 import { html } from "../parts/html.js";
 import { useActs } from "../parts/acts.js";
-import { SLOW_POLL_MS, address, ask, useData } from "../parts/api.js";
+import { SLOW_POLL_MS, address, ask, useData, useKeys } from "../parts/api.js";
 import * as column from "../parts/columns.js";
 import { FormDialog } from "../parts/dialog.js";
 import { KeyTable, LIFE, lifeOf } from "../parts/keys.js";
-import { Chip, Notice, Panel, instead } from "../parts/pieces.js";
+import { FirstRows } from "../parts/more_rows.js";
+import { Chip, Panel, instead } from "../parts/pieces.js";
 import { useSession } from "../parts/session.js";
 import { Table } from "../parts/table.js";
 
-const KEYS_MAX = 1000, DELIVERIES_MAX = 20;
+const DELIVERIES_MAX = 20;
 const ADMIN_SCOPES = ["erase", "money", "read", "tenants"];
 const TONES = { delivered: "good", pending: "warn", dead: "bad" };
 
 export function Access() {
   const { can, me } = useSession();
-  const keys = useData(address("/admin/v1/keys", { limit: KEYS_MAX }), SLOW_POLL_MS);
+  const keys = useKeys("/admin/v1/keys?admin=true");
   const scopes = useData("/admin/v1/shared-scopes", SLOW_POLL_MS);
   const hooks = useData(address("/admin/v1/webhooks", { limit: DELIVERIES_MAX }), SLOW_POLL_MS);
   const acts = useActs(() => { keys.again(); hooks.again(); });
@@ -39,10 +40,9 @@ function AdminKeys({ data, open, me }) {
   // A key may change another that has no scope beyond its own.
   const holds = (row) => row.scopes.every((one) =>
     (one === "admin" ? ADMIN_SCOPES : [one]).every((name) => me.scopes.includes(name)));
-  return html`${data.has_more && html`<${Notice}>Only the first ${KEYS_MAX} keys of all tenants and
-      administrators were searched: <code>trunkline key list</code> has all.<//>`}
+  return html`<${FirstRows} rows=${data.keys} what="keys" hasMore=${data.has_more} />
     <${KeyTable} caption="Administrators' keys" file="admin-keys" open=${open} canChange=${holds}
-      rows=${data.keys.filter((one) => one.tenant === null)} none="No administrator has a key."
+      rows=${data.keys} none="No administrator has a key."
       ownId=${me.actor === "admin_key" ? me.actor_id : null} />`;
 }
 

@@ -63,7 +63,8 @@ function Holdings({ rows, blocks, engines }) {
   const ofModels = engines.length > 1 ? engines.map(({ name }) =>
     column.figure(name, (row) => row.blocks_by_model[name] ?? 0)) : [];
   const part = (row) => row.blocks / blocks;
-  return html`<${Panel} title="Blocks by tenant" wide><${Table} caption="Now, with limits" isHidden
+  return html`<${Panel} title="Blocks by tenant" wide
+    note="The 1,000 tenants with most blocks, if there are more."><${Table} caption="Now, with limits" isHidden
     rows=${rows} id=${(row) => row.tenant} file="blocks" first=${ROWS_FIRST} down="blocks"
     none="The cache is empty." columns=${[
       column.tenant(), column.figure("blocks"), ...ofModels,
@@ -94,13 +95,15 @@ function Trees({ names, chosen }) {
         <h3 class="tree-name">${titleOf(space)} <span
           class="soft">${count(space.blocks)} blocks</span></h3>
         <${PrefixTree} branches=${space.branches} name=${titleOf(space)} />`)
-      : html`<${Empty}>Nothing of ${name} is cached.<//>`)}<//>`;
+      : html`<${Empty}>Nothing of ${name} is cached.<//>`)}
+    ${found.data?.has_more && html`<p class="note">Smaller trees are left out.</p>`}<//>`;
 }
 
 function Evictions({ rows }) {
   const cost = (row) => fromPico(row.cost_pico);
   return html`<${Panel} title="Evictions between tenants" wide
-    note="Blocks evicted for another tenant, and the cost of computing them again.">
+    note=${"Blocks evicted for another tenant, and the cost of computing them again: the 50 pairs"
+      + " with most blocks."}>
     <${Table} caption="Owner and tenant that the blocks were evicted for" isHidden rows=${rows}
       id=${(row) => `${row.owner} ${row.taker}`} file="evictions" first=${ROWS_FIRST} down="blocks"
       none="No evictions between tenants." columns=${[

@@ -1,7 +1,7 @@
 // Overview: four figures that matter, the history, the costliest findings, tenants to look after.
 
 import { html } from "../parts/html.js";
-import { SLOW_POLL_MS, address, useData } from "../parts/api.js";
+import { SLOW_POLL_MS, useData, useTenants } from "../parts/api.js";
 import * as column from "../parts/columns.js";
 import { Warnings, enginesOf } from "../parts/engines.js";
 import { FindingList, savingOf, useFindings } from "../parts/findings.js";
@@ -12,14 +12,14 @@ import { href } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
 import { Endings, FirstToken, IgnoredFields, Misses } from "../parts/since_start.js";
 import { Table } from "../parts/table.js";
-import { TENANTS_MAX, withStatus } from "../parts/tenant_status.js";
+import { withStatus } from "../parts/tenant_status.js";
 
 const FINDINGS_SHOWN = 3, TENANTS_SHOWN = 8;
 
 export function Overview() {
   const { range } = useSession(), now = useData("/admin/v1/analytics");
   const found = useHistory(range), findings = useFindings();
-  const tenants = useData(address("/admin/v1/tenants", { limit: TENANTS_MAX }), SLOW_POLL_MS);
+  const tenants = useTenants();
   const budgets = useData("/admin/v1/budgets", SLOW_POLL_MS);
   const all = now.data, waste = savingOf(findings.data);
   return html`<${Warnings} engines=${enginesOf(all)} />

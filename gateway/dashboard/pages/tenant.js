@@ -2,7 +2,7 @@
 
 import { html } from "../parts/html.js";
 import { useActs } from "../parts/acts.js";
-import { SLOW_POLL_MS, address, useData } from "../parts/api.js";
+import { SLOW_POLL_MS, address, useData, useKeys } from "../parts/api.js";
 import { Budgets, Limits } from "../parts/budgets.js";
 import * as column from "../parts/columns.js";
 import { FindingList, useFindings } from "../parts/findings.js";
@@ -10,6 +10,7 @@ import { about, ago, bytes, count, dollars, dollarsOf, fromPico, instant, number
   from "../parts/format.js";
 import { HistoryCharts, HistoryTiles, useHistory } from "../parts/history.js";
 import { KeyTable } from "../parts/keys.js";
+import { FirstRows } from "../parts/more_rows.js";
 import { Chip, Notice, Panel, Status, instead } from "../parts/pieces.js";
 import { href, windowOf } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
@@ -19,18 +20,17 @@ import { windowText } from "../parts/usage.js";
 import { DeleteTenant, EditTenant, EraseCache, NewKey, SetBudget, SetStatus, pathOf }
   from "./tenant_acts.js";
 
-const KEYS_MAX = 1000;
 const sum = (numbers) => Object.values(numbers).reduce((all, n) => all + n, 0);
 
 export function Tenant({ thing: name }) {
   const { range, can } = useSession();
   const one = useData(pathOf(name), SLOW_POLL_MS), state = useData(`${pathOf(name)}/state`);
-  const keys = useData(address(`${pathOf(name)}/keys`, { limit: KEYS_MAX }), SLOW_POLL_MS);
+  const keys = useKeys(`${pathOf(name)}/keys`);
   const budgets = useData(address("/admin/v1/budgets", { tenant: name }));
   const found = useHistory(range, name), findings = useFindings(name);
   const acts = useActs(() => [one, state, keys, budgets].forEach((shown) => shown.again()));
   const missing = instead(one, "this tenant");
-  if (missing) return html`<${Panel} title=${name} wide>${missing}<//>`;
+  if (missing) return html`<${Panel} title=${name} wide>${missing}<//>${acts.dialog}`;
   const tenant = one.data;
   const open = (of, props) => acts.open(of, { tenant, ...props });
   return html`<${StateHead} tenant=${tenant} state=${state.data}
@@ -99,7 +99,8 @@ function Refusals({ state, name }) {
 function Keys({ keys, open }) {
   return html`<${Panel} title="Keys" wide tools=${open && html`<button type="button"
     class="main small" onClick=${() => open(NewKey)}>New key</button>`}>
-    ${instead(keys, "keys") ?? html`<${KeyTable} caption="Keys" rows=${keys.data.keys} file="keys"
+    ${instead(keys, "keys") ?? html`<${FirstRows} rows=${keys.data.keys} what="keys"
+      hasMore=${keys.data.has_more} /><${KeyTable} caption="Keys" rows=${keys.data.keys} file="keys"
       none="No key: the tenant cannot ask." open=${open} canChange=${() => true}
       extra=${[column.text("workspace")]} />`}<//>`;
 }

@@ -1,15 +1,16 @@
 // Tenants: the table with search, filter and order, and the making of a tenant.
 
 import { html, useState } from "../parts/html.js";
-import { SLOW_POLL_MS, address, ask, useData } from "../parts/api.js";
+import { SLOW_POLL_MS, address, ask, useData, useTenants } from "../parts/api.js";
 import * as column from "../parts/columns.js";
 import { FormDialog } from "../parts/dialog.js";
 import { NONE, about, count, dollarsOf, isKnown } from "../parts/format.js";
-import { Bar, Filter, Notice, Panel, Search, instead } from "../parts/pieces.js";
+import { FirstRows } from "../parts/more_rows.js";
+import { Bar, Filter, Panel, Search, instead } from "../parts/pieces.js";
 import { href, setQuery, windowOf } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
 import { Table } from "../parts/table.js";
-import { TENANTS_MAX, withStatus } from "../parts/tenant_status.js";
+import { withStatus } from "../parts/tenant_status.js";
 import { settingsFields, settingsOf } from "./tenant_acts.js";
 
 const SHOWN = { all: () => true, attention: (one) => one.status !== "ok",
@@ -18,7 +19,7 @@ const TEXTS = [["all", "all"], ["attention", "to look after"], ["suspended", "su
 
 export function Tenants() {
   const { range, query, can } = useSession(), [isMaking, setMaking] = useState(false);
-  const tenants = useData(address("/admin/v1/tenants", { limit: TENANTS_MAX }), SLOW_POLL_MS);
+  const tenants = useTenants();
   const now = useData("/admin/v1/analytics"), budgets = useData("/admin/v1/budgets", SLOW_POLL_MS);
   const used = useData(address("/admin/v1/usage", { group_by: "tenant", ...windowOf(range) }),
     range.isLive ? SLOW_POLL_MS : 0);
@@ -37,9 +38,8 @@ export function Tenants() {
         set=${(name) => setQuery({ show: name === "all" ? null : name })} />
       ${can("tenants") && html`<button type="button" class="main"
         onClick=${() => setMaking(true)}>New tenant</button>`}`}>
-    ${tenants.data?.has_more && html`<${Notice}>These are the first ${count(TENANTS_MAX)} tenants by
-      name; the address #/tenants/NAME opens any other.<//>`}
-    ${instead(tenants, "tenants") ?? html`<${TenantTable} q=${q} rows=${rows} />`}<//>
+    ${instead(tenants, "tenants") ?? html`<${FirstRows} rows=${tenants.data.tenants} what="tenants"
+        hasMore=${tenants.data.has_more} /><${TenantTable} q=${q} rows=${rows} />`}<//>
     ${isMaking && html`<${NewTenant} close=${() => setMaking(false)} />`}`;
 }
 

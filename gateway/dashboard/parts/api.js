@@ -5,6 +5,7 @@ import { isKnown } from "./format.js";
 
 const KEY = "key";
 export const POLL_MS = 5000, SLOW_POLL_MS = 15_000;
+const ANSWER_MS = 60_000, PAGE_MAX = 1000, PAGES_MAX = 20;
 
 export const storedKey = () => sessionStorage.getItem(KEY) ?? "";
 export function keepKey(text) {
@@ -22,6 +23,8 @@ export class Refused extends Error {
   }
   get isSignedOut() { return this.status === 401; }
   get isForbidden() { return this.status === 403; }
+  // The server has no answer now: the same request may get one later.
+  get isPassing() { return this.status === 429 || this.status >= 500; }
   get isMissing() { return this.status === 404 && ["not_found", "not_served"].includes(this.code); }
 }
 
@@ -50,13 +53,18 @@ export function useConnection() {
 // Return a path with its parameters; those that are empty or unknown are left out.
 export function address(path, parameters) {
   const given = Object.entries(parameters).filter(([, v]) => isKnown(v) && v !== "");
-  return `${path}?${new URLSearchParams(given)}`;
+  return `${path}${path.includes("?") ? "&" : "?"}${new URLSearchParams(given)}`;
 }
 
-// Return the answer's JSON. Throws Refused for an error, and fetch's own errors without an answer.
+// Return the answer's JSON. Throws Refused for an error, and fetch's own errors without an answer;
+// a question has none after a minute.
 export async function ask(path, { method = "GET", body, signal } = {}) {
-  const headers = { "X-Trunkline-Request": "dashboard" };
-  if (storedKey()) headers.Authorization = `Bearer ${storedKey()}`;
+  const headers = { "X-Trunkline-Request": "dashboard" }, key = storedKey();
+  if (key) headers.Authorization = `Bearer ${key}`;
+  if (method === "GET") {
+    const ends = [signal, AbortSignal.timeout(ANSWER_MS)].filter(Boolean);
+    signal = AbortSignal.any(ends);
+  }
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let answer, text;
   try {
@@ -69,20 +77,40 @@ export async function ask(path, { method = "GET", body, signal } = {}) {
   }
   setLost(false);
   const found = parsed(text);
-  if (answer.ok) return found;
-  const refused = new Refused(answer.status, found?.error);
-  if (refused.isSignedOut) connection.signedOut(refused);
+  if (answer.ok && found !== undefined) return found;
+  const refused = answer.ok
+    ? new Refused(502, { message: "The answer is no JSON: it is not this server's." })
+    : new Refused(answer.status, found?.error);
+  // An answer to an earlier key says nothing of the present one.
+  if (refused.isSignedOut && key === storedKey()) connection.signedOut(refused);
   throw refused;
 }
 
+// Return a text's value; undefined if it is no JSON.
 function parsed(text) {
-  try { return text ? JSON.parse(text) : null; } catch { return null; }
+  try { return JSON.parse(text); } catch { return undefined; }
 }
+
+// Return the whole of a list that the server gives in pages, as one page: `name` of its rows, each
+// after the `id` of the one before. `has_more`: it is longer than PAGES_MAX pages.
+const askRows = (name, id) => async (path, options) => {
+  const rows = [];
+  for (let pages = 1, after = null; ; pages += 1) {
+    const page = await ask(address(path, { limit: PAGE_MAX, after }), options);
+    rows.push(...page[name]);
+    if (!page.has_more || pages === PAGES_MAX) return { ...page, [name]: rows };
+    after = rows.at(-1)[id];
+  }
+};
+const KEYS = askRows("keys", "key_id"), TENANTS = askRows("tenants", "name");
+// As `useData`, of all keys of a path, and of all tenants.
+export const useKeys = (path) => useData(path, SLOW_POLL_MS, KEYS);
+export const useTenants = () => useData("/admin/v1/tenants", SLOW_POLL_MS, TENANTS);
 
 // Return {data, error, isOld, again}: the answer of a path, asked for again every `every`
 // milliseconds while the page is seen; 0 asks once, a `path` of null never. The last answer stays
-// while a new one is on its way. `again()` asks now.
-export function useData(path, every = POLL_MS) {
+// while a new one is on its way. `again()` asks now. `read`: how the path is asked.
+export function useData(path, every = POLL_MS, read = ask) {
   const [state, set] = useState({ path: null, data: undefined, error: null });
   const again = useRef(() => {});
   useEffect(() => {
@@ -95,7 +123,7 @@ export function useData(path, every = POLL_MS) {
       stop = new AbortController();
       const { signal } = stop;
       try {
-        const data = await ask(path, { signal });
+        const data = await read(path, { signal });
         if (signal.aborted) return;
         set({ path, data, error: null });
       } catch (error) {

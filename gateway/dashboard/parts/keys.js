@@ -45,7 +45,7 @@ function RotateKey({ row, close, made }) {
     { method: "POST", body: { grace_s: Math.round(toNumber(hours) * 3600) } }));
   return html`<${FormDialog} title=${`Rotate key ${row.shown}`} submit="Rotate" close=${close}
     act=${act} fields=${[{ name: "hours", label: "The old key stays valid for", kind: "number",
-      value: 24, least: 0, unit: "hours" }]}>
+      value: 24, least: 0, isRequired: true, unit: "hours" }]}>
     <p>A new key takes its place, with the same workspace, scopes, limits and budgets.</p><//>`;
 }
 

@@ -5,6 +5,7 @@ import { iso } from "./format.js";
 
 const MINUTE_MS = 60_000, HOUR_MS = 60 * MINUTE_MS, DAY_MS = 24 * HOUR_MS;
 export const RANGES_MS = { "1h": HOUR_MS, "24h": DAY_MS, "7d": 7 * DAY_MS, "30d": 30 * DAY_MS };
+const LAST_MS = Date.UTC(9999, 0);
 const LASTING = ["range", "since", "until"];
 
 // --- the address ---------------------------------------------------------------------------------
@@ -62,7 +63,7 @@ export function usualRange({ began_ms: began, at_ms: now }) {
 // parameters of a history of it.
 export function rangeOf(query, usual = "24h") {
   const since = Number(query.get("since")), until = Number(query.get("until"));
-  if (since > 0 && until > since) {
+  if (since > 0 && until > since && until <= LAST_MS) {
     return { name: "custom", length_ms: until - since, isLive: false,
       window: () => [since, until],
       history: { since: iso(since), until: iso(until), step_ms: stepOf(until - since, since) } };

@@ -19,8 +19,9 @@ export function useSignIn(path, title, where) {
     try {
       set({ me: await ask(path), refused: null });
     } catch (error) {
-      if (!(error instanceof Refused)) {
-        set((old) => ({ ...old, refused: "The server does not answer; trying again." }));
+      if (!(error instanceof Refused) || error.isPassing) {
+        const why = error instanceof Refused ? error.message : "The server does not answer";
+        set((old) => ({ ...old, refused: `${why.replace(/\.$/, "")}; trying again.` }));
         retry.current = setTimeout(enter, POLL_MS);
       } else if (!error.isSignedOut) leave(error.message);
     }
@@ -48,7 +49,7 @@ function SignIn({ title, where, refused, enter }) {
     <p>${where} The browser keeps it until this tab is closed.</p>
     <label for="key">Key</label>
     <input id="key" name="key" type="password" autocomplete="off" spellcheck="false" required
-      autofocus />
+      pattern="\\s*[!-~]+\\s*" title="A key has no spaces and no letters with accents." autofocus />
     <button class="main">Sign in</button>
     <p role="alert" id="refused" class="bad">${refused ?? ""}</p>
   </form></main>`;
