@@ -110,7 +110,8 @@ def _cell(value: object) -> object:
 
 
 async def read(request: web.BaseRequest, settings: ServerConfig, kind: type[T]) -> T:
-    """Read the body and decode it as a `kind`. Raises Refusal."""
+    """Read the body and decode it as a `kind`. Raises Refusal, and so for query parameters."""
+    query(request)
     return decode(await read_body(request, settings), kind)
 
 

@@ -61,6 +61,7 @@ class _AnalyticsHandlers:
 
     async def overview(self, request: web.BaseRequest) -> web.StreamResponse:
         """Return all analytics, and the state of the engine."""
+        json_api.query(request)
         gateway = self._gateway
         update_churn(gateway)
         await count_ended(gateway)
@@ -138,6 +139,7 @@ class _AnalyticsHandlers:
 
     async def tenant(self, request: web.BaseRequest) -> web.StreamResponse:
         """Return one tenant's analytics. Raises BadName for a name that no tenant has."""
+        json_api.query(request)
         gateway, name = self._gateway, request[STATE].parameters["name"]
         info = gateway.engine.info
         tenant, card = await self._tenant_and_card(name)
@@ -161,6 +163,7 @@ class _AnalyticsHandlers:
 
         The response has counts, never tokens or text.
         """
+        json_api.query(request)
         gateway, name = self._gateway, request[STATE].parameters["name"]
         found = await asyncio.to_thread(tenants.find_tenant, gateway.store, name)
         scopes = await scope_names(gateway)

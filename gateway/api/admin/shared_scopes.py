@@ -63,6 +63,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         return json_api.answer({"name": scope.name, "removed": True})
 
     async def find(request: web.BaseRequest) -> ScopeRecord:
+        json_api.query(request)
         return await asyncio.to_thread(find_scope, gateway.store, request[STATE].parameters["name"])
 
     one = "/admin/v1/shared-scopes/{name}"

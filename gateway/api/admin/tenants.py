@@ -157,6 +157,7 @@ class _TenantHandlers:
         return json_api.answer(self._body(made), 201)
 
     async def show_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
+        json_api.query(request)
         return json_api.answer(self._body(await self._tenant(request[STATE].parameters["name"])))
 
     async def show_state(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -183,6 +184,8 @@ class _TenantHandlers:
         return json_api.answer(self._body(found))
 
     async def delete_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
+        json_api.query(request)
+        json_api.refuse_body(request)
         found = await self._tenant(request[STATE].parameters["name"])
         gateway, name = self._gateway, found.tenant.name
         pseudonym = await asyncio.to_thread(
@@ -232,8 +235,8 @@ class _TenantHandlers:
         return await self._key_page(given, tenant=found.tenant.name)
 
     async def create_key(self, request: web.BaseRequest) -> web.StreamResponse:
-        found = await self._tenant(request[STATE].parameters["name"])
         body = await self._read(request, NewKey)
+        found = await self._tenant(request[STATE].parameters["name"])
         secret = await asyncio.to_thread(
             keys.create_key,
             self._store,
@@ -271,6 +274,7 @@ class _TenantHandlers:
         return await self._made(request, secret)
 
     async def show_key(self, request: web.BaseRequest) -> web.StreamResponse:
+        json_api.query(request)
         return json_api.answer(key_body(await self._key(request)))
 
     async def change_key(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -302,6 +306,7 @@ class _TenantHandlers:
         return json_api.answer({"key": secret, **key_body(new), "replaces": key_body(old)}, 201)
 
     async def revoke_key(self, request: web.BaseRequest) -> web.StreamResponse:
+        json_api.query(request)
         key_id = str((await self._changeable_key(request)).key_id)
         by = actor_of(self._gateway, request)
         key = await asyncio.to_thread(keys.revoke_key, self._store, self._gateway.wall, key_id, by)
@@ -311,6 +316,7 @@ class _TenantHandlers:
     # -- the configuration file ---------------------------------------------------------------
 
     async def reload(self, request: web.BaseRequest) -> web.StreamResponse:
+        json_api.query(request)
         by = actor_of(self._gateway, request)
         return json_api.answer(await reload(self._gateway, self._webhooks, by))
 

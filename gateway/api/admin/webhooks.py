@@ -45,6 +45,7 @@ def routes(gateway: Context, sender: WebhookSender) -> tuple[Route, ...]:
         )
 
     async def test(request: web.BaseRequest) -> web.StreamResponse:
+        json_api.query(request)
         name = request[STATE].parameters["name"]
         endpoint = next((one for one in sender.endpoints if one.name == name), None)
         if endpoint is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -92,16 +93,23 @@ def test_requests_that_generate_declare_their_headers() -> None:
 
 
 async def test_query_parameters_are_those_that_handlers_take(gateway: GatewayFixture) -> None:
-    """A handler that knows its parameters names them when it refuses another one."""
+    """A part of what is to be deleted, told where no handler looks, must not delete all of it."""
     admin = AdminClient(gateway)
     for one in admin_operations.operations():
-        if one.method == "GET" and one.path.startswith("/admin") and "{" not in one.path:
-            status, answer = await admin.ask("GET", f"{one.path}?nonsense=1")
-            if status == 400 and answer["error"]["code"] == "unknown_parameter":
-                expected = ", ".join(one.query) or "none"
-                assert answer["error"]["message"].endswith(f"expected: {expected}."), one.path
-            else:
-                assert not one.query, one.path
+        if one.path.startswith("/admin"):
+            path = re.sub("{[a-z]+_id}", "1", one.path).replace("{name}", "ada")
+            status, answer = await admin.ask(one.method, f"{path}?nonsense=1")
+            expected = ", ".join(one.query) or "none"
+            assert (status, answer["error"]["code"]) == (400, "unknown_parameter"), one.path
+            assert answer["error"]["message"].endswith(f"expected: {expected}."), one.path
+
+
+async def test_a_part_of_a_tenant_is_not_deleted_as_all_of_it(gateway: GatewayFixture) -> None:
+    admin = AdminClient(gateway)
+    status, answer = await admin.ask("DELETE", "/admin/v1/tenants/ada", {"workspace": "web"})
+
+    assert (status, answer["error"]["code"]) == (400, "unexpected_body")
+    assert (await admin.ask("GET", "/admin/v1/tenants/ada"))[0] == 200
 
 
 def check(
