@@ -32,10 +32,12 @@ class ChurnHistory:
         self._minutes: deque[tuple[int, Counts]] = deque(maxlen=MINUTES)
 
     def add(self, counts: Counts, minute: int) -> None:
-        """Add counts. O(1)."""
+        """Add counts; of an earlier minute than the last, by a clock that was set back, to the
+        last. O(1)."""
         self.total = _add(self.total, counts)
-        if self._minutes and self._minutes[-1][0] == minute:
-            counts = _add(self._minutes.pop()[1], counts)
+        if self._minutes and self._minutes[-1][0] >= minute:
+            minute, before = self._minutes.pop()
+            counts = _add(before, counts)
         self._minutes.append((minute, counts))
 
     def totals(self) -> dict[str, Any]:

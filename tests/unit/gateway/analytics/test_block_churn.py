@@ -48,6 +48,16 @@ def test_restarted_engine_adds_to_earlier_counts() -> None:
     assert churn.tenant(1).details()["minutes"] == [[1, 5, 0, 0, None], [2, 2, 0, 0, None]]
 
 
+def test_minutes_are_in_order_when_the_clock_is_set_back() -> None:
+    """A chart draws them from left to right."""
+    churn = BlockChurn()
+    for minute in (60, 1, 2, 61):
+        churn.update({b"1/a": BlockMoves(1, Counter())}, owner_of, minute)
+
+    minutes = churn.tenant(1).details()["minutes"]
+    assert [(minute, inserted) for minute, inserted, *_ in minutes] == [(60, 3), (61, 1)]
+
+
 def test_skips_namespaces_without_a_tenant() -> None:
     """The engine may serve other clients, too."""
     churn = BlockChurn()
