@@ -162,6 +162,52 @@ async def test_a_keys_budget_is_changed_as_one(page: Page, gateway: GatewayFixtu
     assert [(one["key_id"], one["window"]) for one in told["budgets"]] == [(key_id, "day")]
 
 
+async def test_small_amounts_are_not_zero(page: Page) -> None:
+    """A few tokens at a low price; the largest amount says how many decimals all have."""
+    body = """
+      const amounts = [0, 12.345, 0.05, 0.004, "0.0000004", 0.000000000001, -0.00000025, null];
+      const scale = [0.0000002, 1.5, 0.123456].map(format.exactDollars);
+      return [amounts.map(format.dollars), scale, format.dollarsOf([5, 0.001])(0.001)];
+    """
+    found = await in_page(page, body, format="format")
+
+    written = ["$0.00", "$12.35", "$0.0500", "$0.004000", "$0.000000400", "$0.000000000001"]
+    assert found == [
+        [*written, "−$0.000000250", "–"],
+        ["$0.0000002", "$1.50", "$0.123456"],
+        "$0.00",
+    ]
+
+
+async def test_a_poll_leaves_the_text_that_is_being_typed(page: Page) -> None:
+    """A filter is set at the end of its text, and the page is drawn anew every five seconds."""
+    body = """
+      const box = document.createElement("div"), told = [];
+      const draw = (value) => parts.render(parts.html`<${pieces.Search} label="Tenant"
+        value=${value} set=${(text) => told.push(text)} />`, box);
+      const turn = () => new Promise((go) => setTimeout(go, 0));
+      draw("");
+      const input = box.firstChild, shown = [];
+      for (const [text, event] of [["ad", "input"], ["ada ", "input"], ["ada ", "change"]]) {
+        input.value = text;
+        input.dispatchEvent(new Event(event));
+        await turn();
+        draw("");
+        shown.push(input.value);
+      }
+      draw("ada");
+      input.dispatchEvent(new Event("blur"));
+      while (input.value !== "ada") await turn();
+      draw("bob");
+      shown.push(input.value);
+      parts.render(null, box);
+      return [shown, told];
+    """
+    found = await in_page(page, body, parts="html", pieces="pieces")
+
+    assert found == [["ad", "ada ", "ada ", "bob"], ["ada"]]
+
+
 async def test_an_answer_to_an_earlier_key_signs_nobody_out(page: Page) -> None:
     """A poll was on its way when the key was changed."""
     body = """

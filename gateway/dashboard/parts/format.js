@@ -35,15 +35,18 @@ export const bytes = format((n) => {
   return `${number(1)(n / 1024 ** power)} ${["KiB", "MiB", "GiB"][power - 1]}`;
 });
 
+// The ledger counts in pico-dollars.
+const PICO_DIGITS = 12;
 // Return a writer of dollars with the decimals that show the largest amount to about three digits.
 export function dollarsOf(amounts) {
   const most = Math.max(0, ...amounts.map((one) => Math.abs(Number(one ?? 0))));
-  const digits = most >= 1 || most === 0 ? 2 : most >= 0.01 ? 4 : 6;
+  const digits = most >= 1 || most === 0 ? 2 : most >= 0.01 ? 4
+    : Math.min(PICO_DIGITS, Math.max(6, 2 - Math.floor(Math.log10(most))));
   return format((n) => `${n < 0 ? "−" : ""}$${decimals(digits).format(Math.abs(n))}`);
 }
 export const dollars = (amount) => dollarsOf([amount])(amount);
-// Dollars with all their decimals, up to six: prices, and the scale of a chart.
-export const exactDollars = format((n) => `$${decimals(2, 6).format(n)}`);
+// Dollars with all their decimals: prices, and the scale of a chart.
+export const exactDollars = format((n) => `$${decimals(2, PICO_DIGITS).format(n)}`);
 export const price = format((micros) => exactDollars(micros / 1e6));
 export const fromPico = (pico) => (isKnown(pico) ? pico / 1e12 : null);
 

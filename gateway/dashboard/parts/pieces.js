@@ -1,6 +1,6 @@
 // The pieces of every page: panels, tiles, bars, chips, and the states of data that is not there.
 
-import { html } from "./html.js";
+import { html, useState } from "./html.js";
 import { Refused, useConnection } from "./api.js";
 import { NONE, clockSeconds, count, share } from "./format.js";
 import { href } from "./route.js";
@@ -57,11 +57,15 @@ export function Select({ id, value, options, set, ...more }) {
 export const Filter = ({ label, ...choice }) =>
   html`<label class="filter">${label} <${Select} ...${choice} /></label>`;
 
-// `isLive`: set at each character, not at the end.
+// `isLive`: set at each character, not at the end; until then the text is a draft, as the page
+// around it is drawn anew at each poll.
 export function Search({ label, value, set, isLive, list }) {
+  const [draft, setDraft] = useState(null);
   const changed = (event) => set(event.target.value.trim());
-  return html`<input type="search" aria-label=${label} placeholder=${label} value=${value}
-    list=${list} ...${isLive ? { onInput: changed } : { onChange: changed }} />`;
+  const events = isLive ? { onInput: changed } : { onChange: changed,
+    onInput: (event) => setDraft(event.target.value), onBlur: () => setDraft(null) };
+  return html`<input type="search" aria-label=${label} placeholder=${label} value=${draft ?? value}
+    list=${list} ...${events} />`;
 }
 
 // --- bars ----------------------------------------------------------------------------------------
