@@ -66,8 +66,10 @@ def load(start: StartEncoder) -> EncoderThreads:
 def encode_batch(encoder: EncoderThreads, batch: EncodeBatch) -> EncodedBatch:
     """Return the vectors of a batch. Raises IndexError for an id outside the vocabulary."""
     vectors = encoder.encode([unpack_ids(text).tolist() for text in batch.texts])
+    sound = vectors.isfinite().all(dim=1).tolist()
     packed = vectors.numpy().astype("<f4", copy=False)
-    return EncodedBatch(batch.number, [row.tobytes() for row in packed])
+    found = [row.tobytes() if one else b"" for row, one in zip(packed, sound, strict=True)]
+    return EncodedBatch(batch.number, found)
 
 
 def serve(wire: socket.socket) -> int:

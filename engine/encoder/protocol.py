@@ -53,7 +53,8 @@ class EncoderRejected(Struct, frozen=True, array_like=True, tag="rejected"):
 
 
 class EncodedBatch(Struct, frozen=True, array_like=True, tag="encoded"):
-    """The vectors of a batch, in its order. `vectors`: of each text, float32, little-endian."""
+    """The vectors of a batch, in its order. `vectors`: of each text, float32, little-endian; empty
+    for one that is not finite."""
 
     number: int
     vectors: list[bytes]

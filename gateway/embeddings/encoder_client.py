@@ -68,7 +68,8 @@ class TextEncoder(Protocol):
     async def encode(self, tenant_id: int, texts: Sequence[bytes]) -> list[bytes]:
         """Return the vectors of packed texts, as float32, in their order.
 
-        Raises Refusal: BUSY without an encoder or without room, RATE for the tenant's own share.
+        Raises Refusal: BUSY without an encoder or without room, RATE for the tenant's own share,
+        INTERNAL for a text whose vector is not finite.
         """
 
     async def close(self) -> None:
@@ -176,7 +177,11 @@ class EncoderProcess:
         self._stop_deadline()
         self.batches += 1
         for text, vector in zip(batch, encoded.vectors, strict=True):
-            text.job.set_vector(text.place, vector)
+            if vector:
+                text.job.set_vector(text.place, vector)
+            else:
+                self._queue.remove(text.job)
+                text.job.fail(_not_finite())
         self._send_batch()
 
     def _stop_deadline(self) -> None:
@@ -242,3 +247,8 @@ class EncoderProcess:
     def _died(self) -> Refusal:
         message = "The embedding model stopped while it worked on this request."
         return Refusal(Kind.BUSY, "engine_restarting", message, retry_after_s=LOAD_S)
+
+
+def _not_finite() -> Refusal:
+    message = "The embedding model computed a vector that is not finite: its weights are damaged."
+    return Refusal(Kind.INTERNAL, "internal_error", message)

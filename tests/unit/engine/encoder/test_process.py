@@ -12,7 +12,7 @@ import torch
 
 from engine.encoder.bert import BertEncoder, load_tensors
 from engine.encoder.card import EncoderCard
-from engine.encoder.process import serve
+from engine.encoder.process import encode_batch, serve
 from engine.encoder.protocol import (
     EncodeBatch,
     EncodedBatch,
@@ -26,6 +26,7 @@ from engine.encoder.protocol import (
     read_from_encoder,
     unpack_ids,
 )
+from engine.encoder.text_parts import EncoderThreads
 from engine.protocol import Decoder
 from tests.encoders import prepared_encoder
 
@@ -109,3 +110,16 @@ def test_packed_ids_are_read_as_they_were() -> None:
     assert pack_ids([1, 2]) != pack_ids([2, 1])
     with pytest.raises(OverflowError):
         pack_ids([2**32])
+
+
+def test_a_vector_that_is_not_finite_is_empty(card: EncoderCard) -> None:
+    """One damaged row of the weights; texts without its token have their vectors."""
+    tensors = load_tensors(card)
+    words = next(name for name in tensors if name.endswith("word_embeddings.weight"))
+    tensors = {**tensors, words: tensors[words].clone()}
+    tensors[words][7, 0] = float("nan")
+    encoder = EncoderThreads(BertEncoder(card, tensors), 1)
+    answer = encode_batch(encoder, EncodeBatch(0, [pack_ids(text) for text in TEXTS]))
+    encoder.close()
+
+    assert [len(vector) for vector in answer.vectors] == [4 * 32, 4 * 32, 0]

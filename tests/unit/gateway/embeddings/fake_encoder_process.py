@@ -1,7 +1,8 @@
 """An encoder's process without torch: a text's vector is its own bytes.
 
-A text that begins with `DIES` ends the process, one that begins with `HANGS` stops it. The folder
-of the first message may be a code to reject with, or empty for a process that ends at once.
+A text that begins with `DIES` ends the process, one that begins with `HANGS` stops it, and one that
+begins with `DAMAGED` has no finite vector. The folder of the first message may be a code to reject
+with, or empty for a process that ends at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from engine.encoder.protocol import (
 )
 from engine.protocol import Decoder
 
-DIES, HANGS = 666, 667
+DIES, HANGS, DAMAGED = 666, 667, 668
 
 
 def main() -> int:
@@ -43,7 +44,9 @@ def main() -> int:
                     return 1
                 if HANGS in firsts:
                     signal.pause()
-                wire.sendall(encode_message(EncodedBatch(message.number, message.texts)))
+                pairs = zip(message.texts, firsts, strict=True)
+                found = [b"" if first == DAMAGED else text for text, first in pairs]
+                wire.sendall(encode_message(EncodedBatch(message.number, found)))
     return 0
 
 

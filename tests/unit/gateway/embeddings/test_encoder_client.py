@@ -21,7 +21,7 @@ from gateway.child_process import RestartPolicy, StartLimit
 from gateway.embeddings.encoder_client import BATCH_TOKENS, COMMAND, EncoderProcess
 from gateway.errors import Kind, Refusal
 from tests.encoders import prepared_encoder
-from tests.unit.gateway.embeddings.fake_encoder_process import DIES, HANGS
+from tests.unit.gateway.embeddings.fake_encoder_process import DAMAGED, DIES, HANGS
 
 FAKE = (sys.executable, "-m", "tests.unit.gateway.embeddings.fake_encoder_process")
 PATIENCE_S = 60.0
@@ -117,6 +117,22 @@ async def test_a_text_that_kills_processes_fails_its_own_request_alone(
     assert later == [text(9)]
     assert (client.restarts, encoder.events.count("encoder_died")) == (2, 2)
     assert client.waiting_tokens == 0
+
+
+async def test_a_vector_that_is_not_finite_fails_its_own_request_alone(
+    encoder: EncoderUnderTest,
+) -> None:
+    """Damaged weights: a client must not pay for numbers that are none."""
+    client = await encoder.open()
+    requests = [(1, [text(4), text(DAMAGED), *[text(*range(900))] * 3]), (2, [text(5)])]
+    tasks = [asyncio.create_task(client.encode(*one)) for one in requests]
+
+    refused, found = await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert isinstance(refused, Refusal)
+    assert (refused.kind, refused.code) == (Kind.INTERNAL, "internal_error")
+    assert found == [text(5)]
+    assert (client.restarts, client.waiting_tokens) == (0, 0)
 
 
 async def test_a_killed_process_fails_no_request(encoder: EncoderUnderTest) -> None:
