@@ -7,13 +7,15 @@ import { Empty } from "./pieces.js";
 
 const ROWS_FIRST = 100;
 
+// Made once: `localeCompare` makes its own for each pair.
+const texts = new Intl.Collator("en", { numeric: true });
 const isNothing = (v) => !isKnown(v) || v === "";
 
 // Rows without a value come last in both directions.
 function compared(a, b, isDown) {
   if (isNothing(a) || isNothing(b)) return isNothing(a) - isNothing(b);
   const order = typeof a === "number" && typeof b === "number" ? a - b
-    : String(a).localeCompare(String(b), "en", { numeric: true });
+    : texts.compare(a, b);
   return isDown ? -order : order;
 }
 
