@@ -216,7 +216,8 @@ def test_levels_that_the_machine_cannot_have_are_errors(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same words with which a server does not start, and the way out."""
-    config.write_text(config.read_text() + "[engine.levels]\ndisk_gib = 1e9\n")
+    ports = '[server]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n'
+    config.write_text(f"{config.read_text()}{ports}[engine.levels]\ndisk_gib = 1e9\n")
     found = checks(capsys)["levels"]
 
     assert not found["ok"]

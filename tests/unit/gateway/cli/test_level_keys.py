@@ -17,13 +17,16 @@ from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 
 RUNS = ((1, 5, 6, 7), (2, 5, 6, 7), (3, 5, 6, 7))
 
+PORTS = '[server]\nlisten = "127.0.0.1:0"\n[admin]\nlisten = "127.0.0.1:0"\n'
+"""Free ones: the usual ones are taken where a server runs."""
+
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the path of a configuration file, in use, whose disk is sealed."""
     file = tmp_path / "trunkline.toml"
     file.write_text(
-        f'data_dir = "{tmp_path / "data"}"\n'
+        f'data_dir = "{tmp_path / "data"}"\n{PORTS}'
         f'[engine.levels]\ndisk_gib = 1\nseal = true\nkey_file = "{tmp_path / "key"}"\n'
     )
     for name in ("TRUNKLINE_DATA_DIR", "TRUNKLINE_MODEL"):
@@ -126,7 +129,7 @@ def test_a_server_does_not_start_without_its_key(
 ) -> None:
     """The message names the setting and the way out; nothing plain is written meanwhile."""
     data = config.parent / "data"
-    config.write_text(f'data_dir = "{data}"\n[engine.levels]\ndisk_gib = 1\n{lines}')
+    config.write_text(f'data_dir = "{data}"\n{PORTS}[engine.levels]\ndisk_gib = 1\n{lines}')
 
     assert main(["serve"]) == 2
     assert told in capsys.readouterr().err
