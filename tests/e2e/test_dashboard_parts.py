@@ -179,6 +179,26 @@ async def test_small_amounts_are_not_zero(page: Page) -> None:
     ]
 
 
+async def test_of_many_budgets_the_most_used_are_shown_first(page: Page) -> None:
+    """Ten thousand bars would stop the page, and the one that is spent would be below them."""
+    body = """
+      const box = document.createElement("div");
+      const all = Array.from({ length: 1000 }, (_, n) => ({ tenant: `t${n}`, window: "day",
+        key_id: 0, hard_usd: "10", spent_usd: n === 999 ? "10" : "1", reserved_usd: "0" }));
+      parts.render(parts.html`<${budgets.Budgets} budgets=${all} hasTenant />`, box);
+      const items = () => box.querySelectorAll("li");
+      const shown = [items().length, items()[0].querySelector("a").textContent];
+      box.querySelector("button").click();
+      while (items().length < 1000) await new Promise((go) => setTimeout(go, 0));
+      shown.push(box.querySelectorAll("button").length);
+      parts.render(null, box);
+      return shown;
+    """
+    found = await in_page(page, body, parts="html", budgets="budgets")
+
+    assert found == [100, "t999", 0]
+
+
 async def test_a_poll_leaves_the_text_that_is_being_typed(page: Page) -> None:
     """A filter is set at the end of its text, and the page is drawn anew every five seconds."""
     body = """
