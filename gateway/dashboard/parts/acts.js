@@ -10,6 +10,6 @@ export function useActs(again) {
   const open = (of, props = {}) => set({ of, ...props });
   const done = () => { close(); again(); };
   const made = (key) => { again(); open(NewSecret, { made: key }); };
-  return { open, dialog: shown && html`<${shown.of} key="dialog" close=${close} done=${done} made=${made}
-    ...${shown} />` };
+  return { open, dialog: shown && html`<${shown.of} key="dialog" close=${close} done=${done}
+    made=${made} ...${shown} />` };
 }

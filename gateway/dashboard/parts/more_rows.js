@@ -11,7 +11,8 @@ const ROWS_MAX = 1000;
 export const FirstRows = ({ rows, what, hasMore }) => hasMore && html`<${Notice}>Only the first
   ${" "}${count(rows.length)} ${what} are here.<//>`;
 
-// Of a list that the server gives newest first. limit, set: how many rows are asked for. hasMore: whether the server has older ones.
+// Of a list that the server gives newest first. limit, set: how many rows are asked for. hasMore:
+// whether the server has older ones.
 export function MoreRows({ limit, set, hasMore }) {
   if (!hasMore) return null;
   return limit < ROWS_MAX
