@@ -65,8 +65,8 @@ function Holdings({ rows, blocks, engines }) {
   const part = (row) => row.blocks / blocks;
   return html`<${Panel} title="Blocks by tenant" wide
     note="The 1,000 tenants with most blocks, if there are more."><${Table}
-    caption="Now, with limits" isHidden rows=${rows} id=${(row) => row.tenant} file="blocks" first=${ROWS_FIRST} down="blocks"
-    none="The cache is empty." columns=${[
+    caption="Now, with limits" isHidden rows=${rows} id=${(row) => row.tenant} file="blocks"
+    first=${ROWS_FIRST} down="blocks" none="The cache is empty." columns=${[
       column.tenant(), column.figure("blocks"), ...ofModels,
       { head: "share of the pool", get: part,
         show: (row) => html`<${Bar} part=${part(row)} />` },
