@@ -33,7 +33,7 @@ $(VENV)/.stamp: $(VENV)/.server-stamp
 
 setup: $(VENV)/.stamp
 
-older: setup           ## older majors of the clients' SDKs, for tests/e2e/test_older_*
+older: setup           ## older majors of the clients' SDKs, for tests/e2e/test_older_sdks.py
 	$(BIN)/python -m tests.e2e.older_sdks
 
 linters: setup         ## hadolint, Helm, Caddy and the schemas with which tests check deploy/

@@ -188,41 +188,19 @@ class FakeTransferEngine:
                 self.write(move.slot, (BROKEN,) * size, move.format)
 
     def _run(self, move: Move) -> Moved:
+        """Copy a block, or the blocks of all KV groups; a load leaves those below 0 alone."""
         if self._chance.random() < self._weather.fails:
             return Moved(move.move_id, is_done=False)
-        is_packed = packed_part(move.format) != ""
-        if is_packed and move.kind == "offload" and self._chance.random() < self.unpackable:
+        part = packed_part(move.format)
+        if part and move.kind == "offload" and self._chance.random() < self.unpackable:
             return Moved(move.move_id, is_done=False, is_unpackable=True)
         size, slots = self._runner().block_size, self._runner().slots
-        if is_whole_format(move.format):
-            return self._run_whole(move)
-        if move.format:
-            found = self.contents[move.slot] if move.kind == "load" else slots[move.block * size :]
-            self.packed |= {one[0] for one in found[:size] if one is not None}
-        if move.kind == "offload":
-            content = tuple(slots[move.block * size : (move.block + 1) * size])
-            self.write(move.slot, content, move.format)
-            self.copied += 1
-            return Moved(move.move_id, True, digest(content), self._weather.seconds)
-        content = self.contents[move.slot]
-        if self.written[move.slot] != move.format:
-            raise MoveError(f"{move}: the slot was written as {self.written[move.slot]!r}")
-        if move.check and move.check != digest(content):
-            return Moved(move.move_id, is_done=False, is_damaged=True)
-        self._write(move.block, content)
-        self.copied += 1
-        return Moved(move.move_id, is_done=True, seconds=self._weather.seconds)
-
-    def _run_whole(self, move: Move) -> Moved:
-        """Copy the blocks of all KV groups; a load leaves those below 0 alone."""
-        size, slots = self._runner().block_size, self._runner().slots
-        blocks = (move.block, *move.beside)
-        part = packed_part(move.format)
-        if len(blocks) * self.size_of(part) != self.size_of(move.format):
+        is_whole = is_whole_format(move.format)
+        blocks = (move.block, *move.beside) if is_whole else (move.block,)
+        if is_whole and len(blocks) * self.size_of(part) != self.size_of(move.format):
             raise MoveError(f"{move}: blocks of {len(blocks)} groups")
         if part:
-            first = slots[move.block * size :] if move.kind == "offload" else ()
-            found = self.contents[move.slot] if move.kind == "load" else first
+            found = self.contents[move.slot] if move.kind == "load" else slots[move.block * size :]
             self.packed |= {one[0] for one in found[:size] if one is not None}
         if move.kind == "offload":
             content = tuple(x for b in blocks for x in slots[b * size : (b + 1) * size])

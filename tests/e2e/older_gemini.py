@@ -1,6 +1,6 @@
 """An application with an older google-genai; a process can import only one SDK.
 
-`test_older_gemini_sdk.py` runs it: URL, key and model in, one line of JSON out.
+`test_older_sdks.py` runs it: URL, key and model in, one line of JSON out.
 """
 
 from __future__ import annotations

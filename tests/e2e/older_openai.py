@@ -1,6 +1,6 @@
 """An application with an older OpenAI SDK; a process can import only one SDK.
 
-`test_older_openai_sdk.py` runs it: URL, key and model in, one line of JSON out.
+`test_older_sdks.py` runs it: URL, key and model in, one line of JSON out.
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ from engine.kv.format import KvFormat, KvGroup, Layout
 from engine.kv.packing import PackedFormat, StoragePacker, packed_format, packers_of
 from engine.kv.storage import KvStorage
 from engine.kv.transfer import BlockPacker, CpuTransferEngine
-from engine.moves import Move, SlotLayout
+from engine.moves import Move
 from kernels import reference_kv
 from kernels.cpu.build import compile_library
 from kernels.reference_kv import PackedName
+from tests.bench.kv_moves import HostSlots
 
 NAMES: tuple[PackedName, ...] = get_args(PackedName)
 FORMAT = KvFormat(2, 2, 32, 16, torch.bfloat16)
@@ -30,19 +31,6 @@ def storage(dtype: torch.dtype = torch.bfloat16, layout: Layout = "slots") -> Kv
     kv = KvStorage(msgspec.structs.replace(FORMAT, dtype=dtype, layout=layout), 3, CPU)
     kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(4)))
     return kv
-
-
-class Memory:
-    """Slots of host memory."""
-
-    def __init__(self, slots: int, slot_bytes: int) -> None:
-        self.layout = SlotLayout.uniform(slots, slot_bytes)
-        self.memory = bytearray(self.layout.memory_bytes)
-
-    def view(self, slot: int, slot_bytes: int) -> memoryview:
-        """Return a slot's bytes."""
-        start = self.layout.offset(slot, slot_bytes)
-        return memoryview(self.memory)[start : start + slot_bytes]
 
 
 def test_formats_say_their_bytes_and_fidelity() -> None:
@@ -119,7 +107,7 @@ def test_packed_blocks_move_through_the_transfer_engine(library: Path | None) ->
     kv = storage()
     kv.data[1].fill_(torch.nan)
     packers: dict[str, BlockPacker] = {name: StoragePacker(kv, name, library) for name in NAMES}
-    memory = Memory(3, kv.format.block_bytes)
+    memory = HostSlots(3, kv.format.block_bytes)
     ended = threading.Semaphore(0)
     engine = CpuTransferEngine(kv, memory, packers=packers, on_moved=ended.release)
     before = kv.data[0].clone()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +17,7 @@ from engine.sampling.logprobs import logprob_entries
 from engine.sampling.sampler import Sampler
 from kernels.gpu.sampling import CANDIDATES
 from tests.examples import examples
+from tests.unit.engine.sampling.mask_bits import mask_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB = 300
@@ -246,13 +246,6 @@ def test_infinite_logits_share_the_draw(filters: dict[str, Any], others: str) ->
 
     assert_same(batch.expected(rows), got)
     assert {token.token_id for token in got} == {17, 211}
-
-
-def mask_of(vocab: int, *token_ids: int) -> Mask:
-    mask = np.zeros(-(-vocab // 32), np.uint32)
-    for token_id in token_ids:
-        mask[token_id // 32] |= np.uint32(1 << token_id % 32)
-    return mask.view(np.int32)
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, pytest.param(9_000, marks=pytest.mark.slow)])

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.api import SampledToken, Sampling
-from engine.plan import BegunSequence, Mask
+from engine.plan import BegunSequence
 from engine.sampling.sampler import Sampler
 from engine.sampling.token_masks import apply_masks, mask_bias
 from tests.examples import examples
+from tests.unit.engine.sampling.mask_bits import mask_of
 
 VOCAB = 300
 
@@ -35,13 +36,6 @@ SETTINGS = {
 }
 
 
-def mask_of(*token_ids: int) -> Mask:
-    mask = np.zeros(-(-VOCAB // 32), np.uint32)
-    for token_id in token_ids:
-        mask[token_id // 32] |= np.uint32(1 << token_id % 32)
-    return mask.view(np.int32)
-
-
 def sampler_of(*samplings: Sampling) -> Sampler:
     sampler = Sampler(VOCAB)
     for sequence_id, sampling in enumerate(samplings):
@@ -61,7 +55,7 @@ def allowed(bias: torch.Tensor) -> list[int]:
 
 def test_bit_i_is_token_i() -> None:
     """Across words, with the sign bit and the last, partial word."""
-    mask = mask_of(0, 31, 32, 63, 298, 299)
+    mask = mask_of(VOCAB, 0, 31, 32, 63, 298, 299)
 
     bias = mask_bias(torch.from_numpy(mask[None]), VOCAB)
 
@@ -84,11 +78,11 @@ def test_rows_without_mask_are_unchanged() -> None:
     """A batch without any mask is not copied."""
     logits = noise(0, 2)
 
-    masked = apply_masks(logits, [5, 6], {6: mask_of(3, 4)})
+    masked = apply_masks(logits, [5, 6], {6: mask_of(VOCAB, 3, 4)})
 
     assert torch.equal(masked[0], logits[0])
     assert torch.isfinite(masked[1]).nonzero()[:, 0].tolist() == [3, 4]
-    assert apply_masks(logits, [5, 6], {9: mask_of(1)}) is logits
+    assert apply_masks(logits, [5, 6], {9: mask_of(VOCAB, 1)}) is logits
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -100,7 +94,7 @@ def test_forbidden_token_is_never_drawn(name: str) -> None:
     sampler.begin(BegunSequence(0, sampling, [1, 2, 11], 2))
 
     drawn = {
-        sampler.sample(noise(seed, 1), [0], {0: mask_of(*allowed)})[0].token_id
+        sampler.sample(noise(seed, 1), [0], {0: mask_of(VOCAB, *allowed)})[0].token_id
         for seed in range(60)
     }
 
@@ -115,7 +109,7 @@ def test_only_allowed_token_is_drawn_at_any_logit(name: str, value: float) -> No
     logits = torch.zeros(1, VOCAB)
     logits[0, 123] = value
 
-    (token,) = sampler_of(SETTINGS[name]).sample(logits, [0], {0: mask_of(123)})
+    (token,) = sampler_of(SETTINGS[name]).sample(logits, [0], {0: mask_of(VOCAB, 123)})
 
     assert token.token_id == 123
 
@@ -126,14 +120,14 @@ def test_mask_without_tokens_does_not_change_other_rows() -> None:
     sampler = sampler_of(SETTINGS["top-p"], SETTINGS["temperature"])
     alone = sampler_of(SETTINGS["top-p"], SETTINGS["temperature"]).sample(logits[1:], [1])
 
-    both = sampler.sample(logits, [0, 1], {0: mask_of()})
+    both = sampler.sample(logits, [0, 1], {0: mask_of(VOCAB)})
 
     assert both == [SampledToken(-1), alone[0]]
 
 
 def test_mask_of_all_tokens_changes_nothing() -> None:
     """A seed draws the same tokens with a grammar that allows all of them."""
-    everything = mask_of(*range(VOCAB))
+    everything = mask_of(VOCAB, *range(VOCAB))
     for sampling in SETTINGS.values():
         free, constrained = sampler_of(sampling), sampler_of(sampling)
         for seed in range(10):
@@ -147,7 +141,7 @@ def test_logprobs_are_of_unmasked_logits() -> None:
     sampling = Sampling(temperature=0, logprobs=2)
     expected = torch.log_softmax(logits[0], 0)
 
-    (token,) = sampler_of(sampling).sample(logits, [0], {0: mask_of(5)})
+    (token,) = sampler_of(sampling).sample(logits, [0], {0: mask_of(VOCAB, 5)})
 
     assert token.token_id == 5
     assert token.logprob == pytest.approx(float(expected[5]), abs=1e-5)

@@ -25,6 +25,7 @@ from tenancy.ledger.holds import Progress
 from tenancy.ledger.transactions import Hold, Item
 from tenancy.storage.sqlite import SqliteStore
 from tests.unit.tenancy.conftest import used
+from tests.unit.tenancy.ledger.written import endings, holds
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 PATIENCE_S = 60.0
@@ -75,14 +76,6 @@ class LedgerUnderTest:
 
     def kill(self) -> None:
         os.kill(self.client.pid, signal.SIGKILL)
-
-    def endings(self) -> dict[str, tuple[str, int]]:
-        """Return (ending, output tokens) of each entry."""
-        rows = self.store.query("select request_id, ending, output_tokens from ledger")
-        return {request_id: (ending, tokens) for request_id, ending, tokens in rows}
-
-    def holds(self) -> int:
-        return int(self.store.query("select count(*) from holds")[0][0])
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Run the loop until `condition` is true."""
@@ -192,12 +185,12 @@ async def test_next_process_settles_running_requests(ledger: LedgerUnderTest) ->
     ledger.client.note_progress({"runs": Progress(output_tokens=1)})
     ledger.kill()
     await ledger.until_event("ledger_started")
-    held = ledger.holds()
+    held = holds(ledger.store)
     await ledger.client.write(hold("next"))
     await asyncio.gather(*[ledger.client.write(used(name, 10)) for name in ("runs", "next")])
 
     assert held == 1
-    assert ledger.endings() == {"runs": ("done", 4), "next": ("done", 4)}
+    assert endings(ledger.store) == {"runs": ("done", 4), "next": ("done", 4)}
     assert ledger.client.restarts == 1
     (died, started) = ledger.events
     lost = {"reason": "connection lost", "status": -signal.SIGKILL, "restarts": 1}
@@ -219,7 +212,7 @@ async def test_resends_unanswered_entries_and_refuses_unanswered_holds(
     await written
 
     assert refusal == "not_durable"
-    assert (ledger.holds(), ledger.endings()) == (0, {"runs": ("done", 4)})
+    assert (holds(ledger.store), endings(ledger.store)) == (0, {"runs": ("done", 4)})
 
 
 async def test_resends_unanswered_hold_of_running_request(unopened_ledger: LedgerUnderTest) -> None:
@@ -228,12 +221,12 @@ async def test_resends_unanswered_hold_of_running_request(unopened_ledger: Ledge
     await unopened_ledger.open(sys.executable, "-c", DIES_BEFORE_ANSWERING)
     refused = await code(unopened_ledger.client.write(structs.replace(hold("a"), is_running=True)))
     await unopened_ledger.until_event("ledger_died", 2)
-    held = unopened_ledger.holds()
+    held = holds(unopened_ledger.store)
     unopened_ledger.client.write(used("a", 10)).add_done_callback(lambda told: told.exception())
-    await unopened_ledger.until(lambda: bool(unopened_ledger.endings()))
+    await unopened_ledger.until(lambda: bool(endings(unopened_ledger.store)))
 
     assert (refused, held) == ("not_durable", 1)
-    assert unopened_ledger.endings() == {"a": ("done", 4)}
+    assert endings(unopened_ledger.store) == {"a": ("done", 4)}
 
 
 async def test_refuses_entry_in_flight_at_two_deaths(unopened_ledger: LedgerUnderTest) -> None:
@@ -245,7 +238,7 @@ async def test_refuses_entry_in_flight_at_two_deaths(unopened_ledger: LedgerUnde
     await unopened_ledger.until_event("ledger_died", 2)
 
     assert refused == "not_durable"
-    assert unopened_ledger.endings() == {"a": ("done", 4)}
+    assert endings(unopened_ledger.store) == {"a": ("done", 4)}
 
 
 async def test_closes_written_hold_of_refused_request(unopened_ledger: LedgerUnderTest) -> None:
@@ -255,7 +248,10 @@ async def test_closes_written_hold_of_refused_request(unopened_ledger: LedgerUnd
     await unopened_ledger.until_event("ledger_started")
 
     assert refused == "not_durable"
-    assert (unopened_ledger.holds(), unopened_ledger.endings()) == (0, {"a": ("interrupted", 0)})
+    assert (holds(unopened_ledger.store), endings(unopened_ledger.store)) == (
+        0,
+        {"a": ("interrupted", 0)},
+    )
 
 
 async def test_next_process_writes_entry_queued_during_restart(ledger: LedgerUnderTest) -> None:
@@ -267,7 +263,7 @@ async def test_next_process_writes_entry_queued_during_restart(ledger: LedgerUnd
     await ledger.until_event("ledger_started")
     await waiters[0]
 
-    assert ledger.endings() == {"runs": ("done", 4)}
+    assert endings(ledger.store) == {"runs": ("done", 4)}
 
 
 async def test_pauses_restarts_after_repeated_deaths(ledger: LedgerUnderTest) -> None:
@@ -283,7 +279,7 @@ async def test_pauses_restarts_after_repeated_deaths(ledger: LedgerUnderTest) ->
     await ledger.client.write(hold("late"))
 
     assert early == "not_durable"
-    assert (ledger.holds(), ledger.endings()) == (1, {"runs": ("done", 4)})
+    assert (holds(ledger.store), endings(ledger.store)) == (1, {"runs": ("done", 4)})
 
 
 async def test_refuses_all_items_while_database_cannot_be_opened(
@@ -309,8 +305,8 @@ async def test_refuses_all_items_while_database_cannot_be_opened(
     await unopened_ledger.client.write(used("lasts", 10))
 
     assert codes == ["not_durable"] * 2
-    assert unopened_ledger.endings() == {"runs": ("interrupted", 0), "lasts": ("done", 4)}
-    assert unopened_ledger.holds() == 0
+    assert endings(unopened_ledger.store) == {"runs": ("interrupted", 0), "lasts": ("done", 4)}
+    assert holds(unopened_ledger.store) == 0
 
 
 @pytest.mark.slow
@@ -378,4 +374,4 @@ async def test_keeps_order_when_socket_is_full(ledger: LedgerUnderTest) -> None:
     os.kill(ledger.client.pid, signal.SIGCONT)
     await asyncio.gather(*waiters)
 
-    assert (len(ledger.endings()), ledger.holds()) == (2_000, 0)
+    assert (len(endings(ledger.store)), holds(ledger.store)) == (2_000, 0)

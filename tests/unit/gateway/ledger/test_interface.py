@@ -29,6 +29,7 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.sqlite import SqliteStore
 from tests.unit.tenancy.conftest import used
+from tests.unit.tenancy.ledger.written import endings, holds
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 
@@ -43,14 +44,6 @@ class LedgerUnderTest:
     def __init__(self, client: LedgerClient, store: SqliteStore) -> None:
         self.client = client
         self.store = store
-
-    def endings(self) -> dict[str, tuple[str, int]]:
-        """Return (ending, output tokens) of each entry."""
-        rows = self.store.query("select request_id, ending, output_tokens from ledger")
-        return {request_id: (ending, tokens) for request_id, ending, tokens in rows}
-
-    def holds(self) -> int:
-        return int(self.store.query("select count(*) from holds")[0][0])
 
     async def error(self, item: Hold | NamedEntry) -> TenancyError:
         """Return the error that refuses the item."""
@@ -83,13 +76,13 @@ def hold(request_id: str, claim: Claim | None = None, output: int = 0) -> Hold:
 async def test_settles_hold_into_one_entry(ledger: LedgerUnderTest) -> None:
     """However often the entry is sent."""
     await ledger.client.write(hold("a"))
-    held = ledger.holds()
+    held = holds(ledger.store)
     await ledger.client.write(used("a", 10))
     await ledger.client.write(structs.replace(used("a", 10), output_tokens=99))
     again = await ledger.error(hold("a"))
 
-    assert (held, ledger.holds()) == (1, 0)
-    assert ledger.endings() == {"a": ("done", 4)}
+    assert (held, holds(ledger.store)) == (1, 0)
+    assert endings(ledger.store) == {"a": ("done", 4)}
     assert (type(again), again.code) == (LedgerUnavailable, "duplicate_request")
 
 
@@ -106,7 +99,7 @@ async def test_refuses_only_impossible_items_of_a_batch(ledger: LedgerUnderTest)
     refused = [answer for answer in answers if isinstance(answer, LedgerUnavailable)]
     assert {error.code for error in refused} == {"impossible_entry"}
     assert len(refused) == len(items) - 300
-    assert len(ledger.endings()) == 300
+    assert len(endings(ledger.store)) == 300
 
 
 async def test_writes_item_of_cancelled_caller(ledger: LedgerUnderTest) -> None:
@@ -115,7 +108,7 @@ async def test_writes_item_of_cancelled_caller(ledger: LedgerUnderTest) -> None:
     waiters[0].cancel()
     await waiters[1]
 
-    assert set(ledger.endings()) == {"a", "b"}
+    assert set(endings(ledger.store)) == {"a", "b"}
 
 
 async def test_close_writes_queued_items(ledger: LedgerUnderTest) -> None:
@@ -126,7 +119,7 @@ async def test_close_writes_queued_items(ledger: LedgerUnderTest) -> None:
     late = await ledger.error(hold("late"))
 
     assert all(waiter.done() and waiter.exception() is None for waiter in waiters)
-    assert len(ledger.endings()) == 400
+    assert len(endings(ledger.store)) == 400
     assert (type(late), late.code) == (LedgerUnavailable, "closed")
 
 
@@ -171,7 +164,7 @@ async def test_writes_totals_storage_and_progress(ledger: LedgerUnderTest) -> No
 
     assert ledger.store.query("select token_seconds from storage_hours") == [(7,)]
     assert ledger.store.query("select output_tokens from engine_epochs") == [(3,)]
-    assert ledger.endings() == {"open": ("interrupted", 3)}
+    assert endings(ledger.store) == {"open": ("interrupted", 3)}
 
 
 async def test_start_reports_interrupted_requests(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall, used
 from tests.unit.tenancy.ledger.ledger_process import Process, ledger_process
+from tests.unit.tenancy.ledger.written import endings, holds
 from tests.unit.tenancy.storage.postgres_server import Server
 
 
@@ -52,16 +53,6 @@ def open_ledger(
     word = process.receive()
     assert isinstance(word, Opened), word
     return word
-
-
-def endings(store: Store) -> dict[str, tuple[str, int]]:
-    """Return (ending, output tokens) of each entry."""
-    rows = store.query("select request_id, ending, output_tokens from ledger")
-    return {request_id: (ending, tokens) for request_id, ending, tokens in rows}
-
-
-def holds(store: Store) -> int:
-    return int(store.query("select count(*) from holds")[0][0])
 
 
 def test_writes_and_confirms_items(database: str, store: Store) -> None:

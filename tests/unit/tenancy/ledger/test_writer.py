@@ -18,6 +18,7 @@ from tenancy.storage.interface import Store
 from tenancy.storage.postgres import WRITE_LOCK, PostgresStore
 from tenancy.storage.postgres_connection import ConnectionLost, StatementFailed
 from tests.unit.tenancy.conftest import Wall, used
+from tests.unit.tenancy.ledger.written import endings
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 
@@ -28,12 +29,6 @@ def hold(request_id: str) -> Hold:
 def write(writer: LedgerWriter, *items: Item) -> None:
     """Write items and check that none is refused."""
     assert writer.write(items) == [None] * len(items)
-
-
-def endings(store: Store) -> dict[str, tuple[str, int]]:
-    """Return (ending, output tokens) of each entry."""
-    rows = store.query("select request_id, ending, output_tokens from ledger")
-    return {request_id: (ending, tokens) for request_id, ending, tokens in rows}
 
 
 def holds(store: Store) -> set[str]:

@@ -26,13 +26,11 @@ from gateway.dialects.openai import chat as openai_chat
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import (
-    DOCUMENT,
     REPLY,
     SCRIPT,
     USAGE,
     check_golden,
     events,
-    outcome,
     refusal_of,
     streamed,
 )
@@ -171,16 +169,6 @@ def test_partition_fields_are_joined_without_ambiguity() -> None:
     assert parse(user="somebody").partition == ""
 
 
-@pytest.mark.parametrize("name", sorted(openai_chat.REFUSED_FIELDS))
-def test_refuses_unsupported_field_by_name(name: str) -> None:
-    """An ignored setting would give an answer to another request."""
-    refusal = refused(**{name: {"some": "thing"}})
-
-    assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
-    assert refusal.message.startswith(f"{name}: ")
-    assert parse(**{name: None}) == parse()
-
-
 @pytest.mark.parametrize("name", sorted(openai_chat.NEUTRAL_VALUES.keys() - {"reasoning_effort"}))
 def test_refused_field_at_its_default_is_accepted(name: str) -> None:
     """Some clients send every field they know."""
@@ -282,40 +270,6 @@ def test_refuses_invalid_json(body: bytes) -> None:
         DIALECT.parse(body)
 
     assert raised.value.kind is Kind.BAD
-
-
-@given(st.binary(max_size=60))
-def test_any_bytes_parse_to_a_call_or_a_refusal(body: bytes) -> None:
-    """A parser raises no other exception."""
-    got = outcome(DIALECT.parse, body)
-
-    assert isinstance(got, Call) or got.kind is Kind.BAD
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-NAMES = sorted(openai_chat.ChatBody.__struct_fields__)
-
-
-@given(st.dictionaries(st.sampled_from([*NAMES, *openai_chat.REFUSED_FIELDS]), JSON, max_size=4))
-def test_any_json_value_parses_to_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
-    """Types are checked before a value is used."""
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    got = outcome(DIALECT.parse, json.dumps(body).encode())
-
-    assert isinstance(got, Call) or (got.kind is Kind.BAD and len(got.message) < 500)
-
-
-def test_every_field_is_documented() -> None:
-    """docs/dialects.md lists each field as honoured, accepted or refused."""
-    fields = {*NAMES, *openai_chat.REFUSED_FIELDS, *openai_chat.RULES.records}
-
-    assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
 
 
 # --- answers -------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from openai.types import Completion
 
 from gateway.dialects.canonical import (
@@ -22,15 +20,13 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.openai import completions as openai_completions
 from gateway.dialects.tolerance import Mode
-from gateway.errors import Kind, Refusal
+from gateway.errors import Refusal
 from tests.golden.transcripts import (
-    DOCUMENT,
     REPLY,
     SCRIPT,
     USAGE,
     check_golden,
     events,
-    outcome,
     refusal_of,
     streamed,
 )
@@ -151,39 +147,6 @@ def test_echo_accepts_zero_max_tokens() -> None:
     generation = parse(echo=True, max_tokens=0, logprobs=2).generation
 
     assert (generation.echo, generation.max_tokens, generation.prompt_logprobs) == (True, 0, 2)
-
-
-@pytest.mark.parametrize("name", sorted(openai_completions.REFUSED_FIELDS))
-def test_refuses_unsupported_field_by_name(name: str) -> None:
-    """An ignored setting would give an answer to another request."""
-    refusal = refused(**{name: {"some": "thing"}})
-
-    assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
-    assert parse(**{name: None}) == parse()
-
-
-NAMES = sorted(openai_completions.CompletionBody.__struct_fields__)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
-def test_any_json_value_parses_to_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
-    """Types are checked before a value is used."""
-    body = {"model": "m", "prompt": "hi", **fields}
-    got = outcome(DIALECT.parse, json.dumps(body).encode())
-
-    assert isinstance(got, Call) or got.kind is Kind.BAD
-
-
-def test_every_field_is_documented() -> None:
-    """docs/dialects.md lists each field as honoured, accepted or refused."""
-    fields = {*NAMES, *openai_completions.REFUSED_FIELDS, *openai_completions.RULES.records}
-
-    assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
 
 
 # --- answers -------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from engine.api import Sampling
 from gateway.dialects.canonical import (
@@ -27,7 +25,7 @@ from gateway.dialects.canonical import (
 from gateway.dialects.openai import responses as openai_responses
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import DOCUMENT, outcome, refusal_of
+from tests.golden.transcripts import refusal_of
 
 DIALECT = openai_responses.DIALECT
 LOGPROBS = ["message.output_text.logprobs"]
@@ -206,14 +204,6 @@ def test_refuses_inconsistent_items(items: object, param: str, says: str) -> Non
     assert len(refusal.message) < 500
 
 
-@pytest.mark.parametrize("name", sorted(openai_responses.REFUSED_FIELDS))
-def test_refuses_unsupported_field_by_name(name: str) -> None:
-    """An ignored setting would give an answer to another request."""
-    refusal = refused(**{name: {"a": 1}})
-
-    assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
-
-
 def test_continued_request_is_parsed_with_its_history() -> None:
     """First without a prompt; a call that was truncated is left out."""
     body = json.dumps({"model": "m", "input": "and?", "previous_response_id": "resp_1"}).encode()
@@ -352,38 +342,6 @@ def test_counting_accepts_a_generating_request() -> None:
         "object": "response.input_tokens",
         "input_tokens": 7,
     }
-
-
-NAMES = [*openai_responses.ResponsesBody.__struct_fields__]
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["type", "role", "content", "text", "format", "mode", "ttl", "name"]),
-            inner | st.sampled_from(["message", "user", "function", "input_text", "json_schema"]),
-            max_size=4,
-        )
-    ),
-    max_leaves=8,
-)
-
-
-@given(
-    st.dictionaries(st.sampled_from([*NAMES, *openai_responses.REFUSED_FIELDS]), JSON, max_size=4)
-)
-def test_any_json_value_parses_to_a_call_or_a_refusal(fields: dict[str, Any]) -> None:
-    """Types are checked before a value is used."""
-    got = outcome(DIALECT.parse, json.dumps({"model": "m", "input": "hi", **fields}).encode())
-
-    assert isinstance(got, Call) or (got.kind is Kind.BAD and len(got.message) < 1_000)
-
-
-def test_every_field_is_documented() -> None:
-    """docs/dialects.md lists each field as honoured, accepted or refused."""
-    fields = {*NAMES, *openai_responses.REFUSED_FIELDS, *openai_responses.RULES.records}
-
-    assert {name for name in fields if f"`{name}`" not in DOCUMENT.read_text()} == set()
 
 
 def test_no_caching_field_gives_default_directives() -> None:
