@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -69,6 +70,29 @@ def test_the_systemd_unit_starts_the_command(tmp_path: Path) -> None:
     assert build_parser((command,)).parse_args([command]).command == "serve"
     assert str(config.data) == "/var/lib/trunkline"
     assert int(stop_s) > config.engine.drain_timeout_s
+
+
+def test_the_command_beside_the_service_has_its_user_and_environment() -> None:
+    """Otherwise `sudo trunkline tenant create` changes another database, or finds none."""
+    unit = (DEPLOY / "systemd" / "trunkline.service").read_text()
+    command = (DEPLOY / "systemd" / "trunkline").read_text().replace("\\\n", " ")
+    (user,) = re.findall(r"^User=(\w+)$", unit, re.MULTILINE)
+    (program,) = re.findall(r"^ExecStart=(\S+) serve$", unit, re.MULTILINE)
+    settings = re.findall(r"^Environment=(\S+)$", unit, re.MULTILINE)
+
+    assert command.split("\nexec ")[1].split() == [
+        *("runuser", "-u", user, "--", "env"),
+        *settings,
+        *(program, '"$@"'),
+    ]
+    assert os.access(DEPLOY / "systemd" / "trunkline", os.X_OK)
+
+
+def test_the_example_configuration_takes_the_hosts_of_the_pages() -> None:
+    """The page of systemd installs it and asks 127.0.0.1."""
+    config, _ = load_config(DEPLOY.parent / "examples" / "trunkline.toml", {}, {})
+
+    assert {"localhost", "127.0.0.1"} <= set(config.server.hosts)
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not here")

@@ -95,7 +95,7 @@ class HowToShell:
             (folder / name).mkdir(mode=0o700)
         for name in ("nginx/conf.d", "systemd/system", "grafana/provisioning/dashboards"):
             (self.root / "etc" / name).mkdir(parents=True)
-        for name in ("opt", "var/lib"):
+        for name in ("opt", "usr/local/bin", "var/lib"):
             (self.root / name).mkdir(parents=True)
         (self.root / "var/lib/trunkline").symlink_to(folder / "data")
         self._write_commands()
@@ -144,7 +144,7 @@ class HowToShell:
         ours = self.ports["8080"]
         for name in ("https://localhost", "https://llm.example.org"):
             commands = commands.replace(name, f"http://127.0.0.1:{ours}")
-        root = re.compile(r"(?<= )(?=/(?:etc|opt|var/lib)\b)")
+        root = re.compile(r"(?<= )(?=/(?:etc|opt|usr/local|var/lib)\b)")
         commands = "\n".join(
             root.sub(str(self.root), line) if line.startswith("sudo ") else line
             for line in commands.splitlines()

@@ -71,8 +71,8 @@ Answers are drawn, as a reader's are, so their lengths vary.
 ASKED = {
     "docker": ("docker compose up --build --detach --wait", "docker build --tag trunkline ."),
     "kubernetes": ("helm upgrade --install llm", "kubectl --namespace llm rollout status"),
-    "systemd": ("systemctl enable --now trunkline",),
-    "upgrade": ("trunkline restore before-upgrade.db",),
+    "systemd": ("make -C ", "systemctl enable --now trunkline"),
+    "upgrade": ("trunkline backup /", "trunkline restore /"),
     "tls": ("nginx -t", "caddy validate"),
 }
 """Beginnings of what the stand-ins of a page were asked."""

@@ -188,7 +188,10 @@ def _addresses(config: Config) -> list[Check]:
         try:
             check_address(address, name)
         except CommandError as error:
-            fix = f"stop the other program (ss -ltnp shows it), or set {setting} to a free address"
+            fix = (
+                f"stop the running server or other program that has it (ss -ltnp shows it), or set"
+                f" {setting} to a free address"
+            )
             found.append(Check(f"{name} address", False, str(error), fix))
         else:
             found.append(Check(f"{name} address", True, f"{address} is free"))

@@ -216,6 +216,28 @@ def test_operations_page_documents_every_setting() -> None:
     assert {path for path, _, _ in effective(Config(), {})} <= named
 
 
+UNITS = {"": 1, " MiB": 1 << 20}
+
+
+def test_operations_page_has_the_default_of_every_setting() -> None:
+    """An operator who reads a number there sets nothing. Words stand for what is empty."""
+    text = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    rows = re.findall(
+        r"^\| `([a-z_.]+)` \| `?([0-9.,]+|true|false)( MiB)?`? \|", text, re.MULTILINE
+    )
+    told = {
+        path: shown == "true"
+        if shown in ("true", "false")
+        else float(shown.replace(",", "")) * UNITS[unit]
+        for path, shown, unit in rows
+    }
+    known = {
+        path: value for path, value, _ in effective(Config(), {}) if isinstance(value, int | float)
+    }
+
+    assert told == known
+
+
 def test_reads_declared_tenants_with_every_setting(tmp_path: Path) -> None:
     """The names are those of the admin API."""
     file = tmp_path / "t.toml"
