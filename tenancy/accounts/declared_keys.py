@@ -90,8 +90,9 @@ def check_keys(declared: DeclaredKeys) -> None:
 
     No message contains a digest, because a key may stand in its place by mistake.
     """
-    if sum(map(len, declared.values())) > KEYS_DECLARED_MAX:
-        raise BadName("bad_setting", f"too many declared keys: limit {KEYS_DECLARED_MAX}")
+    count = sum(map(len, declared.values()))
+    if count > KEYS_DECLARED_MAX:
+        raise BadName("bad_setting", f"too many declared keys: {count}; limit {KEYS_DECLARED_MAX}")
     labels: set[_KeyPath] = set()
     digests: dict[str, _KeyPath] = {}
     for tenant, keys in declared.items():

@@ -74,7 +74,9 @@ class TenantChange(Struct, frozen=True):
 def check_declared(declared: Sequence[DeclaredTenant]) -> None:
     """Raise BadName for invalid declarations, before any change."""
     if len(declared) > DECLARED_MAX:
-        raise BadName("bad_setting", f"too many declared tenants: limit {DECLARED_MAX}")
+        raise BadName(
+            "bad_setting", f"too many declared tenants: {len(declared)}; limit {DECLARED_MAX}"
+        )
     seen: set[str] = set()
     for one in declared:
         check_new_name(one.name)

@@ -130,9 +130,12 @@ def remove_scope(store: Store, name: str, by: Actor) -> None:
 def check_scopes(wanted: Sequence[ScopeTerms]) -> None:
     """Raise BadName for invalid terms; unknown tenants are not checked here."""
     if len(wanted) > SCOPES_MAX:
-        raise BadName("bad_setting", f"too many shared scopes: limit {SCOPES_MAX}")
-    if sum(len(one.members) for one in wanted) > MEMBERS_MAX:
-        raise BadName("bad_setting", f"too many members of shared scopes: limit {MEMBERS_MAX}")
+        raise BadName("bad_setting", f"too many shared scopes: {len(wanted)}; limit {SCOPES_MAX}")
+    members = sum(len(one.members) for one in wanted)
+    if members > MEMBERS_MAX:
+        raise BadName(
+            "bad_setting", f"too many members of shared scopes: {members}; limit {MEMBERS_MAX}"
+        )
     seen: set[str] = set()
     taken: dict[str, str] = {}
     for one in wanted:

@@ -333,7 +333,10 @@ def check_settings(settings: TenantSettings) -> None:
             f" {PRIORITY_MAX}",
         )
     if len(settings.classes or ()) > CLASSES_MAX:
-        raise BadName("bad_policy", f"too many retention classes: limit {CLASSES_MAX}")
+        raise BadName(
+            "bad_policy",
+            f"too many retention classes: {len(settings.classes or ())}; limit {CLASSES_MAX}",
+        )
     for name in settings.classes or ():
         check_name(name, "retention class")
     _check_attention(settings.attention)

@@ -129,19 +129,24 @@ _SUM_TABLES = (("usage_hours", "hour_ms", HOUR_MS), ("usage_days", "day_ms", DAY
 def _check(adjustment: Adjustment) -> None:
     if not _ID.fullmatch(adjustment.adjustment_id):
         raise BadPrice(
-            "bad_adjustment", "Invalid adjustment id; expected 1 to 128 of A-Z, a-z, 0-9 and ._:-"
+            "bad_adjustment",
+            f"Invalid adjustment id: {adjustment.adjustment_id[:80]!r}; expected 1 to 128 of A-Z,"
+            " a-z, 0-9 and ._:-",
         )
     if adjustment.adjustment_id.startswith(BREACH):
         raise BadPrice("bad_adjustment", f"Ids that begin with {BREACH} are reserved.")
     if not 0 < abs(adjustment.amount_pico) <= CHARGE_MAX:
         raise BadPrice(
-            "bad_adjustment", "Amount out of range; expected above 0 and below 9.2 million dollars."
+            "bad_adjustment",
+            f"Amount out of range: {format_dollars(adjustment.amount_pico)} dollars; expected above"
+            " 0 and below 9.2 million dollars.",
         )
     reason = adjustment.reason
     if not reason.strip() or len(reason) > REASON_CHARS_MAX or not reason.isprintable():
         raise BadPrice(
             "bad_adjustment",
-            f"Invalid reason; expected 1 to {REASON_CHARS_MAX} printable characters.",
+            f"Invalid reason: {reason[:80]!r}; expected 1 to {REASON_CHARS_MAX} printable"
+            " characters.",
         )
 
 

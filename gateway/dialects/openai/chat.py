@@ -219,7 +219,10 @@ def _own_format(form: ResponseFormat) -> OutputFormat:
         case ChatPatternFormat():
             pattern = form.regex or form.pattern or form.value
             if not pattern:
-                raise invalid_field("response_format", "the pattern is empty; expected pattern.")
+                raise invalid_field(
+                    "response_format",
+                    "the pattern is empty; expected a regular expression in `pattern`.",
+                )
             return constraints.of_pattern(pattern, "response_format")
         case ChatGrammarFormat():
             return constraints.of_grammar(form.grammar, "response_format.grammar")

@@ -103,6 +103,22 @@ def test_refuses_invalid_adjustments(
 
 
 @pytest.mark.parametrize(
+    ("adjustment", "says"),
+    [
+        (Adjustment("a b", "a", -1, "r"), "id: 'a b'; expected 1 to 128"),
+        (Adjustment("x", "a", 10**19, "r"), "range: 10000000(.0+)? dollars; expected above 0"),
+        (Adjustment("x", "a", -1, "a\nb"), r"reason: 'a\\nb'; expected 1 to 500"),
+    ],
+)
+def test_a_refusal_says_the_wrong_value(
+    books: Store, wall: Wall, adjustment: Adjustment, says: str
+) -> None:
+    """A caller who books many finds the one by it."""
+    with pytest.raises(BadPrice, match=says):
+        adjust(books, wall, adjustment, by=TESTER)
+
+
+@pytest.mark.parametrize(
     "statement", ["delete from adjustments", "update adjustments set amount_pico = 1"]
 )
 def test_database_refuses_edits_of_adjustments(books: Store, wall: Wall, statement: str) -> None:
