@@ -158,6 +158,18 @@ def test_the_architecture_page_names_no_folder_that_is_gone() -> None:
     assert [name for name in named if not (ROOT / name).is_dir()] == []
 
 
+def test_what_the_architecture_page_says_to_begin_at_exists() -> None:
+    """A renamed function would send its reader on a search."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    rows = re.findall(r"^\| .* \| `(\S+\.py)` \| `(?:(\w+)\.)?(\w+)` \|$", text, re.MULTILINE)
+
+    assert len(rows) == 12
+    for path, owner, name in rows:
+        code = (ROOT / path).read_text()
+        assert re.search(rf"^{'    ' if owner else ''}(async )?def {name}\(", code, re.M), name
+        assert not owner or re.search(rf"^class {owner}\b", code, re.M), owner
+
+
 def test_no_comment_silences_a_checker() -> None:
     """Each would be a place where a checker was told to look away."""
     for escape, most in ESCAPES_MAX.items():
