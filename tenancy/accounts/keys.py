@@ -149,8 +149,9 @@ def rotate_key(
     """Rotate a key. Returns the new key, its record, and the record of the old one.
 
     The new key has the same tenant, workspace, label, scopes and limits, and a life as long as the
-    old one's. The old key works for `grace_ms` more. Raises BadName if `which` does not name one
-    key, or the key is declared, expired, revoked, or was rotated before.
+    old one's. The old key works for `grace_ms` more; without, it is revoked: no clock that is set
+    back opens it. Raises BadName if `which` does not name one key, or the key is declared, expired,
+    revoked, or was rotated before.
     """
     if not 0 <= grace_ms <= GRACE_MS_MAX:
         message = f"grace out of range: {grace_ms / 1000:g} s; expected 0 s to 90 days"
@@ -174,8 +175,9 @@ def rotate_key(
                 f"update keys set admin_scopes = {copied} where key_id = ?", (old.key_id, new_id)
             )
         db.execute(
-            "update keys set expires_ms = ?, replaced_by = ?, is_declared = 0 where key_id = ?",
-            (ends_ms, new_id, old.key_id),
+            "update keys set expires_ms = ?, revoked_ms = ?, replaced_by = ?, is_declared = 0"
+            " where key_id = ?",
+            (ends_ms, None if grace_ms else now_ms, new_id, old.key_id),
         )
         _record(db, by, "key.rotate", old.key_id, old)
         _record(db, by, "key.create", new_id)
