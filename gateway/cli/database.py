@@ -63,12 +63,12 @@ def command_actor() -> Actor:
 
 
 @contextmanager
-def open_database(config: Config, *, create: bool = True) -> Iterator[Store]:
+def open_database(config: Config, *, create: bool = False) -> Iterator[Store]:
     """Open the store. After a change, wait until a running server has seen it.
 
     The command thus returns after the change has taken effect. `create`: create a missing database
-    file; commands that only read do not, so that a misspelt folder is an error. Raises CommandError
-    and StoreError.
+    file, which the creation of tenants and keys does: elsewhere a misspelt folder is an error.
+    Raises CommandError and StoreError.
     """
     place = config.tenancy.database
     if not create and not backends.is_server(place) and not (config.data / place).exists():

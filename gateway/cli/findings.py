@@ -63,7 +63,7 @@ def _advise(call: CommandCall) -> CommandResult:
         raise UsageError(f"--days: {options.days} is out of range; expected 1 to {DAYS_MAX}")
     until_ms = wall_ms() + 1
     window = FindingsWindow.of(until_ms - options.days * DAY_MS, until_ms)
-    with open_database(config, create=False) as store:
+    with open_database(config) as store:
         found = find(store, window, options.tenant)
     faults = [one for one in found["findings"] if not one["legitimate"]]
     blocks = [_finding_text(one) for one in faults]
@@ -148,7 +148,7 @@ def _card(config: Config, model: str) -> RateCard:
     place = config.tenancy.database
     if not is_server(place) and not (config.data / place).exists():
         return FREE_CARD
-    with open_database(config, create=False) as store:
+    with open_database(config) as store:
         return RateCards(load_cards(store)).in_force(model, "", wall_ms())
 
 

@@ -52,7 +52,7 @@ def _run(call: CommandCall) -> CommandResult:
     if not 1 <= options.limit <= PAGE_MAX:
         raise CommandError(f"--limit: {options.limit} is out of range; expected 1 to {PAGE_MAX}")
     since_ms, until_ms = parse_period(options.since, options.until, wall_ms())
-    with open_database(call.config, create=False) as store:
+    with open_database(call.config) as store:
         tenant_id = None
         if options.tenant is not None:
             tenant_id = find_tenant(store, options.tenant).tenant_id

@@ -87,7 +87,7 @@ def _create(call: CommandCall) -> CommandResult:
     limits = changes(options, LIMITS)
     if options.admin and (limits or options.workspace != "default"):
         raise BadName("bad_scopes", "--admin is not allowed with a workspace or limits")
-    with open_database(call.config) as store:
+    with open_database(call.config, create=True) as store:
         by = command_actor()
         if options.admin:
             key = create_admin_key(

@@ -106,7 +106,7 @@ def _create(call: CommandCall) -> CommandResult:
     name = call.options.name
     settings = with_changes(TenantSettings(), changes(call.options, SETTINGS))
     call.config.caching.check_settings(settings)
-    with open_database(call.config) as store:
+    with open_database(call.config, create=True) as store:
         create_tenant(
             store,
             wall_ms,

@@ -51,7 +51,7 @@ def _add_restore(parser: argparse.ArgumentParser) -> None:
 def _restore(call: CommandCall) -> CommandResult:
     options, config = call.options, call.config
     if options.mark:
-        with open_database(config, create=False) as store:
+        with open_database(config) as store:
             epoch = backups.mark_restored(store, wall_ms, command_actor())
         return CommandResult(f"ledger epoch {epoch.number} begins", {"ledger_epoch": epoch.number})
     if is_server(config.tenancy.database):

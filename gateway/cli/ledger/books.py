@@ -58,7 +58,7 @@ def _adjust(call: CommandCall) -> CommandResult:
     found = _ANSWER_ID.fullmatch(options.request)
     request_id = found[1] if found else options.request
     adjustment = Adjustment(options.id, request_id, int(pico), options.reason)
-    with open_database(config, create=False) as store:
+    with open_database(config) as store:
         is_new = adjust(store, wall_ms, adjustment, command_actor())
     text = (
         f"adjustment {options.id} booked"
@@ -80,7 +80,7 @@ def _add_close(parser: argparse.ArgumentParser) -> None:
 def _close(call: CommandCall) -> CommandResult:
     """Close complete days, or list closed ones. Keep the printed digests elsewhere."""
     options, config = call.options, call.config
-    with open_database(config, create=False) as store:
+    with open_database(config) as store:
         days = (
             list_closes(store)
             if options.list
@@ -105,7 +105,7 @@ def _close(call: CommandCall) -> CommandResult:
 
 def _check_books(call: CommandCall) -> CommandResult:
     """Check the ledger. Status 1 if a check fails."""
-    with open_database(call.config, create=False) as store:
+    with open_database(call.config) as store:
         findings = check_books(store, partial(call.show, "checked"))
     text = "\n".join(findings) if findings else "all checks passed"
     return CommandResult(text, findings, 1 if findings else 0)
@@ -113,7 +113,7 @@ def _check_books(call: CommandCall) -> CommandResult:
 
 def _reconcile(call: CommandCall) -> CommandResult:
     """Compare ledger, engine and metrics by engine epoch. Status 1 if they differ."""
-    with open_database(call.config, create=False) as store:
+    with open_database(call.config) as store:
         epochs, life = reconcile(store, wall_ms()), ledger_epoch(store).number
     rows: Table = []
     for epoch in epochs:

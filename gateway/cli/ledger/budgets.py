@@ -62,7 +62,7 @@ def _budget(call: CommandCall) -> CommandResult:
         raise CommandError("TENANT is required: trunkline budget TENANT --hard USD")
     if options.remove and given:
         raise CommandError("--remove is not allowed with --hard or --soft")
-    with open_database(config, create=False) as store:
+    with open_database(config) as store:
         names = {tenant.tenant_id: tenant.name for tenant in list_tenants(store)}
         tenant_id = None
         if options.tenant is not None:

@@ -44,7 +44,7 @@ def _export(call: CommandCall) -> CommandResult:
     since_ms, until_ms = parse_period(options.since, options.until, wall_ms())
     if options.out is None and (options.json or options.format == "parquet"):
         raise CommandError("--out FILE is required for this format")
-    with open_database(config, create=False) as store:
+    with open_database(config) as store:
         if options.tenant is not None:
             find_tenant(store, options.tenant)
         period = (options.tenant, since_ms or 0, until_ms)

@@ -52,7 +52,7 @@ def _prices(call: CommandCall) -> CommandResult:
     given = _card_of_options(options)
     if given is not None and options.add is not None:
         raise CommandError("--add is not allowed with NAME and prices: the file has them")
-    with open_database(config, create=False) as store:
+    with open_database(config) as store:
         if given is not None or options.add is not None:
             card = _read_card(options.add) if given is None else given
             config.check_card(card)

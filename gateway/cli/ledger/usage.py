@@ -58,7 +58,7 @@ def _run(call: CommandCall) -> CommandResult:
             raise BadName("bad_time", message)
         since_ms = now_ms - options.days * UNITS_MS["d"]
     has_storage = groups == ("tenant",) and options.key is None and options.model is None
-    with open_database(call.config, create=False) as store:
+    with open_database(call.config) as store:
         if options.tenant is not None:
             find_tenant(store, options.tenant)
         found = total_usage(

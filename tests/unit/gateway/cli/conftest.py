@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from gateway.__main__ import main
+from gateway.cli.database import open_store
+from gateway.config import Config
 from tests.unit.gateway.cli.command_output import Run
 
 
@@ -17,6 +19,12 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(tmp_path / "data"))
     return tmp_path / "data"
+
+
+@pytest.fixture
+def database(data: Path) -> None:
+    """A database, as the first start makes it."""
+    open_store(Config(data_dir=str(data)))[0].close()
 
 
 @pytest.fixture

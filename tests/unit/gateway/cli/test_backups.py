@@ -48,7 +48,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def file(run: Run, tmp_path: Path) -> Installation:
     (tmp_path / "trunkline.toml").write_text('tenancy.database = "books.db"\n')
-    assert run("tenant", "list")[0] == 0
+    assert run("key", "create", "--tenant", "default")[0] == 0
     return Installation(tmp_path / "data", "books.db")
 
 
@@ -56,7 +56,7 @@ def file(run: Run, tmp_path: Path) -> Installation:
 def server(run: Run, tmp_path: Path, postgres_server: Server) -> Installation:
     url = postgres_server.url(postgres_server.database(is_empty=True))
     (tmp_path / "trunkline.toml").write_text(f'tenancy.database = "{url}"\n')
-    assert run("tenant", "list")[0] == 0
+    assert run("key", "create", "--tenant", "default")[0] == 0
     return Installation(tmp_path / "data", url)
 
 

@@ -364,7 +364,10 @@ def test_refuses_an_invalid_export_in_one_line(run: Run, arguments: list[str], w
 
 @pytest.mark.parametrize(
     "command",
-    ["check-books", "reconcile", "close", "usage", "prices", "budget", "export --format csv"],
+    [
+        *("check-books", "reconcile", "close", "usage", "prices", "budget", "export --format csv"),
+        *("tenant list", "key list", "key revoke 1", "shared-scope", "tenant suspend default"),
+    ],
 )
 def test_refuses_a_missing_database(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str

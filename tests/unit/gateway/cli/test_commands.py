@@ -46,6 +46,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"usage: trunkline {command} " in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("database")
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
@@ -150,6 +151,7 @@ def test_key_create_prints_the_key_alone(run: Run, data: Path) -> None:
     assert (identity.policy.floor_blocks, identity.policy.weight) == (8, 2.5)
 
 
+@pytest.mark.usefixtures("database")
 def test_lists_show_only_key_prefixes(run: Run) -> None:
     """To people and to programs."""
     key = data_of(run, "key", "create", "--tenant", "default")["key"]
@@ -163,16 +165,17 @@ def test_lists_show_only_key_prefixes(run: Run) -> None:
 
 def test_first_command_creates_default_tenant_and_key_file(run: Run, data: Path) -> None:
     """Only its owner can read the file; a second start creates no other."""
-    tenants = [data_of(run, "tenant", "list") for _ in range(2)]
+    for name in ("ada", "bob"):
+        assert run("tenant", "create", name)[0] == 0
     key = (data / "default.key").read_text().strip()
 
-    assert [[row["name"] for row in rows] for rows in tenants] == [["default"]] * 2
+    assert [row["name"] for row in data_of(run, "tenant", "list")] == ["ada", "bob", "default"]
     assert stat.S_IMODE((data / "default.key").stat().st_mode) == 0o600
     assert data_of(run, "key", "list")[0]["shown"] == key[:11] + "…"
 
 
 def test_first_command_creates_admin_key_file(run: Run, data: Path) -> None:
-    run("tenant", "list")
+    run("key", "create", "--tenant", "default")
     rows = data_of(run, "key", "list")
     key = (data / "admin.key").read_text().strip()
 
@@ -222,6 +225,7 @@ def test_deletes_a_tenant_and_keeps_its_entries(run: Run, data: Path) -> None:
         assert "tenant is deleted" in error_line(run, *words.split(), status=2)
 
 
+@pytest.mark.usefixtures("database")
 def test_creates_shows_and_removes_a_shared_scope(run: Run) -> None:
     nothing = data_of(run, "shared-scope")
     run("tenant", "create", "ada")
@@ -241,6 +245,7 @@ def test_creates_shows_and_removes_a_shared_scope(run: Run) -> None:
     assert data_of(run, "shared-scope") == []
 
 
+@pytest.mark.usefixtures("database")
 def test_changes_and_rotates_a_key(run: Run) -> None:
     """Rotation prints the new key alone."""
     words = "key create --tenant default --scopes usage --requests-per-minute 5 --label a"
@@ -259,6 +264,7 @@ def test_changes_and_rotates_a_key(run: Run) -> None:
     assert "tokens_per_minute:7" in run("key", "list")[1]
 
 
+@pytest.mark.usefixtures("database")
 def test_creates_and_revokes_an_admin_key(run: Run) -> None:
     made = data_of(run, "key", "create", "--admin", "--label", "ops", "--expires", "1d")
     said = run("key", "revoke", "3")[1]
@@ -278,6 +284,7 @@ def test_set_changes_only_given_settings(run: Run) -> None:
     assert second["priority"] == -1
 
 
+@pytest.mark.usefixtures("database")
 def test_suspend_and_resume_show_in_the_list(run: Run) -> None:
     said = [run("tenant", verb, "default")[1] for verb in ("suspend", "resume")]
     run("tenant", "suspend", "default")
@@ -286,6 +293,7 @@ def test_suspend_and_resume_show_in_the_list(run: Run) -> None:
     assert data_of(run, "tenant", "list")[0]["status"] == "suspended"
 
 
+@pytest.mark.usefixtures("database")
 def test_usage_sums_the_ledger_by_tenant(run: Run, data: Path) -> None:
     """First an empty table, then one line per tenant with usage."""
     assert run("tenant", "list")[0] == 0
@@ -392,6 +400,7 @@ def test_doctor_checks_key_files(run: Run, tmp_path: Path) -> None:
     assert found() == (True, "1 valid")
 
 
+@pytest.mark.usefixtures("database")
 def test_refuses_changes_to_a_declared_key(run: Run, data: Path) -> None:
     """`key set`, `rotate` and `revoke` refuse it; a key created by hand can be changed."""
     run("tenant", "list")
@@ -430,7 +439,7 @@ def test_error_names_an_unusable_data_directory(run: Run, tmp_path: Path) -> Non
     place = str(tmp_path / "file" / "data")
     free = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
 
-    for command in (("serve", *free), ("tenant", "list")):
+    for command in (("serve", *free), ("tenant", "create", "ada")):
         line = error_line(run, *command, "--data-dir", place, status=1)
         assert f"cannot use the data directory {place}: not a directory" in line.lower()
 
