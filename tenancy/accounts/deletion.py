@@ -84,9 +84,9 @@ def _record(db: Transaction, by: Actor | None, tenant_id: int) -> None:
 
 
 def filter_deleted(store: Store, tenant_ids: set[int]) -> set[int]:
-    """Return the ids that belong to deleted tenants with ledger rows. O(ids)."""
-    found = read_tenant_records(store, sorted(tenant_ids))
-    return {one.tenant.tenant_id for one in found if is_pseudonym(one.tenant.name)}
+    """Return the ids that belong to deleted tenants, with ledger rows or without. O(ids)."""
+    found = (one.tenant for one in read_tenant_records(store, sorted(tenant_ids)))
+    return tenant_ids - {one.tenant_id for one in found if not is_pseudonym(one.name)}
 
 
 def _find_deletable(db: Transaction, name: str) -> TenantRecord:

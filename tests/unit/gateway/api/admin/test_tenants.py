@@ -10,12 +10,14 @@ import pytest
 
 from gateway.background.erasure import erase_removed
 from gateway.http.route_table import canonical
+from gateway.ledger import deferred_holds
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import list_receipts
 from tenancy.accounts.keys import list_keys
 from tenancy.accounts.tenants import find_tenant_record, list_tenants
-from tenancy.types import wall_ms
+from tenancy.ledger.transactions import Item
+from tenancy.types import UsageEntry, wall_ms
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -453,3 +455,31 @@ async def test_logs_administrators_changes_by_id(admin: AdminClient) -> None:
 
     assert line == {"event": "tenant_changed", "by_key_id": 3, "tenant_id": 2}
     assert (request["key_id"], request["tenant_id"], request["status"]) == (3, None, 200)
+
+
+async def test_a_tenant_deleted_under_its_first_request_leaves_no_cache(
+    admin: AdminClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hold is not written yet, so the deletion does not see it."""
+    gateway = admin.gateway
+    context = gateway.gateway.context
+    monkeypatch.setattr(deferred_holds, "DEFER_S", 3_600.0)
+    write = context.ledger.write
+
+    def delete_first(item: Item) -> asyncio.Future[None]:
+        if isinstance(item, UsageEntry):
+            delete_tenant(gateway.store, wall_ms, "ada")
+        return write(item)
+
+    with monkeypatch.context() as late:
+        late.setattr(context.ledger, "write", delete_first)
+        status, body, _ = await gateway.ask(
+            body=gateway.chat("long enough to fill a block or two of the cache")
+        )
+    held = (await gateway.quiet()).cached_blocks
+    for _ in range(2):
+        await erase_removed(context)
+
+    assert (status, body["error"]["code"]) == (503, "ledger_unavailable")
+    assert (gateway.entries(), gateway.store.query("select * from holds")) == ([], [])
+    assert held > (await gateway.quiet()).cached_blocks == 0
