@@ -26,7 +26,7 @@ from tenancy.pricing.budgets import (
 )
 from tenancy.pricing.charges import FREE_CARD, RateCard, compute_charge, compute_savings, max_charge
 from tenancy.pricing.rate_cards import SELECT_CARDS, RateCards, read_card
-from tenancy.storage.interface import Store, Transaction
+from tenancy.storage.interface import Store, Transaction, pad_to_power_of_two, placeholders
 from tenancy.types import DAY_MS, FREE, UsageEntry
 
 
@@ -77,9 +77,9 @@ class StorageReading(Struct, frozen=True):
 class StorageReadings(Struct, frozen=True, tag="storage"):
     """Readings of one meter at one instant, written together or not at all.
 
-    `meter`: a name that no other meter has. `number`: from 1, higher than that of the meter's
-    readings before, which are durable. So readings that are written again, because their first
-    answer was lost, count once.
+    `meter`: a name that no other meter has. `readings`: one or more. `number`: from 1, higher than
+    that of the meter's readings before, which are durable. So readings that are written again,
+    because their first answer was lost, count once.
     """
 
     meter: str
@@ -298,18 +298,23 @@ class _Batch:
             add_spending(whose, spent=spent, reserved=-reserved)
 
     def _store_readings(self, item: StorageReadings) -> None:
-        """Add readings to their hours, once. The meter's row stays locked until the commit, so a
-        transaction whose connection was lost cannot count them beside this one."""
+        """Add readings to their hours, once, without those of tenants that were deleted since and
+        left no rows. The meter's row stays locked until the commit, so a transaction whose
+        connection was lost cannot count them beside this one."""
         booked_ms = max(item.at_ms, self._state.open_from_ms)
         ((counted,),) = self._db.rows(_LOCK_METER, (item.meter, item.at_ms))
         if item.number <= counted:
             return
+        asked = pad_to_power_of_two([one.tenant_id for one in item.readings])
+        there = {row[0] for row in self._db.rows(_TENANTS.format(placeholders(len(asked))), asked)}
         rows = []
         for one in item.readings:
+            if one.tenant_id not in there:
+                continue
             card = self._state.cards.in_force(one.model, one.tier, booked_ms)
             whose = (one.tenant_id, hour_of(booked_ms), one.model, one.retention)
             rows.append((*whose, card.rate_card_id, one.token_seconds))
-        self._db.execute_many(_ADD_STORAGE, sorted(rows))  # in one order: two writers lock no other
+        self._db.execute_many(_ADD_STORAGE, rows)
         self._db.execute_many(_COUNTED, [(item.number, item.meter)])
 
     def _budget_day(self, item: Hold | UsageEntry) -> BudgetDay:
@@ -359,6 +364,7 @@ _LEDGER_STATE = (
     " (select chain from ledger order by entry_id desc limit 1),"
     " (select hour_ms from seals order by number desc limit 1)"
 )
+_TENANTS = "select tenant_id from tenants where tenant_id in {}"
 _LOCK_METER = (
     "insert into storage_meters (meter, number, seen_ms) values (?, 0, ?)"
     " on conflict (meter) do update set seen_ms = excluded.seen_ms returning number"
