@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from engine.statistics import Stats
 from tests.attacks.conftest import MakeHouse
@@ -44,18 +45,23 @@ def test_a_full_queue_refuses_the_tenant_that_fills_it(make_house: MakeHouse) ->
     check_undisturbed(alone, beside)
 
 
-async def test_a_quote_tells_nothing_of_others_waiting_tokens(gateway: GatewayFixture) -> None:
+async def test_a_quote_tells_nothing_of_others_waiting_tokens(
+    unopened_gateway: GatewayFixture,
+) -> None:
     """The quiet tenant's estimate does not depend on the tokens that others have waiting."""
+    gateway = unopened_gateway
+    gateway.engine_config = replace(gateway.engine_config, heartbeat_s=3_600.0)
+    await gateway.open()
     request = {"endpoint": "/v1/chat/completions", "request": gateway.chat()}
     context = gateway.gateway.context
-    await gateway.ask(body=gateway.chat())  # from here on there is a rate
+    gateway.engine.stats = Stats(prefill_tokens_per_s=100.0)  # no heartbeat replaces it
     told = []
     for tokens in (1_000, 971_700):
-        gateway.engine.stats = Stats(prefill_tokens_per_s=100.0)  # until the next heartbeat
         place = context.models.default.waiting.enter(99, 1.0, [tokens])
         status, found, _ = await gateway.ask("/v1/cache/quote", request)
         assert status == 200, json.dumps(found)
         told.append(found["first_token_s"])
         place.leave()
+    await gateway.close()
 
     assert told[0] == told[1] is not None

@@ -329,8 +329,10 @@ while time.monotonic() < until_s:
     if sys.stdout is not None:
         print("writes", flush=True)
         sys.stdout = None
+    time.sleep(0.0002)
 """
-"""Commits without a pause, each as long as on a slow disk."""
+"""Commits as long as on a slow disk, and a hundredth of that between two: without it, a program on
+the same processor runs only while the database is locked."""
 
 
 def test_change_succeeds_beside_a_busy_writer(tmp_path: Path) -> None:
@@ -353,4 +355,4 @@ def test_change_succeeds_beside_a_busy_writer(tmp_path: Path) -> None:
         rows = store.query("select count(*) from writes where whose = 1")
 
     assert rows == [(8,)]
-    assert writes / 8 < 70  # SQLite's own handler waits for more than a hundred
+    assert writes / 8 < 10  # SQLite's own handler waits for some twenty
