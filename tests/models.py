@@ -164,7 +164,9 @@ def prepared_with_windows(folder: Path, window: int, *, context: int) -> ModelCa
     shape = tiny_config(layers=4, context=context, head_dim=32)
     layers = tuple(msgspec.structs.replace(layer, window=window) for layer in shape.layers[:3])
     config = msgspec.structs.replace(shape, layers=(*layers, shape.layers[3]))
-    return msgspec.structs.replace(prepared(folder, shape), config=config)
+    card = msgspec.structs.replace(prepared(folder, shape), config=config)
+    (Path(card.folder) / "model_card.json").write_bytes(msgspec.json.encode(card))
+    return card
 
 
 def _hugging_face_config(config: Architecture) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 
 from engine.api import Fidelity
-from engine.kv.move_queue import SizedPacker
 from engine.kv.packing import packed_format
+from engine.kv.slot_formats import SizedPacker
 from engine.kv.storage import KvStorage
 from kernels.reference_kv import PackedName
 
@@ -34,17 +34,15 @@ class BatchPacker(SizedPacker, Protocol):
 
 
 class GpuPacker:
-    """`BatchPacker` by the Triton kernels, over a storage in slots. The first call of a process
-    compiles them."""
+    """`BatchPacker` by the Triton kernels, over a storage in slots."""
 
     def __init__(self, storage: KvStorage, name: PackedName) -> None:
-        """Raises ValueError as `packed_format`, and for several KV groups."""
-        if storage.format.groups:
-            count = len(storage.format.groups)
-            raise ValueError(f"a GPU packs blocks of one KV group; this model has {count}")
+        """Compiles the kernels: some seconds, where the compiler has not kept them. A first load
+        would wait for that, and reach its deadline. Raises ValueError as `packed_format`."""
         self._format = packed_format(name, storage.format)
         self._name = name
         self._blocks = storage.data
+        self._compile()
 
     @property
     def block_bytes(self) -> int:
@@ -68,10 +66,22 @@ class GpuPacker:
 
         unpack_blocks(packed, self._name, self._blocks, blocks)
 
+    def _compile(self) -> None:
+        """Pack a block that is not the storage's, and back."""
+        from kernels.gpu.kv_formats import pack_blocks, unpack_blocks
+
+        with torch.inference_mode():
+            scratch = torch.zeros_like(self._blocks[:1])
+            ids = torch.zeros(1, dtype=torch.int32, device=scratch.device)
+            size = (1, self.block_bytes)
+            packed = torch.empty(size, dtype=torch.uint8, device=scratch.device)
+            pack_blocks(scratch, ids, self._name, packed)
+            unpack_blocks(packed, self._name, scratch, ids)
+
 
 def gpu_packers_of(storage: KvStorage, names: Sequence[PackedName]) -> dict[str, BatchPacker]:
-    """Return a packer for each of these formats that fits the storage, by name; none for latents,
-    int8 pools and several KV groups."""
+    """Return a packer for each of these formats that fits the storage, by name; none for latents
+    and int8 pools."""
     found: dict[str, BatchPacker] = {}
     for name in names:
         with contextlib.suppress(ValueError):

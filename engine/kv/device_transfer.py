@@ -27,19 +27,11 @@ from msgspec import Struct
 
 from engine.kv.copy_device import Copies, CopyDevice, CopyMark, CopyStream
 from engine.kv.device_packing import PACKED, BatchPacker
-from engine.kv.move_queue import (
-    DamagedSlotError,
-    Kind,
-    MoveQueue,
-    SlotMemory,
-    failure_of,
-    formats_of,
-    unknown_format,
-    verify,
-)
+from engine.kv.move_queue import DamagedSlotError, Kind, MoveQueue, failure_of, verify
 from engine.kv.pinned_memory import AHEAD_BYTES, PIECE_BYTES, PinnedMemory
+from engine.kv.slot_formats import SlotFormats, SlotMemory
 from engine.kv.storage import KvStorage
-from engine.moves import Move, Moved, SlotFormat
+from engine.moves import Move, Moved, packed_part, stride_of
 from kernels.reference_kv import UnpackableError
 
 KINDS: tuple[Kind, ...] = ("offload", "load")
@@ -77,13 +69,21 @@ class PinnableMemory(SlotMemory, Protocol):
         """Give no page back to the machine from now on: a device writes where it was pinned."""
 
 
+class _Part(Struct, frozen=True, eq=False):
+    """A block of a move, and where its copy lies in the memory: starts and sizes of pieces that one
+    copy each may have."""
+
+    block: int
+    pieces: list[tuple[int, int]]
+
+
 class _Ready(Struct, frozen=True, eq=False):
-    """A move that may be copied: its slot's bytes, and where they lie in the memory, in parts that
-    a copy each may have."""
+    """A move that may be copied, its slot's bytes, and what is copied of it: a part for each KV
+    group, without those that a load leaves alone."""
 
     move: Move
     slot: memoryview
-    parts: list[tuple[int, int]]
+    parts: list[_Part]
 
 
 class _Batch:
@@ -99,6 +99,11 @@ class _Batch:
         self.format = ready[0].move.format
         self.area = 0
         self.mark: CopyMark | None = None
+
+    @property
+    def parts(self) -> list[_Part]:
+        """What it copies."""
+        return [part for one in self.ready for part in one.parts]
 
     @property
     def is_digested(self) -> bool:
@@ -117,19 +122,19 @@ class _Staging:
         """`packed_bytes`: most bytes of a packed block."""
         self._device = device
         self._shape = (BATCHES, batch_blocks)
-        self._area_bytes = batch_blocks * packed_bytes
+        self._area_bytes = stride_of(batch_blocks * packed_bytes)
         self._is_made = False
 
-    def begin(self, area: int, moves: Sequence[Move], size: int) -> tuple[torch.Tensor, ...]:
+    def begin(self, area: int, blocks: Sequence[int], size: int) -> tuple[torch.Tensor, ...]:
         """Return the blocks of a batch, int32 [n], and room for them packed, uint8 [n, size], both
         on the device. Only launches, after the first time."""
         if not self._is_made:
             self._make()
-        count = len(moves)
-        self._ids[area, :count].copy_(torch.tensor([m.block for m in moves], dtype=torch.int32))
-        blocks = self._device_ids[area, :count]
-        blocks.copy_(self._ids[area, :count], non_blocking=True)
-        return blocks, self._packed[area, : count * size].view(count, size)
+        count = len(blocks)
+        self._ids[area, :count].copy_(torch.tensor(blocks, dtype=torch.int32))
+        on_device = self._device_ids[area, :count]
+        on_device.copy_(self._ids[area, :count], non_blocking=True)
+        return on_device, self._packed[area, : count * size].view(count, size)
 
     def note(self, area: int, outcomes: torch.Tensor) -> None:
         """Launch the copy of the outcomes of packing a batch."""
@@ -183,15 +188,15 @@ class DeviceTransferEngine:
         form = storage.format
         self.layout = memory.layout
         self._blocks = storage.data.flatten().view(torch.uint8)
-        self._count, self._block_bytes = len(storage.data), form.block_bytes
+        self._block_bytes = form.block_bytes
         self._memory = memory
         self._host = torch.frombuffer(memory.whole(), dtype=torch.uint8)
-        self._packers = dict(packers or {})
-        own = SlotFormat("", form.block_bytes, form.fidelity)
-        self.formats = formats_of(own, self._packers, self.layout)
-        self.loads_max = max(1, min(LOADS_MAX, queue_bytes_max // 2 // form.block_bytes))
-        self.offloads_max = max(1, min(OFFLOADS_MAX, queue_bytes_max // 4 // form.block_bytes))
-        self._batch_blocks = max(1, batch_bytes // form.block_bytes)
+        self._formats: SlotFormats[BatchPacker] = SlotFormats(storage, packers or {}, self.layout)
+        self.formats = self._formats.all
+        move_bytes = form.blocks_per_run * form.block_bytes
+        self.loads_max = max(1, min(LOADS_MAX, queue_bytes_max // 2 // move_bytes))
+        self.offloads_max = max(1, min(OFFLOADS_MAX, queue_bytes_max // 4 // move_bytes))
+        self._batch_blocks = max(form.blocks_per_run, batch_bytes // form.block_bytes)
         self._on_moved = on_moved
         self._on_error = on_error
         self._torch_device = device.torch_device
@@ -252,8 +257,8 @@ class DeviceTransferEngine:
     def _work(self, kind: Kind, stream: CopyStream) -> None:
         """Prepare batches, launch and end them, oldest first, until the engine is closed."""
         prepared, in_flight = deque[_Batch](), deque[_Batch]()
-        largest = max((packer.block_bytes for packer in self._packers.values()), default=0)
-        staging = _Staging(self._torch_device, self._batch_blocks, largest)
+        packed_bytes = self._formats.packed_bytes_max
+        staging = _Staging(self._torch_device, self._batch_blocks, packed_bytes)
         launched = 0
         move: Move | None = None
         while True:
@@ -283,12 +288,14 @@ class DeviceTransferEngine:
         """
         name = "" if move is None else move.format
         found: list[_Ready] = []
+        room = self._batch_blocks
         while move is not None and move.format == name:
             try:
                 found.append(self._prepare(move))
+                room -= len(found[-1].parts)
             except Exception as error:
                 self._fail_one(move, error)
-            is_full = len(found) == self._batch_blocks
+            is_full = room < 1 + len(move.beside)
             move = None if is_full else self._queue.take(kind, is_waiting=False)
         if not found:
             return None, move
@@ -328,41 +335,45 @@ class DeviceTransferEngine:
 
     def _prepare(self, move: Move) -> _Ready:
         """Return a move with its slot, pinned. Raises what makes it fail."""
-        if move.format and move.format not in self._packers:
-            raise unknown_format(move.format, self._packers)
-        if not 0 <= move.block < self._count:
-            raise IndexError(f"block {move.block}; expected 0 to {self._count - 1}")
-        packer = self._packers.get(move.format)
-        size = self._block_bytes if packer is None else packer.block_bytes
+        formats, name = self._formats, move.format
+        stored, stride, size = (
+            formats.stored_bytes(name), formats.part_bytes(name), formats.slot_bytes(name)
+        )  # fmt: skip
+        blocks = formats.blocks_of(move)
         slot = self._memory.view(move.slot, size)
         start = self.layout.offset(move.slot, size)
-        return _Ready(move, slot, self._pinned.need(start, size))
+        parts = [
+            _Part(block, self._pinned.need(start + index * stride, stored))
+            for index, block in enumerate(blocks)
+            if block >= 0
+        ]
+        return _Ready(move, slot, parts)
 
     def _copy(self, batch: _Batch, stream: CopyStream, staging: _Staging) -> None:
         """Launch the copies of a batch, on its direction's stream."""
         is_load = batch.ready[0].move.kind == "load"
-        moves = [one.move for one in batch.ready]
-        if not batch.format:
-            places = [move.block * self._block_bytes for move in moves]
-            stream.copy(self._copies(self._blocks, places, batch.ready), is_load=is_load)
+        packer, parts = self._formats.packer(batch.format), batch.parts
+        if packer is None:
+            places = [part.block * self._block_bytes for part in parts]
+            stream.copy(self._copies(self._blocks, places, parts), is_load=is_load)
             return
-        packer = self._packers[batch.format]
-        blocks, packed = staging.begin(batch.area, moves, packer.block_bytes)
+        size = packer.block_bytes
+        blocks, packed = staging.begin(batch.area, [part.block for part in parts], size)
         if not is_load:
             staging.note(batch.area, packer.pack(blocks, packed))
-        places = [index * packer.block_bytes for index in range(len(moves))]
-        stream.copy(self._copies(packed.view(-1), places, batch.ready), is_load=is_load)
+        places = [index * size for index in range(len(parts))]
+        stream.copy(self._copies(packed.view(-1), places, parts), is_load=is_load)
         if is_load:
             packer.unpack(packed, blocks)
 
     def _copies(
-        self, device: torch.Tensor, places: Sequence[int], ready: Sequence[_Ready]
+        self, device: torch.Tensor, places: Sequence[int], parts: Sequence[_Part]
     ) -> Copies:
-        """Return the copies between places on the device and the slots of moves."""
+        """Return the copies between places on the device and parts in the memory."""
         device_starts, host_starts, sizes = list[int](), list[int](), list[int]()
-        for place, one in zip(places, ready, strict=True):
-            for start, size in one.parts:
-                device_starts.append(place + start - one.parts[0][0])
+        for place, part in zip(places, parts, strict=True):
+            for start, size in part.pieces:
+                device_starts.append(place + start - part.pieces[0][0])
                 host_starts.append(start)
                 sizes.append(size)
         return Copies(device, self._host, device_starts, host_starts, sizes)
@@ -375,12 +386,14 @@ class DeviceTransferEngine:
         except Exception as error:
             self._fail(batch, error)
             return
-        is_packing = bool(batch.format) and batch.ready[0].move.kind == "offload"
-        outcomes = staging.outcomes(batch.area) if is_packing else ()
+        is_packing = bool(packed_part(batch.format)) and batch.ready[0].move.kind == "offload"
+        outcomes = iter(staging.outcomes(batch.area) if is_packing else ())
         offloaded, loaded = list[_Ready](), list[tuple[Move, Moved]]()
-        for index, one in enumerate(batch.ready):
-            if outcomes and outcomes[index] != PACKED:
-                what = f"block {one.move.block} has values that {batch.format} cannot hold"
+        for one in batch.ready:
+            own = zip(one.parts, outcomes, strict=False)  # no outcomes where nothing is packed
+            bad = [part.block for part, outcome in own if outcome != PACKED]
+            if bad:
+                what = f"block {bad[0]} has values that {batch.format} cannot hold"
                 self._fail_one(one.move, UnpackableError(what))
             elif one.move.kind == "offload":
                 offloaded.append(one)
@@ -393,16 +406,25 @@ class DeviceTransferEngine:
     # -- outcomes -----------------------------------------------------------------------------
 
     def _digest(self, ready: Sequence[_Ready], seconds: float) -> None:
-        """End offloads. Their slots' bytes were written by the device alone."""
+        """End offloads: the device has written all of their slots but the padding."""
         ended = list[tuple[Move, Moved]]()
         for one in ready:
             try:
+                self._clear_padding(one)
                 check = xxhash.xxh3_128_digest(one.slot)
             except Exception as error:
                 self._fail_one(one.move, error)
                 continue
             ended.append(_done(one.move, check, seconds))
         self._note(ended)
+
+    def _clear_padding(self, one: _Ready) -> None:
+        """Clear what lies between the parts of a slot: it is of another copy."""
+        name = one.move.format
+        stored, stride = self._formats.stored_bytes(name), self._formats.part_bytes(name)
+        if stored < stride:
+            for end in range(stored, len(one.slot), stride):
+                one.slot[end : end + stride - stored] = bytes(stride - stored)
 
     def _fail(self, batch: _Batch, error: Exception) -> None:
         for one in batch.ready:

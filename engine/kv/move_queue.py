@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Literal
 
-from engine.api import Fidelity
-from engine.moves import WHOLE, Move, Moved, SlotFormat, SlotLayout, stride_of, whole_format
+from engine.moves import Move, Moved
 from kernels.reference_kv import UnpackableError
 
 Kind = Literal["offload", "load"]
@@ -131,27 +130,6 @@ def _keys(move: Move) -> list[tuple[str, int]]:
     return [("slot", move.slot), *blocks]
 
 
-class SlotMemory(Protocol):
-    """Slots of host memory: `engine.storage.memory.arena.HostArena`, or a fake."""
-
-    layout: SlotLayout
-
-    def view(self, slot: int, slot_bytes: int) -> memoryview:
-        """Return the bytes of a slot of this size, writable. Raises IndexError."""
-
-
-class SizedPacker(Protocol):
-    """What each packer of blocks says of its format."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a packed block."""
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """How far a packed block is from what it was."""
-
-
 class DamagedSlotError(ValueError):
     """A slot's bytes are not those that were written to it."""
 
@@ -172,35 +150,3 @@ def verify(move: Move, found: bytes) -> None:
         raise DamagedSlotError(
             f"slot {move.slot} has digest {found.hex()}; expected {move.check.hex()}"
         )
-
-
-def formats_of(
-    own: SlotFormat, packers: Mapping[str, SizedPacker], layout: SlotLayout, groups: int = 1
-) -> tuple[SlotFormat, ...]:
-    """Return the formats of a transfer engine's copies, the pool's own first; with several KV
-    groups, then that of a block in each, and at the end those of a packed block in each.
-
-    Raises ValueError if the memory has no room for a copy of one of them.
-    """
-    whole = SlotFormat(WHOLE, groups * own.slot_bytes, own.fidelity)
-    found = (
-        own,
-        *([whole] if groups > 1 else []),
-        *(SlotFormat(name, one.block_bytes, one.fidelity) for name, one in packers.items()),
-        *(
-            SlotFormat(whole_format(name), groups * stride_of(one.block_bytes), one.fidelity)
-            for name, one in packers.items()
-            if groups > 1
-        ),
-    )
-    for one in found:
-        if not layout.capacity(one.slot_bytes):
-            what = one.name or "a block"
-            raise ValueError(f"{layout}; {what} takes {one.slot_bytes} bytes")
-    return found
-
-
-def unknown_format(name: str, known: Mapping[str, SizedPacker]) -> ValueError:
-    """Return the error for a move that names a format which the transfer engine has not."""
-    names = ", ".join(sorted(known)) or "none"
-    return ValueError(f"no packed format {name!r}; expected one of: {names}")

@@ -17,27 +17,10 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from engine.kv.move_queue import (
-    MoveQueue,
-    SizedPacker,
-    SlotMemory,
-    failure_of,
-    formats_of,
-    unknown_format,
-    verify,
-)
+from engine.kv.move_queue import MoveQueue, failure_of, verify
+from engine.kv.slot_formats import SizedPacker, SlotFormats, SlotMemory
 from engine.kv.storage import KvStorage
-from engine.moves import (
-    LOADS_MAX,
-    OFFLOADS_MAX,
-    WHOLE,
-    Move,
-    Moved,
-    SlotFormat,
-    is_whole_format,
-    packed_part,
-    stride_of,
-)
+from engine.moves import LOADS_MAX, OFFLOADS_MAX, Move, Moved
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -92,11 +75,8 @@ class CpuTransferEngine:
         self.layout = memory.layout
         self._blocks: Bytes = storage.data.flatten(1).view(torch.uint8).numpy()
         self._memory = memory
-        self._packers = dict(packers or {})
-        own, self._groups = storage.format, storage.format.blocks_per_run
-        self.formats = formats_of(
-            SlotFormat("", own.block_bytes, own.fidelity), self._packers, self.layout, self._groups
-        )
+        self._formats: SlotFormats[BlockPacker] = SlotFormats(storage, packers or {}, self.layout)
+        self.formats = self._formats.all
         self._clock = clock
         self._on_moved = on_moved
         self._on_error = on_error
@@ -140,11 +120,11 @@ class CpuTransferEngine:
 
     def _offload(self, move: Move) -> bytes:
         """Copy or pack the blocks into the slot. Returns the digest of the slot."""
-        packer, blocks = self._packer(move), self._group_blocks(move)
-        slot = self._slot(move, packer)
-        for part, number in zip(self._parts(move, slot), blocks, strict=True):
+        packer, blocks = self._formats.packer(move.format), self._formats.blocks_of(move)
+        slot = self._slot(move)
+        for part, number in zip(slot.reshape(len(blocks), -1), blocks, strict=True):
             if packer is None:
-                np.copyto(part, self._block(number))
+                np.copyto(part, self._blocks[number])
                 continue
             packer.pack(number, part[: packer.block_bytes])
             part[packer.block_bytes :] = 0  # what lay there before is of another copy
@@ -152,58 +132,19 @@ class CpuTransferEngine:
 
     def _load(self, move: Move) -> bytes:
         """Check the slot's bytes, then copy or unpack them into the blocks."""
-        packer, blocks = self._packer(move), self._group_blocks(move)
-        slot = self._slot(move, packer)
-        parts = self._parts(move, slot)
+        packer, blocks = self._formats.packer(move.format), self._formats.blocks_of(move)
+        slot = self._slot(move)
         if move.check:
             verify(move, xxhash.xxh3_128_digest(slot.data))
-        for part, number in zip(parts, blocks, strict=True):
+        for part, number in zip(slot.reshape(len(blocks), -1), blocks, strict=True):
             if number < 0:
                 continue
             if packer is None:
-                np.copyto(self._block(number), part)
+                np.copyto(self._blocks[number], part)
             else:
                 packer.unpack(part[: packer.block_bytes], number)
         return move.check
 
-    def _group_blocks(self, move: Move) -> tuple[int, ...]:
-        """Return the blocks of a move in all KV groups; below 0 for one that it leaves alone."""
-        blocks = (move.block, *move.beside)
-        for index, number in enumerate(blocks):
-            if number >= 0 or move.kind == "offload" or not index:
-                self._block(number)  # all are known before the first one is touched
-        return blocks
-
-    def _parts(self, move: Move, slot: Bytes) -> Bytes:
-        """Return a slot's bytes by KV group: [1 + beside, bytes of a block]."""
-        count = 1 + len(move.beside)
-        if count != (self._groups if is_whole_format(move.format) else 1):
-            what = f"{self._groups} as {WHOLE!r}, one as any other"
-            raise ValueError(f"{count} blocks as {move.format!r}; expected {what}")
-        parts: Bytes = slot.reshape(count, -1)
-        return parts
-
-    def _bytes_of(self, move: Move) -> int:
-        return int(self._blocks.shape[1]) * (1 + len(move.beside))
-
-    def _slot(self, move: Move, packer: BlockPacker | None) -> Bytes:
-        size = self._bytes_of(move)
-        if packer is not None:
-            size = packer.block_bytes
-            if is_whole_format(move.format):
-                size = stride_of(size) * self._groups
+    def _slot(self, move: Move) -> Bytes:
+        size = self._formats.slot_bytes(move.format)
         return np.frombuffer(self._memory.view(move.slot, size), np.uint8)
-
-    def _block(self, block: int) -> Bytes:
-        if not 0 <= block < len(self._blocks):
-            raise IndexError(f"block {block}; expected 0 to {len(self._blocks) - 1}")
-        found: Bytes = self._blocks[block]
-        return found
-
-    def _packer(self, move: Move) -> BlockPacker | None:
-        name = packed_part(move.format)
-        if not name:
-            return None
-        if name not in self._packers:
-            raise unknown_format(name, self._packers)
-        return self._packers[name]

@@ -70,9 +70,6 @@ def build_levels(
     if not wanted.is_on:
         return None, ()
     slots = wanted.arena_mib * 2**20 // kv_format.block_bytes
-    if kv_format.windows and kv.data.is_cuda:
-        windows = kv_format.windows
-        return _off(wanted, f"the model has windows of {windows} tokens; a GPU copies one KV group")
     groups = kv_format.blocks_per_run
     if slots < SLOTS_MIN * groups:
         size, least = kv_format.block_bytes, SLOTS_MIN * groups

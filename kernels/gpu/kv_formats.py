@@ -267,7 +267,9 @@ def _pack_unit(
     return tl.where(worst >= 0x7F800000, 1, tl.where(is_large, 2, 0))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["units", "tokens"], do_not_specialize_on_alignment=["ids_ptr", "failed_ptr"]
+)
 def _pack_blocks(
     kv_ptr, ids_ptr, out_ptr, out16_ptr, signs_ptr, failed_ptr, units, tokens, norm,
     L: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STEPS: tl.constexpr,
@@ -310,7 +312,7 @@ def _unpack_unit(
     _write(kv_ptr, at * 16 * D + s[:, None] * D + d[None, :], x, inside, IS_BF16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units", "tokens"], do_not_specialize_on_alignment=["ids_ptr"])
 def _unpack_blocks(
     in_ptr, in16_ptr, kv_ptr, ids_ptr, signs_ptr, units, tokens, norm,
     L: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, STEPS: tl.constexpr,

@@ -1,6 +1,7 @@
-"""Levels below a GPU's pool, at Llama-3.1-8B's shape: what they bring, and what they cost.
+"""Levels below a GPU's pool: what they bring, and what they cost.
 
     python -m tests.bench.gpu_levels [--only host,disk,packed,return,none] [--dir DIR] [--json FILE]
+        [--shape Llama-3.1-8B]
 
 `host`: the first token of one prompt of 8,192 and of 32,768 tokens, computed and loaded from host
 memory. `disk`: the same from disk, where the model finds that worth it. `packed`: 8,192 from host
@@ -40,14 +41,17 @@ from engine.api import (
     Tokens,
 )
 from engine.config import LevelsConfig
-from engine.model_store import Layer
+from tests.bench import gpu_families
 from tests.bench.gpu_workloads import BLOCK, LLAMA_8B, WORKLOADS, Bench, print_line
 
+SHAPES = {"Llama-3.1-8B": LLAMA_8B} | gpu_families.SHAPES
 CONTEXT_TOKENS = 40_960
 POOL_BYTES = 12 * 10**9
 HOST_MIB = 48 * 1024
 HOUR = Retention("hour", promise_s=3600.0, limit_s=7200.0)
 WAIT_S = 20.0
+WINDOW_BLOCKS = 800
+"""More blocks of a pool for each window group: what a step and the window before it fill."""
 PAYER = Quota(payer=b"one")
 """Of all: a payer's blocks are evicted for its own first."""
 SETUPS = ("with levels", "without", "in a pool with room")
@@ -118,6 +122,11 @@ class LevelsBench(Bench):
         torch.cuda.empty_cache()
 
 
+def pool_of(like: Bench, blocks: int) -> int:
+    """Return the blocks of a pool that has so many for KV group 0."""
+    return blocks + WINDOW_BLOCKS * like.window_groups
+
+
 def prompts_of(seed: int, number: int, tokens: int) -> list[tuple[int, ...]]:
     """Return random prompts."""
     chance = random.Random(seed)
@@ -162,7 +171,7 @@ def measure_host(like: Bench, folder: Path) -> Iterator[dict[str, Any]]:
     """Load one prompt from host memory."""
     config = LevelsConfig(host_mib=HOST_MIB // 2, host_keeps_promises=True)
     began_s = time.perf_counter()
-    bench = LevelsBench(like.config, 2400, config, like=like)
+    bench = LevelsBench(like.config, pool_of(like, 2400), config, like=like)
     yield {"part": "host", "built_s": round(time.perf_counter() - began_s, 2)}
     bench.ask(prompts_of(7, 1, 8192), CacheGrant(b"warm-up"))
     for tokens in (8192, 32_768):
@@ -173,7 +182,7 @@ def measure_host(like: Bench, folder: Path) -> Iterator[dict[str, Any]]:
 def measure_packed(like: Bench, folder: Path) -> Iterator[dict[str, Any]]:
     """Load one prompt from packed copies in host memory."""
     config = LevelsConfig(host_mib=HOST_MIB // 4, host_keeps_promises=True)
-    bench = LevelsBench(like.config, 1400, config, like=like)
+    bench = LevelsBench(like.config, pool_of(like, 1400), config, like=like)
     bench.ask(prompts_of(7, 1, 8192), CacheGrant(b"warm-up"))
     fidelities: tuple[tuple[Fidelity, str], ...] = (("near", "int8c"), ("rough", "int4c"))
     for fidelity, name in fidelities:
@@ -184,7 +193,7 @@ def measure_packed(like: Bench, folder: Path) -> Iterator[dict[str, Any]]:
 def measure_disk(like: Bench, folder: Path) -> Iterator[dict[str, Any]]:
     """Load one prompt from disk, in each format."""
     config = LevelsConfig(disk_gib=12.0, dir=str(folder), stage_mib=512, disk_tokens_min=256)
-    bench = LevelsBench(like.config, 1400, config, like=like)
+    bench = LevelsBench(like.config, pool_of(like, 1400), config, like=like)
     until_s = time.perf_counter() + WAIT_S
     while bench.core.stats().levels[-1].state != "open" and time.perf_counter() < until_s:
         bench.core.step()
@@ -290,13 +299,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--shape", default="Llama-3.1-8B", choices=SHAPES)
+    parser.add_argument("--layers", type=int, default=0, help="of them, where it is not all")
     parser.add_argument("--dir", type=Path, default=None, help="the disk to measure")
     parser.add_argument("--setups", default=",".join(SETUPS), help="of the part `return`")
     options = parser.parse_args()
-    shape = msgspec.structs.replace(
-        LLAMA_8B, layers=(Layer(),) * options.layers, context=CONTEXT_TOKENS
-    )
+    whole = SHAPES[options.shape]
+    layers = whole.layers[: options.layers or None]
+    shape = msgspec.structs.replace(whole, layers=layers, context=CONTEXT_TOKENS)
     like = Bench(shape, 64)
     print_line(f"{torch.cuda.get_device_name()}, copy {like.copy_rate / 1e9:.0f} GB/s")
     results = []

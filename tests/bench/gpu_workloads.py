@@ -172,6 +172,7 @@ class Bench:
             self.model, self.weight_bytes = like.model, like.weight_bytes
         form = kv_format(config, kv_dtype, BLOCK, has_groups=True)
         self.token_bytes = form.block_bytes // BLOCK
+        self.window_groups = len(form.windows)
         kv = KvStorage(form, blocks, device)
         self.runner = TimedRunner(
             self.model,

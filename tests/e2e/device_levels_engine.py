@@ -1,6 +1,6 @@
 """A tiny model on a device with levels, in a process that may be killed.
 
-    python -m tests.e2e.device_levels_engine MODEL FOLDER TASK DEVICE
+    python -m tests.e2e.device_levels_engine MODEL FOLDER TASK DEVICE BLOCKS
 
 `stay`: answers a promised prompt with the prefix computed, on the device, and from host memory,
 says that the disk has it, and waits to be killed; `read`: answers it from disk. Each for an exact
@@ -27,7 +27,7 @@ from engine.server.composition import core_of_model
 from engine.server.service import smoke_test
 from tests.e2e.leveled_engine import WAIT_S, answer, say, wait_for_disk
 
-PROMPT_TOKENS, BLOCKS, PUSHES = 449, 96, 9
+PROMPT_TOKENS, PUSHES = 449, 9
 PAYER = Quota(payer=b"one")
 """Of all: a payer's blocks are evicted for its own first."""
 FIDELITIES: tuple[Fidelity, ...] = ("exact", "near")
@@ -36,7 +36,7 @@ FIDELITIES: tuple[Fidelity, ...] = ("exact", "near")
 def prompt(seed: int) -> tuple[int, ...]:
     """Return a random prompt."""
     chance = random.Random(seed)
-    return tuple(chance.randrange(100) for _ in range(PROMPT_TOKENS))
+    return tuple(chance.randrange(3, 60) for _ in range(PROMPT_TOKENS))
 
 
 def grant_of(fidelity: Fidelity, *, is_kept: bool = False) -> CacheGrant:
@@ -78,9 +78,9 @@ def main() -> None:
 
 def run() -> None:
     """Do the task; see the module."""
-    model, folder, task, device = sys.argv[1:5]
+    model, folder, task, device, blocks = sys.argv[1:6]
     levels = LevelsConfig(host_mib=4, disk_gib=1.0, dir=folder, slab_mib=64, look_ms=1_000)
-    wanted: dict[str, Any] = {"kv_blocks": BLOCKS, "sequences_max": 8, "step_tokens_max": 512}
+    wanted: dict[str, Any] = {"kv_blocks": int(blocks), "sequences_max": 8, "step_tokens_max": 512}
     chosen: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
     config = msgspec.structs.replace(
         msgspec.convert(wanted, EngineConfig), levels=levels, device=chosen

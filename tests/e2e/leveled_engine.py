@@ -46,6 +46,8 @@ def answer(core: Core, name: str, tokens: tuple[int, ...], grant: CacheGrant) ->
         for event in core.step():
             if isinstance(event, Started):
                 found |= {"cached": event.cached_tokens, "loaded": dict(event.loaded_tokens)}
+                if event.wait is not None and event.wait.cause:
+                    found["not_loaded"] = event.wait.cause
             elif isinstance(event, Tokens):
                 first_s = first_s or time.process_time() - began_s
                 out += [token.token_id for token in event.tokens]

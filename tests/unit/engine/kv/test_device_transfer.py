@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from engine.kv.copy_device import CudaDevice
 from engine.kv.device_packing import gpu_packers_of
@@ -310,3 +311,23 @@ def test_packed_blocks_have_the_references_bytes(name: str) -> None:
     assert packed == bytes(expected.numpy().tobytes())
     unpacked = reference_kv.unpack(expected, names[0], (2, 2, 16), torch.bfloat16)
     assert torch.equal(kv.data[2].cpu(), unpacked)
+
+
+@pytest.mark.gpu
+def test_no_batch_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its blocks are and wherever it lies: a load would reach its deadline meanwhile."""
+    kv = KvStorage(KvFormat(3, 1, 16, 16, torch.bfloat16), 40, DEVICE)
+    packers = gpu_packers_of(kv, ["int8c", "int4c"])
+    compiled: list[str] = []
+    hook = lambda **facts: compiled.append(str(facts))  # noqa: E731
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    for packer in packers.values():
+        room = torch.empty(100 * packer.block_bytes, dtype=torch.uint8, device=DEVICE)
+        ids = torch.arange(40, dtype=torch.int32, device=DEVICE)
+        for count in (1, 2, 3, 16, 17, 32):
+            for start in (0, 1, 4, 5):
+                packed = room[: count * packer.block_bytes].view(count, -1)
+                packer.pack(ids[start : start + count], packed)
+                packer.unpack(packed, ids[start : start + count])
+
+    assert compiled == []

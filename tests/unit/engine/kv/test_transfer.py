@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,6 +12,8 @@ import pytest
 import torch
 import xxhash
 
+from engine.kv.copy_device import CudaDevice
+from engine.kv.device_packing import gpu_packers_of
 from engine.kv.device_transfer import DeviceTransferEngine
 from engine.kv.format import KvFormat, KvGroup
 from engine.kv.packing import PackedName, packers_of
@@ -23,6 +26,7 @@ from tests.unit.engine.kv.transfer_rig import (
     BLOCKS,
     SLOTS,
     WAIT_S,
+    Engine,
     MakeRig,
     Place,
     Rig,
@@ -31,6 +35,8 @@ from tests.unit.engine.kv.transfer_rig import (
 )
 
 PLACES = ["cpu", "fake", pytest.param("gpu", marks=pytest.mark.gpu)]
+PACKING_PLACES = ["cpu", "gpu" if torch.cuda.is_available() else "fake"]
+"""Where blocks are packed: by Triton's interpreter, which runs only where there is no GPU."""
 
 
 @pytest.fixture(params=PLACES)
@@ -66,26 +72,44 @@ def test_a_block_comes_back_as_it_left(rig: Rig) -> None:
 
 
 class Grouped:
-    """The CPU's engine over a pool of three KV groups of a layer each, with these packers."""
+    """An engine over a pool of three KV groups of a layer each, with these packers. On a device a
+    batch has four blocks, and memory is pinned in pieces that no block fits."""
 
-    def __init__(self, *names: PackedName) -> None:
+    def __init__(self, place: Place, *names: PackedName) -> None:
         groups = (KvGroup(0, (0,)), KvGroup(8, (1,)), KvGroup(8, (2,)))
-        self.form = KvFormat(1, 1, 8, 16, torch.float32, groups=groups)
-        self.kv = KvStorage(self.form, BLOCKS, torch.device("cpu"))
+        dtype = torch.float32 if place == "cpu" else torch.bfloat16
+        self.form = KvFormat(1, 1, 16, 16, dtype, groups=groups)
+        self.kv = KvStorage(self.form, BLOCKS, torch.device("cuda" if place == "gpu" else "cpu"))
         generator = torch.Generator().manual_seed(1)
         self.kv.data.copy_(torch.randn(self.kv.data.shape, generator=generator))
         self.arena = HostArena.create(SlotLayout.uniform(SLOTS, 3 * self.form.block_bytes))
+        self.arena.view(1, 3 * self.form.block_bytes)[:] = b"x" * (3 * self.form.block_bytes)
         self.ended = threading.Semaphore(0)
-        packers = packers_of(self.kv, None, names)
-        self.engine = CpuTransferEngine(
-            self.kv, self.arena, packers=packers, on_moved=self.ended.release
-        )
+        self.engine: Engine
+        if place == "cpu":
+            self.engine = CpuTransferEngine(
+                self.kv,
+                self.arena,
+                packers=packers_of(self.kv, None, names),
+                on_moved=self.ended.release,
+            )
+        else:
+            self.engine = DeviceTransferEngine(
+                self.kv,
+                self.arena,
+                CudaDevice(self.kv.data.device) if place == "gpu" else FakeDevice(),
+                packers=gpu_packers_of(self.kv, names),
+                batch_bytes=4 * self.form.block_bytes,
+                piece_bytes=mmap.PAGESIZE,
+                on_moved=self.ended.release,
+            )
 
-    def run(self, move: Move) -> Moved:
-        """Return the outcome of a move."""
-        self.engine.submit([move])
-        assert self.ended.acquire(timeout=WAIT_S)
-        return self.engine.poll()[0]
+    def run(self, *moves: Move) -> list[Moved]:
+        """Return the outcomes of moves, in the order of their ids."""
+        self.engine.submit(moves)
+        for _ in moves:
+            assert self.ended.acquire(timeout=WAIT_S)
+        return sorted(self.engine.poll(), key=lambda moved: moved.move_id)
 
     def close(self) -> None:
         """End the engine, and close its memory."""
@@ -93,48 +117,88 @@ class Grouped:
         self.arena.close()
 
 
-def test_blocks_of_all_groups_come_back_as_they_left() -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_blocks_of_all_groups_come_back_as_they_left(place: Place) -> None:
     """Side by side in one slot; a load leaves alone those that it is not to fill."""
-    with closing(Grouped()) as under_test:
+    with closing(Grouped(place)) as under_test:
         run, kv = under_test.run, under_test.kv
         before = [kv.data[block].clone() for block in range(BLOCKS)]
         out = run(Move(1, "offload", 0, 1, format=WHOLE, beside=(1, 2)))
-        back = run(Move(2, "load", 3, 1, out.check, WHOLE, (-1, 5)))
-        wrong = [
-            run(Move(3, "offload", 0, 1, format=WHOLE, beside=(1,))),
-            run(Move(4, "offload", 0, 1, format=WHOLE, beside=(1, -1))),
-            run(Move(5, "load", 3, 1, format=WHOLE, beside=(4, BLOCKS))),
-        ]
+        back = run(Move(2, "load", 3, 1, out[0].check, WHOLE, (-1, 5)))
+        wrong = run(
+            Move(3, "offload", 0, 1, format=WHOLE, beside=(1,)),
+            Move(4, "offload", 0, 1, format=WHOLE, beside=(1, -1)),
+            Move(5, "load", 3, 1, format=WHOLE, beside=(4, BLOCKS)),
+            Move(6, "load", 3, 1, beside=(4, 5)),
+        )
 
     assert under_test.engine.formats[1] == SlotFormat(WHOLE, 3 * under_test.form.block_bytes)
-    assert out.is_done
-    assert back.is_done
+    assert [one.is_done for one in (*out, *back, *wrong)] == [True, True, *[False] * 4]
     expected = [*before[:3], before[0], before[4], before[2]]
     assert all(torch.equal(kv.data[block], expected[block]) for block in range(BLOCKS))
-    assert [one.is_done for one in wrong] == [False] * 3
 
 
-@pytest.mark.parametrize("name", ["int8c", "int4c"])
-def test_blocks_of_all_groups_are_packed_each_by_itself(name: PackedName) -> None:
-    """As a block of group 0 is; one that is no number makes the whole copy unpackable."""
-    whole = f"{WHOLE}-{name}"
-    with closing(Grouped(name)) as under_test:
-        run, kv = under_test.run, under_test.kv
-        out = run(Move(1, "offload", 0, 1, format=whole, beside=(1, 2)))
-        back = run(Move(2, "load", 3, 1, out.check, whole, (-1, 5)))
-        alone = [
-            run(Move(3, "offload", 2, 0, format=name)),
-            run(Move(4, "load", 4, 0, format=name)),
+@pytest.mark.parametrize("place", PLACES)
+def test_copies_of_one_group_and_of_all_may_be_under_way_together(place: Place) -> None:
+    """Each in batches of its own, by blocks; every slot then has what its move named."""
+    with closing(Grouped(place)) as under_test:
+        size = under_test.form.block_bytes
+        moves = [
+            Move(index, "offload", index % 6, index % 4)
+            if index % 3 == 0
+            else Move(
+                index,
+                "offload",
+                index % 6,
+                index % 4,
+                format=WHOLE,
+                beside=((index + 1) % 6, (index + 2) % 6),
+            )
+            for index in range(40)
         ]
-        kv.data[1, 0, 0, 0, 0, 0] = float("nan")
-        bad = run(Move(5, "offload", 0, 1, format=whole, beside=(1, 2)))
+        outcomes = under_test.run(*moves)
+        slots = {
+            move.slot: bytes(under_test.arena.view(move.slot, size * (1 + len(move.beside))))
+            for move in moves[-4:]
+        }
+        blocks = under_test.kv.data.cpu().view(torch.uint8).flatten(1)
 
-    assert [one.is_done for one in (out, back, *alone)] == [True] * 4
+    assert all(one.is_done for one in outcomes)
+    for move in moves[-4:]:
+        expected = blocks[[move.block, *move.beside]].numpy().tobytes()
+        assert slots[move.slot] == expected
+
+
+@pytest.mark.parametrize("place", PACKING_PLACES)
+@pytest.mark.parametrize("name", ["int8c", "int4c"])
+def test_blocks_of_all_groups_are_packed_each_by_itself(name: PackedName, place: Place) -> None:
+    """As a block of group 0 is; one that is no number makes the whole copy unpackable. Nothing of
+    the copy before stays between them."""
+    whole = f"{WHOLE}-{name}"
+    with closing(Grouped(place, name)) as under_test:
+        run, kv = under_test.run, under_test.kv
+        sizes = {one.name: one.slot_bytes for one in under_test.engine.formats}
+        out = run(Move(1, "offload", 0, 1, format=whole, beside=(1, 2)))
+        slot = bytes(under_test.arena.view(1, sizes[whole]))
+        back = run(Move(2, "load", 3, 1, out[0].check, whole, (-1, 5)))
+        alone = run(Move(3, "offload", 2, 0, format=name))
+        alone += run(Move(4, "load", 4, 0, format=name))
+        kv.data[1, 0, 0, 0, 0, 0] = float("nan")
+        bad, good = run(
+            Move(5, "offload", 0, 1, format=whole, beside=(1, 2)),
+            Move(6, "offload", 0, 2, format=whole, beside=(3, 2)),
+        )
+
+    assert [one.is_done for one in (*out, *back, *alone)] == [True] * 4
     assert torch.equal(kv.data[5], kv.data[4]), "the third group's block, as packed alone"
     assert 0 < float((kv.data[5] - kv.data[2]).abs().max()) < 0.5
-    assert (bad.is_done, bad.is_unpackable) == (False, True)
-    sizes = {one.name: one.slot_bytes for one in under_test.engine.formats}
-    assert sizes[whole] == 3 * stride_of(sizes[name])
+    assert (bad.is_done, bad.is_unpackable, good.is_done) == (False, True, True)
+    stride = stride_of(sizes[name])
+    assert sizes[whole] == 3 * stride
+    paddings = [
+        slot[start + sizes[name] : start + stride] for start in range(0, 3 * stride, stride)
+    ]
+    assert not any(b"".join(paddings))
 
 
 def test_the_digest_is_that_of_the_whole_slot(rig: Rig) -> None:

@@ -5,9 +5,7 @@ are off.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
-from typing import cast
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -118,24 +116,17 @@ def test_a_drained_engine_stays_to_store_promises(leveled: LeveledService) -> No
 # -- what is built ----------------------------------------------------------------------------
 
 
-def built(levels: LevelsConfig, *, windows: bool = False) -> tuple[bool, str]:
-    """Return whether levels were built for a tiny model, and the reason why not."""
-    groups = (KvGroup(0, (0,)), KvGroup(8, (1,))) if windows else ()
-    form = KvFormat(1 if windows else 2, 1, 8, 16, torch.float32, groups=groups)
+def built(levels: LevelsConfig, groups: int = 1) -> tuple[bool, tuple[LevelStats, ...]]:
+    """Return whether levels were built for a tiny model of so many KV groups, and what is off."""
+    windows = tuple(KvGroup(8, (index,)) for index in range(1, groups))
+    dealt = (KvGroup(0, (0,)), *windows) if groups > 1 else ()
+    form = KvFormat(1, 1, 8, 16, torch.float32, groups=dealt)
     storage = KvStorage(form, 4, torch.device("cpu"))
     cache = PrefixCache(blocks=4, block_size=16, windows=form.windows)
     below, off = build_levels(cache, EngineConfig(levels=levels), storage)
     if below is not None:
         below.close()
-    return below is not None, "" if not off else off[0].reason
-
-
-def built_of_windows_on_a_gpu(levels: LevelsConfig) -> tuple[Levels | None, Sequence[LevelStats]]:
-    """Return the levels of a model with windows whose blocks lie on a GPU, and what is off."""
-    form = KvFormat(1, 1, 8, 16, torch.float32, groups=(KvGroup(0, (0,)), KvGroup(8, (1,))))
-    on_gpu = cast("KvStorage", SimpleNamespace(format=form, data=SimpleNamespace(is_cuda=True)))
-    cache = PrefixCache(blocks=4, block_size=16, windows=form.windows)
-    return build_levels(cache, EngineConfig(levels=levels), on_gpu)
+    return below is not None, off
 
 
 @pytest.mark.parametrize(
@@ -156,17 +147,17 @@ def test_memory_is_cut_into_slabs_that_waste_little(blocks: int, slabs: tuple[in
 
 def test_levels_are_built_where_they_are_asked_for() -> None:
     """Without a size there are none, and nothing is told of them."""
-    assert built(LevelsConfig()) == (False, "")
-    assert built(LevelsConfig(host_mib=1)) == (True, "")
-    assert built(LevelsConfig(host_mib=1), windows=True) == (True, "")
+    assert built(LevelsConfig()) == (False, ())
+    assert built(LevelsConfig(host_mib=1)) == (True, ())
+    assert built(LevelsConfig(host_mib=1), groups=2) == (True, ())
 
 
 def test_levels_that_cannot_be_had_are_off_with_a_reason() -> None:
-    """The engine runs on without them."""
-    below, off = built_of_windows_on_a_gpu(LevelsConfig(host_mib=1))
+    """The engine runs on without them: here memory holds too few copies of all groups."""
+    is_on, off = built(LevelsConfig(host_mib=1), groups=200)
 
-    assert below is None
-    assert "a GPU copies one KV group" in off[0].reason
+    assert not is_on
+    assert off[0].reason == "1024 slots of 1024 bytes; expected at least 1600"
 
 
 def test_failed_moves_are_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
@@ -210,8 +201,8 @@ def test_slabs_hold_a_number_of_whole_copies(groups: int) -> None:
 def test_each_configured_level_is_off_by_name(remote: RemoteConfig, configured: list[str]) -> None:
     """Also the disk, whose promises would not survive the engine."""
     wanted = LevelsConfig(host_mib=1, disk_gib=1.0, remote=remote)
-    below, off = built_of_windows_on_a_gpu(wanted)
+    is_on, off = built(wanted, groups=200)
 
-    assert below is None
+    assert not is_on
     assert [(one.name, one.state) for one in off] == [(name, "off") for name in configured]
     assert len({one.reason for one in off}) == 1
