@@ -1,10 +1,11 @@
 """Which connections of a listener may stay: places by address, for strangers and for tenants.
 
 A connection whose client has not shown a valid key belongs to a stranger. Strangers hold at most
-three quarters of the places, and a full listener makes room: it closes the connection that has been
-idle for longest, of the strangers or else of the tenant with the most connections. So neither ten
-thousand idle strangers nor one tenant's idle pool keeps other clients out. This module knows no
-socket; `gateway.http.connection` asks it.
+three quarters of the places, and those of one address no more than its own limit; a connection of a
+tenant counts for no address, since others may share it. A full listener makes room: it closes the
+connection that has been idle for longest, of the strangers or else of the tenant with the most
+connections. So neither ten thousand idle strangers nor one tenant's idle pool keeps other clients
+out. This module knows no socket; `gateway.http.connection` asks it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ConnectionPlaces(Generic[C]):
     """
 
     def __init__(self, places_max: int, places_per_address_max: int) -> None:
-        """`places_per_address_max`: 0 is no limit."""
+        """`places_per_address_max`: of strangers; 0 is no limit."""
         self._max = places_max
         self._per_address_max = places_per_address_max
         self._strangers_max = max(1, places_max * 3 // 4)
@@ -68,11 +69,14 @@ class ConnectionPlaces(Generic[C]):
         """Take the place of a connection that is lost. O(1)."""
         self.set_busy(connection)
         self.taken -= 1
-        _decrease(self._by_address, connection.address)
+        if connection.payer is None:
+            _decrease(self._by_address, connection.address)
         _decrease(self._by_payer, connection.payer)
 
     def move(self, connection: C, payer: Hashable) -> None:
         """Count a busy connection for a tenant from now on. O(1)."""
+        if connection.payer is None:
+            _decrease(self._by_address, connection.address)
         _decrease(self._by_payer, connection.payer)
         connection.payer = payer
         self._by_payer[payer] += 1
