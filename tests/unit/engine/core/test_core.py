@@ -20,6 +20,7 @@ from engine.api import (
     Quota,
     Retention,
     Sampling,
+    Tokens,
 )
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, InvariantViolation
@@ -515,3 +516,22 @@ def test_stats_count_the_work_done(world: World) -> None:
     assert stats.prompt_tokens_total == 3 * len(PROMPT)
     assert stats.cached_tokens_total + stats.computed_tokens_total == stats.prompt_tokens_total
     assert stats.output_tokens_total == 12
+
+
+def test_first_tokens_go_before_those_of_sequences_that_decode(world: World) -> None:
+    """Whoever reads the events of a large batch takes milliseconds, and a first token is waited
+    for."""
+
+    def tokens_of_step() -> list[str]:
+        events = world.core.step()
+        return [event.request_id for event in events if isinstance(event, Tokens)]
+
+    world.core.submit(ask("old", max_tokens=20))
+    while not tokens_of_step():
+        pass
+    world.core.submit(ask("new", tokens=(1, 1, 0), max_tokens=4))
+    orders = [tokens_of_step() for _ in range(8)]
+    both = [order for order in orders if len(order) == 2]
+
+    assert both[0] == ["new", "old"]
+    assert both[-1] == ["old", "new"]
