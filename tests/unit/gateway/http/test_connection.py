@@ -433,6 +433,28 @@ async def test_idle_connections_of_one_tenant_leave_room_for_others(
     await unopened_gateway.close()
 
 
+async def test_streams_of_one_tenant_leave_its_address_to_others(
+    unopened_gateway: GatewayFixture,
+) -> None:
+    """Two tenants behind one router: the limit of an address is for clients without a key."""
+    unopened_gateway.set_server(connections_per_address_max=2)
+    await unopened_gateway.open()
+    body = json.dumps(unopened_gateway.chat()).encode()
+    async with AsyncExitStack() as held:
+        answers = []
+        for who in ("bob", "bob", "bob", "ada"):
+            kept = await held.enter_async_context(unopened_gateway.connection())
+            kept[1].write(unopened_gateway.post("/v1/chat/completions", body, who=who))
+            answers.append(await read_answer(kept[0]))
+        for _ in range(2):
+            await held.enter_async_context(unopened_gateway.connection())
+        stranger = await unopened_gateway.raw(b"")
+
+    assert [status_of(answer) for answer in answers] == [200] * 4
+    assert status_of(stranger) == 503
+    await unopened_gateway.close()
+
+
 async def test_pipelined_requests_wait_for_their_reader(unopened_gateway: GatewayFixture) -> None:
     """Answers that the client does not read are not computed; the write deadline ends the
     connection."""
