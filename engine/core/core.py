@@ -478,8 +478,8 @@ class Core:
 
     def _accept_tokens(self, in_flight: InFlightStep, result: StepResult, now_s: float) -> None:
         """Append the output tokens of a step, and end each sample at its last one; a token after
-        that is dropped. First tokens go first: who reads a step's events takes milliseconds for
-        hundreds of them.
+        that is dropped. First tokens go first: the gateway takes milliseconds for the tokens of a
+        large batch.
         """
         events, sampled, accepted = self._events, result.sampled, 0
         for sequence_id, sequence in sorted(in_flight.sampling.items(), key=_has_output):

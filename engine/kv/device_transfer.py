@@ -114,8 +114,8 @@ class _Batch:
 class _Staging:
     """Device memory through which packed blocks of one direction go, made when the first one comes.
 
-    Each batch in flight has an area of it, with the blocks' ids on host and device, and the
-    outcomes of packing them.
+    Each batch in flight has an area of it, aligned as the kernels are compiled for, with the
+    blocks' ids on host and device, and the outcomes of packing them.
     """
 
     def __init__(self, device: torch.device, batch_blocks: int, packed_bytes: int) -> None:
@@ -335,15 +335,11 @@ class DeviceTransferEngine:
 
     def _prepare(self, move: Move) -> _Ready:
         """Return a move with its slot, pinned. Raises what makes it fail."""
-        formats, name = self._formats, move.format
-        stored, stride, size = (
-            formats.stored_bytes(name), formats.part_bytes(name), formats.slot_bytes(name)
-        )  # fmt: skip
-        blocks = formats.blocks_of(move)
-        slot = self._memory.view(move.slot, size)
-        start = self.layout.offset(move.slot, size)
+        blocks, shape = self._formats.blocks_of(move), self._formats.shape(move.format)
+        slot = self._memory.view(move.slot, shape.slot_bytes)
+        start = self.layout.offset(move.slot, shape.slot_bytes)
         parts = [
-            _Part(block, self._pinned.need(start + index * stride, stored))
+            _Part(block, self._pinned.need(start + index * shape.part_bytes, shape.stored_bytes))
             for index, block in enumerate(blocks)
             if block >= 0
         ]
@@ -352,7 +348,7 @@ class DeviceTransferEngine:
     def _copy(self, batch: _Batch, stream: CopyStream, staging: _Staging) -> None:
         """Launch the copies of a batch, on its direction's stream."""
         is_load = batch.ready[0].move.kind == "load"
-        packer, parts = self._formats.packer(batch.format), batch.parts
+        packer, parts = self._formats.shape(batch.format).packer, batch.parts
         if packer is None:
             places = [part.block * self._block_bytes for part in parts]
             stream.copy(self._copies(self._blocks, places, parts), is_load=is_load)
@@ -420,8 +416,7 @@ class DeviceTransferEngine:
 
     def _clear_padding(self, one: _Ready) -> None:
         """Clear what lies between the parts of a slot: it is of another copy."""
-        name = one.move.format
-        stored, stride = self._formats.stored_bytes(name), self._formats.part_bytes(name)
+        _, _, stored, stride = self._formats.shape(one.move.format)
         if stored < stride:
             for end in range(stored, len(one.slot), stride):
                 one.slot[end : end + stride - stored] = bytes(stride - stored)

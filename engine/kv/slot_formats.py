@@ -6,7 +6,7 @@ Both transfer engines ask it before they touch a byte. It copies nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from engine.api import Fidelity
 from engine.kv.storage import KvStorage
@@ -15,7 +15,6 @@ from engine.moves import (
     Move,
     SlotFormat,
     SlotLayout,
-    is_whole_format,
     packed_part,
     stride_of,
     whole_format,
@@ -46,21 +45,37 @@ class SizedPacker(Protocol):
 P = TypeVar("P", bound=SizedPacker)
 
 
-class SlotFormats(Generic[P]):
-    """The formats of a transfer engine's copies, and how a copy of each is laid out in its slot.
-
-    A copy is one part, a block of group 0, or with several KV groups one part for each: equal parts
-    side by side, each of `part_bytes`, of which a packed block fills the first `stored_bytes`.
+class SlotShape(NamedTuple, Generic[P]):
+    """How a copy of one format lies in its slot: `parts` side by side, `part_bytes` from one to the
+    next, each a block that fills the first `stored_bytes`. `packer`: None where blocks are as they
+    are.
     """
+
+    packer: P | None
+    parts: int
+    stored_bytes: int
+    part_bytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a copy."""
+        return self.parts * self.part_bytes
+
+
+class SlotFormats(Generic[P]):
+    """The formats of a transfer engine's copies: of a block of KV group 0, and with several KV
+    groups of a block of each."""
 
     def __init__(self, storage: KvStorage, packers: Mapping[str, P], layout: SlotLayout) -> None:
         """`packers`: by the name that `Move.format` gives. Raises ValueError if the memory has no
         room for a copy of one of the formats."""
-        self.blocks = len(storage.data)
-        self.block_bytes = storage.format.block_bytes
-        self.groups = storage.format.blocks_per_run
-        self._packers = dict(packers)
-        self.all = self._list(storage.format.fidelity)
+        form = storage.format
+        self._blocks, self._packed = len(storage.data), sorted(packers)
+        self._shapes = _shapes_of(form.block_bytes, form.blocks_per_run, packers)
+        self.all = tuple(
+            SlotFormat(name, one.slot_bytes, one.packer.fidelity if one.packer else form.fidelity)
+            for name, one in self._shapes.items()
+        )
         for one in self.all:
             if not layout.capacity(one.slot_bytes):
                 what = one.name or "a block"
@@ -69,53 +84,42 @@ class SlotFormats(Generic[P]):
     @property
     def packed_bytes_max(self) -> int:
         """Most bytes of a packed block; 0 without packed formats."""
-        return max((packer.block_bytes for packer in self._packers.values()), default=0)
+        return max((one.stored_bytes for one in self._shapes.values() if one.packer), default=0)
 
-    def packer(self, name: str) -> P | None:
-        """Return what packs the blocks of a copy; None where they are as they are. Raises
-        ValueError for a packed format that there is not."""
-        packed = packed_part(name)
-        if not packed:
-            return None
-        if packed not in self._packers:
-            names = ", ".join(sorted(self._packers)) or "none"
-            raise ValueError(f"no packed format {packed!r}; expected one of: {names}")
-        return self._packers[packed]
+    def shape(self, name: str) -> SlotShape[P]:
+        """Return the shape of a format. Raises ValueError for one that there is not. O(1)."""
+        found = self._shapes.get(name)
+        if found is None:
+            known = ", ".join(self._packed) or "none"
+            what = packed_part(name) or name
+            raise ValueError(f"no packed format {what!r}; expected one of: {known}")
+        return found
 
     def blocks_of(self, move: Move) -> tuple[int, ...]:
         """Return a move's block of each part, all checked; below 0 for one that a load leaves
-        alone. Raises ValueError for too few or too many, IndexError for one that there is not."""
-        found = (move.block, *move.beside)
-        if len(found) != (self.groups if is_whole_format(move.format) else 1):
-            what = f"{self.groups} as {WHOLE!r}, one as any other"
-            raise ValueError(f"{len(found)} blocks as {move.format!r}; expected {what}")
+        alone. Raises ValueError for an unknown format and for too few or too many blocks,
+        IndexError for a block that there is not."""
+        found, parts = (move.block, *move.beside), self.shape(move.format).parts
+        if len(found) != parts:
+            raise ValueError(f"{len(found)} blocks as {move.format!r}; expected {parts}")
         for index, block in enumerate(found):
-            is_left_alone = block < 0 and index and move.kind == "load"
-            if not is_left_alone and not 0 <= block < self.blocks:
-                raise IndexError(f"block {block}; expected 0 to {self.blocks - 1}")
+            is_left_alone = block < 0 and index > 0 and move.kind == "load"
+            if not is_left_alone and not 0 <= block < self._blocks:
+                raise IndexError(f"block {block}; expected 0 to {self._blocks - 1}")
         return found
 
-    def stored_bytes(self, name: str) -> int:
-        """Return the bytes of a block in a copy of a format."""
-        packer = self.packer(name)
-        return self.block_bytes if packer is None else packer.block_bytes
 
-    def part_bytes(self, name: str) -> int:
-        """Return the bytes from one part of a copy to the next: packed blocks begin where slots
-        may."""
-        stored = self.stored_bytes(name)
-        return stride_of(stored) if packed_part(name) and is_whole_format(name) else stored
-
-    def slot_bytes(self, name: str) -> int:
-        """Return the bytes of a copy."""
-        return self.part_bytes(name) * (self.groups if is_whole_format(name) else 1)
-
-    def _list(self, fidelity: Fidelity) -> tuple[SlotFormat, ...]:
-        """Return all formats, the pool's own first; with several KV groups, then that of a block in
-        each, and at the end those of a packed block in each."""
-        fidelities = {name: one.fidelity for name, one in self._packers.items()}
-        own, packed = [("", fidelity)], list(fidelities.items())
-        if self.groups > 1:
-            own.append((WHOLE, fidelity))
-            packed += [(whole_format(name), one) for name, one in fidelities.items()]
-        return tuple(SlotFormat(name, self.slot_bytes(name), one) for name, one in [*own, *packed])
+def _shapes_of(block_bytes: int, groups: int, packers: Mapping[str, P]) -> dict[str, SlotShape[P]]:
+    """Return the shapes by format, the pool's own first; with several KV groups, then that of a
+    block of each, and at the end those of a packed block of each, which begins where slots may."""
+    sizes = {name: one.block_bytes for name, one in packers.items()}
+    found: dict[str, SlotShape[P]] = {"": SlotShape(None, 1, block_bytes, block_bytes)}
+    if groups > 1:
+        found[WHOLE] = SlotShape(None, groups, block_bytes, block_bytes)
+    found |= {name: SlotShape(packers[name], 1, size, size) for name, size in sizes.items()}
+    if groups > 1:
+        found |= {
+            whole_format(name): SlotShape(packers[name], groups, size, stride_of(size))
+            for name, size in sizes.items()
+        }
+    return found

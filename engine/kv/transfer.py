@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from engine.kv.move_queue import MoveQueue, failure_of, verify
-from engine.kv.slot_formats import SizedPacker, SlotFormats, SlotMemory
+from engine.kv.slot_formats import SizedPacker, SlotFormats, SlotMemory, SlotShape
 from engine.kv.storage import KvStorage
 from engine.moves import LOADS_MAX, OFFLOADS_MAX, Move, Moved
 
@@ -120,31 +120,30 @@ class CpuTransferEngine:
 
     def _offload(self, move: Move) -> bytes:
         """Copy or pack the blocks into the slot. Returns the digest of the slot."""
-        packer, blocks = self._formats.packer(move.format), self._formats.blocks_of(move)
-        slot = self._slot(move)
-        for part, number in zip(slot.reshape(len(blocks), -1), blocks, strict=True):
-            if packer is None:
+        blocks, shape = self._formats.blocks_of(move), self._formats.shape(move.format)
+        slot = self._slot(move, shape)
+        for part, number in zip(slot.reshape(shape.parts, -1), blocks, strict=True):
+            if shape.packer is None:
                 np.copyto(part, self._blocks[number])
                 continue
-            packer.pack(number, part[: packer.block_bytes])
-            part[packer.block_bytes :] = 0  # what lay there before is of another copy
+            shape.packer.pack(number, part[: shape.stored_bytes])
+            part[shape.stored_bytes :] = 0  # what lay there before is of another copy
         return xxhash.xxh3_128_digest(slot.data)
 
     def _load(self, move: Move) -> bytes:
         """Check the slot's bytes, then copy or unpack them into the blocks."""
-        packer, blocks = self._formats.packer(move.format), self._formats.blocks_of(move)
-        slot = self._slot(move)
+        blocks, shape = self._formats.blocks_of(move), self._formats.shape(move.format)
+        slot = self._slot(move, shape)
         if move.check:
             verify(move, xxhash.xxh3_128_digest(slot.data))
-        for part, number in zip(slot.reshape(len(blocks), -1), blocks, strict=True):
+        for part, number in zip(slot.reshape(shape.parts, -1), blocks, strict=True):
             if number < 0:
                 continue
-            if packer is None:
+            if shape.packer is None:
                 np.copyto(self._blocks[number], part)
             else:
-                packer.unpack(part[: packer.block_bytes], number)
+                shape.packer.unpack(part[: shape.stored_bytes], number)
         return move.check
 
-    def _slot(self, move: Move) -> Bytes:
-        size = self._formats.slot_bytes(move.format)
-        return np.frombuffer(self._memory.view(move.slot, size), np.uint8)
+    def _slot(self, move: Move, shape: SlotShape[BlockPacker]) -> Bytes:
+        return np.frombuffer(self._memory.view(move.slot, shape.slot_bytes), np.uint8)

@@ -519,8 +519,8 @@ def test_stats_count_the_work_done(world: World) -> None:
 
 
 def test_first_tokens_go_before_those_of_sequences_that_decode(world: World) -> None:
-    """Whoever reads the events of a large batch takes milliseconds, and a first token is waited
-    for."""
+    """The gateway takes milliseconds for the events of a large batch, and a first token is what a
+    client waits for."""
 
     def tokens_of_step() -> list[str]:
         events = world.core.step()

@@ -315,12 +315,13 @@ def test_packed_blocks_have_the_references_bytes(name: str) -> None:
 
 @pytest.mark.gpu
 def test_no_batch_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its blocks are and wherever it lies: a load would reach its deadline meanwhile."""
+    """For any number of blocks and any place in memory: a load would reach its deadline."""
     kv = KvStorage(KvFormat(3, 1, 16, 16, torch.bfloat16), 40, DEVICE)
     packers = gpu_packers_of(kv, ["int8c", "int4c"])
     compiled: list[str] = []
-    hook = lambda **facts: compiled.append(str(facts))  # noqa: E731
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(str(facts))
+    )
     for packer in packers.values():
         room = torch.empty(100 * packer.block_bytes, dtype=torch.uint8, device=DEVICE)
         ids = torch.arange(40, dtype=torch.int32, device=DEVICE)
