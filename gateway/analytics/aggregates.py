@@ -61,7 +61,7 @@ class CompletedPrompt(Struct, frozen=True, array_like=True, gc=False):
     where the prompt ran; without it, no finding counts the prompt.
     """
 
-    tenant: str
+    tenant_id: int
     record: UsageRecord
     prompt: Rendered
     first_token_s: float | None
@@ -236,10 +236,10 @@ class Analytics:
         self._tenants_max = tenants_max
         self._classes = classes
         self._spans = [kept.seconds for kept in classes.values()]
-        self._tenants: OrderedDict[str, TenantView] = OrderedDict()
-        self._prompts: OrderedDict[str, PromptSamples] = OrderedDict()
+        self._tenants: OrderedDict[int, TenantView] = OrderedDict()
+        self._prompts: OrderedDict[int, PromptSamples] = OrderedDict()
         self._all = TenantView()
-        self._pending: defaultdict[str, list[tuple[float, CompletedPrompt]]] = defaultdict(list)
+        self._pending: defaultdict[int, list[tuple[float, CompletedPrompt]]] = defaultdict(list)
         self._pending_room = PENDING_MAX
         self._minute, self._minute_ends_s = 0, -math.inf  # of pending requests
         self._findings = PromptFindings(key, tenants_max, classes)
@@ -253,7 +253,7 @@ class Analytics:
         at_s = self._clock()
         if at_s >= self._minute_ends_s:
             self._start_minute(at_s)
-        self._pending[completed.tenant].append((at_s, completed))
+        self._pending[completed.tenant_id].append((at_s, completed))
         prompt = completed.prompt
         self._pending_room -= (
             REQUEST_WEIGHT + len(prompt.token_ids) + BOUNDARY_WEIGHT * len(prompt.boundaries)
@@ -274,11 +274,13 @@ class Analytics:
         def new_samples() -> PromptSamples:
             return PromptSamples(self._spans)
 
-        for tenant, timed_prompts in self._pending.items():
+        for tenant_id, timed_prompts in self._pending.items():
             sums = AnalyticsSums(timed_prompts)
             self._all.add(self._minute, sums)
-            _touch(self._tenants, tenant, TenantView, TENANTS_COUNTED_MAX).add(self._minute, sums)
-            _touch(self._prompts, tenant, new_samples, self._tenants_max).add(timed_prompts)
+            _touch(self._tenants, tenant_id, TenantView, TENANTS_COUNTED_MAX).add(
+                self._minute, sums
+            )
+            _touch(self._prompts, tenant_id, new_samples, self._tenants_max).add(timed_prompts)
             self._find_causes(timed_prompts)
         self._pending.clear()
         self._pending_room, self._minute_ends_s = PENDING_MAX, -math.inf
@@ -307,10 +309,10 @@ class Analytics:
         self._aggregate()
         return self._findings.take()
 
-    def missed_tokens(self, name: str, cause: str) -> int:
+    def missed_tokens(self, tenant_id: int, cause: str) -> int:
         """Return the tokens of a tenant's prefixes that were computed again because of `cause`."""
         self._aggregate()
-        view = self._tenants.get(name)
+        view = self._tenants.get(tenant_id)
         return 0 if view is None else view.missed_tokens.get(cause, 0)
 
     def overview(self) -> dict[str, Any]:
@@ -324,16 +326,12 @@ class Analytics:
             "endings": dict(self._all.endings),
             "ignored_fields": dict(self._all.ignored),
             "tenants": [
-                {"tenant": name, **view.summary()} for name, view in reversed(self._tenants.items())
+                {"tenant_id": tenant_id, **view.summary()}
+                for tenant_id, view in reversed(self._tenants.items())
             ],
         }
 
-    def tenant(
-        self,
-        name: str,
-        card: RateCard,
-        blocks: int,
-    ) -> dict[str, Any] | None:
+    def tenant(self, tenant_id: int, card: RateCard, blocks: int) -> dict[str, Any] | None:
         """Return all sums of one tenant, with advice at the prices of `card` for a cache of
         `blocks`.
 
@@ -341,13 +339,12 @@ class Analytics:
         advice.
         """
         self._aggregate()
-        view = self._tenants.get(name)
+        view = self._tenants.get(tenant_id)
         if view is None:
             return None
-        prompts = self._prompts.get(name) or PromptSamples(self._spans)
+        prompts = self._prompts.get(tenant_id) or PromptSamples(self._spans)
         prefixes = prompts.prefixes
         return {
-            "tenant": name,
             "total": view.summary(),
             "minutes": [minute.row() for minute in view.minutes],
             "first_token_ms": _latencies(view),
@@ -398,13 +395,12 @@ def _token_packer(count: int) -> Callable[..., bytes]:
     return struct.Struct(f"{count}I").pack
 
 
-def _touch(kept: OrderedDict[str, T], name: str, make: Callable[[], T], kept_max: int) -> T:
-    """Return the entry of this name, made if missing; evict the least recently used beyond
-    `kept_max`."""
-    one = kept.get(name)
+def _touch(kept: OrderedDict[int, T], tenant_id: int, make: Callable[[], T], kept_max: int) -> T:
+    """Return a tenant's entry, made if missing; evict the least recently used beyond `kept_max`."""
+    one = kept.get(tenant_id)
     if one is None:
-        one = kept[name] = make()
-    kept.move_to_end(name)
+        one = kept[tenant_id] = make()
+    kept.move_to_end(tenant_id)
     while len(kept) > kept_max:
         kept.popitem(last=False)
     return one

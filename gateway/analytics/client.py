@@ -115,14 +115,14 @@ class AnalyticsProcessClient:
         answer: dict[str, Any] = await self._ask(OverviewQuestion())
         return answer
 
-    async def tenant(self, name: str, card: RateCard, blocks: int) -> dict[str, Any] | None:
+    async def tenant(self, tenant_id: int, card: RateCard, blocks: int) -> dict[str, Any] | None:
         """See `AnalyticsClient`."""
-        answer: dict[str, Any] | None = await self._ask(TenantQuestion(name, card, blocks))
+        answer: dict[str, Any] | None = await self._ask(TenantQuestion(tenant_id, card, blocks))
         return answer
 
-    async def missed_tokens(self, name: str, cause: str) -> int:
+    async def missed_tokens(self, tenant_id: int, cause: str) -> int:
         """See `AnalyticsClient`."""
-        return int(await self._ask(MissedTokensQuestion(name, cause)))
+        return int(await self._ask(MissedTokensQuestion(tenant_id, cause)))
 
     async def take_findings(self) -> list[FindingCount]:
         """See `AnalyticsClient`."""

@@ -26,10 +26,10 @@ class AnalyticsClient(Protocol):
     async def overview(self) -> dict[str, Any]:
         """See `Analytics.overview`."""
 
-    async def tenant(self, name: str, card: RateCard, blocks: int) -> dict[str, Any] | None:
+    async def tenant(self, tenant_id: int, card: RateCard, blocks: int) -> dict[str, Any] | None:
         """See `Analytics.tenant`."""
 
-    async def missed_tokens(self, name: str, cause: str) -> int:
+    async def missed_tokens(self, tenant_id: int, cause: str) -> int:
         """See `Analytics.missed_tokens`."""
 
     async def take_findings(self) -> list[FindingCount]:
@@ -50,13 +50,13 @@ class InProcessAnalytics:
         """See `AnalyticsClient`."""
         return self._analytics.overview()
 
-    async def tenant(self, name: str, card: RateCard, blocks: int) -> dict[str, Any] | None:
+    async def tenant(self, tenant_id: int, card: RateCard, blocks: int) -> dict[str, Any] | None:
         """See `AnalyticsClient`."""
-        return self._analytics.tenant(name, card, blocks)
+        return self._analytics.tenant(tenant_id, card, blocks)
 
-    async def missed_tokens(self, name: str, cause: str) -> int:
+    async def missed_tokens(self, tenant_id: int, cause: str) -> int:
         """See `AnalyticsClient`."""
-        return self._analytics.missed_tokens(name, cause)
+        return self._analytics.missed_tokens(tenant_id, cause)
 
     async def take_findings(self) -> list[FindingCount]:
         """See `AnalyticsClient`."""

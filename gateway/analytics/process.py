@@ -51,10 +51,10 @@ class AnalyticsHandlers:
         match question:
             case OverviewQuestion():
                 return self._analytics.overview()
-            case TenantQuestion(name, card, blocks):
-                return self._analytics.tenant(name, card, blocks)
-            case MissedTokensQuestion(name, cause):
-                return self._analytics.missed_tokens(name, cause)
+            case TenantQuestion(tenant_id, card, blocks):
+                return self._analytics.tenant(tenant_id, card, blocks)
+            case MissedTokensQuestion(tenant_id, cause):
+                return self._analytics.missed_tokens(tenant_id, cause)
             case FindingsQuestion():
                 return self._analytics.take_findings()
 

@@ -42,7 +42,7 @@ class OverviewQuestion(Struct, frozen=True, array_like=True, tag="overview"):
 class TenantQuestion(Struct, frozen=True, array_like=True, tag="tenant"):
     """Ask for `Analytics.tenant`."""
 
-    name: str
+    tenant_id: int
     card: RateCard
     blocks: int
 
@@ -50,7 +50,7 @@ class TenantQuestion(Struct, frozen=True, array_like=True, tag="tenant"):
 class MissedTokensQuestion(Struct, frozen=True, array_like=True, tag="missed_tokens"):
     """Ask for `Analytics.missed_tokens`."""
 
-    name: str
+    tenant_id: int
     cause: str
 
 

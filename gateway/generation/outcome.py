@@ -105,7 +105,7 @@ class Outcome:
             computed = record.total_in - record.physical_cached
             self._gateway.analytics.note(
                 CompletedPrompt(
-                    tenant=self._tenant,
+                    tenant_id=self._tenant_id,
                     record=record,
                     prompt=prompt,
                     first_token_s=output.first_token_s,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import defaultdict
-from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -22,12 +21,10 @@ from gateway.http import json_api
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_context import STATE
 from tenancy.accounts import tenants
-from tenancy.errors import BadName
 from tenancy.history.samples import ALL_TENANTS
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.storage.interface import Store
-from tenancy.types import Tenant
 
 BRANCHES_MAX = 400
 """Most branches of one prefix tree in a response."""
@@ -80,9 +77,13 @@ class _AnalyticsHandlers:
                 for one in gateway.models
             ]
         }
+        seen = await gateway.analytics.overview()
         return json_api.answer(
             {
-                **await gateway.analytics.overview(),
+                **seen,
+                "tenants": [
+                    {"tenant": self._name(one.pop("tenant_id")), **one} for one in seen["tenants"]
+                ],
                 "engine": {**self._engine(gateway.models.default), "ready": gateway.is_ready()},
                 **(models if gateway.models.are_several else {}),
                 "holdings": [
@@ -142,13 +143,12 @@ class _AnalyticsHandlers:
         json_api.query(request)
         gateway, name = self._gateway, request[STATE].parameters["name"]
         info = gateway.engine.info
-        tenant, card = await self._tenant_and_card(name)
-        seen = await gateway.analytics.tenant(name, card, 0 if info is None else info.blocks)
+        tenant_id, card = await self._tenant_and_card(name)
+        blocks = 0 if info is None else info.blocks
+        seen = await gateway.analytics.tenant(tenant_id, card, blocks)
         if seen is None:
-            await asyncio.to_thread(tenants.find_tenant, gateway.store, name)
             message = "No requests of this tenant since the start."
             raise Refusal(Kind.NOT_FOUND, "not_seen", message)
-        tenant_id = 0 if tenant is None else tenant.tenant_id
         update_churn(gateway)
         leases = self._leases(tenant_id)
         churn = gateway.churn.tenant(tenant_id).details()
@@ -156,7 +156,7 @@ class _AnalyticsHandlers:
             for one in seen["size_advice"]:
                 one["tokens"] = one["blocks"] * info.block_size
                 one["bytes"] = one["blocks"] * info.kv_bytes_per_block
-        return json_api.answer({**seen, "leases": leases, "churn": churn})
+        return json_api.answer({"tenant": name, **seen, "leases": leases, "churn": churn})
 
     async def tree(self, request: web.BaseRequest) -> web.StreamResponse:
         """Return the shape of a tenant's prefix trees, one per namespace, largest first.
@@ -213,16 +213,13 @@ class _AnalyticsHandlers:
         names = ("floor_blocks", "ceiling_blocks", "promised_blocks_max")
         return {name: None if found is None else getattr(found.policy, name) for name in names}
 
-    async def _tenant_and_card(self, name: str) -> tuple[Tenant | None, RateCard]:
-        """Return the tenant, or None if it was deleted, and the rate card in force."""
+    async def _tenant_and_card(self, name: str) -> tuple[int, RateCard]:
+        """Return the id of a tenant, and its rate card in force. Raises BadName."""
         gateway, now_ms = self._gateway, self._gateway.wall()
 
-        def find(store: Store) -> tuple[Tenant | None, RateCard]:
-            tenant: Tenant | None = None
-            with suppress(BadName):  # deleted meanwhile
-                tenant = tenants.find_tenant(store, name)
-            tier = "" if tenant is None else tenant.tier
-            return tenant, RateCards(load_cards(store)).in_force(gateway.model, tier, now_ms)
+        def find(store: Store) -> tuple[int, RateCard]:
+            tenant, cards = tenants.find_tenant(store, name), RateCards(load_cards(store))
+            return tenant.tenant_id, cards.in_force(gateway.model, tenant.tier, now_ms)
 
         return await gateway.reports.ask(find)
 
@@ -257,15 +254,16 @@ class _AnalyticsHandlers:
         cards = RateCards(await gateway.reports.ask(load_cards))
         rows = []
         for owner, evictor in heapq.nlargest(EVICTION_PAIRS_MAX, sums, key=lambda pair: sums[pair]):
-            blocks, name = sums[owner, evictor], self._name(owner)
-            missed = await gateway.analytics.missed_tokens(name, "evicted_pressure")
+            blocks, missed = sums[owner, evictor], 0
+            if owner is not None:
+                missed = await gateway.analytics.missed_tokens(owner, "evicted_pressure")
             tokens = missed * blocks // lost[owner]
             found = None if owner is None else gateway.registry.tenant(owner)
             tier = "" if found is None else found.tenant.tier
             card = cards.in_force(gateway.model, tier, gateway.wall())
             rows.append(
                 {
-                    "owner": name,
+                    "owner": self._name(owner),
                     "taker": self._name(evictor),
                     "blocks": blocks,
                     "recomputed_tokens": tokens,

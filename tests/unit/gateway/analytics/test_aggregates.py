@@ -31,6 +31,7 @@ from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CARD = RateCard("c", input=1_000, cache_read=100)
+ADA, BOB, EVE = 1, 2, 3
 
 
 class AnalyticsUnderTest:
@@ -47,7 +48,7 @@ class AnalyticsUnderTest:
         )
 
     def note(
-        self, tenant: str, words: str, cached: int = 0, missed: str = "", missed_tokens: int = 0
+        self, tenant_id: int, words: str, cached: int = 0, missed: str = "", missed_tokens: int = 0
     ) -> None:
         """Note a request; each letter is a block of sixteen tokens and a segment."""
         tokens = tuple(ord(word) for word in words for _ in range(16))
@@ -56,11 +57,11 @@ class AnalyticsUnderTest:
             len(tokens), {"5m": cached} if cached else {}, {}, len(tokens) - cached, 5, cached
         )
         prompt = Rendered(tokens, boundaries)
-        facts = CompletedPrompt(tenant, record, prompt, 0.1, missed, "done", missed_tokens)
+        facts = CompletedPrompt(tenant_id, record, prompt, 0.1, missed, "done", missed_tokens)
         self.analytics.note(facts)
 
-    def tenant(self, name: str) -> dict[str, Any]:
-        found = self.analytics.tenant(name, CARD, 64)
+    def tenant(self, tenant_id: int) -> dict[str, Any]:
+        found = self.analytics.tenant(tenant_id, CARD, 64)
         assert found is not None
         return found
 
@@ -68,17 +69,17 @@ class AnalyticsUnderTest:
 def test_sums_are_kept_by_tenant_and_by_minute() -> None:
     """The hit ratio is of tokens."""
     world = AnalyticsUnderTest()
-    world.note("ada", "ab")
+    world.note(ADA, "ab")
     world.clock.advance(60)
-    world.note("ada", "abcd", cached=32)
-    world.note("bob", "x", missed="expired")
+    world.note(ADA, "abcd", cached=32)
+    world.note(BOB, "x", missed="expired")
 
-    all_of_them, ada = world.analytics.overview(), world.tenant("ada")
+    all_of_them, ada = world.analytics.overview(), world.tenant(ADA)
 
     assert all_of_them["total"]["prompt_tokens"] == 112
     assert all_of_them["minutes"] == [[0, 1, 0, 0, 32, 5], [1, 2, 32, 0, 48, 10]]
     assert all_of_them["misses"] == {"expired": 1}
-    assert [one["tenant"] for one in all_of_them["tenants"]] == ["bob", "ada"]
+    assert [one["tenant_id"] for one in all_of_them["tenants"]] == [BOB, ADA]
     assert ada["total"]["hit_ratio"] == 32 / 96
     assert ada["first_token_ms"]["hit"]["count"] == 1
 
@@ -88,9 +89,9 @@ def test_cached_template_alone_is_no_hit() -> None:
     misses."""
     world = AnalyticsUnderTest()
     for cached in (0, 16, 32, 48, 64):
-        world.note("ada", "abcd", cached=cached)
+        world.note(ADA, "abcd", cached=cached)
 
-    times = world.tenant("ada")["first_token_ms"]
+    times = world.tenant(ADA)["first_token_ms"]
 
     counts = {kind: one["count"] for kind, one in times.items()}
     assert counts == {"miss": 1, "partial": 1, "hit": 3}
@@ -99,10 +100,10 @@ def test_cached_template_alone_is_no_hit() -> None:
 def test_top_prefixes_saved_most_tokens() -> None:
     """Uses and hits of each boundary, by digest and path."""
     world = AnalyticsUnderTest()
-    world.note("ada", "ab")
-    world.note("ada", "ac", cached=16)
+    world.note(ADA, "ab")
+    world.note(ADA, "ac", cached=16)
 
-    top = world.tenant("ada")["top_prefixes"]
+    top = world.tenant(ADA)["top_prefixes"]
 
     assert (top[0]["path"], top[0]["uses"], top[0]["hits"]) == ("messages[0]", 2, 1)
 
@@ -110,35 +111,35 @@ def test_top_prefixes_saved_most_tokens() -> None:
 def test_prices_breaks_at_the_saving_of_a_read() -> None:
     """A changed beginning costs the whole prompt each time."""
     world = AnalyticsUnderTest()
-    world.note("ada", "abc")
-    world.note("ada", "xbc")
+    world.note(ADA, "abc")
+    world.note(ADA, "xbc")
 
-    [lost] = world.tenant("ada")["breaks"]
+    [lost] = world.tenant(ADA)["breaks"]
 
     assert (lost["place"], lost["tokens"], lost["cost_pico"]) == ("messages[0]", 48, 48 * 900)
 
 
 def test_drops_samples_of_inactive_tenants_but_keeps_sums() -> None:
     world = AnalyticsUnderTest(tenants_max=2)
-    for name in ("a", "b", "c"):
-        world.note(name, "x")
+    for tenant_id in (ADA, BOB, EVE):
+        world.note(tenant_id, "x")
 
-    assert [one["tenant"] for one in world.analytics.overview()["tenants"]] == ["c", "b", "a"]
-    assert world.tenant("b")["top_prefixes"] != []
-    assert world.tenant("a")["top_prefixes"] == []
-    assert world.tenant("a")["total"]["requests"] == 1
+    assert [one["tenant_id"] for one in world.analytics.overview()["tenants"]] == [EVE, BOB, ADA]
+    assert world.tenant(BOB)["top_prefixes"] != []
+    assert world.tenant(ADA)["top_prefixes"] == []
+    assert world.tenant(ADA)["total"]["requests"] == 1
 
 
 def test_tenants_beyond_the_bound_stay_in_the_total() -> None:
-    """A million tenant names must not grow a gateway for ever."""
+    """A million tenants must not grow a gateway for ever."""
     world = AnalyticsUnderTest()
     for number in range(TENANTS_COUNTED_MAX + 1):
-        world.note(f"t{number}", "x")
+        world.note(number, "x")
 
     found = world.analytics.overview()
     assert len(found["tenants"]) == TENANTS_COUNTED_MAX
     assert found["total"]["requests"] == TENANTS_COUNTED_MAX + 1
-    assert world.analytics.tenant("t0", CARD, 64) is None
+    assert world.analytics.tenant(0, CARD, 64) is None
 
 
 def test_samples_of_a_tenant_are_bounded_in_bytes() -> None:
@@ -152,7 +153,7 @@ def test_samples_of_a_tenant_are_bounded_in_bytes() -> None:
         for number in range(200):
             tokens = tuple(chance.randrange(2**31) for _ in range(1_024))
             boundaries = tuple(Boundary(32 * n, f"messages[{n}]" + "x" * 500) for n in range(1, 33))
-            facts = CompletedPrompt("ada", record, Rendered(tokens, boundaries), 0.1, "", "done")
+            facts = CompletedPrompt(ADA, record, Rendered(tokens, boundaries), 0.1, "", "done")
             prompts.add([(float(number), facts)])
         return prompts
 
@@ -170,20 +171,20 @@ def test_samples_of_a_tenant_are_bounded_in_bytes() -> None:
 def test_prices_misses_by_cause() -> None:
     """Tokens of written prefixes that were computed again, at the saving of a read."""
     world = AnalyticsUnderTest()
-    world.note("ada", "abc", missed="evicted_pressure", missed_tokens=32)
-    world.note("ada", "abc", missed="expired", missed_tokens=48)
-    world.note("ada", "abc", missed="never_written")
+    world.note(ADA, "abc", missed="evicted_pressure", missed_tokens=32)
+    world.note(ADA, "abc", missed="expired", missed_tokens=48)
+    world.note(ADA, "abc", missed="never_written")
 
-    assert world.tenant("ada")["recomputed"] == [
+    assert world.tenant(ADA)["recomputed"] == [
         {"cause": "expired", "tokens": 48, "cost_pico": 48 * 900},
         {"cause": "evicted_pressure", "tokens": 32, "cost_pico": 32 * 900},
     ]
-    assert world.analytics.missed_tokens("ada", "evicted_pressure") == 32
-    assert world.analytics.missed_tokens("bob", "evicted_pressure") == 0
+    assert world.analytics.missed_tokens(ADA, "evicted_pressure") == 32
+    assert world.analytics.missed_tokens(BOB, "evicted_pressure") == 0
 
 
 ANSWER = st.tuples(
-    st.sampled_from(["ada", "bob", "eve"]),
+    st.sampled_from([ADA, BOB, EVE]),
     st.text("ab", max_size=4),
     st.integers(0, 64),
     st.sampled_from(["", "expired", "evicted_pressure"]),
@@ -198,8 +199,8 @@ ANSWER = st.tuples(
 def test_sums_equal_those_over_a_list_of_all_requests(answers: list[Any]) -> None:
     """Whenever they are read, with minutes far apart, with and without a first token."""
     world = AnalyticsUnderTest()
-    rows: list[tuple[int, str, UsageRecord, str, str, float | None]] = []
-    for name, words, cached, missed, ending, first_s, pause_s, is_asked in answers:
+    rows: list[tuple[int, int, UsageRecord, str, str, float | None]] = []
+    for tenant_id, words, cached, missed, ending, first_s, pause_s, is_asked in answers:
         world.clock.advance(pause_s)
         total = 16 * len(words)
         found = min(cached, total)
@@ -207,19 +208,19 @@ def test_sums_equal_those_over_a_list_of_all_requests(answers: list[Any]) -> Non
         tokens = tuple(ord(word) for word in words for _ in range(16))
         boundaries = tuple(Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words)))
         facts = CompletedPrompt(
-            name, record, Rendered(tokens, boundaries), first_s, missed, ending, found
+            tenant_id, record, Rendered(tokens, boundaries), first_s, missed, ending, found
         )
         rows.append(
-            (int(world.clock.now_s * 1000) // 60_000, name, record, missed, ending, first_s)
+            (int(world.clock.now_s * 1000) // 60_000, tenant_id, record, missed, ending, first_s)
         )
         world.analytics.note(facts)
         if is_asked:
             world.analytics.overview()
 
-    shown = [("", world.analytics.overview())]
-    shown += [(name, world.tenant(name)) for name in {row[1] for row in rows}]
-    for name, page in shown:
-        mine = [row for row in rows if name in ("", row[1])]
+    shown = [(0, world.analytics.overview())]
+    shown += [(tenant_id, world.tenant(tenant_id)) for tenant_id in {row[1] for row in rows}]
+    for tenant_id, page in shown:
+        mine = [row for row in rows if tenant_id in (0, row[1])]
         records = [row[2] for row in mine]
         total = sum(one.total_in for one in records)
         found = sum(one.physical_cached for one in records)
@@ -247,7 +248,7 @@ def test_repeated_minute_is_added_to_the_last_one() -> None:
     """A wall clock set back by an hour does not make history run backwards."""
     clock, wall_s = FakeClock(), [7_200]
     seen = Analytics(clock, lambda: wall_s[0] * 1000, 10, {}, 1)
-    facts = CompletedPrompt("ada", UsageRecord(8, fresh=8), Rendered((1,) * 8), None, "", "done")
+    facts = CompletedPrompt(ADA, UsageRecord(8, fresh=8), Rendered((1,) * 8), None, "", "done")
 
     for now_s in (7_200, 3_600, 7_259, 7_260):
         wall_s[0] = now_s
@@ -269,13 +270,31 @@ def test_looks_at_a_bounded_part_of_a_prompt(tokens: int, step: int) -> None:
     ends = [Boundary(end, f"messages[{end}]") for end in range(0, tokens, step)]
     for _ in range(3):
         prompt = Rendered(tuple(chance.choices(range(50_000), k=tokens)), tuple(ends))
-        world.analytics.note(CompletedPrompt("ada", record, prompt, None, "", "done"))
+        world.analytics.note(CompletedPrompt(ADA, record, prompt, None, "", "done"))
 
-    ada = world.tenant("ada")
+    ada = world.tenant(ADA)
 
     assert ada["sampled_prompts"] == ada["total"]["requests"] == 3
     assert ada["sampled_blocks"] <= min(SAMPLE_MAX, 3 * 80)
     assert sum(one["count"] for one in ada["breaks"]) == (2 if len(ends) > 1 else 0)
+
+
+async def test_new_tenant_of_a_deleted_ones_name_inherits_no_figures(
+    gateway: GatewayFixture,
+) -> None:
+    """The sums of the deleted one stay, under its pseudonym."""
+    admin = AdminClient(gateway)
+    await gateway.ask(body=gateway.chat())
+    await gateway.quiet()
+    status, _ = await admin.ask("DELETE", "/admin/v1/tenants/ada")
+    assert status == 200
+    await admin.ask("POST", "/admin/v1/tenants", {"name": "ada"})
+
+    status, refused = await admin.ask("GET", "/admin/v1/analytics/ada")
+    _, overview = await admin.ask("GET", "/admin/v1/analytics")
+
+    assert (status, refused["error"]["code"]) == (404, "not_seen")
+    assert [(one["tenant"], one["requests"]) for one in overview["tenants"]] == [("deleted-1", 1)]
 
 
 async def test_admin_api_shows_analytics(gateway: GatewayFixture) -> None:
