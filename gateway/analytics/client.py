@@ -1,10 +1,10 @@
 """Client of the analytics process: the event loop sends finished requests and asks questions.
 
 Aggregation needs nothing of the event loop, and was the largest part of the loop's time for ledger
-and analytics. Requests leave in batches. A process that dies is replaced a second later and begins
-empty, since analytics are not stored; requests that finish meanwhile are not counted, nor requests
-that a full socket does not take. This module sees no text and no HTTP. `app.serve` opens the
-client. The client belongs to one event loop.
+and analytics. Requests leave in batches. A process that dies, or leaves a question unanswered, is
+replaced a second later and begins empty, since analytics are not stored; requests that finish
+meanwhile are not counted, nor requests that a full socket does not take. This module sees no text
+and no HTTP. `app.serve` opens the client. The client belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -47,9 +48,10 @@ UNSENT_MAX = 2**24
 """Bytes. A process that is so far behind receives no requests until it catches up."""
 
 ANSWER_S = 30.0
-"""Longest wait for an answer. A process that stands still would hold a reader, and the end of the
-gateway, which asks once more."""
+"""Longest wait for an answer. A process that takes longer is stuck and is replaced; it would hold
+its readers, and the end of the gateway, which asks once more."""
 
+WATCH_EVERY_S = 1.0
 CLOSE_S = 5.0
 
 
@@ -150,15 +152,11 @@ class AnalyticsProcessClient:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions.append(answer)
         self._wire.send(encode_frame(question))
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                return await answer
-        except TimeoutError:
-            raise _unavailable_error() from None
+        return await answer
 
     def _on_frame(self, frame: bytes) -> None:
         question = self._questions.popleft()
-        if not question.done():  # the caller may have been cancelled, or waited too long
+        if not question.done():  # the caller may have been cancelled
             question.set_result(read_from_analytics(frame).answer)
 
     def _on_wire_end(self) -> None:
@@ -182,7 +180,24 @@ class AnalyticsProcessClient:
             self._first_start_done.set()
         self._wire.send(encode_frame(self._begin))
         self._child.set_ready()
-        await self._lost.wait()
+        return await self._watch()
+
+    async def _watch(self) -> str:
+        """Return why the process is lost: its wire ended, or it has not answered for `ANSWER_S`.
+
+        Only time during which this process ran counts, as in `engine_supervisor`.
+        """
+        silent_s, oldest = 0.0, None
+        while not self._lost.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_EVERY_S):
+                    await self._lost.wait()
+            before, oldest = oldest, self._questions[0] if self._questions else None
+            is_silent = oldest is not None and oldest is before
+            silent_s = silent_s + WATCH_EVERY_S if is_silent else 0.0
+            if silent_s >= ANSWER_S:
+                self._on_wire_end()
+                return "stuck"
         return "connection lost"
 
 

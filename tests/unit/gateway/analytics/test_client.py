@@ -215,17 +215,28 @@ async def test_process_that_reads_nothing_costs_bounded_memory(
         os.kill(pid, 0)
 
 
-async def test_process_that_stands_still_holds_no_reader(
+async def test_process_that_stands_still_is_replaced(
     analytics: AnalyticsUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gateway that closes asks it once more, before it closes the ledger."""
-    monkeypatch.setattr(client, "ANSWER_S", 0.01)
-    monkeypatch.setattr(client, "CLOSE_S", 0.1)
-    remote = await analytics.open(*READS_NOTHING)
+    """It is alive and would hold its readers, and the end of the gateway, which asks once more."""
+    monkeypatch.setattr(client, "WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr("gateway.child_process.REAP_S", 0.01)
+    remote = await analytics.open()
+    remote.note(make_prompt(1))
+    await remote.overview()
+    first = remote.pid
+    os.kill(first, signal.SIGSTOP)
 
-    with pytest.raises(Refusal, match="do not answer") as refused:
-        await remote.take_findings()
+    with monkeypatch.context() as impatient:
+        impatient.setattr(client, "ANSWER_S", 0.05)
+        with pytest.raises(Refusal, match="not answer") as refused:
+            await remote.take_findings()
+    await analytics.until(lambda: remote.pid not in (0, first))
+    after = await remote.overview()
+
     assert refused.value.code == "analytics_away"
+    assert after["total"]["requests"] == 0
+    assert analytics.events == ["analytics_started", "analytics_died", "analytics_started"]
 
 
 async def test_process_exits_with_its_gateway(analytics: AnalyticsUnderTest) -> None:
