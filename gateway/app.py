@@ -374,7 +374,9 @@ def _analytics(config: Config, clock: Clock, wall: WallClock) -> Analytics:
 async def open_analytics(config: Config, log: Log) -> AnalyticsProcessClient:
     """Start analytics in a child process."""
     begin = StartAnalytics(config.tenancy.tenants_followed_max, config.caching.kept())
-    return await AnalyticsProcessClient.open(begin, time.monotonic, wall_ms, log)
+    client = AnalyticsProcessClient(begin, time.monotonic, wall_ms, log)
+    await client.open()
+    return client
 
 
 async def open_embedder(card: EncoderCard, config: Config, log: Log) -> Embedder:
@@ -486,7 +488,8 @@ async def serve(
                 loading = asyncio.to_thread(_served_models, config, cards, supervisors)
                 loaded = asyncio.create_task(loading)  # while processes start
                 opened.callback(loaded.cancel)
-                ledger = await LedgerProcessClient.open(config.tenancy.database, config.data, log)
+                ledger = LedgerProcessClient(config.tenancy.database, config.data, log)
+                await ledger.open()
                 opened.push_async_callback(ledger.close)
                 analytics = await open_analytics(config, log)
                 opened.push_async_callback(analytics.close)

@@ -16,26 +16,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 from msgspec import structs
 
 from gateway.analytics.aggregates import CompletedPrompt
+from gateway.analytics.interface import AnalyticsClient
 from gateway.analytics.protocol import (
     CompletedRequests,
-    FindingsQuestion,
-    MissedTokensQuestion,
-    OverviewQuestion,
     Question,
     StartAnalytics,
-    TenantQuestion,
     read_from_analytics,
 )
 from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
 from gateway.dialects.canonical import Rendered
 from gateway.errors import Kind, Refusal
 from tenancy.ledger.child_process import encode_frame
-from tenancy.pricing.charges import RateCard
-from tenancy.reuse.finding_counts import FindingCount
 
 COMMAND = (sys.executable, "-m", "gateway.analytics.process")
 PAUSE_S = 1.0
@@ -55,8 +49,8 @@ WATCH_EVERY_S = 1.0
 CLOSE_S = 5.0
 
 
-class AnalyticsProcessClient:
-    """An `AnalyticsClient` whose analytics are a separate process. `open` makes one."""
+class AnalyticsProcessClient(AnalyticsClient):
+    """An `AnalyticsClient` whose analytics are a separate process."""
 
     def __init__(
         self,
@@ -78,22 +72,11 @@ class AnalyticsProcessClient:
         self._lost = asyncio.Event()
         self._first_start_done = asyncio.Event()  # set after the first start, successful or not
 
-    @classmethod
-    async def open(
-        cls,
-        begin: StartAnalytics,
-        clock: Callable[[], float],
-        wall: Callable[[], int],
-        report: Report,
-        command: tuple[str, ...] = COMMAND,
-        restarts: RestartPolicy = RESTARTS,
-    ) -> AnalyticsProcessClient:
+    async def open(self) -> None:
         """Start the process. A process that cannot be started is retried every second; questions
         are refused meanwhile."""
-        client = cls(begin, clock, wall, report, command, restarts)
-        client._child.start()
-        await client._first_start_done.wait()
-        return client
+        self._child.start()
+        await self._first_start_done.wait()
 
     @property
     def pid(self) -> int:
@@ -112,23 +95,15 @@ class AnalyticsProcessClient:
         if len(self._pending) >= REQUESTS_MAX or self._pending_tokens >= TOKENS_MAX:
             self._flush()
 
-    async def overview(self) -> dict[str, Any]:
+    async def ask(self, question: Question) -> Any:
         """See `AnalyticsClient`."""
-        answer: dict[str, Any] = await self._ask(OverviewQuestion())
-        return answer
-
-    async def tenant(self, tenant_id: int, card: RateCard, blocks: int) -> dict[str, Any] | None:
-        """See `AnalyticsClient`."""
-        answer: dict[str, Any] | None = await self._ask(TenantQuestion(tenant_id, card, blocks))
-        return answer
-
-    async def missed_tokens(self, tenant_id: int, cause: str) -> int:
-        """See `AnalyticsClient`."""
-        return int(await self._ask(MissedTokensQuestion(tenant_id, cause)))
-
-    async def take_findings(self) -> list[FindingCount]:
-        """See `AnalyticsClient`."""
-        return msgspec.convert(await self._ask(FindingsQuestion()), list[FindingCount])
+        self._flush()
+        if self._wire is None:
+            raise _unavailable_error()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._questions.append(answer)
+        self._wire.send(encode_frame(question))
+        return await answer
 
     async def close(self) -> None:
         """See `AnalyticsClient`."""
@@ -144,15 +119,6 @@ class AnalyticsProcessClient:
             self._wire.send(
                 encode_frame(CompletedRequests(self._wall() - 1_000 * self._clock(), pending))
             )
-
-    async def _ask(self, question: Question) -> Any:
-        self._flush()
-        if self._wire is None:
-            raise _unavailable_error()
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._questions.append(answer)
-        self._wire.send(encode_frame(question))
-        return await answer
 
     def _on_frame(self, frame: bytes) -> None:
         question = self._questions.popleft()

@@ -7,60 +7,70 @@ this process, for embedded gateways and tests. `generation.outcome` notes reques
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from gateway.analytics.aggregates import Analytics, CompletedPrompt
+from gateway.analytics.protocol import (
+    FindingsQuestion,
+    MissedTokensQuestion,
+    OverviewQuestion,
+    Question,
+    TenantQuestion,
+)
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.finding_counts import FindingCount
 
 
-class AnalyticsClient(Protocol):
+class AnalyticsClient(ABC):
     """Analytics, as the gateway's event loop sees them.
 
     Questions raise Refusal while no process can answer them.
     """
 
-    def note(self, completed: CompletedPrompt) -> None:
-        """See `Analytics.note`. O(1) amortised: a batch leaves now and then, in O(its tokens)."""
+    note: Callable[[CompletedPrompt], None]
+    """See `Analytics.note`. O(1) amortised: a batch leaves now and then, in O(its tokens)."""
 
-    async def overview(self) -> dict[str, Any]:
-        """See `Analytics.overview`."""
+    @abstractmethod
+    async def ask(self, question: Question) -> Any:
+        """Return the answer to a question."""
 
-    async def tenant(self, tenant_id: int, card: RateCard, blocks: int) -> dict[str, Any] | None:
-        """See `Analytics.tenant`."""
-
-    async def missed_tokens(self, tenant_id: int, cause: str) -> int:
-        """See `Analytics.missed_tokens`."""
-
-    async def take_findings(self) -> list[FindingCount]:
-        """See `Analytics.take_findings`."""
-
+    @abstractmethod
     async def close(self) -> None:
         """Stop. Safe to repeat."""
 
+    async def overview(self) -> dict[str, Any]:
+        """See `Analytics.overview`."""
+        answer: dict[str, Any] = await self.ask(OverviewQuestion())
+        return answer
 
-class InProcessAnalytics:
+    async def tenant(self, tenant_id: int, card: RateCard, blocks: int) -> dict[str, Any] | None:
+        """See `Analytics.tenant`."""
+        answer: dict[str, Any] | None = await self.ask(TenantQuestion(tenant_id, card, blocks))
+        return answer
+
+    async def missed_tokens(self, tenant_id: int, cause: str) -> int:
+        """See `Analytics.missed_tokens`."""
+        return int(await self.ask(MissedTokensQuestion(tenant_id, cause)))
+
+    async def take_findings(self) -> list[FindingCount]:
+        """See `Analytics.take_findings`."""
+        return msgspec.convert(await self.ask(FindingsQuestion()), list[FindingCount])
+
+
+class InProcessAnalytics(AnalyticsClient):
     """An `AnalyticsClient` whose analytics run in this process."""
 
     def __init__(self, analytics: Analytics) -> None:
         self._analytics = analytics
         self.note = analytics.note
 
-    async def overview(self) -> dict[str, Any]:
+    async def ask(self, question: Question) -> Any:
         """See `AnalyticsClient`."""
-        return self._analytics.overview()
-
-    async def tenant(self, tenant_id: int, card: RateCard, blocks: int) -> dict[str, Any] | None:
-        """See `AnalyticsClient`."""
-        return self._analytics.tenant(tenant_id, card, blocks)
-
-    async def missed_tokens(self, tenant_id: int, cause: str) -> int:
-        """See `AnalyticsClient`."""
-        return self._analytics.missed_tokens(tenant_id, cause)
-
-    async def take_findings(self) -> list[FindingCount]:
-        """See `AnalyticsClient`."""
-        return self._analytics.take_findings()
+        return question.answer(self._analytics)
 
     async def close(self) -> None:
         """See `AnalyticsClient`."""

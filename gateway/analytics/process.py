@@ -15,24 +15,19 @@ from itertools import chain
 from gateway.analytics.aggregates import Analytics
 from gateway.analytics.protocol import (
     CompletedRequests,
-    FindingsQuestion,
-    MissedTokensQuestion,
-    OverviewQuestion,
-    Question,
     QuestionResult,
     StartAnalytics,
-    TenantQuestion,
     read_to_analytics,
 )
 from tenancy.ledger.child_process import receive, run, send
 
 
-class AnalyticsHandlers:
+class GatewayAnalytics:
     """Analytics on the gateway's clocks: the time is that of the last request."""
 
     def __init__(self, begin: StartAnalytics) -> None:
         self._now_s = self._wall_ms = 0.0
-        self._analytics = Analytics(
+        self.analytics = Analytics(
             lambda: self._now_s,
             lambda: round(self._wall_ms + 1_000 * self._now_s),
             begin.tenants_max,
@@ -44,34 +39,22 @@ class AnalyticsHandlers:
         """Aggregate finished requests."""
         self._wall_ms = batch.wall_ms
         for self._now_s, completed in batch.prompts:
-            self._analytics.note(completed)
-
-    def answer(self, question: Question) -> object:
-        """Return the answer to a question."""
-        match question:
-            case OverviewQuestion():
-                return self._analytics.overview()
-            case TenantQuestion(tenant_id, card, blocks):
-                return self._analytics.tenant(tenant_id, card, blocks)
-            case MissedTokensQuestion(tenant_id, cause):
-                return self._analytics.missed_tokens(tenant_id, cause)
-            case FindingsQuestion():
-                return self._analytics.take_findings()
+            self.analytics.note(completed)
 
 
 def serve(wire: socket.socket) -> int:
     """Serve until the gateway closes its end. Returns the exit status."""
-    handlers: AnalyticsHandlers | None = None
+    own: GatewayAnalytics | None = None
     for frame in chain.from_iterable(receive(wire)):
         message = read_to_analytics(frame)
         if isinstance(message, StartAnalytics):
-            handlers = AnalyticsHandlers(message)
+            own = GatewayAnalytics(message)
             continue
-        assert handlers is not None, "the first message is StartAnalytics"
+        assert own is not None, "the first message is StartAnalytics"
         if isinstance(message, CompletedRequests):
-            handlers.add(message)
+            own.add(message)
         else:
-            send(wire, QuestionResult(handlers.answer(message)))
+            send(wire, QuestionResult(message.answer(own.analytics)))
     return 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from gateway.analytics.aggregates import CompletedPrompt
+from gateway.analytics.aggregates import Analytics, CompletedPrompt
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import ClassTerms
 
@@ -38,6 +38,10 @@ class CompletedRequests(Struct, frozen=True, array_like=True, tag="completed", g
 class OverviewQuestion(Struct, frozen=True, array_like=True, tag="overview"):
     """Ask for `Analytics.overview`."""
 
+    def answer(self, analytics: Analytics) -> object:
+        """Return what `analytics` answers."""
+        return analytics.overview()
+
 
 class TenantQuestion(Struct, frozen=True, array_like=True, tag="tenant"):
     """Ask for `Analytics.tenant`."""
@@ -46,6 +50,10 @@ class TenantQuestion(Struct, frozen=True, array_like=True, tag="tenant"):
     card: RateCard
     blocks: int
 
+    def answer(self, analytics: Analytics) -> object:
+        """Return what `analytics` answers."""
+        return analytics.tenant(self.tenant_id, self.card, self.blocks)
+
 
 class MissedTokensQuestion(Struct, frozen=True, array_like=True, tag="missed_tokens"):
     """Ask for `Analytics.missed_tokens`."""
@@ -53,9 +61,17 @@ class MissedTokensQuestion(Struct, frozen=True, array_like=True, tag="missed_tok
     tenant_id: int
     cause: str
 
+    def answer(self, analytics: Analytics) -> object:
+        """Return what `analytics` answers."""
+        return analytics.missed_tokens(self.tenant_id, self.cause)
+
 
 class FindingsQuestion(Struct, frozen=True, array_like=True, tag="findings"):
     """Ask for `Analytics.take_findings`."""
+
+    def answer(self, analytics: Analytics) -> object:
+        """Return what `analytics` answers."""
+        return analytics.take_findings()
 
 
 class QuestionResult(Struct, frozen=True, array_like=True):

@@ -46,7 +46,7 @@ Pair = tuple[Item, Waiter | None]
 
 
 class LedgerProcessClient:
-    """A `LedgerClient` whose ledger is a separate process. `open` makes one."""
+    """A `LedgerClient` whose ledger is a separate process."""
 
     def __init__(
         self,
@@ -83,28 +83,18 @@ class LedgerProcessClient:
         self.found_epoch: LedgerEpoch | None = None
         self.interrupted = 0
 
-    @classmethod
-    async def open(
-        cls,
-        place: str,
-        folder: Path,
-        report: Report,
-        command: tuple[str, ...] = COMMAND,
-        restarts: RestartPolicy = RESTARTS,
-    ) -> LedgerProcessClient:
+    async def open(self) -> None:
         """Start the process and wait until it accepts items.
 
-        Raises StoreError if the first process cannot open the database; later processes are
-        retried.
+        Raises StoreError if the first process cannot open the database, and closes then; later
+        processes are retried.
         """
-        client = cls(place, folder, report, command, restarts)
-        client._child.start()
+        self._child.start()
         try:
-            await client._child.wait_ready()
+            await self._child.wait_ready()
         except BaseException:
-            await client.close()
+            await self.close()
             raise
-        return client
 
     @property
     def pid(self) -> int:

@@ -141,7 +141,8 @@ async def serve(settings: NullGatewaySettings) -> None:
     key = make_key(store)
     log = LogLines(sys.stderr.fileno(), wall_ms)
     supervisor = EngineSupervisor(Path(card.folder), config.engine, log, command=NULL_ENGINE)
-    ledger = await LedgerProcessClient.open(config.tenancy.database, config.data, log)
+    ledger = LedgerProcessClient(config.tenancy.database, config.data, log)
+    await ledger.open()
     analytics = await open_analytics(config, log) if settings.books else None
     models = [ServedModel(card.name, supervisor, Renderer(card))]
     gateway = Gateway(config, models, store, log, ledger=ledger, analytics=analytics)

@@ -48,9 +48,10 @@ class AnalyticsUnderTest:
         self.client: AnalyticsProcessClient
 
     async def open(self, *command: str) -> AnalyticsProcessClient:
-        self.client = await AnalyticsProcessClient.open(
+        self.client = AnalyticsProcessClient(
             BEGIN, self.clock, self.wall, self.report, command or client.COMMAND, NO_PAUSE
         )
+        await self.client.open()
         return self.client
 
     def wall(self) -> int:

@@ -64,9 +64,10 @@ class LedgerUnderTest:
 
     async def open(self, *command: str) -> None:
         path = self.store.path
-        self.client = await LedgerProcessClient.open(
+        self.client = LedgerProcessClient(
             path.name, path.parent, self.report, command or COMMAND, self.restarts
         )
+        await self.client.open()
         self.events.clear()
 
     def report(self, event: str, facts: dict[str, object]) -> None:
@@ -319,12 +320,12 @@ async def test_failed_first_start_raises_its_reason(
     second = LedgerUnderTest(unopened_ledger.store)
     with pytest.raises(StoreError, match="in use by another server"):
         await second.open()
-    gone = LedgerProcessClient.open("x.db", tmp_path, second.report, (sys.executable, "-c", "pass"))
+    gone = LedgerProcessClient("x.db", tmp_path, second.report, (sys.executable, "-c", "pass"))
     with pytest.raises(StoreError, match="died before it opened the database"):
-        await gone
-    nothing = LedgerProcessClient.open("x.db", tmp_path, second.report, (str(tmp_path / "none"),))
+        await gone.open()
+    nothing = LedgerProcessClient("x.db", tmp_path, second.report, (str(tmp_path / "none"),))
     with pytest.raises(StoreError, match="cannot be started: No such file"):
-        await nothing
+        await nothing.open()
 
     assert [name for name, _ in second.events] == ["ledger_not_started"] * 3
 

@@ -55,9 +55,9 @@ class LedgerUnderTest:
 async def open_client(kind: str, store: SqliteStore) -> LedgerClient:
     if kind == "in_process":
         return InProcessLedger(Ledger(store, lambda: 1_000))
-    return await LedgerProcessClient.open(
-        store.path.name, store.path.parent, lambda event, facts: None
-    )
+    client = LedgerProcessClient(store.path.name, store.path.parent, lambda event, facts: None)
+    await client.open()
+    return client
 
 
 @pytest.fixture(params=["in_process", "process"])
