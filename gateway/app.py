@@ -77,6 +77,7 @@ from gateway.embeddings.embedder import Embedder
 from gateway.embeddings.encoder_client import EncoderProcess
 from gateway.engine_supervisor import EngineSupervisor
 from gateway.engines.served_models import ServedModel, ServedModels
+from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 from gateway.errors import Refusal
 from gateway.findings.books import FindingBooks
 from gateway.gc_tuning import freeze_heap, use_large_pages
@@ -100,7 +101,6 @@ from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
 from gateway.prompt import Renderer
-from gateway.waiting_requests import WaitingBounds, WaitingRequests
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.ledger.epochs import has_history, ledger_epoch
 from tenancy.ledger.ledger import Ledger

@@ -12,6 +12,7 @@ contain keys, prompts or internal names.
 
 from __future__ import annotations
 
+import traceback
 from enum import Enum
 
 
@@ -64,3 +65,15 @@ class Refusal(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.size = size
+
+
+def error_location(error: BaseException) -> dict[str, object]:
+    """Return an unexpected error's type and its last six frames, for the log.
+
+    The error's message is left out: it may quote a client's prompt.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[-6:]
+    return {
+        "error": type(error).__name__,
+        "frames": [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames],
+    }

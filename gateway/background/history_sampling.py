@@ -19,10 +19,10 @@ from msgspec.structs import replace
 
 from engine.statistics import Stats
 from gateway.background.money_metrics import MoneyMetrics
-from gateway.background.periodic_task import PeriodicTask
 from gateway.background.storage_metering import update_holders
 from gateway.context import Context
 from gateway.observability.ended_requests import Minute, MinuteCounts
+from gateway.periodic_task import PeriodicTask
 from tenancy.errors import StoreError
 from tenancy.history.request_records import delete_old_records, write_records
 from tenancy.history.samples import (
@@ -148,7 +148,7 @@ class HistorySampling:
         self._task = PeriodicTask(
             "history_sampling",
             self._sample,
-            lambda: POLL_INTERVAL_S,
+            POLL_INTERVAL_S,
             gateway.log,
             gateway.clock,
             begins_at_once=True,

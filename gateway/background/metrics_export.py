@@ -12,10 +12,10 @@ from typing import Protocol
 
 from prometheus_client.core import Metric
 
-from gateway.background.periodic_task import PeriodicTask
 from gateway.background.storage_metering import update_churn
 from gateway.context import Context
 from gateway.observability.metrics import EncoderCounts, EngineState
+from gateway.periodic_task import PeriodicTask
 
 
 class MetricsExporter(Protocol):
@@ -68,7 +68,7 @@ class MetricsExport:
         self._exporter = exporter
         interval_s = gateway.config.metrics.interval_s
         self._task = PeriodicTask(
-            "metrics_export", self.send, lambda: interval_s, gateway.log, gateway.clock
+            "metrics_export", self.send, interval_s, gateway.log, gateway.clock
         )
 
     def start(self) -> None:

@@ -14,8 +14,8 @@ from engine.api import EngineInfo
 from engine.client.client import Engine
 from engine.errors import EngineError
 from engine.statistics import Stats
-from gateway.background.periodic_task import PeriodicTask
 from gateway.context import Context
+from gateway.periodic_task import PeriodicTask
 from tenancy.accounting.reconcile import Counts, reconcile_living
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.epochs import ledger_epoch
@@ -38,7 +38,7 @@ class Reconciler:
         self._gateway = gateway
         self._known_epochs, self._noted_s = set[str](), gateway.clock()
         self._task = PeriodicTask(
-            "reconciliation", self._watch, lambda: POLL_INTERVAL_S, gateway.log, gateway.clock
+            "reconciliation", self._watch, POLL_INTERVAL_S, gateway.log, gateway.clock
         )
 
     def start(self) -> None:

@@ -21,10 +21,10 @@ from engine.client.namespace_stats import Change, NamespaceTable
 from engine.errors import EngineError
 from gateway.background.budget_alerts import BudgetAlerts
 from gateway.background.erasure import erase_removed, retry_pending
-from gateway.background.periodic_task import PeriodicTask
 from gateway.background.quota_updates import QuotaUpdates
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
+from gateway.periodic_task import PeriodicTask
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounts.cached_contents import sweep_cached_contents
 from tenancy.accounts.tenants import list_tenants
@@ -155,7 +155,7 @@ class StorageMetering:
         self._task = PeriodicTask(
             "storage_metering",
             self._meter_storage,
-            lambda: POLL_INTERVAL_S,
+            POLL_INTERVAL_S,
             gateway.log,
             gateway.clock,
             begins_at_once=True,

@@ -23,13 +23,13 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from gateway.background.periodic_task import PeriodicTask
 from gateway.background.webhook_events import (
     WebhookEvents,
     message_of,
 )
 from gateway.config import Config, ConfigError, WebhookConfig, WebhookFormat, check_web_address
 from gateway.context import Context
+from gateway.periodic_task import PeriodicTask
 from tenancy.accounting.webhook_outbox import (
     TEST_KIND,
     Delivery,
@@ -145,7 +145,7 @@ class WebhookSender:
         self._unrecorded: dict[str, WebhookEvent] = {}
         """Counted events that the database has not taken yet, by id."""
         self._session: aiohttp.ClientSession | None = None
-        self._search = self._task("webhooks", lambda: self.check(), lambda: CHECK_INTERVAL_S)
+        self._search = self._task("webhooks", lambda: self.check(), CHECK_INTERVAL_S)
         self._sending = {one.name: self._sending_of(one) for one in self.endpoints}
         self._is_started = False
 
@@ -292,13 +292,13 @@ class WebhookSender:
         return status, None if 200 <= status < 300 else f"status {status}"
 
     def _task(
-        self, name: str, work: Callable[[], Awaitable[None]], interval_s: Callable[[], float]
+        self, name: str, work: Callable[[], Awaitable[None]], interval_s: float
     ) -> PeriodicTask:
         log, clock = self._gateway.log, self._gateway.clock
         return PeriodicTask(name, work, interval_s, log, clock, begins_at_once=True)
 
     def _sending_of(self, one: WebhookEndpoint) -> PeriodicTask:
-        return self._task(f"webhook {one.name}", partial(self._send_all, one), lambda: POLL_S)
+        return self._task(f"webhook {one.name}", partial(self._send_all, one), POLL_S)
 
     async def _send_all(self, endpoint: WebhookEndpoint) -> None:
         """Send what is due; a failed read or write of the store is tried again."""

@@ -21,6 +21,7 @@ from msgspec import Struct
 from engine.api import Clock, Retention
 from gateway.caching.prefix_index import IndexedPrefix, Lease, PrefixIndex, PrefixKey, PrefixOrigin
 from gateway.caching.promises import PromiseTally
+from gateway.periodic_task import PeriodicTask
 from tenancy.accounts.written_prefixes import (
     LATEST_MS,
     PrefixClass,
@@ -68,15 +69,14 @@ class PromiseBooks:
         self._store, self._gateway = store, gateway
         self._entries, self._tally = entries, tally
         self._clock, self._wall, self._log = clock, wall, log
-        self._flush_s = flush_s
         self._changed: dict[PrefixKey, None] = {}
         self._moved: dict[PrefixKey, None] = {}
         """Entries whose end moved by less than is worth a write."""
         self._saved: dict[PrefixKey, dict[str, float]] = {}
         """The ends of promises as the database has them, by class."""
         self._turn = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
-        self._stop = asyncio.Event()
+        self._rounds = 0
+        self._task = PeriodicTask("promises", self._run, flush_s, log, clock)
         self._is_failing = False
         entries.on_change = self.note
 
@@ -93,7 +93,7 @@ class PromiseBooks:
         self._restore(rows)
         if rows:
             self._log("promises_taken_over", {"promises": len(rows)})
-        self._task = asyncio.create_task(self._run())
+        self._task.start()
 
     async def flush(self, *, is_last: bool = False) -> None:
         """Write all changes so far; `is_last`: also ends that moved a little. Durable on return.
@@ -102,6 +102,8 @@ class PromiseBooks:
         """
         async with self._turn:
             changes = self._take(is_last=is_last)
+            if not (changes.kept or changes.gone):
+                return
             try:
                 await asyncio.to_thread(
                     save, self._store, self._gateway, changes.kept, changes.gone
@@ -113,34 +115,25 @@ class PromiseBooks:
     async def close(self) -> None:
         """Stop, and write everything. A database that fails costs the last changes. Safe to call
         twice, and without `start`."""
-        if self._task is not None:
-            self._stop.set()  # not cancelled: a thread may be writing
-            await self._task
-            self._task = None
-            with suppress(StoreError):
-                await self.flush(is_last=True)
+        await self._task.close()
+        with suppress(StoreError):
+            await self.flush(is_last=True)
 
     # -- internals ----------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        flushes = 0
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._flush_s):
-                    await self._stop.wait()
-                return
-            flushes += 1
-            try:
-                if self._changed:
-                    await self.flush()
-                if flushes % SWEEP_FLUSHES == 0:
-                    await asyncio.to_thread(delete_ended, self._store, self._wall())
-            except StoreError as error:
-                if not self._is_failing:
-                    self._log("promises_not_saved", {"reason": error.code})
-                self._is_failing = True
-            else:
-                self._is_failing = False
+        """Write the changes, and now and then delete what has ended."""
+        self._rounds += 1
+        try:
+            await self.flush()
+            if self._rounds % SWEEP_FLUSHES == 0:
+                await asyncio.to_thread(delete_ended, self._store, self._wall())
+        except StoreError as error:
+            if not self._is_failing:
+                self._log("promises_not_saved", {"reason": error.code})
+            self._is_failing = True
+        else:
+            self._is_failing = False
 
     def _take(self, *, is_last: bool) -> PromiseChanges:
         """Return the changes, and note them as saved. O(changed entries)."""

@@ -19,9 +19,9 @@ from engine.client.client import Engine
 from engine.errors import EngineError, EngineUnavailable
 from engine.statistics import NamespaceStats, Stats
 from gateway.caching.namespaces import parts_of
+from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 from gateway.levels.report import sum_levels
 from gateway.prompt import Renderer
-from gateway.waiting_requests import WaitingBounds, WaitingRequests
 
 RETRY_AFTER_S = 2.0
 """Seconds that a client should wait for an engine that is being started."""

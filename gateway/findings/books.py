@@ -18,6 +18,7 @@ from gateway.analytics.prompt_findings import FIRST_USE
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
 from gateway.errors import Refusal
+from gateway.periodic_task import PeriodicTask
 from tenancy.errors import StoreError
 from tenancy.reuse.finding_counts import (
     FindingCount,
@@ -44,21 +45,20 @@ TAKER = "taker:"
 class FindingBooks:
     """The books of one gateway. Belongs to one event loop; a thread writes."""
 
-    def __init__(self, gateway: Context, gateway_id: str = "", *, flush_s: float = FLUSH_S) -> None:
+    def __init__(self, gateway: Context, gateway_id: str = "") -> None:
         """`gateway_id`: names this gateway's origins; "" for a database that has one gateway."""
         self._gateway = gateway
         self._gateway_id = gateway_id
-        self._flush_s = flush_s
         self._pending: list[FindingCount] = []
         self._origins: dict[int, PromptOrigin] | None = None
         self._taken: Counter[tuple[int, int]] = Counter()
         self._turn = asyncio.Lock()
-        self._stop = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._rounds = 0
+        self._task = PeriodicTask("findings", self._run, FLUSH_S, gateway.log, gateway.clock)
 
     def start(self) -> None:
         """Write counts from now on, on the running event loop."""
-        self._task = asyncio.create_task(self._run())
+        self._task.start()
 
     async def flush(self) -> None:
         """Write all counts so far; durable on return. Raises StoreError; the next call writes them
@@ -86,28 +86,20 @@ class FindingBooks:
     async def close(self) -> None:
         """Stop, and write everything. A database that fails costs the last counts. Safe to repeat,
         and without `start`."""
-        if self._task is not None:
-            self._stop.set()  # not cancelled: a thread may be writing
-            await self._task
-            self._task = None
-            with suppress(StoreError):
-                await self.flush()
+        await self._task.close()
+        with suppress(StoreError):
+            await self.flush()
 
     # -- internals ----------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        flushes = 0
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._flush_s):
-                    await self._stop.wait()
-                return
-            flushes += 1
-            with suppress(StoreError):  # tried again with the next counts
-                await self.flush()
-                if flushes % SWEEP_FLUSHES == 0:
-                    before_ms = self._gateway.wall() - KEPT_DAYS * DAY_MS
-                    await asyncio.to_thread(delete_old_counts, self._gateway.store, before_ms)
+        """Write the counts, and now and then delete old ones."""
+        self._rounds += 1
+        with suppress(StoreError):  # tried again with the next counts
+            await self.flush()
+            if self._rounds % SWEEP_FLUSHES == 0:
+                before_ms = self._gateway.wall() - KEPT_DAYS * DAY_MS
+                await asyncio.to_thread(delete_old_counts, self._gateway.store, before_ms)
 
     def _attribute(
         self, counts: Sequence[FindingCount], origins: dict[int, PromptOrigin]

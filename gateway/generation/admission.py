@@ -28,8 +28,8 @@ from engine.statistics import Stats
 from gateway.caching.namespaces import fidelity_of, payer_of, quota_of, rest_of, scaled
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Rendered
+from gateway.engines.waiting_requests import WaitingRequests
 from gateway.errors import TOO_LONG, Kind, Refusal
-from gateway.waiting_requests import WaitingRequests
 from tenancy.types import Identity
 
 _token_ids = attrgetter("token_ids")

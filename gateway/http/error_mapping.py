@@ -6,8 +6,6 @@ no request and makes no bytes. `gateway.http.middleware` and `gateway.generation
 
 from __future__ import annotations
 
-import traceback
-
 import msgspec
 from aiohttp import web
 
@@ -212,15 +210,3 @@ def engine_refusal(
         retry_after_s = 1.0
     param = schema_field if code in _SCHEMA_CODES else None
     return Refusal(kind, name, message, param=param, retry_after_s=retry_after_s)
-
-
-def error_location(error: BaseException) -> dict[str, object]:
-    """Return an unexpected error's type and its last six frames, for the log.
-
-    The error's message is left out: it may quote a client's prompt.
-    """
-    frames = traceback.extract_tb(error.__traceback__)[-6:]
-    return {
-        "error": type(error).__name__,
-        "frames": [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames],
-    }

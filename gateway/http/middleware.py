@@ -20,7 +20,7 @@ from aiohttp import web
 
 from gateway.context import Context
 from gateway.dialects.protocol import ErrorShape
-from gateway.errors import Kind, Refusal
+from gateway.errors import Kind, Refusal, error_location
 from gateway.http.authentication import (
     NO_TRUSTED_HEADER,
     WRONG_KEYS_PER_MINUTE_MAX,
@@ -30,7 +30,7 @@ from gateway.http.authentication import (
     check_host,
 )
 from gateway.http.connection import CONNECTION
-from gateway.http.error_mapping import error_location, refusal_of
+from gateway.http.error_mapping import refusal_of
 from gateway.http.request_body import BODY_SHARE, BodyBudget, BodyShare
 from gateway.http.request_context import (
     PLAIN,

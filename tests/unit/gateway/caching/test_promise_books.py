@@ -25,6 +25,7 @@ from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import new_store
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
+PATIENCE_S = 60.0
 HOUR = Retention("1h", 3_600, 3_600, "request_start")
 LAST = Retention("12h", 43_200)
 ENDLESS = Retention("resource", 0, None, "absolute", renewed_on_read=False, pinned=True)
@@ -33,7 +34,9 @@ ENDLESS = Retention("resource", 0, None, "absolute", renewed_on_read=False, pinn
 class World:
     """An index with books, at times that the test sets. The wall clock is a million ahead."""
 
-    def __init__(self, store: Store, name: str = "", now_s: float = 0.0) -> None:
+    def __init__(
+        self, store: Store, name: str = "", now_s: float = 0.0, flush_s: float = 3_600.0
+    ) -> None:
         self.now_s = now_s
         self.entries = PrefixIndex(8, 4)
         self.tally = PromiseTally(self.entries, lambda epoch: epoch == "new")
@@ -47,7 +50,7 @@ class World:
             lambda: self.now_s,
             lambda: 1_000_000 + round(self.now_s * 1_000),
             lambda event, _: self.lines.append(event),
-            flush_s=3_600,
+            flush_s=flush_s,
         )
 
     def write(self, digest: bytes, terms: Retention = HOUR, *, granted: bool = True) -> None:
@@ -142,6 +145,30 @@ async def test_failed_write_is_repeated(store: Store, monkeypatch: pytest.Monkey
     assert before.keys() == {(b"a", "1h")}
     assert rows(store).keys() == {(b"b", "1h")}
     await world.books.close()
+
+
+async def test_fault_of_one_round_ends_no_later_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug of ours in one write must not cost all promises at the next restart."""
+    world, tried = World(store, flush_s=0.0), asyncio.Event()
+
+    def fail(*_: object) -> None:
+        loop.call_soon_threadsafe(tried.set)
+        raise ZeroDivisionError
+
+    loop = asyncio.get_running_loop()
+    with monkeypatch.context() as faulty:
+        faulty.setattr(promise_books, "save", fail)
+        await world.books.start()
+        world.write(b"a")
+        await tried.wait()
+    async with asyncio.timeout(PATIENCE_S):
+        while not rows(store):  # noqa: ASYNC110 (the task tells nobody)
+            await asyncio.sleep(0)
+    await world.books.close()
+
+    assert "background_failed" in world.lines
 
 
 async def test_unreadable_terms_are_left_out(store: Store) -> None:

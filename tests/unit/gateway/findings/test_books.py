@@ -131,10 +131,28 @@ async def test_analytics_that_restart_are_asked_again(context: Context) -> None:
 
 
 async def test_close_writes_the_rest(context: Context) -> None:
-    kept = FindingBooks(context, flush_s=3_600.0)
+    kept = FindingBooks(context)
     kept.start()
     put(context, ONE)
     await kept.close()
+    await kept.close()
+
+    assert len(await rows(context)) == 1
+
+
+async def test_fault_of_one_round_ends_no_later_one(
+    gateway: GatewayFixture, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug of ours in one count must not end all findings until a restart."""
+    monkeypatch.setattr(books, "FLUSH_S", 0.0)
+    taken: Any = context.analytics.take_findings
+    taken.error = ZeroDivisionError("a bug")
+    kept = FindingBooks(context)
+    kept.start()
+    await gateway.until(lambda: "background_failed" in str(gateway.lines))
+    taken.error = None
+    put(context, ONE)
+    await gateway.until(lambda: not taken.counts)
     await kept.close()
 
     assert len(await rows(context)) == 1

@@ -14,9 +14,9 @@ from engine.statistics import Stats
 from gateway.caching.namespaces import namespace_of
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Prompt, Rendered
+from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import AdmissionContext, admit, retry_after_s
-from gateway.waiting_requests import WaitingBounds, WaitingRequests
 from tenancy.types import CachePolicy, Fidelity, Identity, SharedScope, Tenant
 from tests.fakes import ENGINE_INFO
 

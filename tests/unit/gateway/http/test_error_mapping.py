@@ -13,8 +13,8 @@ from aiohttp import web
 
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.model_store import ModelCard
-from gateway.errors import Kind, Refusal
-from gateway.http.error_mapping import engine_refusal, error_location, refusal_of
+from gateway.errors import Kind, Refusal, error_location
+from gateway.http.error_mapping import engine_refusal, refusal_of
 from tenancy.errors import LedgerUnavailable
 from tests.crash.power_cut import Disk, disk_of
 from tests.unit.gateway.admin_client import AdminClient

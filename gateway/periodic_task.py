@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from engine.api import Clock
-from gateway.context import Log
-from gateway.http.error_mapping import error_location
+from gateway.errors import error_location
 
 FAILED_AGAIN_S = 60.0
 """Seconds between two log lines of one task that fails all the time."""
@@ -29,13 +28,13 @@ class PeriodicTask:
         self,
         name: str,
         work: Callable[[], Awaitable[object]],
-        interval_s: Callable[[], float],
-        log: Log,
+        interval_s: float,
+        log: Callable[[str, dict[str, object]], None],
         clock: Clock,
         *,
         begins_at_once: bool = False,
     ) -> None:
-        """`name`: of the task in the log. `interval_s`: returns the pause after each round.
+        """`name`: of the task in the log. `interval_s`: the pause after each round.
         `begins_at_once`: without a pause before the first round."""
         self._name, self._work, self._interval_s = name, work, interval_s
         self._log, self._clock = log, clock
@@ -85,7 +84,7 @@ class PeriodicTask:
 
     async def _pause(self) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._interval_s()):
+            async with asyncio.timeout(self._interval_s):
                 await self._wake.wait()
         self._wake.clear()
 

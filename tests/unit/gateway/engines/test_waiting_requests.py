@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.waiting_requests import WaitingBounds, WaitingRequests
+from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 
 
 def waiting(requests_max: int = 100, tokens_max: int = 1_000) -> WaitingRequests:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from gateway.background.periodic_task import FAILED_AGAIN_S, PeriodicTask
+from gateway.periodic_task import FAILED_AGAIN_S, PeriodicTask
 from tests.fakes import FakeClock
 
 NEVER_S = 3_600.0
@@ -46,7 +46,7 @@ def made(
 ) -> tuple[PeriodicTask, FakeClock]:
     """Return a task and its clock."""
     clock = FakeClock()
-    return PeriodicTask("t", work, lambda: pause_s, log, clock, begins_at_once=at_once), clock
+    return PeriodicTask("t", work, pause_s, log, clock, begins_at_once=at_once), clock
 
 
 async def test_rounds_follow_each_other_after_the_pause() -> None:
@@ -95,7 +95,7 @@ async def test_wake_ends_the_pause_and_is_not_lost_during_a_round() -> None:
         begun.set()
         await go.wait()
 
-    task = PeriodicTask("t", work, lambda: NEVER_S, log, FakeClock(), begins_at_once=True)
+    task = PeriodicTask("t", work, NEVER_S, log, FakeClock(), begins_at_once=True)
     task.start()
     await begun.wait()
     begun.clear()
@@ -117,7 +117,7 @@ async def test_close_waits_for_the_round_that_runs() -> None:
         await go.wait()
         ended += 1
 
-    task = PeriodicTask("t", work, lambda: 0.0, Log(), FakeClock(), begins_at_once=True)
+    task = PeriodicTask("t", work, 0.0, Log(), FakeClock(), begins_at_once=True)
     task.start()
     await begun.wait()
     closing = asyncio.create_task(task.close())
@@ -142,7 +142,7 @@ async def test_close_without_a_wait_cancels_the_round_and_may_be_repeated() -> N
         finally:
             cancelled = True
 
-    task = PeriodicTask("t", work, lambda: NEVER_S, Log(), FakeClock(), begins_at_once=True)
+    task = PeriodicTask("t", work, NEVER_S, Log(), FakeClock(), begins_at_once=True)
     await task.close()
     task.start()
     await begun.wait()
