@@ -31,7 +31,7 @@ def existing() -> set[str]:
     """Return every metric name of the exposition, with each histogram's buckets."""
     metrics = Metrics(10)
     metrics.set_engine_stats(Stats(), is_ready=True, restarts=0)
-    metrics.read_process()
+    metrics.process.read()
     found = set()
     for family in metrics.registry.collect():
         kinds = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
@@ -144,7 +144,7 @@ def test_counters_of_alerts_exist_at_zero() -> None:
     """Prometheus sees no increase in a counter that first appears above 0, so each labelled counter
     of an alert is exposed at 0 from the start."""
     metrics = Metrics(10)
-    metrics.set_cache_stats({"1h": dict.fromkeys(OUTCOMES, 0) | {"running": 0}}, 0)
+    metrics.promises.by_class = {"1h": dict.fromkeys(OUTCOMES, 0) | {"running": 0}}
     queried = re.findall(r"increase\((\w+)\{(\w+)=\"(\w+)\"\}", RULES.read_text())
     exposed = [
         (sample.name, *label, sample.value)
@@ -160,8 +160,8 @@ def test_counters_of_alerts_exist_at_zero() -> None:
 def test_labels_in_queries_exist() -> None:
     """`by (cause)` on a metric without that label draws one flat line."""
     metrics = Metrics(10)
-    metrics.set_cache_stats({"1h": {"given": 1, "running": 1}}, 1)
-    metrics.set_charges({"ada": (1.0, 2.0)})
+    metrics.promises.by_class = {"1h": {"given": 1, "running": 1}}
+    metrics.money.dollars = {"ada": (1.0, 2.0)}
     labels = {
         family.name + suffix: set(metric.labels)
         for metric in vars(metrics).values()

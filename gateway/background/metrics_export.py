@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 
 from gateway.background.storage_metering import update_churn
 from gateway.context import Context
-from gateway.observability.metrics import EncoderCounts, EngineState
+from gateway.observability.metrics import EngineState
 from gateway.periodic_task import PeriodicTask
 
 
@@ -31,7 +31,7 @@ class MetricsExporter(Protocol):
 async def refresh_metrics(gateway: Context) -> None:
     """Set the metrics that the engine, the ledger, the cache and the process keep themselves."""
     telemetry = gateway.telemetry
-    await asyncio.to_thread(telemetry.read_process)
+    await asyncio.to_thread(telemetry.process.read)
     models = gateway.models
     telemetry.set_engine_stats(
         models.stats(),
@@ -43,21 +43,17 @@ async def refresh_metrics(gateway: Context) -> None:
             if models.are_several
         ],
     )
-    telemetry.set_ledger_restarts(gateway.ledger.restarts)
+    telemetry.ledger_restarts.set(gateway.ledger.restarts)
     if (embedder := gateway.embeddings) is not None:
-        encoder = embedder.encoder
-        telemetry.set_encoder(
-            EncoderCounts(
-                is_ready=encoder.is_ready,
-                waiting_tokens=encoder.waiting_tokens,
-                cached_bytes=embedder.cached_bytes,
-                restarts=encoder.restarts,
-                batches=encoder.batches,
-            )
-        )
+        encoder, shown = embedder.encoder, telemetry.encoder
+        shown.ready.set(encoder.is_ready)
+        shown.waiting_tokens.set(encoder.waiting_tokens)
+        shown.cached_bytes.set(embedder.cached_bytes)
+        shown.restarts.set(encoder.restarts)
+        shown.batches.set(encoder.batches)
     update_churn(gateway)
-    promises = gateway.contracts.promises.by_class(gateway.clock())
-    telemetry.set_cache_stats(promises, gateway.churn.all.total[0])
+    telemetry.inserted_blocks.set(gateway.churn.all.total[0])
+    telemetry.promises.by_class = gateway.contracts.promises.by_class(gateway.clock())
 
 
 class MetricsExport:

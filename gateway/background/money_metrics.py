@@ -53,12 +53,10 @@ class MoneyMetrics:
             row = sums[telemetry.tenant_label(one.tenant)]
             row[0] += one.charge_pico
             row[1] += one.charge_pico + one.saved_pico
-        telemetry.set_charges(
-            {
-                tenant: (charged / PICO_PER_DOLLAR, uncached / PICO_PER_DOLLAR)
-                for tenant, (charged, uncached) in sums.items()
-            }
-        )
+        telemetry.money.dollars = {
+            tenant: (charged / PICO_PER_DOLLAR, uncached / PICO_PER_DOLLAR)
+            for tenant, (charged, uncached) in sums.items()
+        }
 
     def _set_budgets(self, states: list[BudgetState]) -> None:
         """Set the gauges of tenants' own budgets; keys have none, as their number is not bounded.
@@ -85,4 +83,4 @@ class MoneyMetrics:
                     soft_usd=None if soft is None else soft * PICO_PER_MICRO / PICO_PER_DOLLAR,
                 )
             )
-        gateway.telemetry.set_budgets(rows)
+        gateway.telemetry.money.budgets = rows

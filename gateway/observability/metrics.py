@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from platform import python_version
+from typing import TypeVar
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
@@ -29,6 +30,8 @@ from prometheus_client.utils import floatToGoString
 
 from engine.statistics import Stats
 from gateway.observability.level_metrics import LevelMetrics
+
+C = TypeVar("C", bound=Collector)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHERS = "other"
@@ -107,6 +110,10 @@ class LabelledCounter(Collector):
     def add(self, count: int, *labels: str) -> None:
         """Add `count` to the series of these labels. O(1)."""
         self._counts[labels] += count
+
+    def set(self, count: int, *labels: str) -> None:
+        """Set the series of these labels to a count that is kept elsewhere. O(1)."""
+        self._counts[labels] = count
 
     def describe(self) -> Iterator[Metric]:
         """See `Collector`."""
@@ -204,35 +211,24 @@ class BudgetGauges(Struct, frozen=True):
     soft_usd: float | None
 
 
-class EncoderCounts(Struct, frozen=True):
-    """The embedding model: whether it encodes now, and the tokens that wait for it; the bytes of
-    its cache; restarts of its process, and batches since the gateway's start."""
-
-    is_ready: bool = False
-    waiting_tokens: int = 0
-    cached_bytes: int = 0
-    restarts: int = 0
-    batches: int = 0
-
-
 class _Maker:
     """Makes metrics of one registry, with the prefix of our names."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
-    def counter(self, name: str, help_text: str, *labels: str) -> LabelledCounter:
-        metric = LabelledCounter(f"trunkline_{name}", help_text, *labels)
+    def own(self, metric: C) -> C:
         self._registry.register(metric)
         return metric
+
+    def counter(self, name: str, help_text: str, *labels: str) -> LabelledCounter:
+        return self.own(LabelledCounter(f"trunkline_{name}", help_text, *labels))
 
     def seconds(
         self, name: str, help_text: str, *labels: str, buckets_s: tuple[float, ...] = _BUCKETS_S
     ) -> DurationHistogram:
         name = f"trunkline_{name}_seconds"
-        metric = DurationHistogram(name, help_text, *labels, buckets_s=buckets_s)
-        self._registry.register(metric)
-        return metric
+        return self.own(DurationHistogram(name, help_text, *labels, buckets_s=buckets_s))
 
     def gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
         return Gauge(f"trunkline_{name}", help_text, labels, registry=self._registry)
@@ -243,14 +239,14 @@ class Metrics:
 
     def __init__(self, tenants_as_labels_max: int, version: str = "") -> None:
         """`version`: of the program, for `trunkline_build_info`."""
-        self.registry = registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._tenants_max = tenants_as_labels_max
         self.has_unnamed_tenants = False
         self._tenants: set[str] = set()
         self._epochs: dict[str, list[int]] = {}
 
-        make = _Maker(registry)
-        counter, seconds, gauge = make.counter, make.seconds, make.gauge
+        make = _Maker(self.registry)
+        counter, seconds, gauge, own = make.counter, make.seconds, make.gauge, make.own
         gauge("build_info", "1; the labels tell the versions.", "version", "python").labels(
             version, python_version()
         ).set(1)
@@ -260,24 +256,17 @@ class Metrics:
         self.refusals.add(0, "ledger_unavailable")
         help_text = "Refused requests of tenants, by error code."
         self.tenant_refusals = counter("tenant_refusals", help_text, "tenant", "code")
-        self.embeddings = _embedding_counts()
-        self.tokens = CounterGroup(
-            prompt_tokens="Prompt tokens.",
-            cached_tokens="Prompt tokens from the cache.",
-            output_tokens="Output tokens.",
-        )
-        self.contract_tokens = CounterGroup(
-            cache_read_tokens="Prompt tokens charged as cache reads.",
-            cache_write_tokens="Prompt tokens charged as cache writes.",
-            recomputed_promised_tokens="Tokens charged as cache reads that were computed again.",
-        )
+        self.embeddings = own(_embedding_counts())
+        self.tokens, self.contract_tokens = own(_token_counts()), own(_contract_counts())
         self.output_format_violations = counter(
             "output_format_violations", "Finished responses that violate their JSON format."
         )
         self.ignored_fields = counter(
             "ignored_fields", "Requests with a field that had no effect, by field.", "field"
         )
-        self.attention_requests = _attention_counter(counter)
+        help_text = "Requests that ran under an attention policy."
+        self.attention_requests = counter("attention_requests", help_text, "policy")
+        self.attention_requests.add(0, "window")
         self.misses = counter("cache_misses", "Breakpoints not read in full, by cause.", "cause")
         self.unreadable = counter("unreadable_requests", "Connections that did not speak HTTP.")
         self.first_token_s = seconds(
@@ -299,15 +288,14 @@ class Metrics:
         self.ledger_epoch = gauge("ledger_epoch", help_text)
         help_text = "Soft budgets exceeded in their present windows."
         self._soft_budgets = gauge("soft_budgets_passed", help_text, "tenant")
-        self._process, self._money = _ProcessMetrics(), _MoneyMetrics()
-        self._engine, self._cache = _EngineMetrics(), _CacheMetrics()
-        self._ledger, self._encoder = _LedgerMetrics(), _EncoderMetrics()
-        self._levels = LevelMetrics()
-        for own in (
-            *(self.tokens, self.contract_tokens, self.embeddings, self._process, self._money),
-            *(self._levels, self._engine, self._cache, self._ledger, self._encoder),
-        ):
-            registry.register(own)
+        help_text = "Restarts of the ledger process."
+        self.ledger_restarts = counter("ledger_restarts", help_text)
+        help_text = "Blocks inserted into the prefix tree."
+        self.inserted_blocks = counter("inserted_blocks", help_text)
+        self.encoder = _EncoderMetrics(make)
+        self.process, self.money = own(_ProcessMetrics()), own(_MoneyMetrics())
+        self.promises, self._levels = own(_PromiseMetrics()), own(LevelMetrics())
+        self._engine = own(_EngineMetrics())
 
     def count_epoch(
         self, epoch: str, prompt: int, cached: int, output: int, unneeded: int = 0
@@ -355,20 +343,6 @@ class Metrics:
         for tenant, count in counts.items():
             self._soft_budgets.labels(tenant).set(count)
 
-    def set_budgets(self, budgets: Sequence[BudgetGauges]) -> None:
-        """Set the gauges of tenants' budgets; remove all other series."""
-        self._money.budgets = budgets
-
-    def set_charges(self, dollars: Mapping[str, tuple[float, float]]) -> None:
-        """Store the dollars that tenants were charged since the ledger began, and those that the
-        same requests would have cost with every prompt token at the input price, by label."""
-        self._money.dollars = dollars
-
-    def read_process(self) -> None:
-        """Read the memory, processor time and descriptors of this process. Blocks: it reads files
-        of the operating system."""
-        self._process.read()
-
     def set_engine_stats(
         self, stats: Stats, *, is_ready: bool, restarts: int, several: Sequence[EngineState] = ()
     ) -> None:
@@ -376,20 +350,6 @@ class Metrics:
         the label `model`, in place of it."""
         self._engine.states = several or (EngineState("", stats, is_ready, restarts),)
         self._levels.stats = stats
-
-    def set_ledger_restarts(self, restarts: int) -> None:
-        """Store the number of restarts of the ledger process."""
-        self._ledger.restarts = restarts
-
-    def set_encoder(self, counts: EncoderCounts) -> None:
-        """Store the counts of the embedding model's process and cache."""
-        self._encoder.counts = counts
-
-    def set_cache_stats(
-        self, promises: Mapping[str, Mapping[str, int]], inserted_blocks: int
-    ) -> None:
-        """Store the outcomes of promises, by class, and the number of inserted blocks."""
-        self._cache.promises, self._cache.inserted_blocks = promises, inserted_blocks
 
     def exposition(self) -> bytes:
         """Return the Prometheus text format. O(series)."""
@@ -405,11 +365,20 @@ class EngineState(Struct, frozen=True):
     restarts: int
 
 
-def _attention_counter(counter: Callable[..., LabelledCounter]) -> LabelledCounter:
-    """Make the counter of requests by attention policy, each policy's with its first value."""
-    found = counter("attention_requests", "Requests that ran under an attention policy.", "policy")
-    found.add(0, "window")
-    return found
+def _token_counts() -> CounterGroup:
+    return CounterGroup(
+        prompt_tokens="Prompt tokens.",
+        cached_tokens="Prompt tokens from the cache.",
+        output_tokens="Output tokens.",
+    )
+
+
+def _contract_counts() -> CounterGroup:
+    return CounterGroup(
+        cache_read_tokens="Prompt tokens charged as cache reads.",
+        cache_write_tokens="Prompt tokens charged as cache writes.",
+        recomputed_promised_tokens="Tokens charged as cache reads that were computed again.",
+    )
 
 
 def _embedding_counts() -> CounterGroup:
@@ -486,6 +455,7 @@ class _ProcessMetrics(Collector):
         self._families: list[Metric] = []
 
     def read(self) -> None:
+        """Read them. Blocks: the operating system has them in files."""
         self._families = list(self._source.collect())
 
     def collect(self) -> Iterator[Metric]:
@@ -493,7 +463,8 @@ class _ProcessMetrics(Collector):
 
 
 class _MoneyMetrics(Collector):
-    """The dollars of the ledger by tenant label, and tenants' budgets."""
+    """Money by tenant label. `dollars`: charged since the ledger began, and what the same requests
+    would have cost with every prompt token at the input price. `budgets`: tenants' own ones."""
 
     def __init__(self) -> None:
         self.dollars: Mapping[str, tuple[float, float]] = {}
@@ -527,56 +498,35 @@ class _MoneyMetrics(Collector):
         yield limits
 
 
-class _LedgerMetrics(Collector):
-    """Metrics of the ledger process."""
+class _PromiseMetrics(Collector):
+    """The outcomes of promises. `by_class`: counts by class, with the running ones."""
 
     def __init__(self) -> None:
-        self.restarts = 0
+        self.by_class: Mapping[str, Mapping[str, int]] = {}
 
     def collect(self) -> Iterator[Metric]:
-        help_text = "Restarts of the ledger process."
-        yield CounterMetricFamily("trunkline_ledger_restarts", help_text, self.restarts)
-
-
-class _EncoderMetrics(Collector):
-    """Metrics of the embedding model; 0 without one."""
-
-    def __init__(self) -> None:
-        self.counts = EncoderCounts()
-
-    def collect(self) -> Iterator[Metric]:
-        counts = self.counts
-        gauges = {
-            "encoder_ready": ("1 if texts are embedded now.", int(counts.is_ready)),
-            "encoder_waiting_tokens": ("Tokens that wait to be embedded.", counts.waiting_tokens),
-            "embedding_cache_bytes": ("Size of the cache of vectors.", counts.cached_bytes),
-        }
-        for name, (help_text, value) in gauges.items():
-            yield GaugeMetricFamily(f"trunkline_{name}", help_text, value)
-        help_text = "Restarts of the encoder process."
-        yield CounterMetricFamily("trunkline_encoder_restarts", help_text, counts.restarts)
-        help_text = "Batches of texts that were encoded."
-        yield CounterMetricFamily("trunkline_encoder_batches", help_text, counts.batches)
-
-
-class _CacheMetrics(Collector):
-    """Cache metrics that the gateway keeps itself."""
-
-    def __init__(self) -> None:
-        self.promises: Mapping[str, Mapping[str, int]] = {}
-        self.inserted_blocks = 0
-
-    def collect(self) -> Iterator[Metric]:
-        help_text = "Blocks inserted into the prefix tree."
-        yield CounterMetricFamily("trunkline_inserted_blocks", help_text, self.inserted_blocks)
         help_text = "Cache promises by outcome: given, and in the end kept, broken or given up."
         ended = CounterMetricFamily("trunkline_promises", help_text, labels=("class", "outcome"))
         help_text = "Cache promises that still run."
         running = GaugeMetricFamily("trunkline_running_promises", help_text, labels=("class",))
-        for name, counts in sorted(self.promises.items()):
+        for name, counts in sorted(self.by_class.items()):
             running.add_metric((name,), counts["running"])
             for outcome, count in counts.items():
                 if outcome != "running":
                     ended.add_metric((name, outcome), count)
         yield ended
         yield running
+
+
+class _EncoderMetrics:
+    """Metrics of the embedding model; 0 without one."""
+
+    def __init__(self, make: _Maker) -> None:
+        self.ready = make.gauge("encoder_ready", "1 if texts are embedded now.")
+        help_text = "Tokens that wait to be embedded."
+        self.waiting_tokens = make.gauge("encoder_waiting_tokens", help_text)
+        help_text = "Size of the cache of vectors."
+        self.cached_bytes = make.gauge("embedding_cache_bytes", help_text)
+        help_text = "Restarts of the encoder process."
+        self.restarts = make.counter("encoder_restarts", help_text)
+        self.batches = make.counter("encoder_batches", "Batches of texts that were encoded.")
