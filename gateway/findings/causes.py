@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 NEAR_TOKENS = 64
 """A change in the first so many tokens of a text is near its beginning."""
@@ -50,9 +51,14 @@ class CauseFacts(Struct, frozen=True):
         return self.sums.get(name, 0) / self.requests if self.requests else 0.0
 
     @property
-    def share(self) -> str:
+    def counts(self) -> str:
         """How many of the tenant's requests."""
-        return f"in {self.requests:,} of {self.of_requests:,} requests"
+        return f"{self.requests:,} of {self.of_requests:,}"
+
+    @property
+    def share(self) -> str:
+        """In how many of them."""
+        return f"in {self.counts} requests"
 
 
 class CauseWords(Struct, frozen=True):
@@ -63,11 +69,6 @@ class CauseWords(Struct, frozen=True):
     what: str
     advice: str
     confidence: float = 0.99
-
-
-def describe(cause: str, facts: CauseFacts) -> CauseWords:
-    """Return the words of a cause."""
-    return CAUSES[cause](facts)
 
 
 def _where(facts: CauseFacts) -> str:
@@ -102,34 +103,6 @@ def _system(facts: CauseFacts) -> CauseWords:
     return CauseWords("The system message changes", what, advice)
 
 
-def _prompt(facts: CauseFacts) -> CauseWords:
-    return CauseWords(
-        "The prompt changes before text that stays",
-        f"{facts.place} changes {_where(facts)} {facts.share} ({_position(facts)}), and the same"
-        " text follows",
-        f"Put the stable text of {facts.place} first and the changing part behind it.",
-        0.9,
-    )
-
-
-def _reordered(facts: CauseFacts) -> CauseWords:
-    return CauseWords(
-        "The tools come in another order",
-        f"the same tools, or their fields, come in another order {facts.share}",
-        "Send the tools sorted by name, and serialize their schemas with sorted keys.",
-    )
-
-
-def _tools(facts: CauseFacts) -> CauseWords:
-    return CauseWords(
-        "The tools change",
-        f"the list of tools changes {facts.share} ({_position(facts)})",
-        "Send the same tools with every request and restrict them with tool_choice; keep dates and"
-        " ids out of descriptions.",
-        0.97,
-    )
-
-
 def _history(facts: CauseFacts) -> CauseWords:
     if 2 * facts.sums.get("shortened", 0) >= facts.requests:
         return CauseWords(
@@ -142,46 +115,6 @@ def _history(facts: CauseFacts) -> CauseWords:
         "An earlier message is changed",
         f"the message at {facts.place} is changed while the conversation goes on {facts.share}",
         "Send earlier messages back unchanged; add what is new at the end.",
-    )
-
-
-def _model(facts: CauseFacts) -> CauseWords:
-    return CauseWords(
-        "The model changed",
-        f"another model computes {facts.requests:,} of {facts.of_requests:,} requests, whose"
-        " prefixes the model before had cached",
-        "Expect it once for each change of the model; change models when traffic is low.",
-        0.95,
-    )
-
-
-def _template(facts: CauseFacts) -> CauseWords:
-    return CauseWords(
-        "The chat template changed",
-        f"another chat template renders {facts.requests:,} of {facts.of_requests:,} requests, whose"
-        " prefixes were cached under the template before",
-        "Expect it once for each change of the template; pin the template's file.",
-        0.95,
-    )
-
-
-def _cache_key(facts: CauseFacts) -> CauseWords:
-    return CauseWords(
-        "The cache key changes",
-        f"prompt_cache_key (or cache_salt) is another one than before {facts.share}, though the"
-        " prompt begins as one sent before",
-        "Send one prompt_cache_key with all requests that begin alike, or none: requests with"
-        " different keys share nothing. Keep keys that separate users on purpose.",
-        0.95,
-    )
-
-
-def _restarted(facts: CauseFacts) -> CauseWords:
-    return CauseWords(
-        "The engine restarted",
-        f"the prefix of {facts.requests:,} of {facts.of_requests:,} requests was lost in a restart"
-        " of the engine",
-        "Expect it once for each restart; restart when traffic is low.",
     )
 
 
@@ -267,41 +200,94 @@ def _below(facts: CauseFacts) -> CauseWords:
     )
 
 
-def _unmarked(facts: CauseFacts) -> CauseWords:
-    return CauseWords(
+PLAIN: Mapping[str, CauseWords] = {
+    "prompt_changes": CauseWords(
+        "The prompt changes before text that stays",
+        "{place} changes {where} {share} ({position}), and the same text follows",
+        "Put the stable text of {place} first and the changing part behind it.",
+        0.9,
+    ),
+    "tools_reordered": CauseWords(
+        "The tools come in another order",
+        "the same tools, or their fields, come in another order {share}",
+        "Send the tools sorted by name, and serialize their schemas with sorted keys.",
+    ),
+    "tools_changed": CauseWords(
+        "The tools change",
+        "the list of tools changes {share} ({position})",
+        "Send the same tools with every request and restrict them with tool_choice; keep dates and"
+        " ids out of descriptions.",
+        0.97,
+    ),
+    "model_changed": CauseWords(
+        "The model changed",
+        "another model computes {counts} requests, whose prefixes the model before had cached",
+        "Expect it once for each change of the model; change models when traffic is low.",
+        0.95,
+    ),
+    "template_changed": CauseWords(
+        "The chat template changed",
+        "another chat template renders {counts} requests, whose prefixes were cached under the"
+        " template before",
+        "Expect it once for each change of the template; pin the template's file.",
+        0.95,
+    ),
+    "cache_key_changes": CauseWords(
+        "The cache key changes",
+        "prompt_cache_key (or cache_salt) is another one than before {share}, though the prompt"
+        " begins as one sent before",
+        "Send one prompt_cache_key with all requests that begin alike, or none: requests with"
+        " different keys share nothing. Keep keys that separate users on purpose.",
+        0.95,
+    ),
+    "restarted": CauseWords(
+        "The engine restarted",
+        "the prefix of {counts} requests was lost in a restart of the engine",
+        "Expect it once for each restart; restart when traffic is low.",
+    ),
+    "unmarked": CauseWords(
         "Repeated prompts have no breakpoint",
-        f"no breakpoint asks for caching, though the beginning was sent before, {facts.share}",
+        "no breakpoint asks for caching, though the beginning was sent before, {share}",
         "Add cache_control to the last block that stays the same, or at the top level.",
-    )
-
-
-def _new_conversation(facts: CauseFacts) -> CauseWords:
-    return CauseWords(
+    ),
+    "new_conversation": CauseWords(
         "New conversations",
-        f"a new conversation begins {facts.share}",
+        "a new conversation begins {share}",
         "Nothing to change: new text must be computed once.",
-    )
+    ),
+}
+"""The words of causes that need no decision, with names of `_fill` in braces."""
 
-
-CAUSES: Mapping[str, Callable[[CauseFacts], CauseWords]] = {
+DECIDED: Mapping[str, Callable[[CauseFacts], CauseWords]] = {
     "system_changes": _system,
-    "prompt_changes": _prompt,
-    "tools_reordered": _reordered,
-    "tools_changed": _tools,
     "history_edited": _history,
-    "model_changed": _model,
-    "template_changed": _template,
-    "cache_key_changes": _cache_key,
-    "restarted": _restarted,
     "expired": _expired,
     "evicted": _evicted,
     "damaged": _damaged,
     "level_failed": _level_failed,
     "below_minimum": _below,
-    "unmarked": _unmarked,
-    "new_conversation": _new_conversation,
 }
-"""The words of every cause of a finding, by its name."""
+"""The other causes: their words depend on the facts."""
+
+CAUSES = (*PLAIN, *DECIDED)
+
+
+def describe(cause: str, facts: CauseFacts) -> CauseWords:
+    """Return the words of a cause."""
+    if cause in DECIDED:
+        return DECIDED[cause](facts)
+    words = PLAIN[cause]
+    return replace(words, what=_fill(words.what, facts), advice=_fill(words.advice, facts))
+
+
+def _fill(text: str, facts: CauseFacts) -> str:
+    return text.format(
+        place=facts.place,
+        share=facts.share,
+        counts=facts.counts,
+        where=_where(facts),
+        position=_position(facts),
+    )
 
 
 def _duration(seconds: float) -> str:
