@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -101,12 +101,12 @@ class AnalyticsSums:
 
     def __init__(self, timed_prompts: Sequence[tuple[float, CompletedPrompt]]) -> None:
         """O(requests)."""
-        self.endings: defaultdict[str, int] = defaultdict(int)
-        self.ignored: defaultdict[str, int] = defaultdict(int)
-        self.misses: defaultdict[str, int] = defaultdict(int)
-        self.missed_tokens: defaultdict[str, int] = defaultdict(int)
-        self.read_classes: defaultdict[str, int] = defaultdict(int)
-        self.write_classes: defaultdict[str, int] = defaultdict(int)
+        self.endings: Counter[str] = Counter()
+        self.ignored: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+        self.missed_tokens: Counter[str] = Counter()
+        self.read_classes: Counter[str] = Counter()
+        self.write_classes: Counter[str] = Counter()
         self.first_token_ms = {cached: LogHistogram() for cached in CACHE_OUTCOMES}
         endings, reads, writes = self.endings, self.read_classes, self.write_classes
         first_ms = {cached: times.counts for cached, times in self.first_token_ms.items()}
@@ -138,7 +138,7 @@ class AnalyticsSums:
                 times = first_ms[cache_outcome(cached, record.total_in)]
                 times[bucket_of(1000 * completed.first_token_s)] += 1
         self.prompt, self.physical, self.breached = prompt, physical, breached
-        read, write = sum(self.read_classes.values()), sum(self.write_classes.values())
+        read, write = reads.total(), writes.total()
         self.totals = len(timed_prompts) - further, read, write, fresh, out
 
 
@@ -151,12 +151,12 @@ class TenantView:
         self.prompt = 0
         self.breached = 0
         self.minutes: deque[MinuteTotals] = deque(maxlen=MINUTES)
-        self.read_classes: dict[str, int] = {}
-        self.write_classes: dict[str, int] = {}
-        self.misses: dict[str, int] = {}
-        self.missed_tokens: dict[str, int] = {}
-        self.endings: dict[str, int] = {}
-        self.ignored: dict[str, int] = {}
+        self.read_classes: Counter[str] = Counter()
+        self.write_classes: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+        self.missed_tokens: Counter[str] = Counter()
+        self.endings: Counter[str] = Counter()
+        self.ignored: Counter[str] = Counter()
         self.first_token_ms = {cached: LogHistogram() for cached in CACHE_OUTCOMES}
 
     def add(self, minute: int, sums: AnalyticsSums) -> None:
@@ -166,12 +166,12 @@ class TenantView:
         self.prompt += sums.prompt
         self.physical += sums.physical
         self.breached += sums.breached
-        _add(self.endings, sums.endings)
-        _add(self.ignored, sums.ignored)
-        _add(self.read_classes, sums.read_classes)
-        _add(self.write_classes, sums.write_classes)
-        _add(self.misses, sums.misses)
-        _add(self.missed_tokens, sums.missed_tokens)
+        self.endings.update(sums.endings)
+        self.ignored.update(sums.ignored)
+        self.read_classes.update(sums.read_classes)
+        self.write_classes.update(sums.write_classes)
+        self.misses.update(sums.misses)
+        self.missed_tokens.update(sums.missed_tokens)
         for cached, times in self.first_token_ms.items():
             times.merge(sums.first_token_ms[cached])
 
@@ -313,7 +313,7 @@ class Analytics:
         """Return the tokens of a tenant's prefixes that were computed again because of `cause`."""
         self._aggregate()
         view = self._tenants.get(tenant_id)
-        return 0 if view is None else view.missed_tokens.get(cause, 0)
+        return 0 if view is None else view.missed_tokens[cause]
 
     def overview(self) -> dict[str, Any]:
         """Return the totals, and one row per tenant."""
@@ -404,11 +404,6 @@ def _touch(kept: OrderedDict[int, T], tenant_id: int, make: Callable[[], T], kep
     while len(kept) > kept_max:
         kept.popitem(last=False)
     return one
-
-
-def _add(sums: dict[str, int], counts: Mapping[str, int]) -> None:
-    for name, count in counts.items():
-        sums[name] = sums.get(name, 0) + count
 
 
 def _minute(minutes: deque[MinuteTotals], number: int) -> MinuteTotals:
