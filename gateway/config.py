@@ -680,14 +680,16 @@ def _check_remote(levels: LevelsConfig, at: Callable[[str], str]) -> None:
 
 def check_web_address(text: str, what: str) -> None:
     """Check an address of a webhook, without quoting it: it may be a secret. Raises ConfigError."""
+    if not _is_web_address(text) or "@" in urlsplit(text).netloc:
+        raise ConfigError(f"{what}: not an address; expected https://HOST/PATH without a password")
+
+
+def _is_web_address(text: str) -> bool:
     try:
         url = urlsplit(text)
-        is_valid = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-        is_valid = is_valid and "@" not in url.netloc
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        raise ConfigError(f"{what}: not an address; expected https://HOST/PATH without a password")
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # a port that is not a number, a malformed IPv6 address
+        return False
 
 
 def _check_webhooks(webhooks: tuple[WebhookConfig, ...], what: str) -> None:
@@ -749,17 +751,12 @@ def _check_endpoint(text: str, what: str) -> None:
     """
     if not text:
         return
-    try:
-        url = urlsplit(text)
-        is_valid = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # a port that is not a number, a malformed IPv6 address
-        is_valid = False
     if set("@?#") & set(text):
         raise ConfigError(
             f"{what}: a user, password or query is not allowed; set headers of the collector in"
             " the environment variable OTEL_EXPORTER_OTLP_HEADERS"
         )
-    if not is_valid:
+    if not _is_web_address(text):
         raise ConfigError(
             f"{what}: invalid address {text!r}: expected http://HOST:PORT, such as"
             " http://127.0.0.1:4318"
