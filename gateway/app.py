@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib import metadata, util
+from typing import Protocol
 
 import msgspec
 
@@ -119,10 +120,18 @@ GATEWAY_ID_FILE = "gateway.id"
 """Names the gateway among those of one database; kept over restarts."""
 
 
+class BackgroundTask(Protocol):
+    """Work beside requests, from the opening of the listeners until the gateway closes."""
+
+    def start(self) -> None:
+        """Begin, on the running event loop."""
+
+    async def close(self) -> None:
+        """Stop, and write what is left. Safe without `start`."""
+
+
 class Gateway:
     """A running gateway: its parts and its listeners."""
-
-    _metrics_export: MetricsExport | None = None
 
     def __init__(
         self,
@@ -181,10 +190,15 @@ class Gateway:
             user_notes=UserNotes(store, wall) if config.billing.attribution == "user" else None,
         )
         self._reconciler = Reconciler(self.context)
-        self._metering = StorageMetering(self.context)
         self._finding_books = FindingBooks(self.context, gateway_id)
-        self._sampling = HistorySampling(self.context)
         self.webhooks = WebhookSender(self.context, endpoints, read=read_webhooks)
+        self._tasks: list[BackgroundTask] = [
+            StorageMetering(self.context),
+            self._finding_books,
+            HistorySampling(self.context),
+            self.webhooks,
+            self._reconciler,
+        ]
         self.listeners: list[Listener] = []
         telemetry.ledger_epoch.set(ledger_epoch(store).number)
         _log_found(self.ledger, log)
@@ -200,7 +214,7 @@ class Gateway:
         context.tracer = await asyncio.to_thread(open_tracer, context.config, context.log)
         exporter = await asyncio.to_thread(open_metrics_exporter, context.config, context.log)
         if exporter is not None:
-            self._metrics_export = MetricsExport(context, exporter)
+            self._tasks.append(MetricsExport(context, exporter))
         urls = []
         configured = context.config.server.connections_max
         allowed = await asyncio.to_thread(connections_allowed, configured)
@@ -219,13 +233,8 @@ class Gateway:
             self.listeners.append(listener)
             bound_host, bound_port = await listener.open(host, port)
             urls.append(f"http://{bound_host}:{bound_port}")
-        self._reconciler.start()
-        self._metering.start()
-        self._finding_books.start()
-        self._sampling.start()
-        self.webhooks.start()
-        if self._metrics_export is not None:
-            self._metrics_export.start()
+        for task in self._tasks:
+            task.start()
         return urls
 
     def public(self) -> Middleware:
@@ -319,14 +328,9 @@ class Gateway:
         await self.context.responses.close()
         if self.context.user_notes is not None:
             await self.context.user_notes.close()
-        await self._metering.close()
-        await self._finding_books.close()
-        await self._sampling.close()
-        await self.webhooks.close()
-        if self._metrics_export is not None:
-            await self._metrics_export.close()
+        for task in self._tasks:
+            await task.close()
         await self.context.books.close()
-        await self._reconciler.close()
         await self.ledger.close()
         await self.context.analytics.close()
         await asyncio.to_thread(self._authenticator.close)
