@@ -90,7 +90,7 @@ from gateway.http.request_context import RequestIds
 from gateway.http.server import Listener, log_accept_errors
 from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.deferred_holds import DeferredHolds
-from gateway.ledger.interface import InProcessLedger, LedgerClient
+from gateway.ledger.interface import InProcessLedger, LedgerClient, OpenedLedger
 from gateway.ledger.metering import note_progress
 from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, ProgressJournal
 from gateway.ledger.query_pool import QueryPool
@@ -144,7 +144,7 @@ class Gateway:
         wall: WallClock = wall_ms,
         read_config: Callable[[], Config] | None = None,
         gateway_id: str = "",
-        ledger: LedgerClient | None = None,
+        ledger: OpenedLedger | None = None,
         analytics: AnalyticsClient | None = None,
         endpoints: Sequence[WebhookEndpoint] = (),
         read_webhooks: ReadEndpoints | None = None,
@@ -156,9 +156,11 @@ class Gateway:
 
         Without `ledger` or `analytics`, they run in this process. Raises StoreError.
         """
-        self.ledger = ledger if ledger is not None else InProcessLedger(Ledger(store, wall))
+        opened: OpenedLedger = ledger or InProcessLedger(Ledger(store, wall))
+        _log_found(opened, log)
+        self.ledger: LedgerClient = opened
         if store.is_local:  # on a remote store each budget check would be a round trip
-            self.ledger = DeferredHolds(self.ledger, BudgetWatch(store))
+            self.ledger = DeferredHolds(opened, BudgetWatch(store))
         self._authenticator = KeyAuthenticator(store, wall, clock)
         served = ServedModels(models)
         contracts = _contracts(config, served, store, clock)
@@ -201,7 +203,6 @@ class Gateway:
         ]
         self.listeners: list[Listener] = []
         telemetry.ledger_epoch.set(ledger_epoch(store).number)
-        _log_found(self.ledger, log)
 
     async def listen(self, public: tuple[str, int], admin: tuple[str, int]) -> list[str]:
         """Open both listeners and return their URLs.
@@ -339,7 +340,7 @@ class Gateway:
             await asyncio.to_thread(self.context.tracer.close)
 
 
-def _log_found(ledger: LedgerClient, log: Log) -> None:
+def _log_found(ledger: OpenedLedger, log: Log) -> None:
     """Log what the ledger found at its start."""
     if ledger.found_epoch is not None:
         facts = msgspec.structs.asdict(ledger.found_epoch)

@@ -19,7 +19,6 @@ from msgspec import structs
 
 from gateway.ledger.interface import LedgerClient
 from tenancy.errors import StoreError
-from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.holds import Progress
 from tenancy.ledger.transactions import Hold, Item, NamedEntry
 from tenancy.pricing.budget_watch import BudgetWatch
@@ -50,16 +49,6 @@ class DeferredHolds:
         self._is_ticking = False
         self._holds_first_depth = 0  # open `holds_first` contexts
         self._written_future: asyncio.Future[None] | None = None  # shared by all deferred holds
-
-    @property
-    def found_epoch(self) -> LedgerEpoch | None:
-        """See `LedgerClient`."""
-        return self._ledger.found_epoch
-
-    @property
-    def interrupted(self) -> int:
-        """See `LedgerClient`."""
-        return self._ledger.interrupted
 
     @property
     def restarts(self) -> int:

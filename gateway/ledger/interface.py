@@ -21,15 +21,8 @@ from tenancy.ledger.transactions import Item
 class LedgerClient(Protocol):
     """A ledger, as the gateway's event loop sees it.
 
-    `restarts`: number of times its process was replaced. `found_epoch`, `interrupted`: see
-    `tenancy.ledger.writer.LedgerWriter`.
+    `restarts`: number of times its process was replaced.
     """
-
-    @property
-    def found_epoch(self) -> LedgerEpoch | None: ...
-
-    @property
-    def interrupted(self) -> int: ...
 
     @property
     def restarts(self) -> int: ...
@@ -61,6 +54,17 @@ class LedgerClient(Protocol):
         """Write all queued items, then stop. Safe to repeat."""
 
 
+class OpenedLedger(LedgerClient, Protocol):
+    """A ledger that tells what it found when it was opened; see
+    `tenancy.ledger.writer.LedgerWriter`."""
+
+    @property
+    def found_epoch(self) -> LedgerEpoch | None: ...
+
+    @property
+    def interrupted(self) -> int: ...
+
+
 class InProcessLedger:
     """A `LedgerClient` whose ledger writes in a thread of this process."""
 
@@ -69,16 +73,7 @@ class InProcessLedger:
     def __init__(self, ledger: Ledger) -> None:
         """`ledger`: closed with this client."""
         self._ledger = ledger
-
-    @property
-    def found_epoch(self) -> LedgerEpoch | None:
-        """See `LedgerClient`."""
-        return self._ledger.found_epoch
-
-    @property
-    def interrupted(self) -> int:
-        """See `LedgerClient`."""
-        return self._ledger.interrupted
+        self.found_epoch, self.interrupted = ledger.found_epoch, ledger.interrupted
 
     @property
     def is_well(self) -> bool:

@@ -69,7 +69,7 @@ class Ready(Struct, frozen=True):
 class _NoLedger:
     """A ledger client that writes nothing and confirms at once."""
 
-    found_epoch, interrupted, restarts, is_well = None, 0, 0, True
+    restarts, is_well = 0, True
 
     def write(self, item: Item) -> asyncio.Future[None]:
         """See `LedgerClient`."""

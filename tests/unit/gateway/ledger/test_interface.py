@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from gateway.ledger.client import LedgerProcessClient
-from gateway.ledger.interface import InProcessLedger, LedgerClient
+from gateway.ledger.interface import InProcessLedger, LedgerClient, OpenedLedger
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, IdempotencyConflict, LedgerUnavailable, TenancyError
 from tenancy.ledger.holds import Progress
@@ -52,7 +52,7 @@ class LedgerUnderTest:
         return caught.value
 
 
-async def open_client(kind: str, store: SqliteStore) -> LedgerClient:
+async def open_client(kind: str, store: SqliteStore) -> OpenedLedger:
     if kind == "in_process":
         return InProcessLedger(Ledger(store, lambda: 1_000))
     client = LedgerProcessClient(store.path.name, store.path.parent, lambda event, facts: None)
