@@ -41,24 +41,11 @@ PROMPT_TOKENS_MIN = 100_000
 """Least prompt tokens of both days: ratios of little traffic mean nothing."""
 
 
-FindFindings = Callable[[Store, int], Sequence[Mapping[str, Any]]]
-"""Returns the findings of the day before an instant, as `/admin/v1/findings` shows them."""
-
-
-def findings_of_day(store: Store, now_ms: int) -> Sequence[Mapping[str, Any]]:
-    """Return the findings of the 24 hours before an instant. Raises StoreError."""
-    found: Sequence[Mapping[str, Any]] = find(store, FindingsWindow.of(now_ms - DAY_MS, now_ms))[
-        "findings"
-    ]
-    return found
-
-
 class WebhookEvents:
     """Finds the events of one gateway. Belongs to its event loop."""
 
-    def __init__(self, gateway: Context, findings: FindFindings = findings_of_day) -> None:
+    def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._findings = findings
         self._restarts = {one.name: one.restarts() for one in gateway.models}
         self._broken: dict[tuple[int, str], int] = {}
         self._limited: dict[int, int] = {}
@@ -82,11 +69,12 @@ class WebhookEvents:
     def _read(self, store: Store, now_ms: int) -> list[WebhookEvent]:
         states = budget_states(store, lambda: now_ms)
         ids = {tenant.name: tenant.tenant_id for tenant in list_tenants(store)}
+        found = find(store, FindingsWindow.of(now_ms - DAY_MS, now_ms))
         return [
             *budget_events(states, self._name),
             *key_events(list_keys(store), ids, now_ms),
             *_fallen(store, ids, now_ms),
-            *finding_events(self._findings(store, now_ms), ids),
+            *finding_events(found["findings"], ids),
         ]
 
     def _name(self, tenant_id: int) -> str:

@@ -168,23 +168,10 @@ def test_findings_that_cost_something_are_told() -> None:
     assert found[0].event_id == later[0].event_id
 
 
-async def test_asks_for_findings_of_the_present(gateway: GatewayFixture) -> None:
-    """In the query of the other events, on another thread."""
-    asked = []
-
-    def findings(store: Store, now_ms: int) -> list[dict[str, object]]:
-        asked.append(now_ms)
-        return []
-
-    await WebhookEvents(gateway.gateway.context, findings).read()
-
-    assert asked == [pytest.approx(gateway.gateway.context.wall(), abs=60_000)]
-
-
 async def test_findings_of_the_report_are_told(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without another source, events come from the findings of the last 24 hours."""
+    """Those of the last 24 hours."""
     windows = []
 
     def report(store: Store, window: FindingsWindow) -> dict[str, object]:
@@ -192,7 +179,9 @@ async def test_findings_of_the_report_are_told(
         return {"findings": [FINDING]}
 
     monkeypatch.setattr(webhook_events, "find", report)
+    gateway.gateway.context.wall = lambda: NOW_MS
     events = await WebhookEvents(gateway.gateway.context).read()
 
     assert [one.data["cause"] for one in events if one.kind == "finding.new"] == [FINDING["cause"]]
     assert DAY_MS <= windows[0].until_ms - windows[0].since_ms < DAY_MS + 3_600_000
+    assert windows[0].until_ms == NOW_MS
