@@ -52,11 +52,17 @@ async def test_says_why_there_is_no_engine(
     assert alive == (200, {"status": "ok", "engine": "not ready"})
 
 
+@pytest.fixture
+def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a gateway that is opened from now on look for the ledger's state all the time."""
+    monkeypatch.setattr(reconciliation, "POLL_INTERVAL_S", 0.001)
+
+
+@pytest.mark.usefixtures("quick_polls")
 async def test_a_gateway_without_requests_notices_that_the_ledger_is_well_again(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets no request while it is not ready, so no other write would show it."""
-    monkeypatch.setattr(reconciliation, "POLL_INTERVAL_S", 0.001)
     written: list[object] = []
     write = InProcessLedger.write
 

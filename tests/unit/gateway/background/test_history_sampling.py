@@ -135,9 +135,9 @@ async def test_each_minute_has_a_sample(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quiet minute too: a chart tells a quiet server from one that was down."""
-    sampling = HistorySampling(gateway.gateway.context)
     monkeypatch.setattr(history_sampling, "POLL_INTERVAL_S", 0.001)
     monkeypatch.setattr(history_sampling, "RECORDS_INTERVAL_S", 0.0)
+    sampling = HistorySampling(gateway.gateway.context)
     wall = gateway.gateway.context.wall
     gateway.gateway.context.ended.end_minute()
     sampling.start()
