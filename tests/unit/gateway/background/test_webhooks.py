@@ -23,7 +23,7 @@ from gateway.config import ConfigError, WebhookConfig
 from tenancy.accounting.webhook_outbox import WebhookEvent, list_deliveries, put_event
 from tenancy.errors import StoreError
 from tests.unit.gateway.admin_client import AdminClient
-from tests.unit.gateway.background.webhook_receiver import Receiver, verify
+from tests.unit.gateway.background.webhook_receiver import Received, Receiver, verify
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSwMfKQ9r8GKYqr"
@@ -88,15 +88,22 @@ async def recorded(gateway: GatewayFixture, one: WebhookEndpoint) -> None:
     await WebhookSender(gateway.gateway.context, [one]).publish(EVENT)
 
 
+async def received(
+    gateway: GatewayFixture, clock: Clock, *answers: int, form: str = "standard", rounds: int = 1
+) -> list[Received]:
+    """Send the event to a receiver that answers so; return what it got in these rounds."""
+    async with Receiver(*answers).listening() as receiver:
+        one = endpoint(receiver.url, form=form)
+        await recorded(gateway, one)
+        await sent_by(gateway, one, rounds, clock)
+    return receiver.received
+
+
 async def test_a_message_is_signed_as_the_standard_says(
     gateway: GatewayFixture, clock: Clock
 ) -> None:
     """The verifier is independent; a changed body, id or time fails."""
-    async with Receiver().listening() as receiver:
-        one = endpoint(receiver.url)
-        await recorded(gateway, one)
-        await sent_by(gateway, one, 1, clock)
-    (got,) = receiver.received
+    (got,) = await received(gateway, clock)
     now_s = NOW_MS // 1_000
 
     assert verify(SECRET, got.headers, got.body, now_s)
@@ -115,11 +122,7 @@ async def test_a_message_is_signed_as_the_standard_says(
 
 async def test_slack_gets_a_sentence(gateway: GatewayFixture, clock: Clock) -> None:
     """And no signature: its address is the secret."""
-    async with Receiver().listening() as receiver:
-        one = endpoint(receiver.url, form="slack")
-        await recorded(gateway, one)
-        await sent_by(gateway, one, 1, clock)
-    (got,) = receiver.received
+    (got,) = await received(gateway, clock, form="slack")
 
     assert json.loads(got.body) == {
         "text": "the engine of m was lost and restarted, without what only its device memory held"
@@ -131,18 +134,13 @@ async def test_failed_attempts_are_repeated_with_the_same_id(
     gateway: GatewayFixture, clock: Clock
 ) -> None:
     """A receiver recognises a repetition by its id; each attempt has a time of its own."""
-    async with Receiver(500, 503).listening() as receiver:
-        one = endpoint(receiver.url)
-        await recorded(gateway, one)
-        await sent_by(gateway, one, 3, clock)
+    tries = await received(gateway, clock, 500, 503, rounds=3)
     (row,) = list_deliveries(gateway.store, 10)
-    times = [int(got.headers["webhook-timestamp"]) for got in receiver.received]
+    times = [int(got.headers["webhook-timestamp"]) for got in tries]
 
-    assert [got.headers["webhook-id"] for got in receiver.received] == [EVENT.event_id] * 3
+    assert [got.headers["webhook-id"] for got in tries] == [EVENT.event_id] * 3
     assert [later - times[0] for later in times] == [0, 5, 35]
-    assert all(
-        verify(SECRET, got.headers, got.body, clock.ms // 1_000) for got in receiver.received
-    )
+    assert all(verify(SECRET, got.headers, got.body, clock.ms // 1_000) for got in tries)
     assert (row.state, row.attempts, row.last_status) == ("delivered", 3, 204)
     assert [line["reason"] for line in told(gateway, "webhook_failed")] == [
         "status 500",
@@ -152,12 +150,9 @@ async def test_failed_attempts_are_repeated_with_the_same_id(
 
 async def test_redirects_are_not_followed(gateway: GatewayFixture, clock: Clock) -> None:
     """The operator named one address, and no other gets events."""
-    async with Receiver(307).listening() as receiver:
-        one = endpoint(receiver.url)
-        await recorded(gateway, one)
-        await sent_by(gateway, one, 1, clock)
+    tries = await received(gateway, clock, 307)
 
-    assert [got.path for got in receiver.received] == ["/hook"]
+    assert [got.path for got in tries] == ["/hook"]
     assert list_deliveries(gateway.store, 1)[0].last_error == "status 307"
 
 
@@ -165,10 +160,7 @@ async def test_a_receiver_that_wants_no_more_ends_the_delivery(
     gateway: GatewayFixture, clock: Clock
 ) -> None:
     """410, as the standard says; the log has it."""
-    async with Receiver(410).listening() as receiver:
-        one = endpoint(receiver.url)
-        await recorded(gateway, one)
-        await sent_by(gateway, one, 1, clock)
+    await received(gateway, clock, 410)
 
     assert list_deliveries(gateway.store, 1)[0].state == "dead"
     assert told(gateway, "webhook_dead")[0]["webhook"] == "ops"

@@ -30,6 +30,12 @@ def unopened_gateway(unopened_gateway: GatewayFixture) -> GatewayFixture:
     return unopened_gateway
 
 
+def change_engine(gateway: GatewayFixture, **change: Any) -> None:
+    """Let the engine tell something else of itself."""
+    assert gateway.engine.info is not None
+    gateway.engine.info = msgspec.structs.replace(gateway.engine.info, **change)
+
+
 def anthropic(gateway: GatewayFixture, text: str) -> dict[str, Any]:
     content = [{"type": "text", "text": text, **CACHED}]
     return {
@@ -172,8 +178,7 @@ async def test_a_quote_tells_what_the_window_leaves(gateway: GatewayFixture) -> 
 
 async def test_a_window_is_no_bound_of_memory(gateway: GatewayFixture) -> None:
     """A tenant whose ceiling holds fewer tokens than the prompt runs it under a window."""
-    assert gateway.engine.info is not None
-    gateway.engine.info = msgspec.structs.replace(gateway.engine.info, blocks=14)
+    change_engine(gateway, blocks=14)
     status, answer, _ = await gateway.ask(CHAT, gateway.chat(LONG * 2))
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     status, answer, _ = await gateway.ask(CHAT, gateway.chat(LONG * 2), headers=WINDOW)
@@ -202,8 +207,7 @@ async def test_what_the_engine_may_not_or_cannot_is_refused_in_each_dialect(
     gateway: GatewayFixture, change: dict[str, Any], code: str
 ) -> None:
     """By name, with what would be right, and not silently computed without the window."""
-    assert gateway.engine.info is not None
-    gateway.engine.info = msgspec.structs.replace(gateway.engine.info, **change)
+    change_engine(gateway, **change)
     for path, body in short_requests(gateway):
         status, answer, _ = await gateway.ask(path, body, headers=WINDOW)
         text = json.dumps(answer)
@@ -217,8 +221,7 @@ async def test_what_the_engine_may_not_or_cannot_is_refused_in_each_dialect(
 
 async def test_a_window_narrower_than_the_models_own_is_refused(gateway: GatewayFixture) -> None:
     """With the least that would be right."""
-    assert gateway.engine.info is not None
-    gateway.engine.info = msgspec.structs.replace(gateway.engine.info, kv_windows=(128,))
+    change_engine(gateway, kv_windows=(128,))
     status, answer, _ = await gateway.ask(CHAT, gateway.chat(), headers=WINDOW)
 
     assert (status, answer["error"]["code"]) == (400, "invalid_value")
@@ -298,8 +301,7 @@ async def test_a_tenants_window_refuses_nothing(
 ) -> None:
     """Where the header would be refused, requests without it are computed in full."""
     allow(gateway, "window=64;sinks=16")
-    assert gateway.engine.info is not None
-    gateway.engine.info = msgspec.structs.replace(gateway.engine.info, **change)
+    change_engine(gateway, **change)
     status, answer, response = await gateway.ask(CHAT, gateway.chat(LONG))
 
     assert status == 200, answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from gateway.caching.miss_diagnosis import (
@@ -33,27 +34,25 @@ def test_continued_conversation_is_a_hit() -> None:
     assert (said.outcome, said.reusable_tokens) == ("hit", 30)
 
 
-def test_first_differing_tier_is_the_cause() -> None:
-    """Tools precede system, system precedes messages: the first difference loses the rest."""
-    causes = [
-        compare_fingerprints(prompt(now), prompt("t1 s1 m1")).cause
-        for now in ("t2 s1 m1", "t1 s2 m1", "t1 s1 m2")
-    ]
+@pytest.mark.parametrize(
+    ("now", "then", "cause", "reusable", "missed"),
+    [
+        ("t2 s1 m1", "t1 s1 m1", "tools", 0, 30),
+        ("t1 s2 m1", "t1 s1 m1", "system", 10, 20),
+        ("t1 s1 m2", "t1 s1 m1", "messages", 20, 10),
+        ("t1 t2 s1 m1", "t1 s1 m1", "tools", 10, 30),
+        ("t1 s1 m1", "t1 t2 s1 m1", "tools", 10, 20),
+    ],
+    ids=["tools", "system", "messages", "added tool", "removed tool"],
+)
+def test_first_differing_tier_is_the_cause(
+    now: str, then: str, cause: str, reusable: int, missed: int
+) -> None:
+    """Tools precede system, system precedes messages: the first difference loses the rest. A tool
+    that comes or goes moves the system text."""
+    said = compare_fingerprints(prompt(now), prompt(then))
 
-    assert causes == ["tools", "system", "messages"]
-
-
-def test_added_tool_is_a_tools_change() -> None:
-    """It moves the system text."""
-    said = compare_fingerprints(prompt("t1 t2 s1 m1"), prompt("t1 s1 m1"))
-
-    assert (said.cause, said.reusable_tokens, said.missed_tokens) == ("tools", 10, 30)
-
-
-def test_removed_tool_is_a_tools_change() -> None:
-    said = compare_fingerprints(prompt("t1 s1 m1"), prompt("t1 t2 s1 m1"))
-
-    assert said.cause == "tools"
+    assert (said.cause, said.reusable_tokens, said.missed_tokens) == (cause, reusable, missed)
 
 
 def test_model_template_or_partition_comes_first() -> None:

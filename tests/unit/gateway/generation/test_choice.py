@@ -112,48 +112,36 @@ def test_call_ids_are_deterministic_and_unique() -> None:
     assert call_id_generator("a", 0)() == ids["a", 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("texts", "reported"),
-    [
-        (["<", "b>", "!"], ["<", "b>", "!"]),
-        (["<think>", "hm", "</think>", "\n", "Yes"], ["Yes"]),
-        (["Yes", "", "!"], ["Yes", "", "!"]),
-        (["<"], ["<"]),
-    ],
-)
-def test_logprobs_follow_the_text_of_an_answer_that_may_think(
-    texts: list[str], reported: list[str]
-) -> None:
-    """Also while it is not decided whether the text is a thought."""
-    thinking = ThinkingFormat("tags", "<think>", "</think>")
-    assert tokens_reported(thinking, texts) == reported
+TAGS = ThinkingFormat("tags", "<think>", "</think>")
+HARMONY = ThinkingFormat("harmony")
 
 
 @pytest.mark.parametrize(
-    ("texts", "reported"),
+    ("thinking", "texts", "reported"),
     [
-        (["<", "|b", "!"], ["<", "|b", "!"]),
-        (["<|"], ["<|"]),
-        (["<|channel|>", "final", "<|message|>", "Yes", "!"], ["Yes", "!"]),
+        (TAGS, ["<", "b>", "!"], ["<", "b>", "!"]),
+        (TAGS, ["<think>", "hm", "</think>", "\n", "Yes"], ["Yes"]),
+        (TAGS, ["Yes", "", "!"], ["Yes", "", "!"]),
+        (TAGS, ["<"], ["<"]),
+        (HARMONY, ["<", "|b", "!"], ["<", "|b", "!"]),
+        (HARMONY, ["<|"], ["<|"]),
+        (HARMONY, ["<|channel|>", "final", "<|message|>", "Yes", "!"], ["Yes", "!"]),
         (
+            HARMONY,
             [
                 *("<|channel|>", "analysis", "<|message|>", "hm", "<|end|>", "<|start|>"),
                 *("assistant", "<|channel|>", "final", "<|message|>", "Yes"),
             ],
             ["Yes"],
         ),
-        (["Yes", "", "!"], ["Yes", "", "!"]),
+        (HARMONY, ["Yes", "", "!"], ["Yes", "", "!"]),
     ],
 )
-def test_logprobs_follow_the_text_of_an_answer_in_harmony(
-    texts: list[str], reported: list[str]
+def test_logprobs_follow_the_text_of_an_answer_that_may_think(
+    thinking: ThinkingFormat, texts: list[str], reported: list[str]
 ) -> None:
-    """Tokens of text that might have become a header are reported, those of headers are not."""
-    assert tokens_reported(ThinkingFormat("harmony"), texts) == reported
-
-
-def tokens_reported(thinking: ThinkingFormat, texts: list[str]) -> list[str]:
-    """Return the tokens whose logprobs an answer reports, one token per text."""
+    """One token per text. Also while it is not decided whether the text is a thought or a header:
+    tokens of text are reported, those of thoughts and headers are not."""
     renderer = SimpleNamespace(thinking=thinking, tool_style=HERMES)
     parser = OutputParser(0, Prompt(), cast("Renderer", renderer), lambda: "", "possible")
     found = [
@@ -164,4 +152,4 @@ def tokens_reported(thinking: ThinkingFormat, texts: list[str]) -> list[str]:
     found += parser.finish(is_cut_off=False)
     tokens = [token for delta in found if isinstance(delta, Text) for token in delta.tokens]
 
-    return [token.data.decode() for token in tokens]
+    assert [token.data.decode() for token in tokens] == reported

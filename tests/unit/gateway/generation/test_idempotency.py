@@ -7,6 +7,7 @@ import json
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -251,19 +252,17 @@ async def test_drain_ends_request_and_frees_key(
     assert "done" not in endings(gateway)
 
 
-async def test_failed_request_frees_key(gateway: GatewayFixture) -> None:
+async def test_failed_request_frees_key(
+    running: tuple[GatewayFixture, asyncio.Task[Any]],
+) -> None:
     """An error is not stored: the retry runs under the same key."""
-    gateway.runner.hold_after(HELD_STEPS)
-    body = gateway.chat(max_tokens=40)
-    task = asyncio.create_task(send(gateway, "n", body))
-    await gateway.until(lambda: stored(gateway) == [("n", False, False)])
+    gateway, task = running
     gateway.runner.fail_launch.update(range(1_000))
     gateway.runner.release()
     failed, _, _ = await task
-    free = stored(gateway)
 
     assert failed >= 500
-    assert free == []
+    assert stored(gateway) == []
 
 
 async def test_erasure_during_run_prevents_storage(
@@ -302,17 +301,25 @@ async def test_replay_requires_valid_key_and_active_tenant(gateway: GatewayFixtu
     assert stored(gateway) == []
 
 
+@asynccontextmanager
+async def opened(gateway: GatewayFixture, **settings: int) -> AsyncIterator[None]:
+    """Run a gateway with these settings of idempotency."""
+    idempotency = IdempotencyConfig(**settings)
+    gateway.config = msgspec.structs.replace(gateway.config, idempotency=idempotency)
+    await gateway.open()
+    yield
+    await gateway.close()
+
+
 async def test_too_large_response_is_not_run_again(
     unopened_gateway: GatewayFixture,
 ) -> None:
     """Only its key is stored: the client is told, and does not pay again."""
-    settings = IdempotencyConfig(result_bytes_max=100)
-    unopened_gateway.config = msgspec.structs.replace(unopened_gateway.config, idempotency=settings)
-    await unopened_gateway.open()
-    first, _, _ = await send(unopened_gateway, "n", unopened_gateway.chat())
-    status, answer, response = await send(unopened_gateway, "n", unopened_gateway.chat())
-    there = stored(unopened_gateway)
-    await unopened_gateway.close()
+    gateway = unopened_gateway
+    async with opened(gateway, result_bytes_max=100):
+        first, _, _ = await send(gateway, "n", gateway.chat())
+        status, answer, response = await send(gateway, "n", gateway.chat())
+        there = stored(gateway)
 
     assert (first, status, code_of(answer)) == (200, 409, "idempotency_result_gone")
     assert response.headers["X-Should-Retry"] == "false"
@@ -321,14 +328,12 @@ async def test_too_large_response_is_not_run_again(
 
 async def test_number_of_keys_is_bounded(unopened_gateway: GatewayFixture) -> None:
     """A tenant above the limit is told before anything runs."""
-    settings = IdempotencyConfig(keys_per_tenant_max=1)
-    unopened_gateway.config = msgspec.structs.replace(unopened_gateway.config, idempotency=settings)
-    await unopened_gateway.open()
-    await send(unopened_gateway, "a", unopened_gateway.chat())
-    status, answer, response = await send(unopened_gateway, "b", unopened_gateway.chat())
-    others, _, _ = await send(unopened_gateway, "b", unopened_gateway.chat(), who="bob")
-    await unopened_gateway.check_quiet()
-    await unopened_gateway.close()
+    gateway = unopened_gateway
+    async with opened(gateway, keys_per_tenant_max=1):
+        await send(gateway, "a", gateway.chat())
+        status, answer, response = await send(gateway, "b", gateway.chat())
+        others, _, _ = await send(gateway, "b", gateway.chat(), who="bob")
+        await gateway.check_quiet()
 
     assert (status, code_of(answer), others) == (429, "idempotency_room_full", 200)
     assert response.headers["Retry-After"] == "60"
@@ -336,12 +341,8 @@ async def test_number_of_keys_is_bounded(unopened_gateway: GatewayFixture) -> No
 
 async def test_refuses_key_if_server_stores_no_responses(unopened_gateway: GatewayFixture) -> None:
     """To accept it silently would promise a replay."""
-    unopened_gateway.config = msgspec.structs.replace(
-        unopened_gateway.config, idempotency=IdempotencyConfig(keep_hours=0)
-    )
-    await unopened_gateway.open()
-    status, answer, _ = await send(unopened_gateway, "n", unopened_gateway.chat())
-    await unopened_gateway.close()
+    async with opened(unopened_gateway, keep_hours=0):
+        status, answer, _ = await send(unopened_gateway, "n", unopened_gateway.chat())
 
     assert (status, code_of(answer)) == (400, "idempotency_unavailable")
 

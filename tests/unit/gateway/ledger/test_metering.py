@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,10 +49,9 @@ class MeteringLedger:
     def wall(self) -> int:
         return 1_000
 
-    def reservation(self, request_id: str) -> LedgerReservation:
-        return LedgerReservation(
-            InProcessLedger(self.ledger), self.wall, request_id, self.identity, "m"
-        )
+    def reservation(self, request_id: str, **more: Any) -> LedgerReservation:
+        client = InProcessLedger(self.ledger)
+        return LedgerReservation(client, self.wall, request_id, self.identity, "m", **more)
 
     def rows(self) -> list[tuple[object, ...]]:
         return self.store.query("select request_id, ending, output_tokens from ledger")
@@ -120,14 +120,7 @@ async def test_request_over_budget_leaves_nothing_to_settle(metering: MeteringLe
     """The request never ran, so it has no entry; the error names the budget."""
     add_card(metering.store, metering.wall, RateCard("std", input=1_000_000, output=1_000_000))
     set_budget(metering.store, Budget(1, "day", hard_micros=10))
-    reservation = LedgerReservation(
-        InProcessLedger(metering.ledger),
-        metering.wall,
-        "a",
-        metering.identity,
-        "m",
-        most=Demand(8, 3),
-    )
+    reservation = metering.reservation("a", most=Demand(8, 3))
     with pytest.raises(BudgetExceeded):
         await reservation.open()
     await reservation.settle("failed", RECORD)
@@ -137,15 +130,7 @@ async def test_request_over_budget_leaves_nothing_to_settle(metering: MeteringLe
 
 async def test_entry_keeps_classes_and_context(metering: MeteringLedger) -> None:
     """Pricing and reconciliation need them."""
-    reservation = LedgerReservation(
-        InProcessLedger(metering.ledger),
-        metering.wall,
-        "a",
-        metering.identity,
-        "m",
-        dialect="d",
-        epoch="e",
-    )
+    reservation = metering.reservation("a", dialect="d", epoch="e")
     await reservation.open()
     await reservation.settle("done", RECORD, 0.25)
     (row,) = metering.store.query(

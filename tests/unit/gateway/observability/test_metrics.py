@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from msgspec import structs
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.statistics import Stats
@@ -26,10 +27,21 @@ def metrics() -> Metrics:
     return Metrics(2)
 
 
+def families_of(metrics: Metrics) -> list[Metric]:
+    """Return the metrics as a Prometheus server reads them."""
+    return list(text_string_to_metric_families(metrics.exposition().decode()))
+
+
 def samples(metrics: Metrics) -> dict[str, float]:
-    """Return every sample without labels, as a Prometheus server reads it."""
-    families = text_string_to_metric_families(metrics.exposition().decode())
-    return {s.name: s.value for family in families for s in family.samples if not s.labels}
+    """Return every sample without labels."""
+    return {s.name: s.value for f in families_of(metrics) for s in f.samples if not s.labels}
+
+
+def shown_with_labels(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
+    """Return the samples of one name by the values of their labels, in the order of their
+    names."""
+    found = [s for family in families_of(metrics) for s in family.samples if s.name == name]
+    return {tuple(value for _, value in sorted(s.labels.items())): s.value for s in found}
 
 
 def test_exposes_latest_engine_heartbeat(metrics: Metrics) -> None:
@@ -58,7 +70,7 @@ def test_engines_of_several_models_have_a_label(metrics: Metrics) -> None:
         EngineState("b", Stats(blocks=20), False, 0),
     ]
     metrics.set_engine_stats(Stats(), is_ready=True, restarts=0, several=states)
-    families = list(text_string_to_metric_families(metrics.exposition().decode()))
+    families = families_of(metrics)
     shown = {
         (s.name, s.labels["model"]): s.value
         for f in families
@@ -79,18 +91,14 @@ def test_exposes_promises_by_class(metrics: Metrics) -> None:
     """Ended promises as counters, running promises as a gauge."""
     promises = {"5m": {"given": 3, "kept": 1, "broken": 1, "running": 1}, "1h": {"running": 2}}
     metrics.promises.by_class = promises
-    families = text_string_to_metric_families(metrics.exposition().decode())
-    shown = {
-        (s.name, *s.labels.values()): s.value
-        for family in families
-        for s in family.samples
-        if "promises" in s.name
-    }
 
-    assert shown["trunkline_promises_total", "5m", "broken"] == 1
-    assert shown["trunkline_promises_total", "5m", "given"] == 3
-    assert shown["trunkline_running_promises", "1h"] == 2
-    assert ("trunkline_promises_total", "5m", "running") not in shown
+    assert shown_with_labels(metrics, "trunkline_promises_total") == {
+        ("5m", "given"): 3,
+        ("5m", "kept"): 1,
+        ("5m", "broken"): 1,
+    }
+    running = shown_with_labels(metrics, "trunkline_running_promises")
+    assert running == {("1h",): 2, ("5m",): 1}
 
 
 def test_every_heartbeat_field_has_a_metric(metrics: Metrics) -> None:
@@ -142,7 +150,7 @@ def test_histogram_buckets_are_cumulative(metrics: Metrics) -> None:
         metrics.first_token_s.add(seconds, "hit")
     shown = {
         (s.name.removeprefix("trunkline_first_token_seconds_"), s.labels.get("le")): s.value
-        for family in text_string_to_metric_families(metrics.exposition().decode())
+        for family in families_of(metrics)
         for s in family.samples
         if s.labels.get("cache") == "hit"
     }
@@ -164,7 +172,7 @@ def test_gateways_do_not_share_counts() -> None:
 
 
 def test_names_have_prefix_unit_and_help(metrics: Metrics) -> None:
-    for family in text_string_to_metric_families(metrics.exposition().decode()):
+    for family in families_of(metrics):
         assert re.fullmatch(r"trunkline_[a-z_]+", family.name) or family.name in ROUTERS
         assert family.documentation.endswith(".")
         assert not re.search(r"_(ms|millis|s)$", family.name)
@@ -174,20 +182,12 @@ def test_every_metric_is_in_the_operators_guide(metrics: Metrics) -> None:
     """And the guide names no metric that does not exist."""
     text = (Path(__file__).parents[4] / "docs/operations.md").read_text()
     named = set(re.findall(r"\b(?:trunkline|vllm)[_:][a-z_]*[a-z]", text))
-    families = text_string_to_metric_families(metrics.exposition().decode())
+    families = families_of(metrics)
     there = {f"{f.name}_total" if f.type == "counter" else f.name for f in families}
     routers = {name.removesuffix("_total") for name in there if name in ROUTERS or ":" in name}
     ours = {name for name in there if ":" not in name}
 
     assert named == ours | routers
-
-
-def shown_with_labels(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
-    """Return the samples of one name by the values of their labels, in the order of their
-    names."""
-    families = text_string_to_metric_families(metrics.exposition().decode())
-    found = [s for family in families for s in family.samples if s.name == name]
-    return {tuple(value for _, value in sorted(s.labels.items())): s.value for s in found}
 
 
 def test_tells_versions_and_process(metrics: Metrics) -> None:

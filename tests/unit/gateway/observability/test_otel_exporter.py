@@ -27,6 +27,7 @@ from gateway.observability.otel_exporter import SpanTracer, traces_url
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECRET = "a prompt that no one else may read"
+HI = [{"role": "user", "content": "hi"}]
 
 
 class Collector(OtlpCollector):
@@ -253,30 +254,26 @@ async def test_disconnect_is_a_span_with_usage(
 
 
 @pytest.mark.parametrize(
-    ("path", "who", "method"),
+    ("path", "who", "body", "status"),
     [
-        ("/healthz", None, "GET"),
-        ("/v1/models", "ada", "GET"),
-        ("/v1/chat/completions", None, "POST"),
+        ("/healthz", None, None, 200),
+        ("/v1/models", "ada", None, 200),
+        ("/v1/chat/completions", None, {}, 401),
+        ("/v1/messages/count_tokens", "ada", {"messages": HI}, 200),
     ],
+    ids=["probe", "model list", "stranger", "token count"],
 )
 async def test_traces_only_generation_requests(
-    traced: GatewayFixture, collector: Collector, path: str, who: str | None, method: str
+    traced: GatewayFixture, collector: Collector, path: str, who: str | None, body: Any, status: int
 ) -> None:
-    """Probes would drown the other spans, and unauthenticated clients must not cause any."""
-    await traced.ask(path, who=who, method=method)
+    """Probes would drown the other spans, and unauthenticated clients must not cause any. A count
+    generates nothing, and the conventions have no name for it."""
+    method = "GET" if body is None else "POST"
+    sent = None if body is None else {"model": traced.model, **body}
+    answered, _, _ = await traced.ask(path, sent, who=who, method=method)
     await flush(traced)
 
-    assert collector.spans() == []
-
-
-async def test_does_not_trace_token_counting(traced: GatewayFixture, collector: Collector) -> None:
-    """It generates nothing, and the conventions have no name for it."""
-    body = {"model": traced.model, "messages": [{"role": "user", "content": "hi"}]}
-    status, _, _ = await traced.ask("/v1/messages/count_tokens", body)
-    await flush(traced)
-
-    assert status == 200
+    assert answered == status
     assert collector.spans() == []
 
 
@@ -285,11 +282,7 @@ async def test_does_not_trace_token_counting(traced: GatewayFixture, collector: 
     [
         ("/v1/completions", {"prompt": "hi", "max_tokens": 2}, "text_completion"),
         ("/v1/responses", {"input": "hi", "max_output_tokens": 16}, "chat"),
-        (
-            "/v1/messages",
-            {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
-            "chat",
-        ),
+        ("/v1/messages", {"messages": HI, "max_tokens": 2}, "chat"),
     ],
 )
 async def test_traces_every_dialect(
