@@ -12,7 +12,6 @@ import pytest
 from gateway.config import (
     Config,
     ConfigError,
-    ModelSettings,
     effective,
     load_config,
     parse_address,
@@ -22,10 +21,13 @@ from tenancy.pricing.charges import RateCard
 from tenancy.types import Limits
 
 
-def load(folder: Path, text: str, **flags: object) -> Config:
+def load(
+    folder: Path, text: str, environment: dict[str, str] | None = None, **flags: object
+) -> Config:
     file = folder / "trunkline.toml"
     file.write_text(text)
-    return load_config(file, {}, {name.replace("__", "."): flag for name, flag in flags.items()})[0]
+    given = {name.replace("__", "."): value for name, value in flags.items()}
+    return load_config(file, environment or {}, given)[0]
 
 
 def test_every_setting_has_a_default() -> None:
@@ -79,6 +81,9 @@ def test_effective_settings_load_again(tmp_path: Path) -> None:
     assert load(tmp_path, text) == Config()
 
 
+SCOPE = '[[tenancy.shared_scopes]]\nname = "ours"\nowner = "ada"\n'
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -107,22 +112,6 @@ def test_effective_settings_load_again(tmp_path: Path) -> None:
         ("[log]\nrequests = 1", "log.requests: Expected `bool`, got `int`"),
         ("[server", "is not valid TOML"),
         ("data_dir = 'a'\ndata_dir = 'b'", "is not valid TOML"),
-    ],
-)
-def test_error_names_file_key_and_value(tmp_path: Path, text: str, told: str) -> None:
-    """The message is one line."""
-    with pytest.raises(ConfigError) as caught:
-        load(tmp_path, text)
-
-    message = str(caught.value)
-    assert told in message
-    assert str(tmp_path / "trunkline.toml") in message
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
         ("[server]\nlisten = '8080'", "server.listen: invalid address '8080': expected HOST:PORT"),
         ("[server]\nlisten = 'host:99999'", "invalid address"),
         ("[server]\nlisten = 'host:²'", "invalid address"),
@@ -148,16 +137,51 @@ def test_error_names_file_key_and_value(tmp_path: Path, text: str, told: str) ->
         ("[model]\nname = ''", "model.name: invalid name ''"),
         ('[embeddings]\nmodel = "a\\u0000"', "embeddings.model: invalid name 'a"),
         (
-            '[embeddings]\naliases = ["gpt"]\n[model]\naliases = ["gpt"]',
+            '[embeddings]\nmodel = "m"\naliases = ["gpt"]\n[model]\naliases = ["gpt"]',
             "embeddings.model: 'gpt' names the chat model too",
         ),
         ("[embeddings]\nthreads = -1", "embeddings.threads"),
         ("[embeddings]\nmodle = 'a'", "did you mean embeddings.model?"),
+        (f"{SCOPE}member = []", "unknown setting tenancy.shared_scopes[0].member; did you mean"),
+        (f"{SCOPE}members = [1]", "tenancy.shared_scopes[0]"),
+        (f"{SCOPE}{SCOPE}", "shared scope declared twice: 'ours'"),
+        (f'{SCOPE}members = ["bob", "bob/lab"]', "expected each workspace in at most one scope"),
+        (f'{SCOPE}members = ["../bob"]', "invalid tenant name: '..'"),
+        ("[tenancy]\nshared_scopes = 1", "tenancy.shared_scopes"),
+        ("[model]\nname = 'm'\n[[models]]\nname = 'a'", "[model] and [[models]] are both set"),
+        ("[[models]]\npath = 'a'", "models[0]: Object missing required field `name`"),
+        ("[[models]]\nname = ''", "invalid name ''"),
+        ("[[models]]\nname = 'a b'", "invalid name 'a b'"),
+        ("[[models]]\nname = 'a'\n[[models]]\nname = 'a'", "'a' names both 'a' and 'a'"),
+        (
+            "[[models]]\nname = 'a'\naliases = ['b']\n[[models]]\nname = 'b'",
+            "'b' names both 'a' and 'b'",
+        ),
+        (
+            "[[models]]\nname = 'a'\ndefault = true\n[[models]]\nname = 'b'\ndefault = true",
+            "a and b have default = true; expected one",
+        ),
+        ("[[models]]\nname = 'a'\npathh = 'b'", "unknown setting models[0].pathh; did you mean"),
+        ("[[models]]\nname = 'a'\nengine = {kv_mib = 1}", "'a': engine: unknown setting kv_mib"),
+        ("[[models]]\nname = 'a'\nengine = {threads = -1}", "'a': engine.threads: Expected"),
+        (
+            "[[models]]\nname = 'a'\nengine = {step_tokens_max = 1, prefill_chunk_tokens_max = 2}",
+            "a: engine.prefill_chunk_tokens_max (2) exceeds engine.step_tokens_max (1)",
+        ),
+        ("[[models]]\nname = 'a'\nquota_scale = 0", "models[0].quota_scale: Expected"),
+        ("[[models]]\nname = 'a'\ntenants = ['A b']", "a: tenants: invalid tenant name: 'A b'"),
+        ('[[models]]\nname = "a"\npath = "\\u0000"', "contains NUL"),
     ],
 )
-def test_refuses_values_that_types_alone_allow(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_error_names_file_key_and_value(tmp_path: Path, text: str, told: str) -> None:
+    """The message is one line, and says what is expected, of a single model or of several."""
+    with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
+
+    message = str(caught.value)
+    assert told in message
+    assert str(tmp_path / "trunkline.toml") in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -298,34 +322,30 @@ def test_absent_tenants_differ_from_an_empty_list() -> None:
     assert load_config(None, {}, {})[0].tenants is None
 
 
-def test_reads_and_checks_shared_scopes(tmp_path: Path) -> None:
-    """Errors name the index."""
-    head = '[[tenancy.shared_scopes]]\nname = "ours"\nowner = "ada"\n'
-    config = load(tmp_path, f'{head}members = ["ada", "bob/lab"]\n')
+def test_reads_shared_scopes(tmp_path: Path) -> None:
+    config = load(tmp_path, f'{SCOPE}members = ["ada", "bob/lab"]\n')
 
     assert load(tmp_path, "").tenancy.shared_scopes is None
     assert config.tenancy.shared_scopes is not None
     assert config.tenancy.shared_scopes[0].members == ("ada", "bob/lab")
-    for text, message in (
-        (f"{head}member = []\n", "unknown setting tenancy.shared_scopes[0].member; did you mean"),
-        (f"{head}members = [1]\n", "tenancy.shared_scopes[0]"),
-        (f"{head}{head}", "shared scope declared twice: 'ours'"),
-        (f'{head}members = ["bob", "bob/lab"]\n', "expected each workspace in at most one scope"),
-        (f'{head}members = ["../bob"]\n', "invalid tenant name: '..'"),
-        ("[tenancy]\nshared_scopes = 1\n", "tenancy.shared_scopes"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            load(tmp_path, text)
 
 
-def test_refuses_rate_card_for_an_alias() -> None:
+@pytest.mark.parametrize(
+    ("config", "alias"),
+    [
+        ("[model]\nname = 'a'\naliases = ['gpt-4o-mini']", "gpt-4o-mini"),
+        ("[[models]]\nname = 'a'\naliases = ['x', 'y']\n[[models]]\nname = 'b'", "y"),
+    ],
+    ids=["one model", "several"],
+)
+def test_refuses_rate_card_for_an_alias(tmp_path: Path, config: str, alias: str) -> None:
     """The ledger records the model's own name, so a price under an alias would never apply."""
-    config = Config(model=ModelSettings("m", aliases=("gpt-4o-mini",)))
-    config.check_card(RateCard("x", model="m"))
-    config.check_card(RateCard("x", model="another-servers"))
+    found = load(tmp_path, config)
+    found.check_card(RateCard("x", model="a"))
+    found.check_card(RateCard("x", model="another-servers"))
 
-    with pytest.raises(BadPrice, match="'gpt-4o-mini' is an alias"):
-        config.check_card(RateCard("x", model="gpt-4o-mini"))
+    with pytest.raises(BadPrice, match=f"'{alias}' is an alias"):
+        found.check_card(RateCard("x", model=alias))
 
 
 @pytest.mark.parametrize(
@@ -362,3 +382,62 @@ def test_a_webhook_has_a_name_once(tmp_path: Path) -> None:
     assert len(load(tmp_path, one).webhooks) == 1
     with pytest.raises(ConfigError, match="each name once"):
         load(tmp_path, one + one)
+
+
+# --- several models -------------------------------------------------------------------------------
+
+TWO = """
+[engine]
+kv_memory_mib = 100
+[engine.levels]
+host_mib = 5
+[[models]]
+name = "a"
+path = "/models/a"
+aliases = ["x", "y"]
+[[models]]
+name = "b"
+default = true
+quota_scale = 0.5
+tenants = ["ada"]
+[models.engine]
+kv_memory_mib = 7
+[models.engine.levels]
+disk_gib = 1
+"""
+
+
+def test_reads_models_with_their_own_settings_of_the_engine(tmp_path: Path) -> None:
+    """What a model does not set is that of [engine], table by table."""
+    config = load(tmp_path, TWO)
+    b, a = config.served_models()
+    engines = [config.engine_of(one) for one in (a, b)]
+
+    assert (b.name, b.source, b.quota_scale) == ("b", "b", 0.5)
+    assert (a.source, a.aliases) == ("/models/a", ("x", "y"))
+    assert (a.open_to, b.open_to) == (None, frozenset({"ada"}))
+    assert [one.kv_memory_mib for one in engines] == [100, 7]
+    assert [one.levels.host_mib for one in engines] == [5, 5]
+    assert [one.levels.disk_gib for one in engines] == [0.0, 1.0]
+
+
+def test_a_single_model_is_named_by_its_card(tmp_path: Path) -> None:
+    (one,) = load(tmp_path, "[model]\nname = 'm'\naliases = ['x']\n").served_models()
+
+    assert (one.name, one.source, one.aliases) == ("", "m", ("x",))
+
+
+def test_the_command_line_names_one_of_them(tmp_path: Path) -> None:
+    """`trunkline serve b`; another name is a model in place of all."""
+    named = load(tmp_path, TWO, model__name="a")
+    other = load(tmp_path, TWO, model__name="/models/c")
+
+    assert [(one.name, one.source) for one in named.served_models()] == [("a", "/models/a")]
+    assert [one.source for one in other.served_models()] == ["/models/c"]
+    assert other.models == ()
+
+
+def test_the_environment_does_not_replace_the_list(tmp_path: Path) -> None:
+    """A variable left over from a single model would silently serve that one alone."""
+    with pytest.raises(ConfigError, match=r"TRUNKLINE_MODEL.*both set"):
+        load(tmp_path, TWO, {"TRUNKLINE_MODEL": "m"})

@@ -379,6 +379,8 @@ async def test_shows_outcomes_of_promises_by_tenant_and_class(
     assert (row["tenant"], row["class"]) == ("ada", "5m")
     assert (row["given"], row["renewed"], row["given_up"], row["running"]) == (1, 1, 1, 0)
     assert 'trunkline_promises_total{class="5m",outcome="given_up"} 1.0' in metrics
+    inserted = float(overview["churn"]["inserted_blocks"])
+    assert f"trunkline_inserted_blocks_total {inserted}\n" in metrics
 
 
 async def test_tenant_key_may_not_read_analytics(gateway: GatewayFixture) -> None:
