@@ -166,18 +166,24 @@ def test_tenants_blocks_add_up_to_the_pools_use(prompts: list[tuple[int, list[in
     assert sum(seen.values()) == 4 * (used.blocks - used.free)
 
 
+async def begin_metering(gateway: GatewayFixture) -> tuple[StorageMetering, FakeClock]:
+    """Return a meter that has read once what the cache keeps, and its clock."""
+    context, clock = gateway.gateway.context, FakeClock()
+    await gateway.until(lambda: context.engine.stats.cached_blocks > 0)
+    context.clock = clock
+    watch = StorageMetering(context)
+    await watch.close()
+    return watch, clock
+
+
 async def test_storage_is_charged_by_class(gateway: GatewayFixture) -> None:
     """From the breakpoint of a request to the cost row: a class's price applies to its blocks."""
-    context, clock = gateway.gateway.context, FakeClock()
     card = add_card(gateway.store, wall_ms, RateCard("list", storage={"1h": 20_000}))
     hour = {"type": "ephemeral", "ttl": "1h"}
     messages = [{"role": "user", "content": [text("word " * 40, cache_control=hour)]}]
     asked = {"model": gateway.model, "max_tokens": 2, "messages": messages}
     status, _, _ = await gateway.ask("/v1/messages", asked)
-    await gateway.until(lambda: context.engine.stats.cached_blocks > 0)
-    context.clock = clock
-    watch = StorageMetering(context)
-    await watch.close()
+    watch, clock = await begin_metering(gateway)
     clock.advance(3_600.0)
     await watch.close()
 
@@ -199,12 +205,9 @@ async def test_storage_is_charged_by_class(gateway: GatewayFixture) -> None:
 async def test_failed_writes_are_part_of_the_next_reading(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    context, clock = gateway.gateway.context, FakeClock()
+    context = gateway.gateway.context
     await gateway.ask(body=gateway.chat())
-    await gateway.until(lambda: context.engine.stats.cached_blocks > 0)
-    context.clock = clock
-    watch = StorageMetering(context)
-    await watch.close()
+    watch, clock = await begin_metering(gateway)
     clock.advance(10.0)
 
     with monkeypatch.context() as broken:
@@ -220,7 +223,7 @@ async def test_a_reading_whose_answer_was_lost_counts_once(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ledger's process may die between its commit and its answer."""
-    context, clock = gateway.gateway.context, FakeClock()
+    context = gateway.gateway.context
     write = context.ledger.write
 
     async def lose_answer(item: Item) -> None:
@@ -228,10 +231,7 @@ async def test_a_reading_whose_answer_was_lost_counts_once(
         raise LedgerUnavailable("not_durable", "The ledger process died.")
 
     await gateway.ask(body=gateway.chat())
-    await gateway.until(lambda: context.engine.stats.cached_blocks > 0)
-    context.clock = clock
-    watch = StorageMetering(context)
-    await watch.close()
+    watch, clock = await begin_metering(gateway)
     clock.advance(10.0)
     with monkeypatch.context() as lossy:
         lossy.setattr(context.ledger, "write", lose_answer)
