@@ -21,8 +21,7 @@ from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_pool import BlockPool
 from engine.cache.tree.prefix_tree import PrefixTree
 from engine.core.core import Core
-from engine.core.planner import StepPlanner
-from engine.core.tree_order import find_groups
+from engine.core.planner import StepPlanner, find_groups
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.sequence import ActiveRequest
 from tests.checkers import outcome
