@@ -55,7 +55,6 @@ from engine.levels.copy_formats import laxest
 from engine.levels.levels import Levels
 from engine.plan import Runner, StepResult
 from engine.scheduler.loading import Loading
-from engine.scheduler.queue_bounds import QueueBounds
 from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler, Slice, work_of
 from engine.scheduler.sequence import ActiveRequest, Sequence
@@ -109,7 +108,6 @@ class Core:
         self.constraints = constraints or Constraints()
         self.engine_stats = EngineStats(step_cost)
         self.requests = RequestTable()
-        self._bounds = QueueBounds(config.queue_requests_max, config.queue_tokens_max)
         self.on_step_failed: Callable[[int, Exception], None] = lambda step, error: None
         self._barren_steps = 0  # in a row
         self._smoke_test: ActiveRequest | None = None
@@ -604,7 +602,9 @@ class Core:
         """Return the waiting requests that make room for `request` in a full queue, those of the
         payer with most waiting. Raises EngineUnavailable if that is its own.
         """
-        refused = self._bounds.choose_refused(self.requests, request)
+        refused = self.requests.choose_refused(
+            request, self.config.queue_requests_max, self.config.queue_tokens_max
+        )
         if refused is None:
             raise EngineUnavailable("queue_full", *self._queue_full(request.turn_payer))
         return refused

@@ -1,4 +1,4 @@
-"""The request table: live requests and sequences by id.
+"""The request table: live requests and sequences by id, and who leaves a full queue.
 
 A request is live until its final event. The table knows no block, no event and no clock. Only
 `engine.core.core` changes it.
@@ -38,7 +38,7 @@ class RequestTable:
 
     `totals`: counts of the live requests. `waiting`: the requests that have not started, by the
     payer whose turn they take; `waiting_requests` and `waiting_tokens`: their number and the tokens
-    of their prompts. Every call is O(1), or O(samples).
+    of their prompts. Every call is O(1), or O(samples), unless it says otherwise.
     """
 
     def __init__(self) -> None:
@@ -108,6 +108,46 @@ class RequestTable:
         for sequence in active.sequences:
             del self._sequences[sequence.sequence_id]
         active.sequences = []
+
+    def choose_refused(
+        self, request: Request, requests_max: int, tokens_max: int
+    ) -> list[ActiveRequest] | None:
+        """Return the waiting requests to refuse so that `request` may wait, too; None if it is
+        itself the one to refuse.
+
+        At most `requests_max` requests and `tokens_max` prompt tokens wait; a single prompt may
+        always wait. In a full queue the payer that has most waiting for its weight makes room: so
+        no payer with little waiting is refused because of another. Changes nothing. O(1) where
+        there is room, else O(payers) for each refused request.
+        """
+        tokens, own = len(request.tokens), request.turn_payer
+        requests_over = self.waiting_requests + 1 - requests_max
+        tokens_over = self.waiting_tokens + tokens - tokens_max if self.waiting else 0
+        refused: list[ActiveRequest] = []
+        gone: Counter[Payer] = Counter()
+        gone_tokens: Counter[Payer] = Counter()
+        while requests_over > 0 or tokens_over > 0:
+            by_requests = requests_over > 0
+            load = 1 if by_requests else tokens
+            heaviest, highest = own, 0.0
+            for payer, waiting in self.waiting.items():
+                if by_requests:
+                    waits = len(waiting.requests) - gone[payer]
+                else:
+                    waits = waiting.tokens - gone_tokens[payer]
+                if payer == own:
+                    load += waits
+                elif waits / waiting.weight > highest:
+                    heaviest, highest = payer, waits / waiting.weight
+            if load / request.weight >= highest:
+                return None
+            leaver = self.waiting[heaviest].newest(gone[heaviest])
+            refused.append(leaver)
+            gone[heaviest] += 1
+            gone_tokens[heaviest] += len(leaver.request.tokens)
+            requests_over -= 1
+            tokens_over -= len(leaver.request.tokens)
+        return refused
 
     def check(self) -> None:
         """Recount the table. Raises InvariantViolation on a mismatch. O(sequences)."""
