@@ -3,22 +3,37 @@
 Fairness uses virtual token counters (after Sheng et al., "Fairness in Serving Large Language
 Models", OSDI 2024): a payer's counter grows by the tokens computed for it over its weight, and the
 payer with the lowest counter is served next. The counter of a payer that was idle is lifted to the
-lowest counter of the active payers, so idleness earns no credit. The queue knows no block and no
-clock. Only the scheduler calls it.
+lowest counter of the active payers, so idleness earns no credit.
+
+Of one payer, short prompts go before long ones, within bounds: a question of forty tokens that
+waits for a document of its own payer is answered late for nothing, since the document is hardly
+delayed if the question goes first.
+
+The queue knows no block and no clock. Only the scheduler calls it.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from math import inf
+from typing import Final
 
 from sortedcontainers import SortedList
 
 from engine.api import Payer
 from engine.errors import InvariantViolation
 from engine.scheduler.sequence import Sequence
+
+LONG_TOKENS: Final = 256
+"""A prompt with fewer missing tokens is never passed: nothing is gained."""
+RATIO: Final = 4
+"""A prompt may pass those that miss at least so many times its tokens."""
+PASSES_MAX: Final = 4
+"""How often a prompt is passed: so its own first token comes at most twice as late."""
+WINDOW: Final = 8
+"""The prompts of a payer, from the first one on, of which some may pass others."""
 
 QueueKey = tuple[int, int, float, int, int]
 QueueEntry = tuple[QueueKey, Sequence]
@@ -137,17 +152,17 @@ class RequestQueue:
     @property
     def priority_max(self) -> float:
         """Return the highest priority of all waiting sequences. O(priorities)."""
-        return max(self._priorities, default=-math.inf)
+        return max(self._priorities, default=-inf)
 
     def in_order(
         self,
         running: Iterable[Sequence],
         *,
         only: bool,
-        arrange: Callable[[list[QueueEntry]], None],
+        count_missing: Callable[[Sequence], int],
     ) -> Iterator[Sequence]:
         """Iterate over the waiting sequences and `running`, best first; `only`: over `running`
-        alone. `arrange` may change the order of one payer's entries.
+        alone. `count_missing`: returns the tokens that a sequence has to compute.
 
         Counters are read during the iteration, so charging a yielded sequence changes the order. A
         sequence that leaves the queue meanwhile is skipped. O(n) to start, O(log payers) each.
@@ -161,7 +176,7 @@ class RequestQueue:
         for payer in joined:
             queues[payer].sort()  # keys are unique
         for entries in queues.values():
-            arrange(entries)
+            _advance_short(entries, count_missing)
 
         def heap_entry(payer: Payer, at: int) -> tuple[int, float, bool, QueueKey, int, Payer]:
             # Of payers served alike, one that has just arrived goes before one with prompts under
@@ -202,8 +217,48 @@ class RequestQueue:
                 return float(bound)
             del self._active[0]
             self._refresh_bound(payer)
-        return math.inf
+        return inf
 
     def _refresh_bound(self, payer: Payer) -> None:
         self._bounds[payer] = self.served[payer]
         self._active.add((self.served[payer], payer))
+
+
+def _advance_short(entries: list[QueueEntry], count_missing: Callable[[Sequence], int]) -> None:
+    """Move the short prompts of a payer before its long ones; its entries are in order.
+
+    O(1) where the first prompt is not long, else O(WINDOW) and at most as many look-ups.
+    """
+    if len(entries) < 2 or entries[0][1].tokens_to_compute < LONG_TOKENS:
+        return
+    window, bound = entries[:WINDOW], inf
+    ahead: list[QueueEntry] = []
+    behind: list[QueueEntry] = []
+    for entry in window:
+        key, sequence = entry
+        is_ahead = behind and key[0] == behind[0][0][0]
+        if is_ahead and not sequence.has_passed:
+            is_ahead = bound > 0 and _is_short(sequence, bound, count_missing)
+            if is_ahead:
+                sequence.has_passed = True
+                for _, passed in behind:
+                    passed.passes += 1
+                bound = min(_bound(passed, count_missing) for _, passed in behind)
+        if is_ahead:
+            ahead.append(entry)
+        else:
+            behind.append(entry)
+            bound = min(bound, _bound(sequence, count_missing))
+    entries[:WINDOW] = ahead + behind
+
+
+def _bound(sequence: Sequence, count_missing: Callable[[Sequence], int]) -> float:
+    """Return the most missing tokens of a prompt that may pass this one."""
+    if sequence.passes >= PASSES_MAX:
+        return 0.0
+    missing = count_missing(sequence)
+    return missing / RATIO if missing >= LONG_TOKENS else 0.0
+
+
+def _is_short(sequence: Sequence, bound: float, count_missing: Callable[[Sequence], int]) -> bool:
+    return sequence.tokens_to_compute <= bound or count_missing(sequence) <= bound

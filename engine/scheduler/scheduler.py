@@ -28,7 +28,6 @@ from engine.scheduler.prefix_sharing import PrefixSharing
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.running_set import RunningSet
 from engine.scheduler.sequence import ActiveRequest, Sequence
-from engine.scheduler.short_prompts import advance_short
 from engine.scheduler.step_cost import PromptBudget, StepCost, StepWork
 
 BlockedBy = Literal["", "batch_slots", "blocks", "ceiling", "others"]
@@ -194,8 +193,8 @@ class Scheduler:
         left = len(prefilling)
         full: set[Payer] = set()
         is_full = self._batch_is_full(ranked)
-        arrange = partial(advance_short, count_missing=partial(self._count_missing, now_s=now_s))
-        for sequence in self.queue.in_order(prefilling, only=is_full, arrange=arrange):
+        count_missing = partial(self._count_missing, now_s=now_s)
+        for sequence in self.queue.in_order(prefilling, only=is_full, count_missing=count_missing):
             budget.turn_to(sequence.parent.turn)
             if budget.is_spent or (is_full and not left):
                 break
