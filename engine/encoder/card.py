@@ -251,7 +251,7 @@ def _ends(tokenizer: dict[str, Any], shape: BertShape, source: Path) -> tuple[in
     try:
         vocab = tokenizer["model"]["vocab"]
         ids = int(vocab["[CLS]"]), int(vocab["[SEP]"])
-        most = max(vocab.values())
+        most = max(map(int, vocab.values()))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             "unsupported", f"{source}: tokenizer.json has no [CLS] or [SEP]; expected WordPiece"
@@ -267,11 +267,11 @@ def _plain_tokenizer(data: bytes, source: Path) -> bytes:
     """Return the tokenizer without padding, truncation and special tokens: a client's text is text,
     even where it spells a special token. Raises ModelError if it is damaged."""
     settings: dict[str, Any] = json.loads(data)
-    special = [one for one in settings.get("added_tokens") or [] if one.get("special")]
-    kept = [one for one in settings.get("added_tokens") or [] if one not in special]
-    settings |= {"added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
-    text = json.dumps(settings)
+    settings |= {"post_processor": None, "truncation": None, "padding": None}
     try:
+        added = settings.get("added_tokens") or []
+        settings["added_tokens"] = [one for one in added if not one.get("special")]
+        text = json.dumps(settings)
         Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing narrower
         raise ModelError("corrupt", f"{source}: invalid tokenizer: {error}") from error

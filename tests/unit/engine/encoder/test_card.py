@@ -166,6 +166,23 @@ def test_damaged_config_is_refused(data: bytes, tmp_path: Path) -> None:
     assert refusal(folder, tmp_path).code == "corrupt"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"added_tokens": [3]},
+        {"added_tokens": 3},
+        {"model": {"vocab": {"[CLS]": "2", "[SEP]": "3"}}},
+        {"model": {"vocab": {"[CLS]": 2, "[SEP]": 3, "word": "four"}}},
+    ],
+)
+def test_damaged_tokenizer_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    """With a reason, not a traceback of what could not be read."""
+    folder = write_encoder(tmp_path / "bert")
+    change_json(folder / "tokenizer.json", **fields)
+
+    assert refusal(folder, tmp_path).code in ("corrupt", "unsupported")
+
+
 def test_file_that_is_no_zip_file_is_refused(tmp_path: Path) -> None:
     """A GGUF file, say."""
     source = tmp_path / "model.gguf"
