@@ -40,6 +40,9 @@ from engine.weights import load_weights
 
 CPU = torch.device("cpu")
 
+WARM_UP_TOKENS = 33
+"""Tokens of the prompt that is run before the first request: of two whole blocks and one more."""
+
 
 class CpuRunner:
     """`engine.plan.Runner` on the CPU. `launch` computes the step before it returns.
@@ -72,6 +75,7 @@ class CpuRunner:
             self.model = DecoderModel(card.config, weights, TorchOps())
             self.attention = TorchAttention(card.config, self.kv, context)
         self.sampler = Sampler(card.config.vocab)
+        self._warm_up_tokens = min(WARM_UP_TOKENS, context, blocks * self.block_size)
         self._last: dict[int, int] = {}
         self._results: deque[StepResult] = deque()
 
@@ -90,8 +94,7 @@ class CpuRunner:
 
         Call it while no block is in use: it writes the first blocks and zeroes them again.
         """
-        prompt_tokens = 33
-        for count in (prompt_tokens, 1):
+        for count in (self._warm_up_tokens, 1):
             blocks = list(range(-(-count // self.block_size)))
             beside = (blocks,) * len(self.kv.format.windows)
             row = Row(-1, 0, count, blocks, 0, [0] * count, beside=beside)
@@ -100,7 +103,7 @@ class CpuRunner:
                 batch = make_batch(plan, self.block_size, lambda _: 0)
                 self.attention.begin(plan, batch)
                 self.model.logits(self._hidden(batch)[-1:])
-        self.kv.data[: -(-prompt_tokens // self.block_size)].zero_()
+        self.kv.data[: -(-WARM_UP_TOKENS // self.block_size)].zero_()
 
     def _run(self, plan: StepPlan, started_s: float) -> StepResult:
         for sequence_id in plan.ended:

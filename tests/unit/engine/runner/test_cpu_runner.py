@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.model_store import ModelCard
 from engine.models.cpu_decoder import Kernels
 from engine.plan import BegunSequence, BlockCopy, Group, Row, StepPlan, StepResult
+from engine.runner import cpu_runner
 from engine.runner.cpu_runner import CpuRunner, build_runner
 from engine.weights import load_weights
 from kernels import reference_int8
@@ -319,3 +320,18 @@ def test_built_runner_is_warm_and_has_requested_size(tmp_path: Path) -> None:
     assert 4 * 2**20 - built.kv_format.block_bytes < runner.kv.data.nbytes <= 4 * 2**20
     assert not runner.kv.data.any()
     assert built.context == card.config.context
+
+
+@pytest.mark.parametrize("smallest", [{"kv_blocks": 1}, {"context_tokens_max": 5}], ids=str)
+def test_warm_up_stays_within_the_pool_and_the_context(
+    smallest: dict[str, int], card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In C it would write behind the pool's memory, or read behind the rotary tables."""
+    monkeypatch.setattr(cpu_runner, "load_kernels", lambda config, threads: None)
+    threads = torch.get_num_threads()
+    try:
+        built = build_runner(card, EngineConfig(**smallest, kv_memory_mib=1, threads=1))
+    finally:
+        torch.set_num_threads(threads)
+
+    assert not built.kv.data.any()
