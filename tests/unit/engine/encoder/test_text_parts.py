@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,15 +32,6 @@ def test_texts_of_one_length_make_equal_parts() -> None:
     assert [len(part) for part in text_parts([15] * 3, 4)] == [1, 1, 1]
 
 
-@pytest.fixture
-def torch_threads() -> Iterator[None]:
-    """Restore torch's number of threads."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("torch_threads")
 def test_vectors_of_parts_are_those_of_the_whole(tmp_path: Path) -> None:
     """In the order of the texts, by rounding; parts of one torch thread each."""
     card = prepared_encoder(tmp_path)
@@ -62,7 +51,6 @@ def test_vectors_of_parts_are_those_of_the_whole(tmp_path: Path) -> None:
         threads.close()
 
 
-@pytest.mark.usefixtures("torch_threads")
 def test_only_a_long_text_that_is_alone_takes_torchs_threads() -> None:
     """They meet at every operation, which a short text does not repay."""
     seen: list[tuple[int, int]] = []

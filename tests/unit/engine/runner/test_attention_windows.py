@@ -43,7 +43,6 @@ WINDOWS = (AttentionWindow(64, 16), AttentionWindow(32, 0), AttentionWindow(48, 
 
 @pytest.fixture(scope="module")
 def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
-    torch.set_num_threads(1)
     shape = tiny_config(layers=2, context=CONTEXT, head_dim=32)
     return prepared(tmp_path_factory.mktemp("model"), shape)
 

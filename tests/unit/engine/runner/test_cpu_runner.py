@@ -308,11 +308,7 @@ def draws(runner: CpuRunner, plan: StepPlan) -> list[SampledToken]:
 def test_built_runner_is_warm_and_has_requested_size(tmp_path: Path) -> None:
     """The KV takes `kv_memory_mib`; warm-up leaves the KV zero."""
     card = prepared(tmp_path, tiny_config(head_dim=32, heads=3, kv_heads=1))
-    threads = torch.get_num_threads()
-    try:
-        built = build_runner(card, EngineConfig(kv_memory_mib=4, threads=1))
-    finally:
-        torch.set_num_threads(threads)
+    built = build_runner(card, EngineConfig(kv_memory_mib=4, threads=1))
 
     runner = built.runner
     assert isinstance(runner, CpuRunner)
@@ -328,10 +324,6 @@ def test_warm_up_stays_within_the_pool_and_the_context(
 ) -> None:
     """In C it would write behind the pool's memory, or read behind the rotary tables."""
     monkeypatch.setattr(cpu_runner, "load_kernels", lambda config, threads: None)
-    threads = torch.get_num_threads()
-    try:
-        built = build_runner(card, EngineConfig(**smallest, kv_memory_mib=1, threads=1))
-    finally:
-        torch.set_num_threads(threads)
+    built = build_runner(card, EngineConfig(**smallest, kv_memory_mib=1, threads=1))
 
     assert not built.kv.data.any()

@@ -83,7 +83,6 @@ class Engine:
         graphs: bool = True, config: Architecture | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        torch.set_num_threads(1)
         self.config = config or config_of(*heads, head_dim)
         self.weights = random_weights(self.config, dtype, 0, DEVICE)
         for name, tensor in self.weights.items():
@@ -358,7 +357,6 @@ def test_preempted_sequence_resumes(depth: int) -> None:
         assert engine.expected(prompt, 8) == engine.output(str(i))
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_sequences_that_come_back_in_each_others_seats_read_their_own_blocks() -> None:
     """Preempted together, they may come back as the batch that they were: no step is between."""

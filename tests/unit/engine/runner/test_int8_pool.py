@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from engine.api import CacheGrant, Request, Started
 from engine.config import EngineConfig, LevelsConfig
@@ -97,11 +96,7 @@ def test_blocks_come_back_from_a_level_bit_for_bit(in_c: CpuRunner) -> None:
 
 def test_built_runner_has_nearly_twice_the_blocks(card: ModelCard) -> None:
     """34 bytes a token and head where bf16 takes 64 and fp32 128; warm-up leaves the KV zero."""
-    threads = torch.get_num_threads()
-    try:
-        built = build_runner(card, EngineConfig(kv_dtype="int8", kv_memory_mib=4, threads=1))
-    finally:
-        torch.set_num_threads(threads)
+    built = build_runner(card, EngineConfig(kv_dtype="int8", kv_memory_mib=4, threads=1))
 
     assert isinstance(built.runner, CpuRunner)
     assert built.kv_format.block_bytes == 2 * 2 * 16 * 34
@@ -112,16 +107,12 @@ def test_built_runner_has_nearly_twice_the_blocks(card: ModelCard) -> None:
 
 def test_engine_tells_its_pool_and_is_another_cache(card: ModelCard) -> None:
     """The gateway is told the fidelity, and no namespace of one format is found by another."""
-    threads = torch.get_num_threads()
-    try:
-        told = []
-        for kv_dtype in ("bf16", "int8"):
-            settings = {"device": "cpu", "kv_dtype": kv_dtype, "kv_memory_mib": 1, "threads": 1}
-            core, info = core_of_model(Path(card.folder), msgspec.convert(settings, EngineConfig))
-            core.close()
-            told.append(info)
-    finally:
-        torch.set_num_threads(threads)
+    told = []
+    for kv_dtype in ("bf16", "int8"):
+        settings = {"device": "cpu", "kv_dtype": kv_dtype, "kv_memory_mib": 1, "threads": 1}
+        core, info = core_of_model(Path(card.folder), msgspec.convert(settings, EngineConfig))
+        core.close()
+        told.append(info)
 
     assert [info.kv_fidelity for info in told] == ["exact", "near"]
     assert len({info.model_digest for info in told}) == 2
@@ -130,14 +121,10 @@ def test_engine_tells_its_pool_and_is_another_cache(card: ModelCard) -> None:
 
 def test_tokens_that_were_read_are_told_as_near(card: ModelCard) -> None:
     """From the device, and of copies: these have the pool's own format, which is no packed one."""
-    threads = torch.get_num_threads()
     config = msgspec.structs.replace(
         INT8, device="cpu", kv_memory_mib=1, threads=1, levels=LevelsConfig(host_mib=1)
     )
-    try:
-        core, _ = core_of_model(Path(card.folder), config)
-    finally:
-        torch.set_num_threads(threads)
+    core, _ = core_of_model(Path(card.folder), config)
     told = []
     try:
         for name in ("first", "again"):

@@ -10,7 +10,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from msgspec.structs import replace
 
 import engine.kv.format
@@ -40,7 +39,6 @@ SLICES = EngineConfig(
 @pytest.fixture(scope="module")
 def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
     """Return a tiny model of which each fourth layer has no window."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("model")
     return prepared_with_windows(folder, WINDOW, context=CONTEXT)
 

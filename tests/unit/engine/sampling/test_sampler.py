@@ -24,11 +24,6 @@ from tests.examples import examples
 VOCAB = 600  # more than two chunks of the running sum, and not a multiple of a chunk
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def begun(sampling: Sampling, sequence_id: int = 0, **more: Any) -> BegunSequence:
     fields = {"token_ids": [1], "prompt_tokens": 1, **more}
     return BegunSequence(sequence_id=sequence_id, sampling=sampling, **fields)
