@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from engine.api import (
     CacheGrant,
     Cancel,
+    Clock,
     Drain,
     Finished,
     GetStats,
@@ -66,13 +69,24 @@ class RecordingSink:
                 return message
 
 
-@pytest.fixture
-def service() -> Any:
-    service = EngineService(lambda: fake_core(CONFIG), CONFIG)
+@contextmanager
+def running(
+    config: EngineConfig = CONFIG, clock: Clock = time.monotonic
+) -> Iterator[EngineService]:
+    """Run a service over the fake core."""
+    service = EngineService(lambda: fake_core(config), config, clock)
     service.start()
     assert service.ready.wait(DEADLINE_S)
-    yield service
-    service.stop()
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+@pytest.fixture
+def service() -> Iterator[EngineService]:
+    with running() as service:
+        yield service
 
 
 def test_connections_receive_only_their_own_events(service: EngineService) -> None:
@@ -130,29 +144,26 @@ def test_leaving_connection_cancels_only_its_requests(service: EngineService) ->
 def test_heartbeats_take_a_twentieth_of_the_time_at_most() -> None:
     """With ten thousand namespaces to report, an engine that reported twice a second would do
     little else."""
-    taken_s = 0.0
-
-    def clock() -> float:
-        return time.monotonic() + taken_s
+    now_s, heartbeat_s, command_s = 0.0, 0.01, 0.001
 
     class SlowSink(RecordingSink):
         def send(self, step: int, messages: tuple[Any, ...]) -> None:
-            """Each takes as long as if it told of much."""
-            nonlocal taken_s
-            at_s = clock()
-            taken_s += 0.01
-            if any(isinstance(message, Stats) for message in messages):
-                self.received.put(at_s)
+            """A heartbeat takes as long as if it told of much; the engine is never idle."""
+            nonlocal now_s
+            if isinstance(messages[0], Stats):
+                self.received.put(now_s)
+                now_s += heartbeat_s
+            now_s += command_s
+            service.post(self, Peek(1, b"n", (1, 2, 3)))
 
-    sink, quick = SlowSink(), EngineConfig(heartbeat_s=0.01)
-    service = EngineService(lambda: fake_core(quick), quick, clock)
-    service.start()
-    assert service.ready.wait(DEADLINE_S)
-    service.join(sink)
-    beats = [sink.received.get(timeout=DEADLINE_S) for _ in range(4)]
-    service.stop()
+    sink = SlowSink()
+    with running(EngineConfig(heartbeat_s=heartbeat_s), lambda: now_s) as service:
+        service.join(sink)
+        beats = [sink.received.get(timeout=DEADLINE_S) for _ in range(4)]
 
-    assert min(late - early for early, late in pairwise(beats[1:])) > 0.15
+    apart_s = [late - early for early, late in pairwise(beats[1:])]
+    assert min(apart_s) >= 20 * heartbeat_s
+    assert max(apart_s) < 25 * heartbeat_s
 
 
 @pytest.mark.parametrize("step_s", [0.0, 0.1])
@@ -202,24 +213,19 @@ def test_large_heartbeat_is_split_between_steps() -> None:
     """Otherwise all decoding requests wait for it, twice a second. The next heartbeat is an hour
     away."""
     passed_s, hourly = 0.0, EngineConfig(heartbeat_s=3_600.0, prefill_chunk_tokens_max=16)
-    service = EngineService(lambda: fake_core(hourly), hourly, lambda: time.monotonic() + passed_s)
-    service.start()
-    assert service.ready.wait(DEADLINE_S)
-    sink, names = (
-        RecordingSink(),
-        {b"%d" % number for number in range(HEARTBEAT_ITEMS_MAX + HEARTBEAT_ITEMS_MAX // 2)},
-    )
-    service.join(sink)
-    assert sink.until(Stats).changed == ()
-    for name in names:
-        service.post(sink, Submit(Request(name.decode(), (1,), 1, CacheGrant(name))))
-    for _ in names:
-        sink.until(Finished)
+    sink = RecordingSink()
+    names = {b"%d" % number for number in range(HEARTBEAT_ITEMS_MAX + HEARTBEAT_ITEMS_MAX // 2)}
+    with running(hourly, lambda: time.monotonic() + passed_s) as service:
+        service.join(sink)
+        assert sink.until(Stats).changed == ()
+        for name in names:
+            service.post(sink, Submit(Request(name.decode(), (1,), 1, CacheGrant(name))))
+        for _ in names:
+            sink.until(Finished)
 
-    passed_s = 3_600.0
-    service.post(sink, Cancel("to wake it"))
-    told = [{one.namespace for one in sink.until(Stats).changed} for _ in range(2)]
-    service.stop()
+        passed_s = 3_600.0
+        service.post(sink, Cancel("to wake it"))
+        told = [{one.namespace for one in sink.until(Stats).changed} for _ in range(2)]
 
     assert sorted(map(len, told)) == [len(names) - HEARTBEAT_ITEMS_MAX, HEARTBEAT_ITEMS_MAX]
     assert told[0] | told[1] == names
@@ -227,27 +233,23 @@ def test_large_heartbeat_is_split_between_steps() -> None:
 
 def test_heartbeat_lists_changed_namespaces_per_connection() -> None:
     """Twenty thousand namespaces would be megabytes, twice a second; a new connection gets all."""
-    never = EngineConfig(heartbeat_s=3_600.0)
-    service = EngineService(lambda: fake_core(never), never)
-    service.start()
-    assert service.ready.wait(DEADLINE_S)
     early, late = RecordingSink(), RecordingSink()
-    service.join(early)
-    assert early.until(Stats).changed == ()
-    service.post(early, Submit(request("a")))
-    early.until(Finished)
+    with running(EngineConfig(heartbeat_s=3_600.0)) as service:
+        service.join(early)
+        assert early.until(Stats).changed == ()
+        service.post(early, Submit(request("a")))
+        early.until(Finished)
 
-    service.post(early, GetStats(1))
-    service.post(early, GetStats(2))
-    service.join(late)
-    whole = late.until(Stats).changed
-    service.post(late, Submit(request("b", LONG)))
-    late.until(Started)
-    service.post(early, GetStats(3))
-    service.post(late, GetStats(3))
-    told = [early.until(Stats, call_id=number).changed for number in (1, 2, 3)]
-    then = late.until(Stats, call_id=3).changed
-    service.stop()
+        service.post(early, GetStats(1))
+        service.post(early, GetStats(2))
+        service.join(late)
+        whole = late.until(Stats).changed
+        service.post(late, Submit(request("b", LONG)))
+        late.until(Started)
+        service.post(early, GetStats(3))
+        service.post(late, GetStats(3))
+        told = [early.until(Stats, call_id=number).changed for number in (1, 2, 3)]
+        then = late.until(Stats, call_id=3).changed
 
     assert [(one.namespace, one.running) for one in told[0]] == [(b"n", 0)]
     assert told[1] == ()
@@ -293,23 +295,15 @@ def test_engine_without_a_first_token_is_not_ready() -> None:
         smoke_test(core)
 
 
-def test_smoke_test_leaves_no_block_in_the_cache(service: EngineService) -> None:
-    """An epoch begins with every block free."""
+def test_smoke_test_leaves_no_block_and_is_not_counted(service: EngineService) -> None:
+    """An epoch begins with every block free, and counters that are reconciled with a ledger count
+    clients' tokens only."""
     sink = RecordingSink()
     service.join(sink)
 
     stats = sink.until(Stats)
 
     assert stats.free_blocks == stats.blocks
-
-
-def test_smoke_test_is_not_counted(service: EngineService) -> None:
-    """Counters that are reconciled with a ledger count clients' tokens only."""
-    sink = RecordingSink()
-    service.join(sink)
-
-    stats = sink.until(Stats)
-
     assert (stats.prompt_tokens_total, stats.computed_tokens_total) == (0, 0)
     assert (stats.cached_tokens_total, stats.output_tokens_total) == (0, 0)
     assert stats.steps_per_s == 0, "a first step is slower than any other"
