@@ -77,13 +77,23 @@ class GpuSampler:
     adjusted rows (150 MB for 288 slots and 256 rows of 128,256 tokens).
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, *, slots: int, rows: int) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        slots: int,
+        rows: int,
+        rng: random.Random | None = None,
+    ) -> None:
+        """`rng` gives a seed to each sequence that has none; by default the system's entropy."""
+
         def on_device(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self._vocab_size = vocab_size
         self._is_cuda = device.type == "cuda"
-        self._rng = random.SystemRandom()  # gives a seed to each sequence that has none
+        self._rng = rng or random.SystemRandom()
         self._slots: dict[int, int] = {}
         self._free_slots = list(range(slots - 1, -1, -1))
         self._parameters = np.zeros((slots, COLUMNS), np.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ class Batch:
         prompt_tokens: int = 2, ids: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.ids = list(range(len(kinds))) if ids is None else list(ids)
-        self.gpu = GpuSampler(vocab, DEVICE, slots=ROWS, rows=ROWS)
+        self.gpu = GpuSampler(vocab, DEVICE, slots=ROWS, rows=ROWS, rng=random.Random(4))
         self.twin = Sampler(vocab)
         self.table = torch.zeros(ROWS, DRAW_COLUMNS, dtype=torch.int32)
         self.out = torch.full((ROWS,), -7, dtype=torch.int32, device=DEVICE)
