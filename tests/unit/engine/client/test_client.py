@@ -316,12 +316,6 @@ async def test_heartbeat_comes_unasked(under_test: EngineUnderTest) -> None:
 async def test_single_command_is_written_at_once_and_many_together() -> None:
     """The engine works while the rest of the turn runs; but a write costs more than a command, and
     a command sent alone is answered alone."""
-    _, info = fake_core(CONFIG)
-    ours, theirs = socket.socketpair()
-    loop = asyncio.get_running_loop()
-    _, engine = await loop.create_unix_connection(SocketEngine, sock=ours)
-    theirs.setblocking(False)
-    engine.data_received(encode(Welcome(info)))
 
     def sent() -> list[str]:
         try:
@@ -331,20 +325,21 @@ async def test_single_command_is_written_at_once_and_many_together() -> None:
         return [command.request.request_id for command in commands if isinstance(command, Submit)]
 
     left: list[tuple[list[list[str]], list[str]]] = []
-    for number, names in enumerate(("a", "bcd", "e", "f")):
-        at_once = []
-        for name in names:
+    async with welcomed_engine() as (engine, theirs):
+        theirs.setblocking(False)
+        for number, names in enumerate(("a", "bcd", "e", "f")):
+            at_once = []
+            for name in names:
+                engine.submit(request(name))
+                at_once.append(sent())
+            await asyncio.sleep(0)
+            left.append((at_once, sent()))
+            ends = tuple(Finished(name, "done", Usage()) for name in names)
+            engine.data_received(encode(Frame(number, number, ends)))
+        for name in "gh":
             engine.submit(request(name))
-            at_once.append(sent())
-        await asyncio.sleep(0)
-        left.append((at_once, sent()))
-        ends = tuple(Finished(name, "done", Usage()) for name in names)
-        engine.data_received(encode(Frame(number, number, ends)))
-    for name in "gh":
-        engine.submit(request(name))
-    await engine.close()
-    last = sent()
-    theirs.close()
+        await engine.close()
+        last = sent()
 
     assert left == [
         ([["a"]], []),

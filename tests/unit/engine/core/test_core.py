@@ -73,24 +73,20 @@ def test_the_whole_context_may_be_used(world: World) -> None:
     assert (fits.ending, fits.usage.output_tokens) == ("done", 39)
 
 
-def test_the_queue_is_bounded_by_requests() -> None:
-    """An unbounded queue would answer every request too late."""
-    world = make_world(1, config=EngineConfig(queue_requests_max=2))
-
-    endings = run(world, ask("a"), ask("b"), ask("c"))
-
-    assert [e.code for e in endings] == ["", "", "queue_full"]
-
-
-def test_the_queue_is_bounded_by_tokens() -> None:
-    """Ten long prompts wait as long as a thousand short ones. A single prompt is always
-    accepted.
+@pytest.mark.parametrize(
+    ("bound", "waiting"), [({"queue_requests_max": 2}, 2), ({"queue_tokens_max": 5}, 1)], ids=str
+)
+def test_the_queue_is_bounded_by_requests_and_by_tokens(
+    bound: dict[str, int], waiting: int
+) -> None:
+    """An unbounded queue would answer every request too late, and ten long prompts wait as long as
+    a thousand short ones. A single prompt is always accepted.
     """
-    world = make_world(1, config=EngineConfig(queue_tokens_max=5))
+    world = make_world(1, config=EngineConfig(**bound))
 
-    endings = run(world, ask("a"), ask("b"))
+    endings = run(world, *(ask(f"r{number}") for number in range(waiting + 1)))
 
-    assert [e.code for e in endings] == ["", "queue_full"]
+    assert [e.code for e in endings] == [*[""] * waiting, "queue_full"]
 
 
 def test_a_live_id_is_refused(world: World) -> None:
@@ -440,22 +436,18 @@ def test_nan_logits_erase_the_cached_prefix() -> None:
     assert run(world, ask("again"))[0].ending == "done"
 
 
-def test_a_result_of_another_step_stops_the_engine(world: World) -> None:
-    """Tokens would go to the wrong sequences."""
-    world.runner.collect = lambda: StepResult(step=99)  # type: ignore[method-assign]
-    world.submit(ask())
-
-    with pytest.raises(InvariantViolation, match="99"):
-        world.settle()
-
-
-def test_a_missing_token_stops_the_engine(world: World) -> None:
-    """A request that gets neither a token nor an error would wait for ever."""
+@pytest.mark.parametrize(
+    ("added", "reason"),
+    [(98, "returned step 99; expected step 1"), (0, "sampled no token")],
+    ids=["another step", "no token"],
+)
+def test_a_result_that_cannot_be_stops_the_engine(world: World, added: int, reason: str) -> None:
+    """Tokens would go to the wrong sequences, or a request without one would wait for ever."""
     collect = world.runner.collect
-    world.runner.collect = lambda: StepResult(step=collect().step)  # type: ignore[method-assign]
+    world.runner.collect = lambda: StepResult(collect().step + added)  # type: ignore[method-assign]
     world.submit(ask())
 
-    with pytest.raises(InvariantViolation, match="no token"):
+    with pytest.raises(InvariantViolation, match=reason):
         world.settle()
 
 
@@ -487,20 +479,13 @@ def test_peek_reports_the_match_of_a_request(world: World) -> None:
     assert (peeked.call_id, peeked.cached_tokens, peeked.expires_in_s) == (7, len(PROMPT), None)
 
 
-def test_erased_tokens_are_not_found_again(world: World) -> None:
-    """This holds even if the sequence that wrote them still runs."""
+@pytest.mark.parametrize("steps", [0, 4], ids=["queued", "running"])
+def test_erased_tokens_are_not_found_again(world: World, steps: int) -> None:
+    """Neither what a sequence has written that still runs, nor what a request that waits will
+    write."""
     world.submit(ask(max_tokens=8))
-    for _ in range(4):
+    for _ in range(steps):
         world.step()
-    world.core.erase(Erase(1, b"n"))
-    world.settle()
-
-    assert world.core.peek(Peek(1, b"n", PROMPT)).cached_tokens == 0
-
-
-def test_a_request_queued_at_an_erasure_commits_nothing(world: World) -> None:
-    """This holds whenever it starts."""
-    world.submit(ask())
     world.core.erase(Erase(1, b"n"))
     world.settle()
 

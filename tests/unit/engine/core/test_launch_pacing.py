@@ -29,29 +29,21 @@ from tests.unit.engine.tiny_engines import ask, make_world
 STEP_S, HOST_S = 0.010, 0.0012
 
 
-def test_launch_is_held_until_shortly_before_the_running_step_ends() -> None:
-    """A request that arrives before that joins the next step."""
+@pytest.mark.parametrize(
+    ("predicted_s", "held_s"),
+    [(STEP_S, SURE * STEP_S - LEAD_S), (LEAD_S, 0.0), (100.0, HOLD_S_MAX)],
+    ids=["usual", "shorter than the lead", "wrong"],
+)
+def test_launch_is_held_until_shortly_before_the_running_step_ends(
+    predicted_s: float, held_s: float
+) -> None:
+    """A request that arrives before that joins the next step. A prediction of minutes must not hold
+    the tokens of a finished step."""
     pacing = LaunchPacing()
-    pacing.running_alone(5.0, STEP_S)
+    pacing.running_alone(5.0, predicted_s)
 
-    assert pacing.hold_s(5.0) == pytest.approx(SURE * STEP_S - LEAD_S)
-    assert pacing.hold_s(5.0 + SURE * STEP_S) == 0
-
-
-def test_short_step_is_not_held() -> None:
-    """A step shorter than the lead leaves no time to wait."""
-    pacing = LaunchPacing()
-    pacing.running_alone(5.0, LEAD_S)
-
-    assert pacing.hold_s(5.0) == 0
-
-
-def test_wrong_prediction_delays_tokens_by_a_bounded_time() -> None:
-    """A prediction of minutes must not hold the tokens of a finished step."""
-    pacing = LaunchPacing()
-    pacing.running_alone(5.0, 100.0)
-
-    assert pacing.hold_s(5.0) == pytest.approx(HOLD_S_MAX)
+    assert pacing.hold_s(5.0) == pytest.approx(held_s)
+    assert pacing.hold_s(5.0 + held_s) == 0
 
 
 def test_nothing_is_held_without_a_running_step() -> None:

@@ -1,5 +1,5 @@
-"""The service with levels below its core: late answers to erasures, drains that store, levels that
-are off.
+"""The service with levels below its core: late answers to erasures, drains that store, copies for
+the next engine, levels that are off.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from engine.api import (
     Erase,
     Erased,
     Finished,
+    GetStats,
     LeaseRequest,
     Request,
     Retention,
@@ -26,15 +27,17 @@ from engine.api import (
 from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig, RemoteConfig
 from engine.core.core import Core
+from engine.errors import InvariantViolation
 from engine.kv.format import KvFormat, KvGroup
 from engine.kv.move_queue import DamagedSlotError
 from engine.kv.storage import KvStorage
 from engine.levels.levels import Levels
 from engine.moves import Move
+from engine.protocol import Messages
 from engine.server.levels_below import FailedMoveLog, build_levels, layout_of
 from engine.server.service import EngineService
 from engine.statistics import LevelStats
-from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather
+from tests.fake_levels import FakeKeptSlots, FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
 from tests.unit.engine.server.fake_engine_process import VOCAB, fake_core
 from tests.unit.engine.server.test_service import DEADLINE_S, RecordingSink
@@ -111,6 +114,45 @@ def test_a_drained_engine_stays_to_store_promises(leveled: LeveledService) -> No
     assert leveled.service.stopped.wait(DEADLINE_S)
     assert len(leveled.disk.records) == 3
     assert leveled.disk.is_closed
+
+
+class RaisingSink:
+    """A sink that fails, in the engine's thread."""
+
+    def __init__(self, failure: Exception) -> None:
+        self._failure = failure
+
+    def send(self, step: int, messages: Messages) -> None:
+        raise self._failure
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_handed_on"), [(InvariantViolation("wrong"), False), (OSError("gone"), True)]
+)
+def test_only_a_sound_engine_hands_its_copies_on(failure: Exception, *, is_handed_on: bool) -> None:
+    """Where it has found its own structures wrong, copies may not be what they are noted as; any
+    other death leaves them right."""
+    slots, shape = 8, b"sixteen bytes it"
+    kept = FakeKeptSlots(slots, lambda: 5.0)
+    kept.table.begin(shape)
+
+    def make_core() -> tuple[Core, EngineInfo]:
+        plain, info = fake_core(CONFIG)
+        runner = plain.runner
+        assert isinstance(runner, FakeRunner)
+        memory = FakeTransferEngine(lambda: runner, slots, random.Random(1), Weather())
+        kept.start(memory, None)
+        plain.levels = Levels(plain.cache, LevelsConfig(host_mib=1), memory, kept=kept)
+        return plain, info
+
+    service = EngineService(make_core, CONFIG)
+    service.start()
+    assert service.ready.wait(DEADLINE_S)
+    service.post(RaisingSink(failure), GetStats(1))
+
+    assert service.stopped.wait(DEADLINE_S)
+    assert service.failure is failure
+    assert kept.table.is_of(shape) == is_handed_on
 
 
 # -- what is built ----------------------------------------------------------------------------
