@@ -54,6 +54,11 @@ class RecordedWorld(World):
         quota = wanted.pop("quota", Quota())
         self.submit(ask(name, tokens, **({"grant": CacheGrant(namespace, quota)} | wanted)))
 
+    def step_on(self, steps: int) -> None:
+        """Run so many steps."""
+        for _ in range(steps):
+            self.step()
+
     def first_step_of(self, name: str) -> int:
         """Return the index of the first step with a row of the request."""
         return next(index for index, row in enumerate(self.rows) if name in row)

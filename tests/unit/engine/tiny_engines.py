@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.api import (
-    CacheGrant,
-    Finished,
-    Request,
-    Sampling,
-)
+from engine.api import CacheGrant, Finished, Request, Sampling
 from engine.config import EngineConfig
 from tests.checkers import World
+from tests.grammars import PolledGrammars
 
 CONFIG = EngineConfig(step_tokens_max=64, prefill_chunk_tokens_max=32, sequences_max=8)
 GREEDY = Sampling(temperature=0)
 PROMPT = (0, 1, 1, 0, 1, 0, 0, 1, 1)
 
 
-def make_world(depth: int, *, blocks: int = 16, config: EngineConfig = CONFIG) -> World:
-    return World(config, blocks=blocks, block_size=4, depth=depth, context_tokens=48)
+def make_world(
+    depth: int, *, blocks: int = 16, config: EngineConfig = CONFIG, polls: int = 0
+) -> World:
+    """Return an engine whose grammars are ready after so many polls."""
+    return World(
+        config,
+        blocks=blocks,
+        block_size=4,
+        depth=depth,
+        context_tokens=48,
+        grammars=PolledGrammars(polls),
+    )
 
 
 def ask(name: str = "r", tokens: tuple[int, ...] = PROMPT, **wanted: Any) -> Request:

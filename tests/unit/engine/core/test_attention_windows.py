@@ -233,8 +233,7 @@ def test_promises_of_window_blocks_end_with_their_nodes() -> None:
         "window", tokens(200), max_tokens=20, attention=WINDOW,
         grant=CacheGrant(b"n", leases=(lease,)),
     )  # fmt: skip
-    for _ in range(20):
-        found.step()
+    found.step_on(20)
     assert found.cache.use(b"n").promised["5s"] > 4
     found.clock.advance(60.0)
     found.settle()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from engine.api import CacheGrant, Erase, Finished, Grammar, Quota, Request, Sampling
-from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.grammar.compiler import Outcome
 from engine.grammar.grammar import GrammarLimits, MaskFiller, Matcher, compile_grammar
@@ -20,8 +19,9 @@ from engine.plan import Mask
 from tests.checkers import World
 from tests.fakes import FakeClock
 from tests.grammars import END, PolledGrammars, compiled, letters
+from tests.unit.engine import tiny_engines
+from tests.unit.engine.tiny_engines import make_world, run
 
-PROMPT = (0, 1, 1, 0, 1, 0, 0, 1, 1)
 LONG = Grammar("regex", "[ab]{30}")
 PAIRS = Grammar("regex", "(ab){3}")
 NOWHERE = Grammar("regex", "abc")
@@ -30,18 +30,6 @@ NOWHERE = Grammar("regex", "abc")
 @pytest.fixture(params=[1, 2])
 def depth(request: pytest.FixtureRequest) -> int:
     return int(request.param)
-
-
-def make_world(depth: int, *, polls: int = 0, blocks: int = 16, **config: Any) -> World:
-    settings = {"step_tokens_max": 64, "prefill_chunk_tokens_max": 32, "sequences_max": 8}
-    return World(
-        EngineConfig(**(settings | config)),
-        blocks=blocks,
-        block_size=4,
-        depth=depth,
-        context_tokens=48,
-        grammars=PolledGrammars(polls),
-    )
 
 
 class SmallBounds(PolledGrammars):
@@ -54,15 +42,8 @@ class SmallBounds(PolledGrammars):
 
 
 def ask(name: str, grammar: Grammar | None, **wanted: Any) -> Request:
-    settings: dict[str, Any] = {
-        "request_id": name,
-        "tokens": PROMPT,
-        "max_tokens": 30,
-        "grant": CacheGrant(b"n"),
-        "sampling": Sampling(temperature=1.0, seed=3),
-        "grammar": grammar,
-    }
-    return Request(**(settings | wanted))
+    settings: dict[str, Any] = {"max_tokens": 30, "sampling": Sampling(temperature=1.0, seed=3)}
+    return tiny_engines.ask(name, grammar=grammar, **(settings | wanted))
 
 
 def test_a_grammar_takes_the_turn_of_its_request() -> None:
@@ -81,21 +62,19 @@ def test_a_sample_with_a_complete_text_ends_as_stop(depth: int) -> None:
     """Nothing can follow, so neither an end token nor a further step is needed."""
     world = make_world(depth)
 
-    world.submit(ask("r", PAIRS))
-    world.settle()
+    (done,) = run(world, ask("r", PAIRS))
 
     stream = world.streams["r"]
     assert stream.outputs == [[0, 1, 0, 1, 0, 1]]
     assert [end.reason for end in stream.ended.values()] == ["stop"]
-    assert world.final("r").ending == "done"
+    assert done.ending == "done"
 
 
 def test_a_truncated_text_ends_as_length(depth: int) -> None:
     """The client set `max_tokens`; half a document must not look complete."""
     world = make_world(depth)
 
-    world.submit(ask("r", PAIRS, max_tokens=5))
-    world.settle()
+    run(world, ask("r", PAIRS, max_tokens=5))
 
     assert [end.reason for end in world.streams["r"].ended.values()] == ["length"]
 
@@ -104,17 +83,9 @@ def test_an_end_token_comes_only_where_the_text_may_end(depth: int) -> None:
     """An end in the middle of a document is the most common way to break it."""
     world = make_world(depth)
 
-    for seed in range(20):
-        world.submit(
-            ask(
-                f"r{seed}",
-                Grammar("regex", "(ab)+"),
-                sampling=Sampling(seed=seed),
-                stop_token_ids=(END,),
-                max_tokens=12,
-            )
-        )
-    world.settle()
+    wanted = {"stop_token_ids": (END,), "max_tokens": 12}
+    even = Grammar("regex", "(ab)+")
+    run(world, *(ask(f"r{n}", even, sampling=Sampling(seed=n), **wanted) for n in range(20)))
 
     outputs = [stream.outputs[0] for stream in world.streams.values()]
     ended = [output for output in outputs if END in output]
@@ -127,49 +98,43 @@ def test_an_end_token_ends_a_sample_without_stop_tokens(depth: int) -> None:
     """The text is over: the grammar allows no further token."""
     world = make_world(depth)
 
-    world.submit(ask("r", Grammar("regex", "a{0}"), stop_token_ids=()))
-    world.settle()
+    (done,) = run(world, ask("r", Grammar("regex", "a{0}"), stop_token_ids=()))
 
     assert world.streams["r"].outputs == [[END]]
-    assert world.final("r").ending == "done"
+    assert done.ending == "done"
 
 
 def test_min_tokens_delays_the_end_while_the_text_can_continue(depth: int) -> None:
     """A text that cannot continue ends all the same."""
     world = make_world(depth)
 
-    world.submit(ask("long", Grammar("regex", "a*"), min_tokens=7, stop_token_ids=(END,)))
-    world.submit(ask("short", PAIRS, min_tokens=20, stop_token_ids=(END,)))
-    world.settle()
+    _, short = run(
+        world,
+        ask("long", Grammar("regex", "a*"), min_tokens=7, stop_token_ids=(END,)),
+        ask("short", PAIRS, min_tokens=20, stop_token_ids=(END,)),
+    )
 
     assert world.streams["long"].outputs[0][:6] == [0] * 6
     assert world.streams["short"].outputs == [[0, 1, 0, 1, 0, 1]]
-    assert world.final("short").ending == "done"
+    assert short.ending == "done"
 
 
 def test_a_dead_end_fails_only_its_own_request(depth: int) -> None:
     """No token of the model can continue the text."""
     world = make_world(depth)
 
-    world.submit(ask("lost", NOWHERE))
-    world.submit(ask("free", None))
-    world.submit(ask("held", PAIRS))
-    world.settle()
+    lost, free, held = run(world, ask("lost", NOWHERE), ask("free", None), ask("held", PAIRS))
 
-    assert (world.final("lost").ending, world.final("lost").code) == (
-        "failed",
-        "grammar_dead_end",
-    )
-    assert world.final("lost").usage.output_tokens == 2
-    assert (world.final("free").ending, world.final("held").ending) == ("done", "done")
+    assert (lost.ending, lost.code) == ("failed", "grammar_dead_end")
+    assert lost.usage.output_tokens == 2
+    assert (free.ending, held.ending) == ("done", "done")
 
 
 def test_every_sample_has_its_own_matcher(depth: int) -> None:
     """Forks share a prompt, not a place in the grammar."""
     world = make_world(depth)
 
-    world.submit(ask("r", Grammar("regex", "[ab]{2}(a|b[ab]{3})"), samples=4, max_tokens=8))
-    world.settle()
+    run(world, ask("r", Grammar("regex", "[ab]{2}(a|b[ab]{3})"), samples=4, max_tokens=8))
 
     outputs = world.streams["r"].outputs
     assert len({tuple(output) for output in outputs}) > 1
@@ -178,11 +143,9 @@ def test_every_sample_has_its_own_matcher(depth: int) -> None:
 
 def test_a_preempted_sample_keeps_its_place_in_the_grammar(depth: int) -> None:
     """Only KV is recomputed."""
-    world = make_world(depth, blocks=12, preemptions_max=3)
+    world = make_world(depth, blocks=12)
 
-    for name in ("a", "b", "c"):
-        world.submit(ask(name, LONG, sampling=Sampling(seed=ord(name)), max_tokens=30))
-    world.settle()
+    run(world, *(ask(name, LONG, sampling=Sampling(seed=ord(name))) for name in "abc"))
 
     assert world.core.scheduler.preemptions > 0
     assert [len(world.streams[name].outputs[0]) for name in "abc"] == [30, 30, 30]
@@ -219,10 +182,9 @@ def test_only_its_own_request_waits_for_a_grammar(depth: int) -> None:
 def test_waiting_for_a_grammar_is_no_stall(depth: int) -> None:
     world = make_world(depth, polls=15)
 
-    world.submit(ask("r", PAIRS))
-    world.settle()
+    (done,) = run(world, ask("r", PAIRS))
 
-    assert world.final("r").ending == "done"
+    assert done.ending == "done"
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline", "drain"])
@@ -251,8 +213,7 @@ def test_a_reused_id_gets_its_own_grammar(depth: int) -> None:
     world.core.cancel("r")
     world.core.step()
 
-    world.submit(ask("r", PAIRS))
-    world.settle()
+    run(world, ask("r", PAIRS))
 
     assert world.streams["r"].outputs == [[0, 1, 0, 1, 0, 1]]
 
@@ -261,11 +222,10 @@ def test_an_invalid_grammar_is_refused(depth: int) -> None:
     """It is refused before it is scheduled, with the reason."""
     world = make_world(depth)
 
-    world.submit(ask("r", Grammar("regex", "(a")))
-    world.settle()
+    (refused,) = run(world, ask("r", Grammar("regex", "(a")))
 
-    assert (world.final("r").ending, world.final("r").code) == ("refused", "grammar_invalid")
-    assert "unclosed group" in world.final("r").message
+    assert (refused.ending, refused.code) == ("refused", "grammar_invalid")
+    assert "unclosed group" in refused.message
     assert world.streams["r"].started is None
 
 
@@ -375,9 +335,7 @@ def test_an_idle_engine_makes_slow_masks_at_once(depth: int) -> None:
     """The engine uses idle time in full, and does not report a stall."""
     world = slow_world(depth)
 
-    world.submit(ask("slow", LONG))
-    world.submit(ask("too", LONG, sampling=Sampling(seed=9)))
-    world.settle()
+    run(world, ask("slow", LONG), ask("too", LONG, sampling=Sampling(seed=9)))
 
     assert [len(world.streams[name].outputs[0]) for name in ("slow", "too")] == [30, 30]
 

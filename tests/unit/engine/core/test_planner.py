@@ -34,12 +34,10 @@ def test_rows_with_one_prefix_form_one_group_over_all_its_blocks() -> None:
     """The prompt was computed in slices; the group covers all of them."""
     world = watched(chunk=8)
     world.ask("a", SHARED, max_tokens=12)
-    for _ in range(4):
-        world.step()
+    world.step_on(4)
     world.ask("other", (1, 1, 1, 1, 1), max_tokens=12, namespace=b"m")
     world.ask("bb", (*SHARED, 1, 1), max_tokens=12)
-    for _ in range(3):
-        world.step()
+    world.step_on(3)
 
     assert shape(world.plans[-1]) == [(2, 6)]
     (group,) = world.plans[-1].groups
@@ -51,8 +49,7 @@ def test_samples_of_one_prompt_share_its_full_blocks() -> None:
     """The partly filled last block is copied before it is written, so it is not shared."""
     world = watched()
     world.ask("r", (*SHARED[:8], 1), max_tokens=12, samples=3)
-    for _ in range(2):
-        world.step()
+    world.step_on(2)
 
     assert world.plans[0].rows[0].samples == (0, 1, 2)
     assert [b.sample_index for b in world.plans[0].begun] == [0, 1, 2]
@@ -65,8 +62,7 @@ def test_groups_are_kept_while_batch_and_tables_stay() -> None:
     """Finding them again would cost a fifth of a step."""
     world = watched()
     world.ask("r", SHARED, max_tokens=12, samples=2)
-    for _ in range(4):
-        world.step()
+    world.step_on(4)
 
     assert world.plans[-1].groups is world.plans[-2].groups
 
@@ -108,8 +104,7 @@ def test_a_preempted_sequence_is_begun_again_with_its_outputs() -> None:
     """The runner was told that it ended."""
     world = watched()
     world.ask("a", SHARED, max_tokens=12)
-    for _ in range(3):
-        world.step()
+    world.step_on(3)
     (sequence,) = world.core.scheduler.running
     known = list(sequence.tokens)
     world.core.scheduler.preempt(sequence, world.clock())

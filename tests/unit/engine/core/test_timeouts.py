@@ -27,22 +27,6 @@ def active_request(
     return ActiveRequest(request, arrival, 0.0)
 
 
-def test_a_deadline_applies_until_the_start() -> None:
-    """A started request may finish, and a request without a deadline may wait."""
-    late, started, patient = (
-        active_request(0, deadline_s=5.0),
-        active_request(1, deadline_s=5.0),
-        active_request(2),
-    )
-    started.started_at_s = 4.0
-    requests = [late, started, patient]
-    timeouts = Timeouts()
-
-    assert list(timeouts.overdue(requests, 4.9)) == []
-    (only,) = timeouts.overdue(requests, 5.0)
-    assert (only.active, only.ending, only.code) == (late, "timeout", "timeout")
-
-
 def test_the_end_of_a_drain_ends_every_request_once() -> None:
     """A request that is also overdue ends as a timeout."""
     late, running = active_request(0, deadline_s=5.0), active_request(1)

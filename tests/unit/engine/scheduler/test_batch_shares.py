@@ -18,8 +18,7 @@ def flood(world: RecordedWorld, count: int, **wanted: object) -> None:
     for index in range(count):
         wanted = {"max_tokens": 200, "namespace": b"flood"} | wanted
         world.ask(f"flood{index}", tokens(6, index), **wanted)
-    for _ in range(4):
-        world.step()
+    world.step_on(4)
 
 
 def held(world: RecordedWorld) -> Counter[bytes]:
@@ -56,8 +55,7 @@ def test_shares_follow_weights_and_only_the_excess_is_given_up() -> None:
     for index in range(20):
         wanted = {"max_tokens": 100, "namespace": b"heavy", "weight": 3.0}
         world.ask(f"heavy{index}", tokens(6, index), **wanted)
-    for _ in range(8):
-        world.step()
+    world.step_on(8)
 
     assert held(world) == {b"flood": 2, b"heavy": 6}
 
@@ -68,11 +66,9 @@ def test_a_payer_above_its_share_leaves_free_slots_to_the_others() -> None:
     flood(world, 30, max_tokens=8)
     for index in range(30):
         world.ask(f"other{index}", tokens(6, index), max_tokens=8, namespace=b"other")
-    for _ in range(5):
-        world.step()
+    world.step_on(5)
     begun = world.core.stats().preemptions_total
-    for _ in range(20):
-        world.step()
+    world.step_on(20)
 
     assert held(world)[b"flood"] in (3, 4, 5)
     assert world.core.stats().preemptions_total - begun <= 2
@@ -110,8 +106,7 @@ def test_a_higher_priority_gives_no_slot() -> None:
     world = RecordedWorld(blocks=800, sequences_max=4)
     flood(world, 4, priority=1)
     world.ask("quiet", tokens(6, 12), max_tokens=2, namespace=b"quiet")
-    for _ in range(5):
-        world.step()
+    world.step_on(5)
 
     assert held(world) == {b"flood": 4}
 
@@ -144,8 +139,7 @@ def test_promised_blocks_that_a_prompt_finds_need_no_room() -> None:
     world.ask("first", tokens(24), max_tokens=1, grant=first)
     world.settle()
     world.ask("long", tokens(4, 1), max_tokens=60)
-    for _ in range(3):
-        world.step()
+    world.step_on(3)
     arrived = len(world.rows)
     grant = CacheGrant(b"quiet", quota)
     world.ask("again", (*tokens(24), *tokens(3, 2)), max_tokens=2, grant=grant)
@@ -163,8 +157,7 @@ def test_all_namespaces_of_a_payer_have_one_share() -> None:
         name = b"m%d" % index
         world.ask(f"m{index}", tokens(6, index), max_tokens=99, namespace=name, quota=many)
         world.ask(f"o{index}", tokens(6, index), max_tokens=99, namespace=b"one")
-    for _ in range(9):
-        world.step()
+    world.step_on(9)
 
     assert held(world) == {b"many": 4, b"one": 4}
 
@@ -176,8 +169,7 @@ def test_a_member_of_a_shared_scope_uses_its_own_share() -> None:
     for index in range(12):
         world.ask(f"a{index}", tokens(6, index), turn=b"a", **scope)
         world.ask(f"b{index}", tokens(6, index + 1), turn=b"b", **scope)
-    for _ in range(12):
-        world.step()
+    world.step_on(12)
 
     assert held(world) == {b"a": 4, b"b": 4}
 
@@ -244,8 +236,7 @@ def test_claims_make_progress_and_never_go_back_and_forth(
             weight=weights[payer],
             samples=samples,
         )
-        for _ in range(pause):
-            world.step()
+        world.step_on(pause)
     world.settle()
 
     assert all(count <= claims_max for count in claims.values())

@@ -92,8 +92,7 @@ def test_followers_continue_when_their_leader_stalls() -> None:
     ]
     for index in range(1, 9):
         world.ask(f"busy{index}", tokens(40, index), max_tokens=1, priority=2)
-    for _ in range(10):
-        world.step()
+    world.step_on(10)
 
     assert held == ["waits"]
     assert "twin" not in {name for row in world.rows[-10:] for name in row}

@@ -41,8 +41,7 @@ def test_decoding_goes_first() -> None:
     world.step()
     for index in range(1, 4):
         world.ask(f"prompt{index}", tokens(20, index), max_tokens=1)
-    for _ in range(8):
-        world.step()
+    world.step_on(8)
 
     assert all(row["stream"] == 1 and sum(row.values()) == 4 for row in world.rows[1:9])
 
@@ -56,8 +55,7 @@ def test_every_stream_and_the_prompts_have_a_token_in_every_step(
     left = {f"r{index}": 4 + prompt for index, prompt in enumerate(prompts)}
     for index, (name, length) in enumerate(left.items()):
         world.ask(name, tokens(length, index), max_tokens=200)
-    for _ in range(sum(left.values())):
-        world.step()
+    world.step_on(sum(left.values()))
 
     for row in world.rows:
         assert all(row.get(name) == 1 for name, missing in left.items() if not missing)
@@ -117,8 +115,7 @@ def test_no_waiting_request_is_looked_up_while_the_batch_is_full(
         return find(cache, namespace, ids, now_s)
 
     monkeypatch.setattr(PrefixCache, "find", noted)
-    for _ in range(5):
-        world.step()
+    world.step_on(5)
     while_full = list(asked)
     world.ask("urgent", tokens(6, 21), max_tokens=1, priority=1, namespace=b"m")
     world.step()
@@ -284,8 +281,7 @@ def test_an_idle_namespace_saves_up_no_service() -> None:
     world.ask("early", tokens(4, 1), max_tokens=1, namespace=b"back")
     for index in range(16):
         world.ask(f"busy{index}", (*tokens(4, index), *tokens(16)), max_tokens=4)
-    for _ in range(20):
-        world.step()
+    world.step_on(20)
     for index in range(16):
         own = (*tokens(4, index), *tokens(16))
         world.ask(f"back{index}", own, max_tokens=4, namespace=b"back")
@@ -309,8 +305,7 @@ def test_a_shared_prefix_needs_room_once() -> None:
     for index in range(8):
         own = tuple((index >> k) & 1 for k in range(3))
         world.ask(f"r{index}", (*shared, *own), max_tokens=5)
-    for _ in range(4):
-        world.step()
+    world.step_on(4)
 
     assert len(world.plans[-1].rows) == 8
     assert world.core.stats().preemptions_total == 0
@@ -410,8 +405,7 @@ def test_a_payer_inside_its_floor_is_not_preempted_for_others() -> None:
     world.ask("before", tokens(4, 3), max_tokens=1, namespace=b"f", quota=floor)
     world.settle()
     world.ask("long", tokens(4, 1), max_tokens=40)
-    for _ in range(3):
-        world.step()
+    world.step_on(3)
     world.ask("floor", tokens(5, 2), max_tokens=14, namespace=b"f", quota=floor)
     world.settle()
 
@@ -498,8 +492,7 @@ def test_every_admissible_request_finishes(
             samples=samples,
             sampling=Sampling(seed=index),
         )
-        for _ in range(pause):
-            world.step()
+        world.step_on(pause)
     world.settle()
 
     for name, stream in world.streams.items():

@@ -36,8 +36,7 @@ def beside_a_stream(machine: Machine, prompts: int, length: int) -> tuple[TimedW
     """Run prompts beside one stream; return the seconds of each step after the first ten."""
     world = TimedWorld(machine)
     world.ask("stream", prompt(8, 0), max_tokens=900)
-    for _ in range(40):
-        world.step()
+    world.step_on(40)
     for index in range(prompts):
         world.ask(f"p{index}", prompt(length, 1 + index), max_tokens=1, namespace=b"%d" % index)
     while any(name.startswith("p") for name in world.live):
@@ -85,8 +84,7 @@ def test_a_request_that_arrives_waits_for_one_bounded_step() -> None:
     world = TimedWorld(slow)
     for index in range(6):
         world.ask(f"p{index}", prompt(900, index), max_tokens=1)
-    for _ in range(6):
-        world.step()
+    world.step_on(6)
     world.ask("quiet", prompt(16, 99), max_tokens=1, namespace=b"quiet")
     world.settle()
 
@@ -111,8 +109,7 @@ def test_steps_stay_short_between_the_requests_of_another_tenant() -> None:
 
     for index in range(20):
         world.ask(f"p{index}", prompt(900, index), max_tokens=1)
-    for _ in range(6):
-        world.step()
+    world.step_on(6)
 
     assert steps_behind(0, pause_s=0.01) <= 1.1 * TARGET_S
     assert steps_behind(1, pause_s=6.0) >= 1.5 * TARGET_S
@@ -122,8 +119,7 @@ def test_steps_are_shorter_while_several_tenants_have_prompts() -> None:
     """On a GPU a quiet tenant's request should wait little; a tenant alone has long steps again."""
     world = TimedWorld(fast, gap_target_shared_ms=20.0)
     world.ask("stream", prompt(8, 0), max_tokens=400)
-    for _ in range(40):
-        world.step()
+    world.step_on(40)
     for index in range(30):
         world.ask(f"p{index}", prompt(900, index), max_tokens=1, namespace=b"%d" % index)
     before = len(world.took)
@@ -134,8 +130,7 @@ def test_steps_are_shorter_while_several_tenants_have_prompts() -> None:
     for index in range(30, 60):
         world.ask(f"p{index}", prompt(900, index), max_tokens=1)
     before = len(world.took)
-    for _ in range(6):
-        world.step()
+    world.step_on(6)
 
     assert 0.7 * 0.020 <= max(shared) <= 1.1 * 0.020
     assert max(world.took[before:]) >= 0.7 * 0.030
@@ -150,8 +145,7 @@ def test_a_large_batch_leaves_the_prompts_of_several_tenants_time() -> None:
     world = TimedWorld(large, gap_target_shared_ms=10.0, sequences_max=64)
     for index in range(16):
         world.ask(f"s{index}", prompt(8, index), max_tokens=400, namespace=b"%d" % index)
-    for _ in range(40):
-        world.step()
+    world.step_on(40)
     for index in range(8):
         world.ask(f"p{index}", prompt(900, index), max_tokens=1, namespace=b"other")
     before = len(world.took)
@@ -168,12 +162,10 @@ def quiet_beside_prompts(*, arrivals: int, others: int) -> tuple[TimedWorld, flo
     return the longest step that answers one."""
     world = TimedWorld(fast, gap_target_shared_ms=20.0)
     world.ask("stream", prompt(8, 0), max_tokens=800)
-    for _ in range(40):
-        world.step()
+    world.step_on(40)
     for index in range(60):
         world.ask(f"p{index}", prompt(900, index), max_tokens=1, namespace=b"%d" % (index % others))
-    for _ in range(8):
-        world.step()  # prompts have a price by then
+    world.step_on(8)  # prompts have a price by then
     longest_s = 0.0
     for index in range(arrivals):
         world.ask(f"quiet{index}", prompt(16, 99 + index), max_tokens=1, namespace=b"quiet")
@@ -282,8 +274,7 @@ def test_a_payer_alone_may_wait_longer_for_its_own_prompts() -> None:
         for index in range(16):
             name = payer if index == 0 else b"n"
             world.ask(f"s{index}", prompt(8, index), max_tokens=600, namespace=name)
-        for _ in range(60):
-            world.step()
+        world.step_on(60)
         for index in range(4):
             world.ask(f"p{index}", prompt(900, 20 + index), max_tokens=1)
         begun = len(world.took) + 4
@@ -299,10 +290,8 @@ def test_no_time_is_left_and_prompts_progress() -> None:
     """Streams alone take longer than the target: prompts get a few tokens in each step."""
     world = TimedWorld(lambda work: 0.2 + slow(work))
     world.ask("stream", prompt(8, 0), max_tokens=400)
-    for _ in range(40):
-        world.step()
+    world.step_on(40)
     world.ask("p", prompt(320, 1), max_tokens=1, namespace=b"p")
-    for _ in range(12):
-        world.step()
+    world.step_on(12)
 
     assert world.streams["p"].finished is not None
