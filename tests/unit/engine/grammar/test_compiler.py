@@ -62,6 +62,12 @@ def outcomes(compiler: GrammarCompiler, *names: str) -> dict[str, Outcome]:
     return found
 
 
+def outcome_of(compiler: GrammarCompiler, name: str, grammar: Grammar) -> Outcome:
+    """Submit a grammar of the payer and namespace n, and wait for its outcome."""
+    compiler.submit(name, b"n", b"n", grammar)
+    return outcomes(compiler, name)[name]
+
+
 def integer_at_least(bound: int) -> Grammar:
     return Grammar("json_schema", f'{{"type": "integer", "minimum": {bound}}}')
 
@@ -76,13 +82,11 @@ def test_a_machine_without_room_for_a_process_refuses_for_now(
 
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "Popen", fail)
-        compiler.submit("early", b"n", b"n", GOOD)
-        refusal = outcomes(compiler, "early")["early"]
-    compiler.submit("late", b"n", b"n", GOOD)
+        refusal = outcome_of(compiler, "early", GOOD)
 
     assert isinstance(refusal, EngineUnavailable)
     assert refusal.code == "queue_full"
-    assert isinstance(outcomes(compiler, "late")["late"], CompiledGrammar)
+    assert isinstance(outcome_of(compiler, "late", GOOD), CompiledGrammar)
 
 
 def test_a_machine_without_room_for_a_thread_refuses_for_now(
@@ -97,9 +101,8 @@ def test_a_machine_without_room_for_a_thread_refuses_for_now(
         patched.setattr(threading.Thread, "start", fail)
         with pytest.raises(EngineUnavailable, match="thread"):
             compiler.submit("early", b"n", b"n", GOOD)
-    compiler.submit("late", b"n", b"n", GOOD)
 
-    assert isinstance(outcomes(compiler, "late")["late"], CompiledGrammar)
+    assert isinstance(outcome_of(compiler, "late", GOOD), CompiledGrammar)
 
 
 def test_a_grammar_that_is_erased_while_it_is_compiled_is_not_cached(
@@ -117,8 +120,7 @@ def test_a_grammar_that_is_erased_while_it_is_compiled_is_not_cached(
     compiler.submit("before", b"n", b"n", GOOD)
     compiler.erase(b"n")
     found = outcomes(compiler, "before")["before"]
-    compiler.submit("after", b"n", b"n", GOOD)
-    found_again = outcomes(compiler, "after")["after"]
+    found_again = outcome_of(compiler, "after", GOOD)
 
     assert isinstance(found, CompiledGrammar)
     assert isinstance(found_again, CompiledGrammar)
@@ -144,25 +146,20 @@ def test_submit_refuses_a_source_that_is_too_long(compiler: GrammarCompiler) -> 
     assert caught.value.code == "grammar_too_big"
 
 
-def test_a_second_request_uses_the_cached_grammar(compiler: GrammarCompiler) -> None:
-    """An agent sends the same schema a thousand times."""
-    compiler.submit("a", b"n", b"n", GOOD)
-    first = outcomes(compiler, "a")["a"]
+@pytest.mark.parametrize(
+    ("grammar", "kind"), [(GOOD, CompiledGrammar), (SLOW, RequestRefused)], ids=["good", "bomb"]
+)
+def test_a_second_request_gets_the_cached_outcome(
+    compiler: GrammarCompiler, grammar: Grammar, kind: type
+) -> None:
+    """An agent sends the same schema a thousand times, and a bomb costs its second of processor
+    time once."""
+    first = outcome_of(compiler, "a", grammar)
 
-    compiler.submit("b", b"n", b"n", GOOD)
-
-    assert compiler.take_ready() == [("b", first)]
-    assert isinstance(first, CompiledGrammar)
-
-
-def test_a_refusal_is_cached(compiler: GrammarCompiler) -> None:
-    """The same bomb costs its second of processor time once."""
-    compiler.submit("a", b"n", b"n", SLOW)
-    first = outcomes(compiler, "a")["a"]
-
-    compiler.submit("b", b"n", b"n", SLOW)
+    compiler.submit("b", b"n", b"n", grammar)
 
     assert compiler.take_ready() == [("b", first)]
+    assert isinstance(first, kind)
 
 
 def test_a_namespace_does_not_use_anothers_cached_grammar(compiler: GrammarCompiler) -> None:
@@ -234,10 +231,10 @@ def test_a_grammar_without_a_request_is_not_compiled_further(compiler: GrammarCo
 
     compiler.submit("bomb again", b"n", b"n", SLOW)
     assert compiler.take_ready() == []  # no refusal was cached
-    again = outcomes(compiler, "bomb again")
+    again = outcomes(compiler, "bomb again")["bomb again"]
 
     assert set(first) == {"good"}
-    assert isinstance(again["bomb again"], RequestRefused)
+    assert isinstance(again, RequestRefused)
 
 
 def test_the_queue_of_a_payer_is_bounded(compiler: GrammarCompiler) -> None:
@@ -273,10 +270,8 @@ def test_the_queue_of_a_payer_is_bounded_in_seconds(tmp_path: Path) -> None:
     compiler = GrammarCompiler(sandbox_settings(tmp_path, cpu_s_max=1), clock)
     try:
         clock.step_s = QUEUE_S_MAX / 20  # between two readings
-        compiler.submit("slow", b"n", b"n", GOOD)
-        outcomes(compiler, "slow")
-        compiler.submit("next", b"n", b"n", integer_at_least(1))
-        outcomes(compiler, "next")  # so the first one's time is known
+        outcome_of(compiler, "slow", GOOD)
+        outcome_of(compiler, "next", integer_at_least(1))  # so the first one's time is known
         clock.step_s = 0.0
         compiler.submit("bomb", b"n", b"n", SLOW)
         refused = [number for number in range(2, 40) if not is_taken(compiler, number)]
@@ -289,8 +284,7 @@ def test_the_queue_of_a_payer_is_bounded_in_seconds(tmp_path: Path) -> None:
 
 
 def test_mark_too_big_refuses_later_submissions(compiler: GrammarCompiler) -> None:
-    compiler.submit("a", b"n", b"n", GOOD)
-    outcomes(compiler, "a")
+    outcome_of(compiler, "a", GOOD)
 
     compiler.mark_too_big(b"n", GOOD)
     compiler.submit("b", b"n", b"n", GOOD)

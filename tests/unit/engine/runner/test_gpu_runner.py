@@ -143,6 +143,14 @@ class Engine:
             return torch_logits(self.config, self.weights, tokens).log_softmax(-1)
         return dense_logits(self.config, self.weights, tokens).log_softmax(-1)
 
+    def check_logprobs(self, request_id: str, prompt: tuple[int, ...]) -> torch.Tensor:
+        """Compare each token's logprob with recomputation; return the logprobs of all tokens."""
+        known = self.logprobs([*prompt, *self.output(request_id)])
+        for at, token in enumerate(self.drawn[request_id, 0], start=len(prompt) - 1):
+            expected = float(known[at, token.token_id])
+            assert token.logprob == pytest.approx(expected, abs=ERROR_MAX), (request_id, at)
+        return known
+
     def expected(self, prompt: tuple[int, ...], count: int = OUTPUT) -> list[int]:
         """Return greedy output, with the whole sequence recomputed for every token."""
         tokens = list(prompt)
@@ -253,10 +261,7 @@ def test_families_equal_the_torch_twin(name: str) -> None:
     assert engine.finished["10"].usage.cached_tokens >= 64
     for r in range(2):
         for i, prompt in enumerate(prompts):
-            known = engine.logprobs([*prompt, *engine.output(f"{r}{i}")])
-            for at, token in enumerate(engine.drawn[f"{r}{i}", 0], start=len(prompt) - 1):
-                expected = float(known[at, token.token_id])
-                assert token.logprob == pytest.approx(expected, abs=ERROR_MAX), (r, i, at)
+            engine.check_logprobs(f"{r}{i}", prompt)
 
 
 @pytest.mark.slow
@@ -275,10 +280,7 @@ def test_window_blocks_that_others_took_change_nothing() -> None:
     assert engine.core.stats().evicted_blocks_total > 0
     for r in range(2):
         for i, prompt in enumerate(prompts if r == 0 else prompts[::-1]):
-            known = engine.logprobs([*prompt, *engine.output(f"{r}{i}")])
-            for at, token in enumerate(engine.drawn[f"{r}{i}", 0], start=len(prompt) - 1):
-                expected = float(known[at, token.token_id])
-                assert token.logprob == pytest.approx(expected, abs=ERROR_MAX), (r, i, at)
+            engine.check_logprobs(f"{r}{i}", prompt)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -307,10 +309,7 @@ def test_output_and_prompt_logprobs_equal_dense(
     assert max(at_once) == 8
     assert engine.expected(prompt) == engine.output("a")
     assert engine.expected(other) == engine.output("b")
-    history = [*prompt, *engine.output("a")]
-    known = engine.logprobs(history)
-    for at, token in enumerate(engine.drawn["a", 0], start=len(prompt) - 1):
-        assert token.logprob == pytest.approx(float(known[at, token.token_id]), abs=ERROR_MAX)
+    known = engine.check_logprobs("a", prompt)
     entries = [entry for entry in engine.prompt_logprobs["a"] if entry is not None][1:]
     assert list(prompt[1:]) == [entry.token_id for entry in entries]
     for at, entry in enumerate(entries):
