@@ -20,7 +20,8 @@ from msgspec import Meta, Struct
 from tokenizers import Tokenizer
 
 from engine.errors import ModelError
-from engine.model_store.prepare import content_digest, write_atomically
+from engine.model_store.card import read_card
+from engine.model_store.prepare import content_digest, prepared_folder, write_atomically
 
 ENCODER_CARD_VERSION = 1
 """Version of the card's fields; a card of another version is made anew."""
@@ -90,18 +91,7 @@ Files = Callable[[str], bytes | None]
 
 def load_encoder_card(folder: Path) -> EncoderCard:
     """Read the card of a prepared folder. Raises ModelError: not_found, corrupt or unsupported."""
-    path = folder / CARD_FILE
-    try:
-        card = msgspec.json.decode(path.read_bytes(), type=EncoderCard)
-    except OSError as error:
-        raise ModelError("not_found", f"{path} cannot be read: {error.strerror}.") from error
-    except msgspec.MsgspecError as error:
-        raise ModelError("corrupt", f"{path} is not an encoder's card: {error}.") from error
-    if card.version != ENCODER_CARD_VERSION:
-        raise ModelError(
-            "unsupported", f"{path} has version {card.version}; expected {ENCODER_CARD_VERSION}"
-        )
-    return card
+    return read_card(folder / CARD_FILE, EncoderCard, ENCODER_CARD_VERSION)
 
 
 def prepare_encoder(name: str, source: Path, models_dir: Path) -> EncoderCard:
@@ -137,8 +127,7 @@ def _prepare(
     archive: zipfile.ZipFile | None = None,
 ) -> EncoderCard:
     digest = content_digest(source, models_dir)
-    label = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[-80:].lstrip(".")
-    folder = models_dir / "prepared" / f"{label}-{digest[:16]}"
+    folder = prepared_folder(name, digest, models_dir)
     weights = folder / WEIGHTS if archive else source / WEIGHTS
     card = read_encoder(name, source, files, digest)
     card = msgspec.structs.replace(card, folder=str(folder), weights=str(weights))

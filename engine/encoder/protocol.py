@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -63,24 +63,16 @@ class EncodedBatch(Struct, frozen=True, array_like=True, tag="encoded"):
 ToEncoder = StartEncoder | EncodeBatch
 FromEncoder = EncoderReady | EncoderRejected | EncodedBatch
 
-_TO_ENCODER: msgspec.msgpack.Decoder[ToEncoder] = msgspec.msgpack.Decoder(ToEncoder)
-_FROM_ENCODER: msgspec.msgpack.Decoder[FromEncoder] = msgspec.msgpack.Decoder(FromEncoder)
+read_to_encoder: Callable[[bytes], ToEncoder] = msgspec.msgpack.Decoder(ToEncoder).decode
+"""Decodes a frame's body for the encoder. Raises msgspec's errors."""
+read_from_encoder: Callable[[bytes], FromEncoder] = msgspec.msgpack.Decoder(FromEncoder).decode
+"""Decodes a frame's body for the gateway. Raises msgspec's errors."""
 
 
 def encode_message(message: ToEncoder | FromEncoder) -> bytes:
     """Encode one frame."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
-
-
-def read_to_encoder(data: bytes) -> ToEncoder:
-    """Decode a frame's body. Raises msgspec's errors, as all readers of this module do."""
-    return _TO_ENCODER.decode(data)
-
-
-def read_from_encoder(data: bytes) -> FromEncoder:
-    """Decode a frame's body."""
-    return _FROM_ENCODER.decode(data)
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:

@@ -7,6 +7,7 @@ reads these and never the weights; the engine loads the weights that the card po
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -49,17 +50,30 @@ class ModelCard(Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.folder) / "chat_template.jinja"
 
 
+class VersionedCard(Protocol):
+    """The part of a card of any kind that tells whether it can be read."""
+
+    @property
+    def version(self) -> int: ...
+
+
+CardT = TypeVar("CardT", bound=VersionedCard)
+
+
 def load_card(folder: Path) -> ModelCard:
     """Read the card of a prepared folder. Raises ModelError: not_found, corrupt or unsupported."""
-    path = folder / "model_card.json"
+    card = read_card(folder / "model_card.json", ModelCard, CARD_VERSION)
+    return msgspec.structs.replace(card, folder=str(folder))  # the data directory may have moved
+
+
+def read_card(path: Path, kind: type[CardT], version: int) -> CardT:
+    """Read a card of some kind. Raises ModelError: not_found, corrupt or unsupported."""
     try:
-        card = msgspec.json.decode(path.read_bytes(), type=ModelCard)
+        card = msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise ModelError("not_found", f"{path} cannot be read: {error.strerror}.") from error
     except msgspec.MsgspecError as error:
-        raise ModelError("corrupt", f"{path} is not a model card: {error}.") from error
-    if card.version != CARD_VERSION:
-        raise ModelError(
-            "unsupported", f"{path} has version {card.version}; expected {CARD_VERSION}"
-        )
-    return msgspec.structs.replace(card, folder=str(folder))  # the data directory may have moved
+        raise ModelError("corrupt", f"{path} is not a model's card: {error}.") from error
+    if card.version != version:
+        raise ModelError("unsupported", f"{path} has version {card.version}; expected {version}")
+    return card

@@ -49,10 +49,7 @@ def _prepare(name: str, source: Path, models_dir: Path) -> ModelCard:
     if not source.exists():
         raise ModelError("not_found", f"{source} does not exist.")
     digest = content_digest(source, models_dir)
-    label = "".join(
-        character if character.isalnum() or character in "-_." else "-" for character in name
-    )[-80:]
-    folder = models_dir / "prepared" / f"{label.lstrip('.')}-{digest[:16]}"
+    folder = prepared_folder(name, digest, models_dir)
     if (folder / "model_card.json").exists():
         try:
             found = load_card(folder)
@@ -112,6 +109,12 @@ def _check(parts: ModelParts, source: Path) -> None:
         raise ModelError(
             "corrupt", f"{source}: token id {unknown[0]} is outside the vocabulary of {vocab}"
         )
+
+
+def prepared_folder(name: str, digest: str, models_dir: Path) -> Path:
+    """Return where a model of this digest is prepared: inside `models_dir` by any name."""
+    label = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[-80:].lstrip(".")
+    return models_dir / "prepared" / f"{label}-{digest[:16]}"
 
 
 def write_atomically(path: Path, data: bytes) -> None:
