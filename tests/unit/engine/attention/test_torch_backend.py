@@ -28,25 +28,62 @@ BLOCK, CONTEXT = 16, 1024
 LAYER = 1
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=["MHA", "GQA", "MQA"])
-@pytest.mark.parametrize("seed", range(8))
-def test_attention_with_shared_runs_equals_reference(seed: int, heads: tuple[int, int]) -> None:
-    """Prompts and decoding rows in one batch, runs shared at several levels, ragged lengths."""
-    config = tiny_config(heads=heads[0], kv_heads=heads[1])
+CASES: dict[str, dict[str, Any]] = {
+    "MHA": {"heads": (4, 4)},
+    "GQA": {"heads": (6, 2)},
+    "MQA": {"heads": (4, 1)},
+    "a window": {"window": 24},
+    "a window of one block": {"window": BLOCK},
+    "a window longer than any prompt": {"window": 4096},
+    "a cap": {"cap": 3.0},
+    "sinks": {"sinks": True},
+    "a scale": {"scale": 0.7},
+    "all": {"window": 40, "cap": 5.0, "sinks": True, "scale": 0.4},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("seed", range(5))
+def test_attention_with_shared_runs_equals_reference(seed: int, case: dict[str, Any]) -> None:
+    """Prompts and decoding rows in one batch, runs shared at several levels, ragged lengths; a
+    window's first key lies inside a block."""
+    heads, kv_heads = case.get("heads", (6, 2))
+    window, sinks = case.get("window", 0), None
+    config = msgspec.structs.replace(
+        tiny_config(heads=heads, kv_heads=kv_heads),
+        layers=(Layer(), Layer(window=window)),
+        score_cap=case.get("cap", 0.0),
+        score_scale=case.get("scale", 0.0),
+        sinks="sinks" in case,
+    )
     plan = random_tree(random.Random(seed))
     generator = torch.Generator().manual_seed(seed)
-    blocks = max(max(row.block_ids) for row in plan.rows if row.block_ids) + 1
-    kv = KvStorage(kv_format(config, torch.float32, BLOCK), blocks, torch.device("cpu"))
+    kv = storage_for(plan, config, torch.float32)
     kv.data.normal_(generator=generator)
+    if config.sinks:
+        sinks = torch.randn(config.heads, generator=generator)
 
-    got, q = attend(config, kv, plan, generator)
+    got, q = attend(config, kv, plan, generator, sinks)
 
+    how = {"window": window, "cap": config.score_cap, "sinks": sinks}
+    assert_reference(plan, got, q, kv.data, scale=config.score_scale or None, **how)
+
+
+def storage_for(plan: StepPlan, config: Architecture, dtype: torch.dtype) -> KvStorage:
+    """Return a pool that has the blocks of a plan."""
+    blocks = max(max(row.block_ids) for row in plan.rows if row.block_ids) + 1
+    return KvStorage(kv_format(config, dtype, BLOCK), blocks, torch.device("cpu"))
+
+
+def assert_reference(
+    plan: StepPlan, got: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, **how: Any
+) -> None:
+    """Compare each row's output with the reference over the pool as it is afterwards."""
     at = 0
     for row in plan.rows:
-        expected = paged_attention(
-            q[at : at + row.count], kv.data, LAYER, row.block_ids, row.start
-        ).flatten(1)
-        assert float((got[at : at + row.count] - expected).abs().max()) < 1e-5
+        rows = slice(at, at + row.count)
+        expected = paged_attention(q[rows], kv, LAYER, row.block_ids, row.start, **how).flatten(1)
+        assert float((got[rows] - expected).abs().max()) < 1e-5
         at += row.count
 
 
@@ -75,8 +112,7 @@ def test_attention_over_8_bits_equals_reference(seed: int) -> None:
     config = tiny_config(heads=6, kv_heads=2)
     plan = random_tree(random.Random(seed))
     generator = torch.Generator().manual_seed(seed)
-    blocks = max(max(row.block_ids) for row in plan.rows if row.block_ids) + 1
-    kv = KvStorage(kv_format(config, torch.int8, BLOCK), blocks, torch.device("cpu"))
+    kv = storage_for(plan, config, torch.int8)
     units = kv.data.flatten(-2)
     values = reference_int8.values_of(units)
     x = torch.randn(values.shape, generator=generator)
@@ -86,12 +122,8 @@ def test_attention_over_8_bits_equals_reference(seed: int) -> None:
 
     got, q = attend(config, kv, plan, generator)
 
-    wide, at = reference_int8.widen(units), 0
-    for row in plan.rows:
-        rows = slice(at, at + row.count)
-        expected = paged_attention(q[rows], wide, LAYER, row.block_ids, row.start).flatten(1)
-        assert float((got[rows] - expected).abs().max()) < 1e-5
-        at += row.count
+    wide = reference_int8.widen(units)
+    assert_reference(plan, got, q, wide)
     assert not torch.equal(wide[:, LAYER], reference_int8.widen(reference_units(x))[:, LAYER])
 
 
@@ -117,49 +149,6 @@ def test_rope_tables_rotate_complex_numbers(scaling: Rope | None) -> None:
     first, second = x.double().chunk(2, -1)
     expected = torch.complex(first, second) * rope_rotations(config, 100)[:, None]
     assert float((rotated - torch.cat([expected.real, expected.imag], -1)).abs().max()) < 1e-5
-
-
-FEATURES: dict[str, dict[str, Any]] = {
-    "a window": {"window": 24},
-    "a window of one block": {"window": BLOCK},
-    "a window longer than any prompt": {"window": 4096},
-    "a cap": {"cap": 3.0},
-    "sinks": {"sinks": True},
-    "a scale": {"scale": 0.7},
-    "all": {"window": 40, "cap": 5.0, "sinks": True, "scale": 0.4},
-}
-
-
-@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES.keys())
-@pytest.mark.parametrize("seed", range(3))
-def test_kinds_of_attention_equal_reference(seed: int, features: dict[str, Any]) -> None:
-    """Prompts and decoding rows with shared runs; a window's first key lies inside a block."""
-    window, sinks = features.get("window", 0), None
-    config = msgspec.structs.replace(
-        tiny_config(heads=6, kv_heads=2),
-        layers=(Layer(), Layer(window=window)),
-        score_cap=features.get("cap", 0.0),
-        score_scale=features.get("scale", 0.0),
-        sinks="sinks" in features,
-    )
-    plan = random_tree(random.Random(seed))
-    generator = torch.Generator().manual_seed(seed)
-    blocks = max(max(row.block_ids) for row in plan.rows if row.block_ids) + 1
-    kv = KvStorage(kv_format(config, torch.float32, BLOCK), blocks, torch.device("cpu"))
-    kv.data.normal_(generator=generator)
-    if config.sinks:
-        sinks = torch.randn(config.heads, generator=generator)
-
-    got, q = attend(config, kv, plan, generator, sinks)
-
-    at = 0
-    for row in plan.rows:
-        expected = paged_attention(
-            q[at : at + row.count], kv.data, LAYER, row.block_ids, row.start, window=window,
-            cap=config.score_cap, scale=config.score_scale or None, sinks=sinks,
-        ).flatten(1)  # fmt: skip
-        assert float((got[at : at + row.count] - expected).abs().max()) < 1e-5
-        at += row.count
 
 
 def test_window_reads_no_block_behind_it() -> None:

@@ -51,6 +51,12 @@ def kernels() -> Iterator[Kernels]:
     kernels.close()
 
 
+@pytest.fixture(params=["torch", "c"])
+def path(request: pytest.FixtureRequest) -> Kernels | None:
+    """Return the C kernels, or None: then the model runs in torch."""
+    return request.getfixturevalue("kernels") if request.param == "c" else None
+
+
 def tokens_of(config: Architecture) -> list[int]:
     generator = torch.Generator().manual_seed(5)
     return torch.randint(config.vocab, (150,), generator=generator).tolist()
@@ -93,30 +99,24 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).abs().max() / expected.std())
 
 
-@pytest.mark.parametrize("path", ["torch", "c"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_equal_dense_computation(
-    shape: str, path: str, request: pytest.FixtureRequest
-) -> None:
+def test_logits_equal_dense_computation(shape: str, path: Kernels | None) -> None:
     """In fp32 both models differ from fp64 by rounding of sums only."""
     config, weights = SHAPES[shape], tiny_weights(SHAPES[shape])
     expected = dense_logits(config, weights, tokens_of(config))
-    kernels = request.getfixturevalue("kernels") if path == "c" else None
 
     for slices in SLICES:
-        got = logits_of(config, dict(weights), kernels, slices)
+        got = logits_of(config, dict(weights), path, slices)
 
         assert error(got, expected) < 2e-5, slices
 
 
-@pytest.mark.parametrize("path", ["torch", "c"])
-def test_output_rows_equal_rows_of_whole_result(path: str, request: pytest.FixtureRequest) -> None:
+def test_output_rows_equal_rows_of_whole_result(path: Kernels | None) -> None:
     """Only rows after the last attention are skipped; the KV of every row is written."""
     config, weights = SHAPES["GQA"], tiny_weights(SHAPES["GQA"])
-    kernels = request.getfixturevalue("kernels") if path == "c" else None
-    layout = kv_format(config, torch.float32, BLOCK, "slots" if kernels is None else "panels")
+    layout = kv_format(config, torch.float32, BLOCK, "slots" if path is None else "panels")
     kv = KvStorage(layout, 12, CPU)
-    model, attention = build(config, weights, kernels, kv)
+    model, attention = build(config, weights, path, kv)
     tokens = tokens_of(config)[:40]
     plan = StepPlan(step=0, rows=(Row(0, 0, 40, [3, 1, 2, 0], 0, tokens),))
     batch = make_batch(plan, BLOCK, lambda _: 0)
@@ -242,16 +242,22 @@ EXTENDED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def weights_with_biases(config: Architecture) -> Weights:
+    """Return a model's weights; biases and sinks, which are zeros in these, are random too."""
+    weights = tiny_weights(config)
+    for name, tensor in weights.items():
+        if name.endswith(("bias", "sinks")):
+            tensor.normal_(generator=torch.Generator().manual_seed(len(name)))
+    return weights
+
+
 @pytest.mark.parametrize("change", EXTENDED.values(), ids=EXTENDED.keys())
 def test_c_computes_what_torch_computes_beyond_llama(
     change: dict[str, Any], kernels: Kernels
 ) -> None:
     """Torch is compared with transformers; no slice changes a bit in C."""
     config = msgspec.structs.replace(SHAPES["GQA"], **change)
-    weights = tiny_weights(config)
-    for name, tensor in weights.items():
-        if name.endswith(("bias", "sinks")):
-            tensor.normal_(generator=torch.Generator().manual_seed(len(name)))
+    weights = weights_with_biases(config)
     expected = logits_of(config, dict(weights), None, SLICES[0])
 
     whole = logits_of(config, dict(weights), kernels, SLICES[0])
@@ -283,10 +289,7 @@ OVERLOOKED: dict[str, Any] = {
 def test_an_overlooked_feature_is_seen(field: str, kernels: Kernels) -> None:
     """The comparison above can fail: without any one of these the logits are others."""
     config = msgspec.structs.replace(SHAPES["GQA"], **EXTENDED["all"])
-    weights = tiny_weights(config)
-    for name, tensor in weights.items():
-        if name.endswith(("bias", "sinks")):
-            tensor.normal_(generator=torch.Generator().manual_seed(len(name)))
+    weights = weights_with_biases(config)
     expected = logits_of(config, dict(weights), None, SLICES[0])
     lacking = msgspec.structs.replace(config, **{field: OVERLOOKED[field]})
     kept = {
@@ -377,18 +380,14 @@ def test_bf16_weights_and_kv_stay_near_dense_computation(kernels: Kernels) -> No
     assert error(got, expected) < (0.2 if kernels.bf16_kind != cpu.PAIRS else 0.05)
 
 
-@pytest.mark.parametrize("path", ["torch", "c"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_int8_kv_stays_near_dense_computation(
-    shape: str, path: str, request: pytest.FixtureRequest
-) -> None:
+def test_int8_kv_stays_near_dense_computation(shape: str, path: Kernels | None) -> None:
     """A value of KV is off by up to 1 / 254 of its token's largest. A scale of another token or a
     channel of another word would be off by a whole deviation."""
     config, weights = SHAPES[shape], tiny_weights(SHAPES[shape])
     expected = dense_logits(config, weights, tokens_of(config))
-    kernels = request.getfixturevalue("kernels") if path == "c" else None
 
-    got = logits_of(config, dict(weights), kernels, SLICES[3], torch.int8)
+    got = logits_of(config, dict(weights), path, SLICES[3], torch.int8)
 
     assert 1e-3 < error(got, expected) < 0.12
 

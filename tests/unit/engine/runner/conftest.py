@@ -35,6 +35,12 @@ def kernels(card: ModelCard) -> Iterator[Kernels]:
     found.close()
 
 
+@pytest.fixture(params=["torch", "c"])
+def path(request: pytest.FixtureRequest) -> Kernels | None:
+    """Return the C kernels, or None: then the model runs in torch."""
+    return request.getfixturevalue("kernels") if request.param == "c" else None
+
+
 @pytest.fixture
 def kernels_of(card: ModelCard, request: pytest.FixtureRequest) -> Callable[[int], Kernels]:
     """Return a function that loads the C kernels with so many threads, until the test's end."""

@@ -109,16 +109,14 @@ def far_from_reference(card: ModelCard, engine: CpuEngine, asked: Sequence[Reque
     return worst
 
 
-@pytest.mark.parametrize("path", ["torch", "c"])
 @pytest.mark.parametrize(("seed", "blocks"), [(0, 200), (1, 200), (2, 34)])
 def test_each_token_reads_its_sinks_and_its_window(
-    card: ModelCard, seed: int, blocks: int, path: str, request: pytest.FixtureRequest
+    card: ModelCard, seed: int, blocks: int, path: Kernels | None
 ) -> None:
     """Slices, hits, forks and preemptions change no key that a token sees. In a pool of 34 blocks
     requests preempt each other."""
-    in_c = request.getfixturevalue("kernels") if path == "c" else None
     asked = requests(seed)
-    engine = CpuEngine(card, SLICES, blocks, in_c)
+    engine = CpuEngine(card, SLICES, blocks, path)
     run(engine, asked, seed)
 
     assert engine.endings == ["done"] * len(asked)
@@ -230,13 +228,9 @@ def test_what_was_computed_under_a_window_would_be_seen(
     assert contaminated(card, kernels, 0, 3) != []
 
 
-@pytest.mark.parametrize("path", ["torch", "c"])
-def test_a_long_sequence_holds_its_window_alone(
-    card: ModelCard, path: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_long_sequence_holds_its_window_alone(card: ModelCard, path: Kernels | None) -> None:
     """A pool of 24 blocks, 384 tokens, computes 500 tokens under a window of 64."""
-    in_c = request.getfixturevalue("kernels") if path == "c" else None
-    engine = CpuEngine(card, SLICES, 24, in_c)
+    engine = CpuEngine(card, SLICES, 24, path)
     prompt = tuple(random.Random(5).randrange(3, 60) for _ in range(440))
     asked = Request(
         "long", prompt, 60, CacheGrant(b"n"), Sampling(temperature=1.0, seed=1, logprobs=0),
@@ -248,16 +242,14 @@ def test_a_long_sequence_holds_its_window_alone(
     assert far_from_reference(card, engine, [asked]) < TOLERANCE
 
 
-@pytest.mark.parametrize("path", ["torch", "c"])
 @pytest.mark.parametrize(("seed", "blocks"), [(0, 600), (1, 120)])
 def test_layers_with_windows_of_their_own_keep_them(
-    sliding: ModelCard, seed: int, blocks: int, path: str, request: pytest.FixtureRequest
+    sliding: ModelCard, seed: int, blocks: int, path: Kernels | None
 ) -> None:
     """The request's window is that of the layers that read everything; the blocks of the others
     are let go by their own."""
-    in_c = request.getfixturevalue("kernels") if path == "c" else None
     asked = requests(seed)
-    engine = CpuEngine(sliding, SLICES, blocks, in_c)
+    engine = CpuEngine(sliding, SLICES, blocks, path)
     run(engine, asked, seed)
 
     assert engine.runner.kv.format.windows == (OWN_WINDOW,) * 3

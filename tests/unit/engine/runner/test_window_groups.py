@@ -24,6 +24,7 @@ from engine.api import (
 )
 from engine.config import EngineConfig
 from engine.model_store import ModelCard
+from engine.models.cpu_decoder import Kernels
 from engine.runner.cpu_runner import CpuRunner
 from tests.models import prepared_with_windows
 from tests.unit.engine.runner.cpu_engine import BLOCK, CpuEngine
@@ -83,16 +84,14 @@ def reference(
     return alone.output
 
 
-@pytest.mark.parametrize("path", ["torch", "c"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("blocks", [200, 72])
 def test_output_is_that_of_the_model_without_a_cache(
     card: ModelCard,
     seed: int,
     blocks: int,
-    path: str,
+    path: Kernels | None,
     monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
 ) -> None:
     """Slices, hits, forks, preemptions and evictions of window blocks change no logit.
 
@@ -100,8 +99,7 @@ def test_output_is_that_of_the_model_without_a_cache(
     """
     asked = requests(seed)
     expected = reference(card, asked, monkeypatch)
-    in_c = request.getfixturevalue("kernels") if path == "c" else None
-    busy = CpuEngine(card, SLICES, blocks, in_c)
+    busy = CpuEngine(card, SLICES, blocks, path)
     chance = random.Random(seed)
     for each in [*asked, *(replace(r, request_id=f"{r.request_id} again") for r in asked)]:
         busy.core.submit(each)
