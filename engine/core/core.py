@@ -124,7 +124,11 @@ class Core:
         """Accept or refuse a request; in both cases its events come from `step`."""
         try:
             check_request(self, request)
-            refused = self._choose_refused(request)
+            refused = self.requests.choose_refused(
+                request, self.config.queue_requests_max, self.config.queue_tokens_max
+            )
+            if refused is None:
+                raise EngineUnavailable("queue_full", *self._queue_full(request.turn_payer))
             self.constraints.submit(request)
         except EngineError as refusal:
             code, message, wait_s = refusal.code, refusal.message, _retry_after_s(refusal)
@@ -595,19 +599,6 @@ class Core:
             raise EngineUnavailable(
                 code, f"{self._barren_steps} steps failed in a row, and then the smoke test."
             )
-
-    # -- the queue's bounds -------------------------------------------------------------------
-
-    def _choose_refused(self, request: Request) -> list[ActiveRequest]:
-        """Return the waiting requests that make room for `request` in a full queue, those of the
-        payer with most waiting. Raises EngineUnavailable if that is its own.
-        """
-        refused = self.requests.choose_refused(
-            request, self.config.queue_requests_max, self.config.queue_tokens_max
-        )
-        if refused is None:
-            raise EngineUnavailable("queue_full", *self._queue_full(request.turn_payer))
-        return refused
 
     def _queue_full(self, turn: Payer) -> tuple[str, float]:
         """Return the message and the retry time for a payer whose request finds no room.
