@@ -77,7 +77,7 @@ def test_the_whole_context_may_be_used(world: World) -> None:
     ("bound", "waiting"), [({"queue_requests_max": 2}, 2), ({"queue_tokens_max": 5}, 1)], ids=str
 )
 def test_the_queue_is_bounded_by_requests_and_by_tokens(
-    bound: dict[str, int], waiting: int
+    bound: dict[str, Any], waiting: int
 ) -> None:
     """An unbounded queue would answer every request too late, and ten long prompts wait as long as
     a thousand short ones. A single prompt is always accepted.

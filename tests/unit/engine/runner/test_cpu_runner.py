@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -320,7 +321,7 @@ def test_built_runner_is_warm_and_has_requested_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("smallest", [{"kv_blocks": 1}, {"context_tokens_max": 5}], ids=str)
 def test_warm_up_stays_within_the_pool_and_the_context(
-    smallest: dict[str, int], card: ModelCard, monkeypatch: pytest.MonkeyPatch
+    smallest: dict[str, Any], card: ModelCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In C it would write behind the pool's memory, or read behind the rotary tables."""
     monkeypatch.setattr(cpu_runner, "load_kernels", lambda config, threads: None)

@@ -154,11 +154,11 @@ def test_heartbeats_take_a_twentieth_of_the_time_at_most() -> None:
                 self.received.put(now_s)
                 now_s += heartbeat_s
             now_s += command_s
-            service.post(self, Peek(1, b"n", (1, 2, 3)))
+            busy.post(self, Peek(1, b"n", (1, 2, 3)))
 
     sink = SlowSink()
-    with running(EngineConfig(heartbeat_s=heartbeat_s), lambda: now_s) as service:
-        service.join(sink)
+    with running(EngineConfig(heartbeat_s=heartbeat_s), lambda: now_s) as busy:
+        busy.join(sink)
         beats = [sink.received.get(timeout=DEADLINE_S) for _ in range(4)]
 
     apart_s = [late - early for early, late in pairwise(beats[1:])]
