@@ -387,6 +387,7 @@ class Core:
         except InvariantViolation:
             raise
         except Exception as error:
+            self._pacing.forget_step()
             self._fail_step(in_flight, error)
             return
         now_s = self.clock()

@@ -74,6 +74,10 @@ class LaunchPacing:
             else:
                 shorter_s = self.lead_s - LEARNED * (waited_s - SLACK_S)
                 self.lead_s = max(LEAD_S_MIN, min(LEAD_S_MAX, shorter_s))
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """Hold no launch for the running step any longer: it was collected, or has failed."""
         self._due_at_s, self._was_held = None, False
 
     def check(self) -> None:

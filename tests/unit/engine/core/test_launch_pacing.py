@@ -137,6 +137,23 @@ def test_request_that_arrives_during_a_hold_is_in_the_next_step() -> None:
     assert world.core.engine_stats.step == step + 1
 
 
+def test_core_holds_no_launch_for_a_step_that_failed() -> None:
+    """The next request would wait for a step that does not run."""
+    world, _ = slow_world()
+    for _ in range(KNOWN_STEPS):
+        world.core.engine_stats.step_cost.record(StepWork(1, 0, 10), 10 * STEP_S)
+    world.core.submit(ask("a", max_tokens=12))
+    world.core.step()
+    world.core.step()
+    assert world.core.launch_hold_s() > 0
+    world.runner.fail_collect |= {2, 3}
+    world.core.step()
+    world.core.step()
+    world.core.submit(ask("b"))
+
+    assert world.core.launch_hold_s() == 0
+
+
 @pytest.mark.parametrize(("other", "holds"), [(b"other", True), (b"n", False)])
 def test_launch_is_held_beside_prompts_only_where_several_payers_have_some(
     other: bytes, holds: bool
