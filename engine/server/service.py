@@ -347,7 +347,8 @@ def smoke_test(core: Core) -> None:
         for event in core.step():
             if isinstance(event, Finished):
                 if event.ending != "done":
-                    raise EngineError(event.code, f"The engine's smoke test failed: {event.code}.")
+                    message = f"The engine's smoke test failed: {event.message}"
+                    raise EngineError(event.code, message)
                 core.engine_stats.reset()
                 return
     raise EngineError("not_ready", f"The engine produced no token in {SMOKE_TEST_STEPS_MAX} steps.")

@@ -288,10 +288,11 @@ def test_an_engine_that_cannot_close_its_levels_still_stops() -> None:
 
 
 def test_engine_without_a_first_token_is_not_ready() -> None:
+    """The reason is told: it may be a pool that holds no token."""
     core, _ = fake_core(CONFIG)
     core.drain(100.0)
 
-    with pytest.raises(EngineError):
+    with pytest.raises(EngineError, match="smoke test failed: The engine is shutting down"):
         smoke_test(core)
 
 
