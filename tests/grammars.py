@@ -44,31 +44,16 @@ def letters(limits: GrammarLimits | None = None) -> Vocabulary:
 def tokenizer_json(words: list[str], end: str) -> str:
     """Return a byte-level `tokenizer.json` of these words, one token each, and an end token."""
     vocab = {word: index for index, word in enumerate([*words, end])}
-    special = {
-        "id": len(words),
-        "content": end,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    byte_level = {
+        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False,
+    }  # fmt: skip
     return json.dumps(
         {
             "version": "1.0",
-            "added_tokens": [special],
-            "pre_tokenizer": {
-                "type": "ByteLevel",
-                "add_prefix_space": False,
-                "trim_offsets": True,
-                "use_regex": False,
-            },
-            "decoder": {
-                "type": "ByteLevel",
-                "add_prefix_space": False,
-                "trim_offsets": True,
-                "use_regex": False,
-            },
+            "added_tokens": [{"id": len(words), "content": end, "special": True, **flags}],
+            "pre_tokenizer": byte_level,
+            "decoder": byte_level,
             "model": {"type": "BPE", "vocab": vocab, "merges": []},
         }
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from engine.api import CacheGrant, Request
+from typing import Any
+
 from engine.core.timeouts import STALLS_MAX, Timeouts
 from engine.scheduler.sequence import ActiveRequest
+from tests.unit.engine.tiny_engines import ask
 
 
 def none_inside(active: ActiveRequest) -> bool:
@@ -12,19 +14,9 @@ def none_inside(active: ActiveRequest) -> bool:
     return False
 
 
-def active_request(
-    arrival: int = 0, priority: int = 0, deadline_s: float | None = None
-) -> ActiveRequest:
+def active_request(arrival: int = 0, **wanted: Any) -> ActiveRequest:
     """Return a request received at time 0."""
-    request = Request(
-        request_id=f"r{arrival}",
-        tokens=(1,),
-        max_tokens=1,
-        grant=CacheGrant(b"n"),
-        priority=priority,
-        deadline_s=deadline_s,
-    )
-    return ActiveRequest(request, arrival, 0.0)
+    return ActiveRequest(ask(f"r{arrival}", **wanted), arrival, 0.0)
 
 
 def test_the_end_of_a_drain_ends_every_request_once() -> None:

@@ -155,6 +155,13 @@ def refusal(source: Path, models: Path) -> ModelError:
     return caught.value
 
 
+def folder_with(folder: Path, **fields: Any) -> Path:
+    """Write a model's folder with other fields in its config; return it."""
+    config = write_folder(folder) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+    return folder
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "heads that do not divide": ({"num_key_value_heads": 3}, "corrupt"),
     "no heads": ({"num_attention_heads": 0}, "corrupt"),
@@ -178,9 +185,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("change", "code"), CONFIGS.values(), ids=CONFIGS.keys())
 def test_invalid_config_is_refused(change: dict[str, Any], code: str, tmp_path: Path) -> None:
     """A wrong guess would compute another model."""
-    source = write_folder(tmp_path / "m")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, **change}))
+    source = folder_with(tmp_path / "m", **change)
 
     assert refusal(source, tmp_path).code == code
 
@@ -210,10 +215,6 @@ def test_damaged_folder_is_refused(file: str, content: bytes | None, tmp_path: P
 
 def test_sliding_window_limits_context(tmp_path: Path) -> None:
     """Sliding attention equals full attention inside the window, not beyond."""
-    source = write_folder(tmp_path / "m")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(
-        json.dumps({**config, "model_type": "mistral", "sliding_window": 128})
-    )
+    source = folder_with(tmp_path / "m", model_type="mistral", sliding_window=128)
 
     assert prepare("tiny", source, tmp_path).config.context == 128

@@ -5,6 +5,7 @@ turn.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -32,11 +33,17 @@ def prompt(count: int, seed: int) -> tuple[int, ...]:
     return tuple(chance.randrange(2) for _ in range(count))
 
 
-def beside_a_stream(machine: Machine, prompts: int, length: int) -> tuple[TimedWorld, list[float]]:
-    """Run prompts beside one stream; return the seconds of each step after the first ten."""
-    world = TimedWorld(machine)
+def streaming(machine: Machine, **config: Any) -> TimedWorld:
+    """Return an engine with one stream, whose decodes have a price by now."""
+    world = TimedWorld(machine, **config)
     world.ask("stream", prompt(8, 0), max_tokens=900)
     world.step_on(40)
+    return world
+
+
+def beside_a_stream(machine: Machine, prompts: int, length: int) -> tuple[TimedWorld, list[float]]:
+    """Run prompts beside one stream; return the seconds of each step after the first ten."""
+    world = streaming(machine)
     for index in range(prompts):
         world.ask(f"p{index}", prompt(length, 1 + index), max_tokens=1, namespace=b"%d" % index)
     while any(name.startswith("p") for name in world.live):
@@ -117,9 +124,7 @@ def test_steps_stay_short_between_the_requests_of_another_tenant() -> None:
 
 def test_steps_are_shorter_while_several_tenants_have_prompts() -> None:
     """On a GPU a quiet tenant's request should wait little; a tenant alone has long steps again."""
-    world = TimedWorld(fast, gap_target_shared_ms=20.0)
-    world.ask("stream", prompt(8, 0), max_tokens=400)
-    world.step_on(40)
+    world = streaming(fast, gap_target_shared_ms=20.0)
     for index in range(30):
         world.ask(f"p{index}", prompt(900, index), max_tokens=1, namespace=b"%d" % index)
     before = len(world.took)
@@ -160,9 +165,7 @@ def test_a_large_batch_leaves_the_prompts_of_several_tenants_time() -> None:
 def quiet_beside_prompts(*, arrivals: int, others: int) -> tuple[TimedWorld, float]:
     """Ask short questions of one payer beside `others` payers' long prompts on a fast machine;
     return the longest step that answers one."""
-    world = TimedWorld(fast, gap_target_shared_ms=20.0)
-    world.ask("stream", prompt(8, 0), max_tokens=800)
-    world.step_on(40)
+    world = streaming(fast, gap_target_shared_ms=20.0)
     for index in range(60):
         world.ask(f"p{index}", prompt(900, index), max_tokens=1, namespace=b"%d" % (index % others))
     world.step_on(8)  # prompts have a price by then
@@ -288,9 +291,7 @@ def test_a_payer_alone_may_wait_longer_for_its_own_prompts() -> None:
 
 def test_no_time_is_left_and_prompts_progress() -> None:
     """Streams alone take longer than the target: prompts get a few tokens in each step."""
-    world = TimedWorld(lambda work: 0.2 + slow(work))
-    world.ask("stream", prompt(8, 0), max_tokens=400)
-    world.step_on(40)
+    world = streaming(lambda work: 0.2 + slow(work))
     world.ask("p", prompt(320, 1), max_tokens=1, namespace=b"p")
     world.step_on(12)
 
