@@ -273,7 +273,8 @@ def _gemma_features(c: Config) -> dict[str, Any]:
 def _later_gemma_features(c: Config) -> dict[str, Any]:
     return {
         "place": "sandwich",
-        "score_scale": float(c.get("query_pre_attn_scalar") or 256) ** -0.5,
+        # The root of a negative number is complex, which is no float: the config is corrupt.
+        "score_scale": float(float(c.get("query_pre_attn_scalar") or 256) ** -0.5),
         "score_cap": float(c.get("attn_logit_softcapping") or 0.0),
         "logit_cap": float(c.get("final_logit_softcapping") or 0.0),
         **_gemma_features(c),

@@ -90,6 +90,7 @@ def test_other_families_are_refused_by_name(kind: str) -> None:
         ("smollm3", {"no_rope_layers": [1, 0]}, "corrupt"),
         ("mixtral", {}, "corrupt"),
         ("llama", {"hidden_act": "relu"}, "unsupported"),
+        ("gemma2", {"sliding_window": 8, "query_pre_attn_scalar": -1}, "corrupt"),
     ],
 )  # fmt: skip
 def test_config_that_would_compute_another_model_is_refused(
