@@ -49,7 +49,6 @@ from engine.storage.room.audit import check_store
 from engine.storage.room.disk_room import DiskRoom
 from engine.storage.room.quotas import DiskBooks
 from engine.storage.sealing.seals import Seals
-from engine.storage.slabs.place_holds import PlaceHolds
 from engine.storage.slabs.record import place_bytes_of
 from engine.storage.slabs.slabs import DiskCalls, Place, SlabFiles
 from engine.storage.wall_clock import StoreClock
@@ -130,7 +129,6 @@ class DiskStore:
             raise
 
     def _reset_counts(self) -> None:
-        self._holds = PlaceHolds(self._slabs)
         self._noted_ms = self._count_promised_at_ms = 0
         self._promised: dict[int, int] = {}
         self.fetched_total = self.expired_total = self.damaged_total = 0
@@ -169,7 +167,6 @@ class DiskStore:
             self._slabs,
             self._reader,
             link,
-            self._holds,
             store_name=self._seals.store_name,
             bytes_max=self._settings.remote_bytes,
             give_up_place=self._give_up_place,
@@ -245,7 +242,7 @@ class DiskStore:
     def _give_up_place(self, row: RecordRow) -> None:
         payer = self._index.names.payer_name(row.payer_id)
         self._books.add_bytes(payer, -row.place_bytes, row.fidelity)
-        self._holds.give_back(row.place)
+        self._slabs.give_back(row.place)
 
     def _drop(self, tops: Sequence[RecordId]) -> int:
         """Delete records with everything under them, in the caller's transaction."""
@@ -258,7 +255,7 @@ class DiskStore:
             self._books.add_records(self._index.names.scope_of(row.scope_id).namespace, -1)
             if row.slab != REMOTE:
                 self._books.add_bytes(payer, -row.place_bytes, row.fidelity)
-                self._holds.give_back(row.place)
+                self._slabs.give_back(row.place)
         return rows
 
     # -- look, fetch, renew ---------------------------------------------------------------------
@@ -283,7 +280,7 @@ class DiskStore:
             assert scope is not None, "a live row has a scope"
             name = ""
             if row.slab != REMOTE:
-                self._holds.hold(row.place)
+                self._slabs.hold(row.place)
             elif self.remote is not None:
                 name = self.remote.rows.name_of(record_id)
             facts = command.call_id, command.namespace, row, slot, scope.seal, name
@@ -310,11 +307,11 @@ class DiskStore:
         row, now_ms = plan.row, self.clock.now_ms()
         level = level_of(row.slab)
         if level == "disk":
-            self._holds.release(row.place)
+            self._slabs.release(row.place)
         is_there = self._index.row(row.record_id) is not None and row.limit_ms > now_ms
         if plan.verdict == "damaged" and is_there:
             if level == "disk":
-                self._holds.mark_bad(row.place)
+                self._slabs.mark_bad(row.place)
             with self._index.file.change():
                 self.damaged_total += self._drop([row.record_id])
         is_done = plan.verdict == "done" and is_there
@@ -396,11 +393,7 @@ class DiskStore:
     def unwiped(self, places: set[Place]) -> set[Place]:
         """Return those of erased places whose bytes are still read, written or there. O(these)."""
         written = self._writer.places
-        return {
-            place
-            for place in places
-            if place in written or self._holds.is_deferred(place) or self._slabs.is_unwiped(place)
-        }
+        return {place for place in places if place in written or self._slabs.is_unwiped(place)}
 
     def _shred(self, namespace: Namespace, *, is_shredded: bool) -> None:
         """Destroy the key of a namespace, which may be older than its scope."""
@@ -499,4 +492,4 @@ class DiskStore:
         O(records). Raises InvariantViolation at the first mismatch.
         """
         assert self._writer.batch is None, "planned bytes are in the books, and not in the index"
-        check_store(self._index, self._books, self._slabs, self._holds.out_of_use)
+        check_store(self._index, self._books, self._slabs)

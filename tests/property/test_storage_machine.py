@@ -29,7 +29,7 @@ from engine.storage.index.remote_rows import RemoteRows
 from engine.storage.memory.arena import HostArena
 from engine.storage.remote.copies import RemoteCopies
 from engine.storage.sealing.master_key import MasterKey
-from engine.storage.slabs.place_holds import PlaceHolds
+from engine.storage.slabs.slabs import SlabFiles
 from tests.examples import examples
 from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage
@@ -349,7 +349,7 @@ def leases_cover_nothing_above(patch: pytest.MonkeyPatch) -> None:
 
 def bytes_are_not_given_back(patch: pytest.MonkeyPatch) -> None:
     """A place is lost with each record."""
-    patch.setattr(PlaceHolds, "give_back", lambda self, place: None)
+    patch.setattr(SlabFiles, "give_back", lambda self, place: None)
 
 
 @pytest.mark.parametrize(

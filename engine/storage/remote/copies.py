@@ -24,7 +24,6 @@ from engine.storage.plans import PlannedRead, PlannedStore
 from engine.storage.reader import RecordReader
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
-from engine.storage.slabs.place_holds import PlaceHolds
 from engine.storage.slabs.record import HEADER_BYTES, DamagedRecord
 from engine.storage.slabs.slabs import SlabFiles
 
@@ -48,7 +47,6 @@ class RemoteCopies:
         slabs: SlabFiles,
         reader: RecordReader,
         link: RemoteLink,
-        holds: PlaceHolds,
         *,
         store_name: str,
         bytes_max: int,
@@ -63,7 +61,7 @@ class RemoteCopies:
         self.rows = rows = index.remote_rows()
         self._index, self._slabs, self._reader, self._link = index, slabs, reader, link
         self._store_name, self._bytes_max = store_name, bytes_max
-        self._holds, self._give_up_place = holds, give_up_place
+        self._give_up_place = give_up_place
         self._cold, self._drop, self._now_ms, self._uptime_s = cold, drop, now_ms, uptime_s
         self._wanted: deque[RecordId] = deque(maxlen=WANTED_MAX)
         self._kept_here: set[Namespace] = set()
@@ -214,7 +212,7 @@ class RemoteCopies:
             )
         self._putting.add(name)
         self._writing.add(name)
-        self._holds.hold(row.place)
+        self._slabs.hold(row.place)
         self._link.run(partial(self._put, row, name), partial(self._put_ended, row, name, is_cold))
         return True
 
@@ -239,7 +237,7 @@ class RemoteCopies:
         """Note an object that is there, or try again later. One whose record is gone, or may not
         leave any more, keeps its tombstone."""
         self._putting.discard(name)
-        self._holds.release(row.place)
+        self._slabs.release(row.place)
         if failure and not is_cold:
             self._wanted.append(row.record_id)
         now = self._index.row(row.record_id)

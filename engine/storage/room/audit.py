@@ -12,11 +12,8 @@ from engine.storage.room.quotas import DiskBooks
 from engine.storage.slabs.slabs import Place, SlabFiles
 
 
-def check_store(
-    index: RecordIndex, books: DiskBooks, slabs: SlabFiles, out_of_use: set[Place]
-) -> None:
-    """Recount books, places and children from the index. `out_of_use`: places that are neither free
-    nor used.
+def check_store(index: RecordIndex, books: DiskBooks, slabs: SlabFiles) -> None:
+    """Recount books, places and children from the index.
 
     O(records). Raises InvariantViolation at the first mismatch.
     """
@@ -37,4 +34,4 @@ def check_store(
         raise InvariantViolation(f"parents {children.keys() - ids} have no row")
     if wrong := index.wrong_children():
         raise InvariantViolation(f"records {wrong} have other children than they say")
-    slabs.check(places, out_of_use)
+    slabs.check(places)

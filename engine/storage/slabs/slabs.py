@@ -2,8 +2,9 @@
 
 A slab's name says the bytes of its places and its number: `372736-000007.slab`. This module writes,
 reads, syncs and wipes places and knows which are free; the index says what they hold. A place that
-was given back is *dirty* until it was written anew or wiped. Only its own thread takes and gives
-back places; `write`, `read`, `sync` and `wipe` may run in any thread.
+was given back is *dirty* until it was written anew or wiped, and is not free before its last reader
+has ended. Only its own thread takes, holds and gives back places; `write`, `read`, `sync` and
+`wipe` may run in any thread.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import errno
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from heapq import heappop, heappush
@@ -108,6 +110,9 @@ class SlabFiles:
         self._folder, self._calls = folder, calls
         self._slab_bytes = slab_bytes
         self._slabs: dict[int, _Slab] = {}
+        self._reading: Counter[Place] = Counter()
+        self._deferred: set[Place] = set()  # given back while they are read
+        self._bad: set[Place] = set()  # to be retired when they are given back
         self._wiping: set[Place] = set()
         self._made, self._listed = 0, -1  # slabs made, and of those that the folder names for good
         self._listing = threading.Lock()
@@ -161,28 +166,44 @@ class SlabFiles:
                 return Place(slab.number, position)
         return None
 
-    def give_back(self, place: Place) -> None:
-        """Make a place free; its bytes stay until it is written anew or wiped."""
-        slab = self._slabs.get(place.slab)
-        if slab is not None:
-            heappush(slab.free, place.position)
-            slab.dirty.add(place.position)
+    def hold(self, place: Place) -> None:
+        """Note one more reader of a place."""
+        self._reading[place] += 1
 
-    def retire(self, place: Place) -> None:
-        """Leave a place out of use for as long as its slab is there: it returned other bytes than
-        it was given."""
-        if (slab := self._slabs.get(place.slab)) is not None:
+    def release(self, place: Place) -> None:
+        """Note that a reader has ended; give the place back if that was wanted meanwhile."""
+        self._reading[place] -= 1
+        if not self._reading[place]:
+            del self._reading[place]
+            if place in self._deferred:
+                self._deferred.discard(place)
+                self.give_back(place)
+
+    def mark_bad(self, place: Place) -> None:
+        """Leave a place out of use once it is given back, for as long as its slab is there: it
+        returned other bytes than it was given."""
+        self._bad.add(place)
+
+    def give_back(self, place: Place) -> None:
+        """Make a place free, at once or when its last reader has ended. Its bytes stay until it is
+        written anew or wiped."""
+        if place in self._reading:
+            self._deferred.add(place)
+            return
+        is_bad = place in self._bad
+        self._bad.discard(place)
+        slab = self._slabs.get(place.slab)
+        if slab is None:
+            return
+        if is_bad:
             slab.retired.add(place.position)
-            slab.dirty.add(place.position)
+        else:
+            heappush(slab.free, place.position)
+        slab.dirty.add(place.position)
 
     def places(self, place_bytes: int) -> int:
         """Number of places of a size, free or not."""
         return sum(slab.places for slab in self._slabs.values() if slab.place_bytes == place_bytes)
-
-    @property
-    def total_places(self) -> int:
-        """Number of places of any size."""
-        return sum(slab.places for slab in self._slabs.values())
 
     def free_list(self) -> list[Place]:
         """Return all free places. O(free)."""
@@ -201,16 +222,14 @@ class SlabFiles:
         """Return the size of the places of each slab. O(slabs)."""
         return {number: slab.place_bytes for number, slab in self._slabs.items()}
 
-    def check(self, used: Set[Place], aside: Set[Place]) -> None:
-        """Compare the free places with those of records. `aside`: freed when a read ends. Raises
-        InvariantViolation. O(places)."""
+    def check(self, used: Set[Place]) -> None:
+        """Compare the free places with those of records. Raises InvariantViolation. O(places)."""
         free = set(self.free_list())
-        aside = aside | {
-            Place(one.number, at) for one in self._slabs.values() for at in one.retired
-        }
         if free & used:
             raise InvariantViolation(f"places {free & used} are free and used")
-        if lost := self.total_places - len(free | used | aside):
+        retired = {Place(slab.number, at) for slab in self._slabs.values() for at in slab.retired}
+        known = free | used | self._deferred | self._bad | retired
+        if lost := sum(self.sizes.values()) - len(known):
             raise InvariantViolation(f"{lost} places are neither free nor used")
 
     # -- files ----------------------------------------------------------------------------------
@@ -303,9 +322,10 @@ class SlabFiles:
         return bool(self._wiping)
 
     def is_unwiped(self, place: Place) -> bool:
-        """Return whether a place that was given back has its old bytes still. O(1)."""
+        """Return whether a place that was given back is still read, or has its old bytes. O(1)."""
         slab = self._slabs.get(place.slab)
-        return place in self._wiping or (slab is not None and place.position in slab.dirty)
+        is_dirty = slab is not None and place.position in slab.dirty
+        return is_dirty or place in self._wiping or place in self._deferred
 
     def wipe(self, places: Sequence[Place]) -> None:
         """Make the bytes of places read as zeros, durably. Raises OSError.
