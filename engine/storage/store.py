@@ -45,7 +45,6 @@ from engine.storage.plans import PlannedRead, PlannedStore, StoreSettings, Write
 from engine.storage.reader import RecordReader
 from engine.storage.remote.copies import PUT_PART, RemoteCopies
 from engine.storage.remote.link import RemoteLink
-from engine.storage.room.audit import check_store
 from engine.storage.room.disk_room import DiskRoom
 from engine.storage.room.quotas import DiskBooks
 from engine.storage.sealing.seals import Seals
@@ -492,4 +491,4 @@ class DiskStore:
         O(records). Raises InvariantViolation at the first mismatch.
         """
         assert self._writer.batch is None, "planned bytes are in the books, and not in the index"
-        check_store(self._index, self._books, self._slabs)
+        self._room.check()

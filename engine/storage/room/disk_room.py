@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 
 from engine.api import Payer, Quota
-from engine.moves import RecordId
+from engine.errors import InvariantViolation
+from engine.moves import ROOT, RecordId
 from engine.storage.index.index import RecordIndex
+from engine.storage.index.remote_rows import REMOTE
 from engine.storage.plans import StoreSettings
 from engine.storage.room.drop_order import DropOrder
 from engine.storage.room.quotas import DiskBooks, DiskQuotas
@@ -162,3 +165,29 @@ class DiskRoom:
                 return
         if self.full_reason and (room or self._now_ms() >= self._no_slab_until_ms):
             self.full_reason = ""
+
+    # -- the checker ----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Recount books, places and children from the index.
+
+        O(records). Raises InvariantViolation at the first mismatch.
+        """
+        names, recount = self._index.names, DiskBooks()
+        children: Counter[RecordId] = Counter()
+        places: set[Place] = set()
+        ids: set[RecordId] = set()
+        for row in self._index.rows():
+            recount.add_records(names.scope_of(row.scope_id).namespace, 1)
+            ids.add(row.record_id)
+            children[row.parent] += 1
+            if row.slab != REMOTE:
+                recount.add_bytes(names.payer_name(row.payer_id), row.place_bytes, row.fidelity)
+                places.add(row.place)
+        if self._books.sums() != recount.sums():
+            raise InvariantViolation(f"books {self._books.sums()}, recounted: {recount.sums()}")
+        if not children.keys() <= ids | {ROOT}:
+            raise InvariantViolation(f"parents {children.keys() - ids} have no row")
+        if wrong := self._index.wrong_children():
+            raise InvariantViolation(f"records {wrong} have other children than they say")
+        self._slabs.check(places)

@@ -17,7 +17,7 @@ from engine.moves import ROOT, Fetch, Fetched, SetStoredQuotas
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import INDEX_NAME, LOG_BYTES_MAX, IndexUnusable
 from engine.storage.room.disk_room import NO_SLAB_MS
-from engine.storage.room.idle_slabs import PAUSE_MS
+from engine.storage.room.drop_order import PAUSE_MS
 from engine.storage.slabs.record import place_bytes_of
 from engine.storage.slabs.slabs import Place
 from tests.unit.engine.storage.failing_calls import FailingCalls
