@@ -20,7 +20,7 @@ from engine.moves import ROOT, RecordId
 from engine.storage.folder import FolderLock, FolderRefused, check_folder
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import INDEX_NAME
-from engine.storage.index.remote_rows import PADDING_BYTES_MAX, REMOTE
+from engine.storage.index.remote_rows import PADDING_BYTES_MAX, REMOTE, RemoteRows
 from engine.storage.remote.address import RemoteSettings, open_remote
 from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
 from engine.storage.sealing.seals import KEYS_NAME, SealRefused, Seals
@@ -283,7 +283,7 @@ def _is_sound(slabs: SlabFiles, index: RecordIndex, row: RecordRow) -> bool:
 def _is_far_sound(objects: RemoteStore, index: RecordIndex, row: RecordRow) -> bool:
     """Return whether a record in the remote store is what its row says; True where the store does
     not tell."""
-    name = index.remote_rows().name_of(row.record_id)
+    name = RemoteRows(index.file).name_of(row.record_id)
     size = HEADER_BYTES + row.payload_bytes
     try:
         data = objects.get(name, size + PADDING_BYTES_MAX)

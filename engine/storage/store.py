@@ -38,9 +38,8 @@ from engine.storage.batch_writer import BatchWriter, RunAll
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import INDEX_NAME
 from engine.storage.index.names import Scope
-from engine.storage.index.recalling import RecallPages
+from engine.storage.index.promise_rows import PromiseRows
 from engine.storage.index.remote_rows import REMOTE, level_of
-from engine.storage.index.walking import walk
 from engine.storage.plans import PlannedRead, PlannedStore, StoreSettings, WriteBatch
 from engine.storage.reader import RecordReader
 from engine.storage.remote.copies import PUT_PART, RemoteCopies
@@ -137,8 +136,7 @@ class DiskStore:
     def _load(self) -> None:
         """Take stock: places, sums, and rows whose place does not exist."""
         self._store_id = self._index.file.store_id
-        self._promises = self._index.promise_rows()
-        self._recall = RecallPages(self._index, self._promises)
+        self._promises = PromiseRows(self._index)
         self._reader = RecordReader(
             self._slabs, self._view, self._store_id, self._place_bytes, self._uptime_s
         )
@@ -179,7 +177,7 @@ class DiskStore:
         """Write down what is in memory alone, and close the files. Safe to repeat."""
         with suppress(Exception):  # the disk may be why the store is closed
             with self._index.file.change():
-                self._index.uses.flush()
+                self._index.write_uses()
                 self._note_time()
             self._index.file.empty_log()
         self._index.close()
@@ -263,7 +261,7 @@ class DiskStore:
         """Walk the tokens from the root. About 10 us a run."""
         has_remote = self.remote is not None and self.remote.is_open
         size, now_ms = self._settings.run_tokens, self.clock.now_ms()
-        return walk(self._index, command, size, now_ms, has_remote=has_remote)
+        return self._index.walk(command, size, now_ms, has_remote=has_remote)
 
     def plan_fetch(self, command: Fetch) -> list[PlannedRead | Fetched]:
         """Return a read for each record, or its failure where there is nothing to read."""
@@ -315,7 +313,7 @@ class DiskStore:
                 self.damaged_total += self._drop([row.record_id])
         is_done = plan.verdict == "done" and is_there
         if is_done:
-            self._index.uses.add(row.record_id, now_ms)
+            self._index.note_use(row.record_id, now_ms)
         if is_done and level == "disk":
             self.fetched_total += 1
             self.read_bytes += row.payload_bytes
@@ -339,7 +337,7 @@ class DiskStore:
                 if self._index.live_row(scope, record_id, now_ms) is None:
                     gone.append(record_id)
                     continue
-                self._index.uses.add(record_id, now_ms)
+                self._index.note_use(record_id, now_ms)
                 if limit_ms or promise_ms:
                     self._index.lengthen(record_id, limit_ms, promise_ms)
                 self._index.add_leases(scope, record_id, command.lease_ids)
@@ -349,8 +347,8 @@ class DiskStore:
         return Renewed(command.call_id, tuple(gone))
 
     def recall(self, command: Recall) -> Recalled:
-        """Tell the next records that are promised. Cost: see `RecallPages.page`."""
-        return self._recall.page(command, self.clock.now_ms())
+        """Tell the next records that are promised. Cost: see `PromiseRows.page`."""
+        return self._promises.page(command, self.clock.now_ms())
 
     # -- erase, expire, drop --------------------------------------------------------------------
 
@@ -415,7 +413,7 @@ class DiskStore:
         is_over = self._room.is_over and self._writer.batch is None
         if expired or is_due or is_over or self._room.is_high:
             with self._index.file.change():
-                self._index.uses.flush()
+                self._index.write_uses()
                 self._note_time()
                 self.expired_total += self._drop(expired)
                 self._remove_scopes(lambda scope: not self._writer.is_planned(scope))

@@ -25,6 +25,7 @@ from engine.server.service import smoke_test
 from engine.storage.folder import wait_for_lock
 from engine.storage.index.index import RecordIndex
 from engine.storage.index.index_file import INDEX_NAME
+from engine.storage.index.remote_rows import RemoteRows
 from engine.storage.sealing.unlocking import SealSettings, unlock
 from tests.e2e.leveled_engine import PROMPT_TOKENS, WAIT_S, answer, say
 from tests.e2e.patient_engine import LOOK_MS, wait_for_loads
@@ -51,7 +52,7 @@ def demote_all(folder: Path) -> int:
         closing(unlock(folder, SealSettings(key_env=KEY_VARIABLE), os.environ)) as seals,
         closing(RecordIndex(folder / INDEX_NAME, may_make=False, seals=seals)) as index,
     ):
-        rows = index.remote_rows()
+        rows = RemoteRows(index.file)
         there = [row.record_id for row in index.rows() if rows.name_of(row.record_id)]
         with index.file.change():
             for record_id in there:

@@ -342,7 +342,7 @@ def leases_cover_nothing_above(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(self: RecordIndex, scope: Scope, lease_id: str) -> list[RecordId]:
         sql = "select rec_id from leases where scope_id=? and lease_id=?"
-        return [row[0] for row in self._all(sql, scope.scope_id, lease_id)]
+        return self.file.column(sql, scope.scope_id, lease_id)
 
     patch.setattr(RecordIndex, "leased", wrong)
 

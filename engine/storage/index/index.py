@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.moves import ROOT, RecordId
+from engine.api import FIDELITIES
+from engine.moves import ROOT, Look, Looked, RecordId, StoredRun
 from engine.storage.index.index_file import FOREVER_MS, IndexFile
 from engine.storage.index.names import NameRows, Scope, digest_of
-from engine.storage.index.promise_rows import PromiseRows
-from engine.storage.index.remote_rows import REMOTE, RemoteRows
-from engine.storage.index.use_notes import UseNotes
+from engine.storage.index.remote_rows import REMOTE, level_of
 from engine.storage.sealing.seals import Seals
 from engine.storage.slabs.record import pack_run
 from engine.storage.slabs.slabs import Place
@@ -79,7 +78,7 @@ class RecordIndex:
         self._db = self.file.db
         try:
             self.names = NameRows(self._db, seals)
-            self.uses = UseNotes(self._db)
+            self._uses: dict[RecordId, tuple[int, int]] = {}  # instant and number, not in rows yet
             self._next_id = self._ids_end = 0
         except BaseException:
             self.close()
@@ -88,14 +87,6 @@ class RecordIndex:
     def close(self) -> None:
         """Close the file. Safe to repeat; a disk that fails is left as it is."""
         self.file.close()
-
-    def remote_rows(self) -> RemoteRows:
-        """Return the rows about objects in a remote store; make their tables if needed."""
-        return RemoteRows(self._db)
-
-    def promise_rows(self) -> PromiseRows:
-        """Return the rows about promises; make their tables if needed."""
-        return PromiseRows(self._db)
 
     def _row(self, found: Sequence[Any]) -> RecordRow:
         """Return a row as it is told: with its run and its digest, empty if they do not open."""
@@ -106,14 +97,6 @@ class RecordIndex:
         told = seal.show(row.parent, row.run)
         run, check = told[:-CHECK_BYTES], told[-CHECK_BYTES:]
         return RecordRow(*row[:3], run, *row[4:9], check, *row[10:])
-
-    def _all(self, sql: str, *values: object) -> list[Any]:
-        """Return all rows of a query. The schema's tables are strict, so types are as declared."""
-        return self._db.execute(sql, values).fetchall()
-
-    def _one(self, sql: str, *values: object) -> Any:
-        """Return the first row of a query, or None."""
-        return self._db.execute(sql, values).fetchone()
 
     # -- ids ------------------------------------------------------------------------------------
 
@@ -128,7 +111,7 @@ class RecordIndex:
         if self._ids_end - self._next_id > IDS_RESERVED // 2:
             return
         first = int(self.file.meta("next_id", ROOT + 1))
-        last = self._one("select max(rec_id) from records")[0] or ROOT
+        last = self.file.one("select max(rec_id) from records")[0] or ROOT
         self._next_id = self._next_id or max(first, int(last) + 1)
         self._ids_end = max(first, self._next_id) + IDS_RESERVED
         self._db.execute("pragma synchronous=full")
@@ -139,7 +122,7 @@ class RecordIndex:
 
     def row(self, record_id: RecordId) -> RecordRow | None:
         """Return a record's row, or None. About 10 us."""
-        found = self._one(f"select {_COLUMNS} from records where rec_id=?", record_id)
+        found = self.file.one(f"select {_COLUMNS} from records where rec_id=?", record_id)
         return None if found is None else self._row(found)
 
     def live_row(self, scope: Scope | None, record_id: RecordId, now_ms: int) -> RecordRow | None:
@@ -151,7 +134,7 @@ class RecordIndex:
 
     def child(self, scope: Scope, parent: RecordId, run: bytes) -> RecordRow | None:
         """Return the record of a run below `parent`: found by digest, proved by its tokens."""
-        found = self._one(
+        found = self.file.one(
             f"select {_COLUMNS} from records where scope_id=? and parent=? and key=?",
             scope.scope_id,
             parent,
@@ -160,12 +143,39 @@ class RecordIndex:
         row = None if found is None else self._row(found)
         return row if row is not None and row.run == run else None
 
-    def step(
+    def walk(self, command: Look, run_tokens: int, now_ms: int, *, has_remote: bool) -> Looked:
+        """Return the records of the longest stored prefix. About 10 us a run.
+
+        `has_remote`: what lies in the remote store alone may be found too.
+        """
+        scope = self.names.scope(command.namespace)
+        if scope is None:
+            return Looked(command.call_id, ())
+        found, parent = list[StoredRun](), ROOT
+        for at in range(0, len(command.tokens) - run_tokens + 1, run_tokens):
+            try:
+                packed = pack_run(command.tokens[at : at + run_tokens])
+            except struct.error:
+                break
+            step = self._step(scope, parent, packed)
+            if step is None:
+                break
+            parent, fidelity, limit_ms, promise_ms, slot_bytes, slab = step
+            level = level_of(slab)
+            if limit_ms <= now_ms or (level == "remote" and not has_remote):
+                break
+            limit_s = None if limit_ms >= FOREVER_MS else (limit_ms - now_ms) / 1_000
+            promise_s = max(0, promise_ms - now_ms) / 1_000
+            word = FIDELITIES[fidelity]
+            found.append(StoredRun(parent, word, limit_s, promise_s, slot_bytes, level))
+        return Looked(command.call_id, tuple(found))
+
+    def _step(
         self, scope: Scope, parent: RecordId, run: bytes
     ) -> tuple[int, int, int, int, int, int] | None:
         """Return id, fidelity, limit, promise, payload bytes and slab of a run's record: `child`,
         for long walks."""
-        found = self._one(
+        found = self.file.one(
             "select rec_id, fidelity, limit_ms, promise_ms, payload_bytes, slab, run from records"
             " where scope_id=? and parent=? and key=?",
             scope.scope_id,
@@ -182,51 +192,48 @@ class RecordIndex:
     def children(self, scope: Scope, parent: RecordId) -> Iterator[RecordRow]:
         """Yield the records below `parent`. O(children)."""
         sql = f"select {_COLUMNS} from records where scope_id=? and parent=?"
-        for found in self._all(sql, scope.scope_id, parent):
+        for found in self.file.all(sql, scope.scope_id, parent):
             yield self._row(found)
 
     def rows(self) -> Iterator[RecordRow]:
         """Yield all records, parents before children. O(records)."""
         sql = f"select {_COLUMNS} from records where rec_id > ? order by rec_id limit 1000"
-        found = self._all(sql, ROOT)
+        found = self.file.all(sql, ROOT)
         while found:
             yield from map(self._row, found)
-            found = self._all(sql, found[-1][0])
+            found = self.file.all(sql, found[-1][0])
 
     def used_places(self, slab: int) -> list[int]:
         """Return the places of a slab that have a record, in order. O(records of the slab)."""
-        return [row[0] for row in self._all("select place from records where slab=?", slab)]
+        return self.file.column("select place from records where slab=?", slab)
 
     def outside(self, sizes: Mapping[int, int]) -> list[RecordId]:
         """Return the records whose place is in none of these slabs, or beyond its end.
 
         `sizes`: the number of places of each slab. O(records).
         """
-        slabs = self._all(
+        slabs = self.file.all(
             f"select slab, max(place), min(place) from records where slab<>{REMOTE} group by slab"
         )
         found: list[RecordId] = []
         for slab, last, first in slabs:
             if first < 0 or last >= sizes.get(slab, 0):
                 sql = "select rec_id from records where slab=? and (place<0 or place>=?)"
-                found += [row[0] for row in self._all(sql, slab, sizes.get(slab, 0))]
+                found += self.file.column(sql, slab, sizes.get(slab, 0))
         return found
 
     def wrong_children(self) -> list[RecordId]:
         """Return the records whose count of children is wrong. O(records log n)."""
-        return [
-            row[0]
-            for row in self._all(
-                "select rec_id from records as one where children <> (select count(*) from records"
-                " as other where other.scope_id = one.scope_id and other.parent = one.rec_id"
-                f" and other.slab<>{REMOTE})"
-            )
-        ]
+        return self.file.column(
+            "select rec_id from records as one where children <> (select count(*) from records"
+            " as other where other.scope_id = one.scope_id and other.parent = one.rec_id"
+            f" and other.slab<>{REMOTE})"
+        )
 
     def sums(self) -> list[tuple[int, int, int, int, int, int]]:
         """Return scope, payer, fidelity, records, places and bytes of places, added up.
         O(records)."""
-        return self._all(
+        return self.file.all(
             "select scope_id, payer_id, fidelity, count(*), sum(slab <> -1), sum(place_bytes)"
             " from records"
             " group by scope_id, payer_id, fidelity"
@@ -235,7 +242,7 @@ class RecordIndex:
     def promised(self, now_ms: int) -> dict[int, int]:
         """Return the promised bytes by payer. O(records with a promise)."""
         return dict(
-            self._all(
+            self.file.all(
                 "select payer_id, sum(place_bytes) from records where promise_ms > ?1"
                 " and promise_ms > 0 group by payer_id",
                 now_ms,
@@ -245,23 +252,20 @@ class RecordIndex:
     def leaves(self, payer_id: int, place_bytes: int, now_ms: int, limit: int) -> list[RecordId]:
         """Return unpromised records without children, in places of this size: those never used
         first, then the least recently used."""
-        return [
-            row[0]
-            for row in self._all(
-                "select rec_id from records indexed by leaves where payer_id=? and place_bytes=?"
-                " and children=0 and promise_ms <= ? order by hits > 0, used_ms limit ?",
-                payer_id,
-                place_bytes,
-                now_ms,
-                limit,
-            )
-        ]
+        return self.file.column(
+            "select rec_id from records indexed by leaves where payer_id=? and place_bytes=?"
+            " and children=0 and promise_ms <= ? order by hits > 0, used_ms limit ?",
+            payer_id,
+            place_bytes,
+            now_ms,
+            limit,
+        )
 
     def oldest_leaf_ms(self, place_bytes: int, now_ms: int) -> int:
         """Return when the unpromised record without children in places of this size was used that
         was used longest ago; 0 without one. O(records without children).
         """
-        found = self._one(
+        found = self.file.one(
             "select min(used_ms) from records indexed by leaves where place_bytes=? and children=0"
             " and promise_ms <= ?",
             place_bytes,
@@ -271,19 +275,15 @@ class RecordIndex:
 
     def expired(self, now_ms: int, limit: int) -> list[RecordId]:
         """Return records at or after their limit."""
-        return [
-            row[0]
-            for row in self._all(
-                f"select rec_id from records where limit_ms <= ? and limit_ms < {FOREVER_MS}"
-                " limit ?",
-                now_ms,
-                limit,
-            )
-        ]
+        return self.file.column(
+            f"select rec_id from records where limit_ms <= ? and limit_ms < {FOREVER_MS} limit ?",
+            now_ms,
+            limit,
+        )
 
     def of_slab(self, slab: int, now_ms: int) -> tuple[list[RecordId], int, bool]:
         """Return the records of a slab, their latest use and whether one is promised."""
-        rows = self._all("select rec_id, used_ms, promise_ms from records where slab=?", slab)
+        rows = self.file.all("select rec_id, used_ms, promise_ms from records where slab=?", slab)
         used_ms = max((row[1] for row in rows), default=0)
         return [row[0] for row in rows], used_ms, any(row[2] > now_ms for row in rows)
 
@@ -304,18 +304,15 @@ class RecordIndex:
 
     def leased(self, scope: Scope, lease_id: str) -> list[RecordId]:
         """Return what a lease alone covers: no other one covers it or anything under it."""
-        return [
-            row[0]
-            for row in self._all(
-                "with recursive kept(id) as ("
-                " select rec_id from leases where scope_id=?1 and lease_id<>?2"
-                " union select parent from records join kept on rec_id = id where parent <> 0)"
-                " select rec_id from leases where scope_id=?1 and lease_id=?2"
-                " and rec_id not in kept",
-                scope.scope_id,
-                lease_id,
-            )
-        ]
+        return self.file.column(
+            "with recursive kept(id) as ("
+            " select rec_id from leases where scope_id=?1 and lease_id<>?2"
+            " union select parent from records join kept on rec_id = id where parent <> 0)"
+            " select rec_id from leases where scope_id=?1 and lease_id=?2"
+            " and rec_id not in kept",
+            scope.scope_id,
+            lease_id,
+        )
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -355,6 +352,22 @@ class RecordIndex:
             (record_id, limit_ms, promise_ms),
         )
 
+    def note_use(self, record_id: RecordId, now_ms: int) -> None:
+        """Note a use in memory, until `write_uses`."""
+        _, before = self._uses.get(record_id, (0, 0))
+        self._uses[record_id] = now_ms, before + 1
+
+    def write_uses(self) -> None:
+        """Bring the noted uses to the rows, before their order matters."""
+        if not self._uses:
+            return
+        with self.file.change_or_join():
+            self._db.executemany(
+                "update records set used_ms=max(used_ms, ?2), hits=hits+?3 where rec_id=?1",
+                [(one, *use) for one, use in self._uses.items()],
+            )
+        self._uses.clear()
+
     def add_leases(self, scope: Scope, record_id: RecordId, lease_ids: Iterable[str]) -> None:
         """Note that leases cover a record."""
         for lease_id in lease_ids:
@@ -379,14 +392,14 @@ class RecordIndex:
                 continue
             gone[record_id] = row
             sql = "select rec_id from records where scope_id=? and parent=?"
-            waiting += [found[0] for found in self._all(sql, row.scope_id, record_id)]
+            waiting += self.file.column(sql, row.scope_id, record_id)
         return gone
 
     def delete_under(self, tops: Iterable[RecordId]) -> list[RecordRow]:
         """Delete records and everything under them; return the rows. O(deleted log n)."""
         gone = self.under(tops)
         for record_id in gone:
-            self.uses.forget(record_id)
+            self._uses.pop(record_id, None)
         ids = [(record_id,) for record_id in gone]
         self._db.executemany("delete from records where rec_id=?", ids)
         self._db.executemany("delete from leases where rec_id=?", ids)

@@ -100,9 +100,9 @@ class IndexFile:
             f"journal_size_limit={LOG_BYTES_MAX}",
         ):
             self.db.execute(f"pragma {pragma}").fetchall()
-        ((version,),) = self.db.execute("pragma user_version").fetchall()
-        ((application,),) = self.db.execute("pragma application_id").fetchall()
-        is_empty = not self.db.execute("select 1 from sqlite_schema").fetchall()
+        (version,) = self.one("pragma user_version")
+        (application,) = self.one("pragma application_id")
+        is_empty = self.one("select 1 from sqlite_schema") is None
         if may_make and is_empty and version == application == 0:
             with self.change():
                 self.db.execute(_SCHEMA)
@@ -153,14 +153,22 @@ class IndexFile:
         """Move the log into the database and cut it: durable, and without deleted rows' bytes."""
         self.db.execute("pragma wal_checkpoint(truncate)").fetchall()
 
-    def quick_check(self) -> str:
-        """Return "" for a sound file, else the first thing that is wrong. O(size)."""
-        found = [str(row[0]) for row in self.db.execute("pragma quick_check(1)")]
-        return "" if found == ["ok"] else found[0]
+    def all(self, sql: str, *values: object) -> list[Any]:
+        """Return all rows of a statement. The schema's tables are strict, so types are as
+        declared."""
+        return self.db.execute(sql, values).fetchall()
+
+    def column(self, sql: str, *values: object) -> list[Any]:
+        """Return the first column of a query."""
+        return [row[0] for row in self.all(sql, *values)]
+
+    def one(self, sql: str, *values: object) -> Any:
+        """Return the first row of a query, or None."""
+        return self.db.execute(sql, values).fetchone()
 
     def meta(self, name: str, default: int | bytes) -> Any:
         """Return a value of the store, or the default."""
-        row = self.db.execute("select value from meta where name=?", (name,)).fetchone()
+        row = self.one("select value from meta where name=?", name)
         return default if row is None else row[0]
 
     def set_meta(self, name: str, value: int | bytes) -> None:

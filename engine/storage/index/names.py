@@ -1,6 +1,6 @@
 """The namespaces and payers of an index, by name and by number.
 
-Both are few and kept in memory. A namespace's row is its *scope*, with the key of its digests. Its
+Both are few and kept in memory. A namespace's row is its *scope*, with the key of its digests. The
 caller opens transactions, but for the opening.
 """
 

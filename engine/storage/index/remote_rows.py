@@ -6,18 +6,17 @@ of its object, in the same transaction, by a trigger. It stays until the store h
 the object is gone. An object that is being put has a tombstone before it is there, so that a death
 in between leaves nothing behind. Only records of a scope that may leave the machine are put.
 
-Its caller opens transactions. Instants are whole milliseconds that it gives.
+The caller opens transactions. Instants are whole milliseconds that it gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, Literal, NamedTuple
-
-import apsw
+from typing import Literal, NamedTuple
 
 from engine.api import Namespace
 from engine.moves import RecordId
+from engine.storage.index.index_file import IndexFile
 
 REMOTE = -1
 """The slab of a record that lies in the remote store alone; the statements below say it as -1."""
@@ -58,118 +57,111 @@ class RemoteSums(NamedTuple):
 class RemoteRows:
     """The rows of one index about objects. Every method may raise apsw.Error."""
 
-    def __init__(self, db: apsw.Connection) -> None:
+    def __init__(self, file: IndexFile) -> None:
         """Make the tables if they are missing."""
-        self._db = db
-        db.execute(_SCHEMA)
-
-    def _all(self, sql: str, *values: object) -> list[Any]:
-        return self._db.execute(sql, values).fetchall()
+        self._file = file
+        file.db.execute(_SCHEMA)
 
     # -- scopes that may leave ------------------------------------------------------------------
 
     def let_leave(self, scope_id: int) -> None:
         """Note that records of a scope may be put."""
-        self._all("insert or ignore into leaving values(?)", scope_id)
+        self._file.all("insert or ignore into leaving values(?)", scope_id)
 
     def keep_here(self, scope_id: int) -> None:
         """Note that records of a scope may not be put."""
-        self._all("delete from leaving where scope_id=?", scope_id)
+        self._file.all("delete from leaving where scope_id=?", scope_id)
 
     def may_leave(self, scope_id: int) -> bool:
         """Return whether records of a scope may be put. O(log scopes)."""
-        return bool(self._all("select 1 from leaving where scope_id=?", scope_id))
+        return self._file.one("select 1 from leaving where scope_id=?", scope_id) is not None
 
     # -- objects --------------------------------------------------------------------------------
 
     def name_of(self, record_id: RecordId) -> str:
         """Return the name of a record's object; "" if it has none. O(log n)."""
-        found = self._all("select name from objects where rec_id=?", record_id)
-        return found[0][0] if found else ""
+        found = self._file.one("select name from objects where rec_id=?", record_id)
+        return "" if found is None else str(found[0])
 
     def is_known(self, name: str) -> bool:
         """Return whether a record has this object. O(log n)."""
-        return bool(self._all("select 1 from objects where name=?", name))
+        return self._file.one("select 1 from objects where name=?", name) is not None
 
     def begin_put(self, name: str, namespace: Namespace, now_ms: int) -> None:
         """Note that an object is on its way, so that it is deleted if its row never comes."""
-        self._all("insert or ignore into tombstones values(?,?,?)", name, namespace, now_ms)
+        self._file.all("insert or ignore into tombstones values(?,?,?)", name, namespace, now_ms)
 
     def end_put(self, record_id: RecordId, payer_id: int, name: str, size: int) -> None:
         """Note that a record has an object now."""
-        self._all("insert into objects values(?,?,?,?)", record_id, payer_id, name, size)
-        self._all("delete from tombstones where name=?", name)
+        self._file.all("insert into objects values(?,?,?,?)", record_id, payer_id, name, size)
+        self._file.all("delete from tombstones where name=?", name)
 
     def demote(self, record_id: RecordId) -> None:
         """Take a record's place away: it lies in the remote store alone."""
-        self._all(
+        self._file.all(
             "update records set children=children-1 where rec_id="
             " (select parent from records where rec_id=?)",
             record_id,
         )
-        self._all(
+        self._file.all(
             "update records set slab=-1, place=rec_id, place_bytes=0 where rec_id=?",
             record_id,
         )
 
     def promised_without(self, now_ms: int, limit: int) -> list[RecordId]:
         """Return promised records on disk that have no object yet and may have one. O(promised)."""
-        return [
-            row[0]
-            for row in self._all(
-                "select rec_id from records where promise_ms > ?1 and promise_ms > 0"
-                " and slab <> -1 and rec_id not in (select rec_id from objects)"
-                " and scope_id in (select scope_id from leaving) limit ?2",
-                now_ms,
-                limit,
-            )
-        ]
+        return self._file.column(
+            "select rec_id from records where promise_ms > ?1 and promise_ms > 0"
+            " and slab <> -1 and rec_id not in (select rec_id from objects)"
+            " and scope_id in (select scope_id from leaving) limit ?2",
+            now_ms,
+            limit,
+        )
 
     def coldest(self, now_ms: int, limit: int) -> list[RecordId]:
         """Return unpromised records that lie in the remote store alone, without children, the
         least recently used first. O(records there)."""
-        return [
-            row[0]
-            for row in self._all(
-                "select rec_id from records as one where slab=-1 and promise_ms <= ?1"
-                " and not exists (select 1 from records as other where"
-                " other.scope_id = one.scope_id and other.parent = one.rec_id)"
-                " order by used_ms limit ?2",
-                now_ms,
-                limit,
-            )
-        ]
+        return self._file.column(
+            "select rec_id from records as one where slab=-1 and promise_ms <= ?1"
+            " and not exists (select 1 from records as other where"
+            " other.scope_id = one.scope_id and other.parent = one.rec_id)"
+            " order by used_ms limit ?2",
+            now_ms,
+            limit,
+        )
 
     # -- tombstones -----------------------------------------------------------------------------
 
     def date_tombstones(self, now_ms: int) -> None:
         """Give those an instant that the trigger has made."""
-        self._all("update tombstones set since_ms=? where since_ms=0", now_ms)
+        self._file.all("update tombstones set since_ms=? where since_ms=0", now_ms)
 
     def tombstones_of(self, namespace: Namespace, limit: int) -> list[str]:
         """Return names of objects of a namespace that are to be deleted."""
         sql = "select name from tombstones where namespace=? limit ?"
-        return [row[0] for row in self._all(sql, namespace, limit)]
+        return self._file.column(sql, namespace, limit)
 
     def tombstones(self, without: Collection[str], limit: int) -> list[str]:
         """Return names of objects to delete, the oldest first, but for some."""
         sql = "select name from tombstones order by since_ms limit ?"
-        found = [row[0] for row in self._all(sql, limit + len(without))]
+        found = self._file.column(sql, limit + len(without))
         return [name for name in found if name not in without][:limit]
 
     def is_pending(self, namespace: Namespace) -> bool:
         """Return whether an object of a namespace is still to be deleted. O(log n)."""
         sql = "select 1 from tombstones where namespace=? limit 1"
-        return bool(self._all(sql, namespace))
+        return self._file.one(sql, namespace) is not None
 
     def end_tombstones(self, names: Iterable[str]) -> None:
         """Forget tombstones: the store has confirmed that their objects are gone."""
-        self._db.executemany("delete from tombstones where name=?", [(name,) for name in names])
+        self._file.db.executemany(
+            "delete from tombstones where name=?", [(name,) for name in names]
+        )
 
     def sums(self) -> RemoteSums:
         """Add up. O(objects)."""
-        (records, size) = self._all("select count(*), coalesce(sum(bytes), 0) from objects")[0]
-        ((waiting,),) = self._all("select count(*) from tombstones")
+        records, size = self._file.one("select count(*), coalesce(sum(bytes), 0) from objects")
+        (waiting,) = self._file.one("select count(*) from tombstones")
         return RemoteSums(records, size, waiting)
 
 

@@ -19,7 +19,12 @@ from typing import Literal
 from engine.api import Namespace
 from engine.moves import RecordId, RemoteStats
 from engine.storage.index.index import RecordIndex, RecordRow
-from engine.storage.index.remote_rows import PADDING_BYTES_MAX, REMOTE, object_name
+from engine.storage.index.remote_rows import (
+    PADDING_BYTES_MAX,
+    REMOTE,
+    RemoteRows,
+    object_name,
+)
 from engine.storage.plans import PlannedRead, PlannedStore
 from engine.storage.reader import RecordReader
 from engine.storage.remote.link import RemoteLink
@@ -58,7 +63,7 @@ class RemoteCopies:
     ) -> None:
         """`give_up_place`: of a record on disk. `cold`: records that are dropped next for room.
         `bytes_max`: of all objects; 0: no bound."""
-        self.rows = rows = index.remote_rows()
+        self.rows = rows = RemoteRows(index.file)
         self._index, self._slabs, self._reader, self._link = index, slabs, reader, link
         self._store_name, self._bytes_max = store_name, bytes_max
         self._give_up_place = give_up_place

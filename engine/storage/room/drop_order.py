@@ -96,7 +96,7 @@ class DropOrder:
         return next(filter(None, (self._leaves(payer, size, count) for size in self._sizes)), [])
 
     def _leaves(self, payer: Payer, size: int, count: int) -> list[RecordId]:
-        self._index.uses.flush()
+        self._index.write_uses()
         most = count + len(self._pinned)
         found = self._index.leaves(self._index.names.payer_id(payer), size, self._now_ms(), most)
         return [one for one in found if one not in self._pinned][:count]
@@ -110,7 +110,7 @@ class DropOrder:
         others = set(self._slabs.place_sizes().values()).difference([size] if size else self._sizes)
         if not others or now_ms < self._search_at_ms.get(size, 0):
             return False
-        self._index.uses.flush()
+        self._index.write_uses()
         found = self._idle_slab(taker, size, now_ms)
         if found is None:
             has_none = size > 0 and self._slabs.places(size) == 0
