@@ -6,8 +6,8 @@
 and a row is gone before its place is used again. So a crash in between leaves a free place, or a
 row that its place's header contradicts, which is dropped when it is read.
 
-It knows no socket and no process. An `apsw.Error` or an `OSError` that leaves a method means that
-the disk cannot be used: the store is closed and opened again later.
+It knows no socket and no process. A `DiskError` that leaves a method means that the disk cannot be
+used: the store is closed and opened again later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+import apsw
+
 from engine.api import Namespace, Quota
+from engine.errors import EngineError
 from engine.moves import (
     EraseStored,
     Fetch,
@@ -54,6 +57,8 @@ from engine.storage.wall_clock import StoreClock
 EXPIRE_BATCH = 2_048
 NOTE_MS = 30_000
 """Milliseconds between two notes of the time and of the latest uses."""
+DiskError = (apsw.Error, OSError, EngineError)
+"""What a store raises that cannot be opened, or used any more."""
 
 
 class DiskStore:

@@ -15,9 +15,8 @@ from msgspec.structs import replace
 from engine.api import Namespace
 from engine.moves import EraseStored, StoredErased
 from engine.storage.io_threads import IoThreads
-from engine.storage.service.disk_errors import DiskError
 from engine.storage.slabs.slabs import Place
-from engine.storage.store import DiskStore
+from engine.storage.store import DiskError, DiskStore
 
 
 class StoredErasures:

@@ -8,6 +8,8 @@ every 30 s: an engine is never held up.
 
 from __future__ import annotations
 
+import errno
+import os
 import select
 import socket
 import time
@@ -17,6 +19,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from engine.errors import EngineError
 from engine.moves import (
     EraseStored,
     Fetch,
@@ -49,12 +52,11 @@ from engine.storage.plans import PlannedRead, StoreSettings
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import RemoteStore
 from engine.storage.sealing.unlocking import unlock
-from engine.storage.service.disk_errors import DiskError, reason_of
 from engine.storage.service.erasures import StoredErasures
 from engine.storage.service.log_sync import LogSync
 from engine.storage.service.store_queue import StoreQueue
 from engine.storage.slabs.slabs import DiskCalls
-from engine.storage.store import DiskStore
+from engine.storage.store import DiskError, DiskStore
 
 READ_BYTES = 2**18
 TICK_S = 1.0
@@ -170,7 +172,7 @@ class StorageService:
         try:
             work()
         except DiskError as error:
-            self._lose(reason_of(error))
+            self._lose(_reason_of(error))
         self._tell_changes()
 
     def _tick(self) -> None:
@@ -205,10 +207,9 @@ class StorageService:
             self._wire.sendall(encode_frame(message))
 
     def _tell_changes(self) -> None:
-        if self._store is not None:
-            self._tell(*self._store.take_changes())
-
-    def _tell(self, gained: tuple[bytes, ...], lost: tuple[bytes, ...]) -> None:
+        if self._store is None:
+            return
+        gained, lost = self._store.take_changes()
         for at in range(0, max(len(gained), len(lost)), NAMESPACES_PER_FRAME):
             end = at + NAMESPACES_PER_FRAME
             self._send(HeldNamespaces(gained[at:end], lost[at:end]))
@@ -226,16 +227,14 @@ class StorageService:
             self._store = self._open_store(folder)
             self._erasures.opened(self._store)
         except DiskError as error:
-            self._reason = reason_of(error)
+            self._reason = _reason_of(error)
             self._log("levels_not_opened", reason=self._reason)
             self._lose(self._reason)
             return
         self._reason = ""
-        store = self._store
-        went_back_ms = store.clock.went_back_ms
-        if went_back_ms:
+        if went_back_ms := self._store.clock.went_back_ms:
             self._log("clock_went_back", ms=went_back_ms)
-        stats = store.stats()
+        stats = self._store.stats()
         self._log("levels_opened", records=stats.records, bytes=stats.used_bytes)
         if doubt := doubt_about(folder):
             self._log("levels_doubtful", reason=doubt)
@@ -281,13 +280,12 @@ class StorageService:
 
         The engine still counts its namespaces as held: an erasure has to reach their records.
         """
-        store, self._store = self._store, None
         self._reason = reason
         self._retry_at_s = self._monotonic_s() + RETRY_S
-        if store is None:
+        if self._store is None:
             return
         self._log("levels_lost", reason=reason)
-        self._dying = store
+        self._store, self._dying = None, self._store
         self._queue.fail_all("closed")
         self._erasures.lost()
         self._bury()
@@ -405,3 +403,12 @@ class StorageService:
         """Tell the outcome of a store, after the namespaces that it has changed."""
         self._tell_changes()
         self._send(outcome)
+
+
+def _reason_of(error: BaseException) -> str:
+    """Return why the disk cannot be used, in words that quote no content."""
+    if isinstance(error, EngineError):
+        return error.message
+    if isinstance(error, OSError):
+        return f"the disk failed: {os.strerror(error.errno or errno.EIO)}"
+    return f"the index failed: {type(error).__name__}"

@@ -13,9 +13,8 @@ from engine.api import Namespace
 from engine.moves import Stored, StoreRuns
 from engine.storage.io_threads import IoThreads
 from engine.storage.plans import WriteBatch
-from engine.storage.service.disk_errors import DiskError
 from engine.storage.service.log_sync import LogSync
-from engine.storage.store import DiskStore
+from engine.storage.store import DiskError, DiskStore
 
 BATCH_RECORDS = 64
 """Records that one sync makes durable, if so many wait."""
