@@ -15,9 +15,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from engine.api import Clock, Namespace, Payer, Quota
 from engine.config import LevelsConfig
@@ -27,23 +29,20 @@ from engine.moves import (
     Fetch,
     Fetched,
     KeepHere,
-    Look,
-    Looked,
-    Recall,
-    Recalled,
-    Renew,
-    Renewed,
     SetStoredQuotas,
     StorageCommand,
     StorageOutcome,
     StorageStats,
-    Stored,
-    StoredErased,
-    StoreRuns,
 )
 from engine.protocol import FrameError
 from engine.storage.memory.arena import HostArena
-from engine.storage.messages import DiskSettings, HeldNamespaces, encode_frame, outcome_decoder
+from engine.storage.messages import (
+    DiskSettings,
+    HeldNamespaces,
+    encode_frame,
+    failures_of,
+    outcome_decoder,
+)
 from engine.storage.remote.address import remote_settings
 from engine.storage.sealing.unlocking import seal_settings
 
@@ -155,8 +154,7 @@ class StorageClient:
         self._lock = threading.Condition()
         self._outcomes: list[StorageOutcome] = []
         self._stats: StorageStats | None = None
-        self._open: dict[int, StorageCommand] = {}
-        self._to_fetch: dict[int, list[int]] = {}  # by call: record ids without an outcome
+        self._open: dict[int, StorageCommand] = {}  # of a fetch, what has no outcome yet
         self._held: set[Namespace] = set()
         self._changed: set[Namespace] = set()
         self._quotas: dict[Payer, Quota] = {}
@@ -179,23 +177,18 @@ class StorageClient:
                 self._quotas.update({quota.payer: quota for quota in command.quotas})
             elif isinstance(command, KeepHere):
                 self._kept_here.update(command.namespaces)
-            if not self._is_ready or len(self._unsent) > UNSENT_BYTES_MAX:
-                self._add(failures_of(command))
-                if isinstance(command, EraseStored) and self._wire is not None:
-                    with suppress(EngineError, OverflowError, ValueError):
-                        self._transmit(encode_frame(command))  # made up for when it is back
-                return
             try:
                 frame = encode_frame(command)
             except (EngineError, OverflowError, ValueError):
                 self._add(failures_of(command))
                 return
+            if not self._is_ready or len(self._unsent) > UNSENT_BYTES_MAX:
+                self._add(failures_of(command))
+                if isinstance(command, EraseStored) and self._wire is not None:
+                    self._transmit(frame)  # made up for when the disk is back
+                return
             if not isinstance(command, SetStoredQuotas | KeepHere):
                 self._open[command.call_id] = command
-            if isinstance(command, Fetch):
-                self._to_fetch[command.call_id] = list(command.record_ids)
-                if not command.record_ids:
-                    self._forget(command.call_id)
             self._transmit(frame)
 
     def poll(self) -> list[StorageOutcome]:
@@ -245,36 +238,35 @@ class StorageClient:
 
     def _transmit(self, frame: bytes) -> None:
         """Send what the socket takes now; the thread sends the rest."""
-        assert self._wire is not None, "a process that is ready has a socket"
-        sent = 0
-        if not self._unsent:
-            with suppress(BlockingIOError, InterruptedError):
-                try:
-                    sent = self._wire.send(frame, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                except (BrokenPipeError, ConnectionError):
-                    return  # the thread notices the end, and fails what is open
-        if sent < len(frame):
-            self._unsent += memoryview(frame)[sent:]
+        is_first = not self._unsent
+        self._unsent += frame
+        if is_first:
+            self._send_unsent()
+        if self._unsent:
             self._wake()
+
+    def _send_unsent(self) -> None:
+        assert self._wire is not None, "a process that is ready has a socket"
+        with suppress(BlockingIOError, InterruptedError):
+            try:
+                sent = self._wire.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except ConnectionError:
+                sent = len(self._unsent)  # the thread notices the end, and fails what is open
+            del self._unsent[:sent]
 
     def _wake(self) -> None:
         if self._wake_fd >= 0:  # the thread has not ended
             with suppress(BlockingIOError):
                 os.eventfd_write(self._wake_fd, 1)
 
-    def _forget(self, call_id: int) -> None:
-        self._open.pop(call_id, None)
-        self._to_fetch.pop(call_id, None)
-
     def _fail_open(self, reason: str) -> None:
         """Fail every open command: the process is gone."""
         self._is_ready = False
         self._unsent.clear()
         self._held = set()
-        for call_id, command in self._open.items():
-            self._outcomes += failures_of(command, self._to_fetch.get(call_id))
+        for command in self._open.values():
+            self._outcomes += failures_of(command)
         self._open.clear()
-        self._to_fetch.clear()
         capacity = self._settings.disk_bytes
         self._stats = StorageStats("off", reason, capacity_bytes=capacity)
         self._lock.notify_all()
@@ -291,12 +283,15 @@ class StorageClient:
                 if self._is_ready and not was_ready:
                     self._tell_again()
             case Fetched():
-                left = self._to_fetch.get(message.call_id, [])
-                if message.record_id in left:
-                    left.remove(message.record_id)
+                command = self._open.get(message.call_id)
+                if isinstance(command, Fetch) and message.record_id in command.record_ids:
                     self._outcomes.append(message)
-                    if not left:
-                        self._forget(message.call_id)
+                    left = list(command.record_ids)
+                    left.remove(message.record_id)
+                    if left:
+                        self._open[message.call_id] = replace(command, record_ids=tuple(left))
+                    else:
+                        del self._open[message.call_id]
             case _:
                 if self._open.pop(message.call_id, None) is not None:
                     self._outcomes.append(message)
@@ -383,13 +378,11 @@ class StorageClient:
         """Carry frames both ways until the process ends or is silent; return why it was lost."""
         decoder = outcome_decoder()
         until_s = self._clock() + START_S_MAX
-        end_at_s: float | None = None
-        has_shut = False
+        end_at_s: float | None = None  # once our end is shut
         while True:
             with self._lock:
                 is_sending = bool(self._unsent)
-            if self._closing.is_set() and not is_sending and not has_shut:
-                has_shut = True
+            if self._closing.is_set() and not is_sending and end_at_s is None:
                 end_at_s = self._clock() + FINISH_S
                 with suppress(OSError):
                     wire.shutdown(socket.SHUT_WR)
@@ -398,7 +391,8 @@ class StorageClient:
             ready, can_send, _ = select.select(readable, writable, [], 0.25)
             self._clear_wake()
             if can_send:
-                self._send_rest(wire)
+                with self._lock:
+                    self._send_unsent()
             now_s = self._clock()
             if wire.fileno() in ready:
                 try:
@@ -416,35 +410,5 @@ class StorageClient:
                             self._take(message)
             if end_at_s is not None and now_s > end_at_s:
                 return "the storage process did not finish in time"
-            if now_s > until_s and not has_shut:
+            if end_at_s is None and now_s > until_s:
                 return f"the storage process was silent for {self._silence_s:g} s"
-
-    def _send_rest(self, wire: socket.socket) -> None:
-        with self._lock, suppress(BlockingIOError, InterruptedError):
-            try:
-                sent = wire.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            except (BrokenPipeError, ConnectionError):
-                sent = len(self._unsent)  # the end of the socket is noticed next
-            del self._unsent[:sent]
-
-
-def failures_of(
-    command: StorageCommand, record_ids: Iterable[int] | None = None
-) -> Iterator[StorageOutcome]:
-    """Yield the outcomes of a command that failed; `record_ids`: those of a fetch that are open."""
-    match command:
-        case StoreRuns():
-            yield Stored(command.call_id, (), "closed")
-        case Look():
-            yield Looked(command.call_id, ())
-        case Fetch():
-            for record_id in command.record_ids if record_ids is None else record_ids:
-                yield Fetched(command.call_id, record_id, False)
-        case EraseStored():
-            yield StoredErased(command.call_id, code="closed")
-        case Renew():
-            yield Renewed(command.call_id, code="closed")
-        case Recall():
-            yield Recalled(command.call_id, code="closed")
-        case SetStoredQuotas() | KeepHere():
-            pass

@@ -16,13 +16,32 @@ this module. The first frame is `DiskSettings`. Pure: bytes in, messages out.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 
 import msgspec
 from msgspec import Struct
 
 from engine.api import Count, Namespace
 from engine.errors import EngineError
-from engine.moves import SlotLayout, StorageCommand, StorageOutcome
+from engine.moves import (
+    EraseStored,
+    Fetch,
+    Fetched,
+    KeepHere,
+    Look,
+    Looked,
+    Recall,
+    Recalled,
+    Renew,
+    Renewed,
+    SetStoredQuotas,
+    SlotLayout,
+    StorageCommand,
+    StorageOutcome,
+    Stored,
+    StoredErased,
+    StoreRuns,
+)
 from engine.protocol import Decoder
 from engine.storage.remote.address import RemoteSettings
 from engine.storage.sealing.unlocking import SealSettings
@@ -94,3 +113,23 @@ def command_decoder() -> Decoder[Downward]:
 def outcome_decoder() -> Decoder[Upward]:
     """Return a decoder of the storage process's messages, for the engine."""
     return Decoder(_decode_upward)
+
+
+def failures_of(command: StorageCommand) -> Iterator[StorageOutcome]:
+    """Yield the outcomes of a command that nobody carries out: the disk or its process is away."""
+    match command:
+        case StoreRuns():
+            yield Stored(command.call_id, (), "closed")
+        case Look():
+            yield Looked(command.call_id, ())
+        case Fetch():
+            for record_id in command.record_ids:
+                yield Fetched(command.call_id, record_id, False)
+        case EraseStored():
+            yield StoredErased(command.call_id, code="closed")
+        case Renew():
+            yield Renewed(command.call_id, code="closed")
+        case Recall():
+            yield Recalled(command.call_id, code="closed")
+        case SetStoredQuotas() | KeepHere():
+            pass

@@ -26,12 +26,10 @@ from engine.moves import (
     Fetched,
     KeepHere,
     Look,
-    Looked,
     Recall,
-    Recalled,
     Renew,
-    Renewed,
     SetStoredQuotas,
+    StorageCommand,
     StorageStats,
     Stored,
     StoreRuns,
@@ -47,6 +45,7 @@ from engine.storage.messages import (
     HeldNamespaces,
     Upward,
     encode_frame,
+    failures_of,
 )
 from engine.storage.plans import PlannedRead, StoreSettings
 from engine.storage.remote.link import RemoteLink
@@ -313,6 +312,8 @@ class StorageService:
     # -- commands -------------------------------------------------------------------------------
 
     def _handle(self, message: Downward) -> None:
+        if isinstance(message, DiskSettings):
+            raise FrameError("settings twice")
         store = self._store
         if store is None:
             self._refuse(message)
@@ -329,8 +330,6 @@ class StorageService:
                 store.set_quotas(message.quotas)
             case KeepHere():
                 store.keep_here(message.namespaces)
-            case DiskSettings():
-                raise FrameError("settings twice")
 
     def _ask(self, store: DiskStore, message: Look | Fetch | Renew | Recall) -> None:
         """Have a command answered by the index. Where that fails, it is refused."""
@@ -361,23 +360,12 @@ class StorageService:
         if not store.fetch_remote(plan, then):
             self._io.read(partial(store.read, plan), then)
 
-    def _refuse(self, message: Downward) -> None:
-        match message:
-            case Look():
-                self._send(Looked(message.call_id, ()))
-            case Fetch():
-                for record_id in message.record_ids:
-                    self._send(Fetched(message.call_id, record_id, False))
-            case StoreRuns():
-                self._send(Stored(message.call_id, (), "closed"))
-            case EraseStored():
-                self._erasures.owe(message, "closed")
-            case Renew():
-                self._send(Renewed(message.call_id, code="closed"))
-            case Recall():
-                self._send(Recalled(message.call_id, code="closed"))
-            case _:
-                pass
+    def _refuse(self, command: StorageCommand) -> None:
+        if isinstance(command, EraseStored):
+            self._erasures.owe(command, "closed")
+            return
+        for outcome in failures_of(command):
+            self._send(outcome)
 
     def _finish_read(self, store: DiskStore, plan: PlannedRead) -> None:
         if store is not self._store:

@@ -23,8 +23,8 @@ from engine.moves import (
     StorageOutcome,
     StoreRuns,
 )
-from engine.storage.client import failures_of
 from engine.storage.memory.arena import HostArena
+from engine.storage.messages import failures_of
 from engine.storage.plans import PlannedRead, StoreSettings
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import RemoteStore
