@@ -6,9 +6,7 @@ makes it, an I/O thread fills in what became of it, and the store takes it back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from engine.api import Namespace
@@ -17,39 +15,6 @@ from engine.storage.index.index import RecordRow
 from engine.storage.index.names import Scope
 from engine.storage.sealing.seals import RecordSeal
 from engine.storage.slabs.slabs import Place
-
-SPARE_BYTES = 2 * 2**30
-"""Bytes that are left to others on the file system."""
-SLABS_MIN = 32
-"""Slabs that a disk has room for, at least, where records have several sizes."""
-
-
-class StoreSettings:
-    """How much a store may take. `slot_sizes`: the bytes of copies, by format. `spare_bytes`: left
-    to others on its file system. `remote_bytes`: in the remote store; 0: without a bound."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        disk_bytes: int,
-        slot_sizes: Sequence[int],
-        slab_bytes: int = 2**30,
-        write_bytes_per_day: int = 0,
-        run_tokens: int = 16,
-        spare_bytes: int = SPARE_BYTES,
-        remote_bytes: int = 0,
-    ) -> None:
-        self.folder = folder
-        self.disk_bytes = disk_bytes
-        self.slot_sizes = tuple(slot_sizes)
-        self.slab_bytes = slab_bytes
-        if len(self.slot_sizes) > 1:  # each size has slabs of its own
-            self.slab_bytes = min(slab_bytes, disk_bytes // SLABS_MIN)
-        self.write_bytes_per_day = write_bytes_per_day or disk_bytes
-        self.run_tokens = run_tokens
-        self.spare_bytes = spare_bytes
-        self.remote_bytes = remote_bytes
 
 
 @dataclass(slots=True)

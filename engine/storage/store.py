@@ -1,10 +1,10 @@
 """An open store on disk: what is found there, fetched, renewed, erased and dropped.
 
 `DiskStore` belongs to one thread, the storage process's main one, and waits for no slab: a store is
-`plan`, then `write` in another thread, then `commit` (`batch_writer`); a fetch is `plan_fetch`,
-`read` in another thread, `finish_read`. A place is written and synced before its row is committed,
-and a row is gone before its place is used again. So a crash in between leaves a free place, or a
-row that its place's header contradicts, which is dropped when it is read.
+its writer's `plan`, then `write` in another thread, then `commit`; a fetch is `plan_fetch`, the
+reader's `read` in another thread, then `finish_read`. A place is written and synced before its row
+is committed, and a row is gone before its place is used again. So a crash in between leaves a free
+place, or a row that its place's header contradicts, which is dropped when it is read.
 
 It knows no socket and no process. A `DiskError` that leaves a method means that the disk cannot be
 used: the store is closed and opened again later.
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 
 import apsw
 
-from engine.api import Namespace, Quota
+from engine.api import Namespace
 from engine.errors import EngineError
 from engine.moves import (
     EraseStored,
@@ -32,27 +32,24 @@ from engine.moves import (
     Renew,
     Renewed,
     StorageStats,
-    Stored,
     StoredErased,
-    StoreRuns,
 )
 from engine.statistics import PayerBytes
-from engine.storage.batch_writer import BatchWriter, RunAll
+from engine.storage.batch_writer import BatchWriter
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import INDEX_NAME
 from engine.storage.index.names import Scope
 from engine.storage.index.promise_rows import PromiseRows
 from engine.storage.index.remote_rows import REMOTE, level_of
-from engine.storage.plans import PlannedRead, PlannedStore, StoreSettings, WriteBatch
+from engine.storage.plans import PlannedRead, PlannedStore
 from engine.storage.reader import RecordReader
 from engine.storage.remote.copies import PUT_PART, RemoteCopies
 from engine.storage.remote.link import RemoteLink
-from engine.storage.room.disk_room import DiskRoom
-from engine.storage.room.quotas import DiskBooks
+from engine.storage.room.disk_room import DiskRoom, StoreSettings
+from engine.storage.room.quotas import DiskBooks, DiskQuotas
 from engine.storage.sealing.seals import Seals
 from engine.storage.slabs.record import place_bytes_of
 from engine.storage.slabs.slabs import DiskCalls, Place, SlabFiles
-from engine.storage.wall_clock import StoreClock
 
 EXPIRE_BATCH = 2_048
 NOTE_MS = 30_000
@@ -61,8 +58,38 @@ DiskError = (apsw.Error, OSError, EngineError)
 """What a store raises that cannot be opened, or used any more."""
 
 
+class StoreClock:
+    """Wall-clock milliseconds that never go back, also over restarts.
+
+    Instants on disk must outlive the process, so they are of the wall clock. Where that went back,
+    the store's own time goes on with the monotonic clock from the latest instant that it has seen:
+    a clock that went back lengthens no limit. `went_back_ms`: how far it was behind that instant
+    when the store was opened.
+    """
+
+    def __init__(
+        self, wall_ms: Callable[[], int], monotonic_s: Callable[[], float], last_ms: int
+    ) -> None:
+        """Both clocks are read at each call; `last_ms`: the latest instant on disk."""
+        self._wall_ms, self._monotonic_s = wall_ms, monotonic_s
+        self.went_back_ms = max(0, last_ms - wall_ms())
+        self._base_ms = max(last_ms, wall_ms())
+        self._base_s = monotonic_s()
+
+    def now_ms(self) -> int:
+        """Return the present instant: the greater of the wall clock and the time that passed."""
+        now_s, wall_ms = self._monotonic_s(), self._wall_ms()
+        passed_ms = self._base_ms + int((now_s - self._base_s) * 1_000)
+        if wall_ms > passed_ms:
+            self._base_ms, self._base_s = wall_ms, now_s
+            return wall_ms
+        return passed_ms
+
+
 class DiskStore:
-    """An open store. `view` returns a slot's bytes, of a size."""
+    """An open store. `writer`: of records, `reader`: of their bytes, `slabs`: of their places;
+    `quotas`: who may have how much, `books`: who has; `remote`: None without a remote store.
+    """
 
     def __init__(
         self,
@@ -77,102 +104,85 @@ class DiskStore:
     ) -> None:
         """Open the store of a folder that is ready, or make it. O(records).
 
-        `tick` is called now and then while a long query or change runs; it may call `stats`.
-        `seals`: of a sealed store; closed with it. `link`: the way to a remote store, which only a
-        sealed store may have. Raises IndexUnusable, apsw.Error, OSError.
+        `view` returns a slot's bytes, of a size. `tick` is called now and then while a long query
+        or change runs; it may call `stats`. `seals`: of a sealed store; closed with it. `link`: the
+        way to a remote store, which only a sealed store may have. Raises IndexUnusable, apsw.Error,
+        OSError.
         """
-        self._settings, self._view, self._calls = settings, view, calls
+        self._settings, self._calls, self._uptime_s = settings, calls, uptime_s
         self._seals = seals
         self.remote: RemoteCopies | None = None
-        self._uptime_s = uptime_s
+        self._promised: dict[int, int] = {}
+        self._noted_ms = self._count_promised_at_ms = 0
+        self.fetched_total = self.expired_total = self.damaged_total = 0
+        self.read_bytes, self.read_seconds = 0, 0.0
+        folder = settings.folder
         place_sizes = {size: place_bytes_of(size) for size in settings.slot_sizes}
         present_sizes = sorted(set(place_sizes.values()), reverse=True)
-        self._place_bytes = present_sizes[0]
-        folder = settings.folder
-        self._index = RecordIndex(
-            folder / INDEX_NAME,
-            may_make=not any(folder.glob("*.slab")),
-            tick=tick,
-            seals=seals,
-        )
-        try:
-            self._slabs = SlabFiles(folder, settings.slab_bytes, calls)
-            try:
-                self._index.reserve_ids()
-                last_ms = int(self._index.file.meta("last_ms", 0))
-                self.clock = StoreClock(wall_ms, uptime_s, last_ms)
-                self._books = DiskBooks()
-                self._reset_counts()
-                pinned: set[RecordId] = set()
-                self._room = DiskRoom(
-                    *(settings, self._index, self._slabs, self._books, present_sizes),
-                    pinned=pinned,
-                    now_ms=self.clock.now_ms,
-                    drop=self._drop,
-                    demote=self._demote,
-                )
-                self._load()
-                self._writer = BatchWriter(
-                    *(self._index, self._slabs, self._books, self._room, self._promises, view),
-                    place_sizes=place_sizes,
-                    run_tokens=settings.run_tokens,
-                    bytes_per_day=settings.write_bytes_per_day,
-                    pinned=pinned,
-                    now_ms=self.clock.now_ms,
-                    drop=self._drop,
-                    committed=self._committed,
-                )
-                if link is not None:
-                    self.remote = self._remote_copies(link)
-            except BaseException:
-                self._slabs.close()
-                raise
-        except BaseException:
-            self._index.close()
-            raise
+        may_make = not any(folder.glob("*.slab"))
+        with ExitStack() as opened:
+            index = RecordIndex(folder / INDEX_NAME, may_make=may_make, tick=tick, seals=seals)
+            self._index = opened.enter_context(closing(index))
+            slabs = SlabFiles(folder, settings.slab_bytes, calls)
+            self.slabs = opened.enter_context(closing(slabs))
+            index.reserve_ids()
+            self.clock = StoreClock(wall_ms, uptime_s, int(index.file.meta("last_ms", 0)))
+            self._promises = PromiseRows(index)
+            self.reader = RecordReader(slabs, view, index.file.store_id, present_sizes[0], uptime_s)
+            self.books = DiskBooks()
+            self.quotas = DiskQuotas(settings.disk_bytes, present_sizes[0])
+            pinned: set[RecordId] = set()
+            self._room = DiskRoom(
+                *(settings, index, slabs, self.books, self.quotas, present_sizes),
+                pinned=pinned,
+                now_ms=self.clock.now_ms,
+                drop=self._drop,
+                demote=self._demote,
+            )
+            self._take_stock()
+            self.writer = BatchWriter(
+                *(index, slabs, self.books, self._room, self._promises, view),
+                place_sizes=place_sizes,
+                run_tokens=settings.run_tokens,
+                bytes_per_day=settings.write_bytes_per_day,
+                pinned=pinned,
+                now_ms=self.clock.now_ms,
+                drop=self._drop,
+                committed=self._committed,
+            )
+            if link is not None:
+                self.remote = self._remote_copies(link)
+            opened.pop_all()
 
-    def _reset_counts(self) -> None:
-        self._noted_ms = self._count_promised_at_ms = 0
-        self._promised: dict[int, int] = {}
-        self.fetched_total = self.expired_total = self.damaged_total = 0
-        self.read_bytes = 0
-        self.read_seconds = 0.0
-
-    def _load(self) -> None:
-        """Take stock: places, sums, and rows whose place does not exist."""
-        self._store_id = self._index.file.store_id
-        self._promises = PromiseRows(self._index)
-        self._reader = RecordReader(
-            self._slabs, self._view, self._store_id, self._place_bytes, self._uptime_s
-        )
-        sizes = self._slabs.sizes
-        if gone := self._index.outside(sizes):
-            with self._index.file.change():
-                self.damaged_total += len(self._index.delete_under(gone))
+    def _take_stock(self) -> None:
+        """Count places and sums; delete the rows whose place does not exist."""
+        index, names, sizes = self._index, self._index.names, self.slabs.sizes
+        if gone := index.outside(sizes):
+            with index.file.change():
+                self.damaged_total += len(index.delete_under(gone))
         for number in sizes:
-            self._slabs.set_used(number, self._index.used_places(number))
-        scopes = {scope.scope_id: scope.namespace for scope in self._index.names.scopes}
-        for scope_id, payer_id, fidelity, count, places, size in self._index.sums():
-            self._books.add_bytes(self._index.names.payer_name(payer_id), size, fidelity, places)
-            self._books.add_records(scopes[scope_id], count)
-        with self._index.file.change():
+            self.slabs.set_used(number, index.used_places(number))
+        for scope_id, payer_id, fidelity, count, places, size in index.sums():
+            self.books.add_bytes(names.payer_name(payer_id), size, fidelity, places)
+            self.books.add_records(names.scope_of(scope_id).namespace, count)
+        with index.file.change():
             self._remove_scopes(lambda scope: True)
             self._note_time()
         if self._seals is not None:
-            self._seals.keep_only({scope.namespace for scope in self._index.names.scopes})
-        self._promised = self._index.promised(self.clock.now_ms())
+            self._seals.keep_only({scope.namespace for scope in names.scopes})
+        self._promised = index.promised(self.clock.now_ms())
 
     def _remote_copies(self, link: RemoteLink) -> RemoteCopies:
         assert self._seals is not None, "only a sealed store has copies elsewhere"
         return RemoteCopies(
             self._index,
-            self._slabs,
-            self._reader,
+            self.slabs,
+            self.reader,
             link,
             store_name=self._seals.store_name,
             bytes_max=self._settings.remote_bytes,
             give_up_place=self._give_up_place,
-            cold=self._room.next_dropped,
+            cold=self._room.order.next_dropped,
             drop=self._drop,
             now_ms=self.clock.now_ms,
             uptime_s=self._uptime_s,
@@ -186,43 +196,15 @@ class DiskStore:
                 self._note_time()
             self._index.file.empty_log()
         self._index.close()
-        self._slabs.close()
+        self.slabs.close()
         if self._seals is not None:
             self._seals.close()
-
-    @property
-    def namespaces(self) -> list[Namespace]:
-        """The namespaces that have records."""
-        return self._books.namespaces
-
-    def take_changes(self) -> tuple[tuple[Namespace, ...], tuple[Namespace, ...]]:
-        """Return the namespaces that got their first record and lost their last one since then."""
-        return self._books.take_changes()
-
-    def set_quotas(self, quotas: Iterable[Quota]) -> None:
-        """Replace the quotas of the payers that are named."""
-        self._room.set_quotas(quotas)
 
     def keep_here(self, namespaces: Iterable[Namespace]) -> None:
         """Put nothing more of these namespaces into the remote store."""
         if self.remote is not None:
             with self._index.file.change():
                 self.remote.keep_here(namespaces)
-
-    # -- store ----------------------------------------------------------------------------------
-
-    def plan(self, commands: Sequence[StoreRuns]) -> WriteBatch:
-        """Take places for the runs that have no record yet. At most one batch is under way."""
-        return self._writer.plan(commands)
-
-    def write(self, batch: WriteBatch, run_all: RunAll) -> None:
-        """Write the batch's records and sync them. For another thread; `run_all` runs calls and
-        waits for them. Errors are noted in the batch."""
-        self._writer.write(batch, run_all)
-
-    def commit(self, batch: WriteBatch) -> list[Stored]:
-        """Commit the rows of what was written; return the outcomes. `sync_log` makes them last."""
-        return self._writer.commit(batch)
 
     def sync_log(self) -> None:
         """Make all commits survive a power cut. For another thread. Raises OSError."""
@@ -243,8 +225,8 @@ class DiskStore:
 
     def _give_up_place(self, row: RecordRow) -> None:
         payer = self._index.names.payer_name(row.payer_id)
-        self._books.add_bytes(payer, -row.place_bytes, row.fidelity)
-        self._slabs.give_back(row.place)
+        self.books.add_bytes(payer, -row.place_bytes, row.fidelity)
+        self.slabs.give_back(row.place)
 
     def _drop(self, tops: Sequence[RecordId]) -> int:
         """Delete records with everything under them, in the caller's transaction."""
@@ -253,11 +235,9 @@ class DiskStore:
     def _drop_rows(self, tops: Sequence[RecordId]) -> list[RecordRow]:
         rows = self._index.delete_under(tops)
         for row in rows:
-            payer = self._index.names.payer_name(row.payer_id)
-            self._books.add_records(self._index.names.scope_of(row.scope_id).namespace, -1)
+            self.books.add_records(self._index.names.scope_of(row.scope_id).namespace, -1)
             if row.slab != REMOTE:
-                self._books.add_bytes(payer, -row.place_bytes, row.fidelity)
-                self._slabs.give_back(row.place)
+                self._give_up_place(row)
         return rows
 
     # -- look, fetch, renew ---------------------------------------------------------------------
@@ -273,16 +253,15 @@ class DiskStore:
         now_ms = self.clock.now_ms()
         scope = self._index.names.scope(command.namespace)
         plans: list[PlannedRead | Fetched] = []
-        slots = [*command.slots, *([-1] * len(command.record_ids))]
-        for record_id, slot in zip(command.record_ids, slots, strict=False):
+        for record_id, slot in zip(command.record_ids, command.slots, strict=True):
             row = self._index.live_row(scope, record_id, now_ms)
-            if row is None or row.payload_bytes != command.slot_bytes or slot < 0:
+            if row is None or row.payload_bytes != command.slot_bytes:
                 plans.append(Fetched(command.call_id, record_id, False))
                 continue
             assert scope is not None, "a live row has a scope"
             name = ""
             if row.slab != REMOTE:
-                self._slabs.hold(row.place)
+                self.slabs.hold(row.place)
             elif self.remote is not None:
                 name = self.remote.rows.name_of(record_id)
             facts = command.call_id, command.namespace, row, slot, scope.seal, name
@@ -300,20 +279,16 @@ class DiskStore:
             self.remote.fetch(plan, then)
         return True
 
-    def read(self, plan: PlannedRead) -> None:
-        """Read a record, check it against its row, and copy it to its slot. For any thread."""
-        self._reader.read(plan)
-
     def finish_read(self, plan: PlannedRead) -> Fetched:
         """Return the outcome; strike a damaged record. Raises OSError if the disk failed."""
         row, now_ms = plan.row, self.clock.now_ms()
         level = level_of(row.slab)
         if level == "disk":
-            self._slabs.release(row.place)
+            self.slabs.release(row.place)
         is_there = self._index.row(row.record_id) is not None and row.limit_ms > now_ms
         if plan.verdict == "damaged" and is_there:
             if level == "disk":
-                self._slabs.mark_bad(row.place)
+                self.slabs.mark_bad(row.place)
             with self._index.file.change():
                 self.damaged_total += self._drop([row.record_id])
         is_done = plan.verdict == "done" and is_there
@@ -362,45 +337,40 @@ class DiskStore:
         the receipt and the places that had it, or are written with it just now.
 
         Where all of a sealed namespace goes, its key is destroyed, so that no copy of its bytes
-        opens again. The bytes are wiped by the caller: `take_dirty`, `wipe`, `put_wiped`, until
-        none of the places is `unwiped`; objects in the remote store are deleted by it, too:
-        `remote.settle`.
+        opens again. The bytes are wiped by the caller: `take_dirty`, `wipe`, `put_wiped` of the
+        slabs, until none of the places is `unwiped`; objects in the remote store are deleted by it,
+        too: `remote.settle`.
         """
-        places = self._writer.erase(command.namespace)
+        places = self.writer.erase(command.namespace)
         scope = self._index.names.scope(command.namespace)
         is_all = command.lease_id is None and not command.tokens
-        is_shredded = is_all and self._seals is not None
-        if scope is None:
-            self._shred(command.namespace, is_shredded=is_shredded)
-            return StoredErased(command.call_id, is_shredded=is_shredded), places
-        before = self._books.used_bytes
-        with self._index.file.change():
-            if command.lease_id is not None:
-                tops = self._index.leased(scope, command.lease_id)
-            else:
-                size = self._settings.run_tokens
-                tops = self._index.tops_under(scope, command.tokens or (), size)
-            rows = self._drop_rows(tops)
-            if command.lease_id is not None:
-                self._index.remove_lease(scope, command.lease_id)
-            is_needed = self._books.has(command.namespace) or self._writer.is_planned(scope)
-            if is_shredded or not is_needed:
-                self._index.names.remove_scope(command.namespace)
-        self._index.file.empty_log()
-        self._shred(command.namespace, is_shredded=is_shredded)
-        gone = before - self._books.used_bytes
+        seals = self._seals if is_all else None
+        rows, before = list[RecordRow](), self.books.used_bytes
+        if scope is not None:
+            with self._index.file.change():
+                rows = self._drop_rows(self._tops_to_erase(scope, command))
+                if command.lease_id is not None:
+                    self._index.remove_lease(scope, command.lease_id)
+                is_needed = self.books.has(command.namespace) or self.writer.is_planned(scope)
+                if seals is not None or not is_needed:
+                    self._index.names.remove_scope(command.namespace)
+            self._index.file.empty_log()
+        if seals is not None:
+            seals.destroy(command.namespace)  # also a key that is older than the scope
+        gone = before - self.books.used_bytes
         places.update(row.place for row in rows if row.slab != REMOTE)
+        is_shredded = seals is not None
         return StoredErased(command.call_id, len(rows), gone, is_shredded=is_shredded), places
+
+    def _tops_to_erase(self, scope: Scope, command: EraseStored) -> list[RecordId]:
+        if command.lease_id is not None:
+            return self._index.leased(scope, command.lease_id)
+        return self._index.tops_under(scope, command.tokens or (), self._settings.run_tokens)
 
     def unwiped(self, places: set[Place]) -> set[Place]:
         """Return those of erased places whose bytes are still read, written or there. O(these)."""
-        written = self._writer.places
-        return {place for place in places if place in written or self._slabs.is_unwiped(place)}
-
-    def _shred(self, namespace: Namespace, *, is_shredded: bool) -> None:
-        """Destroy the key of a namespace, which may be older than its scope."""
-        if is_shredded and self._seals is not None:
-            self._seals.destroy(namespace)
+        written = self.writer.places
+        return {place for place in places if place in written or self.slabs.is_unwiped(place)}
 
     def maintain(self) -> None:
         """Delete what has expired, and drop ahead of need. Call each second.
@@ -412,22 +382,22 @@ class DiskStore:
         expired = [
             one
             for one in self._index.expired(now_ms, EXPIRE_BATCH)
-            if one not in self._writer.pinned
+            if one not in self.writer.pinned
         ]
         is_due = now_ms - self._noted_ms >= NOTE_MS
-        is_over = self._room.is_over and self._writer.batch is None
+        is_over = self._room.is_over and self.writer.batch is None
         if expired or is_due or is_over or self._room.is_high:
             with self._index.file.change():
                 self._index.write_uses()
                 self._note_time()
                 self.expired_total += self._drop(expired)
-                self._remove_scopes(lambda scope: not self._writer.is_planned(scope))
+                self._remove_scopes(lambda scope: not self.writer.is_planned(scope))
                 if is_over:
                     self._room.shrink()
                 self._room.drop_ahead()
         if self.remote is not None:
             room = self._settings.disk_bytes - self._index.file.file_bytes
-            self.remote.tick(self._books.used_bytes > PUT_PART * room)
+            self.remote.tick(self.books.used_bytes > PUT_PART * room)
         if now_ms >= self._count_promised_at_ms:
             began_s = self._uptime_s()
             self._promised = self._index.promised(now_ms)
@@ -438,24 +408,12 @@ class DiskStore:
         """Remove the scopes of namespaces without records, in the caller's transaction. A key of
         theirs stays until the store is opened again. O(scopes)."""
         for scope in self._index.names.scopes:
-            if not self._books.has(scope.namespace) and may_go(scope):
+            if not self.books.has(scope.namespace) and may_go(scope):
                 self._index.names.remove_scope(scope.namespace)
 
     def _note_time(self) -> None:
         self._noted_ms = self.clock.now_ms()
         self._index.file.set_meta("last_ms", self._noted_ms)
-
-    def take_dirty(self) -> list[Place]:
-        """Return the free places whose old bytes are still there, for `wipe`."""
-        return self._slabs.take_dirty()
-
-    def wipe(self, places: Sequence[Place]) -> None:
-        """Make their bytes read as zeros. For another thread. Raises OSError."""
-        self._slabs.wipe(places)
-
-    def put_wiped(self, places: Sequence[Place], *, is_wiped: bool) -> None:
-        """Make places free again after `wipe`."""
-        self._slabs.put_wiped(places, is_wiped=is_wiped)
 
     # -- statistics -----------------------------------------------------------------------------
 
@@ -468,23 +426,23 @@ class DiskStore:
             "full" if self._room.full_reason else "open",
             self._room.full_reason,
             capacity_bytes=self._settings.disk_bytes,
-            used_bytes=self._books.used_bytes,
+            used_bytes=self.books.used_bytes,
             promised_bytes=sum(promised.values()),
-            records=self._books.records,
-            stored_total=self._writer.stored_total,
+            records=self.books.records,
+            stored_total=self.writer.stored_total,
             fetched_total=self.fetched_total,
-            dropped_total=self._writer.replaced_total + self._room.dropped_total,
-            expired_total=self._writer.expired_total + self.expired_total,
+            dropped_total=self.writer.replaced_total + self._room.order.dropped_total,
+            expired_total=self.writer.expired_total + self.expired_total,
             damaged_total=self.damaged_total,
-            written_bytes_total=self._writer.written_bytes_total,
-            written_bytes_today=self._writer.written_today,
+            written_bytes_total=self.writer.written_bytes_total,
+            written_bytes_today=self.writer.written_today,
             read_bytes_per_s=self.read_bytes / self.read_seconds if self.read_seconds else 0.0,
-            namespaces=len(self._books.namespaces),
+            namespaces=len(self.books.namespaces),
             payers=tuple(
                 PayerBytes(payer, size, promised.get(payer, 0))
-                for payer, size in self._books.used.items()
+                for payer, size in self.books.used.items()
             ),
-            copies=self._books.copies(),
+            copies=self.books.copies(),
             remote=None if self.remote is None else self.remote.stats(),
         )
 
@@ -493,5 +451,5 @@ class DiskStore:
 
         O(records). Raises InvariantViolation at the first mismatch.
         """
-        assert self._writer.batch is None, "planned bytes are in the books, and not in the index"
+        assert self.writer.batch is None, "planned bytes are in the books, and not in the index"
         self._room.check()

@@ -76,10 +76,12 @@ def main(folder: Path, seed: int, lie: str) -> None:
             say("stored", b"kept-0-0", 999)
             os.kill(os.getpid(), signal.SIGKILL)
         if number == 6 and lie == "rows_first":
-            batch = rig.disk.plan([rig.store_command(b"kept-0-0", tokens_of(999), payer=KEPT)])
-            rig.disk.commit(batch)
+            batch = rig.disk.writer.plan(
+                [rig.store_command(b"kept-0-0", tokens_of(999), payer=KEPT)]
+            )
+            rig.disk.writer.commit(batch)
             os.kill(os.getpid(), signal.SIGKILL)
-            rig.disk.write(batch, run_in_turn)
+            rig.disk.writer.write(batch, run_in_turn)
 
 
 def expected(namespace: bytes, number: int) -> bytes:

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,9 +18,9 @@ import pytest
 
 from engine.errors import EngineError
 from engine.moves import Stored
+from engine.storage.batch_writer import BatchWriter, RunAll
 from engine.storage.plans import WriteBatch
 from engine.storage.slabs.slabs import DiskCalls
-from engine.storage.store import DiskStore
 from tests.crash.power_cut import Disk, disk_of
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.local_storage import LocalRig
@@ -167,14 +167,12 @@ def test_detects_a_lying_disk(tmp_path: Path) -> None:
 
 def test_detects_rows_before_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the order: a row committed and synced before its bytes are."""
-    commit = DiskStore.commit
+    commit = BatchWriter.commit
 
-    def skip(
-        self: DiskStore, batch: WriteBatch, run_all: Callable[[list[Callable[[], None]]], None]
-    ) -> None:
+    def skip(self: BatchWriter, batch: WriteBatch, run_all: RunAll) -> None:
         """Write nothing yet."""
 
-    def commit_first(self: DiskStore, batch: WriteBatch) -> list[Stored]:
+    def commit_first(self: BatchWriter, batch: WriteBatch) -> list[Stored]:
         runs = [
             (run, store.command.slot_bytes)
             for store in batch.stores
@@ -182,13 +180,13 @@ def test_detects_rows_before_their_bytes(tmp_path: Path, monkeypatch: pytest.Mon
             if run.place is not None
         ]
         outcomes = commit(self, batch)
-        self.sync_log()
+        self._index.file.empty_log()
         for run, slot_bytes in runs:
-            self._writer._write_run(batch, run, slot_bytes)
+            self._write_run(batch, run, slot_bytes)
         return outcomes
 
-    monkeypatch.setattr(DiskStore, "write", skip)
-    monkeypatch.setattr(DiskStore, "commit", commit_first)
+    monkeypatch.setattr(BatchWriter, "write", skip)
+    monkeypatch.setattr(BatchWriter, "commit", commit_first)
     assert noticed(tmp_path) >= LIES // 2
 
 

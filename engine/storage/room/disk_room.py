@@ -9,14 +9,15 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
 
-from engine.api import Payer, Quota
+from engine.api import Payer
 from engine.errors import InvariantViolation
 from engine.moves import ROOT, RecordId
 from engine.storage.index.index import RecordIndex
 from engine.storage.index.remote_rows import REMOTE
-from engine.storage.plans import StoreSettings
 from engine.storage.room.drop_order import DropOrder
 from engine.storage.room.quotas import DiskBooks, DiskQuotas
 from engine.storage.slabs.slabs import Place, SlabFiles
@@ -28,10 +29,35 @@ DROP_AHEAD_TURNS = 128
 """How often one `drop_ahead` makes room, by a few records each time: a look waits."""
 NO_SLAB_MS = 60_000
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+SLABS_MIN = 32
+"""Slabs that a disk has room for, at least, where records have several sizes."""
+
+
+@dataclass
+class StoreSettings:
+    """How much a store may take. `slot_sizes`: the bytes of copies, by format.
+    `write_bytes_per_day`: 0 for as much as `disk_bytes`. `spare_bytes`: left to others on its file
+    system. `remote_bytes`: in the remote store; 0: without a bound."""
+
+    folder: Path
+    disk_bytes: int
+    slot_sizes: tuple[int, ...]
+    slab_bytes: int = 2**30
+    write_bytes_per_day: int = 0
+    run_tokens: int = 16
+    spare_bytes: int = 2 * 2**30
+    remote_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Cut slabs so that each size may have some of its own."""
+        if len(self.slot_sizes) > 1:
+            self.slab_bytes = min(self.slab_bytes, self.disk_bytes // SLABS_MIN)
+        self.write_bytes_per_day = self.write_bytes_per_day or self.disk_bytes
 
 
 class DiskRoom:
     """The room of one open store. `full_reason`: why the disk takes nothing new; "" if it does.
+    `order`: what goes first.
 
     Methods may raise apsw.Error and OSError.
     """
@@ -42,6 +68,7 @@ class DiskRoom:
         index: RecordIndex,
         slabs: SlabFiles,
         books: DiskBooks,
+        quotas: DiskQuotas,
         sizes: Sequence[int],
         *,
         pinned: Set[RecordId],
@@ -53,9 +80,9 @@ class DiskRoom:
         `DropOrder`."""
         self._settings, self._index, self._slabs, self._books = settings, index, slabs, books
         self._sizes, self._now_ms, self._drop = sizes, now_ms, drop
-        self._quotas = DiskQuotas(settings.disk_bytes, sizes[0])
-        self._order = DropOrder(
-            *(index, slabs, books, self._quotas, sizes),
+        self._quotas = quotas
+        self.order = DropOrder(
+            *(index, slabs, books, quotas, sizes),
             pinned=pinned,
             now_ms=now_ms,
             drop=drop,
@@ -63,20 +90,6 @@ class DiskRoom:
         )
         self.full_reason = ""
         self._no_slab_until_ms = 0
-        self._shrunk_total = 0
-
-    @property
-    def dropped_total(self) -> int:
-        """Records that went for room."""
-        return self._order.dropped_total + self._shrunk_total
-
-    def set_quotas(self, quotas: Iterable[Quota]) -> None:
-        """Replace the quotas of the payers that are named."""
-        self._quotas.set(quotas)
-
-    def next_dropped(self, count: int) -> list[RecordId]:
-        """Return records that go next for room, of the payer that gives next."""
-        return self._order.next_dropped(count)
 
     # -- places ---------------------------------------------------------------------------------
 
@@ -88,12 +101,12 @@ class DiskRoom:
         ceiling = self._quotas.ceiling(payer)
         while ceiling is not None and self._books.used.get(payer, 0) + size > ceiling:
             others = set(self._slabs.place_sizes().values()).difference(self._sizes)
-            if not self._order.drop_leaves(payer, 1, [*sorted(others), *self._sizes]):
+            if not self.order.drop_leaves(payer, 1, [*sorted(others), *self._sizes]):
                 return "over_quota"
         while (place := self._slabs.take(size)) is None:
             if self._slabs.is_wiping:
                 return "full"  # for a moment: nothing is dropped for it
-            if not self._grow(size) and not self._order.make_room(payer, size):
+            if not self._grow(size) and not self.order.make_room(payer, size):
                 return "full"
         return place
 
@@ -148,7 +161,7 @@ class DiskRoom:
         for number in sorted(self._slabs.sizes, reverse=True):
             under = self._index.under(self._index.of_slab(number, now_ms)[0])
             if not any(row.promise_ms > now_ms for row in under.values()):
-                self._shrunk_total += self._drop(list(under))
+                self.order.dropped_total += self._drop(list(under))
                 self._slabs.remove_if_empty(number)
                 return
 
@@ -161,7 +174,7 @@ class DiskRoom:
         turns = 0
         while self._books.used_bytes > part * room:
             turns += 1
-            if turns > DROP_AHEAD_TURNS or not self._order.make_room(b""):
+            if turns > DROP_AHEAD_TURNS or not self.order.make_room(b""):
                 return
         if self.full_reason and (room or self._now_ms() >= self._no_slab_until_ms):
             self.full_reason = ""

@@ -81,13 +81,13 @@ class StoredErasures:
     def wipe(self) -> None:
         """Wipe what was given back, one work after another until there is no more."""
         store = self._store
-        if store is None or self._is_wiping or not (places := store.take_dirty()):
+        if store is None or self._is_wiping or not (places := store.slabs.take_dirty()):
             return
         failures: list[OSError] = []
 
         def wipe() -> None:
             try:
-                store.wipe(places)
+                store.slabs.wipe(places)
             except OSError as error:
                 failures.append(error)
 
@@ -96,7 +96,7 @@ class StoredErasures:
 
     def _end_wipe(self, store: DiskStore, places: list[Place], failures: list[OSError]) -> None:
         self._is_wiping = False
-        store.put_wiped(places, is_wiped=not failures)
+        store.slabs.put_wiped(places, is_wiped=not failures)
         if store is not self._store:
             return
         if failures:

@@ -47,9 +47,10 @@ from engine.storage.messages import (
     encode_frame,
     failures_of,
 )
-from engine.storage.plans import PlannedRead, StoreSettings
+from engine.storage.plans import PlannedRead
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import RemoteStore
+from engine.storage.room.disk_room import StoreSettings
 from engine.storage.sealing.unlocking import unlock
 from engine.storage.service.erasures import StoredErasures
 from engine.storage.service.log_sync import LogSync
@@ -208,7 +209,7 @@ class StorageService:
     def _tell_changes(self) -> None:
         if self._store is None:
             return
-        gained, lost = self._store.take_changes()
+        gained, lost = self._store.books.take_changes()
         for at in range(0, max(len(gained), len(lost)), NAMESPACES_PER_FRAME):
             end = at + NAMESPACES_PER_FRAME
             self._send(HeldNamespaces(gained[at:end], lost[at:end]))
@@ -327,7 +328,7 @@ class StorageService:
                 self._queue.fail_all("erased", message.namespace)
                 self._erasures.begin(store, message)
             case SetStoredQuotas():
-                store.set_quotas(message.quotas)
+                store.quotas.set(message.quotas)
             case KeepHere():
                 store.keep_here(message.namespaces)
 
@@ -358,7 +359,7 @@ class StorageService:
     def _begin_read(self, store: DiskStore, plan: PlannedRead) -> None:
         then = partial(self._finish_read, store, plan)
         if not store.fetch_remote(plan, then):
-            self._io.read(partial(store.read, plan), then)
+            self._io.read(partial(store.reader.read, plan), then)
 
     def _refuse(self, command: StorageCommand) -> None:
         if isinstance(command, EraseStored):

@@ -53,13 +53,13 @@ class StoreQueue:
             commands.append(self._waiting.popleft())
             records += len(commands[-1].runs)
         try:
-            batch = store.plan(commands)
+            batch = store.writer.plan(commands)
         except DiskError:
             self._fail(commands, "write_failed")
             raise
         self._is_writing = True
         self._io.order(
-            partial(store.write, batch, self._io.run_all),
+            partial(store.writer.write, batch, self._io.run_all),
             partial(self._commit, store, batch, is_lost),
         )
 
@@ -70,7 +70,7 @@ class StoreQueue:
             self._fail(commands, "closed")
             return
         try:
-            outcomes = store.commit(batch)
+            outcomes = store.writer.commit(batch)
         except DiskError:
             self._fail(commands, "write_failed")
             raise

@@ -25,9 +25,10 @@ from engine.moves import (
 )
 from engine.storage.memory.arena import HostArena
 from engine.storage.messages import failures_of
-from engine.storage.plans import PlannedRead, StoreSettings
+from engine.storage.plans import PlannedRead
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import RemoteStore
+from engine.storage.room.disk_room import StoreSettings
 from engine.storage.sealing.key_ring import KeyRing
 from engine.storage.sealing.master_key import MasterKey
 from engine.storage.slabs.slabs import DiskCalls
@@ -74,13 +75,13 @@ class LocalStorage:
                     if isinstance(plan, Fetched):
                         self._outcomes.append(plan)
                     elif not self.store.fetch_remote(plan, partial(self._fetched, plan)):
-                        self.store.read(plan)
+                        self.store.reader.read(plan)
                         self._fetched(plan)
                 self.pump()
             case StoreRuns():
-                batch = self.store.plan([command])
-                self.store.write(batch, run_in_turn)
-                outcomes = self.store.commit(batch)
+                batch = self.store.writer.plan([command])
+                self.store.writer.write(batch, run_in_turn)
+                outcomes = self.store.writer.commit(batch)
                 if batch.is_promised:
                     self.store.sync_log()
                 self._outcomes += outcomes
@@ -98,7 +99,7 @@ class LocalStorage:
                         receipt = replace(receipt, code="pending")
                 self._outcomes.append(receipt)
             case SetStoredQuotas():
-                self.store.set_quotas(command.quotas)
+                self.store.quotas.set(command.quotas)
             case KeepHere():
                 self.store.keep_here(command.namespaces)
 
@@ -123,9 +124,9 @@ class LocalStorage:
 
     def wipe(self) -> None:
         """Wipe what was given back."""
-        while places := self.store.take_dirty():
-            self.store.wipe(places)
-            self.store.put_wiped(places, is_wiped=True)
+        while places := self.store.slabs.take_dirty():
+            self.store.slabs.wipe(places)
+            self.store.slabs.put_wiped(places, is_wiped=True)
 
     def poll(self) -> list[StorageOutcome]:
         """See `Storage`."""
@@ -134,11 +135,11 @@ class LocalStorage:
 
     def has_records(self, namespace: bytes) -> bool:
         """See `Storage`."""
-        return not self._is_closed and namespace in self.store.namespaces
+        return not self._is_closed and namespace in self.store.books.namespaces
 
     def namespaces(self) -> set[bytes]:
         """See `Storage`."""
-        return set() if self._is_closed else set(self.store.namespaces)
+        return set() if self._is_closed else set(self.store.books.namespaces)
 
     def take_changed(self) -> set[bytes]:
         """See `Storage`."""

@@ -95,7 +95,7 @@ def test_a_reopened_store_knows_what_it_knew(make: MakeRig) -> None:
     assert rig.found(A, LONG) == list(ids)
     assert (first.limit_s, first.promise_s) == (90.0, 40.0)
     assert rig.fetch(A, ids[4:]) == [content_of(A, LONG)]
-    assert sorted(rig.disk.namespaces) == [A, B]
+    assert sorted(rig.disk.books.namespaces) == [A, B]
     assert rig.disk.stats().used_bytes == 10 * PLACE
     assert rig.erase(A, lease_id="one").records == 5
 
@@ -274,10 +274,10 @@ def test_a_new_slab_is_synced_beside_the_main_thread_and_before_its_rows(
     monkeypatch.setattr("engine.storage.slabs.slabs.sync_folder", synced.append)
     rig = make(calls=calls)
     calls.fails["sync"] = errno.ENOSPC
-    batch = rig.disk.plan([rig.store_command(A, path_of(1))])
+    batch = rig.disk.writer.plan([rig.store_command(A, path_of(1))])
     assert (synced, batch.stores[0].code) == ([], "")
-    rig.disk.write(batch, run_in_turn)
-    assert (synced, rig.disk.commit(batch)[0].code) == ([], "write_failed")
+    rig.disk.writer.write(batch, run_in_turn)
+    assert (synced, rig.disk.writer.commit(batch)[0].code) == ([], "write_failed")
 
     rig.clock.advance(NO_SLAB_MS / 1_000 + 1.0)
     rig.disk.maintain()
@@ -292,10 +292,10 @@ def test_a_namespace_without_records_is_forgotten_in_the_next_maintenance(make: 
     rig.store(A, LONG[:4], limit_s=10.0)
     rig.store(B, LONG[:4], limit_s=10.0)
     rig.clock.advance(11.0)
-    batch = rig.disk.plan([rig.store_command(B, path_of(1))])
+    batch = rig.disk.writer.plan([rig.store_command(B, path_of(1))])
     rig.disk.maintain()
-    rig.disk.write(batch, run_in_turn)
-    assert rig.disk.commit(batch)[0].code == ""
+    rig.disk.writer.write(batch, run_in_turn)
+    assert rig.disk.writer.commit(batch)[0].code == ""
     assert is_there(rig, 1, B)
     rig.local.close()
 
@@ -307,9 +307,9 @@ def test_a_batch_stores_a_run_once(make: MakeRig) -> None:
     """Two requests with one beginning arrive together."""
     rig = make()
     first, second = rig.store_command(A, LONG), rig.store_command(A, LONG)
-    batch = rig.disk.plan([first, second])
-    rig.disk.write(batch, run_in_turn)
-    one, two = rig.disk.commit(batch)
+    batch = rig.disk.writer.plan([first, second])
+    rig.disk.writer.write(batch, run_in_turn)
+    one, two = rig.disk.writer.commit(batch)
 
     assert one.record_ids == two.record_ids
     assert rig.disk.stats().records == 5
@@ -321,10 +321,10 @@ def test_a_parent_that_goes_while_its_child_is_written_takes_the_child_along(
     """No record without its parent; the place is free again."""
     rig = make()
     (top,) = rig.store(A, LONG[:4], limit_s=10.0)
-    batch = rig.disk.plan([rig.store_command(A, LONG[4:8], parent=top, above=LONG[:4])])
-    rig.disk.write(batch, run_in_turn)
+    batch = rig.disk.writer.plan([rig.store_command(A, LONG[4:8], parent=top, above=LONG[:4])])
+    rig.disk.writer.write(batch, run_in_turn)
     rig.disk._drop([top])
-    (outcome,) = rig.disk.commit(batch)
+    (outcome,) = rig.disk.writer.commit(batch)
 
     assert (outcome.record_ids, outcome.code) == ((), "no_parent")
     assert rig.disk.stats().used_bytes == 0
@@ -334,14 +334,14 @@ def test_a_parent_that_goes_while_its_child_is_written_takes_the_child_along(
 def test_a_store_that_ends_after_an_erasure_brings_nothing(make: MakeRig, what: str) -> None:
     """Whatever was erased of its namespace."""
     rig = make()
-    batch = rig.disk.plan([rig.store_command(A, LONG), rig.store_command(B, LONG)])
-    rig.disk.write(batch, run_in_turn)
+    batch = rig.disk.writer.plan([rig.store_command(A, LONG), rig.store_command(B, LONG)])
+    rig.disk.writer.write(batch, run_in_turn)
     rig.erase(
         A,
         lease_id="any" if what == "lease" else None,
         tokens=LONG[:4] if what == "prefix" else None,
     )
-    erased, kept = rig.disk.commit(batch)
+    erased, kept = rig.disk.writer.commit(batch)
 
     assert (erased.record_ids, erased.code) == ((), "erased")
     assert len(kept.record_ids) == 5
@@ -356,7 +356,7 @@ def test_a_fetch_that_ends_after_an_erasure_brings_nothing(make: MakeRig) -> Non
     assert not isinstance(plan, Fetched)
     rig.erase(A)
     rig.store(B, LONG)
-    rig.disk.read(plan)
+    rig.disk.reader.read(plan)
 
     assert rig.disk.finish_read(plan).is_done is False
     assert plan.verdict == "done"
@@ -474,11 +474,11 @@ def test_a_wipe_drops_nothing_and_grows_nothing(make: MakeRig) -> None:
     rig = make(**room_for(8))
     fill(rig, range(4))
     rig.reopen()
-    places = rig.disk.take_dirty()
+    places = rig.disk.slabs.take_dirty()
     assert fill(rig, [10, 11]) == ["", ""]
     assert fill(rig, [12]) == ["full"], "for a moment"
-    rig.disk.wipe(places)
-    rig.disk.put_wiped(places, is_wiped=True)
+    rig.disk.slabs.wipe(places)
+    rig.disk.slabs.put_wiped(places, is_wiped=True)
 
     assert fill(rig, [12]) == [""]
     assert all(is_there(rig, number) for number in (0, 1, 2, 3, 10, 11, 12))
@@ -601,13 +601,13 @@ def test_a_smaller_disk_drops_no_more_than_it_must_while_places_are_wiped(make: 
     ids = [rig.store(A, path_of(number))[0] for number in range(1, 9)]
     rig.disk._drop(ids[1::2])
     wiped = list[Place]()
-    while places := rig.disk.take_dirty():
+    while places := rig.disk.slabs.take_dirty():
         wiped += places
     assert len({place.slab for place in wiped}) == 4
     rig.disk._settings.disk_bytes = 7 * WIDE_PLACE
     rig.disk.maintain()
     assert [is_there(rig, number) for number in (1, 3, 5, 7)] == [True, True, True, False]
-    rig.disk.put_wiped(wiped, is_wiped=True)
+    rig.disk.slabs.put_wiped(wiped, is_wiped=True)
     rig.disk.maintain()
 
     assert len(list(rig.folder.glob("*.slab"))) == 3
