@@ -13,14 +13,11 @@ from mmap import mmap
 
 import xxhash
 
-from engine.api import FIDELITIES
+from engine.api import FIDELITIES, Namespace
+from engine.storage.index.index import RecordRow
 from engine.storage.plans import PlannedRead
-from engine.storage.slabs.record import (
-    HEADER_BYTES,
-    DamagedRecord,
-    RecordHeader,
-    decode_header,
-)
+from engine.storage.sealing.seals import RecordSeal
+from engine.storage.slabs.record import HEADER_BYTES, DamagedRecord, decode_header
 from engine.storage.slabs.slabs import SlabFiles
 
 
@@ -46,12 +43,9 @@ class RecordReader:
         row = plan.row
         try:
             buffer = self._buffer()[: row.place_bytes]
-            is_whole = self._slabs.read(row.place, buffer) == row.place_bytes
-            payload = self.opened(plan, buffer) if is_whole else None
-            if payload is None:
-                plan.verdict = "damaged"
-                return
-            self.fill(plan, payload)
+            if self._slabs.read(row.place, buffer) < row.place_bytes:
+                raise DamagedRecord("the slab ends within the record")
+            self.fill(plan, self.opened(plan, buffer))
         except DamagedRecord:
             plan.verdict = "damaged"
         except KeyError:  # no such slab
@@ -60,6 +54,10 @@ class RecordReader:
             plan.error = error
         finally:
             plan.seconds = self._uptime_s() - began_s
+
+    def opened(self, plan: PlannedRead, record: memoryview) -> memoryview:
+        """Return the payload of a record's bytes. Raises DamagedRecord."""
+        return payload_of(record, plan.row, self._store_id, plan.namespace, plan.seal)
 
     def fill(self, plan: PlannedRead, payload: memoryview) -> bool:
         """Copy a payload that was `opened` to its slot; set the plan's verdict, and return whether
@@ -79,38 +77,47 @@ class RecordReader:
         view: memoryview = self._buffers.view
         return view
 
-    def opened(self, plan: PlannedRead, record: memoryview) -> memoryview | None:
-        """Return the payload of a record's bytes, or None if they are another record's.
 
-        Raises DamagedRecord for what is no record, or does not open.
-        """
-        size = plan.row.payload_bytes
-        header: bytes | memoryview = record
-        payload = record[HEADER_BYTES : HEADER_BYTES + size]
-        if plan.seal is not None:
-            header, payload = plan.seal.open(record, size)
-        return payload if self._agrees(plan, decode_header(header), payload) else None
+def payload_of(
+    record: memoryview,
+    row: RecordRow,
+    store_id: bytes,
+    namespace: Namespace,
+    seal: RecordSeal | None,
+) -> memoryview:
+    """Return the payload of a record's bytes if all of it is what its row says; `seal`: of its
+    namespace, if the store is sealed.
 
-    def _agrees(self, plan: PlannedRead, header: RecordHeader, payload: memoryview) -> bool:
-        row = plan.row
-        said = (
-            header.store_id,
-            header.record_id,
-            header.parent,
-            header.namespace,
-            header.run,
-            header.payload_bytes,
-            header.check,
-            header.fidelity,
-        )
-        known = (
-            self._store_id,
-            row.record_id,
-            row.parent,
-            plan.namespace,
-            row.run,
-            row.payload_bytes,
-            row.check,
-            FIDELITIES[row.fidelity],
-        )
-        return said == known and xxhash.xxh3_128_digest(payload) == row.check
+    Raises DamagedRecord for what is no record, is another one, or does not open.
+    """
+    size = row.payload_bytes
+    head: bytes | memoryview = record
+    payload = record[HEADER_BYTES : HEADER_BYTES + size]
+    if seal is not None:
+        head, payload = seal.open(record, size)
+    header = decode_header(head)
+    said = (
+        header.store_id,
+        header.record_id,
+        header.parent,
+        header.namespace,
+        header.run,
+        header.payload_bytes,
+        header.check,
+        header.fidelity,
+    )
+    known = (
+        store_id,
+        row.record_id,
+        row.parent,
+        namespace,
+        row.run,
+        size,
+        row.check,
+        FIDELITIES[row.fidelity],
+    )
+    if said != known:
+        raise DamagedRecord("the header is of another record")
+    if xxhash.xxh3_128_digest(payload) != row.check:
+        raise DamagedRecord("the payload's digest is wrong")
+    return payload

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-import xxhash
 from msgspec import Struct
 
 from engine.api import FIDELITIES
@@ -21,6 +20,7 @@ from engine.storage.folder import FolderLock, FolderRefused, check_folder
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import INDEX_NAME
 from engine.storage.index.remote_rows import PADDING_BYTES_MAX, REMOTE, RemoteRows
+from engine.storage.reader import payload_of
 from engine.storage.remote.address import RemoteSettings, open_remote
 from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
 from engine.storage.sealing.seals import KEYS_NAME, SealRefused, Seals
@@ -127,11 +127,7 @@ def verify_store(
                 rows, damaged = list(index.rows()), []
                 objects = None if remote is None else open_remote(remote.url, remote.timeout_s)
                 for number, row in enumerate(rows):
-                    if row.slab != REMOTE:
-                        is_sound = _is_sound(slabs, index, row)
-                    else:
-                        is_sound = objects is None or _is_far_sound(objects, index, row)
-                    if not is_sound:
+                    if not _is_sound(slabs, objects, index, row):
                         damaged.append(row.record_id)
                     progress(number + 1, len(rows))
                 with index.file.change():
@@ -268,41 +264,30 @@ def _fill(
                 index.insert(row, scope, header.written_ms)
 
 
-def _is_sound(slabs: SlabFiles, index: RecordIndex, row: RecordRow) -> bool:
-    """Return whether a record on disk is what its row says."""
-    buffer = memoryview(bytearray(row.place_bytes))
-    if not slabs.has(row.place, row.place_bytes):
-        return False
+def _is_sound(
+    slabs: SlabFiles, objects: RemoteStore | None, index: RecordIndex, row: RecordRow
+) -> bool:
+    """Return whether a record is what its row says; True where the remote store does not tell."""
+    scope = index.names.scope_of(row.scope_id)
     try:
-        is_whole = slabs.read(row.place, buffer) == row.place_bytes
-    except OSError:
-        return False
-    return is_whole and _is_record(index, row, buffer)
-
-
-def _is_far_sound(objects: RemoteStore, index: RecordIndex, row: RecordRow) -> bool:
-    """Return whether a record in the remote store is what its row says; True where the store does
-    not tell."""
-    name = RemoteRows(index.file).name_of(row.record_id)
-    size = HEADER_BYTES + row.payload_bytes
-    try:
-        data = objects.get(name, size + PADDING_BYTES_MAX)
-    except ObjectMissing:
+        if row.slab != REMOTE:
+            record = _bytes_on_disk(slabs, row)
+        elif objects is None:
+            return True
+        else:
+            name = RemoteRows(index.file).name_of(row.record_id)
+            record = objects.get(name, HEADER_BYTES + row.payload_bytes + PADDING_BYTES_MAX)
+        payload_of(record, row, index.file.store_id, scope.namespace, scope.seal)
+    except (DamagedRecord, ObjectMissing, OSError):
         return False
     except RemoteFailed:
         return True
-    return len(data) >= size and _is_record(index, row, data)
+    return True
 
 
-def _is_record(index: RecordIndex, row: RecordRow, data: memoryview) -> bool:
-    try:
-        plain, payload = bytes(data[:HEADER_BYTES]), data[HEADER_BYTES:][: row.payload_bytes]
-        if (seal := index.names.scope_of(row.scope_id).seal) is not None:
-            plain, payload = seal.open(data, row.payload_bytes)
-        header = decode_header(plain)
-    except DamagedRecord:
-        return False
-    said = (header.store_id, header.record_id, header.parent, header.run, header.check)
-    known = (index.file.store_id, row.record_id, row.parent, row.run, row.check)
-    is_named = header.namespace == index.names.scope_of(row.scope_id).namespace
-    return said == known and is_named and xxhash.xxh3_128_digest(payload) == row.check
+def _bytes_on_disk(slabs: SlabFiles, row: RecordRow) -> memoryview:
+    """Return the bytes of a record's place. Raises DamagedRecord if it is not there, OSError."""
+    buffer = memoryview(bytearray(row.place_bytes))
+    if not slabs.has(row.place, row.place_bytes) or slabs.read(row.place, buffer) < len(buffer):
+        raise DamagedRecord("no slab has the place")
+    return buffer

@@ -131,12 +131,11 @@ class RemoteCopies:
         began_s = self._uptime_s()
         try:
             data = store.get(plan.object_name, size + PADDING_BYTES_MAX)
-            payload = self._reader.opened(plan, data) if len(data) >= size else None
+            payload = self._reader.opened(plan, data)
         except (DamagedRecord, ObjectMissing):
             return
-        if payload is not None:
-            plan.seconds = self._uptime_s() - began_s
-            found.append(memoryview(bytes(payload)))  # this thread's next one uses the buffer
+        plan.seconds = self._uptime_s() - began_s
+        found.append(memoryview(bytes(payload)))  # this thread's next one uses the buffer
 
     def _got(
         self, plan: PlannedRead, found: list[memoryview], then: Callable[[], None], failure: str

@@ -6,6 +6,7 @@ import random
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import apsw
@@ -15,7 +16,7 @@ import xxhash
 from engine.errors import EngineError
 from engine.moves import RecordId
 from engine.storage.folder import FolderLock, FolderRefused
-from engine.storage.index.index_file import IndexUnusable
+from engine.storage.index.index_file import INDEX_NAME, IndexUnusable
 from engine.storage.rebuild import clear_folder, rebuild_index, verify_store
 from engine.storage.slabs.record import (
     HEADER_BYTES,
@@ -297,6 +298,19 @@ def test_a_verification_reads_everything_and_strikes_damage(rig: LocalRig) -> No
     assert (outcome.records, outcome.damaged) == (RECORDS, 2)
     assert told[-1] == (RECORDS, RECORDS)
     assert served(rig).keys() == set(range(RECORDS)) - {3, 7}
+
+
+def test_a_verification_strikes_a_record_that_contradicts_its_row(rig: LocalRig) -> None:
+    """In what a fetch compares, the fidelity too."""
+    fill(rig, 2)
+    rig.local.close()
+    with closing(apsw.Connection(str(rig.folder / INDEX_NAME))) as index:
+        index.execute("update records set fidelity=1 where rec_id=1")
+    outcome = verify_store(rig.folder)
+    rig.start()
+
+    assert (outcome.records, outcome.damaged) == (2, 1)
+    assert served(rig).keys() == {1}
 
 
 def test_a_cleared_folder_begins_anew(rig: LocalRig) -> None:
