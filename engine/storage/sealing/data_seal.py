@@ -25,7 +25,7 @@ import struct
 import threading
 from functools import lru_cache
 from itertools import count
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import xxhash
 from cryptography.exceptions import InvalidTag
@@ -49,6 +49,17 @@ _PARENT = struct.Struct("<Q")
 _HEADER, _PAYLOAD = 0, 1
 TEXT_BYTES_MAX = HEADER_BYTES - _ENVELOPE.size - 2 * TAG_BYTES - _CHECK.size
 """The longest plain header without the zeros at its end."""
+
+
+class Envelope(NamedTuple):
+    """What is needed to open a sealed record. `number`: the counter of its nonces."""
+
+    magic: bytes
+    key_id: bytes
+    salt: bytes
+    number: int
+    text_bytes: int
+    payload_bytes: int
 
 
 class ScratchBuffers:
@@ -124,49 +135,45 @@ class DataSeal:
 
     def open(self, sealed: memoryview, payload_bytes: int) -> tuple[bytes, memoryview]:
         """See `RecordSeal`."""
-        header, text, envelope = self._open_header(sealed)
-        number, told = envelope_numbers(envelope)
-        if told != payload_bytes or len(sealed) < HEADER_BYTES + payload_bytes:
-            raise DamagedRecord(f"payload of {told} bytes; expected {payload_bytes}")
+        envelope, text = self._open_text(sealed)
+        if envelope.payload_bytes != payload_bytes or len(sealed) < HEADER_BYTES + payload_bytes:
+            raise DamagedRecord(
+                f"payload of {envelope.payload_bytes} bytes; expected {payload_bytes}"
+            )
         tag_at = _ENVELOPE.size + len(text) + TAG_BYTES
-        payload = sealed[HEADER_BYTES : HEADER_BYTES + payload_bytes]
         closed = self._scratch.take("closed", payload_bytes + TAG_BYTES)
-        closed[:payload_bytes] = payload
+        closed[:payload_bytes] = sealed[HEADER_BYTES : HEADER_BYTES + payload_bytes]
         closed[payload_bytes:] = sealed[tag_at : tag_at + TAG_BYTES]
         opened = self._scratch.take("opened", payload_bytes)
-        cipher = self._derived(_salt_of(envelope))
+        nonce = _NONCE.pack(_PAYLOAD, envelope.number)
+        bound = _ENVELOPE.pack(*envelope) + text
         try:
-            cipher.decrypt_into(_NONCE.pack(_PAYLOAD, number), closed, envelope + text, opened)
+            self._derived(envelope.salt).decrypt_into(nonce, closed, bound, opened)
         except InvalidTag as error:
             raise DamagedRecord("the payload's seal is broken") from error
-        return header, opened
+        return _padded(text), opened
 
     def open_header(self, sealed: memoryview) -> bytes:
         """Return the plain header of a sealed one. Raises DamagedRecord."""
-        return self._open_header(sealed)[0]
+        return _padded(self._open_text(sealed)[1])
 
-    def _open_header(self, sealed: memoryview) -> tuple[bytes, bytes, bytes]:
-        """Return the plain header, its bytes without padding, and the envelope."""
+    def _open_text(self, sealed: memoryview) -> tuple[Envelope, bytes]:
+        """Return the envelope, and the plain header without the zeros before its digest."""
         envelope = read_envelope(sealed)
-        if _key_id_of(envelope) != self.key_id:
+        if envelope.key_id != self.key_id:
             raise DamagedRecord("the record is sealed with another key")
-        number, _ = envelope_numbers(envelope)
-        text_bytes = _ENVELOPE.unpack(envelope)[4]
-        if not _CHECK.size <= text_bytes <= TEXT_BYTES_MAX:
-            raise DamagedRecord(f"sealed header of {text_bytes} bytes")
-        end = _ENVELOPE.size + text_bytes + TAG_BYTES
-        cipher = self._derived(_salt_of(envelope))
+        if not _CHECK.size <= envelope.text_bytes <= TEXT_BYTES_MAX:
+            raise DamagedRecord(f"sealed header of {envelope.text_bytes} bytes")
+        end = _ENVELOPE.size + envelope.text_bytes + TAG_BYTES
+        nonce, hidden = _NONCE.pack(_HEADER, envelope.number), sealed[_ENVELOPE.size : end]
         try:
-            text = cipher.decrypt(
-                _NONCE.pack(_HEADER, number), sealed[_ENVELOPE.size : end], envelope
-            )
+            text = self._derived(envelope.salt).decrypt(nonce, hidden, _ENVELOPE.pack(*envelope))
         except InvalidTag as error:
             raise DamagedRecord("the header's seal is broken") from error
-        body, check = text[: -_CHECK.size], text[-_CHECK.size :]
-        return body.ljust(HEADER_BYTES - _CHECK.size, b"\0") + check, text, envelope
+        return envelope, text
 
 
-def read_envelope(sealed: memoryview) -> bytes:
+def read_envelope(sealed: memoryview) -> Envelope:
     """Return the envelope of a sealed record. Raises DamagedRecord where none begins."""
     if len(sealed) < HEADER_BYTES:
         raise DamagedRecord(f"header of {len(sealed)} bytes; expected {HEADER_BYTES}")
@@ -176,26 +183,13 @@ def read_envelope(sealed: memoryview) -> bytes:
         raise DamagedRecord("no sealed record begins here")
     if xxhash.xxh3_64_intdigest(body) != check:
         raise DamagedRecord("the envelope's digest is wrong")
-    return body[: _ENVELOPE.size]
+    return Envelope(*_ENVELOPE.unpack_from(body))
 
 
-def envelope_numbers(envelope: bytes) -> tuple[int, int]:
-    """Return the counter of its nonces, and the bytes of the payload."""
-    found = _ENVELOPE.unpack(envelope)
-    return found[3], found[5]
-
-
-def key_id_of(sealed: memoryview) -> bytes:
-    """Return the id of the key with which a record is sealed. Raises DamagedRecord."""
-    return _key_id_of(read_envelope(sealed))
-
-
-def _key_id_of(envelope: bytes) -> bytes:
-    return envelope[8 : 8 + KEY_ID_BYTES]
-
-
-def _salt_of(envelope: bytes) -> bytes:
-    return envelope[8 + KEY_ID_BYTES : 8 + KEY_ID_BYTES + SALT_BYTES]
+def _padded(text: bytes) -> bytes:
+    """Return a plain header again, with the zeros before its digest."""
+    body, check = text[: -_CHECK.size], text[-_CHECK.size :]
+    return body.ljust(HEADER_BYTES - _CHECK.size, b"\0") + check
 
 
 def _derive(key: bytes, salt: bytes, purpose: bytes, length: int) -> bytes:

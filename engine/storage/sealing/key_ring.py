@@ -25,7 +25,7 @@ from engine.storage.sealing.data_seal import (
     KEY_ID_BYTES,
     DataSeal,
     ScratchBuffers,
-    key_id_of,
+    read_envelope,
 )
 from engine.storage.sealing.master_key import MasterKey
 from engine.storage.sealing.seals import KEYS_NAME, SealRefused
@@ -123,6 +123,7 @@ class KeyRing:
                 f"the master key {self._master.fingerprint} does not open {self.path}; expected"
                 f" {self._meta('fingerprint')}. Nothing was changed."
             )
+        keys: list[tuple[bytes, Namespace, bytes]] = []
         for key_id, namespace, wrapped in rows:
             data_key = _unwrap(master, wrapped, key_id + namespace)
             if data_key is None:
@@ -131,21 +132,18 @@ class KeyRing:
                     " changed; `trunkline levels clear` begins anew."
                 )
             self._add(key_id, namespace, data_key)
+            keys.append((key_id, namespace, data_key))
         if master is not self._master:
-            self._rewrap(rows, master)
+            self._rewrap(keys)
 
-    def _rewrap(self, rows: list[Any], before: MasterKey) -> None:
+    def _rewrap(self, keys: list[tuple[bytes, Namespace, bytes]]) -> None:
         with transaction(self._db):
-            for key_id, namespace, wrapped in rows:
-                bound = key_id + namespace
-                data_key = _unwrap(before, wrapped, bound)
-                assert data_key is not None, "it was unwrapped a moment ago"
-                self._db.execute(
-                    "update keys set wrapped=? where key_id=?",
-                    (_wrap(self._master, data_key, bound), key_id),
-                )
+            self._db.executemany(
+                "update keys set wrapped=? where key_id=?",
+                [(_wrap(self._master, key, key_id + of), key_id) for key_id, of, key in keys],
+            )
             self._set_proof()
-        self.rewrapped = len(rows)
+        self.rewrapped = len(keys)
 
     def _set_proof(self) -> None:
         for name, value in (
@@ -172,9 +170,6 @@ class KeyRing:
 
     # -- Seals ----------------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        return len(self._seals)
-
     @property
     def store_name(self) -> str:
         """See `Seals`."""
@@ -197,31 +192,28 @@ class KeyRing:
 
     def open_header(self, sealed: memoryview) -> bytes:
         """See `Seals`."""
-        namespace = self._by_id.get(key_id_of(sealed))
+        namespace = self._by_id.get(read_envelope(sealed).key_id)
         if namespace is None:
             raise DamagedRecord("the record's key is unknown")
         return self._seals[namespace].open_header(sealed)
 
     def destroy(self, namespace: Namespace) -> None:
         """See `Seals`. A sync of the disk."""
-        seal = self._seals.get(namespace)
-        if seal is None:
-            return
-        with transaction(self._db):
-            self._db.execute("delete from keys where key_id=?", (seal.key_id,))
-        del self._seals[namespace], self._by_id[seal.key_id]
+        if namespace in self._seals:
+            self._destroy([namespace])
 
     def keep_only(self, namespaces: set[Namespace]) -> None:
         """See `Seals`."""
-        gone = [one for one in self._seals if one not in namespaces]
-        if not gone:
+        self._destroy([one for one in self._seals if one not in namespaces])
+
+    def _destroy(self, namespaces: list[Namespace]) -> None:
+        if not namespaces:
             return
+        ids = [self._seals[one].key_id for one in namespaces]
         with transaction(self._db):
-            for namespace in gone:
-                key_id = self._seals[namespace].key_id
-                self._db.execute("delete from keys where key_id=?", (key_id,))
-        for namespace in gone:
-            del self._by_id[self._seals.pop(namespace).key_id]
+            self._db.executemany("delete from keys where key_id=?", [(one,) for one in ids])
+        for namespace, key_id in zip(namespaces, ids, strict=True):
+            del self._seals[namespace], self._by_id[key_id]
 
     def close(self) -> None:
         """See `Seals`."""
