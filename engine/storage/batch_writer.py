@@ -13,7 +13,7 @@ from functools import partial
 
 import xxhash
 
-from engine.api import FIDELITIES, Namespace
+from engine.api import Namespace
 from engine.moves import ROOT, RecordId, RunToStore, Stored, StoreRuns
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import FOREVER_MS
@@ -99,7 +99,7 @@ class BatchWriter:
             return store
         self.pinned.add(parent)
         for run in command.runs:
-            one = self._plan_run(scope, command, parent, run, planned)
+            one = self._plan_run(store, scope, parent, run, planned)
             if isinstance(one, str):
                 store.code = one
                 break
@@ -110,14 +110,14 @@ class BatchWriter:
 
     def _plan_run(
         self,
+        store: PlannedStore,
         scope: Scope,
-        command: StoreRuns,
         parent: RecordId,
         run: RunToStore,
         planned: dict[tuple[int, RecordId, bytes], RecordId],
     ) -> PlannedRun | str:
         """Return the plan for one run, or why there is none."""
-        now_ms = self._now_ms()
+        command, now_ms = store.command, self._now_ms()
         try:
             packed = pack_run(run.tokens)
         except struct.error:
@@ -125,7 +125,6 @@ class BatchWriter:
         place_bytes = self._place_sizes.get(command.slot_bytes)
         if len(packed) != 4 * self._run_tokens or place_bytes is None:
             return "write_failed"
-        kind = command.slot_bytes, FIDELITIES.index(command.fidelity)
         limit_ms = FOREVER_MS if run.limit_s is None else now_ms + int(run.limit_s * 1_000)
         promise_ms = now_ms + int(run.promise_s * 1_000) if run.promise_s else 0
         key = (scope.scope_id, parent, packed)
@@ -133,17 +132,16 @@ class BatchWriter:
         if not found and (row := self._index.child(scope, parent, packed)) is not None:
             if row.limit_ms <= now_ms:
                 self.expired_total += self._drop([row.record_id])
-            elif (row.payload_bytes, row.fidelity) == kind:
+            elif (row.payload_bytes, row.fidelity) == (command.slot_bytes, store.fidelity):
                 found = row.record_id
             else:  # of another format, which no reader of this namespace takes any more
                 self.replaced_total += self._drop([row.record_id])
         if found:
             return PlannedRun(run, found, packed, limit_ms, promise_ms)
-        payer = command.payer or command.namespace
         written = self.written_today + self._planned_bytes + place_bytes
         if not promise_ms and written > self._bytes_per_day:
             return "write_budget"
-        place = self._room.take(payer, place_bytes)
+        place = self._room.take(store.payer, place_bytes)
         if isinstance(place, str):
             return place
         record_id = planned[key] = self._index.next_id()
@@ -153,7 +151,7 @@ class BatchWriter:
             scope.scope_id,
             parent,
             command.namespace,
-            payer,
+            store.payer,
             packed,
             command.fidelity,
             command.slot_bytes,
@@ -162,7 +160,7 @@ class BatchWriter:
             limit_ms,
             promise_ms,
         )
-        self._books.add_bytes(payer, place_bytes, kind[1])
+        self._books.add_bytes(store.payer, place_bytes, store.fidelity)
         self._planned_bytes += place_bytes
         return PlannedRun(
             run, record_id, packed, limit_ms, promise_ms, place, encode_header(header), scope.seal
@@ -236,19 +234,18 @@ class BatchWriter:
                 return "no_parent"
             self._index.lengthen(run.record_id, run.limit_ms, run.promise_ms)
         else:
-            payer = command.payer or command.namespace
             row = RecordRow(
                 run.record_id,
                 scope.scope_id,
                 parent,
                 run.packed,
-                self._index.names.payer_id(payer),
+                self._index.names.payer_id(store.payer),
                 run.place.slab,
                 run.place.position,
                 command.slot_bytes,
                 self._place_sizes[command.slot_bytes],
                 run.run.check,
-                FIDELITIES.index(command.fidelity),
+                store.fidelity,
                 run.limit_ms,
                 run.promise_ms,
             )
@@ -274,13 +271,13 @@ class BatchWriter:
         for store in self._stores:
             if store.command.namespace == namespace:
                 store.code = "erased"
-                places.update(run.place for run in store.runs if run.place is not None)
+                places |= store.places
         return places
 
     @property
     def places(self) -> set[Place]:
         """The places that the batch under way writes."""
-        return set() if self.batch is None else self.batch.places
+        return {place for store in self._stores for place in store.places}
 
     @property
     def _stores(self) -> list[PlannedStore]:
@@ -296,9 +293,7 @@ class BatchWriter:
 
     def _give_up(self, store: PlannedStore, run: PlannedRun) -> None:
         if run.place is not None:
-            command = store.command
-            size = self._place_sizes[command.slot_bytes]
-            fidelity = FIDELITIES.index(command.fidelity)
-            self._books.add_bytes(command.payer or command.namespace, -size, fidelity)
+            size = self._place_sizes[store.command.slot_bytes]
+            self._books.add_bytes(store.payer, -size, store.fidelity)
             self._slabs.give_back(run.place)
             run.place = None

@@ -16,6 +16,7 @@ from pathlib import Path
 from engine.errors import EngineError
 
 LOCK_NAME = "lock"
+LOCK_PAUSE_S = 0.05
 FOLDER_MODE = 0o700
 NETWORK_TYPES = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "fuse.sshfs"}
@@ -166,9 +167,6 @@ def wait_for_lock(folder: Path, wait_s: float, pause: Callable[[float], None]) -
         except FolderInUse:
             pause(LOCK_PAUSE_S)
     return FolderLock(folder)
-
-
-LOCK_PAUSE_S = 0.05
 
 
 def _pid_in(data: bytes) -> int:

@@ -15,7 +15,10 @@ from queue import Empty, SimpleQueue
 
 
 class IoThreads:
-    """Threads that read and write; what they have ended is handled by the main thread."""
+    """Threads that read and write; what they have ended is handled by the main thread.
+
+    `under_way`: works that were not handled yet, those that wait for a thread included.
+    """
 
     def __init__(self, threads: int, monotonic_s: Callable[[], float]) -> None:
         self._readers = ThreadPoolExecutor(threads, "storage-read")
@@ -23,7 +26,7 @@ class IoThreads:
         self._ordered = ThreadPoolExecutor(1, "storage-batch")
         self._ended: SimpleQueue[tuple[int, Callable[[], None]]] = SimpleQueue()
         self._monotonic_s = monotonic_s
-        self._given: set[int] = set()
+        self.under_way = 0
         self._began_s: dict[int, float] = {}  # of works that a thread has taken up
         self._serial = 0
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -45,7 +48,7 @@ class IoThreads:
         self, pool: ThreadPoolExecutor, work: Callable[[], None], then: Callable[[], None]
     ) -> None:
         self._serial += 1
-        self._given.add(self._serial)
+        self.under_way += 1
         future = pool.submit(self._run, self._serial, work)
         future.add_done_callback(partial(self._end, self._serial, then))
 
@@ -57,11 +60,6 @@ class IoThreads:
         error = None if future.cancelled() else future.exception()
         self._ended.put((serial, then if error is None else partial(_fail, error)))
         os.eventfd_write(self.wake_fd, 1)
-
-    @property
-    def under_way(self) -> int:
-        """Number of works that have not been handled, those that wait for a thread included."""
-        return len(self._given)
 
     @property
     def oldest_s(self) -> float:
@@ -78,14 +76,14 @@ class IoThreads:
         with suppress(Empty):
             while True:
                 serial, then = self._ended.get_nowait()
-                self._given.discard(serial)
+                self.under_way -= 1
                 self._began_s.pop(serial, None)
                 thens.append(then)
         return thens
 
     def close(self) -> None:
         """End the threads; works that hang are left."""
-        is_idle = not self._given
+        is_idle = not self.under_way
         for pool in (self._readers, self._writers, self._ordered):
             pool.shutdown(wait=is_idle, cancel_futures=True)
         if is_idle:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.api import Namespace
+from engine.api import FIDELITIES, Namespace, Payer
 from engine.moves import RecordId, RunToStore, StoreRuns
 from engine.storage.index.index import RecordRow
 from engine.storage.index.names import Scope
@@ -44,6 +44,21 @@ class PlannedStore:
     runs: list[PlannedRun] = field(default_factory=list)
     code: str = ""
 
+    @property
+    def payer(self) -> Payer:
+        """Who pays for its records: the namespace itself where no payer is named."""
+        return self.command.payer or self.command.namespace
+
+    @property
+    def fidelity(self) -> int:
+        """The fidelity of its records, by its index."""
+        return FIDELITIES.index(self.command.fidelity)
+
+    @property
+    def places(self) -> set[Place]:
+        """The places that are written for it."""
+        return {run.place for run in self.runs if run.place is not None}
+
 
 @dataclass(slots=True)
 class WriteBatch:
@@ -51,16 +66,6 @@ class WriteBatch:
 
     stores: list[PlannedStore] = field(default_factory=list)
     error: OSError | None = None
-
-    @property
-    def runs(self) -> list[PlannedRun]:
-        """All runs of its stores."""
-        return [run for store in self.stores for run in store.runs]
-
-    @property
-    def places(self) -> set[Place]:
-        """The places that are written for it."""
-        return {run.place for run in self.runs if run.place is not None}
 
     @property
     def is_promised(self) -> bool:

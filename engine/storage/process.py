@@ -79,7 +79,7 @@ def serve(
 def attach_arena(settings: DiskSettings) -> HostArena:
     """Map the arena whose descriptor this process has inherited, and lock it for as long as the
     process lives. Raises OSError, ValueError."""
-    arena = HostArena.attach(settings.arena_fd, settings.layout)
+    arena = HostArena(settings.arena_fd, settings.layout)
     arena.lock_until_exit(settings.generation)
     return arena
 

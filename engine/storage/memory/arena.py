@@ -23,7 +23,10 @@ class HostArena:
     """Slots as `layout` has them. Pages are taken from the machine when first written."""
 
     def __init__(self, fd: int, layout: SlotLayout) -> None:
-        """Map an arena; `fd` belongs to it from now on. Raises OSError, ValueError."""
+        """Map an arena; `fd` belongs to it from now on.
+
+        Raises OSError, and ValueError for a layout without slots or a file that is too small.
+        """
         if not is_sound(layout):
             os.close(fd)
             raise ValueError(f"{layout}; expected room for a slot of at least a byte")
@@ -54,14 +57,6 @@ class HostArena:
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, layout)
-
-    @classmethod
-    def attach(cls, fd: int, layout: SlotLayout) -> HostArena:
-        """Map an arena that another process has made; `fd`: inherited, and owned from now on.
-
-        Raises OSError, and ValueError if the file is smaller than what was said of it.
-        """
         return cls(fd, layout)
 
     def view(self, slot: int, slot_bytes: int) -> memoryview:

@@ -83,7 +83,7 @@ class KeptMemory:
         with suppress(OSError):  # its runs are what prompts say
             table_map.madvise(mmap.MADV_DONTDUMP)
         try:
-            arena = HostArena.attach(arena_fd, layout)
+            arena = HostArena(arena_fd, layout)
         except BaseException:
             table_map.close()
             raise

@@ -223,19 +223,19 @@ class RemoteCopies:
     def _put(self, row: RecordRow, name: str, store: RemoteStore) -> None:
         """Copy a place's bytes to an object. For another thread."""
         try:
-            self._copy(row, name, store)
+            store.put(name, self._bytes_on_disk(row))
         finally:
             self._writing.discard(name)
 
-    def _copy(self, row: RecordRow, name: str, store: RemoteStore) -> None:
+    def _bytes_on_disk(self, row: RecordRow) -> memoryview:
         buffer = memoryview(bytearray(row.place_bytes))
         try:
-            is_whole = self._slabs.read(row.place, buffer) == row.place_bytes
+            came = self._slabs.read(row.place, buffer)
         except (OSError, KeyError) as error:
             raise RemoteFailed("the record could not be read") from error
-        if not is_whole:
+        if came < row.place_bytes:
             raise RemoteFailed("the record could not be read")
-        store.put(name, buffer)
+        return buffer
 
     def _put_ended(self, row: RecordRow, name: str, is_cold: bool, failure: str) -> None:
         """Note an object that is there, or try again later. One whose record is gone, or may not
@@ -274,10 +274,6 @@ class RemoteCopies:
                 self._count_at_ms = 0
         finally:
             then()
-
-    def is_pending(self, namespace: Namespace) -> bool:
-        """Return whether objects of a namespace whose records are gone are still to be deleted."""
-        return self.rows.is_pending(namespace)
 
     def settle(self, namespace: Namespace, then: Callable[[], None]) -> None:
         """Delete what an erasure in a namespace has left; call `then` when that is done, or has

@@ -74,18 +74,18 @@ class RemoteLink:
         self._io.read(partial(self._work, work, told), partial(self._ended, self._serial, told))
 
     def _work(self, work: Work, told: list[str]) -> None:
+        failure = ""
         try:
             if self._store is None:
                 self._store = self._open_store()
             work(self._store)
         except ObjectMissing:
-            told.append("")  # the store works; `work` has noted what is missing
+            pass  # the store works; `work` has noted what is missing
         except (RemoteFailed, EngineError) as error:
-            told.append(str(error) or type(error).__name__)
+            failure = str(error) or type(error).__name__
         except Exception as error:  # of a package of others
-            told.append(f"it ended with {type(error).__name__}")
-        else:
-            told.append("")
+            failure = f"it ended with {type(error).__name__}"
+        told.append(failure)
 
     def _ended(self, serial: int, told: list[str]) -> None:
         found = self._under_way.pop(serial, None)

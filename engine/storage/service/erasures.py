@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from engine.api import Namespace
 from engine.moves import EraseStored, StoredErased
 from engine.storage.io_threads import IoThreads
+from engine.storage.remote.copies import RemoteCopies
 from engine.storage.slabs.slabs import Place
 from engine.storage.store import DiskError, DiskStore
 
@@ -108,28 +109,26 @@ class StoredErasures:
     def _settle(self, store: DiskStore, command: EraseStored, receipt: StoredErased) -> None:
         """Answer an erasure, after objects of it were deleted, or could not be in time."""
         remote, namespace = store.remote, command.namespace
-        then: Callable[[], None] = partial(self._settled, store, namespace, receipt)
-        if remote is None or receipt.is_shredded or not _has_objects(store, namespace):
+        is_owed = remote is not None and not receipt.is_shredded and _has_objects(remote, namespace)
+        if not is_owed:
             self._send(receipt)
-            then = _ignore  # objects of a shredded namespace are of no use any more
-        if remote is not None:
-            try:
-                remote.settle(namespace, then)
-            except DiskError:  # which others will notice
-                then()
+        if remote is None:
+            return
 
-    def _settled(self, store: DiskStore, namespace: Namespace, receipt: StoredErased) -> None:
-        is_left = _has_objects(store, namespace)
-        self._send(replace(receipt, code="pending") if is_left else receipt)
+        def then() -> None:
+            if is_owed:
+                is_left = _has_objects(remote, namespace)
+                self._send(replace(receipt, code="pending") if is_left else receipt)
+
+        try:
+            remote.settle(namespace, then)  # objects of a shredded namespace are of no use, too
+        except DiskError:  # which others will notice
+            then()
 
 
-def _has_objects(store: DiskStore, namespace: Namespace) -> bool:
+def _has_objects(remote: RemoteCopies, namespace: Namespace) -> bool:
     """Return whether objects of a namespace are to be deleted still, or that is not known."""
     try:
-        return store.remote is not None and store.remote.is_pending(namespace)
+        return remote.rows.is_pending(namespace)
     except DiskError:
         return True
-
-
-def _ignore() -> None:
-    """Do nothing."""

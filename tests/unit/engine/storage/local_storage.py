@@ -95,7 +95,10 @@ class LocalStorage:
                 if self.store.remote is not None:
                     self.store.remote.settle(command.namespace, lambda: None)
                     self.pump()
-                    if self.store.remote.is_pending(command.namespace) and not receipt.is_shredded:
+                    if (
+                        self.store.remote.rows.is_pending(command.namespace)
+                        and not receipt.is_shredded
+                    ):
                         receipt = replace(receipt, code="pending")
                 self._outcomes.append(receipt)
             case SetStoredQuotas():

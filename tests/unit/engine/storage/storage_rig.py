@@ -268,7 +268,7 @@ class ProcessInThread:
         return open_remote(url, timeout_s) if self._remote is None else self._remote
 
     def _attach(self, settings: DiskSettings) -> HostArena:
-        return HostArena.attach(os.dup(self._arena.fd), settings.layout)
+        return HostArena(os.dup(self._arena.fd), settings.layout)
 
     def kill(self) -> None:
         """End it as if its engine had gone; a thread cannot be killed."""

@@ -26,7 +26,7 @@ def test_slots_are_apart_and_aligned() -> None:
 def test_what_one_process_writes_another_reads() -> None:
     """The memory outlives the mapping that made it."""
     ours = HostArena.create(SlotLayout.uniform(2, 64))
-    theirs = HostArena.attach(os.dup(ours.fd), SlotLayout.uniform(2, 64))
+    theirs = HostArena(os.dup(ours.fd), SlotLayout.uniform(2, 64))
     ours.view(1, 64)[:] = bytes(range(64))
     ours.close()
 
@@ -47,7 +47,7 @@ def test_a_smaller_memory_than_was_said_is_refused() -> None:
     """A mapping beyond the end of the file would end the process on its first touch."""
     arena = HostArena.create(SlotLayout.uniform(2, 64))
     with pytest.raises(ValueError, match="expected at least 192"):
-        HostArena.attach(os.dup(arena.fd), SlotLayout.uniform(3, 64))
+        HostArena(os.dup(arena.fd), SlotLayout.uniform(3, 64))
     with pytest.raises(OSError, match="not permitted"):
         os.ftruncate(arena.fd, 0)
     arena.close()

@@ -23,7 +23,7 @@ import sys
 from engine.storage.memory.arena import HostArena
 from engine.moves import SlotLayout
 layout = SlotLayout.uniform(int(sys.argv[2]), int(sys.argv[3]))
-arena = HostArena.attach(int(sys.argv[1]), layout)
+arena = HostArena(int(sys.argv[1]), layout)
 arena.lock_until_exit(int(sys.argv[4]))
 print("locked", flush=True)
 sys.stdin.read()

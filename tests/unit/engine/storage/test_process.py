@@ -410,7 +410,7 @@ def test_commands_that_come_with_the_settings_are_served(tmp_path: Path) -> None
             wall_ms=lambda: 0,
             uptime_s=lambda: 0.0,
             monotonic_s=time.monotonic,
-            attach=lambda settings: HostArena.attach(os.dup(arena.fd), LAYOUT),
+            attach=lambda settings: HostArena(os.dup(arena.fd), LAYOUT),
             calls=FailingCalls(),
             log=lambda event, **facts: None,
         )
