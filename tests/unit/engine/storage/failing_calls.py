@@ -9,20 +9,47 @@ from threading import Event
 from engine.storage.slabs.slabs import DiskCalls
 
 
-class FailingCalls(DiskCalls):
-    """System calls that fail, wait at a gate, or take fewer bytes, on request."""
+class Gates:
+    """Calls that wait, by name, until the test lets them pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gates: dict[str, Event] = {}
+        self._has_come = Event()
+
+    def shut(self, call: str, gate: Event | None = None) -> Event:
+        """Have these calls wait from now on; they go on when the event is set."""
+        self._has_come.clear()
+        self._gates[call] = gate or Event()
+        return self._gates[call]
+
+    def await_call(self) -> None:
+        """Wait until a call waits."""
+        assert self._has_come.wait(60.0), "no call came"
+
+    def open_all(self) -> None:
+        """Let all calls pass, those that wait too."""
+        for gate in self._gates.values():
+            gate.set()
+        self._gates.clear()
+
+    def wait_for_gate(self, call: str) -> None:
+        """Wait where the gate is shut."""
+        if (gate := self._gates.get(call)) is not None:
+            self._has_come.set()
+            assert gate.wait(60.0), "the gate was never opened"
+
+
+class FailingCalls(Gates, DiskCalls):
+    """System calls that fail with an error number, wait, or take fewer bytes, on request."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fails: dict[str, int] = {}
         self.bytes_max = 2**40
-        self.gates: dict[str, Event] = {}
-        self.has_come = Event()
 
     def _check(self, call: str) -> None:
-        if call in self.gates:
-            self.has_come.set()
-            assert self.gates[call].wait(60.0), "the gate was never opened"
+        self.wait_for_gate(call)
         if call in self.fails:
             raise OSError(self.fails[call], os.strerror(self.fails[call]))
 

@@ -26,14 +26,17 @@ from engine.moves import (
 from engine.storage.memory.arena import HostArena
 from engine.storage.messages import failures_of
 from engine.storage.plans import PlannedRead
+from engine.storage.remote.copies import RemoteCopies
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import RemoteStore
 from engine.storage.room.disk_room import StoreSettings
 from engine.storage.sealing.key_ring import KeyRing
 from engine.storage.sealing.master_key import MasterKey
+from engine.storage.sealing.unlocking import SealSettings
 from engine.storage.slabs.slabs import DiskCalls
 from engine.storage.store import DiskStore
 from tests.fakes import FakeClock
+from tests.unit.engine.storage.failing_calls import FailingCalls
 from tests.unit.engine.storage.storage_rig import RUN, SLOT_BYTES, SLOTS, StorageRig
 
 TIMEOUT_S = 2.0
@@ -46,11 +49,12 @@ def run_in_turn(works: list[Callable[[], None]]) -> None:
         work()
 
 
-class FastCalls(DiskCalls):
+class FastCalls(FailingCalls):
     """Calls without syncs, for tests in which no power is cut."""
 
     def sync(self, fd: int) -> None:
         """Do nothing."""
+        self._check("sync")
 
 
 class LocalStorage:
@@ -92,13 +96,10 @@ class LocalStorage:
             case EraseStored():
                 receipt, _ = self.store.erase(command)
                 self.wipe()
-                if self.store.remote is not None:
-                    self.store.remote.settle(command.namespace, lambda: None)
+                if (far := self.store.remote) is not None:
+                    far.settle(command.namespace, lambda: None)
                     self.pump()
-                    if (
-                        self.store.remote.rows.is_pending(command.namespace)
-                        and not receipt.is_shredded
-                    ):
+                    if far.rows.is_pending(command.namespace) and not receipt.is_shredded:
                         receipt = replace(receipt, code="pending")
                 self._outcomes.append(receipt)
             case SetStoredQuotas():
@@ -162,7 +163,8 @@ class LocalStorage:
 class LocalRig(StorageRig):
     """A `DiskStore` over a folder, which `reopen` closes and opens.
 
-    `other_bytes`: the sizes of copies beside `slot_bytes`, all smaller.
+    `faults`: of its disk, unless it has other `calls`. `other_bytes`: the sizes of copies beside
+    `slot_bytes`, all smaller.
     """
 
     def __init__(
@@ -183,7 +185,8 @@ class LocalRig(StorageRig):
         """`master`: the master key of a sealed store; `remote`: its remote store."""
         self.master, self.remote = master, remote
         folder.mkdir(mode=0o700, exist_ok=True)
-        self.folder, self.calls = folder, calls or FastCalls()
+        self.faults = FastCalls()
+        self.folder, self.calls = folder, calls or self.faults
         self.settings = StoreSettings(
             folder,
             disk_bytes=disk_bytes,
@@ -232,6 +235,18 @@ class LocalRig(StorageRig):
         """The store."""
         return self.local.store
 
+    @property
+    def far(self) -> RemoteCopies:
+        """The remote part of the store, which it has."""
+        assert self.disk.remote is not None
+        return self.disk.remote
+
+    @property
+    def link(self) -> RemoteLink:
+        """The way to the remote store, which it has."""
+        assert self.local.link is not None
+        return self.local.link
+
     def reopen(self) -> None:
         """Close the store and open it again."""
         self.local.close()
@@ -246,3 +261,16 @@ class LocalRig(StorageRig):
         """Close the store and the arena."""
         self.local.close()
         self.arena.close()
+
+
+MakeRig = Callable[..., LocalRig]
+"""Opens a store with these settings."""
+
+
+def write_key(path: Path, master: MasterKey) -> SealSettings:
+    """Write a master key to a file; return the settings that name it."""
+    path.touch()
+    path.chmod(0o600)
+    path.write_text(master.secret.hex())
+    path.chmod(0o400)
+    return SealSettings(str(path))

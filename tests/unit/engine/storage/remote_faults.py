@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Event
 
 from engine.storage.remote.objects import ObjectMissing, RemoteFailed
+from tests.unit.engine.storage.failing_calls import Gates
 
 
-class FaultyObjects:
+class FaultyObjects(Gates):
     """Implements `RemoteStore`.
 
-    `fails`: calls by name that fail, with their reason. `gates`: calls that wait. `lie`: what a
-    `get` returns instead of an object's bytes, by its name.
+    `fails`: calls by name that fail, with their reason. `lie`: what a `get` returns instead of an
+    object's bytes, by its name.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.objects: dict[str, bytes] = {}
         self.fails: dict[str, str] = {}
-        self.gates: dict[str, Event] = {}
         self.lie: Callable[[str, bytes], bytes] = lambda name, data: data
         self.calls: list[str] = []
-        self.has_come = Event()
 
     def _check(self, call: str) -> None:
         self.calls.append(call)
-        if call in self.gates:
-            self.has_come.set()
-            assert self.gates[call].wait(60.0), "the gate was never opened"
+        self.wait_for_gate(call)
         if call in self.fails:
             raise RemoteFailed(self.fails[call])
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
+from typing import TypedDict, TypeVar, Unpack
 
 import xxhash
 
@@ -19,6 +20,7 @@ from engine.moves import (
     EraseStored,
     Fetch,
     Fetched,
+    KeepHere,
     Look,
     Looked,
     PromiseTerms,
@@ -28,8 +30,10 @@ from engine.moves import (
     Renew,
     Renewed,
     RunToStore,
+    SetStoredQuotas,
     SlotLayout,
     Storage,
+    StorageCommand,
     StorageOutcome,
     StorageStats,
     Stored,
@@ -46,6 +50,7 @@ from engine.storage.remote.objects import RemoteStore
 from engine.storage.sealing.unlocking import SealSettings
 from engine.storage.slabs.slabs import DiskCalls
 from tests.fakes import FakeClock
+from tests.unit.engine.storage.failing_calls import FailingCalls
 
 RUN = 4
 """Tokens of a run in these tests."""
@@ -53,6 +58,28 @@ SLOT_BYTES = 8_192
 SLOTS = 32
 LAYOUT = SlotLayout.uniform(SLOTS, SLOT_BYTES)
 A, B = b"namespace a", b"namespace b"
+LONG = tuple(range(5 * RUN))
+"""A prefix of five runs."""
+Outcome = TypeVar("Outcome")
+
+
+class StoreOptions(TypedDict, total=False):
+    """How runs are stored. `above`: the tokens of the records that `parent` ends."""
+
+    parent: RecordId
+    above: Sequence[int]
+    limit_s: float | None
+    promise_s: float
+    lease_ids: tuple[str, ...]
+    payer: bytes
+    fidelity: Fidelity
+    slot_bytes: int
+    may_leave: bool
+
+
+def path_of(number: int) -> tuple[int, ...]:
+    """Return the only run of a prefix."""
+    return (number, 1, 2, 3)
 
 
 def content_of(namespace: bytes, tokens: Sequence[int], slot_bytes: int = SLOT_BYTES) -> bytes:
@@ -93,77 +120,54 @@ class StorageRig:
                 return found
             self.unclaimed += self._settle()
 
+    def ask(self, command: StorageCommand, kind: type[Outcome]) -> Outcome:
+        """Send a command and return its one outcome."""
+        assert not isinstance(command, SetStoredQuotas | KeepHere), "it has none"
+        self.storage.send(command)
+        (outcome,) = self.answers(command.call_id)
+        assert isinstance(outcome, kind)
+        return outcome
+
     def store_command(
-        self,
-        namespace: bytes,
-        tokens: Sequence[int],
-        *,
-        parent: RecordId = ROOT,
-        above: Sequence[int] = (),
-        limit_s: float | None = None,
-        promise_s: float = 0.0,
-        lease_ids: tuple[str, ...] = (),
-        payer: bytes = b"payer",
-        fidelity: Fidelity = "exact",
-        slot_bytes: int | None = None,
-        may_leave: bool = True,
+        self, namespace: bytes, tokens: Sequence[int], **options: Unpack[StoreOptions]
     ) -> StoreRuns:
-        """Fill slots from 0 on, and return the command that stores them below `above`."""
-        runs, size = [], slot_bytes or self.slot_bytes
+        """Fill slots from 0 on, and return the command that stores them."""
+        runs, size = [], options.get("slot_bytes", self.slot_bytes)
+        limit_s, promise_s = options.get("limit_s"), options.get("promise_s", 0.0)
         for number, at in enumerate(range(0, len(tokens), RUN)):
-            data = content_of(namespace, [*above, *tokens[: at + RUN]], size)
+            data = content_of(namespace, [*options.get("above", ()), *tokens[: at + RUN]], size)
             self.arena.view(number, size)[:] = data
             run = tuple(tokens[at : at + RUN])
             check = xxhash.xxh3_128_digest(data)
             runs.append(RunToStore(run, number, check, limit_s, promise_s))
         return StoreRuns(
-            *(self.call_id(), namespace, payer, parent, tuple(runs), size, lease_ids),
-            *(fidelity, may_leave),
+            self.call_id(),
+            namespace,
+            options.get("payer", b"payer"),
+            options.get("parent", ROOT),
+            tuple(runs),
+            size,
+            options.get("lease_ids", ()),
+            options.get("fidelity", "exact"),
+            options.get("may_leave", True),
         )
 
     def send_store(self, command: StoreRuns) -> Stored:
         """Send a store and return its outcome."""
-        self.storage.send(command)
-        (outcome,) = self.answers(command.call_id)
-        assert isinstance(outcome, Stored)
-        return outcome
+        return self.ask(command, Stored)
 
     def store(
-        self,
-        namespace: bytes,
-        tokens: Sequence[int],
-        *,
-        parent: RecordId = ROOT,
-        above: Sequence[int] = (),
-        limit_s: float | None = None,
-        promise_s: float = 0.0,
-        lease_ids: tuple[str, ...] = (),
-        payer: bytes = b"payer",
+        self, namespace: bytes, tokens: Sequence[int], **options: Unpack[StoreOptions]
     ) -> tuple[RecordId, ...]:
-        """StoreRuns runs, all of which must succeed."""
-        outcome = self.send_store(
-            self.store_command(
-                namespace,
-                tokens,
-                parent=parent,
-                above=above,
-                limit_s=limit_s,
-                promise_s=promise_s,
-                lease_ids=lease_ids,
-                payer=payer,
-            )
-        )
+        """Store runs, all of which must succeed; return their records."""
+        outcome = self.send_store(self.store_command(namespace, tokens, **options))
         assert outcome.code == ""
         assert len(outcome.record_ids) == len(tokens) // RUN
         return outcome.record_ids
 
     def look(self, namespace: bytes, tokens: Sequence[int]) -> tuple[StoredRun, ...]:
         """Return what a look finds."""
-        command = Look(self.call_id(), namespace, tuple(tokens))
-        self.storage.send(command)
-        (outcome,) = self.answers(command.call_id)
-        assert isinstance(outcome, Looked)
-        return outcome.runs
+        return self.ask(Look(self.call_id(), namespace, tuple(tokens)), Looked).runs
 
     def found(self, namespace: bytes, tokens: Sequence[int]) -> list[RecordId]:
         """Return the ids of the records that a look finds."""
@@ -204,32 +208,21 @@ class StorageRig:
         terms: PromiseTerms | None = None,
     ) -> tuple[RecordId, ...]:
         """Renew records; return those that are gone."""
-        call_id = self.call_id()
-        ids = tuple(record_ids)
-        self.storage.send(Renew(call_id, namespace, ids, limit_s, promise_s, lease_ids, terms))
-        (outcome,) = self.answers(call_id)
-        assert isinstance(outcome, Renewed)
+        options = limit_s, promise_s, lease_ids, terms
+        outcome = self.ask(Renew(self.call_id(), namespace, tuple(record_ids), *options), Renewed)
         assert not outcome.code
         return outcome.gone
 
     def recall(self, most: int = 100, after: RecordId = ROOT) -> Recalled:
         """Return the next promised records."""
-        command = Recall(self.call_id(), after, most)
-        self.storage.send(command)
-        (outcome,) = self.answers(command.call_id)
-        assert isinstance(outcome, Recalled)
-        return outcome
+        return self.ask(Recall(self.call_id(), after, most), Recalled)
 
     def erase(
         self, namespace: bytes, lease_id: str | None = None, tokens: Sequence[int] | None = None
     ) -> StoredErased:
         """Erase, and return the receipt."""
         prefix = None if tokens is None else tuple(tokens)
-        command = EraseStored(self.call_id(), namespace, lease_id, prefix)
-        self.storage.send(command)
-        (outcome,) = self.answers(command.call_id)
-        assert isinstance(outcome, StoredErased)
-        return outcome
+        return self.ask(EraseStored(self.call_id(), namespace, lease_id, prefix), StoredErased)
 
 
 class ProcessInThread:
@@ -287,7 +280,6 @@ class DiskRig(StorageRig):
         folder: Path,
         clock: FakeClock,
         *,
-        calls: DiskCalls | None = None,
         disk_bytes: int = 64 * 2**20,
         slab_bytes: int = 2**20,
         write_bytes_per_day: int = 0,
@@ -316,11 +308,11 @@ class DiskRig(StorageRig):
             seal=seal,
             remote=remote,
         )
-        disk = calls or DiskCalls()
+        self.faults = FailingCalls()
         self.processes: list[ProcessInThread] = []
 
         def start(settings: DiskSettings) -> ProcessInThread:
-            self.processes.append(ProcessInThread(arena, clock, disk, monotonic_s, objects))
+            self.processes.append(ProcessInThread(arena, clock, self.faults, monotonic_s, objects))
             return self.processes[-1]
 
         self.client = StorageClient(self.settings, start=start, silence_s=60.0)
@@ -352,6 +344,7 @@ class DiskRig(StorageRig):
 
     def close(self) -> None:
         """Close the client, and wait for the process."""
+        self.faults.open_all()
         self.client.close()
         for process in self.processes:
             assert process.wait(60.0), "the process has not ended"

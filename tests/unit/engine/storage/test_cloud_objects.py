@@ -16,14 +16,13 @@ from engine.storage.remote.address import RemoteSettings, open_remote
 from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
 from engine.storage.slabs.record import pack_run
 from tests.fakes import FakeClock
-from tests.unit.engine.storage.storage_rig import RUN, A, DiskRig, content_of
-from tests.unit.engine.storage.test_remote_store import key_file
+from tests.unit.engine.storage.local_storage import write_key
+from tests.unit.engine.storage.storage_rig import LONG, RUN, A, DiskRig, content_of
+from tests.unit.engine.storage.test_remote_store import MASTER, await_objects
 
 pytest.importorskip("obstore", reason="the extra remote is not installed")
 pytest.importorskip("moto", reason="moto is not installed")
 pytestmark = pytest.mark.slow
-
-LONG = tuple(range(5 * RUN))
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +102,15 @@ def test_promised_records_lie_sealed_in_the_bucket(store: RemoteStore, tmp_path:
     remote = RemoteSettings("s3://bucket/kv", timeout_s=10.0)
     bucket = open_remote("s3://bucket/kv", 10.0)
     with closing(
-        DiskRig(tmp_path / "levels", FakeClock(1_000.0), seal=key_file(tmp_path), remote=remote)
+        DiskRig(
+            tmp_path / "levels",
+            FakeClock(1_000.0),
+            seal=write_key(tmp_path / "key", MASTER),
+            remote=remote,
+        )
     ) as rig:
         rig.store(A, LONG, promise_s=60.0)
-        while (stats := rig.await_stats()).remote is None or stats.remote.stored_total < 5:
-            pass
+        await_objects(rig, 5)
         found = [bytes(bucket.get(name, 2**20)) for name in names_of(bucket)]
         receipt = rig.erase(A, tokens=LONG[:RUN])
 

@@ -9,8 +9,8 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import apsw
@@ -26,6 +26,7 @@ from engine.moves import (
     Recalled,
     Renew,
     Renewed,
+    StorageOutcome,
     Stored,
     StoredErased,
     StoreRuns,
@@ -33,13 +34,19 @@ from engine.moves import (
 from engine.storage.folder import FolderLock
 from engine.storage.io_threads import IoThreads
 from engine.storage.memory.arena import HostArena
-from engine.storage.messages import DiskSettings, encode_frame, outcome_decoder
+from engine.storage.messages import (
+    DiskSettings,
+    Upward,
+    encode_frame,
+    outcome_decoder,
+)
 from engine.storage.process import serve
 from engine.storage.store import DiskStore
 from tests.fakes import FakeClock
-from tests.unit.engine.storage.failing_calls import FailingCalls
+from tests.unit.engine.storage.failing_calls import FailingCalls, Gates
 from tests.unit.engine.storage.storage_rig import (
     LAYOUT,
+    LONG,
     RUN,
     SLOT_BYTES,
     A,
@@ -48,7 +55,6 @@ from tests.unit.engine.storage.storage_rig import (
     content_of,
 )
 
-LONG = tuple(range(5 * RUN))
 MakeRig = Callable[..., DiskRig]
 
 
@@ -74,10 +80,9 @@ def make(tmp_path: Path) -> Iterator[MakeRig]:
 @pytest.mark.parametrize("call", ["write", "sync"])
 def test_a_failing_disk_closes_the_level_and_is_tried_again(make: MakeRig, call: str) -> None:
     """What was stored is there again when the disk is; meanwhile everything is a miss, at once."""
-    calls = FailingCalls()
-    rig = make(calls=calls, monotonic_s=hurried)
+    rig = make(monotonic_s=hurried)
     ids = rig.store(A, LONG[:8])
-    calls.fails[call] = errno.EIO
+    rig.faults.fails[call] = errno.EIO
     failed = rig.send_store(rig.store_command(B, LONG))
     off = rig.await_state("off")
 
@@ -87,7 +92,7 @@ def test_a_failing_disk_closes_the_level_and_is_tried_again(make: MakeRig, call:
     assert rig.fetch(A, ids) == [None, None]
     assert rig.send_store(rig.store_command(A, LONG)).code == "closed"
     assert rig.client.has_records(A), "an erasure must still reach it"
-    calls.fails.clear()
+    rig.faults.fails.clear()
     rig.await_state("open")
     assert rig.client.has_records(A)
     assert rig.found(A, LONG) == list(ids)
@@ -96,15 +101,14 @@ def test_a_failing_disk_closes_the_level_and_is_tried_again(make: MakeRig, call:
 
 def test_an_erasure_that_came_while_the_disk_was_away_is_made_up_for(make: MakeRig) -> None:
     """The receipt says that it failed; when the disk is back, nothing of it is found."""
-    calls = FailingCalls()
-    rig = make(calls=calls, monotonic_s=hurried)
+    rig = make(monotonic_s=hurried)
     rig.store(A, LONG)
     rig.store(B, LONG)
-    calls.fails["write"] = errno.EROFS
+    rig.faults.fails["write"] = errno.EROFS
     rig.send_store(rig.store_command(b"c", LONG))
     rig.await_state("off")
     assert rig.erase(A).code == "closed"
-    calls.fails.clear()
+    rig.faults.fails.clear()
     rig.await_state("open")
 
     assert rig.found(A, LONG) == []
@@ -113,10 +117,9 @@ def test_an_erasure_that_came_while_the_disk_was_away_is_made_up_for(make: MakeR
 
 def test_reads_that_fail_often_close_the_level(make: MakeRig) -> None:
     """Three within ten seconds; a single one is a miss."""
-    calls = FailingCalls()
-    rig = make(calls=calls)
+    rig = make()
     ids = rig.store(A, LONG[:4])
-    calls.fails["read"] = errno.EIO
+    rig.faults.fails["read"] = errno.EIO
     assert rig.fetch(A, ids) == [None]
     assert rig.await_stats().state == "open"
     assert [rig.fetch(A, ids), rig.fetch(A, ids)] == [[None], [None]]
@@ -126,10 +129,9 @@ def test_reads_that_fail_often_close_the_level(make: MakeRig) -> None:
 
 def test_a_full_disk_says_so_and_serves_on(make: MakeRig) -> None:
     """It is no fault of what is there."""
-    calls = FailingCalls()
-    rig = make(calls=calls, slab_bytes=5 * (SLOT_BYTES + 4_096))
+    rig = make(slab_bytes=5 * (SLOT_BYTES + 4_096))
     ids = rig.store(A, LONG, promise_s=60.0)
-    calls.fails["lay_out"] = errno.ENOSPC
+    rig.faults.fails["lay_out"] = errno.ENOSPC
     assert rig.send_store(rig.store_command(B, LONG)).code == "full"
 
     assert "No space left" in rig.await_state("full").reason
@@ -139,31 +141,26 @@ def test_a_full_disk_says_so_and_serves_on(make: MakeRig) -> None:
 def test_an_erasure_reaches_stores_that_wait_and_are_under_way(make: MakeRig) -> None:
     """Neither brings anything; another namespace's does. It is answered when no byte is left that
     was being written."""
-    calls = FailingCalls()
-    rig = make(calls=calls)
-    gate = calls.gates["write"] = Event()
+    rig = make()
+    gate = rig.faults.shut("write")
     under_way = rig.store_command(A, LONG[:8])
     waiting = rig.store_command(A, LONG[:8])
     other = StoreRuns(rig.call_id(), B, b"p", 0, waiting.runs, SLOT_BYTES)
     rig.storage.send(under_way)
-    assert calls.has_come.wait(60.0)
+    rig.faults.await_call()
     erase = EraseStored(rig.call_id(), A)
     for command in (waiting, other, erase):
         rig.storage.send(command)
-    (second,) = rig.answers(waiting.call_id)
+    assert rig.answers(waiting.call_id) == [Stored(waiting.call_id, (), "erased")]
     assert rig.found(B, LONG) == []
     assert rig.unclaimed == [], "bytes of it are being written"
     gate.set()
-    (receipt,) = rig.answers(erase.call_id)
-    (first,) = rig.answers(under_way.call_id)
-    (third,) = rig.answers(other.call_id)
 
-    assert isinstance(receipt, StoredErased)
-    assert (receipt.records, receipt.code) == (0, "")
-    assert isinstance(first, Stored)
-    assert isinstance(second, Stored)
+    assert rig.answers(erase.call_id) == [StoredErased(erase.call_id)]
+    assert rig.answers(under_way.call_id) == [Stored(under_way.call_id, (), "erased")]
+    (third,) = rig.answers(other.call_id)
     assert isinstance(third, Stored)
-    assert [first.code, second.code, third.code] == ["erased", "erased", ""]
+    assert third.code == ""
     assert rig.found(A, LONG) == []
 
 
@@ -174,21 +171,19 @@ def slab_bytes(rig: DiskRig) -> bytes:
 
 def test_an_erasure_is_answered_after_a_fetch_of_what_it_erases(make: MakeRig) -> None:
     """The bytes lie in their place for as long as they are read."""
-    calls = FailingCalls()
-    rig = make(calls=calls)
+    rig = make()
     ids = rig.store(A, LONG[:4])
-    gate = calls.gates["read"] = Event()
-    calls.has_come.clear()
+    gate = rig.faults.shut("read")
     fetch = Fetch(rig.call_id(), A, ids, (0,), SLOT_BYTES)
     rig.storage.send(fetch)
-    assert calls.has_come.wait(60.0)
+    rig.faults.await_call()
     erase = EraseStored(rig.call_id(), A)
     rig.storage.send(erase)
     assert rig.found(A, LONG) == []
     assert rig.unclaimed == []
     gate.set()
-    (receipt,) = rig.answers(erase.call_id)
 
+    (receipt,) = rig.answers(erase.call_id)
     assert isinstance(receipt, StoredErased)
     assert (receipt.records, receipt.code) == (1, "")
     assert content_of(A, LONG[:4]) not in slab_bytes(rig)
@@ -197,14 +192,13 @@ def test_an_erasure_is_answered_after_a_fetch_of_what_it_erases(make: MakeRig) -
 
 def test_an_erasure_whose_bytes_cannot_be_wiped_says_so(make: MakeRig) -> None:
     """The rows are gone; the bytes are wiped when the disk is back, and then it says so."""
-    calls = FailingCalls()
-    rig = make(calls=calls, monotonic_s=hurried)
+    rig = make(monotonic_s=hurried)
     rig.store(A, LONG[:4])
-    calls.fails["erase"] = errno.EIO
+    rig.faults.fails["erase"] = errno.EIO
     receipt = rig.erase(A)
     assert (receipt.records, receipt.code) == (1, "closed")
     rig.await_state("off")
-    calls.fails.clear()
+    rig.faults.fails.clear()
     rig.await_state("open")
 
     assert rig.erase(A).code == ""
@@ -222,45 +216,40 @@ def test_a_command_has_an_outcome_where_the_index_fails(
     def fail(store: DiskStore, command: object) -> None:
         raise apsw.IOError(f"the index cannot {method} {command}")
 
-    commands: dict[str, Look | Fetch | Renew | Recall] = {
-        "look": Look(rig.call_id(), A, LONG),
-        "plan_fetch": Fetch(rig.call_id(), A, ids, (0, 1), SLOT_BYTES),
-        "renew": Renew(rig.call_id(), A, ids, promise_s=60.0),
-        "recall": Recall(rig.call_id()),
+    call_id = rig.call_id()
+    cases: dict[str, tuple[Look | Fetch | Renew | Recall, list[StorageOutcome]]] = {
+        "look": (Look(call_id, A, LONG), [Looked(call_id, ())]),
+        "plan_fetch": (
+            Fetch(call_id, A, ids, (0, 1), SLOT_BYTES),
+            [Fetched(call_id, one, False) for one in ids],
+        ),
+        "renew": (Renew(call_id, A, ids, promise_s=60.0), [Renewed(call_id, code="closed")]),
+        "recall": (Recall(call_id), [Recalled(call_id, code="closed")]),
     }
-    command = commands[method]
+    command, refused = cases[method]
     with monkeypatch.context() as patch:
         patch.setattr(DiskStore, method, fail)
         rig.storage.send(command)
-        outcomes = rig.answers(command.call_id, 2 if method == "plan_fetch" else 1)
+        assert rig.answers(call_id, len(refused)) == refused
         assert "IOError" in rig.await_state("off").reason
-    refused = {
-        "look": [Looked(command.call_id, ())],
-        "plan_fetch": [Fetched(command.call_id, one, False) for one in ids],
-        "renew": [Renewed(command.call_id, code="closed")],
-        "recall": [Recalled(command.call_id, code="closed")],
-    }
     rig.await_state("open")
 
-    assert outcomes == refused[method]
     assert rig.found(A, LONG) == list(ids)
 
 
 @pytest.mark.parametrize("fault", ["", "sync"])
 def test_a_renewed_promise_is_told_when_it_is_durable(make: MakeRig, fault: str) -> None:
     """The engine gives its own copy up for it."""
-    calls = FailingCalls()
-    rig = make(calls=calls)
+    rig = make()
     ids = rig.store(A, LONG[:4])
-    gate = calls.gates["sync"] = Event()
-    calls.has_come.clear()
+    gate = rig.faults.shut("sync")
     renew = Renew(rig.call_id(), A, ids, promise_s=60.0)
     rig.storage.send(renew)
-    assert calls.has_come.wait(60.0)
+    rig.faults.await_call()
     assert rig.found(A, LONG) == list(ids)
     assert rig.unclaimed == []
     if fault:
-        calls.fails[fault] = errno.EIO
+        rig.faults.fails[fault] = errno.EIO
     gate.set()
 
     assert rig.answers(renew.call_id) == [Renewed(renew.call_id, code="write_failed" * bool(fault))]
@@ -269,39 +258,30 @@ def test_a_renewed_promise_is_told_when_it_is_durable(make: MakeRig, fault: str)
 @pytest.mark.parametrize("call", ["write", "sync", "read", "erase"])
 def test_a_look_waits_for_no_slab(make: MakeRig, call: str) -> None:
     """A disk that hangs in a call holds up what needs that call, and nothing else."""
-    calls = FailingCalls()
-    rig = make(calls=calls)
+    rig = make()
     ids = rig.store(A, LONG)
     rig.store(b"c", LONG)
-    gate = calls.gates[call] = Event()
-    calls.has_come.clear()
-    if call == "read":
-        fetch = Fetch(rig.call_id(), A, ids[:1], (0,), SLOT_BYTES)
-        rig.storage.send(fetch)
-        waiting = fetch.call_id
-    elif call == "erase":
-        erase = EraseStored(rig.call_id(), b"c")
-        rig.storage.send(erase)
-        waiting = erase.call_id
-    else:
-        store = rig.store_command(B, LONG)
-        rig.storage.send(store)
-        waiting = store.call_id
-    assert calls.has_come.wait(60.0)
+    commands: dict[str, Fetch | EraseStored | StoreRuns] = {
+        "read": Fetch(rig.call_id(), A, ids[:1], (0,), SLOT_BYTES),
+        "erase": EraseStored(rig.call_id(), b"c"),
+    }
+    command = commands.get(call) or rig.store_command(B, LONG)
+    gate = rig.faults.shut(call)
+    rig.storage.send(command)
+    rig.faults.await_call()
 
     assert rig.found(A, LONG) == list(ids)
     assert rig.unclaimed == []
     gate.set()
-    assert rig.answers(waiting)
+    assert rig.answers(command.call_id)
 
 
 def test_what_was_given_before_the_end_is_finished(make: MakeRig) -> None:
     """The engine leaves, and the next one finds what it stored last."""
-    calls = FailingCalls()
-    rig = make(calls=calls)
-    gate = calls.gates["sync"] = Event()
+    rig = make()
+    gate = rig.faults.shut("sync")
     rig.storage.send(rig.store_command(A, LONG))
-    assert calls.has_come.wait(60.0)
+    rig.faults.await_call()
     rig.processes[0].wire.shutdown(socket.SHUT_WR)
     gate.set()
     assert rig.processes[0].wait(60.0)
@@ -361,84 +341,71 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path, make: MakeRig, fau
     assert told[fault] in off.reason
 
 
-@pytest.mark.parametrize("frame", [b"\x04\0\0\0nope", b"\xff\xff\xff\xff", b""])
-def test_a_first_frame_that_is_none_ends_the_process(frame: bytes) -> None:
+VERSION_99 = DiskSettings("/nowhere", 1, 0, LAYOUT, (1,), version=99)
+
+
+@pytest.mark.parametrize(
+    ("frame", "status"),
+    [
+        (b"\x04\0\0\0nope", 1),
+        (b"\xff\xff\xff\xff", 1),
+        (encode_frame(VERSION_99), 1),
+        (encode_frame(Look(1, A, LONG)), 1),
+        (b"", 0),
+    ],
+    ids=["no message", "too long", "another version", "no settings", "the engine left"],
+)
+def test_a_first_frame_that_is_no_settings_ends_the_process(frame: bytes, status: int) -> None:
     """It serves only an engine of its own version."""
-    assert exit_status(frame) == (1 if frame else 0)
 
+    def attach(settings: DiskSettings) -> HostArena:
+        raise AssertionError(f"{settings} must not be served")
 
-def test_another_version_is_refused() -> None:
-    """Two installations that were mixed."""
-    settings = DiskSettings("/nowhere", 1, 0, LAYOUT, (1,), version=99)
-
-    assert exit_status(encode_frame(settings)) == 1
-    assert exit_status(encode_frame(Look(1, A, LONG))) == 1
-
-
-def exit_status(data: bytes) -> int:
-    """Return how a process ends whose engine sends this and leaves."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        with ours:
-            ours.sendall(data)
-        return serve(
-            theirs,
-            wall_ms=lambda: 0,
-            uptime_s=lambda: 0.0,
-            monotonic_s=time.monotonic,
-            attach=refuse,
-            calls=FailingCalls(),
-            log=lambda event, **facts: None,
-        )
-
-
-def refuse(settings: DiskSettings) -> HostArena:
-    """Map nothing."""
-    raise AssertionError(f"{settings} must not be served")
+    assert served(frame, attach) == (status, [])
 
 
 def test_commands_that_come_with_the_settings_are_served(tmp_path: Path) -> None:
     """The engine need not wait for an answer between them."""
     arena = HostArena.create(LAYOUT)
-    ours, theirs = socket.socketpair()
     settings = DiskSettings(str(tmp_path / "x"), 2**26, 0, LAYOUT, (SLOT_BYTES,), run_tokens=RUN)
-    ours.sendall(encode_frame(settings) + encode_frame(Look(7, A, LONG)))
-    ours.shutdown(socket.SHUT_WR)
-    with ours, theirs:
-        serve(
-            theirs,
-            wall_ms=lambda: 0,
-            uptime_s=lambda: 0.0,
-            monotonic_s=time.monotonic,
-            attach=lambda settings: HostArena(os.dup(arena.fd), LAYOUT),
-            calls=FailingCalls(),
-            log=lambda event, **facts: None,
-        )
-        outcomes = list(outcome_decoder().feed(ours.recv(2**20)))
+    frames = encode_frame(settings) + encode_frame(Look(7, A, LONG))
+    status, outcomes = served(frames, lambda settings: HostArena(os.dup(arena.fd), LAYOUT))
     arena.close()
 
+    assert status == 0
     assert Looked(7, ()) in outcomes
+
+
+def served(data: bytes, attach: Callable[[DiskSettings], HostArena]) -> tuple[int, list[Upward]]:
+    """Return how a process ends whose engine sends this and leaves, and what it answers."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.sendall(data)
+        ours.shutdown(socket.SHUT_WR)
+        with theirs:
+            status = serve(
+                theirs,
+                wall_ms=lambda: 0,
+                uptime_s=lambda: 0.0,
+                monotonic_s=time.monotonic,
+                attach=attach,
+                calls=FailingCalls(),
+                log=lambda event, **facts: None,
+            )
+        return status, list(outcome_decoder().feed(ours.recv(2**20)))
 
 
 def test_the_threads_say_how_long_the_oldest_work_takes() -> None:
     """A disk that hangs ends the heartbeat, and the engine replaces the process."""
     clock = FakeClock()
     io = IoThreads(1, clock)
-    gate, ended = Event(), list[int]()
-
-    def wait() -> None:
-        gate.wait(60.0)
-
-    has_begun = Event()
-
-    def begin() -> None:
-        has_begun.set()
-        wait()
-
-    io.read(begin, lambda: ended.append(1))
-    assert has_begun.wait(60.0)
+    gates, ended = Gates(), list[int]()
+    gate = gates.shut("work")
+    work = partial(gates.wait_for_gate, "work")
+    io.read(work, lambda: ended.append(1))
+    gates.await_call()
     clock.advance(30.0)
-    io.read(wait, lambda: None)
+    io.read(work, lambda: None)
 
     assert (io.under_way, io.oldest_s) == (2, 30.0), "what waits for a thread does not hang"
     gate.set()

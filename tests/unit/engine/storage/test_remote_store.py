@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -22,19 +23,16 @@ from engine.storage.remote.address import RemoteSettings, check_remote_url
 from engine.storage.remote.link import PAUSE_S
 from engine.storage.remote.objects import FolderObjects, ObjectMissing, RemoteFailed
 from engine.storage.sealing.master_key import KEY_BYTES, MasterKey
-from engine.storage.sealing.unlocking import SealSettings
 from engine.storage.slabs.record import pack_run, place_bytes_of
 from tests.fakes import FakeClock
-from tests.unit.engine.storage.local_storage import TIMEOUT_S, LocalRig
+from tests.unit.engine.storage.local_storage import TIMEOUT_S, LocalRig, MakeRig, write_key
 from tests.unit.engine.storage.remote_faults import FaultyObjects
-from tests.unit.engine.storage.storage_rig import RUN, A, B, DiskRig, content_of
+from tests.unit.engine.storage.storage_rig import LONG, RUN, A, B, DiskRig, content_of, path_of
 
-LONG = tuple(range(5 * RUN))
 MASTER = MasterKey(b"1" * KEY_BYTES)
 WIDE = 2**18
 """Bytes of a slot: more than the index of a test, so that the number of places matters."""
 PLACE = place_bytes_of(WIDE)
-MakeRig = Callable[..., LocalRig]
 
 
 @pytest.fixture
@@ -44,7 +42,7 @@ def objects() -> FaultyObjects:
 
 
 @pytest.fixture
-def make(tmp_path: Path, objects: FaultyObjects) -> Iterator[MakeRig]:
+def make(make: MakeRig, objects: FaultyObjects) -> Iterator[MakeRig]:
     """Return a function that opens a sealed store with a remote one; it has room for so many
     places, if they are given."""
     rigs: list[LocalRig] = []
@@ -53,29 +51,19 @@ def make(tmp_path: Path, objects: FaultyObjects) -> Iterator[MakeRig]:
         if places:
             room = LOG_BYTES_MAX + places * PLACE + WIDE
             settings |= {"disk_bytes": room, "slab_bytes": places * PLACE}
-        rig = LocalRig(
-            tmp_path / "levels", slot_bytes=WIDE, master=MASTER, remote=objects, **settings
-        )
-        rigs.append(rig)
-        rig.local.turn()  # which finds the store
-        return rig
+        rigs.append(make(**{"slot_bytes": WIDE, "master": MASTER, "remote": objects} | settings))
+        rigs[-1].local.turn()  # which finds the store
+        return rigs[-1]
 
     yield open_rig
-    for gate in objects.gates.values():
-        gate.set()
+    objects.open_all()
     for rig in rigs:
         rig.local.pump()
-        rig.close()
 
 
 def wide(namespace: bytes, tokens: tuple[int, ...]) -> bytes:
     """Return what the last run of these tokens has."""
     return content_of(namespace, tokens, WIDE)
-
-
-def path_of(number: int) -> tuple[int, ...]:
-    """Return the only run of a prefix."""
-    return (number, 1, 2, 3)
 
 
 def fill(rig: LocalRig, count: int, namespace: bytes = A) -> list[int]:
@@ -109,8 +97,7 @@ def test_promised_records_are_put_at_once_and_stay_on_disk(
         assert pack_run(LONG[:RUN]) not in data
         assert A not in data
         assert wide(A, LONG[:RUN])[:32] not in data
-    assert rig.disk.remote is not None
-    assert rig.disk.remote.stats().stored_total == 5
+    assert rig.far.stats().stored_total == 5
     rig.disk.check()
 
 
@@ -175,10 +162,8 @@ def test_a_store_that_fails_is_off_until_it_answers_again(
     objects.fails["get"] = "500"
     for number in range(3):
         assert rig.fetch(A, [ids[number]]) == [None]
-    link = rig.local.link
-    assert link is not None
     calls = len(objects.calls)
-    assert link.reason == "500"
+    assert rig.link.reason == "500"
     assert levels_of(rig, range(3)) == ["", "", ""]
     assert rig.fetch(A, [ids[3]]) == [None]
     assert objects.calls[calls:] == []
@@ -188,7 +173,7 @@ def test_a_store_that_fails_is_off_until_it_answers_again(
     rig.clock.advance(PAUSE_S)
     rig.local.turn()
 
-    assert link.is_open
+    assert rig.link.is_open
     assert rig.fetch(A, ids[:4]) == [wide(A, path_of(number)) for number in range(4)]
     assert rig.disk.stats().damaged_total == 0
 
@@ -202,8 +187,7 @@ def test_a_promised_record_whose_put_failed_is_put_later(
     ids = rig.store(A, LONG, promise_s=600.0)
     rig.local.turn()
     rig.local.turn()
-    assert rig.local.link is not None
-    assert not rig.local.link.is_open
+    assert not rig.link.is_open
     objects.fails.clear()
     rig.clock.advance(PAUSE_S)
     rig.local.turn()
@@ -218,63 +202,52 @@ def test_a_slow_answer_is_a_miss_at_its_deadline_and_fills_no_slot(
     """The slot may have another owner by then."""
     rig = make(places=8)
     ids = fill(rig, 16)
-    link, gate = rig.local.link, Event()
-    objects.gates["get"] = gate
-    assert link is not None
-    (plan,) = rig.disk.plan_fetch(fetch_of(rig, ids[0], 3))
+    objects.shut("get")
+    (plan,) = rig.disk.plan_fetch(Fetch(rig.call_id(), A, (ids[0],), (3,), WIDE))
     assert isinstance(plan, PlannedRead)
     ended: list[str] = []
     rig.arena.view(3, WIDE)[:] = b"another" + bytes(WIDE - 7)
     assert rig.disk.fetch_remote(plan, lambda: ended.append(plan.verdict))
-    assert objects.has_come.wait(60.0)
+    objects.await_call()
     rig.clock.advance(TIMEOUT_S)
-    link.tick()
-    gate.set()
-    objects.gates.clear()
+    rig.link.tick()
+    objects.open_all()
     rig.fetch(A, [ids[15]])
     rig.fetch(A, [ids[1]])
 
     assert ended == ["failed"]
     assert bytes(rig.arena.view(3, WIDE)[:7]) == b"another"
     assert not rig.disk.finish_read(plan).is_done
-    assert link.failed_total == 1
+    assert rig.link.failed_total == 1
     assert rig.fetch(A, [ids[0]]) == [wide(A, path_of(0))], "it is not struck for being slow"
 
 
-def fetch_of(rig: LocalRig, record_id: int, slot: int) -> Fetch:
-    """Return the command that fetches one record."""
-    return Fetch(rig.call_id(), A, (record_id,), (slot,), WIDE)
+Lie = Callable[[dict[str, bytes], str, bytes], bytes]
 
 
-def other_bytes(objects: FaultyObjects) -> Callable[[str, bytes], bytes]:
-    """A bit of the payload is another one."""
-    return lambda name, data: data[:9_000] + bytes([data[9_000] ^ 1]) + data[9_001:]
+def next_object(objects: dict[str, bytes], name: str, data: bytes) -> bytes:
+    """Return the next object, of the same namespace or of another."""
+    names = sorted(objects)
+    return objects[names[(names.index(name) + 1) % len(names)]]
 
 
-def other_object(objects: FaultyObjects) -> Callable[[str, bytes], bytes]:
-    """The next object, of the same namespace and of others."""
-    names = sorted(objects.objects)
-    return lambda name, data: objects.objects[names[(names.index(name) + 1) % len(names)]]
+LIES: dict[str, Lie] = {
+    "another bit": lambda objects, name, data: flipped(data, 9_000),
+    "another object": next_object,
+    "it ends early": lambda objects, name, data: data[:-5_000],
+    "it is empty": lambda objects, name, data: b"",
+    "it was forgotten": lambda objects, name, data: bytes(len(data)),
+}
 
 
-def less(objects: FaultyObjects) -> Callable[[str, bytes], bytes]:
-    """It ends early."""
-    return lambda name, data: data[:-5_000]
+def flipped(data: bytes, at: int) -> bytes:
+    """Return bytes of which one bit is another."""
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-def nothing(objects: FaultyObjects) -> Callable[[str, bytes], bytes]:
-    """It is empty."""
-    return lambda name, data: b""
-
-
-def zeros(objects: FaultyObjects) -> Callable[[str, bytes], bytes]:
-    """It was forgotten."""
-    return lambda name, data: bytes(len(data))
-
-
-@pytest.mark.parametrize("lie", [other_bytes, other_object, less, nothing, zeros])
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_a_lying_store_is_found_out_before_a_byte_is_served(
-    make: MakeRig, objects: FaultyObjects, lie: Callable[[FaultyObjects], Any]
+    make: MakeRig, objects: FaultyObjects, lie: Lie
 ) -> None:
     """Each lie is a miss, counted, and its object is deleted; another tenant's object too."""
     rig = make(places=8)
@@ -283,28 +256,18 @@ def test_a_lying_store_is_found_out_before_a_byte_is_served(
         rig.store((A, B)[number % 2], path_of(number))
         rig.local.turn()
     far = [n for n in range(16) if levels_of(rig, range(n, n + 1), (A, B)[n % 2]) == ["remote"]]
-    objects.lie = lie(objects)
+    objects.lie = partial(lie, objects.objects)
     for number in far:
         name = (A, B)[number % 2]
         assert rig.fetch(name, rig.found(name, path_of(number))) == [None]
         assert rig.found(name, path_of(number)) == []
-    remote = rig.disk.remote
-    assert remote is not None
     before = len(objects.objects)
     rig.local.turn()
 
-    assert remote.damaged_total == len(far)
+    assert rig.far.damaged_total == len(far) > 0
     assert len(objects.objects) == before - len(far)
     assert rig.disk.stats().damaged_total == len(far)
     rig.disk.check()
-
-
-def test_an_honest_store_serves_all_of_it(make: MakeRig, objects: FaultyObjects) -> None:
-    """The control of the test above."""
-    rig = make(places=8)
-    ids = fill(rig, 16)
-
-    assert rig.fetch(A, ids) == [wide(A, path_of(number)) for number in range(16)]
 
 
 def test_a_lost_object_is_a_miss(make: MakeRig, objects: FaultyObjects) -> None:
@@ -315,8 +278,7 @@ def test_a_lost_object_is_a_miss(make: MakeRig, objects: FaultyObjects) -> None:
 
     assert rig.fetch(A, [ids[0]]) == [None]
     assert levels_of(rig, range(2)) == ["", "remote"]
-    assert rig.local.link is not None
-    assert rig.local.link.is_open, "a store that says so works"
+    assert rig.link.is_open, "a store that says so works"
 
 
 def test_an_erasure_deletes_objects_before_it_is_answered(
@@ -348,9 +310,7 @@ def test_what_cannot_be_deleted_is_pending_until_it_is(
     rig.reopen()
     rig.local.turn()
     again = rig.erase(A, tokens=LONG[:RUN])
-    remote = rig.disk.remote
-    assert remote is not None
-    pending = remote.stats().pending_erasures
+    pending = rig.far.stats().pending_erasures
     objects.fails.clear()
     rig.clock.advance(PAUSE_S + 6.0)
     rig.local.turn()
@@ -362,7 +322,7 @@ def test_what_cannot_be_deleted_is_pending_until_it_is(
     assert (again.code, again.records, pending) == ("pending", 0, 5)
     assert rig.found(A, LONG) == []
     assert (last.code, objects.objects) == ("", {})
-    assert remote.stats().pending_erasures == 0
+    assert rig.far.stats().pending_erasures == 0
 
 
 def test_an_object_that_comes_after_its_erasure_is_deleted(
@@ -370,23 +330,18 @@ def test_an_object_that_comes_after_its_erasure_is_deleted(
 ) -> None:
     """A put under way has a tombstone from its beginning."""
     rig = make()
-    gate = objects.gates["put"] = Event()
+    objects.shut("put")
     rig.store(A, LONG[:RUN], promise_s=60.0)
     rig.disk.maintain()
-    assert objects.has_come.wait(60.0)
-    rig.disk.erase(erase_of(rig))
-    gate.set()
+    objects.await_call()
+    rig.disk.erase(EraseStored(rig.call_id(), A))
+    objects.open_all()
     rig.local.pump()
     was_there = len(objects.objects)
     rig.local.turn()
 
     assert (was_there, objects.objects) == (1, {})
     rig.disk.check()
-
-
-def erase_of(rig: LocalRig) -> EraseStored:
-    """Return the command that erases a namespace."""
-    return EraseStored(rig.call_id(), A)
 
 
 def test_a_death_in_the_middle_of_a_put_leaves_no_object(
@@ -405,8 +360,7 @@ def test_a_death_in_the_middle_of_a_put_leaves_no_object(
 
     assert len(stray) <= 1
     assert len(objects.objects) == 1
-    assert rig.disk.remote is not None
-    assert rig.disk.remote.stats().pending_erasures == 0
+    assert rig.far.stats().pending_erasures == 0
 
 
 def test_a_bound_is_kept_by_giving_up_what_was_not_used(
@@ -528,12 +482,12 @@ def test_an_object_under_way_to_leave_too_late_is_deleted(
 ) -> None:
     """Its put had begun before the tenant's word came."""
     rig = make()
-    gate = objects.gates["put"] = Event()
+    objects.shut("put")
     (record_id,) = rig.store(A, LONG[:RUN], promise_s=60.0)
     rig.disk.maintain()
-    assert objects.has_come.wait(60.0)
+    objects.await_call()
     rig.storage.send(KeepHere((A,)))
-    gate.set()
+    objects.open_all()
     rig.local.pump()
     was_there = len(objects.objects)
     rig.local.turn()
@@ -560,22 +514,12 @@ def test_an_erasure_leaves_no_word_of_who_may_leave(make: MakeRig) -> None:
 
 
 @pytest.fixture
-def offline(tmp_path: Path) -> Iterator[LocalRig]:
+def offline(make: MakeRig, tmp_path: Path) -> LocalRig:
     """Return a closed store with 16 records, half of them in a folder as the remote store."""
-    rig = LocalRig(
-        tmp_path / "levels",
-        slot_bytes=WIDE,
-        master=MASTER,
-        remote=FolderObjects(tmp_path / "far"),
-        disk_bytes=LOG_BYTES_MAX + 8 * PLACE + WIDE,
-        slab_bytes=8 * PLACE,
-    )
-    rig.local.turn()
+    rig = make(places=8, remote=FolderObjects(tmp_path / "far"))
     fill(rig, 16)
     rig.local.close()
-    yield rig
-    rig.local.close()
-    rig.arena.close()
+    return rig
 
 
 def objects_in(folder: Path) -> list[Path]:
@@ -586,7 +530,7 @@ def objects_in(folder: Path) -> list[Path]:
 def test_a_verification_reads_objects_too(offline: LocalRig, tmp_path: Path) -> None:
     """One that is not what its row says is dropped, one that is missing too."""
     far = RemoteSettings(f"file://{tmp_path}/far")
-    seal = key_file(tmp_path)
+    seal = write_key(tmp_path / "key", MASTER)
     sound = verify_store(offline.folder, seal=seal, remote=far)
     first, second = objects_in(tmp_path / "far")[:2]
     first.write_bytes(first.read_bytes()[:-5_000] + bytes(5_000))
@@ -613,7 +557,7 @@ def test_neither_a_rebuilt_nor_a_cleared_store_keeps_objects(
     count = len(objects_in(tmp_path / "far")) - 1
     for path in offline.folder.glob("index.db*"):
         path.unlink()
-    outcome = rebuild_index(offline.folder, 0, seal=key_file(tmp_path))
+    outcome = rebuild_index(offline.folder, 0, seal=write_key(tmp_path / "key", MASTER))
     emptied = empty_remote(offline.folder, far)
     again = empty_remote(offline.folder, far)
 
@@ -627,28 +571,31 @@ def test_neither_a_rebuilt_nor_a_cleared_store_keeps_objects(
 # -- the process --------------------------------------------------------------------------------
 
 
-def key_file(folder: Path) -> SealSettings:
-    """Return settings with a key in a file."""
-    (folder / "key").write_text(MASTER.secret.hex())
-    (folder / "key").chmod(0o400)
-    return SealSettings(str(folder / "key"))
+def await_objects(rig: DiskRig, count: int) -> None:
+    """Wait until so many records were put."""
+    while (stats := rig.await_stats()).remote is None or stats.remote.stored_total < count:
+        pass
 
 
 def test_the_process_puts_deletes_and_tells(tmp_path: Path) -> None:
     """Over a folder as a remote store, by its address."""
     remote = RemoteSettings(f"file://{tmp_path}/far", timeout_s=60.0)
     with closing(
-        DiskRig(tmp_path / "levels", FakeClock(1_000.0), seal=key_file(tmp_path), remote=remote)
+        DiskRig(
+            tmp_path / "levels",
+            FakeClock(1_000.0),
+            seal=write_key(tmp_path / "key", MASTER),
+            remote=remote,
+        )
     ) as rig:
         rig.store(A, LONG, promise_s=60.0)
-        while (stats := rig.await_stats()).remote is None or stats.remote.stored_total < 5:
-            pass
-        files = [path for path in (tmp_path / "far").rglob("*") if path.is_file()]
+        await_objects(rig, 5)
+        files = objects_in(tmp_path / "far")
         receipt = rig.erase(A, tokens=LONG[:RUN])
 
         assert len(files) == 5
         assert (receipt.code, receipt.records) == ("", 5)
-        assert [path for path in (tmp_path / "far").rglob("*") if path.is_file()] == []
+        assert objects_in(tmp_path / "far") == []
 
 
 def test_an_erasure_is_pending_at_the_deadline_of_a_store_that_hangs(tmp_path: Path) -> None:
@@ -668,21 +615,19 @@ def test_an_erasure_is_pending_at_the_deadline_of_a_store_that_hangs(tmp_path: P
             tmp_path / "levels",
             FakeClock(1_000.0),
             monotonic_s=lambda: time.monotonic() + sum(passed_s),
-            seal=key_file(tmp_path),
+            seal=write_key(tmp_path / "key", MASTER),
             remote=remote,
             objects=objects,
         )
     ) as rig:
         rig.store(A, LONG, promise_s=60.0)
-        while (stats := rig.await_stats()).remote is None or stats.remote.stored_total < 5:
-            pass
-        objects.gates["delete"] = gate
+        await_objects(rig, 5)
+        objects.shut("delete", gate)
         receipt = rig.erase(A, tokens=LONG[:RUN])
         assert rig.found(A, LONG) == []
         assert len(rig.store(B, LONG)) == 5
         assert objects.objects
-        gate.set()
-        objects.gates.clear()
+        objects.open_all()
 
     assert (receipt.code, receipt.records) == ("pending", 5)
 
