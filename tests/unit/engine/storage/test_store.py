@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import apsw
 import pytest
@@ -20,18 +20,24 @@ from engine.storage.room.disk_room import NO_SLAB_MS
 from engine.storage.room.drop_order import PAUSE_MS
 from engine.storage.slabs.record import place_bytes_of
 from engine.storage.slabs.slabs import Place
-from tests.unit.engine.storage.failing_calls import FailingCalls
-from tests.unit.engine.storage.local_storage import LocalRig, run_in_turn
-from tests.unit.engine.storage.storage_rig import RUN, SLOT_BYTES, A, B, content_of
+from tests.unit.engine.storage.local_storage import LocalRig, MakeRig, run_in_turn
+from tests.unit.engine.storage.storage_rig import (
+    LONG,
+    RUN,
+    SLOT_BYTES,
+    A,
+    B,
+    StoreOptions,
+    content_of,
+    path_of,
+)
 
-LONG = tuple(range(5 * RUN))
 PLACE = place_bytes_of(SLOT_BYTES)
 WIDE = 2**18
 """Bytes of a slot where the number of places matters: more than the index of a test."""
 WIDE_PLACE = place_bytes_of(WIDE)
 LESS = WIDE - 4_096
 """Bytes of a packed slot: its place does not fit what `room_for` leaves to the index."""
-MakeRig = Callable[..., LocalRig]
 
 
 def room_for(places: int, slab_places: int = 0) -> dict[str, int]:
@@ -43,44 +49,27 @@ def room_for(places: int, slab_places: int = 0) -> dict[str, int]:
     }
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeRig]:
-    """Return a function that opens stores; they are closed at the end."""
-    rigs: list[LocalRig] = []
-
-    def open_rig(**settings: Any) -> LocalRig:
-        rigs.append(LocalRig(tmp_path / "levels", **settings))
-        return rigs[-1]
-
-    yield open_rig
-    for rig in rigs:
-        rig.close()
-
-
 def scopes_of(rig: LocalRig) -> list[bytes]:
     """Return the namespaces that have a row of their own in the index of a closed store."""
     with closing(apsw.Connection(str(rig.folder / INDEX_NAME))) as index:
         return [name for (name,) in index.execute("select namespace from scopes")]
 
 
-def path_of(number: int) -> tuple[int, ...]:
-    """Return the only run of a prefix."""
-    return (number, 1, 2, 3)
-
-
-def fill(rig: LocalRig, numbers: Sequence[int], payer: bytes = b"p", ns: bytes = A) -> list[str]:
+def fill(
+    rig: LocalRig, numbers: Iterable[int], ns: bytes = A, **options: Unpack[StoreOptions]
+) -> list[str]:
     """Store prefixes of one run; return the codes."""
     codes = []
     for number in numbers:
         rig.clock.advance(0.01)
-        command = rig.store_command(ns, path_of(number), payer=payer)
+        command = rig.store_command(ns, path_of(number), **options)
         codes.append(rig.send_store(command).code)
     return codes
 
 
-def is_there(rig: LocalRig, number: int, ns: bytes = A) -> bool:
-    """Return whether a prefix of one run is found."""
-    return rig.found(ns, path_of(number)) != []
+def there(rig: LocalRig, numbers: Iterable[int], ns: bytes = A) -> list[int]:
+    """Return the prefixes of one run that are found."""
+    return [number for number in numbers if rig.found(ns, path_of(number))]
 
 
 def test_a_reopened_store_knows_what_it_knew(make: MakeRig) -> None:
@@ -159,9 +148,9 @@ def test_a_full_disk_drops_what_was_used_longest_ago(make: MakeRig) -> None:
     rig.fetch(A, ids)
     fill(rig, [100])
 
-    assert is_there(rig, 100)
-    assert is_there(rig, 0), "it was used"
-    assert not is_there(rig, 1), "it was not, and is the oldest"
+    assert there(rig, [100])
+    assert there(rig, [0]), "it was used"
+    assert not there(rig, [1]), "it was not, and is the oldest"
 
 
 def test_a_parent_outlives_its_children(make: MakeRig) -> None:
@@ -193,7 +182,7 @@ def test_a_stream_of_one_payer_takes_nothing_inside_anothers_floor(make: MakeRig
     fill(rig, range(4), payer=b"quiet", ns=B)
     assert set(fill(rig, range(100, 150), payer=b"loud")) == {""}
 
-    assert all(is_there(rig, number, B) for number in range(4))
+    assert there(rig, range(4), B) == [*range(4)]
     assert rig.disk.stats().records == 10
 
 
@@ -203,7 +192,7 @@ def test_a_payers_own_stream_replaces_its_own_records(make: MakeRig) -> None:
     fill(rig, range(3), payer=b"quiet", ns=B)
     fill(rig, range(100, 150), payer=b"loud")
 
-    assert all(is_there(rig, number, B) for number in range(3))
+    assert there(rig, range(3), B) == [*range(3)]
 
 
 def test_a_weight_gives_more_room(make: MakeRig) -> None:
@@ -221,26 +210,26 @@ def test_a_weight_gives_more_room(make: MakeRig) -> None:
 def test_a_ceiling_holds_where_there_is_room(make: MakeRig) -> None:
     """The payer's own oldest record makes way; promised ones do not."""
     rig = make()
-    rig.storage.send(SetStoredQuotas((Quota(ceiling_blocks=2, payer=b"p"),)))
+    rig.storage.send(SetStoredQuotas((Quota(ceiling_blocks=2, payer=b"payer"),)))
     assert fill(rig, range(5)) == [""] * 5
-    assert [is_there(rig, number) for number in range(5)] == [False] * 3 + [True] * 2
+    assert there(rig, range(5)) == [3, 4]
 
-    rig.store(A, LONG[:8], promise_s=60.0, payer=b"p")
-    refused = rig.send_store(rig.store_command(A, path_of(9), payer=b"p"))
+    rig.store(A, LONG[:8], promise_s=60.0, payer=b"payer")
+    refused = rig.send_store(rig.store_command(A, path_of(9), payer=b"payer"))
     assert refused.code == "over_quota"
 
 
 def test_a_ceiling_counts_records_of_a_size_that_is_used_no_more(make: MakeRig) -> None:
     """They go first, so that their payer is not shut out by what no reader takes any more."""
     rig = make(other_bytes=(SLOT_BYTES // 2,))
-    rig.storage.send(SetStoredQuotas((Quota(ceiling_blocks=2, payer=b"p"),)))
+    rig.storage.send(SetStoredQuotas((Quota(ceiling_blocks=2, payer=b"payer"),)))
     assert fill(rig, range(2)) == [""] * 2
     rig.close()
     other = make(slot_bytes=SLOT_BYTES // 2)
-    other.storage.send(SetStoredQuotas((Quota(ceiling_blocks=4, payer=b"p"),)))
+    other.storage.send(SetStoredQuotas((Quota(ceiling_blocks=4, payer=b"payer"),)))
 
     assert fill(other, range(10, 14)) == [""] * 4
-    assert all(is_there(other, number) for number in range(12, 14))
+    assert there(other, range(12, 14)) == [*range(12, 14)]
     other.disk.check()
 
 
@@ -270,10 +259,10 @@ def test_a_new_slab_is_synced_beside_the_main_thread_and_before_its_rows(
     make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan waits for no sync; a batch does, for its slabs and for the folder that names them."""
-    calls, synced = FailingCalls(), list[Path]()
+    synced = list[Path]()
     monkeypatch.setattr("engine.storage.slabs.slabs.sync_folder", synced.append)
-    rig = make(calls=calls)
-    calls.fails["sync"] = errno.ENOSPC
+    rig = make()
+    rig.faults.fails["sync"] = errno.ENOSPC
     batch = rig.disk.writer.plan([rig.store_command(A, path_of(1))])
     assert (synced, batch.stores[0].code) == ([], "")
     rig.disk.writer.write(batch, run_in_turn)
@@ -281,7 +270,7 @@ def test_a_new_slab_is_synced_beside_the_main_thread_and_before_its_rows(
 
     rig.clock.advance(NO_SLAB_MS / 1_000 + 1.0)
     rig.disk.maintain()
-    calls.fails.clear()
+    rig.faults.fails.clear()
     assert fill(rig, [2, 3]) == ["", ""]
     assert synced == [rig.folder]
 
@@ -296,7 +285,7 @@ def test_a_namespace_without_records_is_forgotten_in_the_next_maintenance(make: 
     rig.disk.maintain()
     rig.disk.writer.write(batch, run_in_turn)
     assert rig.disk.writer.commit(batch)[0].code == ""
-    assert is_there(rig, 1, B)
+    assert there(rig, [1], B)
     rig.local.close()
 
     assert scopes_of(rig) == [B]
@@ -364,9 +353,8 @@ def test_a_fetch_that_ends_after_an_erasure_brings_nothing(make: MakeRig) -> Non
 
 def test_calls_that_take_few_bytes_are_repeated(make: MakeRig) -> None:
     """POSIX allows them, and a record is whole all the same."""
-    calls = FailingCalls()
-    calls.bytes_max = 1_000
-    rig = make(calls=calls)
+    rig = make()
+    rig.faults.bytes_max = 1_000
     ids = rig.store(A, LONG)
 
     assert rig.fetch(A, ids[4:]) == [content_of(A, LONG)]
@@ -374,19 +362,18 @@ def test_calls_that_take_few_bytes_are_repeated(make: MakeRig) -> None:
 
 def test_a_disk_without_room_for_a_slab_is_full_until_there_is_some(make: MakeRig) -> None:
     """What is stored is served on; the next attempt is a minute later."""
-    calls = FailingCalls()
-    rig = make(calls=calls, slab_bytes=4 * PLACE)
+    rig = make(slab_bytes=4 * PLACE)
     fill(rig, range(4))
-    calls.fails["lay_out"] = errno.ENOSPC
+    rig.faults.fails["lay_out"] = errno.ENOSPC
     assert fill(rig, [10]) == [""], "the oldest record makes way in the slab there is"
     assert rig.disk.stats().state == "full"
     assert fill(rig, [11]) == ["full"]
-    assert is_there(rig, 3)
+    assert there(rig, [3])
 
     rig.disk.maintain()
     assert rig.disk.stats().state == "open", "below 90 % of what it has"
     assert fill(rig, [12]) == [""]
-    calls.fails.clear()
+    rig.faults.fails.clear()
     rig.clock.advance(NO_SLAB_MS / 1_000 + 1)
     fill(rig, range(20, 26))
     assert rig.disk.stats().records > 4
@@ -394,15 +381,14 @@ def test_a_disk_without_room_for_a_slab_is_full_until_there_is_some(make: MakeRi
 
 def test_a_disk_without_any_room_refuses_and_serves_on(make: MakeRig) -> None:
     """Not one slab could be made."""
-    calls = FailingCalls()
-    calls.fails["lay_out"] = errno.ENOSPC
-    rig = make(calls=calls)
+    rig = make()
+    rig.faults.fails["lay_out"] = errno.ENOSPC
 
     assert fill(rig, [1, 2]) == ["full", "full"]
     rig.disk.maintain()
     assert rig.disk.stats().state == "full"
     assert rig.found(A, path_of(1)) == []
-    calls.fails.clear()
+    rig.faults.fails.clear()
     rig.clock.advance(NO_SLAB_MS / 1_000 + 1)
     rig.disk.maintain()
     assert fill(rig, [1]) == [""]
@@ -410,14 +396,13 @@ def test_a_disk_without_any_room_refuses_and_serves_on(make: MakeRig) -> None:
 
 def test_a_full_disk_under_a_write_fails_that_store(make: MakeRig) -> None:
     """A file system may give less than it laid out."""
-    calls = FailingCalls()
-    rig = make(calls=calls)
+    rig = make()
     fill(rig, range(3))
-    calls.fails["write"] = errno.ENOSPC
+    rig.faults.fails["write"] = errno.ENOSPC
 
     assert fill(rig, [10]) == ["write_failed"]
     assert rig.disk.stats().state == "full"
-    assert is_there(rig, 2)
+    assert there(rig, [2])
 
 
 @pytest.mark.parametrize("call", ["write", "sync"])
@@ -426,28 +411,26 @@ def test_a_failed_write_stores_nothing_and_closes_the_level(
     make: MakeRig, call: str, error: int
 ) -> None:
     """After a failed sync it is unknown what the disk has; a reopened store has what was said."""
-    calls = FailingCalls()
-    rig = make(calls=calls)
+    rig = make()
     fill(rig, [1])
-    calls.fails[call] = error
+    rig.faults.fails[call] = error
     with pytest.raises(OSError, match=os.strerror(error)):
         fill(rig, [2])
-    calls.fails.clear()
+    rig.faults.fails.clear()
     rig.reopen()
 
-    assert is_there(rig, 1)
-    assert not is_there(rig, 2)
+    assert there(rig, [1])
+    assert not there(rig, [2])
     assert rig.disk.stats().used_bytes == PLACE
 
 
 def test_a_failed_read_is_a_miss_and_no_damage(make: MakeRig) -> None:
     """The record may be read when the disk is back."""
-    calls = FailingCalls()
-    rig = make(calls=calls)
+    rig = make()
     ids = rig.store(A, LONG[:4])
-    calls.fails["read"] = errno.EIO
+    rig.faults.fails["read"] = errno.EIO
     assert rig.fetch(A, ids) == [None]
-    calls.fails.clear()
+    rig.faults.fails.clear()
 
     assert rig.fetch(A, ids) == [content_of(A, LONG[:4])]
     assert rig.disk.stats().damaged_total == 0
@@ -455,13 +438,12 @@ def test_a_failed_read_is_a_miss_and_no_damage(make: MakeRig) -> None:
 
 def test_a_failed_wipe_keeps_the_places_dirty(make: MakeRig) -> None:
     """They are wiped at the next attempt."""
-    calls = FailingCalls()
-    rig = make(calls=calls)
+    rig = make()
     rig.store(A, LONG)
-    calls.fails["erase"] = errno.EIO
+    rig.faults.fails["erase"] = errno.EIO
     with pytest.raises(OSError, match="Input/output"):
         rig.erase(A)
-    calls.fails.clear()
+    rig.faults.fails.clear()
     rig.reopen()
     rig.local.wipe()
 
@@ -481,7 +463,7 @@ def test_a_wipe_drops_nothing_and_grows_nothing(make: MakeRig) -> None:
     rig.disk.slabs.put_wiped(places, is_wiped=True)
 
     assert fill(rig, [12]) == [""]
-    assert all(is_there(rig, number) for number in (0, 1, 2, 3, 10, 11, 12))
+    assert there(rig, [0, 1, 2, 3, 10, 11, 12]) == [0, 1, 2, 3, 10, 11, 12]
     assert len(list(rig.folder.glob("*.slab"))) == 1
 
 
@@ -492,27 +474,20 @@ def test_records_of_another_size_age_out(make: MakeRig) -> None:
     rig.close()
     small = room_for(8) | {"slot_bytes": SLOT_BYTES, "slab_bytes": 4 * PLACE}
     other = make(**small | {"disk_bytes": small["disk_bytes"] - WIDE})
-    assert is_there(other, 0)
+    assert there(other, [0])
     assert other.fetch(A, other.found(A, path_of(0))) == [None]
 
     fill(other, range(1_000, 1_090))
-    assert not is_there(other, 0), "the present size had no place at all"
-    assert is_there(other, 7), "seven days have not passed"
+    assert not there(other, [0]), "the present size had no place at all"
+    assert there(other, [7]), "seven days have not passed"
     other.clock.advance(8 * 86_400.0)
     fill(other, range(3_000, 3_010))
-    assert not is_there(other, 7)
+    assert not there(other, [7])
 
 
-def packed(rig: LocalRig, numbers: Sequence[int], payer: bytes = b"p", **terms: Any) -> list[str]:
+def packed(rig: LocalRig, numbers: Iterable[int], payer: bytes = b"payer") -> list[str]:
     """Store packed prefixes of one run; return the codes."""
-    codes = []
-    for number in numbers:
-        rig.clock.advance(0.01)
-        command = rig.store_command(
-            B, path_of(number), payer=payer, fidelity="near", slot_bytes=LESS, **terms
-        )
-        codes.append(rig.send_store(command).code)
-    return codes
+    return fill(rig, numbers, B, payer=payer, fidelity="near", slot_bytes=LESS)
 
 
 def test_packed_records_take_the_room_of_their_size(make: MakeRig) -> None:
@@ -537,13 +512,13 @@ def test_a_size_without_a_place_gets_the_slab_that_was_used_longest_ago(make: Ma
     assert packed(rig, range(2)) == ["", ""]
     rig.disk.check()
 
-    assert not is_there(rig, 0)
-    assert is_there(rig, 7)
-    kept = [number for number in range(8) if is_there(rig, number)]
+    assert not there(rig, [0])
+    assert there(rig, [7])
+    kept = there(rig, range(8))
     for number in kept:
         assert rig.fetch(A, rig.found(A, path_of(number))) != [None]
     assert packed(rig, range(10, 20)) == [""] * 10
-    assert [number for number in range(8) if is_there(rig, number)] == kept
+    assert there(rig, range(8)) == kept
 
 
 def test_a_slab_that_is_colder_than_what_would_go_gives_its_room(make: MakeRig) -> None:
@@ -552,30 +527,30 @@ def test_a_slab_that_is_colder_than_what_would_go_gives_its_room(make: MakeRig) 
     rig = make(**room_for(8), other_bytes=(LESS,))
     fill(rig, range(8))
     packed(rig, range(2))
-    kept = [number for number in range(8) if is_there(rig, number)]
+    kept = there(rig, range(8))
     for number in kept:
         assert rig.fetch(A, rig.found(A, path_of(number))) != [None]
     rig.clock.advance(PAUSE_MS / 1_000)
     packed(rig, range(10, 12))
-    assert [number for number in range(8) if is_there(rig, number)] == kept, "used later"
+    assert there(rig, range(8)) == kept, "used later"
     packed(rig, range(20, 22))
-    assert [number for number in range(8) if is_there(rig, number)] == kept, "not searched again"
+    assert there(rig, range(8)) == kept, "not searched again"
     rig.clock.advance(PAUSE_MS / 1_000)
     packed(rig, range(30, 32))
 
-    assert len([number for number in range(8) if is_there(rig, number)]) == len(kept) - 2
+    assert len(there(rig, range(8))) == len(kept) - 2
     rig.disk.check()
 
 
 def test_a_slab_with_bytes_inside_a_floor_is_not_taken_for_another_size(make: MakeRig) -> None:
     """Nor one with a promise."""
     rig = make(**room_for(4), other_bytes=(LESS,))
-    rig.storage.send(SetStoredQuotas((Quota(floor_blocks=3, payer=b"p"),)))
+    rig.storage.send(SetStoredQuotas((Quota(floor_blocks=3, payer=b"payer"),)))
     assert fill(rig, range(3)) == [""] * 3
     rig.store(A, path_of(100), promise_s=60.0, payer=b"q")
 
     assert packed(rig, [0], b"other") == ["full"]
-    assert all(is_there(rig, number) for number in range(3))
+    assert there(rig, range(3)) == [*range(3)]
 
 
 def test_a_disk_that_was_made_smaller_gives_its_room_back(make: MakeRig) -> None:
@@ -606,12 +581,12 @@ def test_a_smaller_disk_drops_no_more_than_it_must_while_places_are_wiped(make: 
     assert len({place.slab for place in wiped}) == 4
     rig.disk._settings.disk_bytes = 7 * WIDE_PLACE
     rig.disk.maintain()
-    assert [is_there(rig, number) for number in (1, 3, 5, 7)] == [True, True, True, False]
+    assert there(rig, (1, 3, 5, 7)) == [1, 3, 5]
     rig.disk.slabs.put_wiped(wiped, is_wiped=True)
     rig.disk.maintain()
 
     assert len(list(rig.folder.glob("*.slab"))) == 3
-    assert [is_there(rig, number) for number in (1, 3, 5)] == [True] * 3
+    assert there(rig, (1, 3, 5)) == [1, 3, 5]
     rig.disk.check()
 
 
@@ -645,7 +620,7 @@ def test_a_slab_with_a_damaged_place_gives_its_room_too(make: MakeRig) -> None:
 
     assert packed(rig, [0]) == [""]
     assert not first.exists()
-    assert all(is_there(rig, number) for number in (2, 3))
+    assert there(rig, [2, 3]) == [2, 3]
     rig.disk.check()
 
 
