@@ -18,6 +18,7 @@ from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import INDEX_NAME, LOG_BYTES_MAX, IndexUnusable
 from engine.storage.room.disk_room import NO_SLAB_MS
 from engine.storage.room.drop_order import PAUSE_MS
+from engine.storage.sealing.master_key import MasterKey
 from engine.storage.slabs.record import place_bytes_of
 from engine.storage.slabs.slabs import Place
 from tests.unit.engine.storage.local_storage import LocalRig, MakeRig, run_in_turn
@@ -72,21 +73,28 @@ def there(rig: LocalRig, numbers: Iterable[int], ns: bytes = A) -> list[int]:
     return [number for number in numbers if rig.found(ns, path_of(number))]
 
 
-def test_a_reopened_store_knows_what_it_knew(make: MakeRig) -> None:
-    """Records, limits, promises and leases are on disk."""
-    rig = make()
+@pytest.mark.parametrize("master", [None, MasterKey(bytes(32))], ids=["plain", "sealed"])
+def test_a_reopened_store_knows_what_it_knew(make: MakeRig, master: MasterKey | None) -> None:
+    """Records, limits, promises and leases are on disk, and each opening seals under a new salt."""
+    rig = make(master=master)
     ids = rig.store(A, LONG, limit_s=100.0, promise_s=50.0, lease_ids=("one",))
     rig.store(B, LONG)
     rig.clock.advance(10.0)
     rig.reopen()
+    more = rig.store(A, path_of(9), parent=ids[4], above=LONG)
+    rig.reopen()
     (first, *_) = rig.look(A, LONG)
 
-    assert rig.found(A, LONG) == list(ids)
+    assert rig.found(A, (*LONG, *path_of(9))) == [*ids, *more]
     assert (first.limit_s, first.promise_s) == (90.0, 40.0)
-    assert rig.fetch(A, ids[4:]) == [content_of(A, LONG)]
+    assert rig.fetch(A, [ids[4], *more]) == [
+        content_of(A, LONG),
+        content_of(A, (*LONG, *path_of(9))),
+    ]
     assert sorted(rig.disk.books.namespaces) == [A, B]
-    assert rig.disk.stats().used_bytes == 10 * PLACE
-    assert rig.erase(A, lease_id="one").records == 5
+    assert rig.disk.stats().used_bytes == 11 * PLACE
+    assert rig.erase(A, lease_id="one").records == 6
+    rig.disk.check()
 
 
 def test_record_ids_are_not_used_again_after_a_restart(make: MakeRig) -> None:
