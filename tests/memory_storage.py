@@ -39,6 +39,7 @@ from engine.moves import (
     StoreRuns,
 )
 from engine.statistics import PayerBytes
+from engine.storage.messages import failures_of
 
 NEVER = float("inf")
 
@@ -90,6 +91,9 @@ class MemoryStorage:
 
     def send(self, command: StorageCommand) -> None:
         """See `Storage`."""
+        if self._is_closed:
+            self._outcomes += failures_of(command)
+            return
         match command:
             case StoreRuns():
                 self._outcomes.append(self._store(command))
@@ -162,11 +166,10 @@ class MemoryStorage:
 
     def _store(self, command: StoreRuns) -> Stored:
         stored: list[RecordId] = []
-        code = "closed" if self._is_closed else ""
-        parent = command.parent
-        if not code and parent != ROOT and not self._is_found(command.namespace, parent):
-            code = "no_parent"
-        for run in () if code else command.runs:
+        code, parent = "", command.parent
+        if parent != ROOT and not self._is_found(command.namespace, parent):
+            return Stored(command.call_id, (), "no_parent")
+        for run in command.runs:
             record = self._child(command.namespace, parent, run.tokens)
             if record is not None and not _is_alike(record, command):
                 self._delete(record.record_id)
@@ -205,7 +208,7 @@ class MemoryStorage:
         parent, now_s = ROOT, self._clock()
         for tokens in self._runs_of(command.tokens):
             record = self._child(command.namespace, parent, tokens)
-            if record is None or self._is_closed:
+            if record is None:
                 break
             parent = record.record_id
             limit_s = None if record.limit_at_s == NEVER else record.limit_at_s - now_s
@@ -216,7 +219,7 @@ class MemoryStorage:
 
     def _fetch(self, command: Fetch) -> Iterator[Fetched]:
         for record_id, slot in zip(command.record_ids, command.slots, strict=True):
-            is_done = not self._is_closed and self._is_found(command.namespace, record_id)
+            is_done = self._is_found(command.namespace, record_id)
             check = b""
             if is_done:
                 record = self.records[record_id]
@@ -229,8 +232,6 @@ class MemoryStorage:
             yield Fetched(command.call_id, record_id, is_done, check=check)
 
     def _renew(self, command: Renew) -> Renewed:
-        if self._is_closed:
-            return Renewed(command.call_id, code="closed")
         gone = list[RecordId]()
         for record_id in command.record_ids:
             if not self._is_found(command.namespace, record_id):
@@ -243,8 +244,6 @@ class MemoryStorage:
         return Renewed(command.call_id, tuple(gone))
 
     def _recall(self, command: Recall) -> Recalled:
-        if self._is_closed:
-            return Recalled(command.call_id, code="closed")
         now_s, kept = self._clock(), set[RecordId]()
         for record in self.records.values():
             above: MemoryRecord | None = record
@@ -257,8 +256,6 @@ class MemoryStorage:
         return Recalled(command.call_id, tuple(runs), last)
 
     def _erase(self, command: EraseStored) -> StoredErased:
-        if self._is_closed:
-            return StoredErased(command.call_id, code="closed")
         sizes = [self._delete(top) for top in self._tops_to_erase(command)]
         return StoredErased(command.call_id, sum(map(len, sizes)), sum(map(sum, sizes)))
 

@@ -48,6 +48,7 @@ from engine.storage.process import serve
 from engine.storage.remote.address import RemoteSettings, open_remote
 from engine.storage.remote.objects import RemoteStore
 from engine.storage.sealing.unlocking import SealSettings
+from engine.storage.slabs.record import RecordHeader, pack_run
 from engine.storage.slabs.slabs import DiskCalls
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.failing_calls import FailingCalls
@@ -60,6 +61,21 @@ LAYOUT = SlotLayout.uniform(SLOTS, SLOT_BYTES)
 A, B = b"namespace a", b"namespace b"
 LONG = tuple(range(5 * RUN))
 """A prefix of five runs."""
+HEADER = RecordHeader(
+    store_id=b"s" * 16,
+    record_id=9,
+    scope_id=3,
+    parent=7,
+    namespace=b"namespace",
+    payer=b"payer",
+    run=pack_run((1, 2, 2**32 - 1)),
+    fidelity="near",
+    payload_bytes=SLOT_BYTES,
+    check=b"c" * 16,
+    written_ms=1,
+    limit_ms=2**62,
+    promise_ms=3,
+)
 Outcome = TypeVar("Outcome")
 
 

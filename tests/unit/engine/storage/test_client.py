@@ -30,6 +30,7 @@ from engine.storage.messages import DiskSettings, HeldNamespaces, command_decode
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.storage_rig import (
     LAYOUT,
+    LONG,
     RUN,
     SLOT_BYTES,
     A,
@@ -38,7 +39,7 @@ from tests.unit.engine.storage.storage_rig import (
     content_of,
 )
 
-LONG = tuple(range(5 * RUN))
+QUOTA = Quota(floor_blocks=3, payer=b"p")
 
 
 class ScriptedProcess:
@@ -165,31 +166,24 @@ def test_a_process_gets_no_command_before_its_first_heartbeat(scripts: Scripts) 
     assert not scripts.client.has_records(A)
 
 
-def test_quotas_are_told_to_each_new_process(scripts: Scripts) -> None:
-    """Whenever they were set."""
-    quota = Quota(floor_blocks=3, payer=b"p")
-    scripts.client.send(SetStoredQuotas((quota,)))
-    process = first_process(scripts)
-
-    assert process.commands() == [SetStoredQuotas((quota,))]
-
-
-def test_what_may_not_leave_is_told_to_each_new_process(scripts: Scripts) -> None:
-    """Once a namespace, whenever it was said."""
+@pytest.mark.parametrize("command", [SetStoredQuotas((QUOTA,)), KeepHere((A,))])
+def test_what_holds_without_an_end_is_told_to_each_new_process(
+    scripts: Scripts, command: SetStoredQuotas | KeepHere
+) -> None:
+    """Once, whenever it was said; what is said later at once. It has no outcome."""
     for _ in range(2):
-        scripts.client.send(KeepHere((A,)))
+        scripts.client.send(command)
     process = first_process(scripts)
     again = KeepHere((b"b",))
     scripts.client.send(again)
 
-    assert process.commands() == [KeepHere((A,)), again]
+    assert process.commands() == [command, again]
     assert scripts.client.poll() == []
 
 
 def test_a_process_without_its_disk_gets_erasures_alone(scripts: Scripts) -> None:
     """Everything fails at once; an erasure is made up for, and quotas are told anew."""
-    quota = Quota(floor_blocks=3, payer=b"p")
-    scripts.client.send(SetStoredQuotas((quota,)))
+    scripts.client.send(SetStoredQuotas((QUOTA,)))
     process = first_process(scripts)
     process.commands()
     process.theirs.sendall(encode_frame(StorageStats("off", "the disk failed")))
@@ -203,7 +197,7 @@ def test_a_process_without_its_disk_gets_erasures_alone(scripts: Scripts) -> Non
     process.theirs.sendall(encode_frame(StoredErased(5, code="closed")))
     process.beat()
     scripts.stats("open")
-    assert process.commands() == [SetStoredQuotas((quota,))]
+    assert process.commands() == [SetStoredQuotas((QUOTA,))]
 
 
 def test_namespaces_with_records_are_known_without_a_question(scripts: Scripts) -> None:

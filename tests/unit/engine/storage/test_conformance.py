@@ -15,6 +15,7 @@ from tests.memory_storage import MemoryStorage
 from tests.unit.engine.storage.local_storage import LocalRig
 from tests.unit.engine.storage.storage_rig import (
     LAYOUT,
+    LONG,
     RUN,
     SLOT_BYTES,
     A,
@@ -24,7 +25,6 @@ from tests.unit.engine.storage.storage_rig import (
     content_of,
 )
 
-LONG = tuple(range(5 * RUN))
 TERMS = PromiseTerms("hour", renew_name="hour", renew_promise_s=3600.0, renew_limit_s=7200.0)
 
 

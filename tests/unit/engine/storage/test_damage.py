@@ -30,14 +30,21 @@ from engine.storage.sealing.unlocking import SealSettings
 from engine.storage.slabs.record import (
     HEADER_BYTES,
     DamagedRecord,
-    RecordHeader,
     decode_header,
     encode_header,
-    pack_run,
     place_bytes_of,
 )
 from tests.unit.engine.storage.local_storage import LocalRig, MakeRig
-from tests.unit.engine.storage.storage_rig import LONG, RUN, SLOT_BYTES, A, B, content_of, path_of
+from tests.unit.engine.storage.storage_rig import (
+    HEADER,
+    LONG,
+    RUN,
+    SLOT_BYTES,
+    A,
+    B,
+    content_of,
+    path_of,
+)
 
 PLACE = place_bytes_of(SLOT_BYTES)
 RECORDS = 24
@@ -353,12 +360,6 @@ def test_a_file_that_is_no_index_is_refused_and_kept(rig: LocalRig) -> None:
     assert path.read_bytes() == random.Random(1).randbytes(20_000)
     path.unlink()
     rig.start()
-
-
-HEADER = RecordHeader(
-    b"s" * 16, 9, 3, 7, b"namespace", b"payer", pack_run((1, 2, 2**32 - 1)), "near", 8_192,
-    b"c" * 16, 1, 2**62, 3,
-)  # fmt: skip
 
 
 def test_a_header_says_what_it_was_given() -> None:

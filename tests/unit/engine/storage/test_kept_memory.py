@@ -13,7 +13,7 @@ import pytest
 
 from engine.client.host_memory import SHORT_LIVES_MAX, STEADY_S, HostMemoryFiles
 from engine.moves import SlotLayout
-from engine.storage.memory.kept_memory import KeptMemory, boot_clock_s
+from engine.storage.memory.kept_memory import KeptMemory
 from engine.storage.memory.slot_table import SlotEntry
 
 SLOTS, SLOT_BYTES = 4, 3 * 4096 + 100
@@ -131,8 +131,3 @@ def test_memory_that_cannot_be_had_closes_both_files(files: HostMemoryFiles) -> 
     for fd in (arena_fd, table_fd):
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(fd)
-
-
-def test_the_boot_clock_goes_on() -> None:
-    """It is the same for all processes."""
-    assert 0 < boot_clock_s() <= boot_clock_s()

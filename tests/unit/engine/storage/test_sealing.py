@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from msgspec.structs import replace
 
 from engine.storage.sealing.data_seal import DataSeal
 from engine.storage.sealing.key_ring import KeyRing
@@ -29,34 +30,26 @@ from engine.storage.slabs.record import (
     NAME_BYTES_MAX,
     RUN_TOKENS_MAX,
     DamagedRecord,
-    RecordHeader,
     decode_header,
     encode_header,
     pack_run,
 )
+from tests.unit.engine.storage.storage_rig import HEADER, A, B
 
 PAYLOAD = random.Random(3).randbytes(5_000)
 FIRST, SECOND = MasterKey(b"1" * KEY_BYTES), MasterKey(b"2" * KEY_BYTES)
-A, B = b"namespace a", b"namespace b"
 
 
 def header_of(record_id: int = 9, names: int = 20, tokens: int = 4) -> bytes:
     """Return a plain header."""
     return encode_header(
-        RecordHeader(
-            b"s" * 16,
-            record_id,
-            3,
-            7,
-            b"n" * names,
-            b"p" * names,
-            pack_run(range(tokens)),
-            "exact",
-            len(PAYLOAD),
-            b"c" * 16,
-            1,
-            2**62,
-            3,
+        replace(
+            HEADER,
+            record_id=record_id,
+            namespace=b"n" * names,
+            payer=b"p" * names,
+            run=pack_run(range(tokens)),
+            payload_bytes=len(PAYLOAD),
         )
     )
 
