@@ -41,7 +41,7 @@ from engine.moves import (
     StoredRun,
     StoreRuns,
 )
-from engine.storage.client import StorageClient
+from engine.storage.client import StorageClient, StorageProcess, start_process
 from engine.storage.memory.arena import HostArena
 from engine.storage.messages import DiskSettings
 from engine.storage.process import serve
@@ -305,8 +305,10 @@ class DiskRig(StorageRig):
         seal: SealSettings | None = None,
         remote: RemoteSettings | None = None,
         objects: RemoteStore | None = None,
+        is_real: bool = False,
     ) -> None:
-        """`objects`: the remote store, instead of the one at the address of `remote`."""
+        """`objects`: the remote store, instead of the one at the address of `remote`. `is_real`: a
+        process of its own, with the clock of the machine."""
         arena = HostArena.create(LAYOUT)
         self.settings = DiskSettings(
             str(folder),
@@ -325,10 +327,14 @@ class DiskRig(StorageRig):
             remote=remote,
         )
         self.faults = FailingCalls()
-        self.processes: list[ProcessInThread] = []
+        self.processes: list[StorageProcess] = []
 
-        def start(settings: DiskSettings) -> ProcessInThread:
-            self.processes.append(ProcessInThread(arena, clock, self.faults, monotonic_s, objects))
+        def start(settings: DiskSettings) -> StorageProcess:
+            self.processes.append(
+                start_process(settings)
+                if is_real
+                else ProcessInThread(arena, clock, self.faults, monotonic_s, objects)
+            )
             return self.processes[-1]
 
         self.client = StorageClient(self.settings, start=start, silence_s=60.0)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from engine.api import Quota
-from engine.config import LevelsConfig
 from engine.moves import (
     EraseStored,
     Fetch,
@@ -24,18 +23,16 @@ from engine.moves import (
     StorageStats,
     StoredErased,
 )
-from engine.storage.client import StorageClient, StorageProcess, disk_settings, start_process
+from engine.storage.client import StorageClient, StorageProcess
 from engine.storage.memory.arena import HostArena
 from engine.storage.messages import DiskSettings, HeldNamespaces, command_decoder, encode_frame
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.storage_rig import (
     LAYOUT,
     LONG,
-    RUN,
     SLOT_BYTES,
     A,
     DiskRig,
-    StorageRig,
     content_of,
 )
 
@@ -261,35 +258,13 @@ def test_a_process_that_ends_is_started_anew_with_its_records(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_killed_process_comes_back_with_all_it_has_said(tmp_path: Path) -> None:
     """The real process: SIGKILL, then the same records under the same ids."""
-    arena = HostArena.create(LAYOUT)
-    started: list[StorageProcess] = []
-
-    def start(settings: DiskSettings) -> StorageProcess:
-        started.append(start_process(settings))
-        return started[-1]
-
-    config = LevelsConfig(disk_gib=0.05, dir=str(tmp_path / "levels"), slab_mib=1)
-    client = StorageClient(
-        disk_settings(config, arena, (SLOT_BYTES,), RUN), start=start, silence_s=60.0
-    )
-
-    def settle() -> list[StorageOutcome]:
-        assert client.wait(60.0)
-        return client.poll()
-
-    def wait_open() -> None:
-        is_open = False
-        while not is_open:
-            is_open = any(isinstance(one, StorageStats) and one.state == "open" for one in settle())
-
-    wait_open()
-    rig = StorageRig(client, arena, FakeClock(), settle)
+    rig = DiskRig(tmp_path / "levels", FakeClock(), is_real=True)
+    rig.await_state("open")
     ids = rig.store(A, LONG, promise_s=60.0)
     os.kill(int((tmp_path / "levels" / "lock").read_text()), signal.SIGKILL)
-    wait_open()
+    while len(rig.processes) < 2 or rig.await_stats().state != "open":
+        pass
 
     assert rig.found(A, LONG) == list(ids)
     assert rig.fetch(A, ids[-1:]) == [content_of(A, LONG)]
-    assert len(started) == 2
-    client.close()
-    arena.close()
+    rig.close()
