@@ -34,6 +34,8 @@ from engine.storage.slabs.record import (
 )
 from engine.storage.slabs.slabs import DiskCalls, Place, SlabFiles, sync_folder
 
+REBUILT_NAME = f"{INDEX_NAME}.rebuilt"
+"""A new index while it is made."""
 REBUILD_BATCH = 1_024
 DELETED_AT_ONCE = 256
 Progress = Callable[[int, int], None]
@@ -86,7 +88,8 @@ def rebuild_index(
     seal: SealSettings | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> RebuiltIndex:
-    """Make a new index from the headers of all slabs; the old one is deleted. Leases are gone.
+    """Make a new index from the headers of all slabs, which takes the old one's place when it is
+    whole. Leases are gone.
 
     Reads 4,096 bytes a place. `now_ms`: the wall clock; what is past its limit stays out. `seal`:
     where the master key of a sealed store is. Raises FolderRefused, FolderInUse, MasterKeyRefused,
@@ -97,12 +100,19 @@ def rebuild_index(
         with closing(slabs):
             found = list(_headers(slabs, progress, seals))
             chosen = _choose(found, now_ms)
-            for path in _index_files(folder):
-                path.unlink()
-            index = RecordIndex(folder / INDEX_NAME, may_make=True, seals=seals)
+            new = folder / REBUILT_NAME
+            for path in folder.glob(f"{REBUILT_NAME}*"):
+                path.unlink()  # of a rebuild that was killed
+            index = RecordIndex(new, may_make=True, seals=seals)
             with closing(index):
                 _fill(index, chosen, [header for _, header in found])
                 index.file.empty_log()
+            for path in _index_files(folder):
+                if path != new:
+                    path.unlink()
+            sync_folder(folder)  # a log of the old one would be taken for the new one's
+            new.rename(folder / INDEX_NAME)
+            sync_folder(folder)
         return RebuiltIndex(len(chosen), len(found) - len(chosen))
 
 

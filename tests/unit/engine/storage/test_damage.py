@@ -16,7 +16,9 @@ from msgspec.structs import replace
 
 from engine.moves import RecordId
 from engine.storage.folder import FolderLock, FolderRefused
-from engine.storage.index.index_file import INDEX_NAME
+from engine.storage.index.index import RecordIndex, RecordRow
+from engine.storage.index.index_file import INDEX_NAME, IndexUnusable
+from engine.storage.index.names import Scope
 from engine.storage.rebuild import (
     Progress,
     RebuiltIndex,
@@ -297,6 +299,35 @@ def test_a_rebuild_leaves_damage_and_orphans_out(rig: LocalRig) -> None:
 
     assert rebuild(rig).records == 1
     rig.start()
+
+
+def test_a_rebuild_that_ends_early_leaves_no_part_of_an_index(
+    rig: LocalRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server would take it for all there is, and wipe the places of the rest."""
+    fill(rig)
+    rig.local.close()
+    for path in rig.folder.glob(f"{INDEX_NAME}*"):
+        path.unlink()
+    insert = RecordIndex.insert
+
+    def fail_late(self: RecordIndex, row: RecordRow, scope: Scope, now_ms: int) -> None:
+        if row.record_id > RECORDS // 2:
+            raise apsw.FullError("planted")
+        insert(self, row, scope, now_ms)
+
+    monkeypatch.setattr("engine.storage.rebuild.REBUILD_BATCH", 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordIndex, "insert", fail_late)
+        with pytest.raises(apsw.FullError):
+            rebuild(rig)
+    with pytest.raises(IndexUnusable, match="trunkline levels rebuild"):
+        rig.start()
+    assert rebuild(rig).records == RECORDS
+    rig.start()
+
+    assert len(served(rig)) == RECORDS
+    assert {path.name for path in rig.folder.glob("*.rebuilt*")} == set()
 
 
 def test_a_verification_reads_everything_and_strikes_damage(rig: LocalRig) -> None:
