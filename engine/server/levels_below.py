@@ -87,7 +87,7 @@ def build_levels(
         else:
             names = [one.name for one in packed]
             shape = f"{model_digest} {kv_format.name} {config.block_size} {sizes} {names}"
-            kept = KeptMemory.open(*host_fds, layout, shape)
+            kept = KeptMemory(*host_fds, layout, shape)
             arena = kept.arena
     except (OSError, ValueError) as error:
         return _off(wanted, f"no host memory: {error}")

@@ -37,12 +37,12 @@ class FolderRefused(EngineError):
 
 
 class FolderInUse(FolderRefused):
-    """Another process has the lock. `pid`: its id, 0 if it is not known."""
+    """Another process has the lock."""
 
     def __init__(self, folder: Path, pid: int) -> None:
+        """`pid`: its id, 0 if it is not known."""
         owner = f"process {pid}" if pid else "another process"
         super().__init__(f"{folder} is in use by {owner}; expected a folder of this server alone.")
-        self.pid = pid
 
 
 def check_folder(folder: Path) -> str:

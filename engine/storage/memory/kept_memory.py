@@ -35,30 +35,7 @@ class KeptMemory:
     `generation`: the number of that engine. `is_new`: it found nothing to take over.
     """
 
-    def __init__(
-        self,
-        arena: HostArena,
-        table_map: mmap.mmap,
-        *,
-        fingerprint: bytes,
-        generations: int = 0,
-        boot_s: Callable[[], float] = boot_clock_s,
-    ) -> None:
-        """`table_map`: owned from now on. `generations`: engines before, where the table is new.
-
-        Call `open` instead. Raises ValueError.
-        """
-        self.arena = arena
-        self._map = table_map
-        self.table = SlotTable(table_map, arena.layout.slots)
-        self.boot_s = boot_s
-        self.is_new = not self.table.is_of(fingerprint)
-        if self.is_new:
-            self.table.begin(fingerprint, generations)
-        self.generation = self.table.next_generation()
-
-    @classmethod
-    def open(cls, arena_fd: int, table_fd: int, layout: SlotLayout, shape: str) -> KeptMemory:
+    def __init__(self, arena_fd: int, table_fd: int, layout: SlotLayout, shape: str) -> None:
         """Take over what an engine of the same `shape` has left; otherwise begin anew.
 
         Owns both descriptors, also where it fails. Raises OSError if the machine gives no memory,
@@ -74,20 +51,25 @@ class KeptMemory:
                 for fd, size in zip((table_fd, arena_fd), reversed(sizes), strict=True):
                     os.ftruncate(fd, 0)  # gives the pages back
                     os.ftruncate(fd, size)
-            table_map = mmap.mmap(table_fd, sizes[1])
+            self._map = mmap.mmap(table_fd, sizes[1])
         except BaseException:
             os.close(arena_fd)
             raise
         finally:
             os.close(table_fd)
         with suppress(OSError):  # its runs are what prompts say
-            table_map.madvise(mmap.MADV_DONTDUMP)
+            self._map.madvise(mmap.MADV_DONTDUMP)
         try:
-            arena = HostArena(arena_fd, layout)
+            self.arena = HostArena(arena_fd, layout)
         except BaseException:
-            table_map.close()
+            self._map.close()
             raise
-        return cls(arena, table_map, fingerprint=fingerprint, generations=generations)
+        self.boot_s: Callable[[], float] = boot_clock_s
+        self.table = SlotTable(self._map, slots)
+        self.is_new = not self.table.is_of(fingerprint)
+        if self.is_new:
+            self.table.begin(fingerprint, generations)
+        self.generation = self.table.next_generation()
 
     def is_alone(self) -> bool:
         """Return whether no process of an earlier engine uses the memory any more: until then no

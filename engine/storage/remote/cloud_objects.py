@@ -15,7 +15,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
-from engine.storage.remote.objects import LISTED_MAX, ObjectMissing, RemoteFailed
+from engine.storage.remote.objects import ObjectMissing, RemoteFailed
 
 PAGE = 1_000
 TEXT_MAX = 200
@@ -56,7 +56,7 @@ class CloudObjects:
             for name in names if len(names) > 1 else ():
                 self.delete([name])
 
-    def names(self, prefix: str, limit: int = LISTED_MAX) -> list[str]:
+    def names(self, prefix: str, limit: int) -> list[str]:
         """See `RemoteStore`."""
         found: list[str] = []
         with _failures():

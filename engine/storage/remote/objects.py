@@ -18,8 +18,6 @@ from typing import Protocol
 from engine.storage.slabs.slabs import sync_folder
 
 PART_SUFFIX = ".part"
-LISTED_MAX = 1_000_000
-"""Most names that one `names` returns: a bound on what a store can make us keep."""
 
 
 class RemoteFailed(Exception):
@@ -42,7 +40,7 @@ class RemoteStore(Protocol):
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; those that are not there are no error."""
 
-    def names(self, prefix: str, limit: int = LISTED_MAX) -> list[str]:
+    def names(self, prefix: str, limit: int) -> list[str]:
         """Return the names below a prefix, which ends at a slash; at most `limit`."""
 
 
@@ -95,12 +93,12 @@ class FolderObjects:
                 if folder.is_dir():
                     sync_folder(folder)
 
-    def names(self, prefix: str, limit: int = LISTED_MAX) -> list[str]:
+    def names(self, prefix: str, limit: int) -> list[str]:
         """See `RemoteStore`."""
         with _failures():
             if not self._folder.parent.is_dir():
                 raise RemoteFailed(f"the folder {self._folder.parent} does not exist")
-            found = sorted(self._path(prefix).rglob("*")) if prefix else []
+            found = sorted(self._path(prefix).rglob("*"))
             files = [path for path in found if path.is_file() and path.suffix != PART_SUFFIX]
         return [path.relative_to(self._folder).as_posix() for path in files[:limit]]
 

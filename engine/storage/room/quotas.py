@@ -46,7 +46,7 @@ class DiskQuotas:
             return None
         return quota.ceiling_blocks * self._place_bytes
 
-    def overage(self, payer: Payer, used: int) -> float:
+    def _overage(self, payer: Payer, used: int) -> float:
         """Return how far `used` bytes are over the payer's floor, relative to its weight."""
         quota = self._by_payer.get(payer)
         weight = quota.weight if quota is not None else 1.0
@@ -66,8 +66,8 @@ class DiskQuotas:
             if payer in without:
                 continue
             is_taker = payer == taker
-            overage = self.overage(payer, size + self._place_bytes if is_taker else size)
-            if not is_taker and (size <= self.floor(payer) or overage <= 0):
+            overage = self._overage(payer, size + self._place_bytes if is_taker else size)
+            if overage <= 0 and not is_taker:
                 continue
             if best is None or overage > best_overage or (is_taker and overage == best_overage):
                 best, best_overage = payer, overage

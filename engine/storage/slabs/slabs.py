@@ -205,10 +205,6 @@ class SlabFiles:
         """Number of places of a size, free or not."""
         return sum(slab.places for slab in self._slabs.values() if slab.place_bytes == place_bytes)
 
-    def free_list(self) -> list[Place]:
-        """Return all free places. O(free)."""
-        return [Place(slab.number, at) for slab in self._slabs.values() for at in slab.free]
-
     @property
     def total_bytes(self) -> int:
         """Bytes of all slabs, of any size of places."""
@@ -224,10 +220,11 @@ class SlabFiles:
 
     def check(self, used: Set[Place]) -> None:
         """Compare the free places with those of records. Raises InvariantViolation. O(places)."""
-        free = set(self.free_list())
+        slabs = self._slabs.values()
+        free = {Place(slab.number, at) for slab in slabs for at in slab.free}
+        retired = {Place(slab.number, at) for slab in slabs for at in slab.retired}
         if free & used:
             raise InvariantViolation(f"places {free & used} are free and used")
-        retired = {Place(slab.number, at) for slab in self._slabs.values() for at in slab.retired}
         known = free | used | self._deferred | self._bad | retired
         if lost := sum(self.sizes.values()) - len(known):
             raise InvariantViolation(f"{lost} places are neither free nor used")

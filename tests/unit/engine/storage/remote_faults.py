@@ -46,7 +46,7 @@ class FaultyObjects(Gates):
         for name in names:
             self.objects.pop(name, None)
 
-    def names(self, prefix: str, limit: int = 1_000) -> list[str]:
+    def names(self, prefix: str, limit: int) -> list[str]:
         """See `RemoteStore`."""
         self._check("names")
         return [name for name in sorted(self.objects) if name.startswith(prefix)][:limit]

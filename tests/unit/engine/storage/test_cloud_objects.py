@@ -73,11 +73,11 @@ def test_objects_are_put_read_listed_and_deleted(store: RemoteStore) -> None:
 
     assert bytes(store.get("one/00/01", len(data) + 5)) == data
     assert bytes(store.get("one/00/01", 10)) == data[:10]
-    assert sorted(store.names("one/")) == ["one/00/01", "one/00/02"]
+    assert sorted(store.names("one/", 9)) == ["one/00/01", "one/00/02"]
     assert len(store.names("one/", 1)) == 1
     store.delete(["one/00/01", "one/00/02", "one/none"])
     store.delete(["one/none"])
-    assert store.names("one/") == []
+    assert store.names("one/", 9) == []
     with pytest.raises(ObjectMissing):
         store.get("one/00/01", 10)
 
@@ -124,4 +124,4 @@ def test_promised_records_lie_sealed_in_the_bucket(store: RemoteStore, tmp_path:
 
 def names_of(bucket: RemoteStore) -> list[str]:
     """Return all names of a bucket's part."""
-    return bucket.names("")
+    return bucket.names("", 9)

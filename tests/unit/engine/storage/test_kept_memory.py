@@ -42,7 +42,7 @@ def files() -> Iterator[HostMemoryFiles]:
 def engine(files: HostMemoryFiles, shape: str = "m", slots: int = SLOTS) -> Iterator[KeptMemory]:
     """Have the memory as the next engine does, until it dies."""
     arena_fd, table_fd = map(os.dup, files.begin_life())
-    kept = KeptMemory.open(arena_fd, table_fd, SlotLayout.uniform(slots, SLOT_BYTES), shape)
+    kept = KeptMemory(arena_fd, table_fd, SlotLayout.uniform(slots, SLOT_BYTES), shape)
     yield kept
     kept.close()
 
@@ -127,7 +127,7 @@ def test_memory_that_cannot_be_had_closes_both_files(files: HostMemoryFiles) -> 
     """The engine then serves without levels."""
     arena_fd, table_fd = map(os.dup, files.fds)
     with pytest.raises(ValueError, match="room for a slot"):
-        KeptMemory.open(arena_fd, table_fd, SlotLayout.uniform(0, SLOT_BYTES), "m")
+        KeptMemory(arena_fd, table_fd, SlotLayout.uniform(0, SLOT_BYTES), "m")
     for fd in (arena_fd, table_fd):
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(fd)

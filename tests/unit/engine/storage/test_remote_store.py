@@ -643,16 +643,16 @@ def test_a_folder_keeps_objects_whole_or_not_at_all(tmp_path: Path) -> None:
 
     assert bytes(store.get(name, 100)) == b"content"
     assert bytes(store.get(name, 3)) == b"con"
-    assert store.names("store/") == [name]
-    assert store.names("other/") == []
+    assert store.names("store/", 9) == [name]
+    assert store.names("other/", 9) == []
     assert (tmp_path / "far").stat().st_mode & 0o077 == 0
     store.delete([name, "store/none"])
     with pytest.raises(ObjectMissing):
         store.get(name, 1)
-    assert FolderObjects(tmp_path / "new").names("probe/") == []
+    assert FolderObjects(tmp_path / "new").names("probe/", 9) == []
     assert not (tmp_path / "new").exists(), "asking makes nothing"
     with pytest.raises(RemoteFailed, match="does not exist"):
-        FolderObjects(tmp_path / "none" / "new").names("probe/")
+        FolderObjects(tmp_path / "none" / "new").names("probe/", 9)
 
 
 def test_a_folder_deletes_what_a_death_in_a_put_has_left(tmp_path: Path) -> None:
