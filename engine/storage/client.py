@@ -315,19 +315,14 @@ class StorageClient:
                     if self._closing.is_set():
                         break
                     self._deaths_s.append(self._clock())
-                    is_last = (
-                        len(self._deaths_s) == self._deaths_s.maxlen
-                        and self._deaths_s[-1] - self._deaths_s[0] < DEATHS_S
-                    )
+                    since_s = self._deaths_s[-1] - DEATHS_S
+                    recent = sum(death_s > since_s for death_s in self._deaths_s)
+                    is_last = recent == self._deaths_s.maxlen
                     if is_last:
-                        reason = (
-                            f"{reason}; {len(self._deaths_s)} deaths in a minute: not started again"
-                        )
+                        reason = f"{reason}; {recent} deaths in a minute: not started again"
                     self._fail_open(reason)
                 if is_last:
                     break
-                since_s = self._clock() - DEATHS_S
-                recent = sum(death_s > since_s for death_s in self._deaths_s)
                 self._pause(self._pauses_s[min(recent, len(self._pauses_s)) - 1])
         finally:
             with self._lock:
@@ -408,7 +403,7 @@ class StorageClient:
                     with self._lock:
                         for message in messages:
                             self._take(message)
-            if end_at_s is not None and now_s > end_at_s:
-                return "the storage process did not finish in time"
             if end_at_s is None and now_s > until_s:
                 return f"the storage process was silent for {self._silence_s:g} s"
+            if end_at_s is not None and now_s > end_at_s:
+                return "the storage process did not finish in time"

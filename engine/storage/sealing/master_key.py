@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import EngineError
+from engine.storage.slabs.slabs import sync_folder
 
 KEY_BYTES = 32
 _TEXT_BYTES_MAX = 4_096
@@ -70,11 +71,7 @@ def make_key_file(path: Path) -> MasterKey:
         raise
     finally:
         os.close(fd)
-    folder = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.absolute().parent)
     return key
 
 
