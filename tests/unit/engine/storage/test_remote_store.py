@@ -9,7 +9,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, Unpack
 
 import apsw
 import pytest
@@ -27,7 +27,16 @@ from engine.storage.slabs.record import pack_run, place_bytes_of
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.local_storage import TIMEOUT_S, LocalRig, MakeRig, write_key
 from tests.unit.engine.storage.remote_faults import FaultyObjects
-from tests.unit.engine.storage.storage_rig import LONG, RUN, A, B, DiskRig, content_of, path_of
+from tests.unit.engine.storage.storage_rig import (
+    LONG,
+    RUN,
+    A,
+    B,
+    DiskRig,
+    StoreOptions,
+    content_of,
+    path_of,
+)
 
 MASTER = MasterKey(b"1" * KEY_BYTES)
 WIDE = 2**18
@@ -66,12 +75,14 @@ def wide(namespace: bytes, tokens: tuple[int, ...]) -> bytes:
     return content_of(namespace, tokens, WIDE)
 
 
-def fill(rig: LocalRig, count: int, namespace: bytes = A) -> list[int]:
+def fill(
+    rig: LocalRig, numbers: range, namespace: bytes = A, **options: Unpack[StoreOptions]
+) -> list[int]:
     """Store prefixes of one run, each a little later, with turns between; return their ids."""
     ids: list[int] = []
-    for number in range(count):
+    for number in numbers:
         rig.clock.advance(1.0)
-        ids += rig.store(namespace, path_of(number))
+        ids += rig.store(namespace, path_of(number), **options)
         rig.local.turn()
     return ids
 
@@ -106,7 +117,7 @@ def test_what_leaves_the_disk_for_room_comes_back_from_the_remote_store(
 ) -> None:
     """Found by the same look, token for token, also after a restart."""
     rig = make(places=8)
-    ids = fill(rig, 16)
+    ids = fill(rig, range(16))
     where = levels_of(rig, range(16))
     stats = rig.disk.stats()
     rig.disk.check()
@@ -128,7 +139,7 @@ def test_parents_leave_the_disk_after_their_children_and_are_found(make: MakeRig
     """A path may lie on both levels; each of its runs says where."""
     rig = make(places=10)
     ids = rig.store(A, LONG)
-    fill(rig, 14, B)
+    fill(rig, range(14), B)
     path = rig.look(A, LONG)
 
     assert [run.record_id for run in path] == list(ids)
@@ -144,7 +155,7 @@ def test_without_a_remote_store_the_disk_drops_as_ever(
     """It is away from the beginning, or refuses what is put: hits are lost, and nothing else."""
     objects.fails[call] = "503"
     rig = make(places=8)
-    fill(rig, 16)
+    fill(rig, range(16))
     where = levels_of(rig, range(16))
 
     assert "remote" not in where
@@ -158,7 +169,7 @@ def test_a_store_that_fails_is_off_until_it_answers_again(
 ) -> None:
     """Three failures in a row; then looks end before it, and fetches fail at once."""
     rig = make(places=8)
-    ids = fill(rig, 16)
+    ids = fill(rig, range(16))
     objects.fails["get"] = "500"
     for number in range(3):
         assert rig.fetch(A, [ids[number]]) == [None]
@@ -201,7 +212,7 @@ def test_a_slow_answer_is_a_miss_at_its_deadline_and_fills_no_slot(
 ) -> None:
     """The slot may have another owner by then."""
     rig = make(places=8)
-    ids = fill(rig, 16)
+    ids = fill(rig, range(16))
     objects.shut("get")
     (plan,) = rig.disk.plan_fetch(Fetch(rig.call_id(), A, (ids[0],), (3,), WIDE))
     assert isinstance(plan, PlannedRead)
@@ -252,9 +263,7 @@ def test_a_lying_store_is_found_out_before_a_byte_is_served(
     """Each lie is a miss, counted, and its object is deleted; another tenant's object too."""
     rig = make(places=8)
     for number in range(16):
-        rig.clock.advance(1.0)
-        rig.store((A, B)[number % 2], path_of(number))
-        rig.local.turn()
+        fill(rig, range(number, number + 1), (A, B)[number % 2])
     far = [n for n in range(16) if levels_of(rig, range(n, n + 1), (A, B)[n % 2]) == ["remote"]]
     objects.lie = partial(lie, objects.objects)
     for number in far:
@@ -273,7 +282,7 @@ def test_a_lying_store_is_found_out_before_a_byte_is_served(
 def test_a_lost_object_is_a_miss(make: MakeRig, objects: FaultyObjects) -> None:
     """Somebody has emptied the bucket: its rows go one by one."""
     rig = make(places=8)
-    ids = fill(rig, 16)
+    ids = fill(rig, range(16))
     objects.objects.clear()
 
     assert rig.fetch(A, [ids[0]]) == [None]
@@ -325,22 +334,28 @@ def test_what_cannot_be_deleted_is_pending_until_it_is(
     assert rig.far.stats().pending_erasures == 0
 
 
-def test_an_object_that_comes_after_its_erasure_is_deleted(
-    make: MakeRig, objects: FaultyObjects
+@pytest.mark.parametrize("word", ["erased", "kept here"])
+def test_an_object_that_comes_too_late_is_deleted(
+    make: MakeRig, objects: FaultyObjects, word: str
 ) -> None:
-    """A put under way has a tombstone from its beginning."""
+    """Its put had begun before the word came, and has a tombstone from its beginning."""
     rig = make()
     objects.shut("put")
-    rig.store(A, LONG[:RUN], promise_s=60.0)
+    (record_id,) = rig.store(A, LONG[:RUN], promise_s=60.0)
     rig.disk.maintain()
     objects.await_call()
-    rig.disk.erase(EraseStored(rig.call_id(), A))
+    if word == "erased":
+        rig.disk.erase(EraseStored(rig.call_id(), A))
+    else:
+        rig.storage.send(KeepHere((A,)))
     objects.open_all()
     rig.local.pump()
     was_there = len(objects.objects)
     rig.local.turn()
 
     assert (was_there, objects.objects) == (1, {})
+    left = [None] if word == "erased" else [wide(A, LONG[:RUN])]
+    assert rig.fetch(A, [record_id]) == left
     rig.disk.check()
 
 
@@ -368,7 +383,7 @@ def test_a_bound_is_kept_by_giving_up_what_was_not_used(
 ) -> None:
     """The least recently used first; what is used stays."""
     rig = make(places=8, remote_bytes=6 * PLACE)
-    ids = fill(rig, 20)
+    ids = fill(rig, range(20))
     for _ in range(6):
         rig.clock.advance(10.0)
         rig.local.turn()
@@ -397,7 +412,7 @@ def test_without_its_address_the_rows_stay_and_nothing_is_found_there(
 ) -> None:
     """Who sets it again has everything back."""
     rig = make(places=8)
-    fill(rig, 16)
+    fill(rig, range(16))
     where = levels_of(rig, range(16))
     rig.remote = None
     rig.reopen()
@@ -413,19 +428,6 @@ def test_without_its_address_the_rows_stay_and_nothing_is_found_there(
 # -- what may not leave the machine -------------------------------------------------------------
 
 
-def keep(rig: LocalRig, namespace: bytes, numbers: range, promise_s: float = 0.0) -> list[int]:
-    """Store prefixes of one run that may not leave, with turns between; return their ids."""
-    ids: list[int] = []
-    for number in numbers:
-        rig.clock.advance(1.0)
-        command = rig.store_command(
-            namespace, path_of(number), promise_s=promise_s, may_leave=False
-        )
-        ids += rig.send_store(command).record_ids
-        rig.local.turn()
-    return ids
-
-
 def owners_of(objects: FaultyObjects) -> set[str]:
     """Return the part of the objects' names that says the namespace."""
     return {name.split("/")[1] for name in objects.objects}
@@ -436,9 +438,9 @@ def test_what_may_not_leave_is_put_at_no_time(make: MakeRig, objects: FaultyObje
     nowhere. Another namespace's is put beside it all the while.
     """
     rig = make(places=8)
-    promised = keep(rig, A, range(2), promise_s=600.0)
+    promised = fill(rig, range(2), promise_s=600.0, may_leave=False)
     for number in range(2, 8):
-        keep(rig, A, range(number, number + 1))
+        fill(rig, range(number, number + 1), may_leave=False)
         rig.store(B, path_of(number))
         rig.local.turn()
     rig.renew(A, promised, promise_s=900.0)
@@ -477,26 +479,6 @@ def test_who_may_not_leave_any_more_stays(make: MakeRig, objects: FaultyObjects)
     assert objects.objects == {}
 
 
-def test_an_object_under_way_to_leave_too_late_is_deleted(
-    make: MakeRig, objects: FaultyObjects
-) -> None:
-    """Its put had begun before the tenant's word came."""
-    rig = make()
-    objects.shut("put")
-    (record_id,) = rig.store(A, LONG[:RUN], promise_s=60.0)
-    rig.disk.maintain()
-    objects.await_call()
-    rig.storage.send(KeepHere((A,)))
-    objects.open_all()
-    rig.local.pump()
-    was_there = len(objects.objects)
-    rig.local.turn()
-
-    assert (was_there, objects.objects) == (1, {})
-    assert rig.fetch(A, [record_id]) == [wide(A, LONG[:RUN])]
-    rig.disk.check()
-
-
 def test_an_erasure_leaves_no_word_of_who_may_leave(make: MakeRig) -> None:
     """The index has no row of the namespace; the next store says it anew."""
     rig = make()
@@ -517,7 +499,7 @@ def test_an_erasure_leaves_no_word_of_who_may_leave(make: MakeRig) -> None:
 def offline(make: MakeRig, tmp_path: Path) -> LocalRig:
     """Return a closed store with 16 records, half of them in a folder as the remote store."""
     rig = make(places=8, remote=FolderObjects(tmp_path / "far"))
-    fill(rig, 16)
+    fill(rig, range(16))
     rig.local.close()
     return rig
 
