@@ -169,14 +169,20 @@ def test_a_master_key_is_replaced_without_reading_a_record(make: MakeRig, tmp_pa
     ids = rig.store(A, LONG)
     rig.local.close()
     (slab,) = rig.folder.glob("*.slab")
-    before = slab.read_bytes()
+    records = slab.read_bytes()
     former = write_key(tmp_path / "former", MASTER).key_file
-    seal = SealSettings(key_env="SEAL", key_file_before=former)
+    third = write_key(tmp_path / "third", MasterKey(b"3" * KEY_BYTES)).key_file
     environment = {"SEAL": OTHER.secret.hex()}
+    wrong = SealSettings(key_env="SEAL", key_file_before=third)
+    before = bytes_at_rest(rig.folder)
+    with pytest.raises(SealRefused, match=f"expected {MASTER.fingerprint}. Nothing was changed"):
+        rewrap_keys(rig.folder, wrong, environment)
+    assert bytes_at_rest(rig.folder) == before
 
+    seal = SealSettings(key_env="SEAL", key_file_before=former)
     assert rewrap_keys(rig.folder, seal, environment) == 1
     assert rewrap_keys(rig.folder, seal, environment) == 0
-    assert slab.read_bytes() == before
+    assert slab.read_bytes() == records
     with pytest.raises(SealRefused, match="does not open"):
         rig.start()
     rig.master = OTHER

@@ -37,7 +37,7 @@ from engine.storage.slabs.record import (
 from tests.unit.engine.storage.storage_rig import HEADER, A, B
 
 PAYLOAD = random.Random(3).randbytes(5_000)
-FIRST, SECOND = MasterKey(b"1" * KEY_BYTES), MasterKey(b"2" * KEY_BYTES)
+FIRST = MasterKey(b"1" * KEY_BYTES)
 
 
 def header_of(record_id: int = 9, names: int = 20, tokens: int = 4) -> bytes:
@@ -208,9 +208,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def digest_keys(folder: Path, master: MasterKey, before: MasterKey | None = None) -> list[bytes]:
+def digest_keys(folder: Path) -> list[bytes]:
     """Return what tells the data keys of A and B apart; open them for it."""
-    ring = KeyRing(folder, master, before)
+    ring = KeyRing(folder, FIRST)
     found = [ring.seal_for(name).digest_key for name in (A, B) if ring.seal_of(name) is not None]
     ring.close()
     return found
@@ -218,42 +218,17 @@ def digest_keys(folder: Path, master: MasterKey, before: MasterKey | None = None
 
 def test_keys_are_there_again_and_lie_wrapped(folder: Path) -> None:
     """One of its own for each namespace; the file shows neither them nor the master key."""
-    first = digest_keys(folder, FIRST)
+    first = digest_keys(folder)
 
-    assert first == digest_keys(folder, FIRST)
+    assert first == digest_keys(folder)
     assert len(set(first)) == 2
     assert FIRST.secret not in (folder / KEYS_NAME).read_bytes()
     assert (folder / KEYS_NAME).stat().st_mode & 0o077 == 0
 
 
-def test_a_wrong_master_key_opens_nothing_and_changes_nothing(folder: Path) -> None:
-    """The message names the key that is wanted."""
-    before = (folder / KEYS_NAME).read_bytes()
-    with pytest.raises(SealRefused, match=f"expected {FIRST.fingerprint}. Nothing was changed"):
-        KeyRing(folder, SECOND)
-    with pytest.raises(SealRefused):
-        KeyRing(folder, SECOND, MasterKey(b"3" * KEY_BYTES))
-
-    assert (folder / KEYS_NAME).read_bytes() == before
-    assert len(digest_keys(folder, FIRST)) == 2
-
-
-def test_a_new_master_key_wraps_the_same_data_keys(folder: Path) -> None:
-    """Records stay as they are; the former key opens nothing any more."""
-    before = digest_keys(folder, FIRST)
-    ring = KeyRing(folder, SECOND, FIRST)
-    ring.close()
-
-    assert ring.rewrapped == 2
-    assert digest_keys(folder, SECOND, FIRST) == before
-    assert digest_keys(folder, SECOND) == before
-    with pytest.raises(SealRefused):
-        KeyRing(folder, FIRST)
-
-
 def test_a_destroyed_key_is_gone_for_good(folder: Path) -> None:
     """Durably; the next one of that namespace is another."""
-    (first, second) = digest_keys(folder, FIRST)
+    (first, second) = digest_keys(folder)
     ring = KeyRing(folder, FIRST)
     wrapped = (folder / KEYS_NAME).read_bytes()
     ring.destroy(A)
