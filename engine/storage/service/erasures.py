@@ -121,7 +121,7 @@ class StoredErasures:
                 self._send(replace(receipt, code="pending") if is_left else receipt)
 
         try:
-            remote.settle(namespace, then)  # objects of a shredded namespace are of no use, too
+            remote.settle(namespace, then)  # those of a destroyed key go unawaited
         except DiskError:  # which others will notice
             then()
 
