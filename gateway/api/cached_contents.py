@@ -40,8 +40,8 @@ from gateway.generation.generation import Generation
 from gateway.generation.preparation import Prepared, check_model, parse_body, prepare
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import SMALL_VALUES_MAX, check_values, read_body
-from gateway.http.request_context import STATE
-from gateway.http.response import send
+from gateway.http.request_context import STATE, identity_of
+from gateway.http.response import send_json
 from gateway.retention_classes import RESOURCE
 from tenancy.accounts.cached_contents import (
     CachedContentQuota,
@@ -75,9 +75,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 def _bind(gateway: Context, method: Method) -> Handler:
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        identity = request[STATE].identity
-        assert identity is not None, "these routes require a key"
-        return await method(gateway, request, identity)
+        return await method(gateway, request, identity_of(request))
 
     return handle
 
@@ -95,7 +93,7 @@ class _CreationEncoder(Encoder):
         return b""
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
-        return gemini_cached.resource(resource_view(self._resource))
+        return gemini_cached.resource(_view(self._resource))
 
     def error_event(self, refusal: Refusal) -> bytes:
         return b""
@@ -238,15 +236,17 @@ async def _list(
         size + 1,
     )
     is_more = len(found) > size
-    page = [resource_view(resource) for resource in found[:size]]
-    return await _ok(request, gemini_cached.page(page, page[-1].resource_id if is_more else ""))
+    page = [_view(resource) for resource in found[:size]]
+    return await send_json(
+        request, gemini_cached.page(page, page[-1].resource_id if is_more else "")
+    )
 
 
 async def _get(
     gateway: Context, request: web.BaseRequest, identity: Identity
 ) -> web.StreamResponse:
     resource, _ = await load_cached_content(gateway, request[STATE].parameters["name"], identity)
-    return await _ok(request, gemini_cached.resource(resource_view(resource)))
+    return await send_json(request, gemini_cached.resource(_view(resource)))
 
 
 async def _change(
@@ -270,7 +270,7 @@ async def _change(
         now_ms,
     )
     resource, _ = await load_cached_content(gateway, name, identity)
-    return await _ok(request, gemini_cached.resource(resource_view(resource)))
+    return await send_json(request, gemini_cached.resource(_view(resource)))
 
 
 async def _delete(
@@ -300,7 +300,7 @@ async def _delete(
                 await _release_leases(gateway, made)
 
     await gateway.shield(work())
-    return await _ok(request, b"{}")
+    return await send_json(request, b"{}")
 
 
 async def _release_leases(gateway: Context, made: Prepared) -> None:
@@ -321,18 +321,6 @@ def _log_failed_release(gateway: Context) -> Iterator[None]:
         gateway.log("cached_content_not_erased", {"reason": type(error).__name__})
 
 
-async def _ok(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-    return await send(request, 200, body, {"Content-Type": "application/json"})
-
-
-def resource_view(resource: CachedContentRecord) -> gemini_cached.CachedContentView:
+def _view(resource: CachedContentRecord) -> gemini_cached.CachedContentView:
     """Return the resource as Gemini's dialect shows it."""
-    return gemini_cached.CachedContentView(
-        resource.resource_id,
-        resource.model,
-        resource.display_name,
-        resource.tokens,
-        resource.created_ms,
-        resource.updated_ms,
-        resource.expires_ms,
-    )
+    return msgspec.convert(resource, gemini_cached.CachedContentView, from_attributes=True)

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.api.stored_responses import answer
 from gateway.context import Context
 from gateway.dialects.openai import conversations, stored_items
 from gateway.dialects.openai.responses import DIALECT
@@ -22,7 +21,8 @@ from gateway.generation.preparation import parse_body
 from gateway.generation.stored_responses import conversation_not_found
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import read_body
-from gateway.http.request_context import STATE, request_metadata
+from gateway.http.request_context import STATE, identity_of, request_metadata
+from gateway.http.response import send_json
 from gateway.ledger.response_writer import storage_quota
 from tenancy.responses.conversations import (
     ConversationRecord,
@@ -38,7 +38,7 @@ from tenancy.responses.conversations import (
     set_metadata,
 )
 from tenancy.responses.stored_sums import Obstacle
-from tenancy.types import HOUR_MS, Identity
+from tenancy.types import HOUR_MS
 
 Item = dict[str, Any]
 
@@ -66,15 +66,13 @@ def _routes(gateway: Context) -> Iterator[Route]:
 
 def _bind(gateway: Context, method: Method) -> Handler:
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        identity = request[STATE].identity
-        assert identity is not None, "these routes require a key"
         if not gateway.config.responses.keep_hours:
             message = (
                 "This server stores no conversations (responses.keep_hours is 0); send the earlier"
                 " items as input."
             )
             raise Refusal(Kind.NOT_FOUND, "not_served", message)
-        return await method(ConversationRequest(gateway, request, identity))
+        return await method(ConversationRequest(gateway, request))
 
     return handle
 
@@ -82,9 +80,10 @@ def _bind(gateway: Context, method: Method) -> Handler:
 class ConversationRequest:
     """One request for a conversation or its items."""
 
-    def __init__(self, gateway: Context, request: web.BaseRequest, identity: Identity) -> None:
+    def __init__(self, gateway: Context, request: web.BaseRequest) -> None:
         self._gateway = gateway
         self._request = request
+        identity = identity_of(request)
         self._owner = identity.tenant.tenant_id, identity.workspace
         self._now_ms = gateway.wall()
         parameters = request[STATE].parameters
@@ -135,7 +134,7 @@ class ConversationRequest:
         ):
             raise conversation_not_found(self._id)
         deleted = {"id": self._id, "object": "conversation.deleted", "deleted": True}
-        return await answer(self._request, deleted)
+        return await send_json(self._request, deleted)
 
     async def append(self) -> web.StreamResponse:
         """Append items; send them as they are listed."""
@@ -152,7 +151,7 @@ class ConversationRequest:
 
         shown, obstacle = await asyncio.to_thread(store)
         self._check(obstacle)
-        return await answer(self._request, shown)
+        return await send_json(self._request, shown)
 
     async def list_items(self) -> web.StreamResponse:
         """Send a page of the items."""
@@ -167,7 +166,7 @@ class ConversationRequest:
                 raise stored_items.unknown_after(page.after)
             return conversations.shown_list(found[: page.limit], has_more=len(found) > page.limit)
 
-        return await answer(self._request, await asyncio.to_thread(load))
+        return await send_json(self._request, await asyncio.to_thread(load))
 
     async def show_item(self) -> web.StreamResponse:
         """Send one item."""
@@ -176,7 +175,7 @@ class ConversationRequest:
         found = await asyncio.to_thread(find_item, store, self._id, self._item_id)
         if found is None:
             raise stored_items.item_not_found(self._item_id)
-        return await answer(self._request, found)
+        return await send_json(self._request, found)
 
     async def delete_item(self) -> web.StreamResponse:
         """Delete one item; send its conversation, as OpenAI's API does."""
@@ -204,7 +203,7 @@ class ConversationRequest:
         shown = conversations.shown_conversation(
             record.conversation_id, record.created_ms, record.metadata
         )
-        return await answer(self._request, shown)
+        return await send_json(self._request, shown)
 
     def _named(self, items: list[Item]) -> list[ItemRecord]:
         named = conversations.named_items(items, self._gateway.new_id())

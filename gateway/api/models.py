@@ -23,8 +23,8 @@ from gateway.dialects.model_lists import (
     openai_model,
 )
 from gateway.errors import Kind, Refusal
-from gateway.http.middleware import Handler, Route
-from gateway.http.request_context import STATE
+from gateway.http.middleware import Route
+from gateway.http.request_context import STATE, identity_of
 
 
 class ModelListFormat(NamedTuple):
@@ -54,9 +54,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     def list_for(request: web.BaseRequest) -> list[ListedModel]:
         """Return the models that a tenant may use by its API: only OpenAI's has embeddings."""
-        identity = request[STATE].identity
-        assert identity is not None, "this route asks for a key"
-        chat = list_chat(identity.tenant.name)
+        chat = list_chat(identity_of(request).tenant.name)
         embedder = gateway.embeddings
         if embedder is None or _format_for(request) is not OPENAI:
             return chat
@@ -75,16 +73,10 @@ def routes(gateway: Context) -> tuple[Route, ...]:
             raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
         return _json(_format_for(request).model(found))
 
-    def both(base: str, many: Handler, one: Handler) -> tuple[Route, ...]:
-        return (
-            Route("GET", base, many, "inference"),
-            Route("GET", base + "/{name:.+}", one, "inference"),
-        )
-
     return tuple(
-        route
+        Route("GET", base + path, handler, "inference")
         for base in ("/v1/models", "/models", "/v1beta/models")
-        for route in both(base, list_models, get_model)
+        for path, handler in (("", list_models), ("/{name:.+}", get_model))
     )
 
 

@@ -36,8 +36,8 @@ from gateway.generation.stored_responses import parse_with_history
 from gateway.generation.usage import sum_usage
 from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import read_body
-from gateway.http.request_context import STATE, request_metadata
-from gateway.http.response import send
+from gateway.http.request_context import identity_of, request_metadata
+from gateway.http.response import send_json
 from gateway.levels.fidelity import FIDELITY_HEADER, parse_fidelity
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
@@ -61,13 +61,12 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 def _quote_handler(gateway: Context) -> Handler:
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        state = request[STATE]
-        assert state.identity is not None, "this route requires a key"
-        tenant = state.identity.tenant
+        identity = identity_of(request)
+        tenant = identity.tenant
         asked = request.headers.getall(FIDELITY_HEADER, [])
-        fidelity = parse_fidelity(asked, state.identity.policy.fidelity)
+        fidelity = parse_fidelity(asked, identity.policy.fidelity)
         asked = request.headers.getall(ATTENTION_HEADER, [])
-        attention = parse_attention(asked, state.identity.policy.attention)
+        attention = parse_attention(asked, identity.policy.attention)
         data = await read_body(request, gateway.config.server)
         body = await parse_body(gateway, tenant.tenant_id, _parse, data)
         found = find_endpoint(body.endpoint)
@@ -81,33 +80,30 @@ def _quote_handler(gateway: Context) -> Handler:
         metadata = replace(metadata, tolerance=tolerance)
         sent = bytes(body.request)
         call = await parse_body(gateway, tenant.tenant_id, endpoint.dialect.parse, sent, metadata)
-        model = check_model(gateway, call, state.identity)
+        model = check_model(gateway, call, identity)
         if call.thread.is_pending:
             call = await parse_with_history(
-                gateway, endpoint.dialect, sent, metadata, call, state.identity
+                gateway, endpoint.dialect, sent, metadata, call, identity
             )
         call = with_attention(replace(call, fidelity=fidelity), attention)
-        made = await prepare(gateway, model, call, state.identity)
-        output_tokens(made.call, made.rendered, state.identity, made.now)
+        made = await prepare(gateway, model, call, identity)
+        output_tokens(made.call, made.rendered, identity, made.now)
         namespace, shared = made.scope.namespace, made.scope.shared_tokens
-        quota = quota_now(state.identity, made.now)
+        quota = quota_now(identity, made.now)
         peeks = [
             await model.engine.peek(namespace, findable(prompt.token_ids, shared), quota)
             for prompt in made.rendered
         ]
-        is_in_other_namespace = await _is_in_other_namespace(
-            made, peeks[0].cached_tokens, state.identity
-        )
+        is_in_other_namespace = await _is_in_other_namespace(made, peeks[0].cached_tokens, identity)
         card = await gateway.reports.ask(
             lambda store: RateCards(load_cards(store)).in_force(
                 model.name, tenant.tier, gateway.wall()
             ),
             tenant.tenant_id,
         )
-        wait_s = partial(_wait_s, model, state.identity)
+        wait_s = partial(_wait_s, model, identity)
         answer = quote(made, peeks, wait_s, card, is_in_other_namespace=is_in_other_namespace)
-        data = msgspec.json.encode(answer)
-        return await send(request, 200, data, {"Content-Type": "application/json"})
+        return await send_json(request, answer)
 
     return handle
 

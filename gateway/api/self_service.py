@@ -22,7 +22,7 @@ from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.middleware import Route
-from gateway.http.request_context import STATE
+from gateway.http.request_context import identity_of
 from tenancy.accounts.erasure_receipts import list_receipts
 from tenancy.pricing.budgets import budget_states
 from tenancy.types import Identity
@@ -39,7 +39,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     """By tenant: an erasure is several durable writes, so a tenant's run one at a time."""
 
     async def usage(request: web.BaseRequest) -> web.StreamResponse:
-        identity = _identity(request)
+        identity = identity_of(request)
         given = json_api.query(request, "tenant", *usage_report.PARAMETERS)
         name, own_id = identity.tenant.name, identity.tenant.tenant_id
         if given.get("tenant", name) != name:
@@ -51,7 +51,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         return json_api.answer({"tenant": name, **found, "budgets": list(budgets)})
 
     async def state(request: web.BaseRequest) -> web.StreamResponse:
-        identity = _identity(request)
+        identity = identity_of(request)
         json_api.query(request)
         found = gateway.registry.tenant(identity.tenant.tenant_id)
         assert found is not None, "a key that was just checked has a tenant"
@@ -59,10 +59,10 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     async def show(request: web.BaseRequest) -> web.StreamResponse:
         json_api.query(request)
-        return json_api.answer(await _cache(gateway, _identity(request)))
+        return json_api.answer(await _cache(gateway, identity_of(request)))
 
     async def erase(request: web.BaseRequest) -> web.StreamResponse:
-        identity = _identity(request)
+        identity = identity_of(request)
         if identity.scope is not None:
             message = (
                 f"This workspace uses the shared scope {identity.scope.name!r}: only the operator"
@@ -164,9 +164,3 @@ def _lease(gateway: Context, entry: IndexedPrefix) -> dict[str, Any]:
 def _seconds_left(until_s: float, now_s: float) -> float | None:
     """Return the seconds from now to `until_s`; None, if it never comes."""
     return None if until_s == float("inf") else round(max(0.0, until_s - now_s), 3)
-
-
-def _identity(request: web.BaseRequest) -> Identity:
-    identity = request[STATE].identity
-    assert identity is not None, "this route requires a key"
-    return identity

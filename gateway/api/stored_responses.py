@@ -17,13 +17,13 @@ from gateway.dialects.openai import stored_items
 from gateway.dialects.openai.responses import DIALECT, not_found
 from gateway.errors import Kind, Refusal
 from gateway.http.middleware import Handler, Route
-from gateway.http.request_context import STATE
-from gateway.http.response import send
+from gateway.http.request_context import STATE, identity_of
+from gateway.http.response import send_json
 from tenancy.responses.stored_responses import delete_response, find_response, load_thread
 from tenancy.storage.interface import Store
-from tenancy.types import Identity
 
 Owner = tuple[Store, int, str]
+"""The database, and the tenant and workspace whose objects a request may read."""
 Method = Callable[[Context, web.BaseRequest, Owner, str], Awaitable[web.StreamResponse]]
 
 
@@ -46,23 +46,11 @@ def _routes(gateway: Context) -> Iterator[Route]:
 
 def _bind(gateway: Context, method: Method) -> Handler:
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        state = request[STATE]
-        assert state.identity is not None, "these routes require a key"
-        owner = owner_of(gateway, state.identity)
-        return await method(gateway, request, owner, state.parameters["id"])
+        identity = identity_of(request)
+        owner = gateway.store, identity.tenant.tenant_id, identity.workspace
+        return await method(gateway, request, owner, request[STATE].parameters["id"])
 
     return handle
-
-
-def owner_of(gateway: Context, identity: Identity) -> Owner:
-    """Return the database, the tenant and the workspace whose objects a request may read."""
-    return gateway.store, identity.tenant.tenant_id, identity.workspace
-
-
-async def answer(request: web.BaseRequest, value: Any) -> web.StreamResponse:
-    """Send a value as JSON; bytes are JSON already."""
-    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
-    return await send(request, 200, body, {"Content-Type": "application/json"})
 
 
 async def _get(
@@ -72,7 +60,7 @@ async def _get(
     if request.query.get("stream", "false") != "false":
         problem = "stream: a stored response is not streamed again; expected false."
         raise Refusal(Kind.BAD, "invalid_value", problem, param="stream")
-    return await answer(request, await _find(gateway, owner, response_id))
+    return await send_json(request, await _find(gateway, owner, response_id))
 
 
 async def _delete(
@@ -80,7 +68,7 @@ async def _delete(
 ) -> web.StreamResponse:
     if not await asyncio.to_thread(delete_response, *owner, response_id, gateway.wall()):
         raise not_found(response_id)
-    return await answer(request, {"id": response_id, "object": "response", "deleted": True})
+    return await send_json(request, {"id": response_id, "object": "response", "deleted": True})
 
 
 async def _cancel(
@@ -116,7 +104,7 @@ async def _input_items(
     found = await asyncio.to_thread(load)
     if found is None:
         raise not_found(response_id)
-    return await answer(request, found)
+    return await send_json(request, found)
 
 
 async def _find(gateway: Context, owner: Owner, response_id: str) -> bytes:

@@ -150,6 +150,13 @@ class RequestState(Struct):
 STATE = web.RequestKey("state", RequestState)
 
 
+def identity_of(request: web.BaseRequest) -> Identity:
+    """Return whose key came with a request, on a route that requires a tenant's key."""
+    identity = request[STATE].identity
+    assert identity is not None, "this route requires a tenant's key"
+    return identity
+
+
 def log_facts(
     state: RequestState, method: str, status: int, total_s: float, address: str
 ) -> dict[str, object]:

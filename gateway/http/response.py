@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+import msgspec
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
@@ -86,6 +87,12 @@ async def send(
         abort(request)
         raise ClientGone from None
     return response
+
+
+async def send_json(request: web.BaseRequest, value: object) -> web.StreamResponse:
+    """Send a value as JSON, as `send` does; bytes are JSON already."""
+    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    return await send(request, 200, body, {"Content-Type": "application/json"})
 
 
 async def finish(request: web.BaseRequest, response: web.StreamResponse) -> None:

@@ -17,7 +17,7 @@ from gateway.findings.books import FindingBooks
 from gateway.findings.report import WINDOW_MS_DEFAULT, FindingsWindow, find
 from gateway.http import json_api
 from gateway.http.middleware import Route
-from gateway.http.request_context import STATE
+from gateway.http.request_context import identity_of
 
 PARAMETERS = ("tenant", "since", "until")
 
@@ -38,16 +38,15 @@ def own_routes(gateway: Context, books: FindingBooks) -> tuple[Route, ...]:
     """Return the route of a tenant's own findings."""
 
     async def findings(request: web.BaseRequest) -> web.StreamResponse:
-        identity = request[STATE].identity
-        assert identity is not None, "this route requires a key"
+        tenant = identity_of(request).tenant
         given = json_api.query(request, *PARAMETERS)
-        name = identity.tenant.name
+        name = tenant.name
         if given.get("tenant", name) != name:
             message = "Tenant not found."
             raise Refusal(Kind.NOT_FOUND, "tenant_unknown", message, param="tenant")
         await books.flush()
         query = partial(find, window=_window(gateway, given), tenant=name, is_own=True)
-        return json_api.answer(await gateway.reports.ask(query, identity.tenant.tenant_id))
+        return json_api.answer(await gateway.reports.ask(query, tenant.tenant_id))
 
     return (Route("GET", "/v1/findings", findings, "usage", json_api.SHAPE),)
 
