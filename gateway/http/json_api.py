@@ -8,9 +8,9 @@ tenant and no engine; handlers in `gateway.api` call it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -69,11 +69,7 @@ def answer(value: object, status: int = 200) -> web.Response:
 
 def wants_csv(given: Mapping[str, str]) -> bool:
     """Return whether the parameter `format` asks for CSV; JSON is the default. Raises Refusal."""
-    name = given.get("format", "json")
-    if name not in ("json", "csv"):
-        message = f"Unknown format: {name[:32]!r}; expected json or csv."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="format")
-    return name == "csv"
+    return choice(given, "format", ("json", "csv")) == "csv"
 
 
 def csv_answer(
@@ -113,11 +109,6 @@ async def read(request: web.BaseRequest, settings: ServerConfig, kind: type[T]) 
     """Read the body and decode it as a `kind`. Raises Refusal, and so for query parameters."""
     query(request)
     return decode(await read_body(request, settings), kind)
-
-
-async def read_object(request: web.BaseRequest, settings: ServerConfig) -> dict[str, Any]:
-    """Read the body as a JSON object with any fields. Raises Refusal."""
-    return await read(request, settings, dict[str, Any])
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -172,6 +163,15 @@ def positive_int(given: Mapping[str, str], name: str, default: int, most: int) -
         message = f"Invalid {name}: {text[:32]!r}; expected an integer from 1 to {most}."
         raise Refusal(Kind.BAD, "invalid_value", message, param=name)
     return int(text)
+
+
+def choice(given: Mapping[str, str], name: str, options: Collection[str]) -> str | None:
+    """Return the parameter `name`, one of `options`; None if it is not given. Raises Refusal."""
+    text = given.get(name)
+    if text is not None and text not in options:
+        message = f"Unknown {name}: {text[:32]!r}; expected {' or '.join(options)}."
+        raise Refusal(Kind.BAD, "invalid_value", message, param=name)
+    return text
 
 
 def window(given: Mapping[str, str], now_ms: int) -> Window:

@@ -24,10 +24,12 @@ def actor_of(gateway: Context, request: web.BaseRequest) -> Actor:
     return Actor("admin_key", str(state.admin_key_id), gateway.wall(), address)
 
 
-def author_of(request: web.BaseRequest) -> dict[str, object]:
-    """Return the administrator of a request as log lines name it."""
+def note_change(gateway: Context, request: web.BaseRequest, event: str, **facts: object) -> None:
+    """Log a change with its administrator, and apply it to the next request."""
     state = request[STATE]
-    return {"by_user": state.admin_user} if state.admin_user else {"by_key_id": state.admin_key_id}
+    by = {"by_user": state.admin_user} if state.admin_user else {"by_key_id": state.admin_key_id}
+    gateway.registry.refresh_now()
+    gateway.log(event, {**by, **facts})
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import Struct, structs
 
-from gateway.api.admin.audit import actor_of, author_of
+from gateway.api.admin.audit import actor_of, note_change
 from gateway.api.usage_report import budget_body
 from gateway.context import Context
 from gateway.http import json_api
@@ -46,7 +46,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         gateway.config.check_card(card)
         actor = actor_of(gateway, request)
         card = await asyncio.to_thread(add_card, gateway.store, gateway.wall, card, actor)
-        gateway.log("rate_card_added", {**author_of(request), "rate_card": card.rate_card_id})
+        note_change(gateway, request, "rate_card_added", rate_card=card.rate_card_id)
         return json_api.answer(_card_body(card), 201)
 
     async def budgets(request: web.BaseRequest) -> web.StreamResponse:
@@ -59,8 +59,8 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         body = await json_api.read(request, gateway.config.server, BudgetBody)
         budget = Budget(tenant_id=tenant.tenant_id, **structs.asdict(body))
         await asyncio.to_thread(set_budget, gateway.store, budget, actor_of(gateway, request))
-        facts = {**author_of(request), "tenant_id": tenant.tenant_id}
-        gateway.log("budget_set", {**facts, "window": body.window})
+        facts = {"tenant_id": tenant.tenant_id, "window": body.window}
+        note_change(gateway, request, "budget_set", **facts)
         return json_api.answer({"budgets": await _budgets(gateway, tenant.tenant_id)})
 
     return (

@@ -115,16 +115,14 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 def read_period(given: Mapping[str, str], now_ms: int) -> HistoryPeriod:
     """Return the period of `range`, or of `since` and `until`, and `step_ms`. Raises Refusal."""
-    name = given.get("range")
+    name = json_api.choice(given, "range", RANGES_MS)
     if name is not None and ("since" in given or "until" in given):
         message = "range is not allowed with since or until; omit one of them."
         raise Refusal(Kind.BAD, "invalid_value", message, param="range")
     if name is None and ("since" in given or "until" in given):
         window = json_api.window(given, now_ms)
         return _aligned(window.since_ms, window.until_ms, given, now_ms)
-    if (length_ms := RANGES_MS.get(name or "24h")) is None:
-        message = f"Unknown range: {str(name)[:32]!r}; expected one of {', '.join(RANGES_MS)}."
-        raise Refusal(Kind.BAD, "invalid_value", message, param="range")
+    length_ms = RANGES_MS[name or "24h"]
     period = _aligned(now_ms + 1 - length_ms, now_ms + 1, given, now_ms)
     # The first bucket has passed in part; without it, the period is as long as its name says.
     return HistoryPeriod(period.until_ms - length_ms, period.until_ms, period.step_ms)

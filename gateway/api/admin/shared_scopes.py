@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 from msgspec import Struct, structs
 
-from gateway.api.admin.audit import actor_of, author_of
+from gateway.api.admin.audit import actor_of, note_change
 from gateway.context import Context
 from gateway.http import json_api
 from gateway.http.middleware import Route
@@ -34,10 +34,8 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     """Return the routes of shared scopes."""
 
     def note(request: web.BaseRequest, event: str, scope: ScopeRecord) -> None:
-        """Log the change, and apply it to the next request."""
-        gateway.registry.refresh_now()
         facts = {"shared_scope": scope.name, "scope_id": scope.scope_id}
-        gateway.log(event, {**author_of(request), **facts})
+        note_change(gateway, request, event, **facts)
 
     async def listed(request: web.BaseRequest) -> web.StreamResponse:
         json_api.query(request)

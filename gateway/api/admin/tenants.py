@@ -16,7 +16,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from engine.errors import EngineError
-from gateway.api.admin.audit import actor_of, author_of
+from gateway.api.admin.audit import actor_of, note_change
 from gateway.api.tenant_state import key_body, tenant_state
 from gateway.background.config_reload import reload
 from gateway.background.erasure import erase_removed
@@ -153,7 +153,7 @@ class _TenantHandlers:
             by=actor_of(self._gateway, request),
         )
         made = await self._tenant(body.name)
-        self._note(request, "tenant_created", made.tenant.tenant_id)
+        note_change(self._gateway, request, "tenant_created", tenant_id=made.tenant.tenant_id)
         return json_api.answer(self._body(made), 201)
 
     async def show_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -167,7 +167,7 @@ class _TenantHandlers:
 
     async def change_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
         name = request[STATE].parameters["name"]
-        body = await json_api.read_object(request, self._gateway.config.server)
+        body = await self._read(request, dict[str, Any])
         status = body.pop("status", None)
         if status not in (None, "active", "suspended"):
             message = f"status: {str(status)[:100]!r} is unknown; expected 'active' or 'suspended'."
@@ -180,7 +180,7 @@ class _TenantHandlers:
         by = actor_of(self._gateway, request)
         change = partial(tenants.change_tenant, self._store, name, body, status, check=check, by=by)
         found = await asyncio.to_thread(change)
-        self._note(request, "tenant_changed", found.tenant.tenant_id)
+        note_change(self._gateway, request, "tenant_changed", tenant_id=found.tenant.tenant_id)
         return json_api.answer(self._body(found))
 
     async def delete_tenant(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -191,7 +191,7 @@ class _TenantHandlers:
         pseudonym = await asyncio.to_thread(
             delete_tenant, self._store, gateway.wall, name, actor_of(gateway, request)
         )
-        self._note(request, "tenant_deleted", found.tenant.tenant_id)
+        note_change(self._gateway, request, "tenant_deleted", tenant_id=found.tenant.tenant_id)
         with suppress(EngineError):  # the minutely task tries again
             await erase_removed(gateway)
         return json_api.answer({"name": name, "deleted": True, "pseudonym": pseudonym})
@@ -254,10 +254,8 @@ class _TenantHandlers:
 
     async def list_keys(self, request: web.BaseRequest) -> web.StreamResponse:
         given = json_api.query(request, *PAGE, "admin")
-        if given.get("admin", "true") != "true":
-            message = f"Unknown admin: {given['admin'][:32]!r}; expected true, or no value."
-            raise Refusal(Kind.BAD, "invalid_value", message, param="admin")
-        return await self._key_page(given, is_admin="admin" in given)
+        is_admin = json_api.choice(given, "admin", ("true",)) is not None
+        return await self._key_page(given, is_admin=is_admin)
 
     async def create_admin_key(self, request: web.BaseRequest) -> web.StreamResponse:
         body = await self._read(request, NewAdminKey)
@@ -287,7 +285,7 @@ class _TenantHandlers:
             _check_holds(request, body.scopes)
         by = actor_of(self._gateway, request)
         key = await asyncio.to_thread(keys.change_key, self._store, key_id, **changes, by=by)
-        self._note(request, "key_changed", None, key.key_id)
+        note_change(self._gateway, request, "key_changed", key_id=key.key_id)
         return json_api.answer(key_body(key))
 
     async def rotate_key(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -302,7 +300,7 @@ class _TenantHandlers:
             grace_ms,
             actor_of(self._gateway, request),
         )
-        self._note(request, "key_rotated", None, new.key_id)
+        note_change(self._gateway, request, "key_rotated", key_id=new.key_id)
         return json_api.answer({"key": secret, **key_body(new), "replaces": key_body(old)}, 201)
 
     async def revoke_key(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -310,7 +308,7 @@ class _TenantHandlers:
         key_id = str((await self._changeable_key(request)).key_id)
         by = actor_of(self._gateway, request)
         key = await asyncio.to_thread(keys.revoke_key, self._store, self._gateway.wall, key_id, by)
-        self._note(request, "key_revoked", None, key.key_id)
+        note_change(self._gateway, request, "key_revoked", key_id=key.key_id)
         return json_api.answer(key_body(key))
 
     # -- the configuration file ---------------------------------------------------------------
@@ -359,16 +357,8 @@ class _TenantHandlers:
 
     async def _made(self, request: web.BaseRequest, secret: str) -> web.StreamResponse:
         key = await asyncio.to_thread(keys.find_key, self._store, secret)
-        self._note(request, "key_created", None, key.key_id)
+        note_change(self._gateway, request, "key_created", key_id=key.key_id)
         return json_api.answer({"key": secret, **key_body(key)}, 201)
-
-    def _note(
-        self, request: web.BaseRequest, event: str, tenant_id: int | None, key_id: int | None = None
-    ) -> None:
-        """Log the change, and apply it to the next request."""
-        self._gateway.registry.refresh_now()
-        facts: dict[str, object] = {"tenant_id": tenant_id, "key_id": key_id, **author_of(request)}
-        self._gateway.log(event, {name: id_ for name, id_ in facts.items() if id_ is not None})
 
 
 def _check_holds(request: web.BaseRequest, scopes: Iterable[str]) -> None:

@@ -32,10 +32,7 @@ def routes(gateway: Context, sender: WebhookSender) -> tuple[Route, ...]:
 
     async def show(request: web.BaseRequest) -> web.StreamResponse:
         given = json_api.query(request, "state", "limit")
-        state = given.get("state")
-        if state is not None and state not in STATES:
-            message = f"state: {state[:40]!r} is unknown; expected one of {', '.join(STATES)}."
-            raise Refusal(Kind.BAD, "invalid_value", message, param="state")
+        state = json_api.choice(given, "state", STATES)
         limit = json_api.positive_int(given, "limit", 100, DELIVERIES_MAX)
         counts = await gateway.reports.ask(count_deliveries)
         found = await gateway.reports.ask(partial(list_deliveries, count=limit, state=state))
