@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator
 from importlib import resources
 from importlib.resources.abc import Traversable
+from pathlib import PurePosixPath
 
 from aiohttp import web
 
@@ -59,10 +60,6 @@ def public_routes() -> tuple[Route, ...]:
     return _routes(files, OWN_PAGE)
 
 
-def _suffix(name: str) -> str:
-    return name[name.rfind(".") :]
-
-
 def _files() -> Iterator[tuple[str, bytes]]:
     """Yield the path below the folder, and the content, of each file that browsers load."""
 
@@ -70,7 +67,7 @@ def _files() -> Iterator[tuple[str, bytes]]:
         for entry in sorted(folder.iterdir(), key=lambda one: one.name):
             if entry.is_dir():
                 yield from below(entry, f"{above}{entry.name}/")
-            elif _suffix(entry.name) in KINDS:
+            elif PurePosixPath(entry.name).suffix in KINDS:
                 yield f"{above}{entry.name}", entry.read_bytes()
 
     return below(resources.files("gateway").joinpath("dashboard"), "")
@@ -85,7 +82,7 @@ def _routes(files: dict[str, bytes], page: str) -> tuple[Route, ...]:
         Route(
             "GET",
             "/dashboard" if name == page else f"/dashboard/{name}",
-            _handler(body, KINDS[_suffix(name)]),
+            _handler(body, KINDS[PurePosixPath(name).suffix]),
             "open",
         )
         for name, body in files.items()

@@ -39,11 +39,12 @@ closed with unread bytes is reset, and the client loses the answer. The bytes ar
 `server.body_bytes_max`."""
 
 
-def fixed_page(status: HTTPStatus, kind: str, code: str, message: str, request_id: str) -> bytes:
+def fixed_page(status: HTTPStatus, code: str, message: str, request_id: str) -> bytes:
     """Return a complete error response in OpenAI's error shape, as bytes.
 
     It serves errors that occur before the dialect is known. It never echoes received bytes.
     """
+    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
     error = {"message": message, "type": kind, "param": None, "code": code}
     body = json.dumps({"error": error}).encode()
     retry = "" if status == HTTPStatus.BAD_REQUEST else "retry-after: 1\r\n"
@@ -143,8 +144,9 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         if self.has_response_begun:
             self.abort()
         else:
-            status = HTTPStatus.INTERNAL_SERVER_ERROR
-            self._end_with(status, "server_error", "internal_error", "Internal server error.")
+            self._end_with(
+                HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error", "Internal server error."
+            )
 
     # -- protocol side: the event loop ----------------------------------------------------------
 
@@ -163,8 +165,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         self.has_place = self.owner.places.admit(self)
         if not self.has_place:
             message = "Connection limit reached. Try again later."
-            status = HTTPStatus.SERVICE_UNAVAILABLE
-            self._end_with(status, "server_error", "too_many_connections", message)
+            self._end_with(HTTPStatus.SERVICE_UNAVAILABLE, "too_many_connections", message)
             return
         self._start_head_timer()
         self._protocol = self.owner.make_protocol()
@@ -325,8 +326,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
             self._schedule_head_check(left_s)
             return
         message = f"Request headers not received within {self.owner.settings.header_timeout_s:g} s."
-        status = HTTPStatus.REQUEST_TIMEOUT
-        self._end_with(status, "invalid_request_error", "request_timeout", message)
+        self._end_with(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", message)
 
     def _start_write_timer(self) -> None:
         if self._write_timer is None:
@@ -350,15 +350,12 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         if self._is_ending:
             return
         self.owner.on_unreadable()
-        message = "Not a valid HTTP/1.1 request."
-        status = HTTPStatus.BAD_REQUEST
-        self._end_with(status, "invalid_request_error", "bad_http", message)
+        self._end_with(HTTPStatus.BAD_REQUEST, "bad_http", "Not a valid HTTP/1.1 request.")
 
-    def _end_with(self, status: HTTPStatus, kind: str, code: str, message: str) -> None:
+    def _end_with(self, status: HTTPStatus, code: str, message: str) -> None:
         """Send a fixed page and close."""
         if self._stream is not None and not self.is_closing():
-            page = fixed_page(status, kind, code, message, self.owner.new_id())
-            self._stream.write(page)
+            self._stream.write(fixed_page(status, code, message, self.owner.new_id()))
         self.close()
 
 

@@ -324,7 +324,7 @@ async def _finish(
 
 
 def error_response(refusal: Refusal, state: RequestState) -> web.Response:
-    """Return a refusal in the dialect's shape, with Retry-After, Allow and the like."""
+    """Return a refusal in the dialect's shape, with Retry-After and the like."""
     status, body = state.shape.error_body(refusal, state.request_id)
     response = web.Response(
         status=status,
@@ -344,6 +344,4 @@ def error_response(refusal: Refusal, state: RequestState) -> web.Response:
         response.headers["X-Should-Retry"] = "false"
     if refusal.kind is Kind.AUTH:
         response.headers["WWW-Authenticate"] = "Bearer"
-    if refusal.kind is Kind.METHOD:
-        response.headers["Allow"] = state.headers.get("Allow", "GET, POST")
     return response
