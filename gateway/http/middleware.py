@@ -110,7 +110,7 @@ class Middleware:
         self._table = RouteTable[tuple[Route, str]]()
         for route in routes:
             self._table.add(route.method, route.path, (route, canonical(route.path)))
-        self._wrong_keys = WrongKeys(gateway.clock)
+        self._wrong_keys = WrongKeys(lambda: gateway.clock())
         self._refusal_lines = RefusalLines(gateway.log, lambda: gateway.clock())
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:

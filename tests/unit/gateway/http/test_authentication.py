@@ -63,3 +63,17 @@ def test_wrong_keys_are_counted_by_address_and_minute() -> None:
     assert not counts.record("b")
     clock.advance(60)
     assert not counts.record("a")
+
+
+def test_address_that_was_not_seen_for_longest_is_forgotten() -> None:
+    """An unbounded counter would let attackers exhaust memory."""
+    counts = WrongKeys(FakeClock())
+    for _ in range(WRONG_KEYS_PER_MINUTE_MAX):
+        counts.record("a")
+    over = []
+    for others in (4_095, 4_096):
+        for number in range(others):
+            counts.record(f"another {number}")
+        over.append(counts.record("a"))
+
+    assert over == [True, False]
