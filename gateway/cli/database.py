@@ -9,6 +9,7 @@ import os
 import pwd
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import sleep
 
 from gateway.cli.result import CommandError
@@ -25,9 +26,22 @@ ADMIN_KEY_FILE = "admin.key"
 
 
 def prepare_data_dir(config: Config) -> None:
-    """Create the data directory with mode 0700. An existing one keeps its mode. Raises OSError."""
-    if not config.data.is_dir():
+    """Create the data directory with mode 0700. An existing one keeps its mode. Raises
+    CommandError."""
+    if config.data.is_dir():
+        return
+    try:
         config.data.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise CommandError(
+            f"cannot use the data directory {config.data}: {error.strerror}"
+        ) from error
+
+
+def database_file(config: Config) -> Path | None:
+    """Return the path of the configured database; None for one on a server."""
+    place = config.tenancy.database
+    return None if backends.is_server(place) else config.data / place
 
 
 def connect(config: Config) -> Store:
@@ -70,18 +84,13 @@ def open_database(config: Config, *, create: bool = False) -> Iterator[Store]:
     file, which the creation of tenants and keys does: elsewhere a misspelt folder is an error.
     Raises CommandError and StoreError.
     """
-    place = config.tenancy.database
-    if not create and not backends.is_server(place) and not (config.data / place).exists():
+    file = database_file(config)
+    if not create and file is not None and not file.exists():
         hint = (
             "check --data-dir and --config; the first start or trunkline tenant create creates it"
         )
-        raise CommandError(f"database not found: {config.data / place} ({hint})")
-    try:
-        store, _ = open_store(config)
-    except OSError as error:
-        raise CommandError(
-            f"cannot use the data directory {config.data}: {error.strerror}"
-        ) from error
+        raise CommandError(f"database not found: {file} ({hint})")
+    store, _ = open_store(config)
     before = store.changes
     try:
         yield store

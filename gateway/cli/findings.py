@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 from engine.errors import ModelError
 from engine.model_store import prepare, resolve
 from gateway.cli.arguments import UsageError
-from gateway.cli.database import open_database
+from gateway.cli.database import database_file, open_database
 from gateway.cli.result import CommandCall, CommandResult, Entry
 from gateway.config import Config
 from gateway.errors import Refusal
@@ -30,7 +30,6 @@ from gateway.findings.report import FindingsWindow, dollars, find
 from gateway.prompt import Renderer
 from tenancy.pricing.charges import FREE_CARD, RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
-from tenancy.storage.backends import is_server
 from tenancy.types import DAY_MS, wall_ms
 
 DAYS_MAX = 90
@@ -145,8 +144,8 @@ def _renderer(config: Config) -> Renderer:
 
 def _card(config: Config, model: str) -> RateCard:
     """Return the rate card in force; the free one without a database."""
-    place = config.tenancy.database
-    if not is_server(place) and not (config.data / place).exists():
+    file = database_file(config)
+    if file is not None and not file.exists():
         return FREE_CARD
     with open_database(config) as store:
         return RateCards(load_cards(store)).in_force(model, "", wall_ms())

@@ -40,12 +40,7 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
     """
     check_address(config.server.listen, "server.listen")
     check_address(config.admin.listen, "admin.listen")
-    try:
-        prepare_data_dir(config)
-    except OSError as error:
-        raise CommandError(
-            f"cannot use the data directory {config.data}: {error.strerror}"
-        ) from error
+    prepare_data_dir(config)
     check_levels(config)
     with ExitStack() as held:
         if config.engine.levels.disk_gib:

@@ -25,6 +25,7 @@ from engine.model_store import CATALOGUE, DEFAULT_ENCODER, resolve
 from gateway.background.config_reload import with_digests
 from gateway.background.webhooks import read_endpoints
 from gateway.cli.addresses import check_address
+from gateway.cli.database import database_file
 from gateway.cli.doctor.check import Check
 from gateway.cli.doctor.levels import check_levels
 from gateway.cli.doctor.pools import check_pools
@@ -132,7 +133,7 @@ def _data_dir(config: Config) -> list[Check]:
 def _disk_speed(config: Config) -> list[Check]:
     """Measure a small durable write in the data directory; the file is removed."""
     folder = existing_parent(config.data)
-    if backends.is_server(config.tenancy.database):
+    if database_file(config) is None:
         return []
     times_ms = []
     try:
@@ -161,10 +162,9 @@ def _clock(config: Config) -> list[Check]:
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_ms / 1_000))
     fix = "set the clock and keep it set (chrony, systemd-timesyncd): bills and budgets follow it"
     latest_ms = CLOCK_MIN_MS
-    if not backends.is_server(config.tenancy.database):
-        path = config.data / config.tenancy.database
-        if path.exists():
-            latest_ms = max(latest_ms, int(path.stat().st_mtime * 1_000) - CLOCK_SLACK_MS)
+    file = database_file(config)
+    if file is not None and file.exists():
+        latest_ms = max(latest_ms, int(file.stat().st_mtime * 1_000) - CLOCK_SLACK_MS)
     if now_ms < latest_ms:
         return [Check("clock", False, f"{found}, earlier than the database's last change", fix)]
     return [Check("clock", True, found)]

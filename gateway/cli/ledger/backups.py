@@ -15,7 +15,13 @@ from pathlib import Path
 
 from msgspec import structs
 
-from gateway.cli.database import command_actor, connect, open_database, prepare_data_dir
+from gateway.cli.database import (
+    command_actor,
+    connect,
+    database_file,
+    open_database,
+    prepare_data_dir,
+)
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.cli.times import show_second
 from tenancy.accounting import backups
@@ -31,9 +37,9 @@ def _add_backup(parser: argparse.ArgumentParser) -> None:
 
 def _backup(call: CommandCall) -> CommandResult:
     options, config = call.options, call.config
-    if is_server(config.tenancy.database):
+    path = database_file(config)
+    if path is None:
         raise CommandError("the ledger is in PostgreSQL; back it up with pg_dump, at any time")
-    path = config.data / config.tenancy.database
     if not path.exists():
         raise CommandError(f"database not found: {path}")
     size = backups.backup(path, options.file)
@@ -54,10 +60,10 @@ def _restore(call: CommandCall) -> CommandResult:
         with open_database(config) as store:
             epoch = backups.mark_restored(store, wall_ms, command_actor())
         return CommandResult(f"ledger epoch {epoch.number} begins", {"ledger_epoch": epoch.number})
-    if is_server(config.tenancy.database):
+    path = database_file(config)
+    if path is None:
         message = "restore it with pg_restore, then run trunkline restore --mark"
         raise CommandError(f"the ledger is in PostgreSQL; {message}")
-    path = config.data / config.tenancy.database
     prepare_data_dir(config)  # a replacement machine has none yet
     done = backups.restore(options.file, path, wall_ms, partial(call.show, "checked"))
     missing = done.missing
@@ -87,9 +93,9 @@ def _add_move(parser: argparse.ArgumentParser) -> None:
 
 def _move(call: CommandCall) -> CommandResult:
     options, config = call.options, call.config
-    if is_server(config.tenancy.database) or not is_server(options.to):
+    path = database_file(config)
+    if path is None or not is_server(options.to):
         raise CommandError("a ledger moves from a file to PostgreSQL; expected postgresql://…")
-    path = config.data / config.tenancy.database
     if not path.exists():
         raise CommandError(f"database not found: {path}")
     with (

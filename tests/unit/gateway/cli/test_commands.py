@@ -439,7 +439,7 @@ def test_error_names_an_unusable_data_directory(run: Run, tmp_path: Path) -> Non
     place = str(tmp_path / "file" / "data")
     free = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
 
-    for command in (("serve", *free), ("tenant", "create", "ada")):
+    for command in (("serve", *free), ("tenant", "create", "ada"), ("levels", "init")):
         line = error_line(run, *command, "--data-dir", place, status=1)
         assert f"cannot use the data directory {place}: not a directory" in line.lower()
 
