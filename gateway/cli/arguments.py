@@ -6,15 +6,17 @@ This module runs no command: `gateway.__main__` does.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from gateway.cli.commands import COMMANDS
 
 if TYPE_CHECKING:
     from gateway.cli.result import Entry  # its import takes longer than `trunkline --help` may
+
+T = TypeVar("T")
 
 
 class UsageError(Exception):
@@ -78,17 +80,25 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=_limit, metavar="N", help=f"{text}, or `none`")
 
 
+def named(words: str) -> Callable[[Callable[[str], T]], Callable[[str], T]]:
+    """Name what an option takes, as argparse's errors do: "invalid limit value: 'x'"."""
+
+    def name(parse: Callable[[str], T]) -> Callable[[str], T]:
+        parse.__name__ = words
+        return parse
+
+    return name
+
+
 def number_or_none(text: str) -> int | str:
     """Return a whole number, or the word `none`, which removes a limit."""
     return text if text == "none" else int(text)
 
 
+@named("limit")
 def _limit(text: str) -> int | str:
     return number_or_none(text)
 
-
-# argparse names these types in its errors: "invalid limit value: 'x'".
-_limit.__name__ = "limit"
 
 _LIMIT_TEXTS = {
     "requests_per_minute": "requests per minute",

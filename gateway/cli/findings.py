@@ -15,7 +15,7 @@ from msgspec.structs import asdict
 
 from engine.errors import ModelError
 from engine.model_store import prepare, resolve
-from gateway.cli.arguments import UsageError
+from gateway.cli.arguments import UsageError, named
 from gateway.cli.database import database_file, open_database
 from gateway.cli.result import CommandCall, CommandResult, Entry
 from gateway.config import Config
@@ -116,14 +116,12 @@ def _finding_text(one: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+@named("share")
 def _share(text: str) -> float:
     number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not 0 <= number <= 1:
         raise ValueError(text)
     return number
-
-
-_share.__name__ = "share"  # argparse names the type in its errors: "invalid share value: 'x'"
 
 
 def _read(path: Path) -> bytes:

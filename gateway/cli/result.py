@@ -66,20 +66,30 @@ def add_nothing(parser: argparse.ArgumentParser) -> None:
     """Add no arguments."""
 
 
-def table_result(rows: Table, status: int = 0, *, shown: Sequence[str] = ()) -> CommandResult:
-    """Return rows as data and as a text table. `shown`: the columns of the text, default all."""
+def table_result(
+    rows: Table,
+    status: int = 0,
+    *,
+    shown: Table | None = None,
+    columns: Sequence[str] = (),
+    right: Sequence[str] = (),
+    none: str = "nothing yet",
+) -> CommandResult:
+    """Return rows as data and as a text table. `shown`: the rows of the text, if they differ.
+    `columns` and `right`: as in `table_text`. `none`: the text without rows."""
     if not rows:
-        return CommandResult("nothing yet", rows, status)
-    table = [{name: row[name] for name in shown} for row in rows] if shown else rows
-    return CommandResult(table_text(table), rows, status, has_heading=True)
+        return CommandResult(none, rows, status)
+    text = table_text(rows if shown is None else shown, columns=columns, right=right)
+    return CommandResult(text, rows, status, has_heading=True)
 
 
-def table_text(rows: Table, *, right: Sequence[str] = ()) -> str:
-    """Return rows under a heading, in columns. `right`: columns that are aligned at their right.
+def table_text(rows: Table, *, columns: Sequence[str] = (), right: Sequence[str] = ()) -> str:
+    """Return rows under a heading, in columns: `columns`, or all. `right`: columns that are aligned
+    at their right.
 
     `rows` is not empty.
     """
-    names = list(rows[0])
+    names = list(columns or rows[0])
     cells = [names, *([cell_text(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
     aligned = [name in right for name in names]

@@ -66,7 +66,7 @@ def _run(call: CommandCall) -> CommandResult:
         )
         if options.out is None:
             rows = list(islice(_rows(store, wanted), options.limit))
-            return table_result(rows, shown=_COLUMNS)
+            return table_result(rows, columns=_COLUMNS)
         size = write_chunks(options.out, _encoded(_rows(store, wanted), options.format))
     return CommandResult(f"{size} bytes in {options.out}", {"bytes": size})
 

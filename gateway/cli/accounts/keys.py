@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType, structs
 
 from gateway.cli.arguments import LIMITS, add_limits, changes, shared_options
 from gateway.cli.database import command_actor, open_database
-from gateway.cli.result import CommandCall, CommandResult, Entry, table_result
+from gateway.cli.result import CommandCall, CommandResult, Entry, Table, table_result
 from gateway.cli.times import parse_duration, show_minute
 from tenancy.accounts.keys import (
     SCOPES,
@@ -117,17 +117,15 @@ def _list(call: CommandCall) -> CommandResult:
         if tenant is not None:
             find_tenant(store, tenant)
         keys = list_keys(store, tenant)
-    table = []
+    shown: Table = []
     for row in map(_key_row, keys):
         limits = msgspec.json.encode(row.pop("limits")).decode().strip("{}").replace('"', "")
         instants = {
             name.removesuffix("_ms"): show_minute(row.pop(name))
             for name in ("created_ms", "expires_ms", "revoked_ms")
         }
-        table.append({**row, **instants, "limits": limits or None})
-    return structs.replace(
-        table_result([_key_row(key) for key in keys]), text=table_result(table).text
-    )
+        shown.append({**row, **instants, "limits": limits or None})
+    return table_result([_key_row(key) for key in keys], shown=shown)
 
 
 _KEY_TOLERANCES: Mapping[str | None, ToleranceMode | UnsetType | None] = {

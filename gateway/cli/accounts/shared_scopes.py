@@ -49,9 +49,8 @@ def _run(call: CommandCall) -> CommandResult:
             text = f"shared scope {name} of {owner}: {' '.join(scope.members) or 'no members'}"
             return CommandResult(text, structs.asdict(scope))
         scopes = [structs.asdict(scope) for scope in list_scopes(store)]
-    if not scopes:
-        return CommandResult("no shared scopes", [])
-    return table_result(scopes, shown=("name", "owner", "members", "is_declared"))
+    columns = ("name", "owner", "members", "is_declared")
+    return table_result(scopes, columns=columns, none="no shared scopes")
 
 
 COMMANDS: Mapping[str, Entry] = {"shared-scope": Entry(_add_arguments, _run)}

@@ -12,9 +12,9 @@ from functools import partial
 from msgspec import structs
 
 from gateway.caching.floors import guaranteed_floors
-from gateway.cli.arguments import LIMITS, add_limits, changes, number_or_none, shared_options
+from gateway.cli.arguments import LIMITS, add_limits, changes, named, number_or_none, shared_options
 from gateway.cli.database import command_actor, open_database
-from gateway.cli.result import CommandCall, CommandResult, Entry, table_result
+from gateway.cli.result import CommandCall, CommandResult, Entry, Table, table_result
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.tenants import (
     TenantRecord,
@@ -74,6 +74,7 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--promised", type=_blocks, metavar="BLOCKS", help=text)
 
 
+@named("number of blocks")
 def _blocks(text: str) -> int | str:
     return number_or_none(text)
 
@@ -81,9 +82,6 @@ def _blocks(text: str) -> int | str:
 def _classes(text: str) -> tuple[str, ...] | str:
     return "none" if text == "all" else tuple(filter(None, text.split(",")))
 
-
-# argparse names this type in its errors: "invalid number of blocks value: 'x'".
-_blocks.__name__ = "number of blocks"
 
 SETTINGS = {
     "tier": "tier",
@@ -128,12 +126,12 @@ def _list(call: CommandCall) -> CommandResult:
     with open_database(call.config) as store:
         found = list_tenant_records(store)
         kept_floors = guaranteed_floors(found, read_floor_blocks_max(store))
-    rows = [
+    rows: Table = [
         {**_tenant_row(one), "floor_blocks_kept": kept_floors.get(one.tenant.name)} for one in found
     ]
-    unset = {name for name in (rows[0] if rows else ()) if all(row[name] is None for row in rows)}
-    shown = [{n: v for n, v in row.items() if n not in unset} for row in rows]
-    return structs.replace(table_result(rows), text=table_result(shown).text)
+    names = dict.fromkeys(name for row in rows for name in row)
+    set_ones = [name for name in names if any(row[name] is not None for row in rows)]
+    return table_result(rows, columns=set_ones)
 
 
 def _set(call: CommandCall) -> CommandResult:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from decimal import Decimal, InvalidOperation
 
+from gateway.cli.arguments import named
 from gateway.cli.result import CommandError
 
 
+@named("amount of dollars")
 def amount_of_dollars(text: str) -> Decimal:
     """Return the amount of an option, from 0 to 10**12 dollars. Raises ValueError."""
     try:
@@ -16,10 +18,6 @@ def amount_of_dollars(text: str) -> Decimal:
     if not amount.is_finite() or amount < 0 or amount > 10**12 or len(text) > 40:
         raise ValueError(text)
     return amount
-
-
-# argparse names this type in its errors: "invalid amount of dollars value: 'x'".
-amount_of_dollars.__name__ = "amount of dollars"
 
 
 def whole_micros(amount: Decimal | None, what: str) -> int | None:

@@ -92,7 +92,7 @@ def _close(call: CommandCall) -> CommandResult:
                 by=command_actor(),
             )
         )
-    rows = [
+    rows: Table = [
         {
             **structs.asdict(day),
             "charge_pico": str(day.charge_pico),
@@ -100,7 +100,7 @@ def _close(call: CommandCall) -> CommandResult:
         }
         for day in days
     ]
-    return table_result(rows) if rows else CommandResult("nothing to close", [])
+    return table_result(rows, none="nothing to close")
 
 
 def _check_books(call: CommandCall) -> CommandResult:
@@ -125,9 +125,8 @@ def _reconcile(call: CommandCall) -> CommandResult:
             difference = structs.astuple(epoch.ledger.minus(other))
             row[f"ledger_minus_{name}"] = "/".join(map(str, difference))
         rows.append({**row, "ledger_epoch": life})
-    if not rows:
-        return CommandResult("no engine epoch recorded yet", [])
-    return table_result(rows, 1 if any(epoch.has_mismatch for epoch in epochs) else 0)
+    status = 1 if any(epoch.has_mismatch for epoch in epochs) else 0
+    return table_result(rows, status, none="no engine epoch recorded yet")
 
 
 COMMANDS: Mapping[str, Entry] = {

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from decimal import Decimal
 
+from gateway.cli.arguments import named
 from gateway.cli.database import command_actor, open_database
 from gateway.cli.ledger.amounts import amount_of_dollars, whole_micros
 from gateway.cli.result import (
@@ -14,7 +15,7 @@ from gateway.cli.result import (
     CommandResult,
     Entry,
     Table,
-    table_text,
+    table_result,
 )
 from gateway.cli.times import show_second
 from tenancy.accounts.tenants import find_tenant, list_tenants
@@ -41,12 +42,9 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remove", action="store_true", help="remove the budget")
 
 
+@named("amount of dollars")
 def _limit(text: str) -> Decimal | str:
     return text if text == NONE else amount_of_dollars(text)
-
-
-# argparse names this type in its errors: "invalid amount of dollars value: 'x'".
-_limit.__name__ = amount_of_dollars.__name__
 
 
 def _budget(call: CommandCall) -> CommandResult:
@@ -86,10 +84,8 @@ def _budget(call: CommandCall) -> CommandResult:
         }
         for state in states
     ]
-    if not rows:
-        return CommandResult("no budgets", [])
     shown = [row | {name: _six_decimals(row[name]) for name in _SPENT} for row in rows]
-    return CommandResult(table_text(shown, right=_SPENT), rows, has_heading=True)
+    return table_result(rows, shown=shown, right=_SPENT, none="no budgets")
 
 
 _SPENT = ("hard_usd", "soft_usd", "spent_usd", "reserved_usd")

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
+from gateway.cli.arguments import named
 from gateway.cli.database import command_actor, open_database
 from gateway.cli.ledger.amounts import amount_of_dollars, whole_micros
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_text
@@ -126,6 +127,7 @@ def _card_of_options(options: argparse.Namespace) -> RateCard | None:
     return msgspec.convert({**fields, **prices, **classes, "minimum_charge": minimum}, RateCard)
 
 
+@named("CLASS=USD")
 def _class_price(text: str) -> tuple[str, Decimal]:
     name, _, amount = text.partition("=")
     if not name:
@@ -133,7 +135,6 @@ def _class_price(text: str) -> tuple[str, Decimal]:
     return name, amount_of_dollars(amount)
 
 
-_class_price.__name__ = "CLASS=USD"
 SMALL_MICROS = 1_000
 """A price below a tenth of a cent per million tokens was probably meant in another unit."""
 
