@@ -174,20 +174,16 @@ def budget_share(state: BudgetState) -> float | None:
 
 
 def _row(one: UsageTotal, groups: tuple[UsageGroup, ...]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for group in groups:
-        match group:
-            case "tenant":
-                row["tenant"] = one.tenant
-            case "key":
-                row["key_id"] = one.key_id
-            case "model":
-                row["model"] = one.model
-            case "user":
-                row["user"] = one.user or None
-            case "hour" | "day":
-                row["from"] = json_api.instant(one.from_ms or 0)
-    return {**row, **totals_body([one])}
+    start = "from", json_api.instant(one.from_ms or 0)
+    parts: dict[UsageGroup, tuple[str, object]] = {
+        "tenant": ("tenant", one.tenant),
+        "key": ("key_id", one.key_id),
+        "model": ("model", one.model),
+        "user": ("user", one.user or None),
+        "hour": start,
+        "day": start,
+    }
+    return {**dict(parts[group] for group in groups), **totals_body([one])}
 
 
 def _ratio(part: int, whole: int) -> float | None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from typing import get_args
+from typing import Any, get_args
 
 from msgspec import structs
 
 from gateway.cli.database import open_database
-from gateway.cli.result import CommandCall, CommandResult, Entry, Table, cell_text, table_text
+from gateway.cli.result import CommandCall, CommandResult, Entry, cell_text, table_text
 from gateway.cli.times import TIME_HELP, UNITS_MS, parse_period
 from tenancy.accounting.exports import as_csv
 from tenancy.accounting.focus_export import storage_by_tenant
@@ -26,6 +26,7 @@ from tenancy.ledger.epochs import ledger_epoch
 from tenancy.pricing.charges import PICO_PER_DOLLAR, format_dollars
 from tenancy.types import format_utc, wall_ms
 
+Row = dict[str, Any]
 DAYS_MAX = 36_500
 """Longest period of `--days`."""
 NAME_CHARACTERS_MAX = 24
@@ -104,31 +105,21 @@ def parse_groups(text: str) -> tuple[UsageGroup, ...]:
     return tuple(name for name in known if name in names)
 
 
-def _row(one: UsageTotal, groups: Sequence[UsageGroup], storage_pico: int) -> dict[str, object]:
+def _row(one: UsageTotal, groups: Sequence[UsageGroup], storage_pico: int) -> Row:
     """Return a row of `--json` and `--csv`: the groups first, then counts, then money."""
-    names: dict[UsageGroup, str] = {
-        "tenant": "tenant",
-        "key": "key_id",
-        "model": "model",
-        "user": "user",
-    }
     facts = structs.asdict(one)
     starts_ms = facts.pop("from_ms")
-    row: dict[str, object] = {}
-    for group in groups:
-        if group in names:
-            row[names[group]] = facts[names[group]]
-        else:
-            row["from"] = None if starts_ms is None else format_utc(starts_ms)
-    for name in names.values():
-        facts.pop(name)
-    row |= facts
+    start = "from", None if starts_ms is None else format_utc(starts_ms)
+    names = {"tenant": "tenant", "key": "key_id", "model": "model", "user": "user"}
+    parts = {group: (name, facts.pop(name)) for group, name in names.items()}
+    parts |= {"hour": start, "day": start}
+    row: Row = dict(parts[group] for group in groups) | facts
     row["hit_ratio"] = (
         round(one.cache_read_tokens / one.prompt_tokens, 6) if one.prompt_tokens else None
     )
     row["storage_pico"] = storage_pico
     for money in _MONEY:
-        row[f"{money}_usd"] = format_dollars(int(str(row[f"{money}_pico"])))
+        row[f"{money}_usd"] = format_dollars(row[f"{money}_pico"])
     return row
 
 
@@ -163,10 +154,10 @@ _LEVELS = {name: f"{name}_cached_tokens" for name in ("host", "disk", "remote")}
 """Columns of the levels below the device, which a table has where something came from there."""
 
 
-def _table(rows: Table, groups: Sequence[UsageGroup], width: int) -> str:
+def _table(rows: Sequence[Row], groups: Sequence[UsageGroup], width: int) -> str:
     """Return the rows and their sum as a table of at most `width` columns, if that can be."""
     keys = [name for name in rows[0] if name in ("tenant", "key_id", "model", "user", "from")]
-    rows = [row | {"bill_pico": _bill(row)} for row in rows]
+    rows = [row | {"bill_pico": sum(row[f"{part}_pico"] for part in _BILLED)} for row in rows]
     decimals = _decimals(rows)
     lines: list[dict[str, object]] = []
     for row in [*rows, *([_sum(rows)] if len(rows) > 1 else [])]:
@@ -175,7 +166,7 @@ def _table(rows: Table, groups: Sequence[UsageGroup], width: int) -> str:
     if len(rows) > 1:
         lines[-1][keys[0]] = "total"
     right = [title for title, _ in _COLUMNS]
-    has_parts = any(_pico(rows, "storage")) or any(_pico(rows, "adjusted"))
+    has_parts = any(row["storage_pico"] or row["adjusted_pico"] for row in rows)
     empty = [] if has_parts else [f"{part} $" for part in _BILLED]  # the charge is the bill
     empty += [title for title, name in _LEVELS.items() if not any(row[name] for row in rows)]
     text = ""
@@ -188,14 +179,12 @@ def _table(rows: Table, groups: Sequence[UsageGroup], width: int) -> str:
     return text
 
 
-def _sum(rows: Table) -> dict[str, object]:
-    total: dict[str, object] = {}
-    for _, name in _COLUMNS:
-        if name != "hit_ratio":
-            total[name] = sum(int(str(row[name])) for row in rows)
-    read, prompt = int(str(total["cache_read_tokens"])), int(str(total["prompt_tokens"]))
-    total["hit_ratio"] = read / prompt if prompt else None
-    return total
+def _sum(rows: Sequence[Row]) -> Row:
+    total: Row = {
+        name: sum(row[name] for row in rows) for _, name in _COLUMNS if name != "hit_ratio"
+    }
+    read, prompt = total["cache_read_tokens"], total["prompt_tokens"]
+    return {**total, "hit_ratio": read / prompt if prompt else None}
 
 
 def _name(column: str, value: object) -> str:
@@ -205,25 +194,17 @@ def _name(column: str, value: object) -> str:
     return text if len(text) <= NAME_CHARACTERS_MAX else f"{text[: NAME_CHARACTERS_MAX - 1]}…"
 
 
-def _short(name: str, value: object, decimals: int) -> str:
+def _short(name: str, value: Any, decimals: int) -> str:
     if name.endswith("_pico"):
-        return f"{Decimal(int(str(value))).scaleb(-12):.{decimals}f}"
+        return f"{Decimal(value).scaleb(-12):.{decimals}f}"
     if name == "hit_ratio":
-        return "-" if value is None else f"{100 * float(str(value)):.1f}"
-    return short_count(int(str(value)))
+        return "-" if value is None else f"{100 * value:.1f}"
+    return short_count(value)
 
 
-def _bill(row: Mapping[str, object]) -> int:
-    return sum(int(str(row[f"{part}_pico"])) for part in _BILLED)
-
-
-def _pico(rows: Table, money: str) -> list[int]:
-    return [int(str(row[f"{money}_pico"])) for row in rows]
-
-
-def _decimals(rows: Table) -> int:
+def _decimals(rows: Sequence[Row]) -> int:
     """Return the decimals of all amounts of a table: more for smaller ones."""
-    largest = max(abs(pico) for money in _MONEY for pico in _pico(rows, money))
+    largest = max(abs(row[f"{money}_pico"]) for row in rows for money in _MONEY)
     return 2 if largest >= 100 * PICO_PER_DOLLAR else 4 if largest >= PICO_PER_DOLLAR else 6
 
 
