@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -29,7 +29,6 @@ from gateway.bench.trace import Arrival, TracePrompts, read_trace, replay
 from gateway.bench.workloads import WORKLOADS, Sizes
 
 Say = Callable[[str], None]
-T = TypeVar("T")
 
 CLOSED = "abcde"
 """The workloads that run unless others are named."""
@@ -153,14 +152,14 @@ def run_bench(
     """Run the selected workloads. Blocks. Raises BenchError."""
     sizes = msgspec.structs.replace(sizes or Sizes(), rates=options.rates, seconds=options.seconds)
     work = _bench(options, model, models_dir, say, sizes)
-    return _report(options, asyncio.run(_run_with_timeout(options, work)))
+    return _run(options, work)
 
 
 def run_replay(options: argparse.Namespace, model: str, models_dir: Path, say: Say) -> Report:
     """Replay a trace. Blocks. Raises BenchError."""
     arrivals = read_trace(options.file, options.limit)
     work = _replay(options, arrivals, model, models_dir, say)
-    return _report(options, asyncio.run(_run_with_timeout(options, work)))
+    return _run(options, work)
 
 
 class _RunResult(Struct, frozen=True):
@@ -169,7 +168,8 @@ class _RunResult(Struct, frozen=True):
     memory: MemoryWatch | None
 
 
-def _report(options: argparse.Namespace, found: _RunResult) -> Report:
+def _run(options: argparse.Namespace, work: Coroutine[Any, Any, _RunResult]) -> Report:
+    found = asyncio.run(_run_with_timeout(options, work))
     lines = found.rows
     if found.memory is not None:
         peak = Figure("peak resident memory", "MiB", found.memory.peak_bytes / 2**20)
@@ -177,7 +177,9 @@ def _report(options: argparse.Namespace, found: _RunResult) -> Report:
     return Report(options.seed, found.target.url, found.target.model, machine(), lines)
 
 
-async def _run_with_timeout(options: argparse.Namespace, work: Coroutine[Any, Any, T]) -> T:
+async def _run_with_timeout(
+    options: argparse.Namespace, work: Coroutine[Any, Any, _RunResult]
+) -> _RunResult:
     if threading.current_thread() is threading.main_thread():
         # On SIGTERM, cancel the run, which also ends a server that it started.
         task = asyncio.current_task()

@@ -52,11 +52,11 @@ def throughput(label: str, start_s: float, done: Sequence[Measurement]) -> Figur
 
 def hit_ratio(label: str, done: Sequence[Measurement]) -> list[Figure]:
     """Return cached over prompt tokens; nothing where the endpoint reports no cached tokens."""
-    known = [(one.cached_tokens, one.prompt_tokens) for one in done]
-    cached = sum(c for c, _ in known if c is not None)
-    if any(c is None for c, _ in known):
-        return []  # the endpoint reports no cached tokens
-    return [Figure(f"{label}hit ratio", "%", 100 * cached / max(1, sum(p for _, p in known)))]
+    cached = [one.cached_tokens for one in done if one.cached_tokens is not None]
+    if len(cached) < len(done):
+        return []
+    prompts = max(1, sum(one.prompt_tokens for one in done))
+    return [Figure(f"{label}hit ratio", "%", 100 * sum(cached) / prompts)]
 
 
 def compute_ratio(

@@ -28,12 +28,10 @@ KEY_FILE = "default.key"
 
 
 class BenchServer(Struct, frozen=True):
-    """A running server. `started_s`: start on the given clock; `ready_s`: seconds from start to
-    ready."""
+    """A running server. `ready_s`: seconds from its start until it was ready."""
 
     url: str
     keys: tuple[str, ...]
-    started_s: float
     ready_s: float
     memory: MemoryWatch
 
@@ -63,9 +61,7 @@ async def bench_server(
                 keys = [(data / KEY_FILE).read_text().strip()]
                 keys += [await _new_key(data, f"bench-{i}") for i in range(1, tenants)]
                 memory = MemoryWatch(process.pid)
-                yield BenchServer(
-                    f"http://127.0.0.1:{public}/v1", tuple(keys), started_s, ready_s, memory
-                )
+                yield BenchServer(f"http://127.0.0.1:{public}/v1", tuple(keys), ready_s, memory)
             finally:
                 await _stop(process)
 
