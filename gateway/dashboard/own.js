@@ -10,12 +10,10 @@ import { NONE, about, count, dollars, dollarsOf, exactDollars, seconds, share,
 import { Frame } from "./parts/frame.js";
 import { Charts, HIT_RATIO, ratios } from "./parts/history.js";
 import { Panel, Status, Tile, Tiles, instead } from "./parts/pieces.js";
-import { href, rangeOf, useRoute, windowOf } from "./parts/route.js";
+import { DAY_MS, HOUR_MS, href, rangeOf, useRoute, windowOf } from "./parts/route.js";
 import { useSignIn } from "./parts/session.js";
 import { Table } from "./parts/table.js";
 import { savedNote } from "./parts/usage.js";
-
-const HOUR_MS = 3_600_000, DAY_MS = 24 * HOUR_MS;
 
 function App() {
   const range = rangeOf(useRoute().query);

@@ -77,21 +77,20 @@ function Deliveries({ rows }) {
 }
 
 function TestWebhook({ name, close, done }) {
-  const act = async () => {
-    await ask(`/admin/v1/webhooks/${encodeURIComponent(name)}/test`, { method: "POST" });
-    done();
-  };
-  return html`<${FormDialog} title=${`Test ${name}`} submit="Send" close=${close} act=${act}>
+  const act = () =>
+    ask(`/admin/v1/webhooks/${encodeURIComponent(name)}/test`, { method: "POST" });
+  return html`<${FormDialog} title=${`Test ${name}`} submit="Send" close=${close} act=${act}
+    done=${done}>
     <p>One event of the type test is sent; its delivery is in the list.</p><//>`;
 }
 
 // An administrator can hand out its own scopes and no other.
 function NewAdminKey({ close, made }) {
   const { scopes: options } = useSession().me;
-  const act = async ({ label, scopes, ...values }) => made(await ask("/admin/v1/keys",
-    { method: "POST", body: { label, scopes, ...lifeOf(values) } }));
+  const act = ({ label, scopes, ...values }) => ask("/admin/v1/keys",
+    { method: "POST", body: { label, scopes, ...lifeOf(values) } });
   return html`<${FormDialog} title="New administrator's key" submit="Create key" close=${close}
-    act=${act} fields=${[
+    act=${act} done=${made} fields=${[
       { name: "label", label: "Label", placeholder: "such as: on call" }, LIFE,
       { name: "scopes", label: "Scopes", kind: "checks", value: ["read"], options }]} />`;
 }

@@ -96,23 +96,22 @@ function Cards({ cards }) {
 
 function NewCard({ close, done }) {
   const classes = ["*", ...useSession().me.server.classes];
-  const act = async (values) => {
+  const act = (values) => {
     const byClass = (kind) => Object.fromEntries(classes.map((name) => [name, `${kind}_${name}`])
       .filter(([, field]) => values[field] !== "")
       .map(([name, field]) => [name, toMicros(values[field])]));
-    await ask("/admin/v1/rate-cards", { method: "POST", body: {
+    return ask("/admin/v1/rate-cards", { method: "POST", body: {
       name: values.name,
       ...(values.model && { model: values.model }), ...(values.tier && { tier: values.tier }),
       input: toMicros(values.input), output: toMicros(values.output),
       cache_read: toMicros(values.cache_read),
       cache_write: byClass("cache_write"), storage: byClass("storage"),
       ...(values.from && { valid_from_ms: new Date(values.from).getTime() }) } });
-    done();
   };
   const usd = { kind: "dollars", least: 0, unit: "per million tokens" };
   const text = (name) => (name === "*" ? "other classes" : name);
   return html`<${FormDialog} title="New rate card" submit="Add rate card" close=${close} act=${act}
-    fields=${[
+    done=${done} fields=${[
       { name: "name", label: "Name", isRequired: true,
         hint: "an existing name gets a new version" },
       { name: "model", label: "Model", placeholder: "every model" },

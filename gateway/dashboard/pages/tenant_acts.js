@@ -67,47 +67,38 @@ export function settingsOf({ tier, floor_blocks, weight, classes, default_class,
 }
 
 export function EditTenant({ tenant, close, done }) {
-  const act = async (values) => {
-    await ask(pathOf(tenant.name), { method: "PATCH", body: settingsOf(values) });
-    done();
-  };
+  const act = (values) =>
+    ask(pathOf(tenant.name), { method: "PATCH", body: settingsOf(values) });
   return html`<${FormDialog} title=${`Settings of ${tenant.name}`} submit="Save settings"
-    close=${close} act=${act} fields=${settingsFields(tenant, useSession().me.server.classes)} />`;
+    close=${close} act=${act} done=${done}
+    fields=${settingsFields(tenant, useSession().me.server.classes)} />`;
 }
 
 // --- suspension, deletion, erasure ---------------------------------------------------------------
 
 export function SetStatus({ tenant, close, done }) {
   const isOn = tenant.status === "active", verb = isOn ? "Suspend" : "Resume";
-  const act = async () => {
-    const status = isOn ? "suspended" : "active";
-    await ask(pathOf(tenant.name), { method: "PATCH", body: { status } });
-    done();
-  };
+  const act = () => ask(pathOf(tenant.name),
+    { method: "PATCH", body: { status: isOn ? "suspended" : "active" } });
   return html`<${FormDialog} title=${`${verb} ${tenant.name}`} submit=${verb} isDangerous=${isOn}
-    confirm=${isOn ? tenant.name : undefined} close=${close} act=${act}><p>${isOn
+    confirm=${isOn ? tenant.name : undefined} close=${close} act=${act} done=${done}><p>${isOn
       ? "Every request of its keys is refused from now on. Its cache, keys and budgets stay."
       : "Its keys work again from the next request on."}</p><//>`;
 }
 
 export function DeleteTenant({ tenant, close }) {
-  const act = async () => {
-    await ask(pathOf(tenant.name), { method: "DELETE" });
-    location.hash = href(["tenants"]);
-  };
+  const act = () => ask(pathOf(tenant.name), { method: "DELETE" });
+  const done = () => { location.hash = href(["tenants"]); };
   return html`<${FormDialog} title=${`Delete ${tenant.name}`} submit="Delete tenant" isDangerous
-    confirm=${tenant.name} close=${close} act=${act}><p>Its keys stop working, its cache and stored
-      responses are erased, its budgets end. Its ledger entries stay under a pseudonym. This cannot
-      be undone.</p><//>`;
+    confirm=${tenant.name} close=${close} act=${act} done=${done}><p>Its keys stop working, its
+      cache and stored responses are erased, its budgets end. Its ledger entries stay under a
+      pseudonym. This cannot be undone.</p><//>`;
 }
 
 export function EraseCache({ tenant, close }) {
   const [receipt, setReceipt] = useState(null);
-  const act = async ({ workspace, lease_id }) => {
-    const part = { ...(workspace && { workspace }), ...(lease_id && { lease_id }) };
-    setReceipt(await ask("/admin/v1/erase",
-      { method: "POST", body: { tenant: tenant.name, ...part } }));
-  };
+  const act = ({ workspace, lease_id }) => ask("/admin/v1/erase", { method: "POST", body: {
+    tenant: tenant.name, ...(workspace && { workspace }), ...(lease_id && { lease_id }) } });
   if (receipt) {
     const text = (v) => (typeof v === "object" ? JSON.stringify(v) : String(v));
     return html`<${Dialog} title="Erased: the receipt" close=${close}>
@@ -117,7 +108,7 @@ export function EraseCache({ tenant, close }) {
         onClick=${close}>Close</button></div><//>`;
   }
   return html`<${FormDialog} title=${`Erase the cache of ${tenant.name}`} submit="Erase" isDangerous
-    confirm=${tenant.name} close=${close} act=${act} fields=${[
+    confirm=${tenant.name} close=${close} act=${act} done=${setReceipt} fields=${[
       { name: "workspace", label: "Workspace", placeholder: "all workspaces" },
       { name: "lease_id", label: "Lease", placeholder: "all leases" }]}>
     <p>Erased prefixes cannot be found again: the next requests compute them anew. Without a lease,
@@ -129,11 +120,10 @@ export function EraseCache({ tenant, close }) {
 const KEY_SCOPES = ["inference", "usage", "cache"];
 
 export function NewKey({ tenant, close, made }) {
-  const act = async ({ label, workspace, scopes, ...values }) =>
-    made(await ask(`${pathOf(tenant.name)}/keys`,
-      { method: "POST", body: { label, workspace, scopes, ...lifeOf(values) } }));
+  const act = ({ label, workspace, scopes, ...values }) => ask(`${pathOf(tenant.name)}/keys`,
+    { method: "POST", body: { label, workspace, scopes, ...lifeOf(values) } });
   return html`<${FormDialog} title=${`New key of ${tenant.name}`} submit="Create key"
-    close=${close} act=${act} fields=${[
+    close=${close} act=${act} done=${made} fields=${[
       { name: "label", label: "Label", placeholder: "such as: production" },
       { name: "workspace", label: "Workspace", value: "default", isRequired: true,
         hint: "keys of one workspace share a cache" }, LIFE,
@@ -143,17 +133,14 @@ export function NewKey({ tenant, close, made }) {
 
 // `budget`: the one to change; without it a new one, of the whole tenant or of one of `keys`.
 export function SetBudget({ tenant, budget, keys = [], close, done }) {
-  const act = async ({ key, window, hard, soft }) => {
-    const limits = { hard_micros: toMicros(hard), soft_micros: toMicros(soft) };
-    await ask(`${pathOf(tenant.name)}/budgets`,
-      { method: "PUT", body: { key_id: Number(key), window, ...limits } });
-    done();
-  };
+  const act = ({ key, window, hard, soft }) => ask(`${pathOf(tenant.name)}/budgets`, {
+    method: "PUT", body: { key_id: Number(key), window, hard_micros: toMicros(hard),
+      soft_micros: toMicros(soft) } });
   const whole = ["0", "the whole tenant"], owners = budget
     ? [budget.key_id ? [String(budget.key_id), `key ${budget.key_id}`] : whole]
     : [whole, ...keys.map((one) => [String(one.key_id), `key ${one.shown} ${one.label}`])];
   return html`<${FormDialog} title=${`Budget of ${tenant.name}`} submit="Set budget" close=${close}
-    act=${act} fields=${[
+    act=${act} done=${done} fields=${[
       { name: "key", label: "Of", kind: "select", value: owners[0][0], options: owners },
       { name: "window", label: "Window", kind: "select", value: budget?.window ?? "month",
         options: budget ? [budget.window] : ["month", "day"], hint: "in UTC" },

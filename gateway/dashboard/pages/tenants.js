@@ -66,12 +66,10 @@ function TenantTable({ rows, q }) {
 
 function NewTenant({ close }) {
   const { classes } = useSession().me.server;
-  const act = async (values) => {
-    await ask("/admin/v1/tenants",
-      { method: "POST", body: { name: values.name, ...settingsOf(values) } });
-    location.hash = href(["tenants", values.name]);
-  };
+  const act = (values) => ask("/admin/v1/tenants",
+    { method: "POST", body: { name: values.name, ...settingsOf(values) } });
+  const done = ({ name }) => { location.hash = href(["tenants", name]); };
   return html`<${FormDialog} title="New tenant" submit="Create tenant" close=${close} act=${act}
-    fields=${[{ name: "name", label: "Name", isRequired: true,
+    done=${done} fields=${[{ name: "name", label: "Name", isRequired: true,
       hint: "1 to 64 of a–z, 0–9, “-”, “_”, “.”" }, ...settingsFields(null, classes)]} />`;
 }

@@ -57,8 +57,9 @@ function Field({ field, value, set }) {
 
 // fields: {name, label, kind?, value?, hint?, unit?, placeholder?, isRequired?, least?, step?,
 // pattern?, options?}; kind: "text", "number", "dollars", "time", "select" or "checks".
-// act(values): a promise; what it throws is shown. confirm: a name to type first.
-export function FormDialog({ title, close, fields = [], act, submit, isDangerous, confirm,
+// act(values): a promise; what it throws is shown. done(answer): called with what it returns.
+// confirm: a name to type first.
+export function FormDialog({ title, close, fields = [], act, done, submit, isDangerous, confirm,
   children }) {
   const [values, setValues] = useState(() => Object.fromEntries(
     fields.map((one) => [one.name, one.value ?? (one.kind === "checks" ? [] : "")])));
@@ -68,7 +69,7 @@ export function FormDialog({ title, close, fields = [], act, submit, isDangerous
     event.preventDefault();
     setBusy(true);
     setError(null);
-    try { await act(values); } catch (refused) { setError(refused); setBusy(false); }
+    try { done(await act(values)); } catch (refused) { setError(refused); setBusy(false); }
   };
   return html`<${Dialog} title=${title} close=${close}><form class="dialog-form" onSubmit=${run}>
     ${children}

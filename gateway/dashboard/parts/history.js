@@ -6,8 +6,7 @@ import { Chart } from "./chart.js";
 import { about, count, dollars, dollarsOf, exactDollars, isKnown, ms, percent, share,
   words } from "./format.js";
 import { Panel, Tile, Tiles, instead } from "./pieces.js";
-
-const HOUR_MS = 3_600_000, DAY_MS = 24 * HOUR_MS;
+import { DAY_MS, HOUR_MS } from "./route.js";
 
 // --- numbers -------------------------------------------------------------------------------------
 

@@ -41,20 +41,17 @@ export function lifeOf({ days }) {
 }
 
 function RotateKey({ row, close, made }) {
-  const act = async ({ hours }) => made(await ask(`/admin/v1/keys/${row.key_id}/rotate`,
-    { method: "POST", body: { grace_s: Math.round(toNumber(hours) * 3600) } }));
+  const act = ({ hours }) => ask(`/admin/v1/keys/${row.key_id}/rotate`,
+    { method: "POST", body: { grace_s: Math.round(toNumber(hours) * 3600) } });
   return html`<${FormDialog} title=${`Rotate key ${row.shown}`} submit="Rotate" close=${close}
-    act=${act} fields=${[{ name: "hours", label: "The old key stays valid for", kind: "number",
-      value: 24, least: 0, isRequired: true, unit: "hours" }]}>
+    act=${act} done=${made} fields=${[{ name: "hours", label: "The old key stays valid for",
+      kind: "number", value: 24, least: 0, isRequired: true, unit: "hours" }]}>
     <p>A new key takes its place, with the same workspace, scopes, limits and budgets.</p><//>`;
 }
 
 function RevokeKey({ row, close, done }) {
-  const act = async () => {
-    await ask(`/admin/v1/keys/${row.key_id}/revoke`, { method: "POST" });
-    done();
-  };
+  const act = () => ask(`/admin/v1/keys/${row.key_id}/revoke`, { method: "POST" });
   return html`<${FormDialog} title=${`Revoke key ${row.shown}`} submit="Revoke" isDangerous
-    confirm=${row.label || `key ${row.key_id}`} close=${close} act=${act}>
+    confirm=${row.label || `key ${row.key_id}`} close=${close} act=${act} done=${done}>
     <p>Its next request is refused. This cannot be undone.</p><//>`;
 }

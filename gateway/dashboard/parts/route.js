@@ -3,7 +3,8 @@
 import { useEffect, useState } from "./html.js";
 import { iso } from "./format.js";
 
-const MINUTE_MS = 60_000, HOUR_MS = 60 * MINUTE_MS, DAY_MS = 24 * HOUR_MS;
+const MINUTE_MS = 60_000;
+export const HOUR_MS = 60 * MINUTE_MS, DAY_MS = 24 * HOUR_MS;
 export const RANGES_MS = { "1h": HOUR_MS, "24h": DAY_MS, "7d": 7 * DAY_MS, "30d": 30 * DAY_MS };
 const LAST_MS = Date.UTC(9999, 0);
 const LASTING = ["range", "since", "until"];
