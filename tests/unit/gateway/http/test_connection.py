@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,25 @@ from tests.unit.gateway.gateway_fixture import (
     read_late_answer,
     status_of,
 )
+from tests.unit.gateway.http.conftest import OpenGateway
 
 SECRET = "sk-planted-secret-that-must-not-come-back"
+
+
+def chat(gateway: GatewayFixture, who: str = "ada", **more: Any) -> bytes:
+    """Return the bytes of a small chat request."""
+    return gateway.post("/v1/chat/completions", json.dumps(gateway.chat(**more)).encode(), who=who)
+
+
+@asynccontextmanager
+async def unread_socket(gateway: GatewayFixture) -> AsyncIterator[socket.socket]:
+    """Yield a connection whose client has little room for answers, and reads none."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", gateway.port))
+        yield sock
+
 
 UNREADABLE = {
     "A1 length and chunked": "Content-Length: 2\r\nTransfer-Encoding: chunked",
@@ -81,118 +99,96 @@ async def test_other_protocols_are_refused_and_closed(gateway: GatewayFixture, d
 
 
 @pytest.mark.parametrize("data", [b"GET /healthz HTTP/1.1\r\nHost: 127", b""])
-async def test_slow_head_times_out(unopened_gateway: GatewayFixture, data: bytes) -> None:
+async def test_slow_head_times_out(open_gateway: OpenGateway, data: bytes) -> None:
     """A16, slowloris: bare aiohttp waits forever. A18: a silent connection counts against the
     connection limit."""
-    unopened_gateway.set_server(header_timeout_s=0.1)
-    await unopened_gateway.open()
+    gateway = await open_gateway(header_timeout_s=0.1)
 
-    answer = await unopened_gateway.raw(data)
+    answer = await gateway.raw(data)
 
     assert status_of(answer) == 408
-    await unopened_gateway.close()
 
 
 async def test_slow_head_of_a_later_request_times_out(
-    unopened_gateway: GatewayFixture, forward: Callable[[float], None]
+    forward: Callable[[float], None], open_gateway: OpenGateway
 ) -> None:
     """A16: each head has a deadline, not only the connection's first."""
-    unopened_gateway.set_server(header_timeout_s=20.0, keep_alive_timeout_s=300.0)
-    await unopened_gateway.open()
+    gateway = await open_gateway(header_timeout_s=20.0, keep_alive_timeout_s=300.0)
 
-    async with unopened_gateway.connection() as (reader, writer):
+    async with gateway.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1"))
         first = await read_answer(reader)
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: 127")
         second = await read_late_answer(reader, forward)
 
     assert [status_of(first), status_of(second)] == [200, 408]
-    await unopened_gateway.close()
 
 
 @pytest.mark.parametrize("more", [b"", b"GET /healthz HTTP/1.1\r\nHost: 127"])
 async def test_keep_alive_bounds_what_follows_a_request(
-    unopened_gateway: GatewayFixture, more: bytes
+    open_gateway: OpenGateway, more: bytes
 ) -> None:
     """A18: aiohttp's default keep-alive is an hour. A16: bytes that arrive during a request may be
     its body, so they start no head deadline."""
-    unopened_gateway.set_server(header_timeout_s=60.0, keep_alive_timeout_s=0.2)
-    await unopened_gateway.open()
+    gateway = await open_gateway(header_timeout_s=60.0, keep_alive_timeout_s=0.2)
 
-    async with unopened_gateway.connection() as (reader, writer):
+    async with gateway.connection() as (reader, writer):
         writer.write(head("GET /healthz HTTP/1.1") + more)
         first = await read_answer(reader)
         async with asyncio.timeout(PATIENCE_S):
             rest = await reader.read()
 
     assert (status_of(first), rest) == (200, b"")
-    await unopened_gateway.close()
 
 
-async def test_connections_above_the_address_limit_get_503(
-    unopened_gateway: GatewayFixture,
-) -> None:
+async def test_connections_above_the_address_limit_get_503(open_gateway: OpenGateway) -> None:
     """A18: ten thousand idle connections must not lock tenants out for long."""
-    unopened_gateway.set_server(connections_per_address_max=3)
-    await unopened_gateway.open()
-    held = [await asyncio.open_connection("127.0.0.1", unopened_gateway.port) for _ in range(3)]
+    gateway = await open_gateway(connections_per_address_max=3)
+    held = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range(3)]
 
-    answer = await unopened_gateway.raw(b"")
+    answer = await gateway.raw(b"")
     for _, writer in held:
         writer.close()
         await writer.wait_closed()
     later = b""
     async with asyncio.timeout(PATIENCE_S):
         while status_of(later) != 200:
-            later = await unopened_gateway.raw(head("GET /healthz HTTP/1.1", "Connection: close"))
+            later = await gateway.raw(head("GET /healthz HTTP/1.1", "Connection: close"))
 
     assert status_of(answer) == 503
     assert b"retry-after" in answer.lower()
-    await unopened_gateway.close()
 
 
 async def test_unread_stream_is_cancelled_and_its_blocks_are_freed(
-    unopened_gateway: GatewayFixture,
+    open_gateway: OpenGateway,
 ) -> None:
     """A26: a bare aiohttp handler waits forever once the buffers are full."""
-    unopened_gateway.set_server(write_timeout_s=0.3, send_buffer_bytes=4_096)
-    await unopened_gateway.open()
-    body = json.dumps(
-        unopened_gateway.chat(max_tokens=450, n=16, stream=True, logprobs=True)
-    ).encode()
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-    sock.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(sock, ("127.0.0.1", unopened_gateway.port))
-    await loop.sock_sendall(sock, unopened_gateway.post("/v1/chat/completions", body))
-    await unopened_gateway.until(lambda: bool(unopened_gateway.entries()))
+    gateway = await open_gateway(write_timeout_s=0.3, send_buffer_bytes=4_096)
+    data = chat(gateway, max_tokens=450, n=16, stream=True, logprobs=True)
+    async with unread_socket(gateway) as sock:
+        await asyncio.get_running_loop().sock_sendall(sock, data)
+        await gateway.until(lambda: bool(gateway.entries()))
 
-    assert [entry[0] for entry in unopened_gateway.entries()] == ["cancelled"]
-    await unopened_gateway.check_quiet()
-    sock.close()
-    await unopened_gateway.close()
+        assert [entry[0] for entry in gateway.entries()] == ["cancelled"]
+        await gateway.check_quiet()
 
 
 async def test_head_deadline_does_not_run_between_requests(
-    unopened_gateway: GatewayFixture, forward: Callable[[float], None]
+    forward: Callable[[float], None], open_gateway: OpenGateway
 ) -> None:
     """The client would take an unsolicited 408 for the response to its next request."""
-    unopened_gateway.set_server(header_timeout_s=20.0, keep_alive_timeout_s=300.0)
-    await unopened_gateway.open()
-    body = json.dumps(unopened_gateway.chat()).encode()
-    async with unopened_gateway.connection() as (reader, writer):
-        writer.write(unopened_gateway.post("/v1/chat/completions", body))
+    gateway = await open_gateway(header_timeout_s=20.0, keep_alive_timeout_s=300.0)
+    async with gateway.connection() as (reader, writer):
+        writer.write(chat(gateway))
         first = await read_answer(reader)
         forward(40.0)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await reader.read(1)
-        writer.write(unopened_gateway.post("/v1/chat/completions", body))
+        writer.write(chat(gateway))
         second = await read_answer(reader)
 
     assert [status_of(first), status_of(second)] == [200, 200]
-    await unopened_gateway.close()
 
 
 class UnreadTransport(asyncio.Transport):
@@ -255,7 +251,7 @@ async def test_pipelined_requests_are_answered_in_order(gateway: GatewayFixture)
 @pytest.mark.parametrize("when", ["in the head", "in the body"])
 async def test_reset_during_a_request_leaks_nothing(gateway: GatewayFixture, when: str) -> None:
     """A23: a TCP reset may come at any byte."""
-    data = gateway.post("/v1/chat/completions", json.dumps(gateway.chat()).encode())
+    data = chat(gateway)
     cut = 20 if when == "in the head" else len(data) - 5
     async with gateway.connection() as (_, writer):
         writer.write(data[:cut])
@@ -270,12 +266,11 @@ async def test_reset_during_a_request_leaks_nothing(gateway: GatewayFixture, whe
 
 async def test_disconnect_cancels_only_the_running_request(gateway: GatewayFixture) -> None:
     """All requests of a connection share one task; finished requests must stay done."""
-    body = json.dumps(gateway.chat(max_tokens=400)).encode()
     async with gateway.connection() as (reader, writer):
-        writer.write(gateway.post("/v1/chat/completions", json.dumps(gateway.chat()).encode()))
+        writer.write(chat(gateway))
         first = await read_answer(reader)
         gateway.runner.hold_after(0)
-        writer.write(gateway.post("/v1/chat/completions", body))
+        writer.write(chat(gateway, max_tokens=400))
         await gateway.until(lambda: bool(gateway.gateway.context.running))
         writer.transport.abort()
         gateway.runner.release()
@@ -326,31 +321,26 @@ async def test_refusal_reaches_a_client_that_sends_all_before_it_reads(
     await gateway.check_quiet()
 
 
-async def test_refused_connection_reads_its_answer_after_sending(
-    unopened_gateway: GatewayFixture,
-) -> None:
+async def test_refused_connection_reads_its_answer_after_sending(open_gateway: OpenGateway) -> None:
     """The 503 is written at once, and the client sends its request on top of it."""
-    unopened_gateway.set_server(connections_per_address_max=1)
-    await unopened_gateway.open()
-    async with unopened_gateway.connection() as (held, keeper):
+    gateway = await open_gateway(connections_per_address_max=1)
+    async with gateway.connection() as (held, keeper):
         keeper.write(head("GET /healthz HTTP/1.1"))
         await read_answer(held)
-        async with unopened_gateway.connection() as (reader, writer):
-            writer.write(unopened_gateway.post("/v1/chat/completions", b" " * 2**20))
+        async with gateway.connection() as (reader, writer):
+            writer.write(gateway.post("/v1/chat/completions", b" " * 2**20))
             await writer.drain()
             async with asyncio.timeout(PATIENCE_S):
                 answer = await reader.read()
 
     assert status_of(answer) == 503
     assert b"too_many_connections" in answer
-    await unopened_gateway.close()
 
 
-async def test_endless_body_of_a_refused_request_is_cut(unopened_gateway: GatewayFixture) -> None:
+async def test_endless_body_of_a_refused_request_is_cut(open_gateway: OpenGateway) -> None:
     """What is dropped after the answer is bounded like a body."""
-    unopened_gateway.set_server(body_bytes_max=100_000)
-    await unopened_gateway.open()
-    async with unopened_gateway.connection() as (reader, writer):
+    gateway = await open_gateway(body_bytes_max=100_000)
+    async with gateway.connection() as (reader, writer):
         writer.write(head("POST /v1/models HTTP/1.1", f"Content-Length: {2**30}"))
         answer = await read_answer(reader)
         async with asyncio.timeout(PATIENCE_S):
@@ -361,7 +351,6 @@ async def test_endless_body_of_a_refused_request_is_cut(unopened_gateway: Gatewa
                     await asyncio.sleep(0)
 
     assert status_of(answer) == 405
-    await unopened_gateway.close()
 
 
 async def test_closed_connection_whose_client_stays_is_dropped(
@@ -382,102 +371,83 @@ async def test_closed_connection_whose_client_stays_is_dropped(
 # --- places --------------------------------------------------------------------------------------
 
 
-async def test_idle_strangers_leave_room_for_a_client_with_a_key(
-    unopened_gateway: GatewayFixture,
-) -> None:
+async def test_idle_strangers_leave_room_for_a_client_with_a_key(open_gateway: OpenGateway) -> None:
     """Strangers hold three quarters of the places at most, and the oldest one gives way."""
-    unopened_gateway.set_server(connections_max=8, connections_per_address_max=0)
-    await unopened_gateway.open()
-    body = json.dumps(unopened_gateway.chat()).encode()
-    ask = unopened_gateway.post("/v1/chat/completions", body)
-    async with AsyncExitStack() as held, unopened_gateway.connection() as (reader, writer):
+    gateway = await open_gateway(connections_max=8, connections_per_address_max=0)
+    ask = chat(gateway)
+    async with AsyncExitStack() as held, gateway.connection() as (reader, writer):
         writer.write(ask)
         first = await read_answer(reader)
         strangers = []
         for _ in range(30):
-            stranger = await held.enter_async_context(unopened_gateway.connection())
+            stranger = await held.enter_async_context(gateway.connection())
             stranger[1].write(head("GET /healthz HTTP/1.1"))
             assert status_of(await read_answer(stranger[0])) == 200
             strangers.append(stranger)
         writer.write(ask)
         again = await read_answer(reader)
-        late = await unopened_gateway.raw(ask)
+        late = await gateway.raw(ask)
         async with asyncio.timeout(PATIENCE_S):
             ends = [await reader.read() for reader, _ in strangers[:24]]
 
     assert [status_of(answer) for answer in (first, again, late)] == [200] * 3
     assert ends == [b""] * 24
-    await unopened_gateway.check_quiet()
-    await unopened_gateway.close()
+    await gateway.check_quiet()
 
 
 async def test_idle_connections_of_one_tenant_leave_room_for_others(
-    unopened_gateway: GatewayFixture,
+    open_gateway: OpenGateway,
 ) -> None:
     """A pool of kept connections is closed from its oldest end; its client opens another."""
-    unopened_gateway.set_server(connections_max=4, connections_per_address_max=0)
-    await unopened_gateway.open()
-    body = json.dumps(unopened_gateway.chat()).encode()
+    gateway = await open_gateway(connections_max=4, connections_per_address_max=0)
     async with AsyncExitStack() as held:
         pool = []
         for _ in range(4):
-            kept = await held.enter_async_context(unopened_gateway.connection())
-            kept[1].write(unopened_gateway.post("/v1/chat/completions", body, who="bob"))
+            kept = await held.enter_async_context(gateway.connection())
+            kept[1].write(chat(gateway, who="bob"))
             assert status_of(await read_answer(kept[0])) == 200
             pool.append(kept)
-        answer = await unopened_gateway.raw(unopened_gateway.post("/v1/chat/completions", body))
+        answer = await gateway.raw(chat(gateway))
         async with asyncio.timeout(PATIENCE_S):
             rest = await pool[0][0].read()
 
     assert (status_of(answer), rest) == (200, b"")
-    await unopened_gateway.close()
 
 
-async def test_streams_of_one_tenant_leave_its_address_to_others(
-    unopened_gateway: GatewayFixture,
-) -> None:
+async def test_streams_of_one_tenant_leave_its_address_to_others(open_gateway: OpenGateway) -> None:
     """Two tenants behind one router: the limit of an address is for clients without a key."""
-    unopened_gateway.set_server(connections_per_address_max=2)
-    await unopened_gateway.open()
-    body = json.dumps(unopened_gateway.chat()).encode()
+    gateway = await open_gateway(connections_per_address_max=2)
     async with AsyncExitStack() as held:
         answers = []
         for who in ("bob", "bob", "bob", "ada"):
-            kept = await held.enter_async_context(unopened_gateway.connection())
-            kept[1].write(unopened_gateway.post("/v1/chat/completions", body, who=who))
+            kept = await held.enter_async_context(gateway.connection())
+            kept[1].write(chat(gateway, who=who))
             answers.append(await read_answer(kept[0]))
         for _ in range(2):
-            await held.enter_async_context(unopened_gateway.connection())
-        stranger = await unopened_gateway.raw(b"")
+            await held.enter_async_context(gateway.connection())
+        stranger = await gateway.raw(b"")
 
     assert [status_of(answer) for answer in answers] == [200] * 4
     assert status_of(stranger) == 503
-    await unopened_gateway.close()
 
 
-async def test_pipelined_requests_wait_for_their_reader(unopened_gateway: GatewayFixture) -> None:
+async def test_pipelined_requests_wait_for_their_reader(open_gateway: OpenGateway) -> None:
     """Answers that the client does not read are not computed; the write deadline ends the
     connection."""
-    unopened_gateway.set_server(write_timeout_s=0.3, send_buffer_bytes=4_096)
-    await unopened_gateway.open()
+    gateway = await open_gateway(write_timeout_s=0.3, send_buffer_bytes=4_096)
     count = 5_000
-    one = head("GET /v1/models HTTP/1.1", f"Authorization: Bearer {unopened_gateway.keys['ada']}")
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-    sock.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(sock, ("127.0.0.1", unopened_gateway.port))
-    sending = asyncio.create_task(loop.sock_sendall(sock, one * count))
-    public, _ = unopened_gateway.gateway.listeners
-    await unopened_gateway.until(lambda: public.open_connections == 1)
-    await unopened_gateway.until(lambda: public.open_connections == 0)
-    await asyncio.wait([sending])
-    handled = sum(line["event"] == "request" for line in unopened_gateway.lines)
+    one = head("GET /v1/models HTTP/1.1", f"Authorization: Bearer {gateway.keys['ada']}")
+    public, _ = gateway.gateway.listeners
+    async with unread_socket(gateway) as sock:
+        sent = asyncio.get_running_loop().sock_sendall(sock, one * count)
+        sending = asyncio.create_task(sent)
+        await gateway.until(lambda: public.open_connections == 1)
+        await gateway.until(lambda: public.open_connections == 0)
+        await asyncio.wait([sending])
+    handled = sum(line["event"] == "request" for line in gateway.lines)
 
     assert sending.exception() is None or isinstance(sending.exception(), ConnectionError)
     assert 0 < handled < count // 4
-    sock.close()
-    await unopened_gateway.close()
 
 
 # --- draining ------------------------------------------------------------------------------------
@@ -485,24 +455,22 @@ async def test_pipelined_requests_wait_for_their_reader(unopened_gateway: Gatewa
 
 async def test_each_answer_closes_its_connection_while_draining(gateway: GatewayFixture) -> None:
     """A client that keeps asking is told to go elsewhere, instead of being cut off at the end."""
-    chat = gateway.post("/v1/chat/completions", json.dumps(gateway.chat()).encode())
-    stream = json.dumps(gateway.chat(stream=True)).encode()
     gateway.runner.hold_after(3)
     async with gateway.connection() as (reader, writer), gateway.connection() as (idle, asker):
         asker.write(head("GET /healthz HTTP/1.1"))
         await read_answer(idle)
-        writer.write(gateway.post("/v1/chat/completions", stream))
+        writer.write(chat(gateway, stream=True))
         begun = await reader.readuntil(b"data: ")
         draining = asyncio.create_task(gateway.gateway.drain(PATIENCE_S))
         await gateway.until(lambda: gateway.gateway.context.is_draining)
-        asker.write(chat)
+        asker.write(chat(gateway))
         late = await read_answer(idle)
         fresh = await gateway.raw(head("GET /healthz HTTP/1.1"))
         gateway.runner.release()
         async with asyncio.timeout(PATIENCE_S):
             await reader.readuntil(b"data: [DONE]")
             await draining
-            writer.write(chat)
+            writer.write(chat(gateway))
             last = b"HTTP/" + (await reader.read()).partition(b"HTTP/")[2]
         await gateway.gateway.refuse_last()
 

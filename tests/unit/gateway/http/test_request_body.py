@@ -26,6 +26,7 @@ from tests.unit.gateway.gateway_fixture import (
     read_answer,
     status_of,
 )
+from tests.unit.gateway.http.conftest import OpenGateway
 
 CHAT = "/v1/chat/completions"
 UNSUPPORTED = {
@@ -39,31 +40,26 @@ UNSUPPORTED = {
 """Each dialect's status and error members for an unsupported Content-Encoding."""
 
 
-async def test_slow_body_times_out(unopened_gateway: GatewayFixture) -> None:
+async def test_slow_body_times_out(open_gateway: OpenGateway) -> None:
     """A17: the body has a deadline, and after it a minimum rate."""
-    unopened_gateway.set_server(body_timeout_s=0.1, body_rate_min_bytes_per_s=1_000.0)
-    await unopened_gateway.open()
+    gateway = await open_gateway(body_timeout_s=0.1, body_rate_min_bytes_per_s=1_000.0)
 
-    answer = await unopened_gateway.raw(
-        unopened_gateway.post("/v1/chat/completions", b"{", "Content-Length: 500")
-    )
+    answer = await gateway.raw(gateway.post(CHAT, b"{", "Content-Length: 500"))
 
     assert status_of(answer) == 408
     assert b"request_timeout" in answer
-    await unopened_gateway.check_quiet()
-    await unopened_gateway.close()
+    await gateway.check_quiet()
 
 
 async def test_steady_body_may_take_longer_than_the_deadline(
-    unopened_gateway: GatewayFixture, forward: Callable[[float], None]
+    forward: Callable[[float], None], open_gateway: OpenGateway
 ) -> None:
     """A17: large bodies over slow links are accepted while they keep the minimum rate."""
-    unopened_gateway.set_server(body_timeout_s=20.0, body_rate_min_bytes_per_s=2.0)
-    await unopened_gateway.open()
-    body = json.dumps(unopened_gateway.chat()).encode()
+    gateway = await open_gateway(body_timeout_s=20.0, body_rate_min_bytes_per_s=2.0)
+    body = json.dumps(gateway.chat()).encode()
     body += b" " * (200 - len(body) % 200)
-    async with unopened_gateway.connection() as (reader, writer):
-        data = unopened_gateway.post("/v1/chat/completions", b"", f"Content-Length: {len(body)}")
+    async with gateway.connection() as (reader, writer):
+        data = gateway.post(CHAT, b"", f"Content-Length: {len(body)}")
         writer.write(data)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -75,44 +71,26 @@ async def test_steady_body_may_take_longer_than_the_deadline(
 
     assert loop.time() - began_s > 40
     assert status_of(answer) == 200
-    await unopened_gateway.close()
 
 
-async def test_body_above_the_size_limit_gets_413(
-    unopened_gateway: GatewayFixture,
-) -> None:
+async def test_body_above_the_size_limit_gets_413(open_gateway: OpenGateway) -> None:
     """B14: a body at the limit is read; one byte more is refused, with or without a length."""
     limit = 600
-    unopened_gateway.set_server(body_bytes_max=limit)
-    await unopened_gateway.open()
-    body = json.dumps(unopened_gateway.chat()).encode()
-    chunked = ("Transfer-Encoding: chunked", "Connection: close")
+    gateway = await open_gateway(body_bytes_max=limit)
+    body = json.dumps(gateway.chat()).encode()
 
-    def chunks(size: int) -> bytes:
-        data = body + b" " * (size - len(body))
-        return b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
+    def posted(size: int) -> bytes:
+        return gateway.post(CHAT, body.ljust(size))
 
-    fits = await unopened_gateway.raw(
-        unopened_gateway.post("/v1/chat/completions", body + b" " * (limit - len(body)))
-    )
-    large = await unopened_gateway.raw(
-        unopened_gateway.post("/v1/chat/completions", body + b" " * (limit + 1 - len(body)))
-    )
-    fits_chunked = await unopened_gateway.raw(
-        unopened_gateway.post("/v1/chat/completions", chunks(limit), *chunked)
-    )
-    large_chunked = await unopened_gateway.raw(
-        unopened_gateway.post("/v1/chat/completions", chunks(limit * 10), *chunked)
-    )
+    def chunked(size: int) -> bytes:
+        data = b"%x\r\n%s\r\n0\r\n\r\n" % (size, body.ljust(size))
+        return gateway.post(CHAT, data, "Transfer-Encoding: chunked", "Connection: close")
 
-    assert [status_of(a) for a in (fits, large, fits_chunked, large_chunked)] == [
-        200,
-        413,
-        200,
-        413,
-    ]
-    await unopened_gateway.check_quiet()
-    await unopened_gateway.close()
+    sent = (posted(limit), posted(limit + 1), chunked(limit), chunked(limit * 10))
+    answers = [await gateway.raw(data) for data in sent]
+
+    assert [status_of(answer) for answer in answers] == [200, 413, 200, 413]
+    await gateway.check_quiet()
 
 
 GZIPPED = gzip.compress(b"{}")
@@ -209,7 +187,7 @@ async def test_invalid_chunk_size_gets_400(gateway: GatewayFixture) -> None:
 
 async def test_truncated_body_runs_nothing(gateway: GatewayFixture) -> None:
     """A22: the client sends fewer bytes than Content-Length, then FIN."""
-    data = gateway.post("/v1/chat/completions", b'{"model":', "Content-Length: 500")
+    data = gateway.post(CHAT, b'{"model":', "Content-Length: 500")
 
     answer = await gateway.raw(data, half_close=True)
 
@@ -274,13 +252,11 @@ def _upload(gateway: GatewayFixture, kind: str) -> bytes:
 
 @pytest.mark.parametrize("kind", ["declared", "chunked", "nearly sent"])
 async def test_uploads_of_a_tenant_hold_its_share_and_no_more(
-    unopened_gateway: GatewayFixture, kind: str
+    open_gateway: OpenGateway, kind: str
 ) -> None:
     """Two held uploads fill the tenant's share; a third is refused in words before it is read, and
     another tenant is served."""
-    gateway = unopened_gateway
-    gateway.set_server(body_bytes_max=700, body_bytes_in_flight_max=5_600)
-    await gateway.open()
+    gateway = await open_gateway(body_bytes_max=700, body_bytes_in_flight_max=5_600)
     async with AsyncExitStack() as held:
         for _ in range(2):
             _, writer = await held.enter_async_context(gateway.connection())
@@ -300,19 +276,15 @@ async def test_uploads_of_a_tenant_hold_its_share_and_no_more(
     assert b"connection: close" in answer.lower()
     assert (other, later) == (200, 200)
     await gateway.check_quiet()
-    await gateway.close()
 
 
-async def test_decompressed_bytes_count(unopened_gateway: GatewayFixture) -> None:
+async def test_decompressed_bytes_count(open_gateway: OpenGateway) -> None:
     """A kilobyte of gzip may hold a megabyte."""
-    gateway = unopened_gateway
-    gateway.set_server(body_bytes_max=2**20, body_bytes_in_flight_max=2**20)
-    await gateway.open()
+    gateway = await open_gateway(body_bytes_max=2**20, body_bytes_in_flight_max=2**20)
     body = await asyncio.to_thread(gzip.compress, b" " * 2**19)
     status, answer, _ = await gateway.ask(body=body, headers={"Content-Encoding": "gzip"})
 
     assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
-    await gateway.close()
 
 
 async def test_body_of_small_pieces_takes_little_memory() -> None:
