@@ -238,6 +238,41 @@ async def test_asks_for_the_name_before_it_destroys(
 
 
 @pytest.mark.slow
+async def test_changes_a_tenant_and_its_keys(entered: tuple[Page, AdminClient]) -> None:
+    """Each dialog closes when its change is made, and the page shows it."""
+    page, admin = entered
+    await asyncio.to_thread(page.open, "tenants/ada", "Settings")
+
+    def send(button: str, words: str) -> None:
+        page.press(button, "dialog")
+        page.wait(lambda _: not page.browser.find_elements(By.CSS_SELECTOR, "dialog"))
+        page.see(words)
+
+    def act() -> None:
+        page.press("Settings")
+        page.fill("requests_at_once", "60")
+        send("Save settings", "0 of 60")
+        page.press("Rotate")
+        page.press("Rotate", "dialog")
+        page.see("The new key")
+        send("I have kept it", "replaced by key 4")
+        page.press("Revoke")
+        page.fill("confirm", "key 4")
+        send("Revoke", "revoked 20")
+        page.press("Suspend")
+        page.fill("confirm", "ada")
+        send("Suspend", "Resume")
+
+    await asyncio.to_thread(act)
+    _, tenant = await admin.ask("GET", "/admin/v1/tenants/ada")
+    _, keys = await admin.ask("GET", "/admin/v1/tenants/ada/keys")
+
+    assert (tenant["requests_at_once"], tenant["status"]) == (60, "suspended")
+    assert [key["replaced_by"] for key in keys["keys"]] == [4, None]
+    assert keys["keys"][1]["revoked"] is not None
+
+
+@pytest.mark.slow
 async def test_sets_prices_and_budgets_in_dollars(entered: tuple[Page, AdminClient]) -> None:
     page, admin = entered
     await asyncio.to_thread(page.open, "money", "New rate card")
