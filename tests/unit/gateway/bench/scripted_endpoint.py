@@ -49,6 +49,7 @@ class Endpoint:
         self.pauses_s = pauses_s
         self.remembers = True
         self.reports_hits = True
+        self.waits_for_reads = True
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self._seen: list[list[Any]] = []
@@ -82,7 +83,8 @@ class Endpoint:
     async def _send(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
         self.clock.read.clear()
         await response.write(f"data: {json.dumps(event)}\n\n".encode())
-        await self.clock.read.wait()
+        if self.waits_for_reads:
+            await self.clock.read.wait()
 
 
 def _prompt_of(body: dict[str, Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from gateway.bench.memory import MemoryWatch
 from gateway.bench.open_loop import poisson_times
 from gateway.bench.prompts import PromptMaker, join_prompts
 from gateway.bench.report import rows, table
-from gateway.bench.workloads import WORKLOADS
+from gateway.bench.workloads import WORKLOADS, Sizes
 from tests.fakes import FakeClock
 from tests.unit.gateway.bench.scripted_endpoint import (
     SMALL,
@@ -27,6 +27,20 @@ from tests.unit.gateway.bench.scripted_endpoint import (
     client_of,
     values,
 )
+
+
+@pytest.fixture
+def endpoint() -> Endpoint:
+    return Endpoint(WatchedClock())
+
+
+async def figures_of(
+    endpoint: Endpoint, workload: str, sizes: Sizes = SMALL, keys: tuple[str, ...] = ("",)
+) -> list[Figure]:
+    """Run a workload at the endpoint."""
+    async with client_of(endpoint.answer, endpoint.clock, keys) as client:
+        return await WORKLOADS[workload](client, PromptMaker(1), sizes)
+
 
 # --- one request -------------------------------------------------------------------------------
 
@@ -54,11 +68,9 @@ async def test_latency_counts_from_the_due_time() -> None:
     assert done.first_s == pytest.approx(3.5)
 
 
-async def test_requests_exact_lengths_and_greedy_sampling() -> None:
+async def test_requests_exact_lengths_and_greedy_sampling(endpoint: Endpoint) -> None:
     """Throughput with random lengths cannot be compared."""
-    clock = WatchedClock()
-    endpoint = Endpoint(clock)
-    async with client_of(endpoint.answer, clock, keys=("one", "two")) as client:
+    async with client_of(endpoint.answer, endpoint.clock, keys=("one", "two")) as client:
         await client.complete("hi", 5, tenant=1)
 
     [body] = endpoint.bodies
@@ -134,52 +146,39 @@ async def test_truncated_response_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-async def test_every_workload_returns_plausible_figures(name: str) -> None:
+async def test_every_workload_returns_plausible_figures(endpoint: Endpoint, name: str) -> None:
     """Each figure is named once."""
-    clock = WatchedClock()
-    async with client_of(Endpoint(clock).answer, clock) as client:
-        figures = await WORKLOADS[name](client, PromptMaker(1), SMALL)
+    figures = await figures_of(endpoint, name)
 
     assert len({figure.name for figure in figures}) == len(figures)
     assert all(figure.value >= 0 for figure in figures)
 
 
-async def test_perfect_cache_has_compute_ratio_one() -> None:
-    clock = WatchedClock()
-    async with client_of(Endpoint(clock).answer, clock) as client:
-        found = values(await WORKLOADS["c"](client, PromptMaker(1), SMALL))
+async def test_perfect_cache_has_compute_ratio_one(endpoint: Endpoint) -> None:
+    found = values(await figures_of(endpoint, "c"))
 
     assert found["cold computed / unique tokens"] == pytest.approx(1.0)
     assert found["cold hit ratio"] == pytest.approx(100 * 3 * 32 / (4 * 40))
 
 
-async def test_endpoint_without_cache_computes_every_prompt() -> None:
-    clock = WatchedClock()
-    endpoint = Endpoint(clock)
+async def test_endpoint_without_cache_computes_every_prompt(endpoint: Endpoint) -> None:
     endpoint.remembers = False
-    async with client_of(endpoint.answer, clock) as client:
-        found = values(await WORKLOADS["c"](client, PromptMaker(1), SMALL))
+    found = values(await figures_of(endpoint, "c"))
 
     assert found["cold computed / unique tokens"] == pytest.approx(4 * 40 / (32 + 4 * 8))
     assert found["cold hit ratio"] == 0
 
 
-async def test_unreported_hits_give_no_hit_ratio() -> None:
+async def test_unreported_hits_give_no_hit_ratio(endpoint: Endpoint) -> None:
     """Unreported is not zero."""
-    clock = WatchedClock()
-    endpoint = Endpoint(clock)
     endpoint.reports_hits = False
-    async with client_of(endpoint.answer, clock) as client:
-        found = values(await WORKLOADS["c"](client, PromptMaker(1), SMALL))
+    found = values(await figures_of(endpoint, "c"))
 
     assert not [name for name in found if "hit" in name or "unique" in name]
 
 
-async def test_tenants_have_separate_keys_and_prompts() -> None:
-    clock = WatchedClock()
-    endpoint = Endpoint(clock)
-    async with client_of(endpoint.answer, clock, keys=("one", "two")) as client:
-        await WORKLOADS["d"](client, PromptMaker(1), SMALL)
+async def test_tenants_have_separate_keys_and_prompts(endpoint: Endpoint) -> None:
+    await figures_of(endpoint, "d", keys=("one", "two"))
 
     systems: dict[str, set[tuple[int, ...]]] = {}
     for key, body in zip(endpoint.keys, endpoint.bodies, strict=True):
@@ -192,11 +191,9 @@ async def test_tenants_have_separate_keys_and_prompts() -> None:
 
 
 @pytest.mark.parametrize(("name", "most"), [("c", 4), ("d", 2)])
-async def test_so_many_requests_are_in_flight(name: str, most: int) -> None:
+async def test_so_many_requests_are_in_flight(endpoint: Endpoint, name: str, most: int) -> None:
     """A place that an answer frees is taken at once, so that all requests arrive."""
     sizes = msgspec.structs.replace(SMALL, at_once=most)
-    clock = WatchedClock()
-    endpoint = Endpoint(clock)
     arrived: list[web.Request] = []
     in_flight, full = [0], asyncio.Event()
 
@@ -211,7 +208,7 @@ async def test_so_many_requests_are_in_flight(name: str, most: int) -> None:
         in_flight.append(in_flight[-1] - 1)
         return response
 
-    async with client_of(hold, clock) as client:
+    async with client_of(hold, endpoint.clock) as client:
         await WORKLOADS[name](client, PromptMaker(1), sizes)
 
     assert max(in_flight) == most
@@ -219,25 +216,20 @@ async def test_so_many_requests_are_in_flight(name: str, most: int) -> None:
     assert len(arrived) == 2 * each
 
 
-async def test_random_arrivals_find_their_system_prompts() -> None:
+async def test_random_arrivals_find_their_system_prompts(endpoint: Endpoint) -> None:
     """They measure an endpoint under load, not a cold cache."""
-    clock = WatchedClock()
-    endpoint = Endpoint(clock)
     sizes = msgspec.structs.replace(SMALL, rates=(100.0, 200.0))
-    async with client_of(endpoint.answer, clock) as client:
-        found = values(await WORKLOADS["g"](client, PromptMaker(1), sizes))
+    found = values(await figures_of(endpoint, "g", sizes))
 
     assert found["100/s hit ratio"] == pytest.approx(100 * 32 / 40, abs=3)
     sent = found["100/s answered"] + found["200/s answered"]
     assert len(endpoint.bodies) == sizes.tenants + sent
 
 
-async def test_rate_without_an_arrival_is_an_error() -> None:
+async def test_rate_without_an_arrival_is_an_error(endpoint: Endpoint) -> None:
     sizes = msgspec.structs.replace(SMALL, rates=(0.001,))
-    clock = WatchedClock()
-    async with client_of(Endpoint(clock).answer, clock) as client:
-        with pytest.raises(BenchError, match="raise --seconds"):
-            await WORKLOADS["g"](client, PromptMaker(1), sizes)
+    with pytest.raises(BenchError, match="raise --seconds"):
+        await figures_of(endpoint, "g", sizes)
 
 
 def test_poisson_arrivals_follow_seed_and_rate() -> None:
@@ -252,12 +244,9 @@ def test_poisson_arrivals_follow_seed_and_rate() -> None:
     assert poisson_times(random.Random(2), 50.0, 200.0) != times
 
 
-async def test_each_turn_carries_earlier_answers() -> None:
+async def test_each_turn_carries_earlier_answers(endpoint: Endpoint) -> None:
     """Otherwise no later turn could hit."""
-    clock = WatchedClock()
-    endpoint = Endpoint(clock)
-    async with client_of(endpoint.answer, clock) as client:
-        await WORKLOADS["e"](client, PromptMaker(1), SMALL)
+    await figures_of(endpoint, "e")
 
     longest = max((body["messages"] for body in endpoint.bodies), key=len)
     roles = [message["role"] for message in longest]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
@@ -88,6 +86,7 @@ async def test_replay_is_open_loop() -> None:
     for responses would hide the time it waited."""
     count, everybody = 4, asyncio.Event()
     endpoint = Endpoint(WatchedClock(), pauses_s=())
+    endpoint.waits_for_reads = False
     asked = 0
 
     async def stubborn(request: web.Request) -> web.StreamResponse:
@@ -102,7 +101,6 @@ async def test_replay_is_open_loop() -> None:
     arrivals = [Arrival(at_s=float(n), prompt_tokens=5, output_tokens=2) for n in range(count)]
     async with client_of(stubborn, endpoint.clock) as client:
         client.clock = asyncio.get_running_loop().time
-        endpoint._send = _plain_send  # type: ignore[method-assign]
         figures = values(
             await replay(
                 client, arrivals, TracePrompts(1, context=100), speed=200.0, output_tokens_max=1
@@ -112,10 +110,6 @@ async def test_replay_is_open_loop() -> None:
     assert (figures["answered"], figures["failed"]) == (count, 0)
     assert [body["max_tokens"] for body in endpoint.bodies] == [1] * count
     assert figures["first token max"] >= 14  # the first was due 15 ms before the last
-
-
-async def _plain_send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    await response.write(f"data: {json.dumps(event)}\n\n".encode())
 
 
 async def test_replay_counts_failed_requests() -> None:
