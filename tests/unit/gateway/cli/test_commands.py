@@ -9,6 +9,8 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,16 @@ ACTIONS = {
     "key": "create list set rotate revoke",
     "levels": "show init clear verify rebuild new-key rewrap",
 }
+
+
+@contextmanager
+def ledger_of(data: Path, now_ms: int = 0) -> Iterator[Ledger]:
+    """Yield the ledger of a data directory."""
+    with (
+        closing(SqliteStore(data / "trunkline.db")) as store,
+        closing(Ledger(store, lambda: now_ms)) as ledger,
+    ):
+        yield ledger
 
 
 @pytest.mark.parametrize(
@@ -163,25 +175,20 @@ def test_lists_show_only_key_prefixes(run: Run) -> None:
     assert revoked == f"key {key[:11]}… of default revoked\n"
 
 
-def test_first_command_creates_default_tenant_and_key_file(run: Run, data: Path) -> None:
-    """Only its owner can read the file; a second start creates no other."""
+def test_first_command_creates_the_default_tenant_and_both_key_files(run: Run, data: Path) -> None:
+    """Only their owner can read them; a second start creates no others."""
     for name in ("ada", "bob"):
         assert run("tenant", "create", name)[0] == 0
-    key = (data / "default.key").read_text().strip()
+    files = [data / name for name in ("default.key", "admin.key")]
+    keys = [file.read_text().strip() for file in files]
+    rows = data_of(run, "key", "list")
 
     assert [row["name"] for row in data_of(run, "tenant", "list")] == ["ada", "bob", "default"]
-    assert stat.S_IMODE((data / "default.key").stat().st_mode) == 0o600
-    assert data_of(run, "key", "list")[0]["shown"] == key[:11] + "…"
-
-
-def test_first_command_creates_admin_key_file(run: Run, data: Path) -> None:
-    run("key", "create", "--tenant", "default")
-    rows = data_of(run, "key", "list")
-    key = (data / "admin.key").read_text().strip()
-
-    assert stat.S_IMODE((data / "admin.key").stat().st_mode) == 0o600
-    assert [(r["shown"], r["tenant"]) for r in rows if r["scopes"] == ["admin"]] == [
-        (key[:11] + "…", None)
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600, 0o600]
+    assert [row["shown"] for row in rows] == [f"{key[:11]}…" for key in keys]
+    assert [(row["tenant"], row["scopes"] == ["admin"]) for row in rows] == [
+        ("default", False),
+        (None, True),
     ]
 
 
@@ -209,11 +216,8 @@ def test_deletes_a_tenant_and_keeps_its_entries(run: Run, data: Path) -> None:
     """An unused tenant leaves nothing; a customer leaves entries under a pseudonym."""
     run("tenant", "create", "aad")
     said = run("tenant", "delete", "aad")
-    store = SqliteStore(data / "trunkline.db")
-    ledger = Ledger(store, lambda: 0)
-    ledger.settle(entry("a-0")).result(60)
-    ledger.close()
-    store.close()
+    with ledger_of(data) as ledger:
+        ledger.settle(entry("a-0")).result(60)
 
     assert said == (0, "tenant aad deleted\n", "")
     assert "under deleted-1" in run("tenant", "delete", "default")[1]
@@ -293,26 +297,6 @@ def test_suspend_and_resume_show_in_the_list(run: Run) -> None:
     assert data_of(run, "tenant", "list")[0]["status"] == "suspended"
 
 
-@pytest.mark.usefixtures("database")
-def test_usage_sums_the_ledger_by_tenant(run: Run, data: Path) -> None:
-    """First an empty table, then one line per tenant with usage."""
-    assert run("tenant", "list")[0] == 0
-    empty = run("usage")[1]
-    store = SqliteStore(data / "trunkline.db")
-    ledger = Ledger(store, lambda: 0)
-    for number in range(3):
-        ledger.settle(entry(f"a-{number}")).result(60)
-    ledger.close()
-    store.close()
-    (row,) = data_of(run, "usage")
-    recent = data_of(run, "usage", "--days", "1")
-
-    assert empty == "nothing yet\n"
-    assert (row["tenant"], row["requests"]) == ("default", 3)
-    assert (row["prompt_tokens"], row["output_tokens"]) == (15, 1 + 2 + 3)
-    assert recent == []
-
-
 def test_usage_has_charges_storage_and_adjustments(
     run: Run, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,13 +305,10 @@ def test_usage_has_charges_storage_and_adjustments(
     (tmp_path / "card.json").write_text(json.dumps({**card, "storage": {"1h": 3_600_000_000}}))
     run("tenant", "create", "idle")
     run("prices", "--add", str(tmp_path / "card.json"))
-    store = SqliteStore(data / "trunkline.db")
-    ledger = Ledger(store, lambda: 2**41)
-    ledger.settle(entry("a-0")).result(60)
     readings = StorageReadings("meter", 1, 2**41, (StorageReading(2, "1h", 5),))
-    ledger.write(readings).result(60)
-    ledger.close()
-    store.close()
+    with ledger_of(data, now_ms=2**41) as ledger:
+        ledger.settle(entry("a-0")).result(60)
+        ledger.write(readings).result(60)
     run("adjust", "a-0", "--debit", "0.5", "--id", "one", "--reason", "a favour")
     rows = {row["tenant"]: row for row in data_of(run, "usage")}
     narrow = run("usage")[1]
@@ -354,16 +335,6 @@ def test_check_config_shows_the_source_of_each_value(run: Run, tmp_path: Path) -
     assert rows["data_dir"]["from"] == "environment (TRUNKLINE_DATA_DIR)"
     assert rows["server.listen"]["from"] == "default"
     assert re.search(r"^engine\.threads +\S+t\.toml +2$", text, re.MULTILINE)
-
-
-def test_doctor_changes_nothing(run: Run, data: Path) -> None:
-    """Each row has a name and a verdict."""
-    status, out, _ = run("doctor", "--json")
-    rows = json.loads(out)
-
-    assert not data.exists()
-    assert status == (0 if all(row["ok"] for row in rows) else 1)
-    assert {"python", "sqlite", "torch", "model", "data directory"} <= {r["check"] for r in rows}
 
 
 def test_doctor_finds_a_damaged_database_and_a_used_port(run: Run, data: Path) -> None:

@@ -95,7 +95,9 @@ def test_programs_get_every_column_and_exact_numbers(run: Run) -> None:
 
     assert [row["tenant"] for row in table] == [LONG, "ada", "bob"]
     assert table[0]["prompt_tokens"] == "987654321000"
-    assert [int(row["prompt_tokens"]) for row in table] == [row["prompt_tokens"] for row in rows]
+    for name in ("requests", "prompt_tokens", "output_tokens"):
+        assert [int(row[name]) for row in table] == [row[name] for row in rows]
+    assert [(row["requests"], row["output_tokens"]) for row in rows] == [(1, 7), (2, 14), (1, 7)]
     assert set(table[0]) == set(rows[0])
 
 
@@ -105,6 +107,7 @@ def test_csv_without_usage_has_the_same_heading(run: Run) -> None:
     _, none, _ = run("usage", "--csv", "--model", "unheard")
 
     assert none.splitlines() == some.splitlines()[:1]
+    assert run("usage", "--model", "unheard")[1] == "nothing yet\n"
 
 
 def test_filters_are_those_of_the_api(run: Run) -> None:
