@@ -47,8 +47,10 @@ async def test_shows_a_model_by_id_with_or_without_prefix(
     )
 
     three = await list_models(gateway, f"/v1/models/{gateway.model}", {})
+    missing, of_openai, _ = await gateway.ask("/v1/models/none", method="GET")
 
     assert (three["object"], three["id"]) == ("model", gateway.model)
+    assert (missing, of_openai["error"]["code"]) == (404, "model_not_found")
     assert (one["type"], one["id"]) == ("model", gateway.model)
     assert two["name"] == f"models/{gateway.model}"
     assert (status, error["error"]["status"]) == (404, "NOT_FOUND")

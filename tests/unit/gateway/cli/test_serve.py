@@ -1,9 +1,17 @@
-"""`trunkline serve` before and after the server runs: the lines that it prints."""
+"""`trunkline serve`: the lines that it prints, and which model it takes for what."""
 
 from __future__ import annotations
 
-from gateway.cli.serve import banner
-from gateway.config import Config
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ModelError
+from engine.model_store import DEFAULT_ENCODER, DEFAULT_MODEL
+from gateway.__main__ import main
+from gateway.cli.serve import banner, prepared_encoder
+from gateway.config import Config, EmbeddingsConfig
+from tests.encoders import write_encoder, zip_encoder
 
 URLS = ["http://127.0.0.1:8080", "http://127.0.0.1:8081"]
 
@@ -23,3 +31,59 @@ def test_banner_shows_a_new_key_once() -> None:
     assert [line for line in first if line not in later] == [
         "  key of the tenant 'default' (shown once): tl-new"
     ]
+
+
+def say(line: str) -> None:
+    raise AssertionError(f"nothing is fetched here: {line}")
+
+
+def progress(done: int, total: int) -> None:
+    """Ignore progress."""
+
+
+def encoder_of(model: str, tmp_path: Path) -> object:
+    config = Config(data_dir=str(tmp_path), embeddings=EmbeddingsConfig(model=model))
+    return prepared_encoder(config, say, progress)
+
+
+def test_without_an_embedding_model_there_is_no_encoder(tmp_path: Path) -> None:
+    """The default."""
+    assert encoder_of("", tmp_path) is None
+
+
+@pytest.mark.parametrize("is_zip", [False, True])
+def test_a_folder_and_its_zip_file_are_embedding_models(is_zip: bool, tmp_path: Path) -> None:
+    """Named after the file or the folder."""
+    source = write_encoder(tmp_path / "tiny-bert")
+    if is_zip:
+        source = zip_encoder(source, tmp_path / "tiny-bert.zip")
+
+    card = encoder_of(str(source), tmp_path)
+
+    assert getattr(card, "name", None) == "tiny-bert"
+
+
+def test_a_chat_model_is_refused_for_embeddings_before_it_is_fetched(tmp_path: Path) -> None:
+    """By its name in the catalogue."""
+    with pytest.raises(ModelError, match="is a chat model"):
+        encoder_of(DEFAULT_MODEL, tmp_path)
+
+
+def test_an_embedding_model_is_refused_for_chats_before_it_is_fetched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names the setting."""
+    monkeypatch.delenv("TRUNKLINE_CONFIG", raising=False)
+    monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(tmp_path / "data"))
+    listen = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+
+    status = main(["serve", DEFAULT_ENCODER, *listen])
+
+    assert status == 1
+    assert "this one as embeddings.model" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """As for chat models."""
+    with pytest.raises(ModelError, match="'some/encoder' is neither"):
+        encoder_of("some/encoder", tmp_path)
