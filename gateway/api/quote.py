@@ -7,8 +7,7 @@ The engine is asked for the cached prefix; nothing is run, retained, renewed or 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -101,8 +100,7 @@ def _quote_handler(gateway: Context) -> Handler:
             ),
             tenant.tenant_id,
         )
-        wait_s = partial(_wait_s, model, identity)
-        answer = quote(made, peeks, wait_s, card, is_in_other_namespace=is_in_other_namespace)
+        answer = quote(made, peeks, identity, card, is_in_other_namespace=is_in_other_namespace)
         return await send_json(request, answer)
 
     return handle
@@ -145,7 +143,7 @@ def _parse(body: bytes) -> QuoteBody:
 def quote(
     made: Prepared,
     peeks: Sequence[Peeked],
-    wait_s: Callable[[int], float],
+    identity: Identity,
     card: RateCard,
     *,
     is_in_other_namespace: bool,
@@ -153,8 +151,7 @@ def quote(
     """Return the body of a quote: logical counts by contract, physical counts by the engine now.
 
     The price is that of the prompt. `is_in_other_namespace`: another namespace of the tenant has
-    more of the prompt cached. `wait_s`: the seconds until so many more tokens of the tenant are
-    computed, by its own place in the queue; 0 where that is not known.
+    more of the prompt cached.
     """
     pairs = list(zip(made.contracts, peeks, strict=True))
     record = sum_usage([contract.expect(peek.cached_tokens) for contract, peek in pairs])
@@ -184,7 +181,7 @@ def quote(
             len(made.rendered[0].token_ids),
             cause,
         ),
-        "first_token_s": _first_token_s(record, wait_s),
+        "first_token_s": _first_token_s(record, made.model, identity),
         "price": _price(record, card),
     }
 
@@ -252,18 +249,15 @@ def _price(record: UsageRecord, card: RateCard) -> dict[str, Any]:
     }
 
 
-def _first_token_s(record: UsageRecord, wait_s: Callable[[int], float]) -> float | None:
-    """Estimate the time to first token from the tenant's waiting tokens and the missing ones.
+def _first_token_s(record: UsageRecord, model: ServedModel, identity: Identity) -> float | None:
+    """Estimate the time to first token from the tenant's waiting tokens and the missing ones, by
+    its own place in the queue.
 
     Two digits: more of them would tell how many tokens others have waiting. None before the engine
     has measured a rate.
     """
     missing = max(1, record.total_in - record.physical_cached)
-    estimate = wait_s(missing)
-    return float(f"{estimate:.1e}") if estimate > 0 else None
-
-
-def _wait_s(model: ServedModel, identity: Identity, more: int) -> float:
     rate = model.engine.stats.prefill_tokens_per_s
     tenant_id, weight = identity.tenant.tenant_id, identity.policy.weight
-    return model.waiting.wait_s(tenant_id, weight, rate, more)
+    estimate = model.waiting.wait_s(tenant_id, weight, rate, missing)
+    return float(f"{estimate:.1e}") if estimate > 0 else None

@@ -66,18 +66,16 @@ async def report(
         message = f"Result has {len(found)} rows; limit {ROWS_MAX}. Narrow the query."
         raise Refusal(Kind.BAD, "too_many_rows", message, param="group_by")
     epoch = await gateway.reports.ask(ledger_epoch, own_id)
-    return {
+    body = {
         "ledger_epoch": epoch.number,
         "window": window.as_json(),
         "group_by": groups,
         "totals": totals_body(found),
         "rows": [_row(one, groups) for one in found] if groups else [],
-        **(
-            {}
-            if tenant is None
-            else {"storage": await _storage_rows(gateway, tenant, window, own_id)}
-        ),
     }
+    if tenant is not None:
+        body["storage"] = await _storage_rows(gateway, tenant, window, own_id)
+    return body
 
 
 async def _storage_rows(

@@ -27,6 +27,11 @@ def pattern_of(path: str) -> re.Pattern[str]:
     return re.compile("".join(parts) + re.escape(path[end:]))
 
 
+def parameters_of(path: str) -> list[tuple[str, str]]:
+    """Return the parameters of a declared path: their names and patterns, "" for none."""
+    return _PARAMETER.findall(path)
+
+
 def canonical(path: str) -> str:
     """Return a declared path without its parameters' patterns, as logs and metrics show it."""
     return _PARAMETER.sub(r"{\1}", path)

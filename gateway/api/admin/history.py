@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.api.usage_report import budget_share
+from gateway.api.usage_report import budget_body, budget_share
 from gateway.background.history_sampling import count_ended, live_samples, read_at_once
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
@@ -32,7 +32,7 @@ from tenancy.history.samples import (
     sampled_times,
 )
 from tenancy.pricing.budgets import BudgetState, budget_states, window_of
-from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
+from tenancy.pricing.charges import format_dollars
 from tenancy.reuse.miss_ratio_curve import LogHistogram
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, Tenant
@@ -367,13 +367,6 @@ def _budget(store: Store, wanted: HistoryFilter) -> BudgetState | None:
 
 
 def _budget_body(state: BudgetState) -> dict[str, Any]:
-    budget = state.budget
-    limits = {"hard_usd": budget.hard_micros, "soft_usd": budget.soft_micros}
-    return {
-        "window": budget.window,
-        **{
-            name: None if micros is None else format_dollars(micros * PICO_PER_MICRO)
-            for name, micros in limits.items()
-        },
-        "share": budget_share(state),
-    }
+    body = budget_body(state)
+    shown = {name: body[name] for name in ("window", "hard_usd", "soft_usd")}
+    return {**shown, "share": budget_share(state)}

@@ -21,7 +21,7 @@ from gateway.api.openapi import admin_operations, answers, public_operations
 from gateway.api.openapi.operation import JSON, Operation
 from gateway.dialects.gemini import wire as gemini
 from gateway.http.middleware import Route
-from gateway.http.route_table import canonical
+from gateway.http.route_table import canonical, parameters_of
 
 ListenerName = Literal["public", "admin"]
 
@@ -41,7 +41,6 @@ _SCHEMES: dict[str, dict[str, str]] = {
 }
 """Ways to send a key. An administrator's key goes in a header only."""
 _TITLES = {"public": "Trunkline", "admin": "Trunkline's admin API"}
-_PARAMETER = re.compile(r"\{(\w+)(?::([^{}]+))?\}")
 
 
 def routes(listener: ListenerName) -> tuple[Route, ...]:
@@ -150,8 +149,8 @@ def _operation(one: Operation, schemas: _Schemas) -> dict[str, Any]:
         "tags": [one.family if not one.path.startswith("/admin") else "admin"],
         "parameters": [
             *_path_parameters(one.path),
-            *map(_query_parameter, one.query),
-            *map(_header_parameter, one.headers),
+            *(_parameter("query", name) for name in one.query),
+            *(_parameter("header", name) for name in one.headers),
         ],
         "responses": {str(one.status): success, "4XX": error, "5XX": error},
         "security": _security(one),
@@ -169,7 +168,7 @@ def _operation_id(one: Operation) -> str:
 
 def _path_parameters(path: str) -> list[dict[str, Any]]:
     found = []
-    for name, pattern in _PARAMETER.findall(path):
+    for name, pattern in parameters_of(path):
         schema: dict[str, Any] = {"type": "string"}
         if "|" in pattern:
             schema["enum"] = pattern.split("|")
@@ -177,12 +176,8 @@ def _path_parameters(path: str) -> list[dict[str, Any]]:
     return found
 
 
-def _query_parameter(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
-
-
-def _header_parameter(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "header", "required": False, "schema": {"type": "string"}}
+def _parameter(place: str, name: str) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": False, "schema": {"type": "string"}}
 
 
 def _security(one: Operation) -> list[dict[str, list[str]]]:
