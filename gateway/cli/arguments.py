@@ -80,6 +80,19 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=_limit, metavar="N", help=f"{text}, or `none`")
 
 
+def add_actions(
+    command: argparse.ArgumentParser, texts: Mapping[str, str]
+) -> dict[str, argparse.ArgumentParser]:
+    """Add an action with the shared options for each of the texts, which are its help; return their
+    parsers."""
+    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
+    shared = shared_options()
+    return {
+        action: actions.add_parser(action, help=text, description=text, parents=[shared])
+        for action, text in texts.items()
+    }
+
+
 def named(words: str) -> Callable[[Callable[[str], T]], Callable[[str], T]]:
     """Name what an option takes, as argparse's errors do: "invalid limit value: 'x'"."""
 

@@ -25,7 +25,7 @@ from engine.storage.rebuild import (
 from engine.storage.remote.address import remote_settings
 from engine.storage.sealing.master_key import make_key_file
 from engine.storage.sealing.unlocking import seal_settings
-from gateway.cli.arguments import shared_options
+from gateway.cli.arguments import add_actions
 from gateway.cli.database import ADMIN_KEY_FILE, prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_text
 from gateway.config import Config, parse_address
@@ -39,8 +39,6 @@ NUMBERS = ("size", "used", "promised", "free", "found tokens", "reads at")
 
 
 def _add_actions(command: argparse.ArgumentParser) -> None:
-    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
-    shared = shared_options()
     texts = {
         "show": "Show the levels of the running server.",
         "init": "Make the disk level's folder, or empty it; no server may run.",
@@ -50,12 +48,8 @@ def _add_actions(command: argparse.ArgumentParser) -> None:
         "new-key": "Make the file of the master key that seals the disk level.",
         "rewrap": "Give the disk level a new master key; no server may run.",
     }
-    for action, text in texts.items():
-        added = actions.add_parser(action, help=text, description=text, parents=[shared])
-        if action == "new-key":
-            added.add_argument(
-                "file", nargs="?", type=Path, help="the new file; default: engine.levels.key_file"
-            )
+    text = "the new file; default: engine.levels.key_file"
+    add_actions(command, texts)["new-key"].add_argument("file", nargs="?", type=Path, help=text)
 
 
 def _run(call: CommandCall) -> CommandResult:

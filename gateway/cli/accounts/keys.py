@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 from msgspec import UNSET, UnsetType, structs
 
-from gateway.cli.arguments import LIMITS, add_limits, changes, shared_options
+from gateway.cli.arguments import LIMITS, add_actions, add_limits, changes
 from gateway.cli.database import command_actor, open_database
 from gateway.cli.result import CommandCall, CommandResult, Entry, Table, table_result
 from gateway.cli.times import parse_duration, show_minute
@@ -33,47 +33,40 @@ from tenancy.types import TOLERANCE_MODES, Limits, ToleranceMode, wall_ms
 
 
 def _add_actions(command: argparse.ArgumentParser) -> None:
-    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
-    shared = shared_options()
-
-    def add(action: str, text: str) -> argparse.ArgumentParser:
-        return actions.add_parser(action, help=text, description=text, parents=[shared])
-
-    which = "key id, or the prefix that lists show"
+    texts = {
+        "create": "Create a key and print it, once.",
+        "list": "List keys by prefix.",
+        "set": "Change the given settings of a key.",
+        "rotate": "Create and print a replacement; the old key expires after a grace period.",
+        "revoke": "Disable a key within a second, for good.",
+    }
+    actions = add_actions(command, texts)
+    create, change = actions["create"], actions["set"]
+    for action in ("set", "rotate", "revoke"):
+        actions[action].add_argument("key", help="key id, or the prefix that lists show")
+    owner = create.add_mutually_exclusive_group(required=True)
+    owner.add_argument("--tenant", metavar="NAME")
+    owner.add_argument("--admin", action="store_true", help="create an administrator's key")
+    text = "cache scope inside the tenant (default: default)"
+    create.add_argument("--workspace", default="default", metavar="NAME", help=text)
+    create.add_argument("--label", default="", help="label shown in lists")
+    text = "lifetime: 90d, 12h, 30m (default: unlimited)"
+    create.add_argument("--expires", metavar="TIME", help=text)
+    change.add_argument("--label", help="label shown in lists")
     scopes = (
         "comma-separated scopes: inference, usage, cache; of an administrator's key: read, tenants,"
         " money, erase"
     )
-    parser = add("create", "Create a key and print it, once.")
-    owner = parser.add_mutually_exclusive_group(required=True)
-    owner.add_argument("--tenant", metavar="NAME")
-    owner.add_argument("--admin", action="store_true", help="create an administrator's key")
-    text = "cache scope inside the tenant (default: default)"
-    parser.add_argument("--workspace", default="default", metavar="NAME", help=text)
-    parser.add_argument("--label", default="", help="label shown in lists")
-    parser.add_argument(
-        "--expires", metavar="TIME", help="lifetime: 90d, 12h, 30m (default: unlimited)"
-    )
-    parser.add_argument("--scopes", metavar="NAMES", help=f"{scopes} (default: all)")
     tolerance = "fields that are not honoured (default: as the server)"
-    parser.add_argument("--tolerance", choices=TOLERANCE_MODES, help=tolerance)
-    add_limits(parser)
-    parser = add("list", "List keys by prefix.")
-    parser.add_argument("--tenant", metavar="NAME")
-    parser = add("set", "Change the given settings of a key.")
-    parser.add_argument("key", help=which)
-    parser.add_argument("--label", help="label shown in lists")
-    parser.add_argument("--scopes", metavar="NAMES", help=scopes)
-    parser.add_argument("--tolerance", choices=(*TOLERANCE_MODES, "server"), help=tolerance)
-    add_limits(parser)
-    parser = add(
-        "rotate", "Create and print a replacement; the old key expires after a grace period."
-    )
-    parser.add_argument("key", help=which)
+    create.add_argument("--scopes", metavar="NAMES", help=f"{scopes} (default: all)")
+    create.add_argument("--tolerance", choices=TOLERANCE_MODES, help=tolerance)
+    add_limits(create)
+    change.add_argument("--scopes", metavar="NAMES", help=scopes)
+    change.add_argument("--tolerance", choices=(*TOLERANCE_MODES, "server"), help=tolerance)
+    add_limits(change)
+    actions["list"].add_argument("--tenant", metavar="NAME")
     text = "grace period of the old key: 30m, 24h, 7d (default: 24h)"
-    parser.add_argument("--grace", default="24h", metavar="TIME", help=text)
-    parser = add("revoke", "Disable a key within a second, for good.")
-    parser.add_argument("key", help=which)
+    actions["rotate"].add_argument("--grace", default="24h", metavar="TIME", help=text)
 
 
 def _create(call: CommandCall) -> CommandResult:

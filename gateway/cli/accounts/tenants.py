@@ -12,7 +12,14 @@ from functools import partial
 from msgspec import structs
 
 from gateway.caching.floors import guaranteed_floors
-from gateway.cli.arguments import LIMITS, add_limits, changes, named, number_or_none, shared_options
+from gateway.cli.arguments import (
+    LIMITS,
+    add_actions,
+    add_limits,
+    changes,
+    named,
+    number_or_none,
+)
 from gateway.cli.database import command_actor, open_database
 from gateway.cli.result import CommandCall, CommandResult, Entry, Table, table_result
 from tenancy.accounts.deletion import delete_tenant
@@ -33,8 +40,6 @@ from tenancy.types import AT_REST, FIDELITIES, Status, TenantSettings, wall_ms
 
 
 def _add_actions(command: argparse.ArgumentParser) -> None:
-    actions = command.add_subparsers(dest="action", required=True, metavar="ACTION")
-    shared = shared_options()
     texts = {
         "create": "Create a tenant.",
         "list": "List tenants with their settings.",
@@ -43,8 +48,7 @@ def _add_actions(command: argparse.ArgumentParser) -> None:
         "resume": "Enable a suspended tenant's keys within a second.",
         "delete": "Delete a tenant and its data; ledger entries stay under a pseudonym.",
     }
-    for action, text in texts.items():
-        parser = actions.add_parser(action, help=text, description=text, parents=[shared])
+    for action, parser in add_actions(command, texts).items():
         if action != "list":
             parser.add_argument("name")
         if action in ("create", "set"):

@@ -147,13 +147,11 @@ def _disk_speed(config: Config) -> list[Check]:
         return [Check("disk speed", False, f"{folder}: {error.strerror}", "use another disk")]
     middle_ms = median(times_ms)
     found = f"{middle_ms:.2f} ms for a durable write (slowest {max(times_ms):.1f} ms)"
-    if middle_ms > FSYNC_MS_MAX:
-        fix = (
-            f"use a faster disk for the data directory: above {FSYNC_MS_MAX:.0f} ms every answer"
-            " waits for it"
-        )
-        return [Check("disk speed", True, found, fix)]
-    return [Check("disk speed", True, found)]
+    fix = (
+        f"use a faster disk for the data directory: above {FSYNC_MS_MAX:.0f} ms every answer waits"
+        " for it"
+    )
+    return [Check("disk speed", True, found, fix if middle_ms > FSYNC_MS_MAX else None)]
 
 
 def _clock(config: Config) -> list[Check]:
@@ -205,18 +203,14 @@ def _is_loopback(address: str) -> bool:
 
 def _hosts(config: Config) -> list[Check]:
     """Check that a listener for other machines takes a name that other machines use."""
-    server = config.server
-    if "*" in server.hosts:
-        return [Check("host names", True, "any")]
-    found = ", ".join(server.hosts)
-    local = {"localhost", "127.0.0.1", "[::1]"}
-    if not _is_loopback(server.listen) and set(server.hosts) <= local:
-        fix = (
-            f'add the name that clients use, as in server.hosts = ["{platform.node()}"]:'
-            " others are refused"
-        )
-        return [Check("host names", True, found, fix)]
-    return [Check("host names", True, found)]
+    server, local = config.server, {"localhost", "127.0.0.1", "[::1]"}
+    found = "any" if "*" in server.hosts else ", ".join(server.hosts)
+    fix = (
+        f'add the name that clients use, as in server.hosts = ["{platform.node()}"]: others are'
+        " refused"
+    )
+    is_local = set(server.hosts) <= local and not _is_loopback(server.listen)
+    return [Check("host names", True, found, fix if is_local else None)]
 
 
 def _encryption(config: Config) -> list[Check]:

@@ -140,16 +140,16 @@ SMALL_MICROS = 1_000
 
 
 def _small_prices(card: RateCard) -> str:
-    """Return a warning of prices that are probably meant in dollars, or per token."""
+    """Return a warning of prices that are probably meant in dollars, or per token. Storage may cost
+    as little."""
     prices = {
         **{name: getattr(card, name) for name in ("input", "output", "cache_read")},
         **{f"cache_write {name}": micros for name, micros in card.cache_write.items()},
-        **{f"storage {name}": micros for name, micros in card.storage.items()},
     }
     small = [
         f"{name} ${_dollars(micros)}"
         for name, micros in prices.items()
-        if 0 < micros < SMALL_MICROS and not name.startswith("storage")
+        if 0 < micros < SMALL_MICROS
     ]
     if not small:
         return ""
