@@ -6,7 +6,7 @@ entries. This module knows no route; the admin API and self-service call it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, get_args
 
@@ -19,7 +19,6 @@ from tenancy.accounting.usage import UsageGroup, UsageTotal, sum_tenants, usage
 from tenancy.ledger.epochs import ledger_epoch
 from tenancy.pricing.budgets import BudgetState
 from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
-from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, HOUR_MS, Tenant
 
 ROWS_MAX = 10_000
@@ -58,7 +57,15 @@ async def report(
         )
         raise Refusal(Kind.BAD, "invalid_value", message, param="since")
     key_id = json_api.positive_int(given, "key_id", 0, 2**53) or None
-    query = _usage_query(window, tenant, groups, key_id, given.get("model"))
+    query = partial(
+        usage,
+        tenant=tenant,
+        key_id=key_id,
+        model=given.get("model"),
+        since_ms=window.since_ms,
+        until_ms=window.until_ms,
+        by=groups,
+    )
     found = await gateway.reports.ask(query, own_id)
     if tenant is None and groups and "tenant" not in groups:
         found = sum_tenants(found)
@@ -94,25 +101,8 @@ async def _storage_rows(
 
 async def own_totals(gateway: Context, window: Window, own: Tenant) -> dict[str, Any]:
     """Return the totals of a tenant for itself. Raises StoreError."""
-    return totals_body(await gateway.reports.ask(_usage_query(window, own.name), own.tenant_id))
-
-
-def _usage_query(
-    window: Window,
-    tenant: str | None,
-    groups: tuple[UsageGroup, ...] = (),
-    key_id: int | None = None,
-    model: str | None = None,
-) -> Callable[[Store], list[UsageTotal]]:
-    return partial(
-        usage,
-        tenant=tenant,
-        key_id=key_id,
-        model=model,
-        since_ms=window.since_ms,
-        until_ms=window.until_ms,
-        by=groups,
-    )
+    query = partial(usage, tenant=own.name, since_ms=window.since_ms, until_ms=window.until_ms)
+    return totals_body(await gateway.reports.ask(query, own.tenant_id))
 
 
 def whole_hours(window: Window) -> Window:
