@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -42,6 +42,7 @@ from gateway.structured_output.tool_call_parser import ToolCallParser
 from gateway.structured_output.tool_styles import HERMES, LLAMA3, MISTRAL, ToolStyle
 from tests.examples import examples
 from tests.models import prepared
+from tests.unit.gateway.dialects.requests import ENDPOINTS, HI
 
 FLOOR_S = 0.002
 DOUBLINGS = 4
@@ -98,6 +99,65 @@ def test_quadratic_work_is_found() -> None:
     found = growth(lambda text: former.findall(text), repeated("["), attempts=1)
 
     assert found > GROWTH_MAX
+
+
+def parts_of(ids: list[str], kind: str) -> list[dict[str, Any]]:
+    """Return a part of Gemini's for each id."""
+    return [{kind: {"name": "f", "id": one}} for one in ids]
+
+
+HISTORIES: dict[str, Callable[[list[str]], dict[str, Any]]] = {
+    "chat": lambda ids: {
+        "messages": [HI]
+        + [
+            {"role": "assistant", "content": [{"type": "text", "text": one, "new": 1}], "added": {}}
+            for one in ids
+        ]
+    },
+    "responses": lambda ids: {
+        "input": [
+            {"type": "function_call", "call_id": one, "name": "f", "arguments": "{}", "new": 1}
+            for one in ids[::2]
+        ]
+        + [
+            {"type": "function_call_output", "call_id": one, "output": "x"}
+            for one in reversed(ids[::2])
+        ]
+    },
+    "messages": lambda ids: {
+        "messages": [
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "tool_use", "id": one, "name": "f", "input": {}, "new": 1}
+                    for one in ids
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": one} for one in reversed(ids)],
+            },
+        ]
+    },
+    "gemini": lambda ids: {
+        "contents": [
+            {"role": "model", "parts": parts_of(ids, "functionCall")},
+            {"role": "user", "parts": parts_of(ids[::-1], "functionResponse")},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_histories_are_parsed_in_linear_time(name: str) -> None:
+    """Answers with fields that a client added; calls whose results come in the reverse order."""
+    endpoint = ENDPOINTS[name]
+
+    def make(count: int) -> bytes:
+        ids = [f"call_{number}" for number in range(count)]
+        return json.dumps({**endpoint.smallest, **HISTORIES[name](ids)}).encode()
+
+    assert growth(endpoint.parse_body, make, start=512) < GROWTH_MAX
 
 
 PATTERN_PIECES = (

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import msgspec
@@ -67,8 +68,12 @@ class _ContentsReader:
 
     def __init__(self, *, has_system: bool) -> None:
         self._message = int(has_system) - 1
-        self._pending: list[tuple[str, str]] = []
         self._calls = 0
+        self._pending: dict[int, str] = {}
+        """The ids of the calls without a result, by number."""
+        self._by_id: dict[str, deque[int]] = defaultdict(deque)
+        self._by_name: dict[str, deque[int]] = defaultdict(deque)
+        """The numbers of calls, in order; some may have a result already."""
 
     def read(self, contents: Sequence[wire.Content]) -> list[Segment]:
         """Return the segments of all contents. Raises Refusal."""
@@ -119,15 +124,19 @@ class _ContentsReader:
 
     def _call(self, call: wire.FunctionCall, path: str) -> Segment:
         call_id = call.id or f"call_{self._calls}"
+        self._pending[self._calls] = call_id
+        self._by_id[call_id].append(self._calls)
+        self._by_name[call.name].append(self._calls)
         self._calls += 1
-        self._pending.append((call_id, call.name))
         made = ToolCall(call_id, call.name, json_text(call.args))
         return Segment("assistant", "", path, call=made)
 
     def _result(self, result: wire.FunctionResponse, path: str) -> Segment:
-        for index, (call_id, name) in enumerate(self._pending):
-            if result.id == call_id or (not result.id and result.name == name):
-                del self._pending[index]
+        """Match a result to the first pending call of its id or, without one, of its name."""
+        numbers = self._by_id[result.id] if result.id else self._by_name[result.name]
+        while numbers:
+            call_id = self._pending.pop(numbers.popleft(), None)
+            if call_id is not None:
                 text = json_text(result.response)
                 return Segment("tool", text, path, result.name, answers=call_id)
         problem = f"no functionCall of {result.name!r} precedes this functionResponse."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from gateway.dialects.anthropic import messages as anthropic
 from gateway.dialects.canonical import Call, RequestMetadata
 from gateway.dialects.gemini import generate_content as gemini
 from gateway.dialects.openai import chat as openai_chat
-from gateway.dialects.openai import chat_prompt
 from gateway.dialects.openai import completions as openai_completions
 from gateway.dialects.openai import responses as openai_responses
 from gateway.dialects.protocol import Dialect
@@ -305,24 +303,3 @@ def test_every_hint_is_documented() -> None:
     text = DOCUMENT.read_text()
 
     assert {name for name in HINTS if f"`{name}`" not in text} == set()
-
-
-def test_cleaning_a_long_history_is_linear() -> None:
-    """A history of 10,000 messages is a valid request, and cleaning it blocks the event loop."""
-    answer = {
-        "role": "assistant",
-        "content": [{"type": "text", "text": "x", "new": 1}],
-        "provider_specific_fields": {},
-    }
-
-    def seconds(turns: int) -> float:
-        times = []
-        for _ in range(5):
-            began = time.process_time()
-            chat_prompt.clean_history([HI[0], answer] * turns, Tolerance())
-            times.append(time.process_time() - began)
-        return min(times)
-
-    seconds(100)  # Compiles the shapes of the types.
-
-    assert seconds(5_000) < 30 * seconds(500)

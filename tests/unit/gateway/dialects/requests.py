@@ -1,0 +1,58 @@
+"""The smallest request of each dialect, for tests that add fields to it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from gateway.dialects.anthropic import messages
+from gateway.dialects.canonical import Call, RequestMetadata
+from gateway.dialects.gemini import generate_content
+from gateway.dialects.openai import chat, completions, responses
+from gateway.dialects.protocol import Dialect
+from gateway.dialects.tolerance import Mode
+from gateway.errors import Refusal
+from tests.golden.transcripts import refusal_of
+
+HI: dict[str, Any] = {"role": "user", "content": "hi"}
+
+
+class Endpoint(NamedTuple):
+    """An endpoint's dialect, and the fewest fields that it needs to answer "hi"."""
+
+    dialect: Dialect
+    smallest: dict[str, Any]
+    model: str = ""
+    action: str = ""
+
+    def parse(self, mode: Mode = "standard", /, **fields: Any) -> Call:
+        """Return the call of the smallest request with more fields."""
+        return self.parse_body(json.dumps({**self.smallest, **fields}).encode(), mode)
+
+    def parse_body(self, body: bytes, mode: Mode = "standard") -> Call:
+        """Return the call of a body."""
+        metadata = RequestMetadata(self.model, self.action, tolerance=mode)
+        return self.dialect.parse(body, metadata)
+
+    def refused(self, mode: Mode = "standard", /, **fields: Any) -> Refusal:
+        """Return the refusal of the smallest request with more fields."""
+        return refusal_of(self.parse, mode, **fields)
+
+
+CHAT = Endpoint(chat.DIALECT, {"model": "m", "messages": [HI]})
+COMPLETIONS = Endpoint(completions.DIALECT, {"model": "m", "prompt": "hi"})
+RESPONSES = Endpoint(responses.DIALECT, {"model": "m", "input": "hi"})
+MESSAGES = Endpoint(messages.DIALECT, {"model": "m", "max_tokens": 9, "messages": [HI]})
+GEMINI = Endpoint(
+    generate_content.DIALECT,
+    {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]},
+    "m",
+    "generateContent",
+)
+ENDPOINTS = {
+    "chat": CHAT,
+    "completions": COMPLETIONS,
+    "responses": RESPONSES,
+    "messages": MESSAGES,
+    "gemini": GEMINI,
+}
