@@ -113,6 +113,8 @@ class ThinkingSplitter:
 
     def __init__(self, style: ThinkingFormat, *, is_open: bool) -> None:
         self._opening, self._closing = style.opening, style.closing
+        self._spaces: list[str] = []
+        """White space before `_held`, if what follows decides whether it is shown."""
         self._held = ""
         self._place = "thought" if is_open else "start"
         self._is_at_begin = True
@@ -140,7 +142,7 @@ class ThinkingSplitter:
     @property
     def is_holding(self) -> bool:
         """Whether text is held back."""
-        return bool(self._held)
+        return bool(self._held or self._spaces)
 
     def push(self, text: str) -> Split:
         """Return the thought and the text that are certain after more text."""
@@ -154,16 +156,18 @@ class ThinkingSplitter:
 
     def finish(self, *, is_cut_off: bool) -> Split:
         """Return what was held back; no more text follows. A thought may be cut off."""
-        rest, self._held = self._held, ""
-        if self._place == "thought":
-            return Split(thought=rest)
-        return Split(text=rest)
+        rest = self._release(self._held)
+        self._held = ""
+        return Split(thought=rest) if self._place == "thought" else Split(text=rest)
 
     def _begin(self) -> bool:
         """Decide whether the answer begins with a thought; False while that is not certain."""
         begun = self._held.lstrip(_SPACE)
+        self._keep_spaces(self._held[: len(self._held) - len(begun)])
+        self._held = begun
         if begun.startswith(self._opening):
             self._held = begun[len(self._opening) :]
+            self._spaces.clear()
             self._place = "thought"
         elif self._opening.startswith(begun):
             return False
@@ -176,14 +180,16 @@ class ThinkingSplitter:
             self._held = self._held.lstrip(_SPACE)
             self._is_at_begin = not self._held
         at = self._held.find(self._closing)
+        end = at if at >= 0 else len(self._held) - overlap(self._held, self._closing)
+        body = self._held[:end].rstrip(_SPACE)
+        thought = self._release(body) if body else ""
         if at >= 0:
-            thought = self._held[:at].rstrip(_SPACE)
             self._held = self._held[at + len(self._closing) :]
+            self._spaces.clear()
             self._place = "after"
-            return thought
-        keep = _held_back(self._held, self._closing)
-        thought = self._held[: len(self._held) - keep]
-        self._held = self._held[len(thought) :]
+        else:
+            self._keep_spaces(self._held[len(body) : end])
+            self._held = self._held[end:]
         return thought
 
     def _take_text(self) -> str:
@@ -195,21 +201,23 @@ class ThinkingSplitter:
             self._place = "text"
         if self._place != "text":
             return ""
-        text, self._held = self._held, ""
+        text, self._held = self._release(self._held), ""
         return text
 
+    def _keep_spaces(self, spaces: str) -> None:
+        if spaces:
+            self._spaces.append(spaces)
 
-def _held_back(text: str, marker: str) -> int:
-    """Return how many last characters may be white space before the marker, or its beginning."""
-    for length in range(min(len(text), len(marker) - 1), -1, -1):
-        if text.endswith(marker[:length]):
-            body = text[: len(text) - length]
-            return len(text) - len(body.rstrip(_SPACE))
-    return 0
+    def _release(self, text: str) -> str:
+        """Return the kept white space and the text behind it."""
+        released = "".join((*self._spaces, text))
+        self._spaces.clear()
+        return released
 
 
 _HEADERS = ("<|channel|>", "<|start|>", "to=functions.")
 """How the first message may begin: the prompt wrote its role, or a recipient follows the role."""
+_HEADER_END = "<|message|>"
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 
 
@@ -223,6 +231,8 @@ class HarmonySplitter:
 
     def __init__(self, opening: str, closing: str, arguments: str) -> None:
         self._opening, self._closing, self._arguments = opening, closing, arguments
+        self._before: list[str] = []
+        """White space before the first message, or the beginning of a header."""
         self._held = ""
         self._place: Literal["start", "header", "thought", "text", "call"] = "start"
 
@@ -249,7 +259,7 @@ class HarmonySplitter:
     @property
     def is_holding(self) -> bool:
         """Whether text is held back."""
-        return bool(self._held) or self._place == "call"
+        return bool(self._held or self._before) or self._place == "call"
 
     def push(self, text: str) -> Split:
         """Return the thought and the text that are certain after more text."""
@@ -266,7 +276,8 @@ class HarmonySplitter:
         A call is closed, since the token that ends it is silent, unless the output is cut off: a
         brace would make the part of the arguments that was written look complete.
         """
-        rest, self._held = self._held, ""
+        rest, self._held = "".join((*self._before, self._held)), ""
+        self._before.clear()
         place, self._place = self._place, "text"
         if place == "thought":
             return Split(thought=rest)
@@ -277,11 +288,7 @@ class HarmonySplitter:
     def _advance(self, thoughts: list[str], texts: list[str]) -> bool:
         """Take one piece; False if more text is needed."""
         if self._place == "start":
-            begun = self._held.lstrip(_SPACE)
-            if any(head.startswith(begun) for head in _HEADERS):
-                return False  # also for no text so far
-            self._place = "header" if begun.startswith(_HEADERS) else "text"
-            return True
+            return self._begin()
         if self._place == "header":
             return self._read_header(texts)
         found = [(at, m) for m in _MESSAGE_ENDS if (at := self._held.find(m)) >= 0]
@@ -300,11 +307,33 @@ class HarmonySplitter:
         self._held = self._held[len(self._held) - keep :]
         return False
 
+    def _begin(self) -> bool:
+        """Decide whether the output begins with a header; False while that is not certain."""
+        begun = self._held.lstrip(_SPACE)
+        self._keep(len(self._held) - len(begun))
+        if any(head.startswith(begun) for head in _HEADERS):
+            return False  # also for no text so far
+        if begun.startswith(_HEADERS):
+            self._place = "header"
+        else:
+            self._place, self._held = "text", "".join((*self._before, begun))
+            self._before.clear()
+        return True
+
+    def _keep(self, chars: int) -> None:
+        """Move so many held characters to `_before`."""
+        if chars:
+            self._before.append(self._held[:chars])
+            self._held = self._held[chars:]
+
     def _read_header(self, texts: list[str]) -> bool:
-        header, marker, rest = self._held.partition("<|message|>")
-        if not marker:
+        at = self._held.find(_HEADER_END)
+        if at < 0:
+            self._keep(len(self._held) - overlap(self._held, _HEADER_END))
             return False
-        self._held = rest
+        header = "".join((*self._before, self._held[:at]))
+        self._before.clear()
+        self._held = self._held[at + len(_HEADER_END) :]
         channel = header.rpartition("<|channel|>")[2].split("<|")[0].split(" ")[0].strip()
         recipient = header.partition("to=")[2].split("<|")[0].split(" ")[0].strip()
         if recipient.startswith("functions."):

@@ -38,12 +38,18 @@ from gateway.structured_output.patterns import (
     translate_pattern,
     translate_schema,
 )
+from gateway.structured_output.thinking import (
+    HarmonySplitter,
+    ThinkingFormat,
+    ThinkingSplitter,
+)
 from gateway.structured_output.tool_call_parser import ToolCallParser
 from gateway.structured_output.tool_styles import HERMES, LLAMA3, MISTRAL, ToolStyle
 from tests.examples import examples
 from tests.models import prepared
 from tests.unit.gateway.dialects.requests import ENDPOINTS, HI
 
+TAGS = ThinkingFormat("tags", "<think>", "</think>")
 FLOOR_S = 0.002
 DOUBLINGS = 4
 GROWTH_MAX = 3.0**DOUBLINGS
@@ -290,6 +296,29 @@ def test_tool_calls_are_parsed_in_linear_time(style: ToolStyle, chars: int) -> N
         assert growth(run, repeated(make(style))) < GROWTH_MAX
     for piece in AFTER_OPENING:
         assert growth(run, repeated(piece, style.opening)) < GROWTH_MAX
+
+
+SPLITTERS: dict[str, Callable[[], ThinkingSplitter | HarmonySplitter]] = {
+    "begin": lambda: ThinkingSplitter(TAGS, is_open=False),
+    "thought": lambda: ThinkingSplitter(TAGS, is_open=True),
+    "harmony": lambda: HarmonySplitter(HERMES.opening, HERMES.closing, HERMES.arguments),
+}
+
+
+@pytest.mark.parametrize("name", SPLITTERS)
+@pytest.mark.parametrize("before", ["", "<|channel|>"])
+@pytest.mark.parametrize("piece", [" \n", "</thin", "a ", "<|mess"])
+def test_thoughts_are_split_in_linear_time(name: str, before: str, piece: str) -> None:
+    """Token by token: a model may write white space, or a header, without end."""
+
+    def run(count: int) -> None:
+        splitter = SPLITTERS[name]()
+        splitter.push(before)
+        for _ in range(count):
+            splitter.push(piece)
+        splitter.finish(is_cut_off=True)
+
+    assert growth(run, lambda count: count, start=1_024) < GROWTH_MAX
 
 
 @pytest.mark.parametrize(
