@@ -12,6 +12,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Iterable
 
+from gateway.structured_output.tool_call_parser import overlap
+
 
 class Detokenizer:
     """The text of one choice. `stops`: strings that end the text and are not part of it.
@@ -75,14 +77,6 @@ class Detokenizer:
             _, at, self.stopped_by = min(found)
             self._held = ""
             return text[:at]
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many last characters of `text` are the first characters of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

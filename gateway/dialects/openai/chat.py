@@ -12,18 +12,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from gateway.dialects import sse
 from gateway.dialects.canonical import (
     DEFAULT_THINKING,
     NO_METADATA,
-    Begin,
     CacheDirectives,
     Call,
     CallText,
     ChoiceEnd,
     Delta,
-    End,
-    OutputCount,
     OutputFormat,
     Prompt,
     Reply,
@@ -132,10 +128,8 @@ class ChatBody(wire.GenerationFields, frozen=True, kw_only=True):
     cache_control: cache.CompatCacheControl | None = None
 
 
-class ChatDialect(wire.SharedParts):
+class ChatDialect(wire.OpenAIDialect):
     """The dialect of `/v1/chat/completions`."""
-
-    name = "openai_chat"
 
     def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
         """Return the call of a body. Raises Refusal."""
@@ -231,40 +225,28 @@ def _own_format(form: ResponseFormat) -> OutputFormat:
 _ANY_TEXT = OutputFormat()
 
 
-class ChatEncoder(wire.StreamEnd):
+class ChatEncoder(wire.CompletionsEncoder):
     """Encodes the deltas of one answer as stream chunks or as one object."""
 
     def __init__(self, call: Call, reply: Reply) -> None:
-        self._call = call
-        self._reply = reply
+        super().__init__(call, reply)
         self._opened = 0
-        self._usage = wire.RunningUsage()
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
-    def stream(self, delta: Delta) -> bytes:
-        """Return the events of one delta, which may be none."""
-        match delta:
-            case Begin(usage=usage):
-                self._usage.begin(usage)
-                return b""
-            case OutputCount():
-                self._usage.count(delta)
-                return b""
-            case Text(index=index, text=text, tokens=tokens):
+    def _piece(self, piece: wire.Piece) -> bytes:
+        index = piece.index
+        match piece:
+            case Text(text=text, tokens=tokens):
                 if self._logprobs(tokens) is None and not self._call.continuous_usage:
                     before, after = self._frame(index)
                     return self._open(index) + before + msgspec.json.encode(text) + after
-                return self._open(index) + self._chunk(index, {"content": text}, delta)
-            case Thought(index=index, text=text):
+                return self._open(index) + self._chunk(index, {"content": text}, piece)
+            case Thought(text=text):
                 return self._open(index) + self._chunk(index, {"reasoning_content": text})
-            case CallText(index=index):
-                return self._open(index, None) + self._chunk(index, {"tool_calls": [_call(delta)]})
-            case ChoiceEnd(index=index, reason=reason):
+            case CallText():
+                return self._open(index, None) + self._chunk(index, {"tool_calls": [_call(piece)]})
+            case ChoiceEnd(reason=reason):
                 return self._open(index) + self._chunk(index, {}, finish=reason)
-            case End(usage=usage):
-                if not self._call.include_usage:
-                    return b""
-                return sse.event(self._encode([], usage=wire.usage(usage)))
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
         """Return the completion: the fold of the stream."""
@@ -323,12 +305,12 @@ class ChatEncoder(wire.StreamEnd):
             "logprobs": self._logprobs(text.tokens) if text is not None else None,
             "finish_reason": finish,
         }
-        return sse.event(self._encode([choice]))
+        return self._event([choice])
 
     def _encode(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         if "usage" not in more:
             if self._call.continuous_usage:
-                more["usage"] = self._usage.now()
+                more["usage"] = self._running_usage()
             elif self._call.include_usage:
                 more["usage"] = None
         return msgspec.json.encode(
@@ -385,4 +367,4 @@ def _message(choice: wire.JoinedChoice) -> dict[str, Any]:
     return message
 
 
-DIALECT = ChatDialect()
+DIALECT = ChatDialect("openai_chat")

@@ -13,16 +13,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from gateway.dialects import sse
 from gateway.dialects.canonical import (
     NO_METADATA,
-    Begin,
     Call,
     CallText,
     ChoiceEnd,
     Delta,
-    End,
-    OutputCount,
     OutputFormat,
     Prompt,
     Reply,
@@ -78,10 +74,8 @@ class SinglePromptBody(CompletionBody, frozen=True, kw_only=True):
     prompt: str | wire.TokenIds = "<|endoftext|>"
 
 
-class CompletionDialect(wire.SharedParts):
+class CompletionDialect(wire.OpenAIDialect):
     """The dialect of `/v1/completions`."""
-
-    name = "openai_completions"
 
     def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
         """Return the call of a body. Raises Refusal."""
@@ -140,34 +134,21 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
     )
 
 
-class CompletionEncoder(wire.StreamEnd):
+class CompletionEncoder(wire.CompletionsEncoder):
     """Encodes the deltas of one answer as stream events or as one object."""
 
     def __init__(self, call: Call, reply: Reply) -> None:
-        self._call = call
-        self._reply = reply
-        self._usage = wire.RunningUsage()
+        super().__init__(call, reply)
         self._offsets: dict[int, _TextOffset] = {}
 
-    def stream(self, delta: Delta) -> bytes:
-        """Return the events of one delta, which may be none."""
-        match delta:
-            case Begin(usage=usage):
-                self._usage.begin(usage)
-                return b""
+    def _piece(self, piece: wire.Piece) -> bytes:
+        match piece:
             case Thought() | CallText():
                 return b""  # a raw prompt has no thoughts and no tools
-            case OutputCount():
-                self._usage.count(delta)
-                return b""
             case Text(index=index):
-                return sse.event(self._encode([self._choice(index, delta.text, delta.tokens)]))
+                return self._event([self._choice(index, piece.text, piece.tokens)])
             case ChoiceEnd(index=index, reason=reason):
-                return sse.event(self._encode([self._choice(index, "", (), reason)]))
-            case End(usage=usage):
-                if not self._call.include_usage:
-                    return b""
-                return sse.event(self._encode([], usage=wire.usage(usage)))
+                return self._event([self._choice(index, "", (), reason)])
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
         """Return the completion: the fold of the stream."""
@@ -190,7 +171,7 @@ class CompletionEncoder(wire.StreamEnd):
 
     def _encode(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         if self._call.continuous_usage and "usage" not in more:
-            running = self._usage.now()
+            running = self._running_usage()
             more |= {} if running is None else {"usage": running}
         return msgspec.json.encode(
             {
@@ -241,4 +222,4 @@ def _token_text(token: TokenText) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
 
 
-DIALECT = CompletionDialect()
+DIALECT = CompletionDialect("openai_completions")

@@ -160,12 +160,11 @@ class ResponsesBody(wire.SamplingFields, frozen=True, kw_only=True):
         return None if self.text is None else self.text.format
 
 
-class ResponsesDialect(wire.SharedParts):
+class ResponsesDialect(wire.OpenAIDialect):
     """The dialect of `/v1/responses` and, for counting, of `/v1/responses/input_tokens`."""
 
-    name = "openai_responses"
-
     def __init__(self, *, counts: bool = False) -> None:
+        super().__init__("openai_responses")
         self._counts = counts
 
     def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -16,12 +17,14 @@ from engine.api import Sampling
 from gateway.dialects import sse
 from gateway.dialects.canonical import (
     Begin,
+    Call,
     CallText,
     ChoiceEnd,
     Delta,
     End,
     GenerationParameters,
     OutputCount,
+    Reply,
     Thought,
     TokenText,
     ToolCall,
@@ -404,6 +407,9 @@ def check_stream_options(fields: GenerationFields) -> None:
 
 # --- answers -----------------------------------------------------------------------------------
 
+Piece = TextDelta | Thought | CallText | ChoiceEnd
+"""A piece of one choice."""
+
 
 class JoinedChoice:
     """One choice of a unary answer, with its pieces joined."""
@@ -420,7 +426,7 @@ class JoinedChoice:
         """The complete text."""
         return "".join(self.texts)
 
-    def add(self, piece: TextDelta | Thought | CallText | ChoiceEnd) -> None:
+    def add(self, piece: Piece) -> None:
         """Append a piece."""
         if isinstance(piece, Thought):
             self.thoughts.append(piece.text)
@@ -477,29 +483,6 @@ def usage(record: UsageRecord) -> dict[str, Any]:
     }
 
 
-class RunningUsage:
-    """The usage so far of a stream, for `continuous_usage_stats`."""
-
-    def __init__(self) -> None:
-        self._begun: UsageRecord | None = None
-        self._output_tokens: dict[int, int] = {}
-
-    def begin(self, record: UsageRecord) -> None:
-        """Set the counts of the prompt."""
-        self._begun = record
-
-    def count(self, found: OutputCount) -> None:
-        """Set a choice's output tokens."""
-        self._output_tokens[found.index] = found.tokens
-
-    def now(self) -> dict[str, Any] | None:
-        """Return the usage object; None before the prompt is counted."""
-        if self._begun is None:
-            return None
-        out = sum(self._output_tokens.values())
-        return usage(msgspec.structs.replace(self._begun, out=out))
-
-
 _TYPES = {
     Kind.AUTH: "authentication_error",
     Kind.PERMISSION: "permission_error",
@@ -531,21 +514,6 @@ def error_object(refusal: Refusal) -> dict[str, Any]:
     }
 
 
-def headers(request_id: str) -> dict[str, str]:
-    """Return no headers: OpenAI's SDKs read `X-Request-Id`, which every answer has."""
-    return {}
-
-
-def count_body(tokens: int, cached: int) -> bytes:
-    """Return the answer to a token count."""
-    return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
-
-
-def error_body(refusal: Refusal, request_id: str) -> tuple[int, bytes]:
-    """Return the HTTP status and the JSON body of an error."""
-    return refusal.kind.status, msgspec.json.encode(error_object(refusal))
-
-
 def token_entries(tokens: Sequence[TokenText]) -> list[dict[str, Any]]:
     """Return the entries of logprobs: each token with its alternatives."""
     return [
@@ -561,28 +529,54 @@ def _token(token: TokenText) -> dict[str, Any]:
 class OpenAIErrors:
     """The errors of OpenAI's API under the name of one of its dialects."""
 
-    error_body = staticmethod(error_body)
-    headers = staticmethod(headers)
-
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
+        """Return the HTTP status and the JSON body of an error."""
+        return refusal.kind.status, msgspec.json.encode(error_object(refusal))
 
-class SharedParts:
+    def headers(self, request_id: str) -> dict[str, str]:
+        """Return no headers: OpenAI's SDKs read `X-Request-Id`, which every answer has."""
+        return {}
+
+
+class OpenAIDialect(OpenAIErrors):
     """What the dialects of OpenAI's endpoints have in common."""
 
     stream_content_type = sse.CONTENT_TYPE
-    error_body = staticmethod(error_body)
-    headers = staticmethod(headers)
-    count_body = staticmethod(count_body)
 
     def keep_alive(self) -> bytes:
         """Return a comment, which keeps the connection open and which clients skip."""
         return sse.KEEP_ALIVE
 
+    def count_body(self, tokens: int, cached: int) -> bytes:
+        """Return the answer to a token count."""
+        return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
 
-class StreamEnd:
-    """How the streams of both completions endpoints end."""
+
+class CompletionsEncoder(ABC):
+    """What the encoders of both completions endpoints have in common: usage, and a stream's end."""
+
+    def __init__(self, call: Call, reply: Reply) -> None:
+        self._call = call
+        self._reply = reply
+        self._begun: UsageRecord | None = None
+        self._output_tokens: dict[int, int] = {}
+
+    def stream(self, delta: Delta) -> bytes:
+        """Return the events of one delta, which may be none."""
+        match delta:
+            case Begin(usage=record):
+                self._begun = record
+                return b""
+            case OutputCount(index=index, tokens=tokens):
+                self._output_tokens[index] = tokens
+                return b""
+            case End(usage=record):
+                return self._event([], usage=usage(record)) if self._call.include_usage else b""
+            case _:
+                return self._piece(delta)
 
     def close(self) -> bytes:
         """Return the `[DONE]` event, which follows the last delta of a complete answer."""
@@ -591,3 +585,21 @@ class StreamEnd:
     def error_event(self, refusal: Refusal) -> bytes:
         """Return the event that ends a failed stream and that SDKs raise."""
         return sse.event(msgspec.json.encode(error_object(refusal)))
+
+    @abstractmethod
+    def _piece(self, piece: Piece) -> bytes:
+        """Return the events of a piece of a choice."""
+
+    @abstractmethod
+    def _encode(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        """Return the JSON of a chunk."""
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return sse.event(self._encode(choices, **more))
+
+    def _running_usage(self) -> dict[str, Any] | None:
+        """Return the usage so far; None before the prompt is counted."""
+        if self._begun is None:
+            return None
+        out = sum(self._output_tokens.values())
+        return usage(msgspec.structs.replace(self._begun, out=out))
