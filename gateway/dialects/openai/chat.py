@@ -66,12 +66,11 @@ RULES = wire.FieldRules(
     records=wire.RECORD_FIELDS | {"metadata"},
     aliases={
         **wire.ALIASES,
-        "n_predict": ("max_tokens", wire.limit_of),
-        "num_predict": ("max_tokens", wire.limit_of),
-        "max_output_tokens": ("max_completion_tokens", wire.same),
+        **wire.LIMIT_ALIASES,
+        "max_output_tokens": "max_completion_tokens",
     },
     switches=frozenset({"chat_template_kwargs"}),
-    cleaned={"messages": chat.clean_history, "stream_options": wire.clean_stream_options},
+    cleaned={"messages": chat.clean_history},
 )
 
 _PLACEHOLDER = "\ue000"
@@ -137,7 +136,7 @@ class ChatDialect(wire.OpenAIDialect):
         fields = wire.decode(body, ChatBody, RULES, tolerance)
         tolerance.take_hint("service_tier", fields.service_tier, wire.SERVICE_TIERS)
         tolerance.take_hint("store", fields.store, (False,))
-        wire.check_stream_options(fields)
+        wire.check_stream_options(fields.stream_options, stream=fields.stream)
         limits = {fields.max_tokens, fields.max_completion_tokens} - {None}
         if len(limits) > 1:
             problem = (

@@ -52,12 +52,10 @@ RULES = wire.FieldRules(
     records=wire.RECORD_FIELDS | {"metadata"},
     aliases={
         **wire.ALIASES,
-        "n_predict": ("max_tokens", wire.limit_of),
-        "num_predict": ("max_tokens", wire.limit_of),
-        "max_completion_tokens": ("max_tokens", wire.same),
-        "max_output_tokens": ("max_tokens", wire.same),
+        **wire.LIMIT_ALIASES,
+        "max_completion_tokens": "max_tokens",
+        "max_output_tokens": "max_tokens",
     },
-    cleaned={"stream_options": wire.clean_stream_options},
 )
 
 
@@ -81,7 +79,7 @@ class CompletionDialect(wire.OpenAIDialect):
         """Return the call of a body. Raises Refusal."""
         tolerance = Tolerance(metadata.tolerance)
         fields = wire.decode(body, CompletionBody, RULES, tolerance, SinglePromptBody)
-        wire.check_stream_options(fields)
+        wire.check_stream_options(fields.stream_options, stream=fields.stream)
         choices, samples = fields.n or 1, fields.best_of or fields.n or 1
         if samples < choices:
             problem = f"Expected `int` >= n, which is {choices}; received {samples}."

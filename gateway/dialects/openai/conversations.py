@@ -25,7 +25,7 @@ ITEMS_AT_ONCE = 20
 """Most items of one request that creates or extends a conversation."""
 
 Items = Annotated[list[dict[str, Any]], Meta(max_length=ITEMS_AT_ONCE)]
-_RULES = wire.FieldRules(refused={}, neutral={})
+_RULES = wire.FieldRules()
 
 
 class CreateBody(Struct, frozen=True, kw_only=True):

@@ -70,11 +70,10 @@ RULES = wire.FieldRules(
     records=wire.RECORD_FIELDS | {"max_tool_calls"},
     aliases={
         **wire.ALIASES,
-        "max_tokens": ("max_output_tokens", wire.same),
-        "max_completion_tokens": ("max_output_tokens", wire.same),
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
     },
     switches=frozenset({"chat_template_kwargs"}),
-    cleaned={"stream_options": wire.clean_stream_options},
 )
 """`max_tool_calls` limits server tools, and this server has none."""
 
@@ -238,9 +237,7 @@ def not_found(response_id: str) -> Refusal:
 
 def _check(fields: ResponsesBody) -> None:
     """Raise Refusal for fields that contradict each other."""
-    if fields.stream_options is not None and not fields.stream:
-        problem = "only allowed when stream is true."
-        raise invalid_field("stream_options", problem)
+    wire.check_stream_options(fields.stream_options, stream=fields.stream)
     if LOGPROBS not in (fields.include or ()) and fields.top_logprobs:
         problem = f"only allowed when include has {LOGPROBS!r}."
         raise invalid_field("top_logprobs", problem)

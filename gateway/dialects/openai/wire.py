@@ -107,20 +107,27 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False
 
 
+ALIASES: Mapping[str, str] = {"repeat_penalty": "repetition_penalty", "random_seed": "seed"}
+"""Fields of other engines that every endpoint honours under its own name."""
+
+LIMIT_ALIASES: Mapping[str, str] = {"n_predict": "max_tokens", "num_predict": "max_tokens"}
+"""Limits of output tokens under the names of other engines, where a negative one means none."""
+
+
 class FieldRules(Struct, frozen=True, kw_only=True):
     """How an endpoint treats top-level fields that its body does not know.
 
     `refused`: fields that cannot be honoured, with the reason; `neutral`: their values without
     effect, which are accepted. `records`: fields that are ignored in every mode. Outside the strict
-    mode, `aliases` are fields of other servers with their equal here and the translation of their
-    value (None: nothing was asked); of refused objects, `switches` may hold hints on reasoning; and
-    `cleaned` are fields whose content is cleaned before it is decoded.
+    mode, `aliases` are fields of other servers with their equal here; of refused objects,
+    `switches` may hold hints on reasoning; and `cleaned` are fields whose content is cleaned before
+    it is decoded.
     """
 
-    refused: Mapping[str, str]
-    neutral: Mapping[str, object]
+    refused: Mapping[str, str] = {}
+    neutral: Mapping[str, object] = {}
     records: frozenset[str] = RECORD_FIELDS
-    aliases: Mapping[str, tuple[str, Callable[[Any], Any]]] = {}
+    aliases: Mapping[str, str] = {}
     switches: frozenset[str] = frozenset()
     cleaned: Mapping[str, Callable[[Any, Tolerance], Any]] = {}
 
@@ -221,8 +228,12 @@ def decode(
             return decoded
     fields = _known_fields(decode_object(body), kind, rules, tolerance)
     if not tolerance.is_strict:
-        for name in rules.cleaned.keys() & fields.keys():
-            fields[name] = rules.cleaned[name](fields[name], tolerance)
+        for name, clean in rules.cleaned.items():
+            if name in fields:
+                fields[name] = clean(fields[name], tolerance)
+        if "stream_options" in fields:  # unknown ones cannot change the answer's text
+            options = tolerance.prune(fields["stream_options"], StreamOptions, "stream_options")
+            fields["stream_options"] = options
     if tolerance.is_lenient:
         fields = tolerance.prune(fields, kind, "")
     return convert(fields, kind, "")
@@ -264,14 +275,13 @@ def _are_hints(value: object) -> bool:
 
 def _apply_alias(fields: dict[str, Any], name: str, value: Any, rules: FieldRules) -> None:
     """Put the value of an alias under the name of its equal. Raises Refusal if that differs."""
-    target, translate = rules.aliases[name]
-    found = translate(value)
-    if found is None:
+    if value is None or (name in LIMIT_ALIASES and isinstance(value, int) and value < 0):
         return
+    target = rules.aliases[name]
     held = fields.get(target)
-    if held is not None and held != found:
+    if held is not None and held != value:
         raise invalid_field(name, f"the value differs from {target}; expected only one of the two.")
-    fields[target] = found
+    fields[target] = value
 
 
 @cache
@@ -363,28 +373,6 @@ def _text_or_ids(value: Any, path: str, noun: str) -> TextOrIds:
     return found
 
 
-def same(value: Any) -> Any:
-    """Return the value of an alias whose equal has the same meaning."""
-    return value
-
-
-def limit_of(value: Any) -> Any:
-    """Return a limit of output tokens; None for a negative one, which elsewhere means none."""
-    return None if isinstance(value, int) and value < 0 else value
-
-
-ALIASES: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "repeat_penalty": ("repetition_penalty", same),
-    "random_seed": ("seed", same),
-}
-"""Fields of other engines that every endpoint honours under its own name."""
-
-
-def clean_stream_options(value: Any, tolerance: Tolerance) -> Any:
-    """Return stream options without unknown ones, which cannot change the answer's text."""
-    return tolerance.prune(value, StreamOptions, "stream_options")
-
-
 def partition(fields: SamplingFields) -> str:
     """Return the fields that narrow the namespace, joined without ambiguity; "" if none is set."""
     if not (fields.cache_salt or fields.prompt_cache_key or fields.extra_key):
@@ -398,9 +386,9 @@ def wants_continuous_usage(fields: GenerationFields) -> bool:
     return fields.stream_options is not None and fields.stream_options.continuous_usage_stats
 
 
-def check_stream_options(fields: GenerationFields) -> None:
+def check_stream_options(options: object, *, stream: bool | None) -> None:
     """Raise Refusal for `stream_options` without `stream`."""
-    if fields.stream_options is not None and not fields.stream:
+    if options is not None and not stream:
         problem = "only allowed when stream is true."
         raise invalid_field("stream_options", problem)
 

@@ -82,6 +82,15 @@ def test_an_unknown_field_is_refused_unless_lenient(name: str) -> None:
             "chat_template_kwargs.enable_thinking",
         ),
         ("chat", {"stream": True, "stream_options": {"new": 1}}, "stream_options.new"),
+        (
+            "chat",
+            {
+                "stream": True,
+                "stream_options": {"new": 1},
+                "messages": [{"role": "assistant", "content": "a", "new": 1}, *HI],
+            },
+            "messages[].new stream_options.new",
+        ),
         ("responses", {"reasoning": {"effort": "low"}}, "reasoning.effort"),
         (
             "responses",
