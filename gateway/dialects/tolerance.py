@@ -136,11 +136,7 @@ class Tolerance:
 
         `neutral`: further values that ask for nothing, in the order in which an error names them.
         """
-        if (
-            value is None
-            or asks_nothing(value)
-            or any(type(value) is type(n) and value == n for n in neutral)
-        ):
+        if asks_nothing(value) or any(type(value) is type(n) and value == n for n in neutral):
             return
         if self.is_strict and not neutral:
             problem = "this field is not supported; omit it."

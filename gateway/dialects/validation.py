@@ -156,14 +156,16 @@ def _inner_types(kind: inspect.Type, name: str) -> Iterator[inspect.Type]:
         yield kind.item_type
 
 
-def unknown_field(name: str, known: set[str]) -> Refusal:
-    """Return the refusal of an unknown field, with the closest known name as a hint."""
+def unknown_field(name: str, known: set[str], path: str = "") -> Refusal:
+    """Return the refusal of an unknown field, with the closest known name as a hint.
+
+    `path`: the field's place if it is not at the top of the body.
+    """
     shown = name[:64]
     close = difflib.get_close_matches(shown, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return Refusal(
-        Kind.BAD, "unknown_parameter", f"Unknown parameter: {shown!r}.{hint}", param=shown
-    )
+    message = f"Unknown parameter: {shown!r}.{hint}"
+    return Refusal(Kind.BAD, "unknown_parameter", message, param=path or shown)
 
 
 def parse_int(text: str, field: str, least: int, most: int = 999_999_999) -> int:

@@ -290,8 +290,7 @@ class _MessagesReader:
         if block.citations and role == "user" and self._version == wire.VERSION_WITHOUT_CITATIONS:
             raise invalid_field(f"{path}.citations", "a user text block takes no citations.")
         if role == "user":
-            if self._pending:
-                self._check_calls_answered(path)
+            self._check_calls_answered(path)
             if self._segments and self._segments[-1].role == "tool":
                 self._message += 1  # The template shows tool results as separate messages.
         self._segments.append(Segment(role, block.text, path, None, self._message))

@@ -224,31 +224,29 @@ class _Candidate:
 
     def __init__(self) -> None:
         self.has_content = False
-        self.calls: dict[int, CallText] = {}
+        self.call: CallText | None = None
+        self.arguments: list[str] = []
         self.tokens: list[TokenText] = []
         self.end: ChoiceEnd | None = None
         self.is_malformed = False
 
     def add_call(self, delta: CallText) -> dict[str, Any] | None:
         """Buffer a piece of a call. Return the part of the previous call if this one is new."""
-        previous = self.flush_call() if self.calls and delta.call not in self.calls else None
-        held = self.calls.get(delta.call)
-        if held is None:
-            self.calls[delta.call] = delta
-        else:
-            self.calls[delta.call] = msgspec.structs.replace(
-                held, arguments=held.arguments + delta.arguments
-            )
+        previous = None
+        if self.call is None or self.call.call != delta.call:
+            previous = self.flush_call()
+            self.call = delta
+        self.arguments.append(delta.arguments)
         return previous
 
     def flush_call(self) -> dict[str, Any] | None:
         """Remove the buffered call and return its part; None if its arguments are truncated."""
-        if not self.calls:
+        if self.call is None:
             return None
-        _, call = self.calls.popitem()
-        self.calls.clear()
+        call, text = self.call, "".join(self.arguments)
+        self.call, self.arguments = None, []
         try:
-            arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
+            arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError):
             self.is_malformed = True
             return None

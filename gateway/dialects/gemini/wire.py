@@ -234,7 +234,7 @@ def to_snake_case(
         if name not in shape:
             is_hint = name in HINTS and not tolerance.is_strict
             if not (is_answer or is_hint or tolerance.is_lenient):
-                raise _with_param(unknown_field(key, set(map(to_camel_case, shape))), field_path)
+                raise unknown_field(key, set(map(to_camel_case, shape)), field_path[:300])
             if not asks_nothing(value):
                 tolerance.ignore(field_path)
             continue
@@ -256,10 +256,6 @@ def _is_plain(content: Any) -> bool:
         return False
     (part,) = parts
     return type(part) is dict and len(part) == 1 and type(part.get("text")) is str
-
-
-def _with_param(refusal: Refusal, path: str) -> Refusal:
-    return Refusal(refusal.kind, refusal.code, refusal.message, param=path[:300])
 
 
 def to_camel_case(name: str) -> str:

@@ -103,16 +103,6 @@ def with_retention(segment: Segment, control: CompatCacheControl) -> Segment:
     return replace(segment, retention=control.retention)
 
 
-def check_settings(settings: CacheSettings) -> None:
-    """Raise Refusal if the deprecated limit and `prompt_cache_options.ttl` are both set."""
-    if settings.retention is not None and settings.options is not None and settings.options.ttl:
-        problem = (
-            "this deprecated field and prompt_cache_options.ttl are both set; expected only"
-            " prompt_cache_options.ttl."
-        )
-        raise invalid_field("prompt_cache_retention", problem)
-
-
 def apply(
     tools: Sequence[Tool], segments: Sequence[Segment], settings: CacheSettings
 ) -> tuple[tuple[Segment, ...], CacheDirectives]:
@@ -120,9 +110,14 @@ def apply(
 
     Without caching fields the directives are the default: read any cached prefix. Breakpoints
     beyond `WRITES_MAX`, the earlier ones, are only looked up, as OpenAI does. Cost: O(tools +
-    segments). Raises Refusal.
+    segments). Raises Refusal if the deprecated limit and `prompt_cache_options.ttl` are both set.
     """
-    check_settings(settings)
+    if settings.retention is not None and settings.options is not None and settings.options.ttl:
+        problem = (
+            "this deprecated field and prompt_cache_options.ttl are both set; expected only"
+            " prompt_cache_options.ttl."
+        )
+        raise invalid_field("prompt_cache_retention", problem)
     parts = list(segments)
     if settings.control is not None and parts:
         parts[-1] = with_retention(parts[-1], settings.control)

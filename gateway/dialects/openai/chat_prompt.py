@@ -87,19 +87,11 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     cache_control: cache.CompatCacheControl | None = None
 
 
-class Function(Struct, frozen=True, forbid_unknown_fields=True):
-    name: tools.Name
-    description: tools.Described | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    cache_control: cache.CompatCacheControl | None = None
-
-
 class ChatToolField(Struct, frozen=True, forbid_unknown_fields=True):
     """A function and, in the compatible spelling, a breakpoint after it."""
 
     type: str
-    function: Function | None = None
+    function: tools.Function | None = None
     cache_control: cache.CompatCacheControl | None = None
     custom: Any = UNSET
 
@@ -140,21 +132,10 @@ def tools_of(fields: Sequence[ChatToolField]) -> tuple[Tool, ...]:
         if field.type != "function" or not isinstance(field.custom, UnsetType):
             problem = tools.unsupported_type(field.type)
             raise invalid_field(f"{path}.type", problem, "unsupported_parameter")
-        function = field.function
-        if function is None:
+        if field.function is None:
             problem = "this field is required; expected the declaration of a function."
             raise invalid_field(f"{path}.function", problem, "missing_required_parameter")
-        control = field.cache_control or function.cache_control
-        found.append(
-            tools.tool(
-                function.name,
-                function.description,
-                function.parameters,
-                function.strict,
-                f"{path}.function",
-                None if control is None else control.retention,
-            )
-        )
+        found.append(tools.tool(field.function, f"{path}.function", field.cache_control))
     tools.check_names(found)
     return tuple(found)
 

@@ -78,15 +78,10 @@ class ResultItem(Struct, frozen=True, forbid_unknown_fields=True):
     caller: dict[str, Any] | None = None
 
 
-class FunctionField(Struct, frozen=True, forbid_unknown_fields=True):
+class FunctionField(tools.Function, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A function declaration, whose fields stand beside its type."""
 
     type: str
-    name: tools.Name
-    description: tools.Described | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    cache_control: cache.CompatCacheControl | None = None
     allowed_callers: list[Any] | None = None
     is_async: bool | None = field(name="async", default=None)
     defer_loading: bool | None = None
@@ -157,15 +152,7 @@ def _function(declared: dict[str, Any], path: str, tolerance: Tolerance) -> Tool
     tolerance.take_hint("tools.async", function.is_async, (False,))
     tolerance.take_hint("tools.defer_loading", function.defer_loading, (False,))
     tolerance.take_hint("tools.output_schema", function.output_schema)
-    control = function.cache_control
-    return tools.tool(
-        function.name,
-        function.description,
-        function.parameters,
-        function.strict,
-        path,
-        None if control is None else control.retention,
-    )
+    return tools.tool(function, path)
 
 
 def _namespace(declared: dict[str, Any], path: str, tolerance: Tolerance) -> list[Tool]:

@@ -6,13 +6,14 @@ knows no messages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from gateway.dialects.canonical import OutputFormat, Tool, ToolCall, ToolChoice
+from gateway.dialects.openai.cache import CompatCacheControl
 from gateway.dialects.validation import invalid_field, json_text
 
 TOOLS_MAX = 128
@@ -26,6 +27,16 @@ Arguments = Annotated[str, Meta(max_length=10_000_000)]
 TEXT_ONLY = "the model reads only text; expected a text part."
 
 
+class Function(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The declaration of a function, with a breakpoint after it in the compatible spelling."""
+
+    name: Name
+    description: Described | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: CompatCacheControl | None = None
+
+
 class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
     """The schema that an answer must satisfy."""
 
@@ -35,20 +46,24 @@ class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
     description: Described | None = None
 
 
-def tool(
-    name: str,
-    description: str | None,
-    parameters: Mapping[str, Any] | None,
-    strict: bool | None,
-    path: str,
-    retention: str | None,
-) -> Tool:
-    """Return the function declared at `path`. Raises Refusal if its schema is not of an object."""
-    schema = dict(parameters or {"type": "object", "properties": {}})
+def tool(declared: Function, path: str, control: CompatCacheControl | None = None) -> Tool:
+    """Return the function declared at `path`. `control`: a breakpoint beside the declaration.
+
+    Raises Refusal if its schema is not of an object.
+    """
+    schema = declared.parameters or {"type": "object", "properties": {}}
     if schema.get("type", "object") != "object":
         problem = f"unsupported schema type {str(schema['type'])[:64]!r}; expected 'object'."
         raise invalid_field(f"{path}.parameters", problem, "invalid_function_parameters")
-    return Tool(name, description or "", json_text(schema), path, bool(strict), retention)
+    control = control or declared.cache_control
+    return Tool(
+        declared.name,
+        declared.description or "",
+        json_text(schema),
+        path,
+        bool(declared.strict),
+        None if control is None else control.retention,
+    )
 
 
 def joined_name(namespace: str | None, name: str) -> str:
