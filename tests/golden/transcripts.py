@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -27,6 +27,7 @@ from gateway.dialects.canonical import (
 from gateway.dialects.protocol import Encoder
 from gateway.errors import Kind, Refusal
 
+T = TypeVar("T")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "dialects.md"
 GOLDEN = Path(__file__).parent
 USAGE = UsageRecord(total_in=20, read={"best_effort": 16}, fresh=4, out=5, physical_cached=16)
@@ -54,10 +55,10 @@ def check_golden(name: str, got: bytes) -> None:
     assert got.decode() == path.read_text()
 
 
-def outcome(parse: Callable[[bytes], Call], body: bytes) -> Call | Refusal:
-    """Return the call or the refusal of a body; any other exception fails the test."""
+def outcome(parse: Callable[[T], Call], asked: T) -> Call | Refusal:
+    """Return the call or the refusal of what is asked; any other exception fails the test."""
     try:
-        return parse(body)
+        return parse(asked)
     except Refusal as refusal:
         return refusal
 
@@ -75,12 +76,22 @@ def streamed(encoder: Encoder, deltas: Sequence[Delta]) -> bytes:
     return b"".join(map(encoder.stream, deltas)) + encoder.close()
 
 
-def events(data: bytes) -> list[Any]:
-    """Return the JSON of each event, and `[DONE]` as text. No event may be empty."""
-    found: list[Any] = []
+def named_events(data: bytes) -> list[tuple[str, Any]]:
+    """Return name and data of each event: JSON, or `[DONE]` as text. Keep-alives are left out."""
+    found: list[tuple[str, Any]] = []
     for event in data.decode().split("\n\n")[:-1]:
-        assert event.startswith("data: ")
-        text = event.removeprefix("data: ")
+        if event.startswith(":"):
+            continue
+        *heads, line = event.split("\n")
+        assert all(head.startswith("event: ") for head in heads)
+        assert line.startswith("data: ")
+        text = line.removeprefix("data: ")
         assert text
-        found.append(text if text == "[DONE]" else json.loads(text))
+        name = heads[0].removeprefix("event: ") if heads else ""
+        found.append((name, text if text == "[DONE]" else json.loads(text)))
     return found
+
+
+def events(data: bytes) -> list[Any]:
+    """Return the data of each event."""
+    return [event for _, event in named_events(data)]

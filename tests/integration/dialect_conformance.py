@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.dialects.canonical import (
-    NO_METADATA,
     Begin,
     Call,
     CallText,
@@ -25,14 +24,14 @@ from gateway.dialects.canonical import (
     End,
     OutputFormat,
     Reply,
-    RequestMetadata,
     Text,
     ToolChoice,
     UsageRecord,
 )
-from gateway.dialects.protocol import Dialect
+from gateway.dialects.protocol import Encoder
 from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import outcome, streamed
+from tests.golden.transcripts import streamed
+from tests.unit.gateway.dialects.requests import Endpoint
 
 shared = settings(suppress_health_check=[HealthCheck.differing_executors])
 """Every dialect runs the same inherited properties, each in another executor."""
@@ -67,40 +66,43 @@ class Answer:
 class Adapter:
     """The adapter of one dialect.
 
-    `good` asks model "m" to answer the user's "hi"; `streaming` has the fields that stream it.
+    The endpoint's smallest request asks to answer the user's "hi"; `streaming` has the fields that
+    stream it, or `streaming_action` is the action of its path that does.
     `has_calls`: the dialect has tool calls. `tool` returns fields that declare a function of a name
     and a schema; `with_schema` returns fields that constrain the answer to a schema; None if the
     dialect has neither.
     """
 
-    dialect: Dialect
-    good: dict[str, Any]
+    endpoint: Endpoint
     read_unary: Callable[[bytes], Answer]
     read_stream: Callable[[bytes], Answer]
     read_error: Callable[[bytes], str]
-    metadata: RequestMetadata = NO_METADATA
-    metadata_streaming: RequestMetadata = NO_METADATA
     streaming: dict[str, Any] = field(default_factory=dict)
+    streaming_action: str = ""
     has_calls: bool = True
     tool: Callable[[str, dict[str, Any]], dict[str, Any]] | None = None
     with_schema: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     def parse(self, **fields: Any) -> Call:
-        """Parse the valid request with more fields."""
-        return self.dialect.parse(json.dumps({**self.good, **fields}).encode(), self.metadata)
+        """Parse the smallest request with more fields."""
+        return self.endpoint.parse(**fields)
 
     def parse_streaming(self) -> Call:
-        """Parse the valid request as a stream."""
-        body = json.dumps({**self.good, **self.streaming}).encode()
-        return self.dialect.parse(body, self.metadata_streaming)
+        """Parse the smallest request as a stream."""
+        endpoint = self.endpoint._replace(action=self.streaming_action)
+        return endpoint.parse(**self.streaming)
+
+    def encoder(self) -> Encoder:
+        """Return the encoder of a stream."""
+        return self.endpoint.dialect.encoder(self.parse_streaming(), REPLY)
 
     def streamed(self, deltas: list[Delta]) -> bytes:
         """Return a complete stream."""
-        return streamed(self.dialect.encoder(self.parse_streaming(), REPLY), deltas)
+        return streamed(self.encoder(), deltas)
 
     def unary(self, deltas: list[Delta]) -> bytes:
         """Return the unary answer of the same deltas."""
-        return self.dialect.encoder(self.parse(), REPLY).unary(deltas)
+        return self.endpoint.dialect.encoder(self.parse(), REPLY).unary(deltas)
 
 
 TOKENS = st.integers(0, 2**31)
@@ -186,36 +188,6 @@ class DialectConformance:
         """SDKs accept JSON and streams alike, so no header tells them apart."""
         assert self.adapter.parse_streaming().stream
 
-    def test_refuses_unknown_field_by_name(self) -> None:
-        """An ignored typo takes hours to find."""
-        with pytest.raises(Refusal) as raised:
-            self.adapter.parse(modle="m")
-
-        assert raised.value.kind is Kind.BAD
-        assert "modle" in raised.value.message
-
-    @pytest.mark.parametrize(
-        "body",
-        [b"", b"nul", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"a":' * 5_000, b'{"model":"m"'],
-        ids=lambda body: repr(body[:12]),
-    )
-    def test_refuses_invalid_body(self, body: bytes) -> None:
-        """Every decoder error is a client error."""
-        with pytest.raises(Refusal) as raised:
-            self.adapter.dialect.parse(body, self.adapter.metadata)
-
-        assert raised.value.kind is Kind.BAD
-
-    @shared
-    @given(st.data())
-    def test_any_json_value_parses_to_a_call_or_a_refusal(self, data: st.DataObject) -> None:
-        """A parser raises no other exception."""
-        name = data.draw(st.sampled_from(sorted(self.adapter.good)))
-        body = json.dumps({**self.adapter.good, name: data.draw(_JSON)}).encode()
-        got = outcome(lambda some: self.adapter.dialect.parse(some, self.adapter.metadata), body)
-
-        assert isinstance(got, Call) or (got.kind is Kind.BAD and len(got.message) < 1_000)
-
     @shared
     @given(st.data())
     def test_unary_answer_is_the_fold_of_the_stream(self, data: st.DataObject) -> None:
@@ -252,8 +224,7 @@ class DialectConformance:
         """They may precede the first event and stand between any two."""
         usage = UsageRecord(1, fresh=1, out=1)
         deltas: list[Delta] = [Begin(usage), Text(0, "a"), ChoiceEnd(0, "stop"), End(usage)]
-        encoder = self.adapter.dialect.encoder(self.adapter.parse_streaming(), REPLY)
-        ping = self.adapter.dialect.keep_alive()
+        encoder, ping = self.adapter.encoder(), self.adapter.endpoint.dialect.keep_alive()
         data = b"".join(ping + encoder.stream(delta) for delta in deltas) + encoder.close()
 
         assert ping
@@ -262,7 +233,7 @@ class DialectConformance:
     def test_stream_error_raises_in_the_client(self) -> None:
         """A stream that only ends looks complete."""
         usage = UsageRecord(1, fresh=1)
-        encoder = self.adapter.dialect.encoder(self.adapter.parse_streaming(), REPLY)
+        encoder = self.adapter.encoder()
         data = encoder.stream(Begin(usage)) + encoder.stream(Text(0, "half"))
         data += encoder.error_event(Refusal(Kind.BUSY, "engine_restarting", "The engine stopped."))
 
@@ -273,18 +244,8 @@ class DialectConformance:
     def test_every_refusal_has_a_status_and_a_message(self, kind: Kind) -> None:
         """The client reads the reason in the shape that it knows."""
         refusal = Refusal(kind, "some_code", "What went wrong.", param="p")
-        status, body = self.adapter.dialect.error_body(refusal, "r1")
+        status, body = self.adapter.endpoint.dialect.error_body(refusal, "r1")
 
         assert 400 <= status < 600
         assert self.adapter.read_error(body) == "What went wrong."
         assert (status >= 500) == (kind in (Kind.INTERNAL, Kind.BUSY, Kind.DEADLINE))
-
-
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "x"]), inner)
-    ),
-    max_leaves=6,
-)

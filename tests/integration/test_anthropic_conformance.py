@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from anthropic.types import Message
 
-from gateway.dialects.anthropic.messages import DIALECT
+from tests.golden.transcripts import named_events
 from tests.integration.dialect_conformance import Adapter, Answer, DialectConformance, StreamFailed
+from tests.unit.gateway.dialects.requests import MESSAGES
 
 
 def read_message(data: bytes) -> Answer:
@@ -78,17 +79,6 @@ def read_events(data: bytes) -> Answer:
     return answer_of(message, message["usage"])
 
 
-def named_events(data: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Return (event, data) of each event; Anthropic's SDKs need the names."""
-    found = []
-    for text in data.decode().split("\n\n")[:-1]:
-        first, second = text.split("\n")
-        assert first.startswith("event: ")
-        assert second.startswith("data: ")
-        found.append((first[7:], json.loads(second[6:])))
-    return found
-
-
 def read_error(body: bytes) -> str:
     """Return the message of an error body."""
     error = json.loads(body)
@@ -101,8 +91,7 @@ class TestAnthropicMessages(DialectConformance):
     """`/v1/messages`."""
 
     adapter: ClassVar[Adapter] = Adapter(
-        dialect=DIALECT,
-        good={"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]},
+        MESSAGES,
         streaming={"stream": True},
         read_unary=read_message,
         read_stream=read_events,

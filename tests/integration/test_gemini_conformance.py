@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from google.genai.types import GenerateContentResponse
 
-from gateway.dialects.canonical import RequestMetadata
-from gateway.dialects.gemini.generate_content import ARRAY_DIALECT, DIALECT
+from gateway.dialects.gemini.generate_content import ARRAY_DIALECT
 from tests.integration.dialect_conformance import Adapter, Answer, DialectConformance, StreamFailed
+from tests.unit.gateway.dialects.requests import GEMINI
 
 
 def read_unary(data: bytes) -> Answer:
-    """Read an answer with the official client's types."""
-    GenerateContentResponse.model_validate_json(data)
+    """Read an answer."""
     return answer_of([json.loads(data)])
 
 
 def answer_of(chunks: list[dict[str, Any]]) -> Answer:
-    """Return the answer that a client makes of chunks: joined parts, and the last usage."""
+    """Return the answer that a client, with the official types, makes of chunks: joined parts, and
+    the last usage."""
     parts: list[dict[str, Any]] = []
     reason = ""
     for chunk in chunks:
         if "error" in chunk:
             raise StreamFailed(chunk["error"]["message"])
+        GenerateContentResponse.model_validate(chunk)
         for candidate in chunk["candidates"]:
             parts += candidate["content"]["parts"]
             reason = candidate.get("finishReason", reason)
@@ -73,36 +75,26 @@ def with_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"generationConfig": metadata}
 
 
-GOOD = {"contents": [{"parts": [{"text": "hi"}]}]}
+ADAPTER = Adapter(
+    GEMINI,
+    streaming_action="streamGenerateContent",
+    read_unary=read_unary,
+    read_stream=read_events,
+    read_error=read_error,
+    tool=declared,
+    with_schema=with_schema,
+)
 
 
 class TestGeminiEvents(DialectConformance):
     """Streams with `?alt=sse`."""
 
-    adapter: ClassVar[Adapter] = Adapter(
-        dialect=DIALECT,
-        good=GOOD,
-        metadata=RequestMetadata("m", "generateContent"),
-        metadata_streaming=RequestMetadata("m", "streamGenerateContent"),
-        read_unary=read_unary,
-        read_stream=read_events,
-        read_error=read_error,
-        tool=declared,
-        with_schema=with_schema,
-    )
+    adapter: ClassVar[Adapter] = ADAPTER
 
 
 class TestGeminiArray(DialectConformance):
     """Streams without `?alt=sse`."""
 
-    adapter: ClassVar[Adapter] = Adapter(
-        dialect=ARRAY_DIALECT,
-        good=GOOD,
-        metadata=RequestMetadata("m", "generateContent"),
-        metadata_streaming=RequestMetadata("m", "streamGenerateContent"),
-        read_unary=read_unary,
-        read_stream=read_array,
-        read_error=read_error,
-        tool=declared,
-        with_schema=with_schema,
+    adapter: ClassVar[Adapter] = replace(
+        ADAPTER, endpoint=GEMINI._replace(dialect=ARRAY_DIALECT), read_stream=read_array
     )

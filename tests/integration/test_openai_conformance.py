@@ -10,17 +10,15 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 from gateway.dialects.canonical import Call
-from gateway.dialects.openai import chat as openai_chat
-from gateway.dialects.openai import completions as openai_completions
-from gateway.dialects.openai import responses as openai_responses
-from tests.golden.transcripts import events
+from tests.golden.transcripts import events, named_events
 from tests.integration.dialect_conformance import Adapter, Answer, DialectConformance, StreamFailed
 from tests.published_schema import violations
+from tests.unit.gateway.dialects.requests import CHAT, COMPLETIONS, RESPONSES
 
 
 def data_of(data: bytes) -> list[Any]:
-    """Return the JSON of each event, without keep-alives."""
-    found = events(data.replace(b": keep-alive\n\n", b""))
+    """Return the data of each event; an error raises as in a client."""
+    found = events(data)
     for event in found:
         if isinstance(event, dict) and event.get("error"):
             raise StreamFailed(event["error"]["message"])
@@ -103,8 +101,7 @@ class TestOpenAIChat(DialectConformance):
     """`/v1/chat/completions`."""
 
     adapter: ClassVar[Adapter] = Adapter(
-        dialect=openai_chat.DIALECT,
-        good={"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+        CHAT,
         streaming=STREAMING,
         read_unary=read_chat,
         read_stream=read_chat_stream,
@@ -149,8 +146,7 @@ class TestOpenAICompletions(DialectConformance):
     """`/v1/completions`: raw text without roles and calls."""
 
     adapter: ClassVar[Adapter] = Adapter(
-        dialect=openai_completions.DIALECT,
-        good={"model": "m", "prompt": "hi"},
+        COMPLETIONS,
         streaming=STREAMING,
         read_unary=read_completion,
         read_stream=read_completion_stream,
@@ -233,22 +229,11 @@ def read_response_stream(data: bytes) -> Answer:
     return answer_of(last["response"])
 
 
-def named_events(data: bytes) -> list[tuple[str, dict[str, Any]]]:
-    """Return (event, data) of each event."""
-    found = []
-    for text in data.decode().split("\n\n")[:-1]:
-        if not text.startswith(":"):
-            first, second = text.split("\n")
-            found.append((first.removeprefix("event: "), json.loads(second[6:])))
-    return found
-
-
 class TestOpenAIResponses(DialectConformance):
     """`/v1/responses`."""
 
     adapter: ClassVar[Adapter] = Adapter(
-        dialect=openai_responses.DIALECT,
-        good={"model": "m", "input": "hi"},
+        RESPONSES,
         streaming={"stream": True},
         read_unary=read_response,
         read_stream=read_response_stream,

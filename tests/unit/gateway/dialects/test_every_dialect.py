@@ -2,76 +2,75 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dialects.anthropic import messages, wire
-from gateway.dialects.canonical import Call, RequestMetadata
+from gateway.dialects.anthropic import wire as anthropic
+from gateway.dialects.canonical import Call
+from gateway.dialects.gemini import wire as gemini
 from gateway.dialects.openai import chat, completions, responses
-from gateway.dialects.protocol import Dialect
-from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind
 from tests.golden.transcripts import DOCUMENT, outcome, refusal_of
+from tests.unit.gateway.dialects.requests import (
+    CHAT,
+    COMPLETIONS,
+    ENDPOINTS,
+    GEMINI,
+    MESSAGES,
+    RESPONSES,
+    Endpoint,
+)
 
-MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 MESSAGE_CHARS_MAX = 1_000
 
 
 class Fields(NamedTuple):
-    """A dialect, its smallest body, and the fields that it reads, refuses and records.
+    """The fields that an endpoint reads, refuses and records.
 
     `heading`: the part of docs/dialects.md that names them; empty: any part."""
 
-    dialect: Dialect
-    smallest: dict[str, Any]
+    endpoint: Endpoint
     read: tuple[str, ...]
-    refused: tuple[str, ...]
+    refused: tuple[str, ...] = ()
     recorded: tuple[str, ...] = ()
     heading: str = ""
 
-    def parse(self, mode: Mode = "standard", /, **fields: Any) -> Call:
-        body = json.dumps({"model": "m", **self.smallest, **fields}).encode()
-        return self.parse_body(body, mode)
 
-    def parse_body(self, body: bytes, mode: Mode = "standard") -> Call:
-        return self.dialect.parse(body, RequestMetadata(tolerance=mode))
-
-
-DIALECTS = {
+FIELDS = {
     "chat": Fields(
-        chat.DIALECT,
-        {"messages": MESSAGES},
+        CHAT,
         chat.ChatBody.__struct_fields__,
         tuple(chat.REFUSED_FIELDS),
         tuple(chat.RULES.records),
     ),
     "completions": Fields(
-        completions.DIALECT,
-        {"prompt": "hi"},
+        COMPLETIONS,
         completions.CompletionBody.__struct_fields__,
         tuple(completions.REFUSED_FIELDS),
         tuple(completions.RULES.records),
     ),
     "responses": Fields(
-        responses.DIALECT,
-        {"input": "hi"},
+        RESPONSES,
         responses.ResponsesBody.__struct_fields__,
         tuple(responses.REFUSED_FIELDS),
         tuple(responses.RULES.records),
     ),
     "messages": Fields(
-        messages.DIALECT,
-        {"max_tokens": 1, "messages": MESSAGES},
-        wire.Body.__struct_fields__,
-        tuple(wire.REFUSED_FIELDS),
+        MESSAGES,
+        anthropic.Body.__struct_fields__,
+        tuple(anthropic.REFUSED_FIELDS),
         heading="\n## Anthropic\n",
     ),
+    "gemini": Fields(
+        GEMINI,
+        tuple(map(gemini.to_camel_case, gemini.GenerateBody.__struct_fields__)),
+    ),
 }
-every_dialect = pytest.mark.parametrize("fields", DIALECTS.values(), ids=DIALECTS)
+every_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
+every_dialect = pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 
 WORDS = ("type", "role", "content", "text", "format", "mode", "ttl", "name")
 KINDS = ("message", "user", "function", "input_text", "json_schema")
@@ -86,11 +85,28 @@ JSON = st.recursive(
 )
 
 
-@every_dialect
+@every_endpoint
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"nul", b"[]", b'"x"', b'{"model":"m"', b'{"temperature":NaN}'),
+        *(b"\xff", b'{"model":"\xff"}', b'{"model":"\xed\xa0\x80"}', b'{"model":"\\ud800"}'),
+        *(b"[" * 200_000, b'{"a":' * 100_000),
+        b'{"model":"m","messages":' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"model":"m","seed":' + b"9" * 4_400 + b"}",
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+def test_refuses_invalid_body(endpoint: Endpoint, body: bytes) -> None:
+    """Every decoder error is a client error."""
+    refusal_of(endpoint.parse_body, body)
+
+
+@every_endpoint
 @given(body=st.binary(max_size=60))
-def test_any_bytes_parse_to_a_call_or_a_refusal(fields: Fields, body: bytes) -> None:
+def test_any_bytes_parse_to_a_call_or_a_refusal(endpoint: Endpoint, body: bytes) -> None:
     """A parser raises no other exception."""
-    got = outcome(fields.parse_body, body)
+    got = outcome(endpoint.parse_body, body)
 
     assert isinstance(got, Call) or got.kind is Kind.BAD
 
@@ -101,8 +117,7 @@ def test_any_json_value_parses_to_a_call_or_a_refusal(fields: Fields, data: st.D
     """Types are checked before a value is used."""
     names = st.sampled_from([*fields.read, *fields.refused])
     more = data.draw(st.dictionaries(names, JSON, max_size=4))
-    body = {"model": "m", **fields.smallest, **more}
-    got = outcome(fields.parse_body, json.dumps(body).encode())
+    got = outcome(lambda given_: fields.endpoint.parse(**given_), more)
 
     assert isinstance(got, Call) or (got.kind is Kind.BAD and len(got.message) < MESSAGE_CHARS_MAX)
 
@@ -118,13 +133,13 @@ def test_every_field_is_documented(fields: Fields) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "name"),
-    [(fields, name) for fields in DIALECTS.values() for name in fields.refused],
+    ("endpoint", "name"),
+    [(fields.endpoint, name) for fields in FIELDS.values() for name in fields.refused],
 )
-def test_refuses_unsupported_field_by_name(fields: Fields, name: str) -> None:
+def test_refuses_unsupported_field_by_name(endpoint: Endpoint, name: str) -> None:
     """An ignored setting would give an answer to another request; null is no setting."""
-    refusal = refusal_of(fields.parse, "strict", **{name: {"some": "thing"}})
+    refusal = endpoint.refused("strict", **{name: {"some": "thing"}})
 
     assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
     assert refusal.message.startswith(f"{name}: ")
-    assert fields.parse(**{name: None}) == fields.parse()
+    assert endpoint.parse(**{name: None}) == endpoint.parse()

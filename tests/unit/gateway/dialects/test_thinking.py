@@ -9,7 +9,6 @@ import anthropic.types
 import pytest
 from openai.types.responses import Response
 
-from gateway.dialects.anthropic.messages import DIALECT as MESSAGES
 from gateway.dialects.canonical import (
     DEFAULT_THINKING,
     Begin,
@@ -18,17 +17,23 @@ from gateway.dialects.canonical import (
     Delta,
     End,
     Reply,
-    RequestMetadata,
     Text,
     Thinking,
     Thought,
     UsageRecord,
 )
-from gateway.dialects.gemini.generate_content import DIALECT as GEMINI
-from gateway.dialects.openai.chat import DIALECT as CHAT
-from gateway.dialects.openai.responses import DIALECT as RESPONSES
 from gateway.dialects.tolerance import without_thinking
+from tests.golden.transcripts import events, named_events, streamed
 from tests.published_schema import violations
+from tests.unit.gateway.dialects.requests import (
+    CHAT,
+    ENDPOINTS,
+    GEMINI,
+    HI,
+    MESSAGES,
+    RESPONSES,
+    Endpoint,
+)
 
 USAGE = UsageRecord(total_in=9, fresh=9, out=7, thinking=4)
 ANSWER: list[Delta] = [
@@ -39,31 +44,22 @@ ANSWER: list[Delta] = [
     ChoiceEnd(0, "stop"),
     End(USAGE),
 ]
-HI = [{"role": "user", "content": "hi"}]
-
-
-def chat(**fields: Any) -> Call:
-    """Return the call of a chat."""
-    return CHAT.parse(json.dumps({"model": "m", "messages": HI, **fields}).encode())
-
-
-def responses(**fields: Any) -> Call:
-    """Return the call of a response."""
-    return RESPONSES.parse(json.dumps({"model": "m", "input": "hi", **fields}).encode())
-
-
-def messages(**fields: Any) -> Call:
-    """Return the call of Anthropic's messages."""
-    body = {"model": "m", "max_tokens": 99, "messages": HI, **fields}
-    return MESSAGES.parse(json.dumps(body).encode())
+chat, responses, messages = CHAT.parse, RESPONSES.parse, MESSAGES.parse
 
 
 def gemini(**config: Any) -> Call:
-    """Return the call of Gemini's generateContent."""
-    body = {"contents": [{"parts": [{"text": "hi"}]}], "generationConfig": config}
-    return GEMINI.parse(
-        json.dumps(body).encode(), RequestMetadata(model="m", action="generateContent")
-    )
+    """Return the call of Gemini's smallest request with a generation config."""
+    return GEMINI.parse(generationConfig=config)
+
+
+def stream(endpoint: Endpoint, call: Call, reply: Reply) -> bytes:
+    """Return the stream of the answer."""
+    return streamed(endpoint.dialect.encoder(call, reply), ANSWER)
+
+
+def unary(endpoint: Endpoint, call: Call, reply: Reply) -> Any:
+    """Return the complete answer."""
+    return json.loads(endpoint.dialect.encoder(call, reply).unary(ANSWER))
 
 
 @pytest.mark.parametrize(
@@ -127,15 +123,12 @@ def test_chat_answers_with_reasoning_content() -> None:
     """The field that vLLM's and DeepSeek's clients read, whole and in pieces."""
     call = chat(stream=True)
     reply = Reply("chatcmpl-1", "m", 1)
-    answer = json.loads(CHAT.encoder(call, reply).unary(ANSWER))
+    answer = unary(CHAT, call, reply)
     message = answer["choices"][0]["message"]
 
     assert (message["reasoning_content"], message["content"]) == ("let me see", "Yes.")
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
-    encoder = CHAT.encoder(call, reply)
-    chunks = [
-        json.loads(part[6:]) for d in ANSWER for part in encoder.stream(d).split(b"\n\n")[:-1]
-    ]
+    chunks = events(stream(CHAT, call, reply))[:-1]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
     assert "".join(d.get("reasoning_content", "") for d in deltas) == "let me see"
     assert "".join(d.get("content") or "" for d in deltas) == "Yes."
@@ -145,8 +138,7 @@ def test_responses_answer_with_a_reasoning_item() -> None:
     """It satisfies OpenAI's published schema, whole and as events, and the SDK's types."""
     call = responses(stream=True)
     reply = Reply("resp_1", "m", 1)
-    body = RESPONSES.encoder(call, reply).unary(ANSWER)
-    answer = json.loads(body)
+    answer = unary(RESPONSES, call, reply)
     thought, message = answer["output"]
 
     assert violations(answer, "Response") == []
@@ -155,12 +147,10 @@ def test_responses_answer_with_a_reasoning_item() -> None:
     assert thought["id"] != message["id"]
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
     assert Response.model_validate(answer).output_text == "Yes."
-    encoder = RESPONSES.encoder(call, reply)
-    lines = b"".join(map(encoder.stream, ANSWER)).decode().splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
-    for event in events:
+    found = named_events(stream(RESPONSES, call, reply))
+    for _, event in found:
         assert violations(event, "ResponseStreamEvent") == []
-    kinds = [event["type"] for event in events]
+    kinds = [name for name, _ in found]
     assert kinds.count("response.reasoning_text.delta") == 2
     assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
 
@@ -169,27 +159,24 @@ def test_messages_answer_with_a_signed_thinking_block() -> None:
     """The block comes first, and its signature closes it in the stream."""
     call = messages(thinking={"type": "enabled", "budget_tokens": 1024})
     reply = Reply("msg_1", "m", 1)
-    answer = json.loads(MESSAGES.encoder(call, reply).unary(ANSWER))
-    message = anthropic.types.Message.model_validate(answer)
+    message = anthropic.types.Message.model_validate(unary(MESSAGES, call, reply))
     thought, text = message.content
 
     assert isinstance(thought, anthropic.types.ThinkingBlock)
     assert isinstance(text, anthropic.types.TextBlock)
     assert (thought.thinking, text.text) == ("let me see", "Yes.")
     assert thought.signature
-    encoder = MESSAGES.encoder(call, reply)
-    lines = b"".join(map(encoder.stream, ANSWER)).decode().splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
-    deltas = [e["delta"]["type"] for e in events if e["type"] == "content_block_delta"]
+    found = events(stream(MESSAGES, call, reply))
+    deltas = [e["delta"]["type"] for e in found if e["type"] == "content_block_delta"]
     assert deltas == ["thinking_delta", "thinking_delta", "signature_delta", "text_delta"]
-    stops = [e["index"] for e in events if e["type"] == "content_block_stop"]
+    stops = [e["index"] for e in found if e["type"] == "content_block_stop"]
     assert stops == [0, 1]
 
 
 def test_gemini_answers_with_parts_that_are_thoughts() -> None:
     """Thoughts and text stay apart, and their tokens are counted apart."""
     call = gemini(thinkingConfig={"includeThoughts": True})
-    answer = json.loads(GEMINI.encoder(call, Reply("g", "m", 1)).unary(ANSWER))
+    answer = unary(GEMINI, call, Reply("g", "m", 1))
 
     assert answer["candidates"][0]["content"]["parts"] == [
         {"text": "let me see", "thought": True},
@@ -200,13 +187,13 @@ def test_gemini_answers_with_parts_that_are_thoughts() -> None:
     assert usage["totalTokenCount"] == 16
 
 
-HISTORIES = {
-    "chat": chat(
-        messages=[*HI, {"role": "assistant", "content": "Yes.", "reasoning_content": "see"}, *HI]
-    ),
-    "responses": responses(
-        input=[
-            {"type": "message", "role": "user", "content": "hi"},
+HISTORIES: dict[str, dict[str, Any]] = {
+    "chat": {
+        "messages": [HI, {"role": "assistant", "content": "Yes.", "reasoning_content": "see"}, HI]
+    },
+    "responses": {
+        "input": [
+            HI,
             {
                 "type": "reasoning",
                 "id": "rs_1",
@@ -214,12 +201,12 @@ HISTORIES = {
                 "content": [{"type": "reasoning_text", "text": "see"}],
             },
             {"type": "message", "role": "assistant", "content": "Yes."},
-            {"type": "message", "role": "user", "content": "hi"},
+            HI,
         ]
-    ),
-    "messages": messages(
-        messages=[
-            *HI,
+    },
+    "messages": {
+        "messages": [
+            HI,
             {
                 "role": "assistant",
                 "content": [
@@ -227,31 +214,23 @@ HISTORIES = {
                     {"type": "text", "text": "Yes."},
                 ],
             },
-            *HI,
+            HI,
         ]
-    ),
-    "gemini": GEMINI.parse(
-        json.dumps(
-            {
-                "contents": [
-                    {"parts": [{"text": "hi"}]},
-                    {
-                        "role": "model",
-                        "parts": [{"text": "see", "thought": True}, {"text": "Yes."}],
-                    },
-                    {"parts": [{"text": "hi"}]},
-                ]
-            }
-        ).encode(),
-        RequestMetadata(model="m", action="generateContent"),
-    ),
+    },
+    "gemini": {
+        "contents": [
+            {"parts": [{"text": "hi"}]},
+            {"role": "model", "parts": [{"text": "see", "thought": True}, {"text": "Yes."}]},
+            {"parts": [{"text": "hi"}]},
+        ]
+    },
 }
 
 
-@pytest.mark.parametrize("dialect", sorted(HISTORIES))
-def test_thoughts_of_the_history_belong_to_their_answer(dialect: str) -> None:
+@pytest.mark.parametrize("name", HISTORIES)
+def test_thoughts_of_the_history_belong_to_their_answer(name: str) -> None:
     """One message of a thought and a text, in every dialect."""
-    segments = HISTORIES[dialect].prompts[0].segments
+    segments = ENDPOINTS[name].parse(**HISTORIES[name]).prompts[0].segments
 
     found = [(s.role, s.text, s.message, s.is_thought) for s in segments]
     assert found == [

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from gateway.dialects.anthropic import messages as anthropic
-from gateway.dialects.canonical import Call, RequestMetadata
-from gateway.dialects.gemini import generate_content as gemini
-from gateway.dialects.openai import chat as openai_chat
-from gateway.dialects.openai import completions as openai_completions
-from gateway.dialects.openai import responses as openai_responses
-from gateway.dialects.protocol import Dialect
 from gateway.dialects.tolerance import (
     HINTS,
     IGNORED_NAMES_MAX,
@@ -21,50 +13,39 @@ from gateway.dialects.tolerance import (
     Tolerance,
     label_of,
 )
-from gateway.errors import Refusal
-from tests.golden.transcripts import DOCUMENT, refusal_of
+from tests.golden.transcripts import DOCUMENT
+from tests.unit.gateway.dialects.requests import (
+    CHAT,
+    COMPLETIONS,
+    ENDPOINTS,
+    HI,
+    RESPONSES,
+    Endpoint,
+)
 
-HI = [{"role": "user", "content": "hi"}]
-BODIES: dict[str, tuple[Dialect, dict[str, Any]]] = {
-    "chat": (openai_chat.DIALECT, {"model": "m", "messages": HI}),
-    "completions": (openai_completions.DIALECT, {"model": "m", "prompt": "hi"}),
-    "responses": (openai_responses.DIALECT, {"model": "m", "input": "hi"}),
-    "messages": (anthropic.DIALECT, {"model": "m", "max_tokens": 9, "messages": HI}),
-    "gemini": (gemini.DIALECT, {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}),
-}
 BOTH = pytest.mark.parametrize("mode", ["standard", "lenient"])
-ALL = pytest.mark.parametrize("name", sorted(BODIES))
-
-
-def parse(name: str, mode: Mode = "standard", **fields: Any) -> Call:
-    """Parse a dialect's smallest body with more fields."""
-    dialect, body = BODIES[name]
-    metadata = RequestMetadata(model="m", action="generateContent", tolerance=mode)
-    return dialect.parse(json.dumps({**body, **fields}).encode(), metadata)
-
-
-def refusal(name: str, mode: Mode = "standard", **fields: Any) -> Refusal:
-    """Return the refusal of a dialect's smallest body with more fields."""
-    return refusal_of(parse, name, mode, **fields)
+ALL = pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
 
 
 @ALL
 @BOTH
-def test_a_hint_is_taken_and_named(name: str, mode: Mode) -> None:
+def test_a_hint_is_taken_and_named(endpoint: Endpoint, mode: Mode) -> None:
     """A hint for another model cannot make an answer wrong, and clients send it to every model."""
-    call = parse(name, mode, keep_alive="5m", verbosity=None, provider={})
+    call = endpoint.parse(mode, keep_alive="5m", verbosity=None, provider={})
 
     assert call.ignored == ("keep_alive",)
-    assert call.prompts == parse(name).prompts
-    assert refusal(name, "strict", keep_alive="5m").code == "unknown_parameter"
+    assert call.prompts == endpoint.parse().prompts
+    assert endpoint.refused("strict", keep_alive="5m").code == "unknown_parameter"
 
 
 @ALL
-def test_an_unknown_field_is_refused_unless_lenient(name: str) -> None:
+def test_an_unknown_field_is_refused_unless_lenient(endpoint: Endpoint) -> None:
     """It could change the answer; the lenient mode says that it had no effect."""
-    assert refusal(name, temprature=0).code == "unknown_parameter"
-    assert refusal(name, "strict", temprature=0).code == "unknown_parameter"
-    assert parse(name, "lenient", temprature=0).ignored == ("temprature",)
+    for mode in ("standard", "strict"):
+        refusal = endpoint.refused(mode, modle="m")
+        assert (refusal.code, refusal.param) == ("unknown_parameter", "modle")
+        assert "'modle'" in refusal.message
+    assert endpoint.parse("lenient", modle="m").ignored == ("modle",)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +68,7 @@ def test_an_unknown_field_is_refused_unless_lenient(name: str) -> None:
             {
                 "stream": True,
                 "stream_options": {"new": 1},
-                "messages": [{"role": "assistant", "content": "a", "new": 1}, *HI],
+                "messages": [{"role": "assistant", "content": "a", "new": 1}, HI],
             },
             "messages[].new stream_options.new",
         ),
@@ -121,13 +102,13 @@ def test_hints_are_accepted_and_named_in_each_dialect(
     name: str, fields: dict[str, Any], ignored: str
 ) -> None:
     """Frameworks set them in the app's code, whichever model is behind the name."""
-    assert parse(name, **fields).ignored == tuple(ignored.split())
+    assert ENDPOINTS[name].parse(**fields).ignored == tuple(ignored.split())
 
 
 ANSWERS: dict[str, dict[str, Any]] = {
     "chat": {
         "messages": [
-            *HI,
+            HI,
             {
                 "role": "assistant",
                 "content": [
@@ -149,12 +130,12 @@ ANSWERS: dict[str, dict[str, Any]] = {
             },
             {"role": "tool", "tool_call_id": "c1", "content": "42"},
             {"role": "assistant", "content": "42", "provider_specific_fields": None},
-            *HI,
+            HI,
         ]
     },
     "responses": {
         "input": [
-            *HI,
+            HI,
             {
                 "type": "message",
                 "role": "assistant",
@@ -167,14 +148,14 @@ ANSWERS: dict[str, dict[str, Any]] = {
     },
     "messages": {
         "messages": [
-            *HI,
+            HI,
             {
                 "role": "assistant",
                 "id": "msg_1",
                 "stop_reason": "end_turn",
                 "content": [{"type": "text", "text": "hello", "new": 1}],
             },
-            *HI,
+            HI,
         ]
     },
     "gemini": {
@@ -206,19 +187,19 @@ IGNORED = {
 @BOTH
 def test_unknown_fields_of_earlier_answers_are_ignored(name: str, mode: Mode) -> None:
     """Clients add fields to the answers that they keep, and send them back as history."""
-    call = parse(name, mode, **ANSWERS[name])
+    call = ENDPOINTS[name].parse(mode, **ANSWERS[name])
 
     assert set(call.ignored) == set(IGNORED[name])
     assert {segment.text for segment in call.prompts[0].segments} >= {"hi"}
-    assert refusal(name, "strict", **ANSWERS[name]).param
+    assert ENDPOINTS[name].refused("strict", **ANSWERS[name]).param
 
 
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("chat", {"messages": [{**HI[0], "cache_controls": {}}]}),
-        ("responses", {"input": [{**HI[0], "cache_controls": {}}]}),
-        ("messages", {"messages": [{**HI[0], "cache_controls": {}}]}),
+        ("chat", {"messages": [{**HI, "cache_controls": {}}]}),
+        ("responses", {"input": [{**HI, "cache_controls": {}}]}),
+        ("messages", {"messages": [{**HI, "cache_controls": {}}]}),
         ("gemini", {"contents": [{"role": "user", "parts": [{"text": "a", "texts": "b"}]}]}),
         ("gemini", {"generationConfig": {"temprature": 1}}),
         ("responses", {"tools": [{"type": "function", "name": "f", "strikt": True}]}),
@@ -229,8 +210,8 @@ def test_unknown_fields_elsewhere_are_refused_unless_lenient(
     name: str, fields: dict[str, Any]
 ) -> None:
     """A typo in a user's message or in a tool is the client's mistake."""
-    assert refusal(name, **fields).param
-    assert len(parse(name, "lenient", **fields).ignored) == 1
+    assert ENDPOINTS[name].refused(**fields).param
+    assert len(ENDPOINTS[name].parse("lenient", **fields).ignored) == 1
 
 
 @pytest.mark.parametrize(
@@ -247,22 +228,22 @@ def test_aliases_are_honoured_under_our_names(
     fields: dict[str, Any], equal: dict[str, Any]
 ) -> None:
     """Other engines' clients send the same setting under another name."""
-    assert parse("chat", **fields) == parse("chat", **equal)
-    assert parse("chat", **fields).ignored == ()
+    assert CHAT.parse(**fields) == CHAT.parse(**equal)
+    assert CHAT.parse(**fields).ignored == ()
 
 
 def test_an_alias_may_not_contradict_its_equal() -> None:
     """The client wants two answers; only one can be given."""
-    wrong = refusal("chat", repeat_penalty=1.1, repetition_penalty=1.2)
+    wrong = CHAT.refused(repeat_penalty=1.1, repetition_penalty=1.2)
 
     assert (wrong.param, "repetition_penalty" in wrong.message) == ("repeat_penalty", True)
-    assert parse("chat", repeat_penalty=1.1, repetition_penalty=1.1).ignored == ()
+    assert CHAT.parse(repeat_penalty=1.1, repetition_penalty=1.1).ignored == ()
 
 
 def test_limits_of_answers_have_one_meaning_in_every_endpoint() -> None:
     """Clients rename the field when they change the endpoint, or forget to."""
-    assert parse("responses", max_tokens=7).generation.max_tokens == 7
-    assert parse("completions", max_completion_tokens=7).generation.max_tokens == 7
+    assert RESPONSES.parse(max_tokens=7).generation.max_tokens == 7
+    assert COMPLETIONS.parse(max_completion_tokens=7).generation.max_tokens == 7
 
 
 @pytest.mark.parametrize(
@@ -278,7 +259,7 @@ def test_a_field_that_would_change_the_answer_is_refused(
     fields: dict[str, Any], mode: Mode
 ) -> None:
     """An ignored one would give an answer to another request, in any mode."""
-    wrong = refusal("chat", mode, **fields)
+    wrong = CHAT.refused(mode, **fields)
 
     assert (wrong.code, wrong.param) == ("unsupported_parameter", next(iter(fields)))
 

@@ -28,8 +28,7 @@ from gateway.dialects.canonical import (
     UsageRecord,
 )
 from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import check_golden, streamed
-from tests.integration.test_anthropic_conformance import named_events
+from tests.golden.transcripts import check_golden, named_events, streamed
 
 CALL = Call("m", (Prompt(),), GenerationParameters())
 REPLY = Reply("msg_1", "smollm2", 1_700_000_000)

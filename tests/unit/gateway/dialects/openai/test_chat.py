@@ -245,33 +245,6 @@ def test_error_does_not_quote_a_long_value() -> None:
     assert len(refused(**{"x" * 100_000: 1}).message) < 500
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"nul",
-        b"[]",
-        b'{"model":"m"',
-        b"\xff",
-        b'{"model":"\xff"}',
-        b'{"model":"\xed\xa0\x80"}',
-        b'{"model":"\\ud800"}',
-        b'{"temperature":NaN}',
-        b"[" * 200_000,
-        b'{"a":' * 100_000,
-        b'{"model":"m","messages":' + b"[" * 900 + b"]" * 900 + b"}",
-        b'{"model":"m","seed":' + b"9" * 4_400 + b"}",
-    ],
-    ids=lambda body: repr(body[:24]),
-)
-def test_refuses_invalid_json(body: bytes) -> None:
-    """Every decoder error is a client error."""
-    with pytest.raises(Refusal) as raised:
-        DIALECT.parse(body)
-
-    assert raised.value.kind is Kind.BAD
-
-
 # --- answers -------------------------------------------------------------------------------------
 
 

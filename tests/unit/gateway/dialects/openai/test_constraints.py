@@ -10,33 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dialects.canonical import Call, OutputFormat, RequestMetadata
-from gateway.dialects.openai import chat, completions, responses
-from gateway.dialects.protocol import Dialect
-from gateway.dialects.tolerance import Mode
-from gateway.errors import Refusal
-from tests.golden.transcripts import refusal_of
+from gateway.dialects.canonical import OutputFormat
+from tests.unit.gateway.dialects.requests import CHAT, COMPLETIONS, RESPONSES, Endpoint
 
-BODIES: dict[str, tuple[Dialect, dict[str, Any]]] = {
-    "chat": (chat.DIALECT, {"messages": [{"role": "user", "content": "hi"}]}),
-    "completions": (completions.DIALECT, {"prompt": ["hi", "ho"]}),
-    "responses": (responses.DIALECT, {"input": "hi"}),
+ENDPOINTS = {
+    "chat": CHAT,
+    "completions": COMPLETIONS,
+    "several prompts": COMPLETIONS._replace(smallest={"model": "m", "prompt": ["hi", "ho"]}),
+    "responses": RESPONSES,
 }
-ALL = pytest.mark.parametrize("name", sorted(BODIES))
+ALL = pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 LARK = 'start: "a" | "b"'
 TOOL = {"type": "function", "function": {"name": "f"}}
-
-
-def parse(name: str, mode: Mode = "standard", /, **fields: Any) -> Call:
-    dialect, body = BODIES[name]
-    sent = json.dumps({"model": "m", **body, **fields}).encode()
-    return dialect.parse(sent, RequestMetadata(tolerance=mode))
-
-
-def refusal(name: str, mode: Mode = "standard", /, **fields: Any) -> Refusal:
-    return refusal_of(parse, name, mode, **fields)
 
 
 @ALL
@@ -78,10 +65,10 @@ def refusal(name: str, mode: Mode = "standard", /, **fields: Any) -> Refusal:
     ],
 )
 def test_constraint_is_the_output_format(
-    name: str, fields: dict[str, Any], wanted: OutputFormat
+    endpoint: Endpoint, fields: dict[str, Any], wanted: OutputFormat
 ) -> None:
     """Its path is the field that the client knows, which an error names."""
-    call = parse(name, **fields)
+    call = endpoint.parse(**fields)
 
     assert [prompt.output_format for prompt in call.prompts] == [wanted] * len(call.prompts)
     assert call.ignored == ()
@@ -89,8 +76,8 @@ def test_constraint_is_the_output_format(
 
 @pytest.mark.parametrize("field", ["regex", "pattern", "value"])
 def test_response_format_may_be_a_pattern_or_a_grammar(field: str) -> None:
-    pattern = parse("chat", response_format={"type": "regex", field: "a+"})
-    grammar = parse("chat", response_format={"type": "grammar", "grammar": LARK})
+    pattern = CHAT.parse(response_format={"type": "regex", field: "a+"})
+    grammar = CHAT.parse(response_format={"type": "grammar", "grammar": LARK})
 
     wanted = OutputFormat("regex", "a+", "response_format")
     assert pattern.prompts[0].output_format == wanted
@@ -98,10 +85,10 @@ def test_response_format_may_be_a_pattern_or_a_grammar(field: str) -> None:
 
 
 @ALL
-def test_hints_of_the_newer_form_are_named(name: str) -> None:
+def test_hints_of_the_newer_form_are_named(endpoint: Endpoint) -> None:
     options = {"regex": "a", "disable_any_whitespace": True, "disable_fallback": False}
 
-    call = parse(name, structured_outputs=options)
+    call = endpoint.parse(structured_outputs=options)
     assert call.ignored == ("structured_outputs.disable_any_whitespace",)
 
 
@@ -126,36 +113,38 @@ def test_hints_of_the_newer_form_are_named(name: str) -> None:
         ({"guided_regex": "a", "structured_outputs": {"json_object": True}}, "structured_outputs"),
     ],
 )
-def test_bad_constraint_is_refused_by_name(name: str, fields: dict[str, Any], param: str) -> None:
-    found = refusal(name, **fields)
+def test_bad_constraint_is_refused_by_name(
+    endpoint: Endpoint, fields: dict[str, Any], param: str
+) -> None:
+    found = endpoint.refused(**fields)
 
     assert (found.param or "").startswith(param)
 
 
 @ALL
-def test_strict_mode_refuses_other_servers_names(name: str) -> None:
-    found = refusal(name, "strict", structured_outputs={"regex": "a"})
+def test_strict_mode_refuses_other_servers_names(endpoint: Endpoint) -> None:
+    found = endpoint.refused("strict", structured_outputs={"regex": "a"})
 
     assert (found.code, found.param) == ("unsupported_parameter", "structured_outputs")
 
 
 def test_constraint_may_repeat_the_response_format_but_not_contradict_it() -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
-    found = refusal("chat", response_format=form, guided_json={"type": "object"})
+    found = CHAT.refused(response_format=form, guided_json={"type": "object"})
 
-    same = parse("chat", response_format=form, guided_json=SCHEMA)
-    assert same.prompts == parse("chat", response_format=form).prompts
+    same = CHAT.parse(response_format=form, guided_json=SCHEMA)
+    assert same.prompts == CHAT.parse(response_format=form).prompts
     assert (found.param, "response_format" in found.message) == ("guided_json", True)
-    assert refusal("chat", response_format={"type": "regex"}).param == "response_format"
+    assert CHAT.refused(response_format={"type": "regex"}).param == "response_format"
 
 
 def test_pattern_excludes_tools_that_may_be_called() -> None:
     """A grammar constrains the whole output, calls included."""
-    found = refusal("chat", guided_regex="a", tools=[TOOL])
+    found = CHAT.refused(guided_regex="a", tools=[TOOL])
 
     assert found.param == "guided_regex"
-    uncalled = parse("chat", guided_regex="a", tools=[TOOL], tool_choice="none")
-    called = parse("chat", guided_json=SCHEMA, tools=[TOOL])
+    uncalled = CHAT.parse(guided_regex="a", tools=[TOOL], tool_choice="none")
+    called = CHAT.parse(guided_json=SCHEMA, tools=[TOOL])
     kinds = [call.prompts[0].output_format.kind for call in (uncalled, called)]
     assert kinds == ["regex", "json_schema"]
 
@@ -163,7 +152,7 @@ def test_pattern_excludes_tools_that_may_be_called() -> None:
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=4))
 def test_choice_matches_exactly_its_texts(choices: list[str]) -> None:
     """The pattern's syntax is a subset of Python's."""
-    pattern = parse("chat", guided_choice=choices).prompts[0].output_format.schema
+    pattern = CHAT.parse(guided_choice=choices).prompts[0].output_format.schema
 
     assert all(re.fullmatch(pattern, choice) for choice in choices)
     assert not re.fullmatch(pattern, choices[0] + choices[-1] + "x" * 99)

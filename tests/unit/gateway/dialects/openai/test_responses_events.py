@@ -24,8 +24,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.openai import responses as openai_responses
 from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import SCRIPT, check_golden, streamed
-from tests.integration.test_openai_conformance import named_events
+from tests.golden.transcripts import SCRIPT, check_golden, named_events, streamed
 
 DIALECT = openai_responses.DIALECT
 REPLY = Reply("resp_1", "m", 1_700_000_000)
