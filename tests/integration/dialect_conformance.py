@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -117,7 +117,7 @@ def usages(draw: st.DrawFn) -> UsageRecord:
     return UsageRecord(total, read, write, fresh, draw(TOKENS), draw(TOKENS))
 
 
-TEXTS = st.builds(lambda text: [Text(0, text)], st.text(max_size=4))
+TEXTS = st.lists(st.builds(Text, st.just(0), st.text(max_size=4)), min_size=1, max_size=3)
 ARGUMENTS = st.dictionaries(st.text(max_size=3), st.integers(-9, 9) | st.text(max_size=3))
 
 
@@ -143,7 +143,8 @@ def answers(draw: st.DrawFn, *, has_calls: bool) -> list[Delta]:
             called += 1
         else:
             deltas += draw(TEXTS)
-    deltas.append(ChoiceEnd(0, "tool_calls" if called else draw(st.sampled_from(["stop"]))))
+    end: Literal["stop", "length"] = draw(st.sampled_from(["stop", "length"]))
+    deltas.append(ChoiceEnd(0, "tool_calls" if called else end))
     return [*deltas, End(usage)]
 
 

@@ -225,36 +225,6 @@ def test_engine_losses_are_reported_as_unavailable() -> None:
 # --- errors ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "status", "type_"),
-    [
-        (Kind.BAD, 400, "invalid_request_error"),
-        (Kind.AUTH, 401, "authentication_error"),
-        (Kind.QUOTA, 402, "billing_error"),
-        (Kind.PERMISSION, 403, "permission_error"),
-        (Kind.NOT_FOUND, 404, "not_found_error"),
-        (Kind.METHOD, 405, "invalid_request_error"),
-        (Kind.TIMEOUT, 408, "timeout_error"),
-        (Kind.CONFLICT, 409, "conflict_error"),
-        (Kind.TOO_BIG, 413, "request_too_large"),
-        (Kind.RATE, 429, "rate_limit_error"),
-        (Kind.INTERNAL, 500, "api_error"),
-        (Kind.DEADLINE, 504, "timeout_error"),
-        (Kind.BUSY, 529, "overloaded_error"),
-    ],
-)
-def test_status_and_error_type_of_each_kind(kind: Kind, status: int, type_: str) -> None:
-    """Clients retry by status, and operators search by type."""
-    got, body = DIALECT.error_body(Refusal(kind, "c", "m", param="p"), "r1")
-
-    assert got == status
-    assert json.loads(body) == {
-        "type": "error",
-        "error": {"type": type_, "message": "m", "details": {"error_code": "c", "param": "p"}},
-        "request_id": "req_r1",
-    }
-
-
 def test_stream_error_has_the_request_id() -> None:
     """Support finds the request by the id of the header."""
     refusal = Refusal(Kind.BUSY, "engine_restarting", "The engine stopped.")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from gateway.dialects.canonical import CacheDirectives, Call
-from gateway.dialects.openai import chat as openai_chat
-from gateway.dialects.openai import responses as openai_responses
-from gateway.errors import Refusal
+from tests.golden.transcripts import refusal_of
+from tests.unit.gateway.dialects.requests import CHAT, HI, RESPONSES
 
 NATIVE = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 FOREIGN = {"cache_control": {"type": "ephemeral"}}
@@ -23,8 +21,7 @@ def part(**retentions_of: Any) -> dict[str, Any]:
 def chat(parts: list[dict[str, Any]] | None = None, **fields: Any) -> Call:
     """Return the call of a chat with these parts."""
     content = parts if parts is not None else [part()]
-    body = {"model": "m", "messages": [{"role": "user", "content": content}], **fields}
-    return openai_chat.DIALECT.parse(json.dumps(body).encode())
+    return CHAT.parse(messages=[{"role": "user", "content": content}], **fields)
 
 
 def retentions_of(call: Call) -> list[str | None]:
@@ -108,8 +105,7 @@ def test_accepts_cache_control_on_messages_tools_and_requests() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     of_request = chat([part(), part()], **FOREIGN)
     of_tool = chat(tools=[{**tool, **FOREIGN}, {**tool, "function": {"name": "g", **FOREIGN}}])
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi", **FOREIGN}]}
-    of_message = openai_chat.DIALECT.parse(json.dumps(body).encode())
+    of_message = CHAT.parse(messages=[{**HI, **FOREIGN}])
 
     assert retentions_of(of_request) == [None, "5m?"]
     assert [one.retention for one in of_tool.prompts[0].tools] == ["5m?", "5m?"]
@@ -127,10 +123,9 @@ def test_deprecated_retention_keeps_the_default_lookup(value: str) -> None:
 
 def test_refuses_deprecated_retention_with_a_ttl() -> None:
     """The two contradict each other."""
-    with pytest.raises(Refusal) as raised:
-        chat(prompt_cache_retention="24h", prompt_cache_options={"ttl": "30m"})
+    refusal = refusal_of(chat, prompt_cache_retention="24h", prompt_cache_options={"ttl": "30m"})
 
-    assert raised.value.param == "prompt_cache_retention"
+    assert refusal.param == "prompt_cache_retention"
     assert chat(prompt_cache_retention="24h", prompt_cache_options={}).cache.implicit == "24h"
 
 
@@ -155,10 +150,7 @@ def test_refuses_deprecated_retention_with_a_ttl() -> None:
 )
 def test_refuses_unknown_ttl_or_mode_with_path(fields: dict[str, Any], param: str) -> None:
     """A silent typo in a ttl would disable the cache."""
-    with pytest.raises(Refusal) as raised:
-        chat(**fields)
-
-    assert raised.value.param == param
+    assert refusal_of(chat, **fields).param == param
 
 
 def test_breakpoints_never_change_the_prompt() -> None:
@@ -187,11 +179,9 @@ def test_each_partition_field_narrows_the_namespace() -> None:
 def test_responses_accepts_the_same_breakpoints() -> None:
     """Both endpoints share the rules."""
     parts = [{"type": "input_text", "text": "a", **NATIVE}, {"type": "input_text", "text": "b"}]
-    body: dict[str, Any] = {"model": "m", "input": [{"role": "user", "content": parts}]}
-    native = openai_responses.DIALECT.parse(json.dumps(body).encode())
-    explicit = openai_responses.DIALECT.parse(
-        json.dumps({**body, "prompt_cache_options": {"mode": "explicit", "ttl": "12h"}}).encode()
-    )
+    items = [{"role": "user", "content": parts}]
+    native = RESPONSES.parse(input=items)
+    explicit = RESPONSES.parse(input=items, prompt_cache_options={"mode": "explicit", "ttl": "12h"})
 
     assert (retentions_of(native), native.cache.implicit) == (["30m?", None], "30m?")
     assert (retentions_of(explicit), explicit.cache.implicit) == (["12h", None], None)

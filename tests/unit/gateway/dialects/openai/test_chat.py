@@ -18,12 +18,10 @@ from gateway.dialects.canonical import (
     ChoiceEnd,
     Delta,
     End,
-    RequestMetadata,
     Segment,
     Text,
 )
 from gateway.dialects.openai import chat as openai_chat
-from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import (
     REPLY,
@@ -31,22 +29,16 @@ from tests.golden.transcripts import (
     USAGE,
     check_golden,
     events,
-    refusal_of,
     streamed,
 )
+from tests.unit.gateway.dialects.requests import CHAT
 
-DIALECT = openai_chat.DIALECT
-
-
-def parse(tolerance: Mode = "standard", /, **fields: Any) -> Call:
-    """Parse a valid request with more fields."""
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-    return DIALECT.parse(json.dumps(body).encode(), RequestMetadata(tolerance=tolerance))
+DIALECT, parse = CHAT.dialect, CHAT.parse
 
 
 def refused(**fields: Any) -> Refusal:
-    """Return the strict mode's refusal of a valid request with more fields."""
-    return refusal_of(parse, "strict", **fields)
+    """Return the strict mode's refusal of the smallest request with more fields."""
+    return CHAT.refused("strict", **fields)
 
 
 def stream(call: Call, deltas: list[Delta]) -> bytes:
@@ -399,24 +391,3 @@ def test_stream_error_is_an_event_that_the_client_raises() -> None:
         "param": None,
         "code": "engine_restarting",
     }
-
-
-@pytest.mark.parametrize(
-    ("kind", "status", "type_"),
-    [
-        (Kind.BAD, 400, "invalid_request_error"),
-        (Kind.AUTH, 401, "authentication_error"),
-        (Kind.NOT_FOUND, 404, "invalid_request_error"),
-        (Kind.RATE, 429, "rate_limit_error"),
-        (Kind.QUOTA, 429, "insufficient_quota"),
-        (Kind.INTERNAL, 500, "server_error"),
-        (Kind.BUSY, 503, "server_error"),
-        (Kind.DEADLINE, 504, "server_error"),
-    ],
-)
-def test_status_and_error_type_of_each_kind(kind: Kind, status: int, type_: str) -> None:
-    """Clients retry by status, and operators search by type."""
-    got, body = DIALECT.error_body(Refusal(kind, "c", "m", param="p"), "request")
-
-    assert got == status
-    assert json.loads(body) == {"error": {"message": "m", "type": type_, "param": "p", "code": "c"}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +15,8 @@ from gateway.dialects.canonical import (
     ToolCall,
     ToolChoice,
 )
-from gateway.dialects.openai import chat as openai_chat
-from gateway.errors import Kind, Refusal
+from gateway.errors import Refusal
+from tests.unit.gateway.dialects.requests import CHAT, HI
 
 WEATHER = {
     "type": "function",
@@ -32,19 +32,14 @@ WEATHER = {
     },
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
-USER = {"role": "user", "content": "hi"}
 
 
-def prompt(messages: list[dict[str, Any]] | None = None, **fields: Any) -> Prompt:
-    body = {"model": "m", "messages": messages or [USER], **fields}
-    return openai_chat.DIALECT.parse(json.dumps(body).encode()).prompts[0]
+def prompt(messages: Sequence[dict[str, Any]] = (HI,), **fields: Any) -> Prompt:
+    return CHAT.parse(messages=messages, **fields).prompts[0]
 
 
-def refused(messages: list[dict[str, Any]] | None = None, **fields: Any) -> Refusal:
-    with pytest.raises(Refusal) as raised:
-        prompt(messages, **fields)
-    assert raised.value.kind is Kind.BAD
-    return raised.value
+def refused(messages: Sequence[dict[str, Any]] = (HI,), **fields: Any) -> Refusal:
+    return CHAT.refused(messages=messages, **fields)
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
@@ -74,7 +69,7 @@ def test_calls_and_results_become_segments() -> None:
     """Text, then calls, then each result with its function's name."""
     found = prompt(
         [
-            USER,
+            HI,
             calling(made("a"), made("b", "clock", ""), content="Let me see."),
             result("b"),
             result("a"),
@@ -102,7 +97,7 @@ def test_calls_and_results_become_segments() -> None:
 @pytest.mark.parametrize("content", [None, "", []])
 def test_assistant_with_only_calls_has_no_text(content: object) -> None:
     """Clients write the missing text in several ways."""
-    found = prompt([USER, calling(made("a"), content=content), result("a")]).segments
+    found = prompt([HI, calling(made("a"), content=content), result("a")]).segments
 
     assert [(s.role, s.call is not None) for s in found[1:]] == [
         ("assistant", True),
@@ -113,7 +108,7 @@ def test_assistant_with_only_calls_has_no_text(content: object) -> None:
 def test_arguments_keep_key_order_and_lose_spaces() -> None:
     """One call must give the same tokens from every client."""
     spaced = '{ "z": 1,\n "a": {"y": [2.5, null], "b": "\\u00e4"} }'
-    (_, call, _) = prompt([USER, calling(made("a", arguments=spaced)), result("a")]).segments
+    (_, call, _) = prompt([HI, calling(made("a", arguments=spaced)), result("a")]).segments
 
     assert call.call is not None
     assert call.call.arguments == '{"z":1,"a":{"y":[2.5,null],"b":"ä"}}'
@@ -122,7 +117,7 @@ def test_arguments_keep_key_order_and_lose_spaces() -> None:
 @pytest.mark.parametrize("arguments", ["[1]", '{"x":', "[" * 10_000, "  "])
 def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
     """A model wrote them, or was cut off; its client sends them back with what went wrong."""
-    (_, call, _) = prompt([USER, calling(made("a", arguments=arguments)), result("a")]).segments
+    (_, call, _) = prompt([HI, calling(made("a", arguments=arguments)), result("a")]).segments
 
     assert call.call is not None
     assert call.call.arguments == arguments
@@ -130,7 +125,7 @@ def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
 
 def test_answered_call_id_may_be_reused() -> None:
     """Some clients count from call_0 in every turn."""
-    messages = [USER, calling(made("a")), result("a"), calling(made("a", "clock")), result("a")]
+    messages = [HI, calling(made("a")), result("a"), calling(made("a", "clock")), result("a")]
 
     assert [s.name for s in prompt(messages).segments if s.role == "tool"] == ["weather", "clock"]
 
@@ -138,10 +133,8 @@ def test_answered_call_id_may_be_reused() -> None:
 def test_refusal_is_assistant_text() -> None:
     """Clients send answers back in every shape they came in."""
     parts = [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": " Sorry."}]
-    listed = prompt([USER, {"role": "assistant", "content": parts}, USER]).segments
-    segments = prompt(
-        [USER, {"role": "assistant", "content": None, "refusal": "No."}, USER]
-    ).segments
+    listed = prompt([HI, {"role": "assistant", "content": parts}, HI]).segments
+    segments = prompt([HI, {"role": "assistant", "content": None, "refusal": "No."}, HI]).segments
 
     assert [s.text for s in listed[1:3]] == ["No.", " Sorry."]
     assert segments[1].text == "No."
@@ -151,23 +144,23 @@ def test_refusal_is_assistant_text() -> None:
     ("messages", "param", "says"),
     [
         ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id", "id of the call"),
-        ([USER, result("a")], "messages[1].tool_call_id", "unknown call id 'a'"),
-        ([USER, calling(made("a")), result("b")], "messages[2].tool_call_id", "'b'"),
-        ([USER, calling(made("a")), USER], "messages[2]", "'a'"),
-        ([USER, calling(made("a")), USER, result("a")], "messages[2]", "'a'"),
-        ([USER, calling(made("a"))], "messages[1]", "'a'"),
-        ([USER, calling(made("a"), made("b")), result("a"), USER], "messages[3]", "'b'"),
+        ([HI, result("a")], "messages[1].tool_call_id", "unknown call id 'a'"),
+        ([HI, calling(made("a")), result("b")], "messages[2].tool_call_id", "'b'"),
+        ([HI, calling(made("a")), HI], "messages[2]", "'a'"),
+        ([HI, calling(made("a")), HI, result("a")], "messages[2]", "'a'"),
+        ([HI, calling(made("a"))], "messages[1]", "'a'"),
+        ([HI, calling(made("a"), made("b")), result("a"), HI], "messages[3]", "'b'"),
         (
-            [USER, calling(made("a"), made("a")), result("a")],
+            [HI, calling(made("a"), made("a")), result("a")],
             "messages[1].tool_calls[1].id",
             "already pending",
         ),
         (
-            [USER, calling(made("a", "{{ x }}")), result("a")],
+            [HI, calling(made("a", "{{ x }}")), result("a")],
             "messages[1].tool_calls[0].function.name",
             "a-zA-Z0-9_-",
         ),
-        ([{**USER, "tool_calls": [made("a")]}], "messages[0].tool_calls", "no tool calls"),
+        ([{**HI, "tool_calls": [made("a")]}], "messages[0].tool_calls", "no tool calls"),
         (
             [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}],
             "messages[0].content[0].type",

@@ -14,12 +14,9 @@ from gateway.dialects.canonical import (
     Delta,
     End,
     Prompt,
-    RequestMetadata,
     Text,
     TokenText,
 )
-from gateway.dialects.openai import completions as openai_completions
-from gateway.dialects.tolerance import Mode
 from gateway.errors import Refusal
 from tests.golden.transcripts import (
     REPLY,
@@ -27,22 +24,16 @@ from tests.golden.transcripts import (
     USAGE,
     check_golden,
     events,
-    refusal_of,
     streamed,
 )
+from tests.unit.gateway.dialects.requests import COMPLETIONS
 
-DIALECT = openai_completions.DIALECT
-
-
-def parse(tolerance: Mode = "standard", /, **fields: Any) -> Call:
-    """Parse a valid request with more fields."""
-    body = json.dumps({"model": "m", "prompt": "hi", **fields}).encode()
-    return DIALECT.parse(body, RequestMetadata(tolerance=tolerance))
+DIALECT, parse = COMPLETIONS.dialect, COMPLETIONS.parse
 
 
 def refused(**fields: Any) -> Refusal:
-    """Return the strict mode's refusal of a valid request with more fields."""
-    return refusal_of(parse, "strict", **fields)
+    """Return the strict mode's refusal of the smallest request with more fields."""
+    return COMPLETIONS.refused("strict", **fields)
 
 
 def stream(call: Call, deltas: list[Delta]) -> bytes:
