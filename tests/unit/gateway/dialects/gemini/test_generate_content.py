@@ -11,13 +11,11 @@ from engine.api import Sampling
 from gateway.dialects.canonical import (
     Call,
     OutputFormat,
-    RequestMetadata,
     ToolChoice,
 )
-from gateway.dialects.gemini.generate_content import DIALECT
 from gateway.errors import Kind, Refusal
+from tests.unit.gateway.dialects.requests import GEMINI
 
-GENERATE = RequestMetadata("m", "generateContent")
 WEATHER = {
     "functionDeclarations": [
         {
@@ -33,31 +31,18 @@ WEATHER = {
 }
 
 
-def hi(**fields: Any) -> dict[str, Any]:
-    return {"contents": [{"parts": [{"text": "hi"}]}], **fields}
-
-
-def parse(body: dict[str, Any], metadata: RequestMetadata = GENERATE) -> Call:
-    return DIALECT.parse(json.dumps(body).encode(), metadata)
-
-
-def refused(body: dict[str, Any], metadata: RequestMetadata = GENERATE) -> Refusal:
-    with pytest.raises(Refusal) as caught:
-        parse(body, metadata)
-    return caught.value
+parse, refused = GEMINI.parse, GEMINI.refused
 
 
 def test_contents_become_messages_in_order() -> None:
     """The system instruction comes first."""
     call = parse(
-        hi(
-            systemInstruction={"parts": [{"text": "Be brief"}], "role": "user"},
-            contents=[
-                {"role": "user", "parts": [{"text": "a"}, {"text": "b"}]},
-                {"role": "model", "parts": [{"text": "c"}]},
-                {"parts": [{"text": "d"}]},
-            ],
-        )
+        systemInstruction={"parts": [{"text": "Be brief"}], "role": "user"},
+        contents=[
+            {"role": "user", "parts": [{"text": "a"}, {"text": "b"}]},
+            {"role": "model", "parts": [{"text": "c"}]},
+            {"parts": [{"text": "d"}]},
+        ],
     )
 
     found = [(part.role, part.text, part.message) for part in call.prompts[0].segments]
@@ -83,7 +68,7 @@ def test_joins_neighbouring_model_contents() -> None:
         return [question, *({"role": "model", "parts": parts} for parts in turns)]
 
     joined, chunks, apart = (
-        parse(hi(contents=[*made, {"role": "user", "parts": [result]}, question, question]))
+        parse(contents=[*made, {"role": "user", "parts": [result]}, question, question])
         for made in (
             contents([{"text": "Let me see."}, called]),
             contents([{"text": "Let me "}], [{"text": "see"}], [{"text": "."}], [called]),
@@ -102,9 +87,9 @@ def test_joins_neighbouring_model_contents() -> None:
 def test_accepts_one_content_per_streamed_chunk() -> None:
     """A chat of a few pages sends 10,000 contents."""
     chunk = {"role": "model", "parts": [{"text": "x"}]}
-    call = parse(hi(contents=[chunk] * 12_000))
-    many = refused(hi(contents=[chunk] * 25_001))
-    odd = refused(hi(contents=[chunk, {"role": "user", "parts": [{"text": "x", "texts": "y"}]}]))
+    call = parse(contents=[chunk] * 12_000)
+    many = refused(contents=[chunk] * 25_001)
+    odd = refused(contents=[chunk, {"role": "user", "parts": [{"text": "x", "texts": "y"}]}])
 
     assert call.prompts[0].segments[0].text == "x" * 12_000
     assert (many.param, "25000" in many.message) == ("contents", True)
@@ -114,22 +99,18 @@ def test_accepts_one_content_per_streamed_chunk() -> None:
 def test_camel_case_and_snake_case_are_equal() -> None:
     """The SDK mixes both in one body."""
     camel = parse(
-        hi(
-            generationConfig={"maxOutputTokens": 5, "topP": 0.5, "responseMimeType": "text/plain"},
-            toolConfig={"functionCallingConfig": {"allowedFunctionNames": ["weather"]}},
-            tools=[WEATHER],
-        )
+        generationConfig={"maxOutputTokens": 5, "topP": 0.5, "responseMimeType": "text/plain"},
+        toolConfig={"functionCallingConfig": {"allowedFunctionNames": ["weather"]}},
+        tools=[WEATHER],
     )
     snake = parse(
-        hi(
-            generation_config={
-                "max_output_tokens": 5,
-                "top_p": 0.5,
-                "response_mime_type": "text/plain",
-            },
-            tool_config={"function_calling_config": {"allowed_function_names": ["weather"]}},
-            tools=[{"function_declarations": WEATHER["functionDeclarations"]}],
-        )
+        generation_config={
+            "max_output_tokens": 5,
+            "top_p": 0.5,
+            "response_mime_type": "text/plain",
+        },
+        tool_config={"function_calling_config": {"allowed_function_names": ["weather"]}},
+        tools=[{"function_declarations": WEATHER["functionDeclarations"]}],
     )
 
     assert camel == snake
@@ -139,8 +120,8 @@ def test_camel_case_and_snake_case_are_equal() -> None:
 
 def test_null_in_one_spelling_keeps_the_other() -> None:
     """Null equals an omitted field, in either order."""
-    first = parse(hi(systemInstruction=None, system_instruction="Be brief"))
-    last = parse(hi(system_instruction="Be brief", systemInstruction=None))
+    first = parse(systemInstruction=None, system_instruction="Be brief")
+    last = parse(system_instruction="Be brief", systemInstruction=None)
 
     assert first == last
     assert first.prompts[0].segments[0].text == "Be brief"
@@ -149,22 +130,18 @@ def test_null_in_one_spelling_keeps_the_other() -> None:
 def test_client_data_keeps_its_spelling() -> None:
     """Keys of arguments, responses and schemas are data."""
     call = parse(
-        hi(
-            contents=[
-                {"parts": [{"text": "?"}]},
-                {
-                    "role": "model",
-                    "parts": [{"functionCall": {"name": "weather", "args": {"cityName": "B"}}}],
-                },
-                {
-                    "role": "user",
-                    "parts": [{"functionResponse": {"name": "weather", "response": {"tempC": 3}}}],
-                },
-            ],
-            tools=[
-                {"functionDeclarations": [{"name": "weather", "parametersJsonSchema": {"aB": 1}}]}
-            ],
-        )
+        contents=[
+            {"parts": [{"text": "?"}]},
+            {
+                "role": "model",
+                "parts": [{"functionCall": {"name": "weather", "args": {"cityName": "B"}}}],
+            },
+            {
+                "role": "user",
+                "parts": [{"functionResponse": {"name": "weather", "response": {"tempC": 3}}}],
+            },
+        ],
+        tools=[{"functionDeclarations": [{"name": "weather", "parametersJsonSchema": {"aB": 1}}]}],
     )
 
     _, asks, tells = call.prompts[0].segments
@@ -178,17 +155,15 @@ def test_client_data_keeps_its_spelling() -> None:
 def test_accepts_function_responses_in_any_role(role: str) -> None:
     """The SDK's manual example sends `tool`, its automatic calling `user`."""
     call = parse(
-        hi(
-            contents=[
-                {"role": "user", "parts": [{"text": "?"}]},
-                {"role": "model", "parts": [{"functionCall": {"name": "weather"}}]},
-                {"role": role, "parts": [{"functionResponse": {"name": "weather"}}]},
-            ],
-            generationConfig={
-                "responseMimeType": "application/json",
-                "responseJsonSchema": {"type": "OBJECT"},
-            },
-        )
+        contents=[
+            {"role": "user", "parts": [{"text": "?"}]},
+            {"role": "model", "parts": [{"functionCall": {"name": "weather"}}]},
+            {"role": role, "parts": [{"functionResponse": {"name": "weather"}}]},
+        ],
+        generationConfig={
+            "responseMimeType": "application/json",
+            "responseJsonSchema": {"type": "OBJECT"},
+        },
     )
 
     assert [part.role for part in call.prompts[0].segments] == ["user", "assistant", "tool"]
@@ -196,19 +171,17 @@ def test_accepts_function_responses_in_any_role(role: str) -> None:
 
 
 def test_generation_config_reaches_the_call() -> None:
-    call = parse(
-        hi(
-            generationConfig={
-                "temperature": 0.5,
-                "topK": 40.0,
-                "seed": 3,
-                "candidateCount": 2,
-                "stopSequences": ["END"],
-                "responseLogprobs": True,
-                "logprobs": 2,
-            }
-        ),
-        RequestMetadata("org/m", "streamGenerateContent"),
+    streaming = GEMINI._replace(model="org/m", action="streamGenerateContent")
+    call = streaming.parse(
+        generationConfig={
+            "temperature": 0.5,
+            "topK": 40.0,
+            "seed": 3,
+            "candidateCount": 2,
+            "stopSequences": ["END"],
+            "responseLogprobs": True,
+            "logprobs": 2,
+        }
     )
 
     assert call.model == "org/m"
@@ -219,22 +192,18 @@ def test_generation_config_reaches_the_call() -> None:
 
 
 def test_mime_type_and_schema_set_the_output_format() -> None:
-    plain = parse(hi(generationConfig={"responseMimeType": "application/json"}))
+    plain = parse(generationConfig={"responseMimeType": "application/json"})
     schema = parse(
-        hi(
-            generationConfig={
-                "responseMimeType": "application/json",
-                "responseSchema": {"type": "ARRAY", "items": {"type": "INTEGER"}},
-            }
-        )
+        generationConfig={
+            "responseMimeType": "application/json",
+            "responseSchema": {"type": "ARRAY", "items": {"type": "INTEGER"}},
+        }
     )
     newer = parse(
-        hi(
-            generationConfig={
-                "responseMimeType": "application/json",
-                "responseJsonSchema": {"type": "array"},
-            }
-        )
+        generationConfig={
+            "responseMimeType": "application/json",
+            "responseJsonSchema": {"type": "array"},
+        }
     )
 
     assert plain.prompts[0].output_format == OutputFormat("json_object")
@@ -251,9 +220,7 @@ def test_mime_type_and_schema_set_the_output_format() -> None:
 
 def test_last_model_content_is_a_prefill() -> None:
     """The answer continues its text."""
-    call = parse(
-        hi(contents=[{"parts": [{"text": "a"}]}, {"role": "model", "parts": [{"text": "b"}]}])
-    )
+    call = parse(contents=[{"parts": [{"text": "a"}]}, {"role": "model", "parts": [{"text": "b"}]}])
 
     assert call.prompts[0].continues
     assert not call.prompts[0].add_generation_prompt
@@ -261,9 +228,7 @@ def test_last_model_content_is_a_prefill() -> None:
 
 def test_accepts_cached_content_name_without_collection() -> None:
     """The SDK sends both forms."""
-    names = [
-        parse(hi(cachedContent=name)).prompts[0].resource for name in ("x", "cachedContents/x")
-    ]
+    names = [parse(cachedContent=name).prompts[0].resource for name in ("x", "cachedContents/x")]
 
     assert names == ["cachedContents/x"] * 2
 
@@ -324,23 +289,27 @@ def test_accepts_cached_content_name_without_collection() -> None:
 )
 def test_refuses_unsupported_field_with_path(fields: dict[str, Any], param: str) -> None:
     """An ignored field would look honoured."""
-    refusal = refused(hi(**fields))
-
-    assert (refusal.kind, refusal.param) == (Kind.BAD, param)
+    assert refused(**fields).param == param
 
 
 def test_unknown_method_is_not_found() -> None:
     """`:embedContent` and others are not served."""
-    assert refused(hi(), RequestMetadata("m", "embedContent")).kind is Kind.NOT_FOUND
+    with pytest.raises(Refusal) as raised:
+        GEMINI._replace(action="embedContent").parse()
+    assert raised.value.kind is Kind.NOT_FOUND
 
 
 def test_counting_accepts_contents_or_a_full_request() -> None:
     """The SDK sends contents, REST clients a full request."""
-    action = RequestMetadata("m", "countTokens")
-    short = parse(hi(), action)
-    long = parse({"generateContentRequest": {"model": "models/m", **hi()}}, action)
+    counting = GEMINI._replace(action="countTokens")
+    short = counting.parse()
+    body = {"generateContentRequest": {"model": "models/m", **GEMINI.smallest}}
+    long = counting.parse_body(json.dumps(body).encode())
 
     assert short.operation == long.operation == "count"
     assert short.prompts == long.prompts
-    assert json.loads(DIALECT.count_body(7, 0)) == {"totalTokens": 7}
-    assert json.loads(DIALECT.count_body(7, 3)) == {"totalTokens": 7, "cachedContentTokenCount": 3}
+    assert json.loads(GEMINI.dialect.count_body(7, 0)) == {"totalTokens": 7}
+    assert json.loads(GEMINI.dialect.count_body(7, 3)) == {
+        "totalTokens": 7,
+        "cachedContentTokenCount": 3,
+    }

@@ -166,14 +166,21 @@ def test_breakpoints_never_change_the_prompt() -> None:
 
 
 def test_each_partition_field_narrows_the_namespace() -> None:
-    """One value in two fields gives two namespaces."""
+    """Plain concatenation would let ("ab", "c") read what ("a", "bc") wrote."""
     fields: list[dict[str, Any]] = [
-        {name: "x"} for name in ("cache_salt", "prompt_cache_key", "extra_key")
+        *(
+            {name: value}
+            for name in ("cache_salt", "prompt_cache_key", "extra_key")
+            for value in ("ab", "cd")
+        ),
+        {"cache_salt": "a", "prompt_cache_key": "b"},
+        {"user": "somebody"},
     ]
-    found = {chat(**field).partition for field in fields}
+    *found, of_user = [chat(**field).partition for field in fields]
 
-    assert len(found) == 3
-    assert "" not in found
+    assert len({*found, ""}) == 8
+    assert chat(cache_salt="ab", prompt_cache_key="").partition == found[0]
+    assert of_user == ""
 
 
 def test_responses_accepts_the_same_breakpoints() -> None:
