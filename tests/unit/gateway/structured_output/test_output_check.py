@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from time import process_time
 from typing import Any
 
 import pytest
@@ -137,18 +136,25 @@ def test_gives_up_on_hostile_schema(schema: object) -> None:
     assert holds("1", schema)
 
 
-def test_every_keyword_is_charged_its_cost() -> None:
-    """Long lists in a schema, checked for every member of a long answer."""
-    names = ["null"] * 5_000
-    before = process_time()
+LISTED = ["null"] * 5_000
 
-    assert holds(json.dumps([None] * 5_000), {"items": {"type": names}})
-    assert holds(json.dumps([0] * 5_000), {"items": {"enum": [1] * 5_000 + [0]}})
-    assert holds(json.dumps([{"null": 1}] * 5_000), {"items": {"required": names}})
-    assert holds(json.dumps([list(range(5_000))]), {"allOf": [{"uniqueItems": True}] * 5_000})
-    dependent = {"dependentRequired": {"null": names}}
-    assert holds(json.dumps([{"null": 1}] * 5_000), {"items": dependent})
-    assert process_time() - before < 2
+
+@pytest.mark.parametrize(
+    ("value", "schema"),
+    [
+        ([None] * 1_000, {"items": {"type": LISTED}}),
+        ([0] * 1_000, {"items": {"enum": [1] * 5_000 + [0]}}),
+        ([{"null": 1}] * 1_000, {"items": {"required": LISTED}}),
+        ([{"null": 1}] * 1_000, {"items": {"dependentRequired": {"null": LISTED}}}),
+        (list(range(100)), {"allOf": [{"uniqueItems": True}] * 1_000}),
+    ],
+    ids=["type", "enum", "required", "dependentRequired", "uniqueItems"],
+)
+def test_every_keyword_is_charged_its_cost(value: object, schema: object) -> None:
+    """A long list in a schema, for every member of a long answer, or a list that is compared."""
+    with pytest.raises(OutOfSteps):
+        SchemaCheck(schema).holds(value, schema)
+    assert holds(json.dumps(value), schema)
 
 
 def test_deep_answer_is_not_a_violation() -> None:
