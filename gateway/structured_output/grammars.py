@@ -190,7 +190,6 @@ class _LarkGrammar:
     ) -> None:
         self._style = style
         self._opening = style.opening.strip()
-        self._is_token = self._opening in marker_ids
         self._marker_ids = marker_ids
         self._rules: list[str] = []
         objects = []
@@ -204,14 +203,17 @@ class _LarkGrammar:
 
     def text(self, answer: Grammar | None, *, parallel: bool) -> str:
         """Return the grammar's text. `answer`: the grammar of text without a call."""
-        more = f" ({literal(self._style.between)} call)*" if parallel else ""
-        if self._style.listed:
-            more = f" ({literal(self._style.between)} object)*" if parallel else ""
-            opening = marker(self._opening, self._marker_ids)
+        style, opening = self._style, marker(self._opening, self._marker_ids)
+        is_free = not self._is_forced and answer is None
+        if is_free and not style.bare and self._opening not in self._marker_ids:
+            opening = "upto"  # text that ends with the marker
+        next_one = "object" if style.listed else "call"
+        more = f" ({literal(style.between)} {next_one})*" if parallel else ""
+        if style.listed:
             self._rule("call", f'{opening} "[" object{more} "]"')
             calls = "call"
         else:
-            self._rule("call", self._call())
+            self._rule("call", self._call(opening))
             calls = f"call{more}"
         if self._is_forced:
             start = calls
@@ -222,8 +224,8 @@ class _LarkGrammar:
             start = self._free(calls, parallel=parallel)
         return "\n".join((f"start: {start}", *self._rules, ""))
 
-    def _call(self) -> str:
-        style, opening = self._style, marker(self._opening, self._marker_ids)
+    def _call(self, opening: str) -> str:
+        style = self._style
         if style.bare:
             return f"({opening})? object"
         before, after = style.opening.partition(self._opening)[2], style.closing
@@ -238,17 +240,13 @@ class _LarkGrammar:
             self._rule("TEXT", r"/\s*([^\s{](?s:.*))?/")
             return f"({calls}) | TEXT"
         times = "*" if parallel and not self._style.listed else "?"
-        if self._is_token:
+        if self._opening in self._marker_ids:
             # Text never contains a special token.
             self._rule("TEXT", "/(?s:.+)/")
             return f"(TEXT? call){times} TEXT?"
         opening = _regex(self._opening)
         self._rule("upto[lazy]", f"/(?s:.*){opening}/")
         self._rule("TEXT", f"/(?s:.*)/ & ~/(?s:.*){opening}(?s:.*)/")
-        self._rules = [
-            rule.replace(f"call: {literal(self._opening)} ", "call: upto ", 1)
-            for rule in self._rules
-        ]
         return f"call{times} TEXT"
 
     def _rule(self, name: str, text: str) -> None:
