@@ -331,14 +331,13 @@ NO_EARLIER_ITEMS = EarlierItems()
 class RequestMetadata(Struct, frozen=True):
     """Path and header fields of a request that a dialect may read, and its key's tolerance.
 
-    `model` and `action` come from the path, `version` and `betas` from headers. `earlier`: the
-    stored items that the request needs (`ThreadDirectives`); None before they are loaded.
+    `model` and `action` come from the path, `version` from a header. `earlier`: the stored items
+    that the request needs (`ThreadDirectives`); None before they are loaded.
     """
 
     model: str = ""
     action: str = ""
     version: str = ""
-    betas: tuple[str, ...] = ()
     tolerance: Mode = "standard"
     earlier: EarlierItems | None = None
 

@@ -278,14 +278,12 @@ def request_metadata(request: web.BaseRequest, tolerance: ToleranceMode) -> Requ
     target = state.parameters.get("target")
     if state.identity is not None and state.identity.tolerance is not None:
         tolerance = state.identity.tolerance
-    if target is None and "anthropic-version" not in headers and "anthropic-beta" not in headers:
+    if target is None and "anthropic-version" not in headers:
         return NO_METADATA if tolerance == "standard" else RequestMetadata(tolerance=tolerance)
     model, _, action = (target or "").rpartition(":")
-    names = [name.strip() for name in headers.get("anthropic-beta", "").split(",")]
     return RequestMetadata(
         model=model,
         action=action,
         version=headers.get("anthropic-version", ""),
-        betas=tuple(filter(None, names)),
         tolerance=tolerance,
     )

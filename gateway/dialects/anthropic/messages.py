@@ -57,7 +57,7 @@ class AnthropicDialect:
         self._counts = counts
 
     def parse(self, body: bytes, metadata: RequestMetadata = NO_METADATA) -> Call:
-        """Return the call of a body. Unknown betas are ignored. Raises Refusal."""
+        """Return the call of a body. Raises Refusal."""
         version = metadata.version or wire.VERSIONS[-1]
         if version not in wire.VERSIONS:
             problem = (
