@@ -24,6 +24,7 @@ class Endpoint(NamedTuple):
     smallest: dict[str, Any]
     model: str = ""
     action: str = ""
+    version: str = ""
 
     def parse(self, mode: Mode = "standard", /, **fields: Any) -> Call:
         """Return the call of the smallest request with more fields."""
@@ -31,7 +32,7 @@ class Endpoint(NamedTuple):
 
     def parse_body(self, body: bytes, mode: Mode = "standard") -> Call:
         """Return the call of a body."""
-        metadata = RequestMetadata(self.model, self.action, tolerance=mode)
+        metadata = RequestMetadata(self.model, self.action, self.version, tolerance=mode)
         return self.dialect.parse(body, metadata)
 
     def refused(self, mode: Mode = "standard", /, **fields: Any) -> Refusal:

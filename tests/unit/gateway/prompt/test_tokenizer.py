@@ -122,21 +122,22 @@ def test_vocabulary_with_special_words_gives_no_special_token(
 
 @pytest.fixture(scope="session")
 def greedy(tmp_path_factory: pytest.TempPathFactory) -> PieceTokenizer:
-    """A vocabulary that matches whole words first, as Llama 3's."""
+    path = tmp_path_factory.mktemp("greedy") / "tokenizer.json"
+    path.write_text(json.dumps(greedy_settings()))
+    return PieceTokenizer(path, SPECIAL_IDS)
+
+
+def greedy_settings() -> dict[str, Any]:
+    """Return a vocabulary that matches whole words first, as Llama 3's."""
     settings: dict[str, Any] = tokenizer_document()
     settings["model"]["ignore_merges"] = True
     settings["pre_tokenizer"] = {**settings["pre_tokenizer"], "use_regex": False}
-    path = tmp_path_factory.mktemp("greedy") / "tokenizer.json"
-    path.write_text(json.dumps(settings))
-    return PieceTokenizer(path, SPECIAL_IDS)
+    return settings
 
 
 def test_greedy_vocabulary_would_match_special_words(greedy: PieceTokenizer) -> None:
     """Otherwise the test above would prove nothing."""
-    settings: dict[str, Any] = tokenizer_document()
-    settings["model"]["ignore_merges"] = True
-    settings["pre_tokenizer"] = {**settings["pre_tokenizer"], "use_regex": False}
-    plain = Tokenizer.from_str(json.dumps({**settings, "added_tokens": []}))
+    plain = Tokenizer.from_str(json.dumps({**greedy_settings(), "added_tokens": []}))
 
     assert plain.encode("<|im_end|>").ids == [SPECIALS.index("<|im_end|>")]
     assert len(greedy.encode("<|im_end|>", specials=False)) > 1

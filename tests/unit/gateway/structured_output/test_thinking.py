@@ -81,9 +81,10 @@ def test_request_sets_the_templates_switch_and_a_budget(
     assert TAGS.budget(wanted) == budget
 
 
-def split_whole(text: str, cuts: list[int], *, is_open: bool) -> tuple[str, str]:
+def split_whole(
+    splitter: ThinkingSplitter | HarmonySplitter, text: str, cuts: list[int]
+) -> tuple[str, str]:
     """Return thought and text of an output that comes in pieces."""
-    splitter = ThinkingSplitter(TAGS, is_open=is_open)
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     found = [splitter.push(text[a:b]) for a, b in pairwise(places)]
     found.append(splitter.finish(is_cut_off=False))
@@ -109,7 +110,9 @@ def test_output_is_split_the_same_at_every_cut(
     text: str, is_open: bool, thought: str, answer: str, cuts: list[int]
 ) -> None:
     """Tokens cut markers anywhere."""
-    assert split_whole(text, cuts, is_open=is_open) == (thought, answer)
+    splitter = ThinkingSplitter(TAGS, is_open=is_open)
+
+    assert split_whole(splitter, text, cuts) == (thought, answer)
 
 
 @given(
@@ -122,7 +125,9 @@ def test_split_does_not_depend_on_the_pieces(
 ) -> None:
     """The property over all texts of the markers' characters."""
     text = "".join(pieces)
-    assert split_whole(text, cuts, is_open=is_open) == split_whole(text, [], is_open=is_open)
+    cut, whole = (ThinkingSplitter(TAGS, is_open=is_open) for _ in range(2))
+
+    assert split_whole(cut, text, cuts) == split_whole(whole, text, [])
 
 
 def accepts(grammar: Grammar, text: str) -> bool:
@@ -191,6 +196,11 @@ def test_grammar_of_a_model_that_does_not_think_is_unchanged() -> None:
     assert behind_thought(None, TAGS, "open", {}, Thinking()) is None
 
 
+def harmony() -> HarmonySplitter:
+    """Return a splitter whose calls are read in the style of Hermes."""
+    return HarmonySplitter(HERMES.opening, HERMES.closing, HERMES.arguments)
+
+
 HARMONY = (
     "<|channel|>analysis<|message|>let me see<|end|>"
     "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
@@ -236,18 +246,12 @@ def test_harmony_is_split_the_same_at_every_cut(
     text: str, thought: str, answer: str, cuts: list[int]
 ) -> None:
     """Analysis is thought, the rest text; a call becomes text that the parser of calls reads."""
-    splitter = HarmonySplitter(HERMES.opening, HERMES.closing, HERMES.arguments)
-    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    found = [splitter.push(text[a:b]) for a, b in pairwise(places)]
-    found.append(splitter.finish(is_cut_off=False))
-
-    assert "".join(f.thought for f in found) == thought
-    assert "".join(f.text for f in found) == answer
+    assert split_whole(harmony(), text, cuts) == (thought, answer)
 
 
 def test_call_in_harmony_is_read_by_the_parser_of_calls() -> None:
     """Also while the model still writes its arguments."""
-    splitter = HarmonySplitter(HERMES.opening, HERMES.closing, HERMES.arguments)
+    splitter = harmony()
     parser = ToolCallParser(HERMES, ["get_weather"], lambda: "call_1")
     pieces = [piece for at in HARMONY for piece in parser.push(splitter.push(at).text)]
     pieces += parser.push(splitter.finish(is_cut_off=False).text) + parser.finish()
@@ -261,7 +265,7 @@ def test_call_in_harmony_is_read_by_the_parser_of_calls() -> None:
 @pytest.mark.parametrize("is_cut_off", [False, True])
 def test_call_in_harmony_that_is_cut_off_has_no_complete_arguments(*, is_cut_off: bool) -> None:
     """A client would run it with half of its arguments; `<|call|>` itself is silent."""
-    splitter = HarmonySplitter(HERMES.opening, HERMES.closing, HERMES.arguments)
+    splitter = harmony()
     parser = ToolCallParser(HERMES, ["move"], lambda: "call_1")
     head = "<|channel|>commentary to=functions.move<|message|>"
     pieces = parser.push(splitter.push(head + '{"from": "a"').text)

@@ -75,12 +75,8 @@ CASES: list[tuple[str, str, Folded]] = [
 
 @pytest.mark.parametrize(("style", "text", "folded"), CASES)
 def test_separates_calls_from_text(style: str, text: str, folded: Folded) -> None:
-    """Text that only resembles a call stays text."""
+    """Text that only resembles a call stays text: at once, and character by character."""
     assert read(STYLES[style], text) == folded
-
-
-@pytest.mark.parametrize(("style", "text", "folded"), CASES)
-def test_single_characters_equal_one_push(style: str, text: str, folded: Folded) -> None:
     assert read(STYLES[style], *text) == folded
 
 

@@ -13,28 +13,22 @@ from gateway.dialects.anthropic import wire
 from gateway.dialects.anthropic.messages import COUNT_DIALECT, DIALECT
 from gateway.dialects.canonical import (
     CacheDirectives,
-    Call,
     OutputFormat,
     RequestMetadata,
 )
-from gateway.dialects.tolerance import Mode
 from gateway.errors import Refusal
-from tests.golden.transcripts import refusal_of
+from tests.unit.gateway.dialects.requests import MESSAGES
 
 NEWER = "2026-10-21"
 
 
-def parse(version: str = "", tolerance: Mode = "standard", **fields: Any) -> Call:
-    """Parse a valid request with more fields."""
-    messages = [{"role": "user", "content": "hi"}]
-    body = {"model": "m", "max_tokens": 9, "messages": messages, **fields}
-    metadata = RequestMetadata(version=version, tolerance=tolerance)
-    return DIALECT.parse(json.dumps(body).encode(), metadata)
+OLDER = "2023-06-01"
+parse = MESSAGES.parse
 
 
 def refused(version: str = "", **fields: Any) -> Refusal:
-    """Return the strict mode's refusal of a valid request with more fields."""
-    return refusal_of(parse, version, "strict", **fields)
+    """Return the strict mode's refusal of the smallest request with more fields."""
+    return MESSAGES._replace(version=version).refused("strict", **fields)
 
 
 def test_defaults_are_plain_sampling_and_plain_caching() -> None:
@@ -49,8 +43,7 @@ def test_defaults_are_plain_sampling_and_plain_caching() -> None:
 
 def test_honoured_fields_reach_the_call() -> None:
     """A field that is decoded and dropped is worse than a refused one."""
-    call = parse(
-        "2023-06-01",
+    call = MESSAGES._replace(version=OLDER).parse(
         stream=True,
         stop_sequences=["END", "\n\nHuman:"],
         temperature=0.5,
@@ -82,10 +75,10 @@ def test_top_p_zero_is_greedy() -> None:
 @pytest.mark.parametrize("name", ["temperature", "top_p", "top_k"])
 def test_every_version_honours_sampling_settings(name: str) -> None:
     """Today's clients send the newer version together with the temperature that a user set."""
-    setting: dict[str, Any] = {name: 1}
+    calls = [MESSAGES._replace(version=one).parse(**{name: 1}) for one in (NEWER, OLDER, "")]
 
-    assert parse(NEWER, **setting) == parse("2023-06-01", **setting)
-    assert parse(NEWER, **setting).generation.sampling == parse(**setting).generation.sampling
+    assert calls[0] == calls[1]
+    assert calls[0].generation.sampling == calls[2].generation.sampling
 
 
 def test_refuses_unknown_version() -> None:
@@ -245,8 +238,7 @@ def test_refuses_invalid_value_with_path_and_limit(
 def test_accepts_a_coding_agents_request() -> None:
     """Its cache directives reach the call."""
     wide = {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}
-    call = parse(
-        "2023-06-01",
+    call = MESSAGES._replace(version=OLDER).parse(
         system=[
             {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=00000;"},
             {"type": "text", "text": "You are an agent.", **wide},

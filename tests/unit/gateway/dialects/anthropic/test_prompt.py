@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dialects.anthropic.messages import DIALECT
 from gateway.dialects.anthropic.prompt import BILLING_HEADER, REFUSED_BLOCKS
-from gateway.dialects.canonical import Prompt, RequestMetadata, Segment, Tool, ToolCall, ToolChoice
+from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
 from gateway.errors import Refusal
 from tests.golden.transcripts import DOCUMENT, refusal_of
+from tests.unit.gateway.dialects.requests import HI, MESSAGES
 
 SHORT: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
-HI = {"role": "user", "content": "hi"}
 WEATHER = {"name": "weather", "description": "Of a city", "input_schema": {"type": "object"}}
 
 
 def prompt(version: str = "", **fields: Any) -> Prompt:
-    """Return the prompt of a valid request with more fields."""
-    body = {"model": "m", "max_tokens": 9, "messages": [HI], **fields}
-    (found,) = DIALECT.parse(json.dumps(body).encode(), RequestMetadata(version=version)).prompts
+    """Return the prompt of the smallest request with more fields."""
+    (found,) = MESSAGES._replace(version=version).parse(**fields).prompts
     return found
 
 

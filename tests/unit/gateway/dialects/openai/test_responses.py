@@ -25,23 +25,21 @@ from gateway.dialects.canonical import (
 from gateway.dialects.openai import responses as openai_responses
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import refusal_of
+from tests.unit.gateway.dialects.requests import HI, RESPONSES
 
 DIALECT = openai_responses.DIALECT
 LOGPROBS = ["message.output_text.logprobs"]
 CLOCK: dict[str, Any] = {"type": "function", "name": "clock", "parameters": {}, "strict": None}
-HI = {"role": "user", "content": "hi"}
 CALL = {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "a", "output": "noon"}
 
 
 def parse(items: object = "hi", tolerance: Mode = "standard", /, **fields: Any) -> Call:
-    body = json.dumps({"model": "m", "input": items, **fields}).encode()
-    return DIALECT.parse(body, RequestMetadata(tolerance=tolerance))
+    return RESPONSES.parse(tolerance, input=items, **fields)
 
 
 def refused(items: object = "hi", **fields: Any) -> Refusal:
-    return refusal_of(parse, items, "strict", **fields)
+    return RESPONSES.refused("strict", input=items, **fields)
 
 
 def segments(items: object, **fields: Any) -> tuple[Segment, ...]:
