@@ -103,7 +103,48 @@ class Split(NamedTuple):
     text: str = ""
 
 
-class ThinkingSplitter:
+class _HeldOutput:
+    """The output of one choice that is not yet known to be thought or text.
+
+    `_held` is searched at each push; `_before` precedes it and is searched no more.
+    """
+
+    def __init__(
+        self, place: Literal["start", "header", "thought", "after", "text", "call"]
+    ) -> None:
+        self._place = place
+        self._before: list[str] = []
+        self._held = ""
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the text so far may yet be a thought, a header or text."""
+        return self._place == "start"
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the text so far ends inside the answer."""
+        return self._place == "text"
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held or self._before)
+
+    def _keep(self, chars: int) -> None:
+        """Move so many held characters to `_before`."""
+        if chars:
+            self._before.append(self._held[:chars])
+            self._held = self._held[chars:]
+
+    def _release(self, text: str) -> str:
+        """Return what was kept before the held text, and `text`."""
+        released = "".join((*self._before, text))
+        self._before.clear()
+        return released
+
+
+class ThinkingSplitter(_HeldOutput):
     """Splits the text of one choice of a model that thinks between tags.
 
     `is_open`: the prompt ends inside a thought, because the template wrote the opening tag.
@@ -112,11 +153,8 @@ class ThinkingSplitter:
     """
 
     def __init__(self, style: ThinkingFormat, *, is_open: bool) -> None:
+        super().__init__("thought" if is_open else "start")
         self._opening, self._closing = style.opening, style.closing
-        self._spaces: list[str] = []
-        """White space before `_held`, if what follows decides whether it is shown."""
-        self._held = ""
-        self._place = "thought" if is_open else "start"
         self._is_at_begin = True
 
     @property
@@ -128,21 +166,6 @@ class ThinkingSplitter:
     def may_think(self) -> bool:
         """Whether a thought may still begin or go on."""
         return self._place in ("start", "thought")
-
-    @property
-    def is_undecided(self) -> bool:
-        """Whether the text so far may yet be a thought or text."""
-        return self._place == "start"
-
-    @property
-    def is_answering(self) -> bool:
-        """Whether the text so far ends inside the answer."""
-        return self._place == "text"
-
-    @property
-    def is_holding(self) -> bool:
-        """Whether text is held back."""
-        return bool(self._held or self._spaces)
 
     def push(self, text: str) -> Split:
         """Return the thought and the text that are certain after more text."""
@@ -163,11 +186,10 @@ class ThinkingSplitter:
     def _begin(self) -> bool:
         """Decide whether the answer begins with a thought; False while that is not certain."""
         begun = self._held.lstrip(_SPACE)
-        self._keep_spaces(self._held[: len(self._held) - len(begun)])
-        self._held = begun
+        self._keep(len(self._held) - len(begun))
         if begun.startswith(self._opening):
             self._held = begun[len(self._opening) :]
-            self._spaces.clear()
+            self._before.clear()
             self._place = "thought"
         elif self._opening.startswith(begun):
             return False
@@ -185,11 +207,11 @@ class ThinkingSplitter:
         thought = self._release(body) if body else ""
         if at >= 0:
             self._held = self._held[at + len(self._closing) :]
-            self._spaces.clear()
+            self._before.clear()
             self._place = "after"
         else:
-            self._keep_spaces(self._held[len(body) : end])
-            self._held = self._held[end:]
+            self._held = self._held[len(body) :]
+            self._keep(end - len(body))
         return thought
 
     def _take_text(self) -> str:
@@ -204,16 +226,6 @@ class ThinkingSplitter:
         text, self._held = self._release(self._held), ""
         return text
 
-    def _keep_spaces(self, spaces: str) -> None:
-        if spaces:
-            self._spaces.append(spaces)
-
-    def _release(self, text: str) -> str:
-        """Return the kept white space and the text behind it."""
-        released = "".join((*self._spaces, text))
-        self._spaces.clear()
-        return released
-
 
 _HEADERS = ("<|channel|>", "<|start|>", "to=functions.")
 """How the first message may begin: the prompt wrote its role, or a recipient follows the role."""
@@ -221,7 +233,7 @@ _HEADER_END = "<|message|>"
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 
 
-class HarmonySplitter:
+class HarmonySplitter(_HeldOutput):
     """Splits the text of one choice of a model that writes harmony: messages on channels.
 
     `analysis` is thought, `final` and preambles are text. A call, which is a message to
@@ -230,11 +242,8 @@ class HarmonySplitter:
     """
 
     def __init__(self, opening: str, closing: str, arguments: str) -> None:
+        super().__init__("start")
         self._opening, self._closing, self._arguments = opening, closing, arguments
-        self._before: list[str] = []
-        """White space before the first message, or the beginning of a header."""
-        self._held = ""
-        self._place: Literal["start", "header", "thought", "text", "call"] = "start"
 
     @property
     def is_thinking(self) -> bool:
@@ -247,19 +256,9 @@ class HarmonySplitter:
         return self._place in ("start", "header", "thought")
 
     @property
-    def is_undecided(self) -> bool:
-        """Whether the text so far may yet be a message's header or text."""
-        return self._place == "start"
-
-    @property
-    def is_answering(self) -> bool:
-        """Whether the text so far ends inside the answer."""
-        return self._place == "text"
-
-    @property
     def is_holding(self) -> bool:
-        """Whether text is held back."""
-        return bool(self._held or self._before) or self._place == "call"
+        """Whether text is held back, or the end of a call."""
+        return super().is_holding or self._place == "call"
 
     def push(self, text: str) -> Split:
         """Return the thought and the text that are certain after more text."""
@@ -276,8 +275,7 @@ class HarmonySplitter:
         A call is closed, since the token that ends it is silent, unless the output is cut off: a
         brace would make the part of the arguments that was written look complete.
         """
-        rest, self._held = "".join((*self._before, self._held)), ""
-        self._before.clear()
+        rest, self._held = self._release(self._held), ""
         place, self._place = self._place, "text"
         if place == "thought":
             return Split(thought=rest)
@@ -316,23 +314,15 @@ class HarmonySplitter:
         if begun.startswith(_HEADERS):
             self._place = "header"
         else:
-            self._place, self._held = "text", "".join((*self._before, begun))
-            self._before.clear()
+            self._place, self._held = "text", self._release(begun)
         return True
-
-    def _keep(self, chars: int) -> None:
-        """Move so many held characters to `_before`."""
-        if chars:
-            self._before.append(self._held[:chars])
-            self._held = self._held[chars:]
 
     def _read_header(self, texts: list[str]) -> bool:
         at = self._held.find(_HEADER_END)
         if at < 0:
             self._keep(len(self._held) - overlap(self._held, _HEADER_END))
             return False
-        header = "".join((*self._before, self._held[:at]))
-        self._before.clear()
+        header = self._release(self._held[:at])
         self._held = self._held[at + len(_HEADER_END) :]
         channel = header.rpartition("<|channel|>")[2].split("<|")[0].split(" ")[0].strip()
         recipient = header.partition("to=")[2].split("<|")[0].split(" ")[0].strip()
