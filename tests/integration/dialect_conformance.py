@@ -30,7 +30,6 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.protocol import Encoder
 from gateway.errors import Kind, Refusal
-from tests.golden.transcripts import streamed
 from tests.unit.gateway.dialects.requests import Endpoint
 
 shared = settings(suppress_health_check=[HealthCheck.differing_executors])
@@ -98,7 +97,7 @@ class Adapter:
 
     def streamed(self, deltas: list[Delta]) -> bytes:
         """Return a complete stream."""
-        return streamed(self.encoder(), deltas)
+        return self.endpoint.streamed(self.parse_streaming(), deltas, REPLY)
 
     def unary(self, deltas: list[Delta]) -> bytes:
         """Return the unary answer of the same deltas."""

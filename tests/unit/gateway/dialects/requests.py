@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gateway.dialects.anthropic import messages
-from gateway.dialects.canonical import Call, RequestMetadata
+from gateway.dialects.canonical import Call, Delta, Reply, RequestMetadata
 from gateway.dialects.gemini import generate_content
 from gateway.dialects.openai import chat, completions, responses
 from gateway.dialects.protocol import Dialect
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Refusal
-from tests.golden.transcripts import refusal_of
+from tests.golden.transcripts import REPLY, refusal_of, streamed
 
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
 
@@ -34,6 +35,14 @@ class Endpoint(NamedTuple):
         """Return the call of a body."""
         metadata = RequestMetadata(self.model, self.action, self.version, tolerance=mode)
         return self.dialect.parse(body, metadata)
+
+    def streamed(self, call: Call, deltas: Sequence[Delta], reply: Reply = REPLY) -> bytes:
+        """Return the complete stream of an answer."""
+        return streamed(self.dialect.encoder(call, reply), deltas)
+
+    def unary(self, call: Call, deltas: Sequence[Delta], reply: Reply = REPLY) -> Any:
+        """Return the unary answer of the same deltas."""
+        return json.loads(self.dialect.encoder(call, reply).unary(deltas))
 
     def refused(self, mode: Mode = "standard", /, **fields: Any) -> Refusal:
         """Return the refusal of the smallest request with more fields."""

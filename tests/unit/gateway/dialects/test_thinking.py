@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import anthropic.types
@@ -23,7 +22,7 @@ from gateway.dialects.canonical import (
     UsageRecord,
 )
 from gateway.dialects.tolerance import without_thinking
-from tests.golden.transcripts import events, named_events, streamed
+from tests.golden.transcripts import events, named_events
 from tests.published_schema import violations
 from tests.unit.gateway.dialects.requests import (
     CHAT,
@@ -32,7 +31,6 @@ from tests.unit.gateway.dialects.requests import (
     HI,
     MESSAGES,
     RESPONSES,
-    Endpoint,
 )
 
 USAGE = UsageRecord(total_in=9, fresh=9, out=7, thinking=4)
@@ -50,16 +48,6 @@ chat, responses, messages = CHAT.parse, RESPONSES.parse, MESSAGES.parse
 def gemini(**config: Any) -> Call:
     """Return the call of Gemini's smallest request with a generation config."""
     return GEMINI.parse(generationConfig=config)
-
-
-def stream(endpoint: Endpoint, call: Call, reply: Reply) -> bytes:
-    """Return the stream of the answer."""
-    return streamed(endpoint.dialect.encoder(call, reply), ANSWER)
-
-
-def unary(endpoint: Endpoint, call: Call, reply: Reply) -> Any:
-    """Return the complete answer."""
-    return json.loads(endpoint.dialect.encoder(call, reply).unary(ANSWER))
 
 
 @pytest.mark.parametrize(
@@ -123,12 +111,12 @@ def test_chat_answers_with_reasoning_content() -> None:
     """The field that vLLM's and DeepSeek's clients read, whole and in pieces."""
     call = chat(stream=True)
     reply = Reply("chatcmpl-1", "m", 1)
-    answer = unary(CHAT, call, reply)
+    answer = CHAT.unary(call, ANSWER, reply)
     message = answer["choices"][0]["message"]
 
     assert (message["reasoning_content"], message["content"]) == ("let me see", "Yes.")
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 4
-    chunks = events(stream(CHAT, call, reply))[:-1]
+    chunks = events(CHAT.streamed(call, ANSWER, reply))[:-1]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
     assert "".join(d.get("reasoning_content", "") for d in deltas) == "let me see"
     assert "".join(d.get("content") or "" for d in deltas) == "Yes."
@@ -138,7 +126,7 @@ def test_responses_answer_with_a_reasoning_item() -> None:
     """It satisfies OpenAI's published schema, whole and as events, and the SDK's types."""
     call = responses(stream=True)
     reply = Reply("resp_1", "m", 1)
-    answer = unary(RESPONSES, call, reply)
+    answer = RESPONSES.unary(call, ANSWER, reply)
     thought, message = answer["output"]
 
     assert violations(answer, "Response") == []
@@ -147,7 +135,7 @@ def test_responses_answer_with_a_reasoning_item() -> None:
     assert thought["id"] != message["id"]
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 4
     assert Response.model_validate(answer).output_text == "Yes."
-    found = named_events(stream(RESPONSES, call, reply))
+    found = named_events(RESPONSES.streamed(call, ANSWER, reply))
     for _, event in found:
         assert violations(event, "ResponseStreamEvent") == []
     kinds = [name for name, _ in found]
@@ -159,14 +147,14 @@ def test_messages_answer_with_a_signed_thinking_block() -> None:
     """The block comes first, and its signature closes it in the stream."""
     call = messages(thinking={"type": "enabled", "budget_tokens": 1024})
     reply = Reply("msg_1", "m", 1)
-    message = anthropic.types.Message.model_validate(unary(MESSAGES, call, reply))
+    message = anthropic.types.Message.model_validate(MESSAGES.unary(call, ANSWER, reply))
     thought, text = message.content
 
     assert isinstance(thought, anthropic.types.ThinkingBlock)
     assert isinstance(text, anthropic.types.TextBlock)
     assert (thought.thinking, text.text) == ("let me see", "Yes.")
     assert thought.signature
-    found = events(stream(MESSAGES, call, reply))
+    found = events(MESSAGES.streamed(call, ANSWER, reply))
     deltas = [e["delta"]["type"] for e in found if e["type"] == "content_block_delta"]
     assert deltas == ["thinking_delta", "thinking_delta", "signature_delta", "text_delta"]
     stops = [e["index"] for e in found if e["type"] == "content_block_stop"]
@@ -176,7 +164,7 @@ def test_messages_answer_with_a_signed_thinking_block() -> None:
 def test_gemini_answers_with_parts_that_are_thoughts() -> None:
     """Thoughts and text stay apart, and their tokens are counted apart."""
     call = gemini(thinkingConfig={"includeThoughts": True})
-    answer = unary(GEMINI, call, Reply("g", "m", 1))
+    answer = GEMINI.unary(call, ANSWER, Reply("g", "m", 1))
 
     assert answer["candidates"][0]["content"]["parts"] == [
         {"text": "let me see", "thought": True},

@@ -43,12 +43,9 @@ def trimming(make: Make) -> Renderer:
 
 def chat(*texts: str, opens: bool = True) -> Prompt:
     """Return segments of user and assistant in alternation."""
-    roles = ("user", "assistant")
     return Prompt(
         segments=tuple(
-            Segment(
-                "user" if roles[n % 2] == "user" else "assistant", text, f"messages[{n}]", None, n
-            )
+            Segment("assistant" if n % 2 else "user", text, f"messages[{n}]", None, n)
             for n, text in enumerate(texts)
         ),
         add_generation_prompt=opens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from msgspec.structs import replace
 
 from engine.api import Sampling
 from gateway.dialects.canonical import (
-    Call,
     CallText,
     ChoiceEnd,
     Delta,
@@ -28,21 +26,16 @@ from tests.golden.transcripts import (
     USAGE,
     check_golden,
     events,
-    streamed,
 )
 from tests.unit.gateway.dialects.requests import CHAT
 
 DIALECT, parse = CHAT.dialect, CHAT.parse
+stream, unary = CHAT.streamed, CHAT.unary
 
 
 def refused(**fields: Any) -> Refusal:
     """Return the strict mode's refusal of the smallest request with more fields."""
     return CHAT.refused("strict", **fields)
-
-
-def stream(call: Call, deltas: list[Delta]) -> bytes:
-    """Return the complete stream."""
-    return streamed(DIALECT.encoder(call, REPLY), deltas)
 
 
 # --- requests ------------------------------------------------------------------------------------
@@ -257,7 +250,7 @@ def test_choice_without_text_is_an_empty_message() -> None:
     call = parse(stream=True)
     silent: list[Delta] = [ChoiceEnd(0, "stop"), End(USAGE)]
     choices = [chunk["choices"][0] for chunk in events(stream(call, silent))[:-1]]
-    answer = json.loads(DIALECT.encoder(parse(), REPLY).unary(silent))
+    answer = unary(parse(), silent)
 
     assert [choice["finish_reason"] for choice in choices] == [None, "stop"]
     assert answer["choices"][0]["message"]["content"] == ""
@@ -304,8 +297,8 @@ def test_first_piece_of_a_call_has_its_id_and_name() -> None:
 
 def test_message_with_only_calls_has_null_content() -> None:
     """The official client's types distinguish null from an empty text."""
-    (choice,) = json.loads(DIALECT.encoder(parse(), REPLY).unary(CALLS))["choices"]
-    spoken = DIALECT.encoder(parse(), REPLY).unary([Text(0, "Hm."), *CALLS])
+    (choice,) = unary(parse(), CALLS)["choices"]
+    spoken = unary(parse(), [Text(0, "Hm."), *CALLS])
 
     assert choice["message"]["content"] is None
     assert choice["message"]["tool_calls"][0] == {
@@ -313,7 +306,7 @@ def test_message_with_only_calls_has_null_content() -> None:
         "type": "function",
         "function": {"name": "clock", "arguments": '{"zone":"UTC"}'},
     }
-    assert json.loads(spoken)["choices"][0]["message"]["content"] == "Hm."
+    assert spoken["choices"][0]["message"]["content"] == "Hm."
 
 
 DELTAS = st.lists(
@@ -336,7 +329,7 @@ def test_unary_answer_is_the_fold_of_the_stream(some: list[Text | ChoiceEnd]) ->
         texts[choice["index"]] += choice["delta"].get("content") or ""
         reasons[choice["index"]] = choice["finish_reason"] or reasons[choice["index"]]
 
-    answer = json.loads(DIALECT.encoder(call, REPLY).unary(deltas))
+    answer = unary(call, deltas)
 
     assert [c["message"]["content"] for c in answer["choices"]] == texts
     assert [c["finish_reason"] for c in answer["choices"]] == reasons

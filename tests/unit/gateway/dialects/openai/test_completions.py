@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from gateway.dialects.canonical import (
-    Call,
     ChoiceEnd,
     Delta,
     End,
@@ -23,26 +21,16 @@ from tests.golden.transcripts import (
     USAGE,
     check_golden,
     events,
-    streamed,
 )
 from tests.unit.gateway.dialects.requests import COMPLETIONS
 
 DIALECT, parse = COMPLETIONS.dialect, COMPLETIONS.parse
+stream, unary = COMPLETIONS.streamed, COMPLETIONS.unary
 
 
 def refused(**fields: Any) -> Refusal:
     """Return the strict mode's refusal of the smallest request with more fields."""
     return COMPLETIONS.refused("strict", **fields)
-
-
-def stream(call: Call, deltas: list[Delta]) -> bytes:
-    """Return the complete stream."""
-    return streamed(DIALECT.encoder(call, REPLY), deltas)
-
-
-def unary(call: Call, deltas: list[Delta]) -> Any:
-    """Return the complete answer."""
-    return json.loads(DIALECT.encoder(call, REPLY).unary(deltas))
 
 
 # --- requests ------------------------------------------------------------------------------------
