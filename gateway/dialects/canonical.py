@@ -9,9 +9,11 @@ no other dialect. A unary reply is the fold of the stream. All values are frozen
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
 from engine.api import AttentionWindow, Grammar, Sampling
@@ -215,6 +217,13 @@ class GenerationParameters(Struct, frozen=True):
     report_logprobs: bool = True
 
 
+def temperature_of(temperature: float | None, top_p: float | None) -> float:
+    """Return the temperature of a request. An empty nucleus keeps only the best token."""
+    if top_p == 0:
+        return 0.0
+    return 1.0 if temperature is None else temperature
+
+
 UNNAMED = "?"
 """Ends the retention class of a breakpoint whose request names none: `5m?` is the tenant's default
 class, or `5m` for a tenant without one."""
@@ -307,6 +316,11 @@ class Call(Struct, frozen=True):
     fidelity: Fidelity | None = None
     attention: AttentionWindow | None = None
     asks_full_attention: bool = False
+
+
+def digest_of(setting: object) -> str:
+    """Return the digest of a setting, for `Call.digests`."""
+    return hashlib.blake2b(msgspec.json.encode(setting), digest_size=16).hexdigest()
 
 
 class StoredItem(Struct, frozen=True):

@@ -36,6 +36,8 @@ from gateway.dialects.canonical import (
     Text,
     Thinking,
     Thought,
+    digest_of,
+    temperature_of,
 )
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field, json_text
@@ -172,14 +174,11 @@ def _check_prewarm(fields: wire.Body) -> None:
 
 
 def _generation(fields: wire.Body) -> GenerationParameters:
-    temperature = 1.0 if fields.temperature is None else fields.temperature
-    if fields.top_p == 0:
-        temperature = 0.0  # An empty nucleus keeps only the best token.
     return GenerationParameters(
         max_tokens=fields.max_tokens,
         is_output_capped=True,
         sampling=Sampling(
-            temperature=temperature,
+            temperature=temperature_of(fields.temperature, fields.top_p),
             top_k=fields.top_k or 0,
             top_p=fields.top_p or 1.0,
             seed=fields.seed,
@@ -227,11 +226,7 @@ def _digests(fields: wire.Body) -> tuple[tuple[str, str], ...]:
         "output_config.effort": config.effort,
         "output_config.format": _requested_format(fields)[0],
     }
-    return tuple(
-        (name, hashlib.blake2b(msgspec.json.encode(value), digest_size=16).hexdigest())
-        for name, value in settings.items()
-        if value is not None
-    )
+    return tuple((name, digest_of(value)) for name, value in settings.items() if value is not None)
 
 
 # --- answers -------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from gateway.dialects.canonical import (
     Thought,
     TokenText,
     UsageRecord,
+    temperature_of,
 )
 from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.prompt import prompt_of
@@ -183,9 +184,8 @@ def _sampling(settings: wire.GenerationConfig) -> Sampling:
     if settings.logprobs is not None and not settings.response_logprobs:
         problem = "only allowed when responseLogprobs is true."
         raise invalid_field("generationConfig.logprobs", problem)
-    temperature = 1.0 if settings.temperature is None else settings.temperature
     return Sampling(
-        temperature=0.0 if settings.top_p == 0 else temperature,
+        temperature=temperature_of(settings.temperature, settings.top_p),
         top_k=int(settings.top_k or 0),
         top_p=settings.top_p or 1.0,
         presence_penalty=settings.presence_penalty or 0.0,

@@ -8,7 +8,6 @@ paths.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -27,6 +26,7 @@ from gateway.dialects.canonical import (
     Reply,
     RequestMetadata,
     ThreadDirectives,
+    digest_of,
 )
 from gateway.dialects.openai import cache, constraints, stored_items, tools, wire
 from gateway.dialects.openai import responses_prompt as items
@@ -326,8 +326,7 @@ def _digests(fields: ResponsesBody) -> tuple[tuple[str, str], ...]:
     form = fields.text_format
     if form is None or isinstance(form, ResponsesTextFormat):
         return ()
-    digest = hashlib.blake2b(msgspec.json.encode(form), digest_size=16).hexdigest()
-    return (("text.format", digest),)
+    return (("text.format", digest_of(form)),)
 
 
 def _echo(fields: ResponsesBody, prompt: Prompt) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from gateway.dialects.canonical import (
     TokenText,
     ToolCall,
     UsageRecord,
+    temperature_of,
 )
 from gateway.dialects.canonical import Text as TextDelta
 from gateway.dialects.tolerance import HINTS, REASONING_HINTS, Tolerance, asks_nothing
@@ -310,11 +311,8 @@ def sampling(fields: SamplingFields, logprobs: int | None) -> Sampling:
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < 2**31):
             raise invalid_field("logit_bias", f"invalid key {key[:32]!r}; expected a token id.")
         bias[int(key)] = value
-    temperature = 1.0 if fields.temperature is None else fields.temperature
-    if fields.top_p == 0:
-        temperature = 0.0  # An empty nucleus keeps only the best token.
     return Sampling(
-        temperature=temperature,
+        temperature=temperature_of(fields.temperature, fields.top_p),
         top_k=max(0, fields.top_k or 0),
         top_p=fields.top_p or 1.0,
         min_p=fields.min_p or 0.0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -143,3 +143,15 @@ def test_refuses_unsupported_field_by_name(endpoint: Endpoint, name: str) -> Non
     assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
     assert refusal.message.startswith(f"{name}: ")
     assert endpoint.parse(**{name: None}) == endpoint.parse()
+
+
+@every_endpoint
+def test_an_empty_nucleus_is_greedy(endpoint: Endpoint) -> None:
+    """At any temperature: only the best token is left."""
+    settings: dict[str, Any] = {"temperature": 1}
+    greedy: dict[str, Any] = {**settings, "top_p": 0}
+    if endpoint is GEMINI:
+        settings, greedy = {"generationConfig": settings}, {"generationConfig": greedy}
+
+    assert endpoint.parse(**settings).generation.sampling.temperature == 1.0
+    assert endpoint.parse(**greedy).generation.sampling.temperature == 0.0

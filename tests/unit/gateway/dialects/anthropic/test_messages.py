@@ -67,11 +67,6 @@ def test_honoured_fields_reach_the_call() -> None:
     )
 
 
-def test_top_p_zero_is_greedy() -> None:
-    """This holds at any temperature."""
-    assert parse(top_p=0, temperature=1).generation.sampling.temperature == 0.0
-
-
 @pytest.mark.parametrize("name", ["temperature", "top_p", "top_k"])
 def test_every_version_honours_sampling_settings(name: str) -> None:
     """Today's clients send the newer version together with the temperature that a user set."""
