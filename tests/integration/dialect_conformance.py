@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gateway.dialects.canonical import (
     Begin,
@@ -88,7 +89,7 @@ class Adapter:
 
     def parse_streaming(self) -> Call:
         """Parse the smallest request as a stream."""
-        endpoint = self.endpoint._replace(action=self.streaming_action)
+        endpoint = structs.replace(self.endpoint, action=self.streaming_action)
         return endpoint.parse(**self.streaming)
 
     def encoder(self) -> Encoder:

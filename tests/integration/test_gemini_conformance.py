@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from google.genai.types import GenerateContentResponse
+from msgspec import structs
 
 from gateway.dialects.gemini.generate_content import ARRAY_DIALECT
 from tests.integration.dialect_conformance import Adapter, Answer, DialectConformance, StreamFailed
@@ -96,5 +97,5 @@ class TestGeminiArray(DialectConformance):
     """Streams without `?alt=sse`."""
 
     adapter: ClassVar[Adapter] = replace(
-        ADAPTER, endpoint=GEMINI._replace(dialect=ARRAY_DIALECT), read_stream=read_array
+        ADAPTER, endpoint=structs.replace(GEMINI, dialect=ARRAY_DIALECT), read_stream=read_array
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
 
 from gateway.dialects.anthropic import messages
 from gateway.dialects.canonical import Call, Delta, Reply, RequestMetadata
@@ -18,7 +20,7 @@ from tests.golden.transcripts import REPLY, refusal_of, streamed
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
 
 
-class Endpoint(NamedTuple):
+class Endpoint(Struct, frozen=True):
     """An endpoint's dialect, and the fewest fields that it needs to answer "hi"."""
 
     dialect: Dialect

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from anthropic.types import MessageTokensCount
+from msgspec import structs
 
 from engine.api import Sampling
 from gateway.dialects.anthropic import wire
@@ -28,7 +29,7 @@ parse = MESSAGES.parse
 
 def refused(version: str = "", **fields: Any) -> Refusal:
     """Return the strict mode's refusal of the smallest request with more fields."""
-    return MESSAGES._replace(version=version).refused("strict", **fields)
+    return structs.replace(MESSAGES, version=version).refused("strict", **fields)
 
 
 def test_defaults_are_plain_sampling_and_plain_caching() -> None:
@@ -43,7 +44,7 @@ def test_defaults_are_plain_sampling_and_plain_caching() -> None:
 
 def test_honoured_fields_reach_the_call() -> None:
     """A field that is decoded and dropped is worse than a refused one."""
-    call = MESSAGES._replace(version=OLDER).parse(
+    call = structs.replace(MESSAGES, version=OLDER).parse(
         stream=True,
         stop_sequences=["END", "\n\nHuman:"],
         temperature=0.5,
@@ -70,7 +71,9 @@ def test_honoured_fields_reach_the_call() -> None:
 @pytest.mark.parametrize("name", ["temperature", "top_p", "top_k"])
 def test_every_version_honours_sampling_settings(name: str) -> None:
     """Today's clients send the newer version together with the temperature that a user set."""
-    calls = [MESSAGES._replace(version=one).parse(**{name: 1}) for one in (NEWER, OLDER, "")]
+    calls = [
+        structs.replace(MESSAGES, version=one).parse(**{name: 1}) for one in (NEWER, OLDER, "")
+    ]
 
     assert calls[0] == calls[1]
     assert calls[0].generation.sampling == calls[2].generation.sampling
@@ -233,7 +236,7 @@ def test_refuses_invalid_value_with_path_and_limit(
 def test_accepts_a_coding_agents_request() -> None:
     """Its cache directives reach the call."""
     wide = {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}
-    call = MESSAGES._replace(version=OLDER).parse(
+    call = structs.replace(MESSAGES, version=OLDER).parse(
         system=[
             {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=00000;"},
             {"type": "text", "text": "You are an agent.", **wide},

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gateway.dialects.anthropic.prompt import BILLING_HEADER, REFUSED_BLOCKS
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
@@ -20,7 +21,7 @@ WEATHER = {"name": "weather", "description": "Of a city", "input_schema": {"type
 
 def prompt(version: str = "", **fields: Any) -> Prompt:
     """Return the prompt of the smallest request with more fields."""
-    (found,) = MESSAGES._replace(version=version).parse(**fields).prompts
+    (found,) = structs.replace(MESSAGES, version=version).parse(**fields).prompts
     return found
 
 

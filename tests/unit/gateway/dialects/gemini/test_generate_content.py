@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engine.api import Sampling
 from gateway.dialects.canonical import (
@@ -171,7 +172,7 @@ def test_accepts_function_responses_in_any_role(role: str) -> None:
 
 
 def test_generation_config_reaches_the_call() -> None:
-    streaming = GEMINI._replace(model="org/m", action="streamGenerateContent")
+    streaming = structs.replace(GEMINI, model="org/m", action="streamGenerateContent")
     call = streaming.parse(
         generationConfig={
             "temperature": 0.5,
@@ -295,13 +296,13 @@ def test_refuses_unsupported_field_with_path(fields: dict[str, Any], param: str)
 def test_unknown_method_is_not_found() -> None:
     """`:embedContent` and others are not served."""
     with pytest.raises(Refusal) as raised:
-        GEMINI._replace(action="embedContent").parse()
+        structs.replace(GEMINI, action="embedContent").parse()
     assert raised.value.kind is Kind.NOT_FOUND
 
 
 def test_counting_accepts_contents_or_a_full_request() -> None:
     """The SDK sends contents, REST clients a full request."""
-    counting = GEMINI._replace(action="countTokens")
+    counting = structs.replace(GEMINI, action="countTokens")
     short = counting.parse()
     body = {"generateContentRequest": {"model": "models/m", **GEMINI.smallest}}
     long = counting.parse_body(json.dumps(body).encode())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from gateway.dialects.canonical import OutputFormat
 from tests.unit.gateway.dialects.requests import CHAT, COMPLETIONS, RESPONSES, Endpoint
@@ -16,7 +17,9 @@ from tests.unit.gateway.dialects.requests import CHAT, COMPLETIONS, RESPONSES, E
 ENDPOINTS = {
     "chat": CHAT,
     "completions": COMPLETIONS,
-    "several prompts": COMPLETIONS._replace(smallest={"model": "m", "prompt": ["hi", "ho"]}),
+    "several prompts": structs.replace(
+        COMPLETIONS, smallest={"model": "m", "prompt": ["hi", "ho"]}
+    ),
     "responses": RESPONSES,
 }
 ALL = pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
