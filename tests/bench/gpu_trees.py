@@ -134,7 +134,7 @@ def seven_levels_through_core() -> None:
     """Run W7 with three shapes of heads, on four layers: all requests end as done."""
     (work,) = (work for work in WORKLOADS if work.name == "W7")
     for heads in (32, 40, 64):
-        config = msgspec.structs.replace(LLAMA_8B, layers=4, heads=heads)
+        config = msgspec.structs.replace(LLAMA_8B, layers=LLAMA_8B.layers[:4], heads=heads)
         got = Bench(config, 12_000).workload(work)
         print_line(f"W7, 4 layers, {heads} / 8 heads: floor {got['floor_ms']}, {got['warm']}")
         torch.cuda.empty_cache()
