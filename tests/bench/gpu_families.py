@@ -13,7 +13,6 @@ layer's time, and gpt-oss's (W = 128) what its launches take.
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,42 +24,25 @@ from msgspec.structs import replace
 from engine.attention.gpu_backend import GpuAttention
 from engine.attention.interface import attention_spec
 from engine.kv.format import kv_format
-from engine.kv.storage import KvStorage
-from engine.model_store import Architecture, Layer, Rope
+from engine.model_store import Architecture
 from engine.plan import Group
 from kernels import reference_int8
 from kernels.reference import paged_attention
-from tests.bench.gpu_kernels import time_graph
-from tests.bench.gpu_workloads import BLOCK, WORKLOADS, Bench, Workload, copy_rate, print_line
+from tests.bench.device import copy_rate, describe, time_graph
+from tests.bench.gpu_workloads import WORKLOADS, Bench, Workload
+from tests.bench.models import BLOCK, GEMMA3_12B, GPT_OSS_WITHOUT_EXPERTS, QWEN3_8B, random_kv
+from tests.bench.results import Results, print_line
 
-DEVICE = torch.device("cuda")
-CONTEXT = 32_768 + 256
 LONG_ROWS = 8
 RUNS = 16
 """Runs of a layer in one graph: a launch of the graph then costs little of the time."""
 
 
-def _windowed(window: int, period: int, layers: int) -> tuple[Layer, ...]:
-    """Return layers of which each `period`th has no window."""
-    return tuple(Layer(window=0 if (i + 1) % period == 0 else window) for i in range(layers))
-
-
-QWEN3_8B = Architecture(
-    family="qwen3", layers=(Layer(),) * 36, hidden=4096, intermediate=12_288, heads=32, kv_heads=8,
-    head_dim=128, vocab=151_936, context=CONTEXT, ropes={"full": Rope(1e6, 128)}, qk_norm="head",
-)  # fmt: skip
-GEMMA3_12B = Architecture(
-    family="gemma3_text", layers=_windowed(1024, 6, 48), hidden=3840, intermediate=15_360,
-    heads=16, kv_heads=8, head_dim=256, vocab=262_208, context=CONTEXT,
-    ropes={"full": Rope(1e6, 256)}, qk_norm="head", place="sandwich", activation="gelu_tanh",
-    embed_scale=3840**0.5, score_scale=256**-0.5, tie_embeddings=True,
-)  # fmt: skip
-GPT_OSS_20B = Architecture(
-    family="gpt_oss", layers=_windowed(128, 2, 24), hidden=2880, intermediate=2880, heads=64,
-    kv_heads=8, head_dim=64, vocab=201_088, context=CONTEXT, ropes={"full": Rope(150_000.0, 64)},
-    sinks=True, qkv_bias=True, output_bias=True,
-)  # fmt: skip
-SHAPES = {"Qwen3-8B": QWEN3_8B, "Gemma-3-12B": GEMMA3_12B, "gpt-oss-20b": GPT_OSS_20B}
+SHAPES = {
+    "Qwen3-8B": QWEN3_8B,
+    "Gemma-3-12B": GEMMA3_12B,
+    "gpt-oss-20b": GPT_OSS_WITHOUT_EXPERTS,
+}
 
 TREES: dict[str, tuple[int, int, int]] = {
     "W1": (256, 2048, 64),
@@ -82,16 +64,10 @@ class LayerBench:
         # One layer of each kind, so that the pool stays small.
         kinds = {layer.window: layer for layer in config.layers}
         self.config = replace(config, layers=tuple(kinds.values()))
-        device = DEVICE
+        device = torch.device("cuda")
         form = kv_format(self.config, dtype, BLOCK)
         per_row, self.shared_blocks = own // BLOCK, shared // BLOCK
-        self.kv = KvStorage(form, self.shared_blocks + rows * per_row, device)
-        if form.is_int8:
-            units = self.kv.data.flatten(-2)
-            units.random_(-127, 128)
-            reference_int8.scales_of(units).fill_(0.02)
-        else:
-            self.kv.data.normal_()
+        self.kv = random_kv(form, self.shared_blocks + rows * per_row, device)
         self.attention = GpuAttention(
             self.config, self.kv, context=shared + own, seats=rows, tokens_max=rows
         )
@@ -194,24 +170,21 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=60_000, help="of one KV group's layers")
     options = parser.parse_args()
     rate = copy_rate()
-    print_line(f"{torch.cuda.get_device_name()}, copy {rate / 1e9:.0f} GB/s")
-    results: list[dict[str, Any]] = []
+    print_line(describe(rate))
+    results = Results()
     chosen = {name: SHAPES[name] for name in options.models.split(",")}
     for name, config in chosen.items():
         for tree, sizes in TREES.items():
             found = LayerBench(config, sizes).measure(rate)
-            results.append({"model": name, "tree": tree, "layers": found})
-            print_line(json.dumps(results[-1]))
+            results.add({"model": name, "tree": tree, "layers": found})
             torch.cuda.empty_cache()
     for name, config in chosen.items():
         if options.layers_only or name == "gpt-oss-20b":
             continue
         blocks = options.blocks if any(layer.window for layer in config.layers) else 12_000
-        results.append(whole(name, config, blocks))
-        print_line(json.dumps(results[-1]))
+        results.add(whole(name, config, blocks))
         torch.cuda.empty_cache()
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+    results.write(options.json)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,9 @@ from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.types import wall_ms
 from tests.bench import open_loop
-from tests.bench.gpu_families import GEMMA3_12B, QWEN3_8B
-from tests.bench.gpu_workloads import LLAMA_8B, OUTPUT, WORKLOADS, Workload, print_line
+from tests.bench.gpu_workloads import OUTPUT, WORKLOADS, Workload
+from tests.bench.models import GEMMA3_12B, LLAMA_8B, QWEN3_8B
+from tests.bench.results import print_line
 
 NAME, PORT, ADMIN_PORT = "random-8b", 18_480, 18_481
 OTHER_KEY_FILE = "other.key"

@@ -11,12 +11,8 @@ against float64 on a few rows before it is timed.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import statistics
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +24,8 @@ import kernels.gpu.tree_attention
 from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
 from kernels.gpu.work_list import CLASSES, Slices, WorkPlanner
 from kernels.reference import paged_attention
+from tests.bench.device import copy_rate, describe, time_graph
+from tests.bench.results import Results, print_line
 
 HEADS, KV_HEADS, SIZE = 32, 8, 16
 
@@ -46,45 +44,6 @@ CASES: dict[str, tuple[int, list[tuple[int, int]]]] = {
 
 PROMPTS = ((8192, 0), (4096, 0), (2048, 6144), (512, 0))
 """(computed tokens, cached tokens before them)."""
-
-
-def print_line(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-def time_graph(run: Callable[[], None], repeats: int = 9) -> tuple[float, float, float]:
-    """Return (median, min, max) microseconds of a captured graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:]), min(times[2:]), max(times[2:])
-
-
-def copy_gb_per_s() -> float:
-    """Return the rate of a device-to-device copy of 2 GiB, bytes read and written: the ceiling."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    target.copy_(source)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(5):
-        target.copy_(source)
-    end.record()
-    torch.cuda.synchronize()
-    return float(10 * source.numel() / start.elapsed_time(end) / 1e6)
 
 
 class CaseTensors:
@@ -236,12 +195,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.plain:
         kernels.gpu.tree_attention.HAS_GLUON = False
-    properties = torch.cuda.get_device_properties(0)
-    copy = copy_gb_per_s()
-    name = properties.name
-    print_line(f"{name}, {properties.multi_processor_count} multiprocessors, copy {copy:.0f} GB/s")
-    base = WorkPlanner(KV_HEADS, HEADS // KV_HEADS, SIZE, properties.multi_processor_count)
-    results: list[dict[str, Any]] = []
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    print_line(f"{describe(copy_rate())}, {multiprocessors} multiprocessors")
+    base = WorkPlanner(KV_HEADS, HEADS // KV_HEADS, SIZE, multiprocessors)
+    results = Results()
     runs: list[tuple[str, WorkPlanner, dict[str, bool]]] = []
     for name in CASES:
         shared = len(CASES[name][1]) > 1
@@ -251,17 +208,13 @@ def main() -> None:
             runs += [(name, replace(base, span_keys_min=s), {}) for s in (512, 2048, 4096)]
     for name, planner, options_ in runs:
         try:
-            results.append(measure(name, planner, options.head_dim, **options_))
-            print_line(json.dumps(results[-1]))
+            results.add(measure(name, planner, options.head_dim, **options_))
         except (RuntimeError, ValueError) as failure:
             print_line(f"{name} {options_} failed: {failure}")
         torch.cuda.empty_cache()
     for tokens, cached in PROMPTS:
-        results.append(measure_prompt(tokens, cached, base, options.head_dim))
-        print_line(json.dumps(results[-1]))
-    if options.json is not None:
-        head = {"device": properties.name, "copy_gb_per_s": round(copy)}
-        options.json.write_text(json.dumps({**head, "results": results}, indent=1))
+        results.add(measure_prompt(tokens, cached, base, options.head_dim))
+    results.write(options.json)
 
 
 if __name__ == "__main__":

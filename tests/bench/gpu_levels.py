@@ -13,8 +13,6 @@ is shared, without and with levels, in turns. Random weights in bf16, in process
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import random
 import statistics
 import tempfile
@@ -25,8 +23,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import torch
+from msgspec.structs import replace
 
 from engine.api import (
     CacheGrant,
@@ -41,10 +38,13 @@ from engine.api import (
     Tokens,
 )
 from engine.config import LevelsConfig
-from tests.bench import gpu_families
-from tests.bench.gpu_workloads import BLOCK, LLAMA_8B, WORKLOADS, Bench, print_line
+from tests.bench.device import describe, release_memory
+from tests.bench.gpu_families import SHAPES as FAMILIES
+from tests.bench.gpu_workloads import WORKLOADS, Bench
+from tests.bench.models import BLOCK, LLAMA_8B, VOCAB, with_layers
+from tests.bench.results import Results, print_line
 
-SHAPES = {"Llama-3.1-8B": LLAMA_8B} | gpu_families.SHAPES
+SHAPES = {"Llama-3.1-8B": LLAMA_8B} | FAMILIES
 CONTEXT_TOKENS = 40_960
 POOL_BYTES = 12 * 10**9
 HOST_MIB = 48 * 1024
@@ -118,8 +118,7 @@ class LevelsBench(Bench):
         """Release the pool and the levels."""
         self.core.close()
         del self.core, self.runner, self.levels
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_memory()
 
 
 def pool_of(like: Bench, blocks: int) -> int:
@@ -130,8 +129,7 @@ def pool_of(like: Bench, blocks: int) -> int:
 def prompts_of(seed: int, number: int, tokens: int) -> list[tuple[int, ...]]:
     """Return random prompts."""
     chance = random.Random(seed)
-    vocab = LLAMA_8B.vocab
-    return [tuple(chance.randrange(vocab) for _ in range(tokens)) for _ in range(number)]
+    return [tuple(chance.randrange(VOCAB) for _ in range(tokens)) for _ in range(number)]
 
 
 def measure_first_tokens(
@@ -142,7 +140,7 @@ def measure_first_tokens(
     (prompt,) = prompts_of(tokens, 1, tokens)
     kept = LeaseRequest(tokens, HOUR, "lease")
     grant = CacheGrant(space, PAYER, fidelity=fidelity)
-    cold = bench.ask([prompt], msgspec.structs.replace(grant, leases=(kept,)))
+    cold = bench.ask([prompt], replace(grant, leases=(kept,)))
     bench.settle()
     again = []
     for repeat in range(REPEATS):
@@ -305,21 +303,19 @@ def main() -> None:
     parser.add_argument("--setups", default=",".join(SETUPS), help="of the part `return`")
     options = parser.parse_args()
     whole = SHAPES[options.shape]
-    layers = whole.layers[: options.layers or None]
-    shape = msgspec.structs.replace(whole, layers=layers, context=CONTEXT_TOKENS)
+    shape = with_layers(whole, options.layers or len(whole.layers))
+    shape = replace(shape, context=CONTEXT_TOKENS)
     like = Bench(shape, 64)
-    print_line(f"{torch.cuda.get_device_name()}, copy {like.copy_rate / 1e9:.0f} GB/s")
-    results = []
+    print_line(describe(like.copy_rate))
+    results = Results()
     parts = PARTS | {"return": partial(measure_return, wanted=options.setups.split(","))}
     for name in options.only.split(","):
         began_s = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=options.dir) as folder:
             for found in parts[name](like, Path(folder)):
-                results.append(found)
-                print_line(json.dumps(found))
+                results.add(found)
         print_line(f"{name}: {time.perf_counter() - began_s:.0f} s")
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+    results.write(options.json)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,9 @@ from engine.plan import BegunSequence, Group, Row, StepPlan, StepResult
 from engine.runner.gpu_runner import MIXED_BUCKETS, GpuRunner
 from engine.runner.warmup import WarmupLimits
 from engine.weights import random_weights
-from tests.bench.gpu_workloads import BLOCK, LLAMA_8B, WORKLOADS, Bench, print_line
+from tests.bench.gpu_workloads import WORKLOADS, Bench
+from tests.bench.models import BLOCK, LLAMA_8B
+from tests.bench.results import print_line
 
 SHARED, OWN = 2048, 96
 """Tokens of each tenant's prefix, and a decoding row's own."""

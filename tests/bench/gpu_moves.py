@@ -11,7 +11,6 @@ then beside offloads to memory that is used for the first time, and so pinned. R
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import threading
@@ -22,18 +21,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from engine.kv.copy_device import CudaDevice
 from engine.kv.device_packing import gpu_packers_of
 from engine.kv.device_transfer import DeviceTransferEngine
-from engine.kv.format import KvFormat
-from engine.kv.storage import KvStorage
-from engine.model_store import Layer
+from engine.kv.format import kv_format
 from engine.moves import Move, Moved, SlotLayout
 from engine.storage.memory.arena import HostArena
-from tests.bench.gpu_workloads import LLAMA_8B, WORKLOADS, Bench, print_line
+from tests.bench.gpu_workloads import WORKLOADS, Bench
+from tests.bench.models import BLOCK, LLAMA_8B, random_kv, with_layers
+from tests.bench.results import Results, print_line
 
 BLOCKS = 2048
 BATCHES = (1, 4, 16, 64, 256, 512)
@@ -48,10 +47,8 @@ class Rig:
 
     def __init__(self, blocks: int = BLOCKS) -> None:
         device = torch.device("cuda")
-        form = KvFormat(32, 8, 128, 16, torch.bfloat16)
-        self.kv = KvStorage(form, blocks, device)
-        for start in range(0, blocks, 256):  # normal_ on all of it would need as much again
-            self.kv.data[start : start + 256].normal_()
+        form = kv_format(LLAMA_8B, torch.bfloat16, BLOCK)
+        self.kv = random_kv(form, blocks, device)
         self.block_bytes = form.block_bytes
         self.arena = HostArena.create(SlotLayout.uniform(blocks, form.block_bytes))
         self.ended = threading.Semaphore(0)
@@ -160,9 +157,7 @@ def measure_moves(rig: Rig) -> Iterator[dict[str, Any]]:
     seconds = []
     for _ in range(REPEATS):
         back = [
-            msgspec.structs.replace(
-                one, move_id=next(rig.ids), kind="load", check=checks[one.move_id]
-            )
+            replace(one, move_id=next(rig.ids), kind="load", check=checks[one.move_id])
             for one in moves
         ]
         seconds.append(rig.run(back)[0])
@@ -190,8 +185,7 @@ def measure_packed(rig: Rig) -> Iterator[dict[str, Any]]:
 
 def measure_steps(rig: Rig, layers: int) -> Iterator[dict[str, Any]]:
     """Run W1's decoding steps without and with moves beside them, in turns."""
-    shape = msgspec.structs.replace(LLAMA_8B, layers=(Layer(),) * layers)
-    bench = Bench(shape, 4096)
+    bench = Bench(with_layers(LLAMA_8B, layers), 4096)
     prompts = WORKLOADS[0].prompts(1)
     bench.run(prompts, b"W1")
     steps: dict[str, list[float]] = {"alone": [], "beside": []}
@@ -249,7 +243,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     options = parser.parse_args()
     wanted = options.only.split(",")
-    results = []
+    results = Results()
     began_s = time.perf_counter()
     rig = Rig()
     made_s = round(time.perf_counter() - began_s, 2)
@@ -262,15 +256,13 @@ def main() -> None:
     for name, figures in parts.items():
         if name in wanted:
             for found in figures:
-                results.append(found)
-                print_line(json.dumps(found))
+                results.add(found)
     began_s = time.perf_counter()
     pinned = rig.engine.pinned_bytes
     rig.close()
     took_s = round(time.perf_counter() - began_s, 2)
-    print_line(json.dumps({"part": "close", "pinned_gib": round(pinned / 2**30, 2), "s": took_s}))
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+    results.add({"part": "close", "pinned_gib": round(pinned / 2**30, 2), "s": took_s})
+    results.write(options.json)
 
 
 if __name__ == "__main__":

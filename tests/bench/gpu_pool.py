@@ -12,57 +12,42 @@ core. *Tokens*: what a pool of the memory left beside the weights holds. Takes t
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from engine.kv.format import kv_format
-from engine.model_store import Layer
+from tests.bench.device import copy_rate, describe
 from tests.bench.gpu_families import TREES, LayerBench
-from tests.bench.gpu_workloads import (
-    BLOCK,
-    KV_DTYPES,
-    LLAMA_8B,
-    WORKLOADS,
-    Bench,
-    copy_rate,
-    print_line,
-)
+from tests.bench.gpu_workloads import WORKLOADS, Bench
+from tests.bench.models import BLOCK, KV_DTYPES, LLAMA_8B, LONG_CONTEXT, with_layers
+from tests.bench.results import Results, print_line
 
-CONTEXT = 32_768 + 256
 FLAT = (128, 0, 1152)
 POOL_BYTES = 117_000_000_000
 """What an H200 has left beside 8B weights, graphs and buffers at the default share of memory."""
 
 
-def attention(rate: float) -> list[dict[str, Any]]:
+def attention(results: Results, rate: float) -> None:
     """Measure one layer in both formats."""
-    config = msgspec.structs.replace(LLAMA_8B, layers=(Layer(),), context=CONTEXT)
-    results = []
+    config = replace(with_layers(LLAMA_8B, 1), context=LONG_CONTEXT)
     for tree, sizes in {**TREES, "flat": FLAT}.items():
         for name, dtype in KV_DTYPES.items():
             (found,) = LayerBench(config, sizes, dtype).measure(rate)
-            results.append({"attention": tree, "kv": name, **found})
-            print_line(json.dumps(results[-1]))
+            results.add({"attention": tree, "kv": name, **found})
             torch.cuda.empty_cache()
-    return results
 
 
-def steps(blocks: int) -> list[dict[str, Any]]:
+def steps(results: Results, blocks: int) -> None:
     """Run W1 and W4 with both pools."""
-    results = []
     for name, dtype in KV_DTYPES.items():
         bench = Bench(LLAMA_8B, blocks, kv_dtype=dtype)
         for work in WORKLOADS:
             if work.name in ("W1", "W4"):
-                results.append({"kv": name, **bench.workload(work)})
-                print_line(json.dumps(results[-1]))
+                results.add({"kv": name, **bench.workload(work)})
         del bench
         torch.cuda.empty_cache()
-    return results
 
 
 def main() -> None:
@@ -72,17 +57,16 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12_000)
     options = parser.parse_args()
     rate = copy_rate()
-    print_line(f"{torch.cuda.get_device_name()}, copy {rate / 1e9:.0f} GB/s")
+    print_line(describe(rate))
+    results = Results()
     tokens = {
         name: POOL_BYTES // kv_format(LLAMA_8B, dtype, BLOCK).block_bytes * BLOCK
         for name, dtype in KV_DTYPES.items()
     }
-    results: list[dict[str, Any]] = [{"pool_bytes": POOL_BYTES, "tokens": tokens}]
-    print_line(json.dumps(results[0]))
-    results += attention(rate)
-    results += steps(options.blocks)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+    results.add({"pool_bytes": POOL_BYTES, "tokens": tokens})
+    attention(results, rate)
+    steps(results, options.blocks)
+    results.write(options.json)
 
 
 if __name__ == "__main__":

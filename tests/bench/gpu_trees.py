@@ -14,19 +14,20 @@ import argparse
 import time
 import traceback
 
-import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from engine.attention.gpu_backend import GpuAttention
 from engine.kv.format import kv_format
-from engine.kv.storage import KvStorage
-from engine.model_store import Architecture, Layer, Rope
+from engine.model_store import Architecture, Rope
 from engine.runner.gpu_runner import BUCKETS, MIXED_BUCKETS, MIXED_CLASSES
 from kernels.gpu.tree_attention import tree_attention
 from kernels.gpu.work_list import Slices
 from kernels.reference import paged_attention
-from tests.bench.gpu_workloads import BLOCK, LLAMA_8B, WORKLOADS, Bench, print_line
+from tests.bench.gpu_workloads import WORKLOADS, Bench
+from tests.bench.models import BLOCK, LLAMA_8B, random_kv, with_layers
+from tests.bench.results import print_line
 from tests.unit.kernels.gpu.plan_checker import Int32, check_plan, random_forest, seven_levels
 
 SHAPES = (
@@ -40,9 +41,8 @@ ERROR_MAX = 8e-3
 
 
 def model_of(heads: int, kv_heads: int, head_dim: int) -> Architecture:
-    return msgspec.structs.replace(
-        LLAMA_8B,
-        layers=(Layer(),) * 2,
+    return replace(
+        with_layers(LLAMA_8B, 2),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -102,8 +102,7 @@ def sweep(cases: int, seed: int) -> None:
     for shape in SHAPES:
         config = model_of(*shape)
         form = kv_format(config, torch.bfloat16, BLOCK)
-        kv = KvStorage(form, BLOCKS, torch.device("cuda"))
-        kv.data.normal_()
+        kv = random_kv(form, BLOCKS, torch.device("cuda"))
         attention = GpuAttention(
             config, kv, context=config.context, seats=SEQUENCES, tokens_max=TOKENS
         )
@@ -134,7 +133,7 @@ def seven_levels_through_core() -> None:
     """Run W7 with three shapes of heads, on four layers: all requests end as done."""
     (work,) = (work for work in WORKLOADS if work.name == "W7")
     for heads in (32, 40, 64):
-        config = msgspec.structs.replace(LLAMA_8B, layers=LLAMA_8B.layers[:4], heads=heads)
+        config = replace(with_layers(LLAMA_8B, 4), heads=heads)
         got = Bench(config, 12_000).workload(work)
         print_line(f"W7, 4 layers, {heads} / 8 heads: floor {got['floor_ms']}, {got['warm']}")
         torch.cuda.empty_cache()

@@ -9,7 +9,6 @@ weights and KV, over the measured copy rate.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -18,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from engine.api import CacheGrant, Finished, Request, Sampling, Tokens
 from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig
+from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import Architecture, Layer, Rope
+from engine.model_store import Architecture
 from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
 from engine.plan import StepResult
@@ -36,35 +35,12 @@ from engine.server.gc_tuning import FrozenHeap
 from engine.server.levels_below import build_levels
 from engine.server.server import SWITCH_INTERVAL_S
 from engine.weights import random_weights
+from tests.bench.device import copy_rate, describe
+from tests.bench.models import BLOCK, KV_DTYPES, LLAMA_1B, LLAMA_8B, VOCAB, with_layers
+from tests.bench.results import Results, print_line
 
-LLAMA_8B = Architecture(
-    family="llama",
-    layers=(Layer(),) * 32,
-    hidden=4096,
-    intermediate=14_336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocab=128_256,
-    context=16_384,
-    ropes={"full": Rope(500_000.0, 128)},
-)
-LLAMA_1B = Architecture(
-    family="llama",
-    layers=(Layer(),) * 16,
-    hidden=2048,
-    intermediate=8192,
-    heads=32,
-    kv_heads=8,
-    head_dim=64,
-    vocab=128_256,
-    context=16_384,
-    ropes={"full": Rope(500_000.0, 64)},
-    tie_embeddings=True,
-)
 SHAPES = {"llama-8b": LLAMA_8B, "llama-1b": LLAMA_1B}
-KV_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
-BLOCK, OUTPUT = 16, 128
+OUTPUT = 128
 
 
 @dataclass(frozen=True)
@@ -80,7 +56,7 @@ class Workload:
         """Return one prompt per request; requests under one node share its tokens."""
         rng = random.Random(seed)
         nodes = [
-            [[rng.randrange(LLAMA_8B.vocab) for _ in range(tokens)] for _ in range(count)]
+            [[rng.randrange(VOCAB) for _ in range(tokens)] for _ in range(count)]
             for count, tokens in self.levels
         ]
         return [
@@ -112,26 +88,6 @@ WORKLOADS = (
 )
 
 
-def print_line(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-def copy_rate() -> float:
-    """Return the rate of a device-to-device copy in bytes per second, read and written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(2):
-        target.copy_(source)
-    start.record()
-    for _ in range(10):
-        target.copy_(source)
-    end.record()
-    torch.cuda.synchronize()
-    return float(20 * source.numel() / (start.elapsed_time(end) / 1e3))
-
-
 class TimedRunner(GpuRunner):
     """A GPU runner that measures how long the host waits for the GPU in `collect`."""
 
@@ -145,8 +101,71 @@ class TimedRunner(GpuRunner):
         return result
 
 
-class Bench:
-    """One model on a GPU, and a core over it."""
+class CoreBench:
+    """A core over a model on a GPU. Subclasses set all attributes."""
+
+    core: Core
+    weight_bytes: int
+    token_bytes: int
+    copy_rate: float
+
+    def waited_s(self) -> float:
+        """Return how long the host has waited for the GPU in the last step; 0 where that is not
+        measured."""
+        return 0.0
+
+    def run(
+        self, prompts: list[tuple[int, ...]], namespace: bytes, output: int = OUTPUT
+    ) -> dict[str, Any]:
+        """Run all prompts at once to the end; return throughput and step times."""
+        core, grant = self.core, CacheGrant(namespace)
+        started = time.perf_counter()
+        for index, tokens in enumerate(prompts):
+            core.submit(Request(f"{index}", tokens, output, grant, Sampling(temperature=0)))
+        first_s = 0.0
+        cached = produced = 0
+        steps: list[float] = []
+        planning: list[float] = []
+        before = time.perf_counter()
+        while core.has_work():
+            events = core.step()
+            now = time.perf_counter()
+            drawn = sum(isinstance(event, Tokens) for event in events)
+            produced += drawn
+            if drawn and not first_s:
+                first_s = now - started
+            if drawn == len(prompts):
+                steps.append(now - before)
+                planning.append(now - before - self.waited_s())
+            before = now
+            for event in events:
+                if isinstance(event, Finished):
+                    assert event.ending == "done", event
+                    cached += event.usage.cached_tokens
+        wall_s = time.perf_counter() - started
+        steady = steps[4:-4] or steps or [0.0]
+        return {
+            "wall_s": round(wall_s, 3),
+            "tok_s": round(produced / wall_s),
+            "first_token_ms": round(first_s * 1e3, 2),
+            "step_ms": round(statistics.median(steady) * 1e3, 3),
+            "step_ms_p95": round(sorted(steady)[int(len(steady) * 0.95)] * 1e3, 3),
+            "host_ms": round(statistics.median(planning[4:-4] or planning or [0.0]) * 1e3, 3),
+            "cached_tokens": cached,
+        }
+
+    def floor(self, work: Workload, output: int = OUTPUT) -> dict[str, float]:
+        """Return the bytes that a step of a workload moves, and the least time for them."""
+        unique = work.unique + work.requests * output // 2
+        moved = self.weight_bytes + unique * self.token_bytes
+        return {
+            "moved_gb": round(moved / 1e9, 2),
+            "floor_ms": round(moved / self.copy_rate * 1e3, 2),
+        }
+
+
+class Bench(CoreBench):
+    """A model whose layers have kernels, with random weights."""
 
     def __init__(
         self,
@@ -156,6 +175,7 @@ class Bench:
         *,
         kv_dtype: torch.dtype = torch.bfloat16,
         sequences: int = 256,
+        constraints: Constraints | None = None,
         like: Bench | None = None,
     ) -> None:
         """`levels`: those below the pool. `sequences`: most at once. `like`: a bench whose model is
@@ -201,50 +221,15 @@ class Bench:
             context_tokens=config.context,
             pipeline_depth=2,
             levels=self.levels,
+            constraints=constraints,
         )
-        self.copy_rate: float = copy_rate() if like is None else like.copy_rate
+        self.copy_rate = copy_rate() if like is None else like.copy_rate
         FrozenHeap().settle()  # as the engine's process does
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
-    def run(
-        self, prompts: list[tuple[int, ...]], namespace: bytes, output: int = OUTPUT
-    ) -> dict[str, Any]:
-        """Run all prompts at once to the end; return throughput and step times."""
-        core, grant = self.core, CacheGrant(namespace)
-        started = time.perf_counter()
-        for index, tokens in enumerate(prompts):
-            core.submit(Request(f"{index}", tokens, output, grant, Sampling(temperature=0)))
-        first_s = 0.0
-        cached = produced = 0
-        steps: list[float] = []
-        planning: list[float] = []
-        before = time.perf_counter()
-        while core.has_work():
-            events = core.step()
-            now = time.perf_counter()
-            drawn = sum(isinstance(event, Tokens) for event in events)
-            produced += drawn
-            if drawn and not first_s:
-                first_s = now - started
-            if drawn == len(prompts):
-                steps.append(now - before)
-                planning.append(now - before - self.runner.waited_s)
-            before = now
-            for event in events:
-                if isinstance(event, Finished):
-                    assert event.ending == "done", event
-                    cached += event.usage.cached_tokens
-        wall_s = time.perf_counter() - started
-        steady = steps[4:-4] or steps or [0.0]
-        return {
-            "wall_s": round(wall_s, 3),
-            "tok_s": round(produced / wall_s),
-            "first_token_ms": round(first_s * 1e3, 2),
-            "step_ms": round(statistics.median(steady) * 1e3, 3),
-            "step_ms_p95": round(sorted(steady)[int(len(steady) * 0.95)] * 1e3, 3),
-            "host_ms": round(statistics.median(planning[4:-4] or planning or [0.0]) * 1e3, 3),
-            "cached_tokens": cached,
-        }
+    def waited_s(self) -> float:
+        """See `CoreBench.waited_s`."""
+        return self.runner.waited_s
 
     def workload(self, work: Workload) -> dict[str, Any]:
         """Run a workload cold, then warm; return the results with its bytes and its floor."""
@@ -254,14 +239,12 @@ class Bench:
         cold = self.run(prompts, namespace)
         warm = self.run(prompts, namespace)
         self.core.cache.erase(namespace)
-        context = work.requests * (work.context + OUTPUT // 2)
-        unique = work.unique + work.requests * OUTPUT // 2
-        moved = self.weight_bytes + unique * self.token_bytes
+        more = work.requests * OUTPUT // 2
+        sharing = (work.requests * work.context + more) / (work.unique + more)
         return {
             "workload": work.name,
-            "sharing": round(context / unique, 2),
-            "moved_gb": round(moved / 1e9, 2),
-            "floor_ms": round(moved / self.copy_rate * 1e3, 2),
+            "sharing": round(sharing, 2),
+            **self.floor(work),
             "cold": cold,
             "warm": warm,
         }
@@ -305,7 +288,7 @@ def main() -> None:
     options = parser.parse_args()
     config = SHAPES[options.shape]
     if options.layers:
-        config = msgspec.structs.replace(config, layers=(Layer(),) * options.layers)
+        config = with_layers(config, options.layers)
     only = (
         options.only.split(",") if options.only else [*(w.name for w in WORKLOADS), "W5", "sweep"]
     )
@@ -313,17 +296,14 @@ def main() -> None:
     sequences = max([256, *(work.requests for work in chosen)])
     kv_dtype = KV_DTYPES[options.kv_dtype]
     bench = Bench(config, options.blocks, kv_dtype=kv_dtype, sequences=sequences)
-    print_line(f"{torch.cuda.get_device_name()}, copy {bench.copy_rate / 1e9:.0f} GB/s")
-    results = []
+    print_line(describe(bench.copy_rate))
+    results = Results()
     for work in chosen:
-        results.append(bench.workload(work))
-        print_line(json.dumps(results[-1]))
+        results.add(bench.workload(work))
     for name, measure in (("W5", bench.single), ("sweep", bench.sweep)):
         if name in only:
-            results.append(measure())
-            print_line(json.dumps(results[-1]))
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+            results.add(measure())
+    results.write(options.json)
 
 
 if __name__ == "__main__":

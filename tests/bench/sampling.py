@@ -34,7 +34,8 @@ from engine.grammar.grammar import GrammarLimits, MaskFiller, Vocabulary
 from engine.plan import BegunSequence
 from engine.sampling.gpu_sampler import DRAW_COLUMNS, Draws, GpuSampler
 from engine.sampling.sampler import Sampler
-from tests.bench.gpu_workloads import BLOCK, LLAMA_8B, Bench
+from tests.bench.gpu_workloads import Bench
+from tests.bench.models import BLOCK, LLAMA_8B
 from tests.grammars import PolledGrammars, tokenizer_json
 
 CPU_ROWS, CPU_VOCAB = 16, 49_152
