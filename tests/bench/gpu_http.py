@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,8 @@ from tenancy.types import wall_ms
 from tests.bench import open_loop
 from tests.bench.gpu_workloads import OUTPUT, WORKLOADS, Workload
 from tests.bench.models import GEMMA3_12B, LLAMA_8B, QWEN3_8B
-from tests.bench.results import print_line
+from tests.bench.open_loop import Arrival, Seen
+from tests.bench.results import Results, print_line
 
 NAME, PORT, ADMIN_PORT = "random-8b", 18_480, 18_481
 OTHER_KEY_FILE = "other.key"
@@ -110,42 +110,11 @@ def serve(data: Path, sequences: int, gap_target_shared_ms: float) -> int:
     )
 
 
-def body_of(tokens: list[int], count: int) -> bytes:
-    """Return the body of a streamed completion."""
-    body = {
-        "model": NAME,
-        "prompt": list(tokens),
-        "max_tokens": count,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return json.dumps(body).encode()
-
-
-async def complete(session: aiohttp.ClientSession, body: bytes) -> tuple[float, int, int]:
-    """Send a streamed completion; return (seconds to first token, output tokens, cached tokens)."""
-    started, first_s, usage = time.perf_counter(), 0.0, {}
-    async with session.post("/v1/completions", data=body) as response:
-        assert response.status == 200, await response.text()
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            if not first_s:
-                first_s = time.perf_counter() - started
-            if b'"usage":{' in line:
-                usage = json.loads(line[6:])["usage"]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return first_s, usage["completion_tokens"], cached
-
-
-async def serve_prompts() -> None:
+async def send_arrivals() -> None:
     """Run a client process over stdin and stdout.
 
-    It reads the keys of two tenants, then for each run a line of prompts or arrivals; it answers
-    "ready", waits for a line, sends all prompts, or each arrival when due, and prints a line of
-    results.
+    It reads the keys of two tenants, then for each run a line of arrivals; it answers "ready",
+    reads when the run starts, sends each request when it is due, and prints what it saw.
     """
     key, other_key = sys.stdin.readline().split()
     url = f"http://127.0.0.1:{PORT}"
@@ -156,21 +125,13 @@ async def serve_prompts() -> None:
         url, headers=headers, connector=connector, timeout=timeout
     ) as session:
         for line in iter(sys.stdin.readline, ""):
-            work = json.loads(line)
-            if "arrivals" in work:
-                print_line("ready")
-                start_s = float(sys.stdin.readline())
-                sent = (
-                    open_loop.send(session, one, start_s, other_key) for one in work["arrivals"]
-                )
-                seen = await asyncio.gather(*sent)
-                print_line(json.dumps([asdict(one) for one in seen]))
-                continue
-            bodies = [body_of(prompt, work["count"]) for prompt in work["prompts"]]
+            arrivals = msgspec.json.decode(line, type=list[Arrival])
             print_line("ready")
-            sys.stdin.readline()
-            answers = await asyncio.gather(*(complete(session, body) for body in bodies))
-            print_line(json.dumps(answers))
+            start_s = float(sys.stdin.readline())
+            seen = await asyncio.gather(
+                *(open_loop.send(session, one, start_s, other_key) for one in arrivals)
+            )
+            print_line(msgspec.json.encode(seen).decode())
 
 
 class Clients:
@@ -191,41 +152,33 @@ class Clients:
             process.stdin.close()
             process.wait(30)
 
-    def run(self, prompts: list[tuple[int, ...]], count: int = OUTPUT) -> dict[str, Any]:
-        """Send all prompts at once, divided among the processes; return throughput and latency."""
-        used = self._processes[: len(prompts)]
-        for i, process in enumerate(used):
-            work = {"prompts": prompts[i :: len(used)], "count": count}
-            self._write_line(process, json.dumps(work))
-        for process in used:
-            assert self._read_line(process) == "ready"
-        started = time.perf_counter()
-        for process in used:
-            self._write_line(process, "go")
-        answers = [answer for process in used for answer in json.loads(self._read_line(process))]
-        wall_s = time.perf_counter() - started
-        return {
-            "wall_s": round(wall_s, 3),
-            "tok_s": round(sum(n for _, n, _ in answers) / wall_s),
-            "first_token_p50_ms": round(
-                statistics.median(first for first, _, _ in answers) * 1e3, 1
-            ),
-            "cached_tokens": sum(cached for _, _, cached in answers),
-        }
-
-    def run_arrivals(self, arrivals: list[open_loop.Arrival]) -> list[open_loop.Seen]:
+    def run(self, arrivals: list[Arrival]) -> list[Seen]:
         """Send each request when it is due, dealt to the processes; return what they saw."""
         used = self._processes[: len(arrivals)]
         for i, process in enumerate(used):
-            dealt = [arrival.wire() for arrival in arrivals[i :: len(used)]]
-            self._write_line(process, json.dumps({"arrivals": dealt}))
+            self._write_line(process, msgspec.json.encode(arrivals[i :: len(used)]).decode())
         for process in used:
             assert self._read_line(process) == "ready"
         start_s = time.monotonic() + 0.2
         for process in used:
             self._write_line(process, str(start_s))
-        answers = [answer for process in used for answer in json.loads(self._read_line(process))]
-        return [open_loop.Seen(**answer) for answer in answers]
+        answers = [
+            msgspec.json.decode(self._read_line(process), type=list[Seen]) for process in used
+        ]
+        return [one for answer in answers for one in answer]
+
+    def burst(self, prompts: Sequence[Sequence[int]], count: int = OUTPUT) -> dict[str, Any]:
+        """Send all prompts at once; return throughput and latency."""
+        bodies = [open_loop.body_of(NAME, list(prompt), count) for prompt in prompts]
+        seen = self.run([Arrival(0.0, body) for body in bodies])
+        assert {one.status for one in seen} == {200}, "a request was refused or cut off"
+        wall_s = max(one.last_s for one in seen)
+        return {
+            "wall_s": round(wall_s, 3),
+            "tok_s": round(sum(one.tokens for one in seen) / wall_s),
+            "first_token_p50_ms": round(statistics.median(one.first_s for one in seen) * 1e3, 1),
+            "cached_tokens": sum(one.cached for one in seen),
+        }
 
     def _write_line(self, process: subprocess.Popen[str], line: str) -> None:
         assert process.stdin is not None
@@ -237,25 +190,21 @@ class Clients:
         return process.stdout.readline().strip()
 
 
-def drive(clients: Clients, workloads: list[Workload], single: bool) -> list[dict[str, Any]]:
+def drive(clients: Clients, workloads: list[Workload], single: bool, results: Results) -> None:
     """Run each workload cold, then three times warm; with `single`, one prompt of 8,192 tokens."""
-    results: list[dict[str, Any]] = []
     for work in workloads:
         prompts = work.prompts(1)
-        cold, *warm = [clients.run(prompts) for _ in range(4)]
-        results.append({"workload": work.name, "cold": cold, "warm": warm})
-        print_line(json.dumps(results[-1]))
+        cold, *warm = [clients.burst(prompts) for _ in range(4)]
+        results.add({"workload": work.name, "cold": cold, "warm": warm})
     if single:
         prompt = Workload("W5", 1, ((1, 8_192),)).prompts(5)
-        times = [clients.run(prompt, 1)["first_token_p50_ms"] for _ in range(6)]
-        results.append({"workload": "W5 TTFT", "cold_ms": times[0], "warm_ms": times[1:]})
-        print_line(json.dumps(results[-1]))
-    return results
+        times = [clients.burst(prompt, 1)["first_token_p50_ms"] for _ in range(6)]
+        results.add({"workload": "W5 TTFT", "cold_ms": times[0], "warm_ms": times[1:]})
 
 
-def drive_open_loop(clients: Clients, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run the rates, the cold prompts and the mixtures that were asked for; print a line each."""
-    runs: list[tuple[str, tuple[list[list[int]], list[open_loop.Arrival]]]] = [
+def drive_open_loop(clients: Clients, options: argparse.Namespace, results: Results) -> None:
+    """Run the rates, the cold prompts and the mixtures that were asked for."""
+    runs: list[tuple[str, tuple[list[list[int]], list[Arrival]]]] = [
         (f"{rate}/s", open_loop.steady(NAME, rate, options.seconds))
         for rate in numbers(options.rates)
     ]
@@ -274,14 +223,10 @@ def drive_open_loop(clients: Clients, options: argparse.Namespace) -> list[dict[
         (f"mixture {rate}/s", open_loop.mixture(NAME, rate, options.seconds))
         for rate in numbers(options.mixture)
     ]
-    results = []
     for name, (warm, arrivals) in runs:
         if warm:
-            clients.run([tuple(prefix) for prefix in warm], 1)
-        line = open_loop.summary(name, clients.run_arrivals(arrivals))
-        print_line(line)
-        results.append({"workload": name, "line": line})
-    return results
+            clients.burst(warm, 1)
+        results.add({"workload": name, "line": open_loop.summary(name, clients.run(arrivals))})
 
 
 def numbers(text: str) -> list[int]:
@@ -307,11 +252,11 @@ def main() -> int:
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.client:
-        asyncio.run(serve_prompts())
+        asyncio.run(send_arrivals())
         return 0
     if options.serve is not None:
         return serve(options.serve, options.sequences, options.gap_target_shared_ms)
-    names = options.only.split(",")
+    names, results = options.only.split(","), Results()
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)
         write_model(data / "model", SHAPES[options.shape])
@@ -333,15 +278,14 @@ def main() -> int:
                 works = [work for work in WORKLOADS if work.name in names]
                 clients = Clients((key, other), options.clients)
                 try:
-                    results = drive(clients, works, "W5" in names)
-                    results += drive_open_loop(clients, options)
+                    drive(clients, works, "W5" in names, results)
+                    drive_open_loop(clients, options, results)
                 finally:
                     clients.close()
             finally:
                 server.terminate()
                 server.wait(30)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+    results.write(options.json)
     return 0
 
 

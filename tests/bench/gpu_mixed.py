@@ -3,17 +3,15 @@
     python -m tests.bench.gpu_mixed [--only check,start,steps,...] [--seconds 12]
 
 Sections: `check` compares graphs with launches operation by operation; `start` captures all graphs;
-`steps` times mixed steps; `plans` times them with other planner settings; `host` and `kernels`
-profile some; `buckets` times one prompt of every bucket; `traffic` sends Poisson arrivals through
-the core, in process; `cold` lets cold prompts arrive beside decoding; `workloads` runs those of
-`tests.bench.gpu_workloads`. A section that fails prints its traceback, and the next one runs.
+`steps` times mixed steps; `host` and `kernels` profile some; `buckets` times one prompt of every
+bucket; `traffic` and `cold` send the arrivals of `tests.bench.open_loop` through the core, in
+process. A section that fails prints its traceback, and the next one runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
-import gc
 import io
 import pstats
 import random
@@ -22,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import torch
@@ -31,15 +28,18 @@ from torch.profiler import ProfilerActivity, profile
 from engine.api import CacheGrant, Request, Sampling, Tokens
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import Architecture, Layer
+from engine.model_store import Architecture
 from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
 from engine.plan import BegunSequence, Group, Row, StepPlan, StepResult
 from engine.runner.gpu_runner import MIXED_BUCKETS, GpuRunner
 from engine.runner.warmup import WarmupLimits
 from engine.weights import random_weights
-from tests.bench.gpu_workloads import WORKLOADS, Bench
-from tests.bench.models import BLOCK, LLAMA_8B
+from tests.bench import open_loop
+from tests.bench.device import release_memory
+from tests.bench.gpu_workloads import Bench
+from tests.bench.models import BLOCK, LLAMA_8B, random_kv, with_layers
+from tests.bench.open_loop import Arrival, Seen
 from tests.bench.results import print_line
 
 SHARED, OWN = 2048, 96
@@ -65,20 +65,6 @@ CASES = {
 }
 """Decoding rows, the tokens of each prompt, and a prompt's own tokens before these; each row and
 prompt follows one of eight tenants' prefixes."""
-
-PLANS: dict[str, dict[str, Any]] = {
-    "present": {},
-    "wide from 65 rows": {"wide_rows_min_prompts": 65},
-    "wide from 640 rows": {"wide_rows_min_prompts": 640},
-    "few 0": {"few_rows": 0},
-    "few 128": {"few_rows": 128},
-    "few span 128": {"span_keys_few": 128, "parts_few": 17},
-    "few span 512": {"span_keys_few": 512},
-    "prefill span 128": {"prefill_span_keys_min": 128},
-    "prefill span 512": {"prefill_span_keys_min": 512},
-    "prefill span 1024": {"prefill_span_keys_min": 1024},
-}  # fmt: skip
-"""Fields of the planner, by name of the setting."""
 
 
 @dataclass(frozen=True)
@@ -188,43 +174,16 @@ class Steps:
         }
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile of seconds, in ms; 0 of nothing."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] * 1e3 if ordered else 0.0
-
-
-def random_tokens(rng: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(LLAMA_8B.vocab) for _ in range(count))
-
-
-def summary(
-    due: list[tuple[float, Request]], seen: dict[str, list[float]], running: list[str]
-) -> str:
-    """Return a line: first tokens of `due`, gaps of `running`, tokens per second of all."""
-    served = [(at, request.request_id) for at, request in due if seen[request.request_id]]
-    firsts = [seen[name][0] - at for at, name in served]
-    gaps = [b - a for name in running for a, b in zip(seen[name], seen[name][1:], strict=False)]
-    total = sum(map(len, seen.values()))
-    wall_s = max(times[-1] for times in seen.values() if times) - due[0][0]
-    return (
-        f"{percentile(firsts, 0.5):.1f} / {percentile(firsts, 0.99):.1f}, gap p50"
-        f" {percentile(gaps, 0.5):.1f} p99 {percentile(gaps, 0.99):.1f} max"
-        f" {percentile(gaps, 1.0):.0f}; {total / wall_s:.0f} tok/s; {len(served)} of {len(due)}"
-    )
-
-
 # -- sections ---------------------------------------------------------------------------------
 
 
 def check() -> None:
     """Print how graphs differ from launches operation by operation, on two layers."""
-    config = msgspec.structs.replace(LLAMA_8B, layers=(Layer(),) * 2)
+    config = with_layers(LLAMA_8B, 2)
     device = torch.device("cuda")
     model = DecoderModel(config, random_weights(config, torch.bfloat16, 0, device), GpuOps())
     form = kv_format(config, torch.bfloat16, BLOCK)
-    first = KvStorage(form, 4000, device)
-    first.data.normal_()
+    first = random_kv(form, 4000, device)
     steps = []
     for graphs in (False, True):
         kv = KvStorage(form, 4000, device)
@@ -307,8 +266,7 @@ class MixedBench:
             )
             del runner
         del cold
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_memory()
 
     def steps(self) -> None:
         """Time every case with graphs and operation by operation."""
@@ -325,20 +283,6 @@ class MixedBench:
         for decoding in (8, 32, 64, 96, 200, 256):
             got = steps.measure(Batch(decoding, ()))
             print_line(f"  {decoding} decoding: " + " ".join(f"{v:6.2f}" for v in got.values()))
-        steps.end()
-
-    def plans(self) -> None:
-        """Time the steady step of every case with other settings of the planner."""
-        print_line("plans, steady ms: " + ", ".join(CASES))
-        steps, attention = Steps(self.runner), self.runner.attention
-        usual = attention.planner
-        for name, fields in PLANS.items():
-            attention.planner = replace(usual, **fields)
-            times = [
-                steps.measure(Batch(d, p, before), 6)["steady"] for d, p, before in CASES.values()
-            ]
-            print_line(f"  {name:20}" + " ".join(f"{ms:6.2f}" for ms in times))
-        attention.planner = usual
         steps.end()
 
     def host(self) -> None:
@@ -400,75 +344,47 @@ class MixedBench:
 
     def traffic(self) -> None:
         """Poisson arrivals over eight warm prefixes: 64 own tokens, 128 out."""
-        print_line("traffic: first token p50 / p99, gap ms")
         for rate in (20, 50, 100, 150):
-            rng = random.Random(rate)
-            grant = CacheGrant(b"traffic-%d" % rate)
-            prefixes = [random_tokens(rng, SHARED) for _ in range(8)]
-            for prefix in prefixes:
-                self.bench.run([prefix + random_tokens(rng, 8)], grant.namespace, 2)
-            due: list[tuple[float, Request]] = []
-            at = rng.expovariate(rate)
-            while at < self.seconds:
-                prompt = rng.choice(prefixes) + random_tokens(rng, 64)
-                due.append((at, Request(f"{len(due)}", prompt, 128, grant, GREEDY)))
-                at += rng.expovariate(rate)
-            seen = self._run_open_loop(due)
-            print_line(f"  {rate}/s: " + summary(due, seen, list(seen)))
-            self.bench.core.cache.erase(grant.namespace)
+            self._run_arrivals(f"traffic, {rate}/s", *open_loop.steady("", rate, self.seconds))
 
     def cold(self) -> None:
-        """64 requests decode, and 8 cold prompts of 8,192 arrive, at intervals and together."""
-        print_line("8 cold prompts of 8,192 beside 64 decoding: first token p50 / p99, gap ms")
-        for beside, interval_s in ((64, 0.5), (64, 0.0), (0, 0.0)):
-            rng = random.Random(12)
-            grant = CacheGrant(b"cold-%d-%f" % (beside, interval_s))
-            due = [
-                (0.0, Request(f"b{i}", random_tokens(rng, 256), 600, grant, GREEDY))
-                for i in range(beside)
-            ]
-            for i in range(8):
-                request = Request(f"r{i}", random_tokens(rng, 8192), 16, grant, GREEDY)
-                due.append((1.0 + i * interval_s, request))
-            seen = self._run_open_loop(due)
-            known = [name for name in seen if name[0] == "b"] or list(seen)
-            line = summary([one for one in due if one[1].request_id[0] == "r"], seen, known)
-            print_line(f"  {beside} decoding, every {interval_s} s: {line}")
-            self.bench.core.cache.erase(grant.namespace)
+        """8 cold prompts of 8,192 arrive beside streams, at intervals and together."""
+        for streams, interval_s in ((64, 0.5), (64, 0.0), (0, 0.0)):
+            name = f"8 cold prompts of 8,192 beside {streams}, every {interval_s} s"
+            self._run_arrivals(name, *open_loop.cold_beside_decoding("", streams, interval_s))
 
-    def _run_open_loop(self, due: list[tuple[float, Request]]) -> dict[str, list[float]]:
-        """Submit each request when it is due; return the times of each request's tokens."""
-        core = self.bench.core
-        seen: dict[str, list[float]] = {request.request_id: [] for _, request in due}
-        waiting = due[::-1]
+    def _run_arrivals(self, name: str, warm: list[list[int]], arrivals: list[Arrival]) -> None:
+        """Compute prefixes, submit each request when it is due, and print what was seen."""
+        core, grant = self.bench.core, CacheGrant(name.encode())
+        for prefix in warm:
+            self.bench.run([tuple(prefix)], grant.namespace, 2)
+        seen = [Seen(one.due_s, one.watched, one.timed, status=200) for one in arrivals]
+        waiting = list(range(len(arrivals)))[::-1]
         started = time.perf_counter()
         while waiting or core.has_work():
-            now = time.perf_counter() - started
-            while waiting and waiting[-1][0] <= now:
-                core.submit(waiting.pop()[1])
+            now_s = time.perf_counter() - started
+            while waiting and arrivals[waiting[-1]].due_s <= now_s:
+                index = waiting.pop()
+                body = arrivals[index].body
+                tokens = tuple(body["prompt"])
+                core.submit(Request(f"{index}", tokens, body["max_tokens"], grant, GREEDY))
             if not core.has_work():
-                time.sleep(min(1e-3, max(0.0, waiting[-1][0] - now)))
+                time.sleep(min(1e-3, max(0.0, arrivals[waiting[-1]].due_s - now_s)))
                 continue
             events = core.step()
-            now = time.perf_counter() - started
+            now_s = time.perf_counter() - started
             for event in events:
                 if isinstance(event, Tokens):
-                    seen[event.request_id].extend([now] * len(event.tokens))
-        return seen
-
-    def workloads(self) -> None:
-        """W1 to W6, warm and cold."""
-        for work in WORKLOADS:
-            got = self.bench.workload(work)
-            keys = ("step_ms", "step_ms_p95", "host_ms", "tok_s", "first_token_ms")
-            warm = " ".join(f"{key} {got['warm'][key]}" for key in keys)
-            print_line(f"{work.name}: floor {got['floor_ms']}, {warm}; cold {got['cold']['tok_s']}")
-        print_line(str(self.bench.sweep()["step_ms"]))
+                    one = seen[int(event.request_id)]
+                    for _ in event.tokens:
+                        one.add_token(now_s, one.last_s)
+        print_line(open_loop.summary(name, seen))
+        core.cache.erase(grant.namespace)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    sections = "check,start,steps,plans,host,kernels,buckets,traffic,cold,workloads"
+    sections = "check,start,steps,host,kernels,buckets,traffic,cold"
     parser.add_argument("--only", default=sections)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--blocks", type=int, default=18_000)
@@ -487,12 +403,10 @@ def main() -> None:
     wanted = options.only.split(",")
     if "check" in wanted:
         guarded("check", check)
-        gc.collect()
-        torch.cuda.empty_cache()
+        release_memory()
     rest = [name for name in wanted if name != "check"]
     if rest:
-        config = msgspec.structs.replace(LLAMA_8B, layers=(Layer(),) * options.layers)
-        bench = MixedBench(config, options.blocks, options.seconds)
+        bench = MixedBench(with_layers(LLAMA_8B, options.layers), options.blocks, options.seconds)
         for name in rest:
             guarded(name, getattr(bench, name))
 

@@ -1,5 +1,5 @@
-"""Requests that arrive at random, for `tests.bench.gpu_http`: what is sent when, by whom, and what
-the clients saw.
+"""Requests that arrive at random, for `tests.bench.gpu_http` and `tests.bench.gpu_mixed`: what is
+sent when, by whom, and what the clients saw.
 
 Arrivals are a Poisson process. A request's first token is counted from when the request was due, so
 a client that falls behind does not hide the server's delay.
@@ -11,16 +11,16 @@ import asyncio
 import json
 import random
 import time
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import aiohttp
+from msgspec import Struct
 
 from gateway.bench.figures import percentile
 from gateway.bench.open_loop import poisson_times
+from tests.bench.models import VOCAB
 
 OtherTenant = Literal["prompts", "streams"]
-VOCAB = 128_000
 OWN, OUTPUT = 64, 128
 LEAD_S = 2.0
 """For so many seconds the quiet tenant is alone, before the other begins."""
@@ -36,8 +36,7 @@ REFERENCE = {
 """vLLM 0.26 with the same client on the same kind of machine: first token p50 / p99, gap, ms."""
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(Struct, frozen=True):
     """A request: when it is due, its body, and after how many tokens its client leaves (0: never).
 
     `watched`: its gaps between tokens count; `timed`: its first token counts. `is_other`: sent with
@@ -51,26 +50,27 @@ class Arrival:
     timed: bool = True
     is_other: bool = False
 
-    def wire(self) -> dict[str, Any]:
-        """Return what a client process needs."""
-        return {
-            "due_s": self.due_s, "body": self.body, "leave_after": self.leave_after,
-            "watched": self.watched, "timed": self.timed, "is_other": self.is_other,
-        }  # fmt: skip
 
-
-@dataclass
-class Seen:
+class Seen(Struct):
     """What a client saw of one request. Seconds since the run's start; `status` 0: cut off."""
 
     due_s: float
+    watched: bool
+    timed: bool
     status: int = 0
     tokens: int = 0
+    cached: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-    watched: bool = True
-    timed: bool = True
+    gaps: list[float] = []
+
+    def add_token(self, now_s: float, before_s: float) -> None:
+        """Note a token; `before_s`: when its sample's last one came, 0 for the first."""
+        self.tokens += 1
+        self.first_s = self.first_s or now_s
+        self.last_s = now_s
+        if before_s:
+            self.gaps.append(now_s - before_s)
 
 
 def tokens_of(rng: random.Random, count: int) -> list[int]:
@@ -126,16 +126,18 @@ def mixture(model: str, rate: float, seconds: float) -> tuple[list[list[int]], l
     return leaves, arrivals
 
 
-def cold_beside_decoding(model: str) -> tuple[list[list[int]], list[Arrival]]:
-    """Return nothing to warm, 64 streams whose gaps count, and 8 cold prompts of 8,192 whose first
-    tokens count."""
+def cold_beside_decoding(
+    model: str, streams: int = 64, interval_s: float = 0.4
+) -> tuple[list[list[int]], list[Arrival]]:
+    """Return nothing to warm, streams whose gaps count, and 8 cold prompts of 8,192 whose first
+    tokens count; without streams their gaps do."""
     rng = random.Random(8)
     arrivals = [
-        Arrival(0.0, body_of(model, tokens_of(rng, 256), 700), timed=False) for _ in range(64)
+        Arrival(0.0, body_of(model, tokens_of(rng, 256), 700), timed=False) for _ in range(streams)
     ]
     for i in range(8):
         body = body_of(model, tokens_of(rng, 8_192), 16)
-        arrivals.append(Arrival(1.5 + 0.4 * i, body, watched=False))
+        arrivals.append(Arrival(1.5 + interval_s * i, body, watched=not streams))
     return [], arrivals
 
 
@@ -171,13 +173,13 @@ def quiet(
 
 
 async def send(
-    session: aiohttp.ClientSession, arrival: dict[str, Any], start_s: float, other_key: str
+    session: aiohttp.ClientSession, arrival: Arrival, start_s: float, other_key: str
 ) -> Seen:
     """Send a request when it is due and read its stream; return what was seen of it."""
-    seen = Seen(arrival["due_s"], watched=arrival["watched"], timed=arrival["timed"])
+    seen = Seen(arrival.due_s, arrival.watched, arrival.timed)
     before: dict[bytes, float] = {}
-    body = json.dumps(arrival["body"]).encode()
-    headers = {"Authorization": f"Bearer {other_key}"} if arrival["is_other"] else None
+    body = json.dumps(arrival.body).encode()
+    headers = {"Authorization": f"Bearer {other_key}"} if arrival.is_other else None
     await asyncio.sleep(max(0.0, start_s + seen.due_s - time.monotonic()))
     try:
         async with session.post("/v1/completions", data=body, headers=headers) as response:
@@ -188,19 +190,17 @@ async def send(
             async for line in response.content:
                 if not line.startswith(b"data: {"):
                     continue
-                if b'"choices":[]' in line:  # counts tokens without text, too
-                    seen.tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+                if b'"choices":[]' in line:
+                    usage = json.loads(line[6:])["usage"]
+                    seen.tokens = usage["completion_tokens"]  # counts tokens without text, too
+                    seen.cached = usage["prompt_tokens_details"]["cached_tokens"]
                     continue
-                now = time.monotonic() - start_s
-                seen.tokens += 1
-                seen.first_s = seen.first_s or now
-                seen.last_s = now
+                now_s = time.monotonic() - start_s
                 at = line.find(b'"index":')
                 sample = line[at + 8 : at + 9]
-                if sample in before:
-                    seen.gaps.append(now - before[sample])
-                before[sample] = now
-                if arrival["leave_after"] and seen.tokens >= arrival["leave_after"]:
+                seen.add_token(now_s, before.get(sample, 0.0))
+                before[sample] = now_s
+                if arrival.leave_after and seen.tokens >= arrival.leave_after:
                     response.close()
                     return seen
     except (aiohttp.ClientError, ConnectionError):

@@ -17,25 +17,24 @@ import itertools
 import json
 import random
 import statistics
-import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 from llguidance import LLTokenizer
 
 from engine.api import CacheGrant, Finished, Grammar, Request, Sampling, Tokens
-from engine.cache import PrefixCache
-from engine.config import EngineConfig
 from engine.core.constraints import Constraints
-from engine.core.core import Core
 from engine.grammar.grammar import GrammarLimits, MaskFiller, Vocabulary
 from engine.plan import BegunSequence
 from engine.sampling.gpu_sampler import DRAW_COLUMNS, Draws, GpuSampler
 from engine.sampling.sampler import Sampler
 from tests.bench.gpu_workloads import Bench
-from tests.bench.models import BLOCK, LLAMA_8B
+from tests.bench.models import LLAMA_8B, with_layers
+from tests.bench.results import print_line, spread
+from tests.bench.timing import seconds_of
 from tests.grammars import PolledGrammars, tokenizer_json
 
 CPU_ROWS, CPU_VOCAB = 16, 49_152
@@ -68,26 +67,15 @@ KINDS = {
 }  # fmt: skip
 
 
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 def spread_over(kinds: tuple[Sampling, ...], rows: int) -> list[Sampling]:
     """Return a way of sampling for each row, all kinds in turn."""
     return list(itertools.islice(itertools.cycle(kinds), rows))
 
 
-def median_us(call: object, repeats: int) -> float:
+def median_us(call: Callable[[], object], repeats: int) -> float:
     """Return the median time of a call in microseconds."""
-    assert callable(call)
     call()
-    times = []
-    for _ in range(repeats):
-        at_s = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - at_s)
-    return statistics.median(times) * 1e6
+    return statistics.median(seconds_of(call, repeats)) * 1e6
 
 
 def measure_cpu() -> None:
@@ -109,7 +97,7 @@ def measure_cpu() -> None:
                 sampler.sample(row, [i])
 
         whole, single = median_us(together, 30), median_us(apart, 10)
-        say(
+        print_line(
             f"CPU, {CPU_ROWS} rows, {name:<30} {whole:8.0f} us at once,"
             f" {single:8.0f} us row by row, ratio {whole / single:.2f}"
         )
@@ -118,8 +106,8 @@ def measure_cpu() -> None:
 def measure_kernels(rows: int) -> None:
     """Print the device time of all sampling of a step, under a graph, by kind."""
     device, vocab = torch.device("cuda"), LLAMA_8B.vocab
-    for spread in (1.3, 4.0):
-        logits = (torch.randn(rows, vocab, device=device) * spread).bfloat16()
+    for scale in (1.3, 4.0):
+        logits = (torch.randn(rows, vocab, device=device) * scale).bfloat16()
         for name, kinds in KINDS.items():
             sampler = GpuSampler(vocab, device, slots=rows, rows=rows)
             for i, sampling in enumerate(spread_over(kinds, rows)):
@@ -148,9 +136,9 @@ def measure_kernels(rows: int) -> None:
             end.record()
             torch.cuda.synchronize()
             us = start.elapsed_time(end) * 1e3 / 20
-            host = median_us(lambda s=sampler, t=table: s.fill(t.numpy(), range(rows)), 20)
-            say(
-                f"kernels, {rows} rows, logits spread {spread}, {name:<30}"
+            host = median_us(partial(sampler.fill, table.numpy(), range(rows)), 20)
+            print_line(
+                f"kernels, {rows} rows, logits spread {scale}, {name:<30}"
                 f" {us:8.1f} us, host {host:.0f} us"
             )
 
@@ -169,24 +157,9 @@ class StepBench(Bench):
     """The engine of `gpu_workloads`, with grammars."""
 
     def __init__(self, layers: int) -> None:
-        super().__init__(
-            msgspec.structs.replace(LLAMA_8B, layers=LLAMA_8B.layers[:1] * layers), 20_000
-        )
-        self.core = Core(
-            PrefixCache(blocks=20_000, block_size=BLOCK),
-            self.runner,
-            EngineConfig(
-                device="cuda", step_tokens_max=8192, prefill_chunk_tokens_max=8192,
-                sequences_max=256, queue_tokens_max=10_000_000,
-            ),
-            time.perf_counter,
-            vocab_size=self.config.vocab,
-            context_tokens=self.config.context,
-            pipeline_depth=2,
-            constraints=Constraints(
-                PolledGrammars(vocabulary=vocabulary(self.config.vocab)), MaskFiller(4)
-            ),
-        )  # fmt: skip
+        words = vocabulary(LLAMA_8B.vocab)
+        constraints = Constraints(PolledGrammars(vocabulary=words), MaskFiller(4))
+        super().__init__(with_layers(LLAMA_8B, layers), 20_000, constraints=constraints)
 
     def step_ms(self, samplings: list[Sampling], grammars: list[Grammar | None]) -> float:
         """Return the median step while all rows decode; see the module's docstring."""
@@ -224,9 +197,9 @@ class StepBench(Bench):
         base = statistics.median(times["plain"])
         for name, found in times.items():
             ms = statistics.median(found)
-            say(
+            print_line(
                 f"step, {rows} rows, {name:<9} {ms:7.3f} ms, ratio {ms / base:.3f}"
-                f"  (runs {min(found):.3f} to {max(found):.3f})"
+                f"  {spread(found, '.3f')}"
             )
 
 
@@ -242,7 +215,7 @@ def main() -> None:
     if options.cpu or not torch.cuda.is_available():
         return
     sizes = [int(rows) for rows in options.rows.split(",")]
-    say(torch.cuda.get_device_name())
+    print_line(torch.cuda.get_device_name())
     with torch.inference_mode():
         for rows in sizes:
             measure_kernels(rows)
