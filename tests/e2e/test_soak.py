@@ -21,21 +21,14 @@ from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
 from tenancy.limits import Reservation
 from tenancy.storage.sqlite import SqliteStore
-from tests.bench.soak import PLANTED, Swarm
+from tests.e2e.swarm import PLANTED, Swarm
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 REQUESTS = 600
 OF_A_REQUEST = (
-    *(
-        LedgerReservation,
-        Generation,
-        OutputStream,
-        Contract,
-        IdempotentRequest,
-        RequestStream,
-        Reservation,
-    ),
-)
+    LedgerReservation, Generation, OutputStream, Contract, IdempotentRequest, RequestStream,
+    Reservation,
+)  # fmt: skip
 
 
 def alive() -> Counter[str]:
@@ -66,48 +59,42 @@ async def test_swarm_leaves_no_hold_block_task_or_descriptor(
     """Every dialect, streams, idempotency keys, cached contents, erasures and invalid requests
     at once; a third of the clients disconnect early. No object stays, every response has one
     entry, all three token counts agree, and the log has no text of a prompt."""
-    assert isinstance(unopened_gateway.store, SqliteStore)
-    database = unopened_gateway.store.path
-    unopened_gateway.set_limits(requests_per_tenant_max=8)
-    await unopened_gateway.open()
+    gateway = unopened_gateway
+    assert isinstance(gateway.store, SqliteStore)
+    database = gateway.store.path
+    gateway.set_limits(requests_per_tenant_max=8)
+    await gateway.open()
     try:
-        swarm = Swarm(
-            unopened_gateway.url,
-            tuple(unopened_gateway.keys.values()),
-            unopened_gateway.model,
-            seed=7,
-        )
-        await swarm.run(lambda asked: asked < 30)
-        await unopened_gateway.ask(
-            "/v1/usage", method="GET"
-        )  # a second connection to the database is opened
-        await unopened_gateway.check_quiet()
+        swarm = Swarm(gateway.url, tuple(gateway.keys.values()), gateway.model, seed=7)
+        await swarm.run(30)
+        # A second connection to the database is opened.
+        await gateway.ask("/v1/usage", method="GET")
+        await gateway.check_quiet()
         tasks, (_, fds) = len(asyncio.all_tasks()), descriptors(database)
 
-        await swarm.run(lambda asked: asked < REQUESTS)
+        await swarm.run(REQUESTS)
 
-        await unopened_gateway.check_quiet()
+        await gateway.check_quiet()
         assert swarm.wrong == []
         assert swarm.left > REQUESTS // 5
-        assert [line for line in unopened_gateway.lines if line["event"] == "error"] == []
-        assert PLANTED not in json.dumps(unopened_gateway.lines)
-        await unopened_gateway.until(lambda: len(asyncio.all_tasks()) <= tasks)
-        await unopened_gateway.until(lambda: descriptors(database)[1] <= fds)
-        assert (
-            descriptors(database)[0] < 40
-        )  # three files for each connection of the pool and of the background tasks
+        assert [line for line in gateway.lines if line["event"] == "error"] == []
+        assert PLANTED not in json.dumps(gateway.lines)
+        await gateway.until(lambda: len(asyncio.all_tasks()) <= tasks)
+        await gateway.until(lambda: descriptors(database)[1] <= fds)
+        # Three files for each connection of the pool and of the background tasks.
+        assert descriptors(database)[0] < 40
         assert alive() == Counter()
-        context = unopened_gateway.gateway.context
+        context = gateway.gateway.context
         context.contracts.entries.check()
-        assert await asyncio.to_thread(check_books, unopened_gateway.store) == []
-        await unopened_gateway.gateway._reconciler.note()
-        (epoch,) = reconcile(unopened_gateway.store)
+        assert await asyncio.to_thread(check_books, gateway.store) == []
+        await gateway.gateway._reconciler.note()
+        (epoch,) = reconcile(gateway.store)
         assert epoch.ledger == epoch.engine == epoch.metrics
-        for who in unopened_gateway.keys:
-            status, _, _ = await unopened_gateway.ask("/v1/cache", method="DELETE", who=who)
+        for who in gateway.keys:
+            status, _, _ = await gateway.ask("/v1/cache", method="DELETE", who=who)
             assert status == 200
-        stats = await unopened_gateway.engine.get_stats()
-        assert (stats.free_blocks, len(unopened_gateway.engine.namespaces)) == (stats.blocks, 0)
+        stats = await gateway.engine.get_stats()
+        assert (stats.free_blocks, len(gateway.engine.namespaces)) == (stats.blocks, 0)
         assert len(context.contracts.entries) == 0
     finally:
-        await unopened_gateway.close()
+        await gateway.close()

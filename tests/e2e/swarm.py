@@ -1,30 +1,15 @@
-"""A seeded swarm of clients that send everything at once, and disconnect at random.
-
-    python -m tests.bench.soak [SECONDS] [SEED]
-
-The program starts a server on a tiny model, keeps it busy (for a minute by default), and prints
-response statuses, and the server's file descriptors and memory before and after.
-`tests.e2e.test_soak` runs the same swarm against a gateway in its own process.
-"""
+"""A seeded swarm of clients that send everything at once, and disconnect at random."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
-import sys
-import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import aiohttp
-
-from gateway.bench.server import bench_server
-from tests.models import tiny_config, write_folder
 
 CLIENTS = 12
 LEAVES_WITHIN_S = 0.05
@@ -40,8 +25,7 @@ EXPECTED = frozenset({200, 400, 401, 403, 404, 405, 409, 413, 415, 429, 503})
 class Swarm:
     """Clients of one server.
 
-    `statuses`: response statuses by kind of request. `left`: kinds whose clients disconnected.
-    `wrong`: responses that should not exist.
+    `left`: requests whose clients disconnected. `wrong`: responses that should not exist.
     """
 
     def __init__(self, url: str, keys: tuple[str, ...], model: str, seed: int) -> None:
@@ -53,25 +37,23 @@ class Swarm:
         self._resources: list[tuple[str, str]] = []
         self._erasures = 0
         self._erasing = 0
-        self.statuses: Counter[tuple[str, int]] = Counter()
         self.left = 0
         self.wrong: list[str] = []
 
-    async def run(self, goes_on: Callable[[int], bool], clients: int = CLIENTS) -> int:
-        """Send requests until the limit; return their number."""
+    async def run(self, requests: int) -> None:
+        """Send so many requests."""
         asked = 0
 
         async def client(number: int) -> None:
             nonlocal asked
             chance = random.Random(f"{self._seed} {number}")
             async with aiohttp.ClientSession() as session:
-                while goes_on(asked):
+                while asked < requests:
                     asked += 1
                     what = chance.choices(_WHATS, _WEIGHTS)[0]
                     await what(self, session, chance)
 
-        await asyncio.gather(*map(client, range(clients)))
-        return asked
+        await asyncio.gather(*map(client, range(CLIENTS)))
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -249,7 +231,6 @@ class Swarm:
                 async with session.request(
                     method, self._url + path, data=data, headers=headers
                 ) as response:
-                    self.statuses[what, response.status] += 1
                     if response.status not in EXPECTED:
                         self.wrong.append(f"{what}: {response.status} {await response.text()}")
                     if reads is not None:
@@ -283,40 +264,3 @@ def _words(chance: random.Random) -> str:
     """Return text that is partly repeated, in several scripts."""
     said = chance.choice(("ascii only", "Grüße", "日本語", "🌳 " * 4, "\u202eright to left"))
     return f"{PLANTED} {chance.randint(1, 30)} {said} " * chance.randint(1, 2)
-
-
-async def _main(seconds: float, seed: int) -> int:
-    with tempfile.TemporaryDirectory(prefix="trunkline-soak-") as folder:
-        model = write_folder(Path(folder) / "tiny", tiny_config(layers=1))
-        async with bench_server(
-            str(model), Path(folder) / "models", time.monotonic, tenants=3
-        ) as server:
-            url, process = server.url.removesuffix("/v1"), Path(f"/proc/{server.memory.pid}")
-            swarm = Swarm(url, server.keys, "tiny", seed)
-            for part, length_s in (("warm", 5.0), ("soak", seconds)):
-                asked = await swarm.run(_for(length_s))
-                await asyncio.sleep(3)
-                fds, memory = len(list((process / "fd").iterdir())), _resident_mib(process)
-                _say(f"{part}: {asked} requests; then {fds} descriptors, {memory} MiB")
-        _say(f"{swarm.left} were left; {dict(sorted(swarm.statuses.items()))}")
-    _say("\n".join(swarm.wrong) or "nothing was answered that should not be")
-    return bool(swarm.wrong)
-
-
-def _for(seconds: float) -> Callable[[int], bool]:
-    until_s = time.monotonic() + seconds
-    return lambda _: time.monotonic() < until_s
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-
-
-def _resident_mib(process: Path) -> int:
-    line = next(x for x in (process / "status").read_text().splitlines() if x.startswith("VmRSS"))
-    return int(line.split()[1]) // 1024
-
-
-if __name__ == "__main__":
-    arguments = [*sys.argv[1:], *("60", "1")[len(sys.argv) - 1 :]]
-    sys.exit(asyncio.run(_main(float(arguments[0]), int(arguments[1]))))
