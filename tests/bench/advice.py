@@ -5,9 +5,9 @@ python -m tests.bench.advice conversation_trace.jsonl
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,12 +78,12 @@ def sampled_advice(arrivals: Sequence[Arrival], seed: int) -> list[CurvePoint]:
 
 def main() -> None:
     """Print a line for each retention and size."""
-    arrivals = read_trace(Path(sys.argv[1]), 10**9)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trace", type=Path)
+    arrivals = read_trace(parser.parse_args().trace, 10**9)
     rows = list(zip(*(sampled_advice(arrivals, seed) for seed in range(SEEDS)), strict=True))
-    lines = [
-        "| | exact | sampled_advice | stated error | largest error |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
+    print("| | exact | sampled_advice | stated error | largest error |")
+    print("| --- | ---: | ---: | ---: | ---: |")
     for number, points in enumerate(rows):
         is_span = number < len(SPANS)
         at, ratios = points[0].at, [point.hit_ratio for point in points]
@@ -95,11 +95,10 @@ def main() -> None:
         worst = max(abs(ratio - exact) for ratio in ratios)
         stated = statistics.mean(point.error for point in points)
         name = f"{at:,.0f} {'s' if is_span else 'blocks'}" + ", early" * points[0].is_early
-        lines.append(
+        print(
             f"| {name} | {100 * exact:.1f} % | {100 * min(ratios):.1f} to {100 * max(ratios):.1f} %"
             f" | {100 * stated:.1f} | {100 * worst:.1f} |"
         )
-    sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

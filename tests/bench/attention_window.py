@@ -13,7 +13,6 @@ import argparse
 import random
 import statistics
 import time
-from pathlib import Path
 
 from msgspec import Struct
 
@@ -21,11 +20,11 @@ from engine.api import AttentionWindow, CacheGrant, Request, Sampling
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
-from engine.model_store import DEFAULT_MODEL, prepare, resolve
 from engine.plan import Runner, StepPlan, StepResult
 from engine.runner.cpu_runner import build_runner
+from tests.bench.models import default_card
+from tests.bench.results import spread
 
-ROOT = Path(__file__).parents[2]
 OUTPUT = 32
 
 
@@ -84,8 +83,7 @@ def main() -> None:
     parser.add_argument("--sinks", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    folder = ROOT / "data" / "models"
-    card = prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, folder), folder)
+    card = default_card()
     config = EngineConfig(
         device="cpu",
         kv_blocks=given.tokens // 16 + 64,
@@ -110,7 +108,7 @@ def main() -> None:
         ratios = [b / a for a, b in zip(plain, windowed, strict=True)]
         ratio = statistics.median(windowed) / statistics.median(plain)
         print(f"{part:11} {statistics.median(plain):9.4f} {statistics.median(windowed):9.4f}"
-              f"  {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")  # fmt: skip
+              f"  {ratio:.2f} {spread(ratios, '.2f')}")  # fmt: skip
 
 
 if __name__ == "__main__":

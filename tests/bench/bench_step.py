@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -30,26 +29,14 @@ from engine.attention.interface import attention_spec
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import Architecture, Layer, Rope
 from engine.models.cpu_decoder import CpuDecoder, load_kernels
 from engine.models.decoder import DecoderModel
 from engine.models.layers import TorchOps
 from engine.plan import Group, Row, StepPlan
 from engine.weights import random_weights
+from tests.bench.models import SMOLLM2_135M
 
-SHAPE = Architecture(
-    family="llama",
-    layers=(Layer(),) * 30,
-    hidden=576,
-    intermediate=1536,
-    heads=9,
-    kv_heads=3,
-    head_dim=64,
-    vocab=49152,
-    context=4096,
-    ropes={"full": Rope(1e5, 64)},
-    tie_embeddings=True,
-)
+SHAPE = SMOLLM2_135M
 CPU = torch.device("cpu")
 BLOCKS, CHUNK = 360, 512
 TABLE = list(range(140))
@@ -156,12 +143,11 @@ def main() -> None:
             for _ in range(options.repeats):
                 for who, run in contenders.items():
                     best[case, who] = min(best[case, who], run(case))
-    write = sys.stdout.write
-    write(f"{options.threads} threads, best of {options.repeats}, ms\n")
+    print(f"{options.threads} threads, best of {options.repeats}, ms")
     for case in CASES:
         times = [best[case, who] * 1e3 for who in contenders]
         cells = "  ".join(f"{who} {t:8.1f}" for who, t in zip(contenders, times, strict=True))
-        write(f"{case:26} {cells}  ratio {times[2] / times[0]:5.1f}\n")
+        print(f"{case:26} {cells}  ratio {times[2] / times[0]:5.1f}")
 
 
 if __name__ == "__main__":

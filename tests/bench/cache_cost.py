@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 from collections.abc import Callable
 from time import perf_counter
 
 from engine.api import LeaseRequest, Retention
 from engine.cache import PrefixCache
+from tests.bench.timing import seconds_of
 
-BLOCK = 16
+BLOCK, REPEATS = 16, 200
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)
 LONG = 8_192
 WINDOWS = (512,) * 5
 LEASES = (LeaseRequest(LONG, HOUR, "l"),)
 
 
-def microseconds(act: Callable[[], object], repeats: int = 200) -> list[float]:
-    """Return the microseconds of each of `repeats` calls."""
-    times = []
-    for _ in range(repeats):
-        start = perf_counter()
-        act()
-        times.append((perf_counter() - start) * 1e6)
-    return times
-
-
-def show(name: str, times: list[float]) -> None:
+def show(name: str, seconds: list[float]) -> None:
     """Print one line."""
-    median, worst = statistics.median(times), max(times)
-    sys.stdout.write(f"{name:66} {median:10.1f} us   worst {worst:10.1f}\n")
+    median, worst = 1e6 * statistics.median(seconds), 1e6 * max(seconds)
+    print(f"{name:66} {median:10.1f} us   worst {worst:10.1f}")
 
 
 def write(cache: PrefixCache, name: bytes, tokens: list[int], *, is_leased: bool) -> None:
@@ -52,7 +42,7 @@ def recounting(chance: random.Random) -> tuple[float, list[float]]:
     while True:
         start = perf_counter()
         is_over = next(recount, True)
-        pieces.append((perf_counter() - start) * 1e6)
+        pieces.append(perf_counter() - start)
         if is_over:
             return sum(pieces), pieces
 
@@ -106,7 +96,7 @@ def show_calls(label: str, windows: tuple[int, ...]) -> None:
         "grow + commit, one block filled": fill,
     }
     for name, act in calls.items():
-        show(label + name, microseconds(act))
+        show(label + name, seconds_of(act, REPEATS))
 
 
 if __name__ == "__main__":

@@ -7,29 +7,20 @@ heartbeat's stats, and of the recount.
 
 from __future__ import annotations
 
+import argparse
 import random
 import resource
 import statistics
-import sys
 from collections.abc import Callable
 from time import process_time
 
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
+from tests.bench.timing import seconds_of
 
 SIZE = 16
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)
 REPEATS = 60
-
-
-def microseconds(act: Callable[[], object]) -> tuple[float, float]:
-    """Return median and worst processor time of the calls."""
-    times = []
-    for _ in range(REPEATS):
-        began = process_time()
-        act()
-        times.append((process_time() - began) * 1e6)
-    return statistics.median(times), max(times)
 
 
 class FullCache:
@@ -61,8 +52,9 @@ class FullCache:
 
 def show(title: str, act: Callable[[], object]) -> None:
     """Print one line."""
-    median, worst = microseconds(act)
-    sys.stdout.write(f"  {title:44} {median:10.1f} us   worst {worst:10.1f}\n")
+    spent_s = seconds_of(act, REPEATS, process_time)
+    median, worst = 1e6 * statistics.median(spent_s), 1e6 * max(spent_s)
+    print(f"  {title:44} {median:10.1f} us   worst {worst:10.1f}")
 
 
 def measure(namespaces: int, blocks: int, *, is_joint: bool) -> None:
@@ -72,9 +64,9 @@ def measure(namespaces: int, blocks: int, *, is_joint: bool) -> None:
     took_s = process_time() - began
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     who = "one payer" if is_joint else "a payer each"
-    sys.stdout.write(
+    print(
         f"{namespaces:,} namespaces, {who}, {blocks:,} blocks:"
-        f" filled at {took_s / blocks * 1e6:.1f} us a block, {peak_mib} MiB at most until here\n"
+        f" filled at {took_s / blocks * 1e6:.1f} us a block, {peak_mib} MiB at most until here"
     )
     cache, chance, now_s = crowd.cache, crowd.chance, crowd.now_s
     show("one block more, evicting", lambda: crowd.run_prompt(chance.randrange(namespaces), 1))
@@ -87,18 +79,19 @@ def measure(namespaces: int, blocks: int, *, is_joint: bool) -> None:
     show("room", lambda: cache.max_sequence_tokens(b"\0\0\0\1", quota))
     show("expire, nothing due", lambda: cache.expire(now_s))
     show("stats", cache.stats)
-    began = process_time()
-    cache.check()
-    sys.stdout.write(f"  {'check':44} {(process_time() - began) * 1e3:10.1f} ms\n")
+    (check_s,) = seconds_of(cache.check, clock=process_time)
+    print(f"  {'check':44} {check_s * 1e3:10.1f} ms")
 
 
 def main() -> None:
     """Print three tables: few payers, many payers, one payer of many namespaces."""
-    given = [int(word) for word in sys.argv[1:]]
-    many, blocks = (*given, 20_000, 100_000)[:2] if len(given) != 1 else (given[0], 100_000)
-    measure(20, blocks, is_joint=False)
-    measure(many, blocks, is_joint=False)
-    measure(many, blocks, is_joint=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("payers", nargs="?", type=int, default=20_000)
+    parser.add_argument("blocks", nargs="?", type=int, default=100_000)
+    given = parser.parse_args()
+    measure(20, given.blocks, is_joint=False)
+    measure(given.payers, given.blocks, is_joint=False)
+    measure(given.payers, given.blocks, is_joint=True)
 
 
 if __name__ == "__main__":

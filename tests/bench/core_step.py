@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import time
 from collections import deque
 
@@ -114,14 +113,13 @@ class Batch:
 
 def main() -> None:
     """Print a line for each batch and depth."""
-    out = sys.stdout.write
-    out("rows  depth  batch      median us  p90 us\n")
+    print("rows  depth  batch      median us  p90 us")
     for rows in (16, 64, 256, 512):
         for depth, is_changing in ((1, False), (2, False), (2, True)):
             spent = Batch(rows, depth, is_changing=is_changing).measure()
             median, late = spent[STEPS // 2] * 1e6, spent[STEPS * 9 // 10] * 1e6
             name = "changing" if is_changing else "the same"
-            out(f"{rows:4}  {depth:5}  {name}  {median:10.0f}  {late:6.0f}\n")
+            print(f"{rows:4}  {depth:5}  {name}  {median:10.0f}  {late:6.0f}")
 
 
 if __name__ == "__main__":

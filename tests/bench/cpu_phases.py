@@ -16,7 +16,6 @@ import ctypes
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -33,6 +32,7 @@ from engine.models.cpu_decoder import CpuDecoder
 from engine.weights import random_weights
 from kernels.cpu import build
 from tests.bench.bench_step import BLOCKS, CASES, CPU, SHAPE
+from tests.bench.results import print_line
 
 SPINS = "#define SPINS 1500"
 LAYER = ("norm", "qkv", "rope", "attention", "o", "norm", "gate_up", "down")
@@ -163,12 +163,11 @@ def main() -> None:
             library = compile_timed(folder, spins)
             for threads in map(int, options.threads.split(",")):
                 steps = Steps(library, threads)
-                sys.stdout.write(f"-- {threads} threads, {spins} spins\n")
+                print(f"-- {threads} threads, {spins} spins")
                 for case in CASES:
                     steps.run(case)
                     runs = [steps.run(case) for _ in range(options.repeats)]
-                    sys.stdout.write(report(case, threads, runs) + "\n")
-                    sys.stdout.flush()
+                    print_line(report(case, threads, runs))
                 steps.close()
 
 

@@ -7,7 +7,6 @@ line of each pool is with a host level as large as four pools, whose moves take 
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 
 from engine.api import CacheGrant, Request, Sampling
@@ -102,14 +101,13 @@ def race(make_core: type[Core]) -> str:
 
 def main() -> None:
     """Print two tables."""
-    out = sys.stdout.write
-    out("blocks  steps  preempted  most  computed again  loaded\n")
+    print("blocks  steps  preempted  most  computed again  loaded")
     for blocks in (160, 80, 60, 40):
-        out(preempt(blocks) + "\n")
-        out(preempt(blocks, host_of(4 * blocks)) + "\n")
-    out("\nracing   computed  steps\n")
+        print(preempt(blocks))
+        print(preempt(blocks, host_of(4 * blocks)))
+    print("\nracing   computed  steps")
     for make_core in (Core, WithoutSharing):
-        out(race(make_core) + "\n")
+        print(race(make_core))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ from engine.storage.sealing.master_key import make_key_file
 from engine.storage.slabs.record import pack_run, place_bytes_of
 from engine.storage.slabs.slabs import DiskCalls
 from engine.storage.store import DiskStore
+from tests.bench.results import spread
+from tests.bench.timing import seconds_of
 
 BLOCK_BYTES = 360 * 2**10
 RUN = 16
@@ -131,13 +133,6 @@ def tokens_of(number: int) -> tuple[int, ...]:
     return tuple(number * RUN + at for at in range(RUN))
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that a piece of work takes."""
-    began_s = time.perf_counter()
-    work()
-    return time.perf_counter() - began_s
-
-
 def drop_page_cache(folder: Path) -> None:
     """Let the system forget the slabs' pages, so that reads come from the disk."""
     for path in folder.glob("*.slab"):
@@ -149,8 +144,7 @@ def drop_page_cache(folder: Path) -> None:
 
 def show(name: str, values: list[float], unit: str) -> None:
     """Print the median and the spread."""
-    spread = f"({min(values):.1f} to {max(values):.1f})"
-    print(f"{name:44} {statistics.median(values):9.1f} {unit} {spread}")
+    print(f"{name:44} {statistics.median(values):9.1f} {unit} {spread(values)}")
 
 
 def plain_write(folder: Path, blocks: int) -> float:
@@ -166,7 +160,7 @@ def plain_write(folder: Path, blocks: int) -> float:
             if at % 64 == 63:
                 os.fdatasync(fd)
 
-    seconds = timed(write)
+    (seconds,) = seconds_of(write)
     os.close(fd)
     return seconds
 
@@ -176,7 +170,12 @@ def plain_read(folder: Path, blocks: int) -> float:
     fd = os.open(folder / "plain", os.O_RDONLY)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     buffer = bytearray(BLOCK_BYTES)
-    seconds = timed(lambda: [os.preadv(fd, [buffer], at * BLOCK_BYTES) for at in range(blocks)])
+
+    def read() -> None:
+        for at in range(blocks):
+            os.preadv(fd, [buffer], at * BLOCK_BYTES)
+
+    (seconds,) = seconds_of(read)
     os.close(fd)
     return seconds
 
@@ -201,12 +200,13 @@ class Rates:
             for first in range(0, RUNS, 64):
                 ids.extend(driver.store(namespace, ids[-1] if ids else ROOT, first, 64))
 
-        self._stores.append(mib / timed(store))
-        self._looks.append(1e3 * timed(partial(driver.look, namespace)))
+        self._stores += [mib / seconds for seconds in seconds_of(store)]
+        self._looks += [1e3 * seconds for seconds in seconds_of(partial(driver.look, namespace))]
         assert driver.look(namespace) == ids
         drop_page_cache(self._folder)
-        self._fetches.append(mib / timed(partial(driver.fetch, namespace, ids)))
-        self._cached.append(mib / timed(partial(driver.fetch, namespace, ids)))
+        cold_s, cached_s = seconds_of(partial(driver.fetch, namespace, ids), 2)
+        self._fetches.append(mib / cold_s)
+        self._cached.append(mib / cached_s)
 
     def show(self) -> None:
         """Print them, and end the process."""

@@ -15,9 +15,8 @@ import json
 import os
 import random
 import statistics
-import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,9 +28,12 @@ from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.grammar.grammar import GrammarLimits, MaskFiller, Vocabulary, compile_grammar
-from engine.model_store import DEFAULT_MODEL, ModelCard, prepare, resolve
+from engine.model_store import ModelCard
 from engine.models.cpu_decoder import load_kernels
 from engine.runner.cpu_runner import CpuRunner
+from tests.bench.models import default_card
+from tests.bench.results import print_line
+from tests.bench.timing import seconds_of
 from tests.grammars import PolledGrammars
 
 LARGE = 128_256
@@ -80,11 +82,8 @@ def vocabulary_of(card: ModelCard, size: int) -> Vocabulary:
 def measure_masks(card: ModelCard, size: int) -> None:
     vocabulary, chance, filler = vocabulary_of(card, size), random.Random(1), MaskFiller()
     for name, grammar in GRAMMARS.items():
-        compiled, compiling_s = compile_grammar(grammar, vocabulary), []
-        for _ in range(5):
-            at_s = time.perf_counter()
-            compile_grammar(grammar, vocabulary)
-            compiling_s.append(time.perf_counter() - at_s)
+        compiled = compile_grammar(grammar, vocabulary)
+        compiling_s = seconds_of(partial(compile_grammar, grammar, vocabulary), 5)
         filling_us, consuming_us = [], []
         for _ in range(20):
             matcher = compiled.matcher.fork()
@@ -100,7 +99,7 @@ def measure_masks(card: ModelCard, size: int) -> None:
                 if matcher.is_complete:
                     break
         filling_us.sort()
-        say(
+        print_line(
             f"{size:>7} {name:<20} compile {min(compiling_s) * 1e3:6.1f} ms"
             f"   mask p50 {statistics.median(filling_us):5.0f}"
             f" p99 {filling_us[len(filling_us) * 99 // 100]:5.0f} us"
@@ -109,12 +108,8 @@ def measure_masks(card: ModelCard, size: int) -> None:
     matchers = [compile_grammar(GRAMMARS["any object"], vocabulary).matcher] * 16
     for threads in (1, 2):
         rows, batch = MaskFiller(threads), [matcher.fork() for matcher in matchers]
-        times = []
-        for _ in range(50):
-            at_s = time.perf_counter()
-            rows.fill(batch, [False] * len(batch))
-            times.append((time.perf_counter() - at_s) * 1e6)
-        say(f"{size:>7} 16 rows at once, {threads} thread(s): {min(times):.0f} us")
+        times_s = seconds_of(partial(rows.fill, batch, [False] * len(batch)), 50)
+        print_line(f"{size:>7} 16 rows at once, {threads} thread(s): {min(times_s) * 1e6:.0f} us")
 
 
 class Contender:
@@ -144,9 +139,7 @@ class Contender:
             self.core.step()
 
     def step(self) -> float:
-        at_s = time.perf_counter()
-        self.core.step()
-        return time.perf_counter() - at_s
+        return seconds_of(self.core.step)[0]
 
     def end(self, rows: int) -> None:
         for row in range(rows):
@@ -171,7 +164,7 @@ def measure_steps(card: ModelCard, steps: int) -> None:
             plain, bound = (statistics.median(times) for times in zip(*pairs, strict=True))
             added = statistics.median(b - a for a, b in pairs)
             ratio = statistics.median(b / a for a, b in pairs)
-            say(
+            print_line(
                 f"{rows:>3} rows, temperature {sampling.temperature}: free {plain * 1e3:.2f} ms,"
                 f" constrained {bound * 1e3:.2f} ms a step; by pairs {added * 1e3:+.2f} ms,"
                 f" ratio {ratio:.3f}"
@@ -181,17 +174,11 @@ def measure_steps(card: ModelCard, steps: int) -> None:
             contender.kernels.close()
 
 
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
-    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
-    card = prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, models), models)
+    card = default_card()
     for size in (card.config.vocab, LARGE):
         measure_masks(card, size)
     measure_steps(card, arguments.steps)

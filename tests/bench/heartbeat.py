@@ -6,7 +6,7 @@ Prints processor time, and bytes on the wire.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable
 from time import process_time
 from typing import TypeVar
@@ -66,7 +66,7 @@ class Heartbeats:
         stats = timed("engine: what has changed", self.encode)
         news = CacheNews((), tuple(Gain(one.namespace, BLOCKS) for one in stats.changed))
         frame = timed("engine: encode", lambda: encode(Frame(0, 1, (stats, news))))
-        sys.stdout.write(f"  {'bytes':30} {len(frame):12,}\n")
+        print(f"  {'bytes':30} {len(frame):12,}")
         timed("gateway: decode", lambda: self.decode(frame))
         timed("gateway: the book", lambda: self.book.add(stats.changed))
         now_ns = int(self.now_s * 1e9)
@@ -91,21 +91,23 @@ def timed(what: str, act: Callable[[], T]) -> T:
     """Run a function and return its time."""
     began = process_time()
     done = act()
-    sys.stdout.write(f"  {what:30} {(process_time() - began) * 1e3:9.2f} ms\n")
+    print(f"  {what:30} {(process_time() - began) * 1e3:9.2f} ms")
     return done
 
 
 def main() -> None:
     """Measure the first heartbeat, which has everything, and a later one."""
-    namespaces = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("namespaces", nargs="?", type=int, default=20_000)
+    namespaces = parser.parse_args().namespaces
     beats = Heartbeats(namespaces)
-    sys.stdout.write(f"{namespaces:,} namespaces, all new:\n")
+    print(f"{namespaces:,} namespaces, all new:")
     beats.beat()
     for number in range(CHANGED):
         beats.run_prompt(number)
-    sys.stdout.write(f"{CHANGED} of them changed:\n")
+    print(f"{CHANGED} of them changed:")
     beats.beat()
-    sys.stdout.write("none changed:\n")
+    print("none changed:")
     beats.beat()
 
 

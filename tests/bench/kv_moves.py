@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +29,8 @@ from engine.kv.transfer import BlockPacker, CpuTransferEngine
 from engine.moves import Move, SlotLayout
 from kernels.cpu.build import compile_library
 from kernels.reference_kv import PackedName
+from tests.bench.models import random_kv
+from tests.bench.results import spread
 
 NAMES: tuple[PackedName, ...] = get_args(PackedName)
 
@@ -52,9 +53,7 @@ def storage_of(chosen: argparse.Namespace) -> KvStorage:
     kv_format = KvFormat(
         chosen.layers, chosen.kv_heads, chosen.head_dim, 16, torch.bfloat16, chosen.layout
     )
-    kv = KvStorage(kv_format, chosen.blocks, torch.device("cpu"))
-    kv.data.copy_(torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(1)))
-    return kv
+    return random_kv(kv_format, chosen.blocks, torch.device("cpu"))
 
 
 def seconds_of_moves(kv: KvStorage, name: str, library: Path | None) -> Callable[[], list[float]]:
@@ -128,16 +127,14 @@ def main() -> None:
             seconds[name].append(run())
     gigabytes = kv.data.numel() * kv.data.element_size() / 1e9
     base = statistics.median(one[0] for one in seconds["copy"])
-    sys.stdout.write(f"{kv.format.block_bytes:,} bytes a block, {chosen.blocks} blocks\n")
+    print(f"{kv.format.block_bytes:,} bytes a block, {chosen.blocks} blocks")
     for name, found in seconds.items():
         for index, part in enumerate(("offload", "load")[: len(found[0])]):
-            times = sorted(one[index] for one in found)
-            middle = statistics.median(times)
+            rates = [gigabytes / one[index] for one in found]
+            middle = statistics.median(rates)
             label = name if name == "copy" else f"{name} {part}"
-            sys.stdout.write(
-                f"{label:15} {gigabytes / middle:6.2f} GB/s ({gigabytes / times[-1]:.2f} to"
-                f" {gigabytes / times[0]:.2f}), {base / middle:.2f} of a copy\n"
-            )
+            share = middle * base / gigabytes
+            print(f"{label:15} {middle:6.2f} GB/s {spread(rates, '.2f')}, {share:.2f} of a copy")
 
 
 if __name__ == "__main__":

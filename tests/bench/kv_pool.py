@@ -16,27 +16,27 @@ from __future__ import annotations
 import argparse
 import ctypes
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from engine.attention.batch import make_batch
 from engine.attention.cpu_backend import CpuAttention
 from engine.attention.interface import attention_spec
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.model_store import Architecture, Layer, Rope
+from engine.model_store import Architecture, Rope
 from engine.models.cpu_decoder import CpuDecoder, c_place, load_kernels
 from engine.plan import Row, StepPlan
 from engine.weights import random_weights
-from kernels import reference_int8
 from kernels.cpu import build as cpu
+from tests.bench.models import BLOCK, SMOLLM2_135M, random_kv, with_layers
+from tests.bench.results import spread
 
-SEQUENCES, LENGTH, BLOCK = 16, 1100, 16
+SEQUENCES, LENGTH = 16, 1100
 BEHIND, PROMPT = 1024, 256
 EACH = -(-(LENGTH + 1) // BLOCK)
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -52,18 +52,6 @@ DECODING = StepPlan(
 PREFILL = StepPlan(
     0, (Row(0, BEHIND, PROMPT, list(range(-(-(BEHIND + PROMPT) // BLOCK))), 0, [5] * PROMPT, (0,)),)
 )
-
-
-def filled(shape: Architecture, dtype: torch.dtype) -> KvStorage:
-    """Return a pool of random KV."""
-    kv = KvStorage(kv_format(shape, dtype, BLOCK, "panels"), SEQUENCES * EACH + BLOCK, CPU)
-    if dtype == torch.int8:
-        units = kv.data.flatten(-2)
-        units.random_(-127, 128)
-        reference_int8.scales_of(units).fill_(0.02)
-    else:
-        kv.data.normal_()
-    return kv
 
 
 class Attention:
@@ -133,20 +121,22 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    shape = Architecture(
-        "llama", (Layer(),) * chosen.layers, 576, 1536, heads=chosen.heads,
-        kv_heads=chosen.kv_heads, head_dim=chosen.head_dim, vocab=8192, context=4096,
-        ropes={"full": Rope(1e5, chosen.head_dim)}, tie_embeddings=True,
+    shape = replace(
+        with_layers(SMOLLM2_135M, chosen.layers), heads=chosen.heads, kv_heads=chosen.kv_heads,
+        head_dim=chosen.head_dim, vocab=8192, ropes={"full": Rope(1e5, chosen.head_dim)},
     )  # fmt: skip
     library = cpu.compile_library()
     assert library is not None, "no C compiler"
     c = ctypes.CDLL(str(library))
     kinds = {torch.float32: cpu.WIDE, torch.bfloat16: cpu.DOT, torch.int8: cpu.BYTES}
-    probe = load_kernels(msgspec.structs.replace(shape, layers=(Layer(),)), 1)
+    probe = load_kernels(with_layers(shape, 1), 1)
     assert probe is not None
     kinds[torch.bfloat16] = probe.bf16_kind
     probe.close()
-    pools = {dtype: filled(shape, dtype) for dtype in DTYPES}
+    blocks = SEQUENCES * EACH + BLOCK
+    pools = {
+        dtype: random_kv(kv_format(shape, dtype, BLOCK, "panels"), blocks, CPU) for dtype in DTYPES
+    }
     contenders: dict[str, dict[torch.dtype, Callable[[], float]]] = {
         "attention": {}, "prompt": {}, "step": {},
     }  # fmt: skip
@@ -155,10 +145,9 @@ def main() -> None:
         contenders["attention"][dtype] = partial(kernel.seconds, DECODING)
         contenders["prompt"][dtype] = partial(kernel.seconds, PREFILL)
         contenders["step"][dtype] = step_of(shape, kv, chosen.threads)
-    write = sys.stdout.write
     for kv in pools.values():
         tokens = 2**30 // kv.format.block_bytes * BLOCK
-        write(f"{kv.format.name}: {kv.format.block_bytes:,} B a block, {tokens:,} tokens a GiB\n")
+        print(f"{kv.format.name}: {kv.format.block_bytes:,} B a block, {tokens:,} tokens a GiB")
     for what, by_dtype in contenders.items():
         times: dict[torch.dtype, list[float]] = {dtype: [] for dtype in DTYPES}
         for _ in range(chosen.rounds):
@@ -166,11 +155,11 @@ def main() -> None:
                 times[dtype].append(seconds())
         base = times[torch.bfloat16]
         for dtype, found in times.items():
-            ratios = sorted(b / t for b, t in zip(base, found, strict=True))
-            write(
+            ratios = [b / t for b, t in zip(base, found, strict=True)]
+            print(
                 f"{what:10} {str(dtype).removeprefix('torch.'):9}"
                 f" {statistics.median(found) * 1e3:8.3f} ms, {statistics.median(ratios):.2f} times"
-                f" bf16's speed ({ratios[0]:.2f} to {ratios[-1]:.2f})\n"
+                f" bf16's speed {spread(ratios, '.2f')}"
             )
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -31,12 +30,13 @@ import torch
 from msgspec import Struct
 from tokenizers import Tokenizer
 
-from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, resolve
+from engine.model_store import DEFAULT_MODEL, ModelCard
 from tests.bench import kv_texts
 from tests.bench.kv_policies import POLICIES, PolicyReader
 from tests.bench.kv_reading import INT8_POOL, BesideInt8, Reader
+from tests.bench.models import default_card
+from tests.bench.results import print_line
 
-ROOT = Path(__file__).parents[2]
 FORMATS = ("int8c", "int4c", "int8t")
 Read = Callable[[Sequence[int], Sequence[str]], Iterator[tuple[int, torch.Tensor]]]
 """Yields positions and logits [variants, n, vocab] of consecutive runs of tokens."""
@@ -149,11 +149,6 @@ def table(
     return lines
 
 
-def prepared(name: str, models: Path) -> ModelCard:
-    """Return the card of a model, prepared in `models`. Raises ModelError."""
-    return prepare(name if name in CATALOGUE else Path(name).name, resolve(name, models), models)
-
-
 def tasks_of(
     card: ModelCard, tokenizer: Tokenizer, context: int, count: int
 ) -> dict[str, list[kv_texts.Task]]:
@@ -216,7 +211,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--policy", default="")
     parser.add_argument("--budget", default="128,256")
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--models", type=Path, default=ROOT / "data" / "models")
+    parser.add_argument("--models", type=Path, help="a folder of models")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--context", type=int, default=768)
     parser.add_argument("--windows", type=int, default=1)
@@ -235,7 +230,7 @@ def main() -> None:
     budgets = [
         f"{name} {budget}" for budget in chosen.budget.split(",") for name in policies if name
     ]
-    card = prepared(chosen.model, chosen.models)
+    card = default_card(chosen.model, chosen.models)
     tokenizer = Tokenizer.from_file(str(card.tokenizer_path))
     formats = [name for name in chosen.format.split(",") if name]
     windows = {
@@ -243,22 +238,21 @@ def main() -> None:
         for name, text in kv_texts.texts(chosen.text).items()
     }
     tasks = tasks_of(card, tokenizer, chosen.context, chosen.tasks)
-    write = sys.stdout.write
     if formats or chosen.pool:
         reader = Reader(card, chosen.context, len(formats) + 1, chosen.threads)
         read: Read = reader.read
-        write("\n".join(sizes(reader, formats)) + "\n")
+        print("\n".join(sizes(reader, formats)))
         if chosen.pool:
             beside = BesideInt8(reader, chosen.threads)
             read, formats = beside.read, [*formats, INT8_POOL]
             size, plain = beside.int8.kv.format.block_bytes, reader.kv.format.block_bytes
-            write(f"{INT8_POOL}: {size:,} bytes a block, {size / plain:.3f}\n")
+            print(f"{INT8_POOL}: {size:,} bytes a block, {size / plain:.3f}")
         for line in report_formats(reader, read, formats, windows, tasks):
-            write(line + "\n")
+            print_line(line)
     if budgets:
         policy_reader = PolicyReader(card, chosen.context)
         for line in report_policies(policy_reader, budgets, windows, tasks["copied"]):
-            write(line + "\n")
+            print_line(line)
 
 
 def sizes(reader: Reader, formats: Sequence[str]) -> Iterator[str]:

@@ -9,14 +9,15 @@ each and two models. Ratios are of one run.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -33,6 +34,8 @@ from tenancy.storage.interface import Store
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import DAY_MS, UsageEntry
+from tests.bench.results import print_line
+from tests.bench.timing import seconds_of
 from tests.unit.tenancy.storage.postgres_server import BINARIES, Server
 
 ALONE = 400
@@ -52,11 +55,6 @@ def entry(request_id: str, at_ms: int) -> UsageEntry:
         write={"5m": 200, "1h": 100},
         epoch="e",
     )
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def writer_us(ledger: Ledger, items: int) -> float:
@@ -114,11 +112,11 @@ def latencies(store: Store, *, has_money: bool) -> None:
     what = f"{'with prices and two budgets' if has_money else 'without prices'}, {kind}"
     for name, seconds in times.items():
         p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
-        say(f"{name} alone {what}: p50 {p50 * 1000:.2f} ms, p99 {p99 * 1000:.2f} ms")
-    say(f"at once {what}: {rate:,.0f} requests/s (a hold and an entry each)")
+        print_line(f"{name} alone {what}: p50 {p50 * 1000:.2f} ms, p99 {p99 * 1000:.2f} ms")
+    print_line(f"at once {what}: {rate:,.0f} requests/s (a hold and an entry each)")
     for items in (16, 32, 128):
         used = min(writer_us(ledger, items) for _ in range(ROUNDS))
-        say(f"writer's thread {what}: {used:.0f} us a request in batches of {items} items")
+        print_line(f"writer's thread {what}: {used:.0f} us a request in batches of {items} items")
     ledger.close()
     store.close()
 
@@ -160,7 +158,9 @@ def measure_queries(folder: Path, count: int) -> None:
     store = SqliteStore(folder / "many.db")
     fill(store, count)
     hours = store.query("select count(*) from usage_hours")[0][0]
-    say(f"{count:,} entries, {hours:,} rows of hours, {store.path.stat().st_size / 2**20:,.0f} MiB")
+    print_line(
+        f"{count:,} entries, {hours:,} rows of hours, {store.path.stat().st_size / 2**20:,.0f} MiB"
+    )
     month = (30 * DAY_MS + 1_234_567, 60 * DAY_MS + 7_654_321)
     asked: dict[str, Callable[[], object]] = {
         "all tenants, all time": lambda: usage(store),
@@ -176,19 +176,18 @@ def measure_queries(folder: Path, count: int) -> None:
         ),
     }
     for name, ask in asked.items():
-        seconds = []
-        for _ in range(7):
-            began = time.perf_counter()
-            ask()
-            seconds.append(time.perf_counter() - began)
-        say(f"{name}: {statistics.median(seconds) * 1000:.1f} ms")
-    began = time.perf_counter()
-    store.query("select tenant_id, sum(prompt_tokens) from ledger group by tenant_id")
-    say(f"the same sums over entries instead: {(time.perf_counter() - began) * 1000:.0f} ms")
+        print_line(f"{name}: {statistics.median(seconds_of(ask, 7)) * 1000:.1f} ms")
+    sums = "select tenant_id, sum(prompt_tokens) from ledger group by tenant_id"
+    (seconds,) = seconds_of(partial(store.query, sums))
+    print_line(f"the same sums over entries instead: {seconds * 1000:.0f} ms")
     store.close()
 
 
-def main(count: int) -> None:
+def main() -> None:
+    """Print a line for each figure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("entries", nargs="?", type=int, default=1_000_000)
+    count = parser.parse_args().entries
     with tempfile.TemporaryDirectory() as folder:
         if count:
             measure_queries(Path(folder), count)
@@ -203,4 +202,4 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if sys.argv[1:] else 1_000_000)
+    main()

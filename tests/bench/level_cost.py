@@ -8,9 +8,7 @@ taking over one promise of the disk. Median and ninth decile, in microseconds.
 from __future__ import annotations
 
 import random
-import sys
 import time
-from collections.abc import Callable
 
 from engine.api import CacheGrant
 from engine.cache import PrefixCache
@@ -29,6 +27,7 @@ from engine.moves import (
     StoredRun,
 )
 from engine.scheduler.step_cost import StepCost
+from tests.bench.timing import seconds_of
 from tests.fake_levels import FakeKeptSlots, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
 
@@ -77,17 +76,7 @@ def figures(name: str, times_s: list[float]) -> str:
     """Return a line of the table."""
     ordered = sorted(times_s)
     median, ninth = ordered[len(ordered) // 2], ordered[9 * len(ordered) // 10]
-    return f"{name:28} {median * 1e6:8.1f} {ninth * 1e6:8.1f}\n"
-
-
-def measure(call: Callable[[], object], times: int = TIMES) -> list[float]:
-    """Return the seconds of each of `times` calls."""
-    found = []
-    for _ in range(times):
-        began_s = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - began_s)
-    return found
+    return f"{name:28} {median * 1e6:8.1f} {ninth * 1e6:8.1f}"
 
 
 def promised_run(number: int) -> RecalledRun:
@@ -107,7 +96,7 @@ def recalling() -> list[float]:
     levels = Levels(cache, LevelsConfig(disk_gib=1.0), memory, storage)
     pages: list[float] = []
     while levels.is_busy:
-        pages += measure(lambda: levels.turn(0.0, (), 0), 1)
+        pages += seconds_of(lambda: levels.turn(0.0, (), 0))
     assert levels.promises is not None
     assert levels.promises.kept == NOTED
     return [seconds / (NOTED / len(pages)) for seconds in pages]
@@ -143,10 +132,10 @@ def table_lines() -> list[tuple[str, list[float]]]:
         book.give(parent, slot, number.to_bytes(16))
         if number % 512 == 511:
             parent = book.prefixes.root(namespace)
-    noting = measure(lambda: notes.write_changed(1), NOTED)
-    taking = measure(lambda: grown.append(engine()), 1)
+    noting = seconds_of(lambda: notes.write_changed(1), NOTED)
+    (taking_s,) = seconds_of(lambda: grown.append(engine()))
     assert grown[0].stats()[0].recovered_total == NOTED
-    return [("note a copy", noting), ("recover a copy", [taking[0] / NOTED])]
+    return [("note a copy", noting), ("recover a copy", [taking_s / NOTED])]
 
 
 def main() -> None:
@@ -163,22 +152,25 @@ def main() -> None:
     imports = []
     for number, tokens in enumerate(prompts):
         levels.look(number, grant, tokens, 0)
-        imports += measure(lambda: levels.turn(0.0, (), 0), 1)
+        imports += seconds_of(lambda: levels.turn(0.0, (), 0))
     tokens = prompts[0]
     lines = (
         ("import 512 records", imports),
-        ("match 512 copies", measure(lambda: levels.book.prefixes.match(b"n", tokens, 0.0))),
+        (
+            "match 512 copies",
+            seconds_of(lambda: levels.book.prefixes.match(b"n", tokens, 0.0), TIMES),
+        ),
         (
             "match and decide",
-            measure(lambda: levels.plan(grant, tokens, 0, cost.seconds_of_slice, 0.0)),
+            seconds_of(lambda: levels.plan(grant, tokens, 0, cost.seconds_of_slice, 0.0), TIMES),
         ),
-        ("a turn with nothing to do", measure(lambda: levels.turn(0.0, (), 0))),
+        ("a turn with nothing to do", seconds_of(lambda: levels.turn(0.0, (), 0), TIMES)),
         *table_lines(),
         ("take over a promise", recalling()),
     )
-    sys.stdout.write(f"{'':28} {'median':>8} {'p90':>8}\n")
+    print(f"{'':28} {'median':>8} {'p90':>8}")
     for name, times_s in lines:
-        sys.stdout.write(figures(name, times_s))
+        print(figures(name, times_s))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import argparse
 import gc
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -190,14 +189,13 @@ def measure_offload(repeats: int) -> list[dict[str, float]]:
     return found
 
 
-def lines(name: str, found: list[dict[str, float]]) -> str:
-    """Return the lines of a table: microseconds a block."""
-    text = f"{name:20} {'median':>8} {'least':>8} {'most':>8}   us a block\n"
+def print_table(name: str, found: list[dict[str, float]]) -> None:
+    """Print a table: microseconds a block."""
+    print(f"{name:20} {'median':>8} {'least':>8} {'most':>8}   us a block")
     for phase in sorted(found[0], key=lambda one: -found[0][one]):
         times = sorted(one.get(phase, 0.0) / BLOCKS * 1e6 for one in found)
         middle = statistics.median(times)
-        text += f"  {phase:18} {middle:8.2f} {times[0]:8.2f} {times[-1]:8.2f}\n"
-    return text
+        print(f"  {phase:18} {middle:8.2f} {times[0]:8.2f} {times[-1]:8.2f}")
 
 
 def main() -> None:
@@ -207,11 +205,10 @@ def main() -> None:
     options = parser.parse_args()
     gc.disable()
     units = [unit_s() for _ in range(5)]
-    out = sys.stdout.write
-    out(lines("load", measure_load(options.repeats)))
-    out(lines("offload", measure_offload(options.repeats)))
+    print_table("load", measure_load(options.repeats))
+    print_table("offload", measure_offload(options.repeats))
     units += [unit_s() for _ in range(5)]
-    out(f"unit: {statistics.median(units) * 1e3:.1f} ms ({min(units) * 1e3:.1f})\n")
+    print(f"unit: {statistics.median(units) * 1e3:.1f} ms ({min(units) * 1e3:.1f})")
 
 
 if __name__ == "__main__":

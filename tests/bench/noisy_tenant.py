@@ -9,10 +9,10 @@ what each was served while all were waiting.
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 
-from engine.api import CacheGrant, Quota, Request, Sampling
+from engine.api import CacheGrant, Finished, Quota, Request, Sampling, Started, Tokens
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
@@ -111,18 +111,20 @@ def served(tenants: int = 8, greed: int = 8, weights: tuple[float, ...] = ()) ->
         clock.advance(0.01)
         for event in core.step():
             tenant = int(event.request_id.partition("-")[0])
-            if type(event).__name__ == "Tokens":
+            if isinstance(event, Tokens):
                 done[tenant] += 1
-            elif type(event).__name__ == "Started":
+            elif isinstance(event, Started):
                 done[tenant] += 64
-            elif type(event).__name__ == "Finished":
+            elif isinstance(event, Finished):
                 left[tenant] -= 1
     return [tokens / weight for tokens, weight in zip(done, weights, strict=True)]
 
 
 def main() -> None:
     """Print the table."""
-    prompts = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prompts", nargs="?", type=int, default=1_000_000)
+    prompts = parser.parse_args().prompts
     turns = prompts // NOISE_PER_TURN
     alone = hit_ratio(turns, FLOOR, 0)
     floor = hit_ratio(turns, FLOOR, NOISE_PER_TURN)
@@ -130,11 +132,11 @@ def main() -> None:
     shared = hit_ratio(turns, 0, NOISE_PER_TURN, by=QUIET)
     need = CONVERSATIONS * TURNS * TURN_BLOCKS
     even, weighed = jain(served()), jain(served(weights=(1.0,) * 4 + (3.0,) * 4))
-    sys.stdout.write(
+    print(
         f"pool {BLOCKS} blocks, quiet tenant needs up to {need}, noise {prompts:,} prompts\n"
         f"quiet hit ratio  alone {alone:.2%}   floor of {FLOOR} {floor:.2%}   none {bare:.2%}"
         f"   plain LRU {shared:.2%}\n"
-        f"fairness index   one asks 8x {even:.4f}   and weights 1:3 {weighed:.4f}\n"
+        f"fairness index   one asks 8x {even:.4f}   and weights 1:3 {weighed:.4f}"
     )
 
 

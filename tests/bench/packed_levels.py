@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -38,6 +37,8 @@ from engine.server.composition import core_of_model
 from engine.server.service import smoke_test
 from engine.statistics import LevelStats
 from tests.bench.kv_texts import texts, windows
+from tests.bench.models import default_card
+from tests.bench.results import spread
 
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)
 WAIT_S = 60.0
@@ -107,20 +108,20 @@ def lines_of(level: LevelStats, run_tokens: int) -> Iterator[str]:
     """Yield the bytes of a token on a level, for each fidelity."""
     for one in level.copies:
         per_token = one.bytes / one.blocks / run_tokens
-        yield f"{level.name:5} {one.fidelity:6} {per_token:9,.0f} bytes a token\n"
+        yield f"{level.name:5} {one.fidelity:6} {per_token:9,.0f} bytes a token"
 
 
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=None, help="a prepared model's folder")
+    parser.add_argument("--model", type=Path, help="a prepared model's folder")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1_700)
     parser.add_argument("--output", type=int, default=32)
     parser.add_argument("--times", type=int, default=3, help="loads of each prompt")
     chosen = parser.parse_args()
-    model = chosen.model or next(Path("data/models/prepared").glob("*/model_card.json")).parent
-    tokenizer = Tokenizer.from_file(str(load_card(model).tokenizer_path))
+    card = load_card(chosen.model) if chosen.model else default_card()
+    model, tokenizer = Path(card.folder), Tokenizer.from_file(str(card.tokenizer_path))
     text = texts(None)["python topics"]
     prompts = windows(text, tokenizer, chosen.tokens, chosen.prompts, seed=1)
     runs = (chosen.tokens - 1) // 16
@@ -141,7 +142,7 @@ def main() -> None:
                     ask(core, f"{number}{fidelity}", prompt, grant_of(number, fidelity), 1)
             disk = wait_for_disk(core, len(prompts) * runs * len(FIDELITIES))
             for level in core.stats().levels:
-                sys.stdout.writelines(lines_of(disk if level.name == "disk" else level, 16))
+                print(*lines_of(disk if level.name == "disk" else level, 16), sep="\n")
         for turn in range(chosen.times):
             with engine(model, folder) as core:
                 wait_for_disk(core, 1)
@@ -166,15 +167,16 @@ def main() -> None:
     for name, times in first_s.items():
         if not times:
             continue
-        middle = statistics.median(times)
-        sys.stdout.write(
-            f"{name:6} first token {middle * 1e3:7.0f} ms ({min(times) * 1e3:.0f} to"
-            f" {max(times) * 1e3:.0f}), {base / middle:.1f} times as fast as cold\n"
+        times_ms = [1e3 * one for one in times]
+        middle = statistics.median(times_ms)
+        print(
+            f"{name:6} first token {middle:7.0f} ms {spread(times_ms, '.0f')},"
+            f" {1e3 * base / middle:.1f} times as fast as cold"
         )
     for fidelity, (same, of) in agree.items():
-        sys.stdout.write(
+        print(
             f"{fidelity:6} {len(first_s[fidelity])} of {chosen.times * len(prompts)} loads were"
-            f" whole; {same} of {of} greedy tokens agree with the exact ones\n"
+            f" whole; {same} of {of} greedy tokens agree with the exact ones"
         )
 
 

@@ -17,12 +17,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
 from msgspec import Struct
 
 from engine.api import CacheGrant, Namespace, Quota
@@ -51,21 +49,14 @@ from engine.moves import (
     StoredRun,
     StoreRuns,
 )
+from gateway.bench.trace import BLOCK_TOKENS, Arrival, read_trace
 from tests.fakes import FirstInFirstOut
 
-BLOCK_TOKENS: Final = 512
 TURNS: Final = 8
 """Turns of the engine that follow a request: its decoding steps, in which levels copy."""
 NAME: Final = b"trace"
 PART: Final = 5
 """The pool is the working set divided by this; host memory is twice the pool."""
-
-
-class TraceRequest(Struct, frozen=True):
-    """One request: its time in seconds, and the trace's blocks of its prompt."""
-
-    at_s: float
-    blocks: tuple[int, ...]
 
 
 class ReplayedBytes(Struct):
@@ -211,7 +202,7 @@ class Replay:
         self._now_s = 0.0
         self._ids = itertools.count(1)
 
-    def run(self, request: TraceRequest) -> None:
+    def run(self, request: Arrival) -> None:
         """Run one request to its end."""
         cache, tokens, counts = self._cache, request.blocks, self.counts
         now_s = self._now_s = max(self._now_s, request.at_s)
@@ -289,23 +280,7 @@ class Replay:
         assert held == list(tokens), "a block of another prefix"
 
 
-def read_trace(path: Path, most: int) -> list[TraceRequest]:
-    """Return the first `most` requests of a trace of Mooncake's form. Raises ValueError for a line
-    of another form.
-    """
-    requests = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(itertools.islice(lines, most), 1):
-            try:
-                one = msgspec.json.decode(line)
-                requests.append(TraceRequest(one["timestamp"] / 1000, tuple(one["hash_ids"])))
-            except (msgspec.DecodeError, KeyError, TypeError) as error:
-                message = f"{path}, line {number}: {error!r}; expected timestamp and hash_ids"
-                raise ValueError(message) from None
-    return [one for one in requests if one.blocks]
-
-
-def synthetic_trace(seed: int = 1, conversations: int = 40, turns: int = 6) -> list[TraceRequest]:
+def synthetic_trace(seed: int = 1, conversations: int = 40, turns: int = 6) -> list[Arrival]:
     """Return conversations that take turns at random: each begins with the same three blocks, and
     each turn adds one to four to what the last one had.
     """
@@ -316,7 +291,9 @@ def synthetic_trace(seed: int = 1, conversations: int = 40, turns: int = 6) -> l
     requests = []
     for at, number in enumerate(left):
         grown[number] += itertools.islice(numbers, chance.randint(1, 4))
-        requests.append(TraceRequest(float(at), tuple(grown[number])))
+        requests.append(
+            Arrival(float(at), BLOCK_TOKENS * len(grown[number]), 0, tuple(grown[number]))
+        )
     return requests
 
 
@@ -324,9 +301,7 @@ POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LeastRecentlyUsed, "fifo": F
 LEVELS = {"off": (False, False), "host": (True, False), "host+disk": (True, True)}
 
 
-def replay(
-    trace: Sequence[TraceRequest], levels: str, policy: str, speeds: Speeds
-) -> ReplayedBytes:
+def replay(trace: Sequence[Arrival], levels: str, policy: str, speeds: Speeds) -> ReplayedBytes:
     """Replay a trace with a pool of a part of its working set."""
     working_set = len({block for request in trace for block in request.blocks})
     longest = max(len(request.blocks) for request in trace)
@@ -346,7 +321,7 @@ def line(name: str, policy: str, counts: ReplayedBytes, block_mib: float) -> str
     moved = "  ".join(f"{flow} {n * block_mib / 1024:.0f}" for flow, n in counts.moved.items() if n)
     return (
         f"{name:10} {policy:5} {hits:6.1f} {' '.join(share)}"
-        f" {100 * counts.again / counts.prompt:8.1f}  {moved}\n"
+        f" {100 * counts.again / counts.prompt:8.1f}  {moved}"
     )
 
 
@@ -362,19 +337,22 @@ def main() -> None:
     options = parser.parse_args()
     trace = synthetic_trace()
     if options.path is not None:
-        trace = read_trace(options.path, options.requests)
+        trace = [one for one in read_trace(options.path, options.requests) if one.blocks]
+    if not trace:
+        parser.error(
+            f"no request of {options.path} has blocks; expected a trace of Mooncake's form"
+        )
     size = options.token_bytes * BLOCK_TOKENS
-    out = sys.stdout.write
     blocks = {block for request in trace for block in request.blocks}
-    out(f"{len(trace)} requests, {len(blocks)} blocks of {BLOCK_TOKENS} tokens; pool a fifth\n")
-    out("levels     policy hits % device   host   disk  again %  GiB moved\n")
+    print(f"{len(trace)} requests, {len(blocks)} blocks of {BLOCK_TOKENS} tokens; pool a fifth")
+    print("levels     policy hits % device   host   disk  again %  GiB moved")
     for levels, policy in itertools.product(LEVELS, POLICIES):
         for disk_gb_s in options.disk_gb_s if levels == "host+disk" else options.disk_gb_s[:1]:
             seconds = (size / (rate * 1e9) for rate in (options.host_gb_s, disk_gb_s))
             speeds = Speeds(options.compute_us * 1e-6 * BLOCK_TOKENS, *seconds)
             name = f"+disk {disk_gb_s:g}" if levels == "host+disk" else levels
             counts = replay(trace, levels, policy, speeds)
-            out(line(name, policy, counts, size / 2**20))
+            print(line(name, policy, counts, size / 2**20))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,9 +23,10 @@ from msgspec import Struct
 
 from engine.api import CacheGrant, LeaseRequest, Request, Retention, Sampling, Started, Tokens
 from engine.config import EngineConfig, LevelsConfig
-from engine.model_store import DEFAULT_MODEL, prepare, resolve
 from engine.statistics import LevelStats
 from gateway.engine_supervisor import EngineSupervisor
+from tests.bench.models import default_card
+from tests.bench.results import middle_and_spread
 
 PROMPT_TOKENS, OUTPUT_TOKENS, BLOCK = 2_048, 4, 16
 COPIES = PROMPT_TOKENS // BLOCK
@@ -135,21 +135,18 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     arguments = parser.parse_args()
     rounds = arguments.rounds
-    models = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models"
-    model = Path(prepare(DEFAULT_MODEL, resolve(DEFAULT_MODEL, models), models).folder)
+    model = Path(default_card().folder)
     found: dict[str, list[Restart]] = {kind: [] for kind in arguments.kinds}
     for _ in range(rounds):
         for kind in arguments.kinds:
             found[kind].append(asyncio.run(restart(model, kind)))
     for kind, each in found.items():
-        firsts = sorted(one.first_s for one in each)
-        readies = sorted(one.ready_s for one in each)
-        sys.stdout.write(
-            f"{kind:5} first token after ready {statistics.median(firsts):.3f} s"
-            f" ({firsts[0]:.3f} to {firsts[-1]:.3f}), ready {statistics.median(readies):.2f} s"
-            f" ({readies[0]:.2f} to {readies[-1]:.2f}),"
+        first = middle_and_spread([one.first_s for one in each], ".3f", " s")
+        ready = middle_and_spread([one.ready_s for one in each], ".2f", " s")
+        print(
+            f"{kind:5} first token after ready {first}, ready {ready},"
             f" cold {statistics.median(one.cold_s for one in each):.3f} s,"
-            f" loaded {each[-1].loaded}, recovered {each[-1].recovered} of {COPIES}\n"
+            f" loaded {each[-1].loaded}, recovered {each[-1].recovered} of {COPIES}"
         )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 from collections import Counter
 
 from engine.api import CacheGrant, Finished, Request, Sampling, Started
@@ -117,7 +116,7 @@ def run(name: str, engine: Returning, rounds: int) -> None:
                 f"; offloaded {host.offloaded_total:,}, loaded {host.loaded_total:,}, failed"
                 f" {host.failed_total}, declined {host.declined_total}, {engine.transfer.longest}"
             )
-        sys.stdout.write(text + "\n")
+        print(text)
 
 
 def main() -> None:

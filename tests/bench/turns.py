@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 
 from gateway.dialects.canonical import Prompt, Segment
 from gateway.prompt import Renderer
+from tests.bench.models import default_card
 
 TURNS, WORDS = 50, 120
 LETTERS = "etaoinshrdlu"
@@ -49,23 +49,24 @@ def seconds(renderer: Renderer, segments: list[Segment]) -> tuple[float, int]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path("data/models/smollm2-135m-instruct"))
+    parser.add_argument("--model", type=Path, help="a prepared model's folder")
     parser.add_argument("--runs", type=int, default=15)
     options = parser.parse_args()
+    model = options.model or Path(default_card().folder)
     warm, cold, tokens = [], [], 0
     for run in range(options.runs):
         said = conversation(random.Random(run))
-        new = Renderer.load(options.model)
+        new = Renderer.load(model)
         took, tokens = seconds(new, said)
         cold.append(took)
-        used = Renderer.load(options.model)
+        used = Renderer.load(model)
         seconds(used, said[:-2])
         warm.append(seconds(used, said)[0])
     slow, quick = statistics.median(cold), statistics.median(warm)
-    sys.stdout.write(
+    print(
         f"turn {TURNS} of a chat of {tokens} tokens, median of {options.runs}:"
         f" new {1000 * slow:.2f} ms, after turn {TURNS - 1} {1000 * quick:.2f} ms,"
-        f" ratio {slow / quick:.1f}\n"
+        f" ratio {slow / quick:.1f}"
     )
 
 

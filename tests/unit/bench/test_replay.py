@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from engine.moves import Move
-from tests.bench.replay import (
-    BlockMemory,
-    ReplayedBytes,
-    Speeds,
-    TraceRequest,
-    read_trace,
-    replay,
-    synthetic_trace,
-)
+from tests.bench.replay import BlockMemory, ReplayedBytes, Speeds, replay, synthetic_trace
 
 FAST = Speeds(compute_s=1.0, host_s=0.001, disk_s=0.002)
 SLOW = Speeds(compute_s=0.001, host_s=0.1, disk_s=0.2)
@@ -62,18 +53,3 @@ def test_a_load_of_another_prefix_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
     with pytest.raises(AssertionError, match="another prefix"):
         replay(synthetic_trace(), "host", "lru", FAST)
-
-
-def test_a_trace_is_read_and_a_bad_line_named(tmp_path: Path) -> None:
-    """Requests without blocks are left out."""
-    path = tmp_path / "trace.jsonl"
-    lines = [
-        '{"timestamp": 2000, "input_length": 1100, "hash_ids": [4, 5, 6]}',
-        '{"timestamp": 2500, "input_length": 0, "hash_ids": []}',
-        '{"timestamp": 3000}',
-    ]
-    path.write_text("\n".join(lines))
-
-    assert read_trace(path, 2) == [TraceRequest(2.0, (4, 5, 6))]
-    with pytest.raises(ValueError, match="line 3"):
-        read_trace(path, 3)
