@@ -7,12 +7,8 @@ from typing import Any
 from anthropic import AsyncAnthropic
 from anthropic.types import TextBlockParam
 
+from tests.e2e.sdks import HELLO, MORE
 from tests.unit.gateway.gateway_fixture import GatewayFixture
-
-MORE = {"ignore_eos": True, "seed": 7}
-"""The fake model draws end tokens as readily as others; these tests want whole answers."""
-
-SYSTEM = "You are a librarian who knows every book there is, and where it stands. " * 2
 
 
 def connected(gateway: GatewayFixture, *, max_retries: int = 0) -> AsyncAnthropic:
@@ -27,7 +23,7 @@ def hello(gateway: GatewayFixture, **more: Any) -> dict[str, Any]:
     return {
         "model": gateway.model,
         "max_tokens": 8,
-        "messages": [{"role": "user", "content": "hello"}],
+        "messages": [HELLO],
         "extra_body": MORE,
         **more,
     }

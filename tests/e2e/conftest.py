@@ -33,6 +33,12 @@ async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
+@pytest.fixture
+def one_at_once(unopened_gateway: GatewayFixture) -> None:
+    """Limit a tenant, before the gateway opens, to one request at once."""
+    unopened_gateway.set_limits(requests_per_tenant_max=1)
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Yield a browser with an empty profile."""

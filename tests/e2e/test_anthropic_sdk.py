@@ -16,7 +16,8 @@ from anthropic import AsyncAnthropic
 from anthropic.types import Message, TextBlockParam, Usage
 
 from tenancy.accounts.tenants import change_tenant
-from tests.e2e.anthropic_asks import MORE, SYSTEM, connected, hello, marked
+from tests.e2e.anthropic_asks import connected, hello, marked
+from tests.e2e.sdks import MORE, SYSTEM
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 

@@ -1,21 +1,19 @@
-"""Anthropic's SDK on failures: errors, retries, slow answers and disconnects."""
+"""Anthropic's SDK on errors: its exceptions and retries."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import anthropic
 import httpx2
 import pytest
 from anthropic import AsyncAnthropic
 
-from engine.model_store import ModelCard
 from gateway.dialects.anthropic.messages import DIALECT
 from gateway.errors import Kind, Refusal
-from tests.e2e.anthropic_asks import MORE, connected, hello, marked
+from tests.e2e.anthropic_asks import connected, hello, marked
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
@@ -90,36 +88,28 @@ async def test_each_kind_of_refusal_raises_its_exception(
     assert (caught.value.error_code, caught.value.request_id) == ("some_code", "req_r1")
 
 
-async def test_body_over_the_limit_is_content_too_large(card: ModelCard, tmp_path: Path) -> None:
-    """The size check precedes parsing."""
-    gateway = GatewayFixture(card, tmp_path)
-    gateway.set_server(body_bytes_max=2_000)
-    await gateway.open()
-    async with AsyncAnthropic(base_url=gateway.url, api_key=gateway.keys["ada"]) as client:
-        words = [{"role": "user", "content": "word " * 1_000}]
-        with pytest.raises(anthropic.ContentTooLargeError):
-            await client.messages.create(**hello(gateway, messages=words))
-    await gateway.close()
-    gateway.discard()
+@pytest.fixture
+def short_bodies(unopened_gateway: GatewayFixture) -> None:
+    """Limit a body, before the gateway opens, to 2,000 bytes."""
+    unopened_gateway.set_server(body_bytes_max=2_000)
 
 
-async def test_draining_server_is_overloaded(
+@pytest.mark.usefixtures("short_bodies")
+async def test_body_over_the_limit_is_content_too_large(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
-    """529 with retry-after: a load balancer routes the retry to another server."""
-    await gateway.gateway.drain(0.0)
-    with pytest.raises(anthropic.OverloadedError) as caught:
-        await client.messages.create(**hello(gateway))
-
-    assert "retry-after" in caught.value.response.headers
+    """The size check precedes parsing."""
+    words = [{"role": "user", "content": "word " * 1_000}]
+    with pytest.raises(anthropic.ContentTooLargeError):
+        await client.messages.create(**hello(gateway, messages=words))
 
 
-async def test_sdk_retries_after_a_rate_limit(card: ModelCard, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_at_once")
+async def test_sdk_retries_after_a_rate_limit(
+    gateway: GatewayFixture, client: AsyncAnthropic
+) -> None:
     """An application does not notice a limit that lasts a moment."""
-    gateway = GatewayFixture(card, tmp_path)
-    gateway.set_limits(requests_per_tenant_max=1)
-    await gateway.open()
-    client = AsyncAnthropic(base_url=gateway.url, api_key=gateway.keys["ada"], max_retries=2)
+    client = client.with_options(max_retries=2)
     gateway.runner.hold_after(10)
     running = await client.messages.create(**hello(gateway, max_tokens=40, stream=True))
     waiting = asyncio.ensure_future(client.messages.create(**hello(gateway)))
@@ -130,70 +120,9 @@ async def test_sdk_retries_after_a_rate_limit(card: ModelCard, tmp_path: Path) -
 
     assert names[-1] == "message_stop"
     assert message.usage.output_tokens == 8
-    assert [line["status"] for line in gateway.lines if line["event"] == "request"] == [
-        429,
-        200,
-        200,
-    ]
-    await client.close()
+    statuses = [line["status"] for line in gateway.lines if line["event"] == "request"]
+    assert statuses == [429, 200, 200]
     await gateway.check_quiet()
-    await gateway.close()
-    gateway.discard()
-
-
-async def test_closing_a_stream_cancels_it_in_the_engine(
-    gateway: GatewayFixture, client: AsyncAnthropic
-) -> None:
-    """`break` in an application must stop the engine's work."""
-    gateway.runner.hold_after(20)
-    async with client.messages.stream(**hello(gateway, max_tokens=400)) as stream:
-        async for event in stream:
-            if event.type == "text":
-                break
-    await gateway.until(lambda: not gateway.gateway.context.running)
-    gateway.runner.release()
-
-    await gateway.check_quiet()
-    (entry,) = gateway.entries()
-    assert entry[0] == "cancelled"
-    assert 0 < entry[3] < 400
-
-
-async def test_engine_failure_in_a_stream_raises_in_the_sdk(
-    gateway: GatewayFixture, client: AsyncAnthropic
-) -> None:
-    """A stream that only ends hides the truncation; the error event raises."""
-    gateway.runner.hold_after(20)
-    events = aiter(await client.messages.create(**hello(gateway, max_tokens=400, stream=True)))
-    await anext(events)
-    gateway.runner.fail_launch.update(range(2_000))
-    gateway.runner.release()
-    with pytest.raises(anthropic.APIStatusError) as caught:
-        _ = [event async for event in events]
-
-    assert caught.value.type in ("api_error", "overloaded_error")
-
-
-async def test_pings_keep_a_slow_answer_open(card: ModelCard, tmp_path: Path) -> None:
-    """Proxies close idle connections, and the SDK ignores pings."""
-    gateway = GatewayFixture(card, tmp_path)
-    gateway.set_server(stream_keep_alive_s=0.01)
-    await gateway.open()
-    gateway.runner.hold_after(0)
-    body = {k: v for k, v in hello(gateway, stream=True, **MORE).items() if k != "extra_body"}
-    headers = {**gateway.headers(), "anthropic-version": "2026-10-21"}
-    async with gateway.session.post(
-        f"{gateway.url}/v1/messages", json=body, headers=headers
-    ) as answer:
-        first = await answer.content.readuntil(b"\n\n")
-        gateway.runner.release()
-        rest = await answer.read()
-
-    assert first == DIALECT.keep_alive()
-    assert rest.endswith(b'event: message_stop\ndata: {"type":"message_stop"}\n\n')
-    await gateway.check_quiet()
-    await gateway.close()
-    gateway.discard()
 
 
 async def test_idempotent_request_is_replayed(gateway: GatewayFixture) -> None:

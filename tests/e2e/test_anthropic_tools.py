@@ -13,6 +13,8 @@ import pytest
 from anthropic import AsyncAnthropic, BadRequestError, beta_async_tool
 from anthropic.types import Message
 
+from tests.e2e.anthropic_asks import connected
+from tests.e2e.sdks import CALLS, CITY, HELLO
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytestmark = pytest.mark.usefixtures("room_for_tools")
@@ -22,25 +24,11 @@ WEATHER: Any = {
     "description": "Of a city",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-CALLS = (
-    "Let me see.\n"
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2.50}}\n</tool_call>'
-)
-CITY: Any = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-HELLO: Any = {"role": "user", "content": "hello"}
 
 
 @pytest.fixture
 async def client(gateway: GatewayFixture) -> AsyncIterator[AsyncAnthropic]:
-    async with AsyncAnthropic(
-        base_url=gateway.url, api_key=gateway.keys["ada"], max_retries=0, timeout=60
-    ) as client:
+    async with connected(gateway) as client:
         yield client
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,9 +12,9 @@ import pytest
 from google import genai
 from google.genai import errors, types
 
-from engine.model_store import ModelCard
-from gateway.dialects.gemini.generate_content import DIALECT, GeminiDialect
+from gateway.dialects.gemini.generate_content import DIALECT
 from gateway.errors import Kind, Refusal
+from tests.e2e.sdks import gemini_request
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 # The SDK's HTTP client warns of its inheritance and closes its sockets late.
@@ -49,10 +48,12 @@ async def test_second_turn_of_a_stream_reads_the_first(
     gateway: GatewayFixture, client: Any
 ) -> None:
     """The main use, with the counts that an application reads."""
-    first = await client.models.generate_content(model=gateway.model, contents=LONG, config=SHORT)
+    first = await client.models.generate_content(
+        **gemini_request(gateway, contents=LONG, config=SHORT)
+    )
     text, last = "", None
     stream = await client.models.generate_content_stream(
-        model=gateway.model, contents=LONG, config=SHORT
+        **gemini_request(gateway, contents=LONG, config=SHORT)
     )
     async for chunk in stream:
         text += chunk.text or ""
@@ -88,10 +89,12 @@ async def test_synchronous_client_reads_the_same_answer(gateway: GatewayFixture)
 
     def ask() -> tuple[str | None, str, int]:
         with genai.Client(api_key=gateway.keys["ada"], http_options=options) as client:
-            unary = client.models.generate_content(model=gateway.model, contents=LONG, config=SHORT)
+            unary = client.models.generate_content(
+                **gemini_request(gateway, contents=LONG, config=SHORT)
+            )
             chunks = list(
                 client.models.generate_content_stream(
-                    model=gateway.model, contents=LONG, config=SHORT
+                    **gemini_request(gateway, contents=LONG, config=SHORT)
                 )
             )
             counted = client.models.count_tokens(model=gateway.model, contents=LONG)
@@ -107,7 +110,9 @@ async def test_synchronous_client_reads_the_same_answer(gateway: GatewayFixture)
 async def test_count_equals_the_prompt_tokens(gateway: GatewayFixture, client: Any) -> None:
     """One renderer serves both."""
     counted = await client.models.count_tokens(model=gateway.model, contents=LONG)
-    used = await client.models.generate_content(model=gateway.model, contents=LONG, config=SHORT)
+    used = await client.models.generate_content(
+        **gemini_request(gateway, contents=LONG, config=SHORT)
+    )
 
     assert counted.total_tokens == used.usage_metadata.prompt_token_count
 
@@ -123,14 +128,18 @@ async def test_cached_content_life_cycle(gateway: GatewayFixture, client: Any) -
     config = types.GenerateContentConfig(
         cached_content=made.name, max_output_tokens=4, temperature=0
     )
-    used = await client.models.generate_content(model=gateway.model, contents="And?", config=config)
+    used = await client.models.generate_content(
+        **gemini_request(gateway, contents="And?", config=config)
+    )
     listed = [one.name async for one in await client.caches.list()]
     changed = await client.caches.update(
         name=made.name, config=types.UpdateCachedContentConfig(ttl="7200s")
     )
     await client.caches.delete(name=made.name)
     with pytest.raises(errors.ClientError) as caught:
-        await client.models.generate_content(model=gateway.model, contents="And?", config=config)
+        await client.models.generate_content(
+            **gemini_request(gateway, contents="And?", config=config)
+        )
 
     tokens = made.usage_metadata.total_token_count
     assert used.usage_metadata.cached_content_token_count >= tokens
@@ -188,9 +197,11 @@ async def test_refuses_instruction_or_tools_beside_cached_content(
     )
     with pytest.raises(errors.ClientError) as caught:
         await client.models.generate_content(
-            model=gateway.model,
-            contents="And?",
-            config=types.GenerateContentConfig(cached_content=made.name, **more),
+            **gemini_request(
+                gateway,
+                contents="And?",
+                config=types.GenerateContentConfig(cached_content=made.name, **more),
+            )
         )
 
     assert (caught.value.code, caught.value.status) == (400, "INVALID_ARGUMENT")
@@ -233,21 +244,6 @@ async def test_errors_raise_the_sdks_exceptions(
     assert (caught.value.code, caught.value.status) == (code, status)
 
 
-async def test_closing_a_stream_frees_its_blocks(gateway: GatewayFixture) -> None:
-    """A closed generator closes the connection, which cancels the request."""
-    stream = await client_of(gateway).models.generate_content_stream(
-        model=gateway.model,
-        contents="hi",
-        config=types.GenerateContentConfig(max_output_tokens=300, temperature=0),
-    )
-    async for _ in stream:
-        break
-    await stream.aclose()
-    await gateway.until(lambda: not gateway.gateway.context.running)
-
-    assert (await gateway.quiet()).running == 0
-
-
 @pytest.mark.parametrize(
     ("kind", "raised", "code", "status"),
     [
@@ -276,7 +272,7 @@ async def test_each_kind_of_refusal_raises_its_exception(
     transport = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
     client = client_of(gateway, httpx_async_client=transport)
     with pytest.raises(raised) as caught:
-        await client.models.generate_content(model=gateway.model, contents="hi")
+        await client.models.generate_content(**gemini_request(gateway))
 
     info, bad, retry = caught.value.details["error"]["details"]
     assert type(caught.value) is raised
@@ -286,15 +282,11 @@ async def test_each_kind_of_refusal_raises_its_exception(
     assert retry["retryDelay"] == "3s"
 
 
-async def test_sdk_retries_after_a_rate_limit_if_configured(
-    card: ModelCard, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("one_at_once")
+async def test_sdk_retries_after_a_rate_limit_if_configured(gateway: GatewayFixture) -> None:
     """The SDK retries only on request and ignores retry-after; header and RetryInfo agree for other
     clients.
     """
-    gateway = GatewayFixture(card, tmp_path)
-    gateway.set_limits(requests_per_tenant_max=1)
-    await gateway.open()
     once = client_of(gateway)
     again = types.HttpRetryOptions(
         attempts=500, initial_delay=0.01, max_delay=0.01, exp_base=1, jitter=0
@@ -302,14 +294,14 @@ async def test_sdk_retries_after_a_rate_limit_if_configured(
     gateway.runner.hold_after(10)
     config = types.GenerateContentConfig(max_output_tokens=40, temperature=0)
     running = aiter(
-        await once.models.generate_content_stream(model=gateway.model, contents="hi", config=config)
+        await once.models.generate_content_stream(**gemini_request(gateway, config=config))
     )
     first = await anext(running)
     with pytest.raises(errors.ClientError) as caught:
-        await once.models.generate_content(model=gateway.model, contents="hi", config=SHORT)
+        await once.models.generate_content(**gemini_request(gateway, config=SHORT))
     waiting = asyncio.ensure_future(
         client_of(gateway, retry_options=again).models.generate_content(
-            model=gateway.model, contents="hi", config=SHORT
+            **gemini_request(gateway, config=SHORT)
         )
     )
     await gateway.until(lambda: sum(line.get("status") == 429 for line in gateway.lines) > 1)
@@ -324,67 +316,6 @@ async def test_sdk_retries_after_a_rate_limit_if_configured(
     assert chunks[-1].candidates[0].finish_reason in ("STOP", "MAX_TOKENS")
     assert answer.usage_metadata.candidates_token_count > 0
     await gateway.check_quiet()
-    await gateway.close()
-    gateway.discard()
-
-
-async def test_draining_server_is_unavailable(gateway: GatewayFixture) -> None:
-    """503: a load balancer routes the retry to another server."""
-    await gateway.gateway.drain(0.0)
-    with pytest.raises(errors.ServerError) as caught:
-        await client_of(gateway).models.generate_content(model=gateway.model, contents="hi")
-
-    assert (caught.value.code, caught.value.status) == (503, "UNAVAILABLE")
-
-
-async def test_engine_failure_in_a_stream_raises_in_the_sdk(gateway: GatewayFixture) -> None:
-    """A stream that only ends hides the truncation; an error chunk raises."""
-    gateway.runner.hold_after(20)
-    config = types.GenerateContentConfig(max_output_tokens=300, temperature=0)
-    chunks = aiter(
-        await client_of(gateway).models.generate_content_stream(
-            model=gateway.model, contents="hi", config=config
-        )
-    )
-    await anext(chunks)
-    gateway.runner.fail_launch.update(range(2_000))
-    gateway.runner.release()
-    with pytest.raises(errors.ServerError) as caught:
-        _ = [chunk async for chunk in chunks]
-
-    assert caught.value.code in (500, 503)
-
-
-async def test_empty_lines_keep_a_slow_answer_open(
-    card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Proxies close idle connections, and the SDK raises on any other filler."""
-    gateway, sent, empty = GatewayFixture(card, tmp_path), [0], DIALECT.keep_alive()
-
-    def keep_alive(_: object) -> bytes:
-        sent[0] += 1
-        return empty
-
-    monkeypatch.setattr(GeminiDialect, "keep_alive", keep_alive)
-    gateway.set_server(stream_keep_alive_s=0.01)
-    await gateway.open()
-    gateway.runner.hold_after(0)
-
-    async def read() -> list[Any]:
-        stream = await client_of(gateway).models.generate_content_stream(
-            model=gateway.model, contents="hi", config=SHORT
-        )
-        return [chunk async for chunk in stream]
-
-    reading = asyncio.ensure_future(read())
-    await gateway.until(lambda: sent[0] > 2)
-    gateway.runner.release()
-    chunks = await reading
-
-    assert chunks[-1].usage_metadata.candidates_token_count > 0
-    await gateway.check_quiet()
-    await gateway.close()
-    gateway.discard()
 
 
 async def test_idempotent_request_is_replayed(gateway: GatewayFixture) -> None:
@@ -395,11 +326,13 @@ async def test_idempotent_request_is_replayed(gateway: GatewayFixture) -> None:
     texts = []
     for _ in range(2):
         answer = await client.models.generate_content(
-            model=gateway.model, contents=LONG, config=named
+            **gemini_request(gateway, contents=LONG, config=named)
         )
         texts.append((answer.text, answer.response_id))
     with pytest.raises(errors.ClientError) as caught:
-        await client.models.generate_content(model=gateway.model, contents="other", config=named)
+        await client.models.generate_content(
+            **gemini_request(gateway, contents="other", config=named)
+        )
     await client.aclose()
 
     assert texts[0] == texts[1]

@@ -15,6 +15,7 @@ from google import genai
 from google.genai import errors, types
 from pydantic import BaseModel
 
+from tests.e2e.sdks import CALLS, CITY, gemini_request
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 # The SDK's HTTP client warns of its inheritance and closes its sockets late.
@@ -23,18 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Inheritance class:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
-
-CITY: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-CALLS = (
-    "Let me see.\n"
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2.5}}\n</tool_call>'
-)
 
 
 class Colour(enum.Enum):
@@ -95,11 +84,9 @@ async def test_parallel_calls_are_parts_in_answer_and_stream(
 ) -> None:
     """Text first, then each complete call with its id; the finish reason is STOP."""
     gateway.say(CALLS)
-    unary = await client.models.generate_content(
-        model=gateway.model, contents="hello", config=config("AUTO")
-    )
+    unary = await client.models.generate_content(**gemini_request(gateway, config=config("AUTO")))
     stream = await client.models.generate_content_stream(
-        model=gateway.model, contents="hello", config=config("AUTO")
+        **gemini_request(gateway, config=config("AUTO"))
     )
     chunks = [chunk async for chunk in stream]
     parts = [part for chunk in chunks for part in chunk.candidates[0].content.parts or ()]
@@ -122,9 +109,7 @@ async def test_accepts_an_answer_with_its_responses_as_history(
     first prompt is read.
     """
     gateway.say(CALLS)
-    first = await client.models.generate_content(
-        model=gateway.model, contents="hello", config=config()
-    )
+    first = await client.models.generate_content(**gemini_request(gateway, config=config()))
     answered = first.candidates[0].content
     responses = []
     for part in answered.parts:
@@ -140,7 +125,7 @@ async def test_accepts_an_answer_with_its_responses_as_history(
     history = [types.UserContent("hello"), answered, types.UserContent(responses)]
     gateway.say("Dry in both.")
     second = await client.models.generate_content(
-        model=gateway.model, contents=history, config=config()
+        **gemini_request(gateway, contents=history, config=config())
     )
 
     assert second.text == "Dry in both."
@@ -163,9 +148,9 @@ async def test_sdk_calls_a_python_function_automatically(
 
     gateway.say('<tool_call>\n{"name": "forecast", "arguments": {"city": "Oslo"}}\n</tool_call>')
     answer = await client.models.generate_content(
-        model=gateway.model,
-        contents="hello",
-        config=types.GenerateContentConfig(tools=[forecast], max_output_tokens=100),
+        **gemini_request(
+            gateway, config=types.GenerateContentConfig(tools=[forecast], max_output_tokens=100)
+        )
     )
 
     assert (request, answer.text) == (["Oslo"], "Dry.")
@@ -194,7 +179,7 @@ async def test_sdk_calls_a_function_within_a_stream(
         stream = await chat.send_message_stream("hello")
     else:
         stream = await client.models.generate_content_stream(
-            model=gateway.model, contents="hello", config=settings
+            **gemini_request(gateway, config=settings)
         )
     chunks = [chunk async for chunk in stream]
 
@@ -213,7 +198,7 @@ async def test_mode_any_is_constrained_to_a_call(
     other = types.FunctionDeclaration(name="other", parameters_json_schema=CITY)
     functions = [weather(CITY), other] if names else [weather(CITY)]
     answer = await client.models.generate_content(
-        model=gateway.model, contents="hello", config=config("ANY", names, functions)
+        **gemini_request(gateway, config=config("ANY", names, functions))
     )
 
     assert answer.function_calls
@@ -228,7 +213,7 @@ async def test_mode_validated_constrains_the_arguments(
     """The model begins a call by itself, and decoding follows its schema."""
     gateway.say('<tool_call>\n{"name": "weather", "arguments": {"city": "', ends=False)
     answer = await client.models.generate_content(
-        model=gateway.model, contents="hello", config=config("VALIDATED", functions=[weather(CITY)])
+        **gemini_request(gateway, config=config("VALIDATED", functions=[weather(CITY)]))
     )
 
     ((name, args), *_) = calls_of(answer)
@@ -242,12 +227,8 @@ async def test_mode_none_keeps_the_prefix_and_returns_text(
 ) -> None:
     """The prompt still shows the functions; only the answer's meaning changes."""
     gateway.say(CALLS)
-    first = await client.models.generate_content(
-        model=gateway.model, contents="hello", config=config("AUTO")
-    )
-    second = await client.models.generate_content(
-        model=gateway.model, contents="hello", config=config("NONE")
-    )
+    first = await client.models.generate_content(**gemini_request(gateway, config=config("AUTO")))
+    second = await client.models.generate_content(**gemini_request(gateway, config=config("NONE")))
 
     assert second.function_calls is None
     assert "<tool_call>" in second.text
@@ -260,7 +241,7 @@ async def test_truncated_call_is_malformed(gateway: GatewayFixture, client: Any)
     before = CALLS[: CALLS.index("slo")]
     tokens = len(gateway.renderer.tokenizer.encode(before, specials=False))
     answer = await client.models.generate_content(
-        model=gateway.model, contents="hello", config=config(max_output_tokens=tokens)
+        **gemini_request(gateway, config=config(max_output_tokens=tokens))
     )
 
     assert answer.function_calls is None
@@ -275,11 +256,12 @@ async def test_json_mode_returns_an_object(gateway: GatewayFixture, client: Any)
     """The model draws random tokens: the answer is JSON or truncated."""
     gateway.say('{"a": [1, 2]}')
     answer = await client.models.generate_content(
-        model=gateway.model,
-        contents="hello",
-        config=types.GenerateContentConfig(
-            response_mime_type="application/json", max_output_tokens=50
-        ),
+        **gemini_request(
+            gateway,
+            config=types.GenerateContentConfig(
+                response_mime_type="application/json", max_output_tokens=50
+            ),
+        )
     )
 
     assert json.loads(answer.text) == {"a": [1, 2]}
@@ -312,11 +294,12 @@ async def test_class_as_schema_parses_to_an_object(
 async def test_accepts_response_json_schema(gateway: GatewayFixture, client: Any) -> None:
     """The SDK sends responseJsonSchema in snake case."""
     answer = await client.models.generate_content(
-        model=gateway.model,
-        contents="hello",
-        config=types.GenerateContentConfig(
-            response_mime_type="application/json", response_json_schema=CITY, seed=1
-        ),
+        **gemini_request(
+            gateway,
+            config=types.GenerateContentConfig(
+                response_mime_type="application/json", response_json_schema=CITY, seed=1
+            ),
+        )
     )
 
     assert json.loads(answer.text)["city"] in ("Oslo", "Rome")
@@ -326,12 +309,13 @@ async def test_accepts_response_json_schema(gateway: GatewayFixture, client: Any
 async def test_refuses_unsatisfiable_schema_by_field(gateway: GatewayFixture, client: Any) -> None:
     with pytest.raises(errors.ClientError) as caught:
         await client.models.generate_content(
-            model=gateway.model,
-            contents="hello",
-            config=types.GenerateContentConfig(
-                response_mime_type="application/json",
-                response_json_schema={"type": "nonsense"},
-            ),
+            **gemini_request(
+                gateway,
+                config=types.GenerateContentConfig(
+                    response_mime_type="application/json",
+                    response_json_schema={"type": "nonsense"},
+                ),
+            )
         )
 
     details = caught.value.details["error"]["details"]

@@ -7,7 +7,6 @@ runner is the product's.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -15,15 +14,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from engine.model_store import ModelCard
-from gateway.dialects import sse
-from gateway.dialects.openai.chat import DIALECT, ChatDialect
-from gateway.dialects.openai.responses import ResponsesDialect
+from gateway.dialects.openai.chat import DIALECT
 from gateway.errors import Kind, Refusal
+from tests.e2e.sdks import MORE, chat_request
 from tests.unit.gateway.gateway_fixture import GatewayFixture
-
-MORE = {"ignore_eos": True}
-"""The fake model draws end tokens as often as other tokens, and these tests need long answers."""
 
 
 def question(text: str = "hello") -> list[Any]:
@@ -35,33 +29,34 @@ async def test_second_turn_of_a_stream_reads_the_first(
 ) -> None:
     """The main use, with the counts that an application reads."""
     messages = question("a first question, long enough to fill several blocks of the cache")
-    text, usage = "", None
+    text = ""
+    usage: Any = None
     stream = await client.chat.completions.create(
-        model=gateway.model,
-        messages=messages,
-        max_tokens=24,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body=MORE,
+        **chat_request(
+            gateway,
+            messages=messages,
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=MORE,
+        )
     )
     async for chunk in stream:
         text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
         usage = chunk.usage or usage
     second = await client.chat.completions.create(
-        model=gateway.model,
-        messages=[*messages, {"role": "assistant", "content": text}, *question("and then?")],
-        max_tokens=4,
-        temperature=0,
-        extra_body=MORE,
+        **chat_request(
+            gateway,
+            messages=[*messages, {"role": "assistant", "content": text}, *question("and then?")],
+            max_tokens=4,
+            temperature=0,
+            extra_body=MORE,
+        )
     )
 
-    assert usage is not None
     assert (usage.completion_tokens, usage.total_tokens) == (24, usage.prompt_tokens + 24)
-    assert second.usage is not None
-    assert second.usage.prompt_tokens_details is not None
     cached = second.usage.prompt_tokens_details.cached_tokens
-    assert cached is not None
     assert usage.prompt_tokens - 8 <= cached < second.usage.prompt_tokens
     await gateway.check_quiet()
 
@@ -71,12 +66,11 @@ async def test_choices_share_a_prompt_and_differ(
 ) -> None:
     """n forks one sequence; each choice has its own index and seed."""
     answer = await client.chat.completions.create(
-        model=gateway.model, messages=question(), n=2, max_tokens=12, seed=3, extra_body=MORE
+        **chat_request(gateway, n=2, max_tokens=12, seed=3, extra_body=MORE)
     )
 
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].message.content != answer.choices[1].message.content
-    assert answer.usage is not None
     assert answer.usage.completion_tokens == 24
     await gateway.check_quiet()
 
@@ -84,22 +78,16 @@ async def test_choices_share_a_prompt_and_differ(
 async def test_stop_string_is_excluded(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
     """The finish reason is `stop`."""
     unary = await client.chat.completions.create(
-        model=gateway.model, messages=question(), max_tokens=30, temperature=0, extra_body=MORE
+        **chat_request(gateway, max_tokens=30, temperature=0, extra_body=MORE)
     )
     text = unary.choices[0].message.content or ""
     stop = next(char for char in text[3:] if char.isprintable() and char != "\ufffd")
     cut = await client.chat.completions.create(
-        model=gateway.model,
-        messages=question(),
-        max_tokens=30,
-        temperature=0,
-        stop=[stop],
-        extra_body=MORE,
+        **chat_request(gateway, max_tokens=30, temperature=0, stop=[stop], extra_body=MORE)
     )
 
     assert cut.choices[0].finish_reason == "stop"
     assert cut.choices[0].message.content == text[: text.index(stop)]
-    assert cut.usage is not None
     assert 0 < cut.usage.completion_tokens <= 30
     await gateway.check_quiet()
 
@@ -107,10 +95,9 @@ async def test_stop_string_is_excluded(gateway: GatewayFixture, client: AsyncOpe
 async def test_one_logprob_per_token(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
     """Evaluation tools zip logprobs with tokens."""
     answer = await client.chat.completions.create(
-        model=gateway.model, messages=question(), max_tokens=5, logprobs=True, extra_body=MORE
+        **chat_request(gateway, max_tokens=5, logprobs=True, extra_body=MORE)
     )
 
-    assert answer.choices[0].logprobs is not None
     assert len(answer.choices[0].logprobs.content or []) == 5
 
 
@@ -121,13 +108,12 @@ async def test_completions_accept_text_token_ids_and_several_prompts(
     one = await client.completions.create(
         model=gateway.model, prompt="once upon", max_tokens=4, extra_body=MORE
     )
-    several = await client.completions.create(
+    several: Any = await client.completions.create(
         model=gateway.model, prompt=[[1, 2, 3], [4, 5]], max_tokens=4, extra_body=MORE
     )
 
     assert one.choices[0].finish_reason == "length"
     assert [choice.index for choice in several.choices] == [0, 1]
-    assert several.usage is not None
     assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (5, 8)
     assert len(gateway.entries()) == 2
     await gateway.check_quiet()
@@ -152,7 +138,7 @@ async def test_errors_raise_the_sdks_exceptions(
         await client.chat.completions.create(model="gpt-9", messages=question())
     with pytest.raises(openai.BadRequestError) as too_long:
         await client.chat.completions.create(
-            model=gateway.model, messages=question("word " * 400), max_tokens=100
+            **chat_request(gateway, messages=question("word " * 400), max_tokens=100)
         )
 
     assert unknown_key.value.code == "invalid_api_key"
@@ -164,18 +150,17 @@ async def test_errors_raise_the_sdks_exceptions(
     assert too_long.value.request_id is not None
 
 
-async def test_rate_limited_tenant_gets_a_rate_limit_error(card: ModelCard, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_at_once")
+async def test_rate_limited_tenant_gets_a_rate_limit_error(
+    gateway: GatewayFixture, client: AsyncOpenAI
+) -> None:
     """The SDK backs off on a 429 with retry-after."""
-    gateway = GatewayFixture(card, tmp_path)
-    gateway.set_limits(requests_per_tenant_max=1)
-    await gateway.open()
-    client = AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.keys["ada"], max_retries=0)
     gateway.runner.hold_after(10)
     running = await client.chat.completions.create(
-        model=gateway.model, messages=question(), max_tokens=40, stream=True, extra_body=MORE
+        **chat_request(gateway, max_tokens=40, stream=True, extra_body=MORE)
     )
     with pytest.raises(openai.RateLimitError) as caught:
-        await client.chat.completions.create(model=gateway.model, messages=question())
+        await client.chat.completions.create(**chat_request(gateway))
     gateway.runner.release()
     chunks = [chunk async for chunk in running]
 
@@ -183,58 +168,7 @@ async def test_rate_limited_tenant_gets_a_rate_limit_error(card: ModelCard, tmp_
     assert "Rate limit reached" in caught.value.message
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert chunks[-1].choices[0].finish_reason == "length"
-    await client.close()
     await gateway.check_quiet()
-    await gateway.close()
-    gateway.discard()
-
-
-async def test_draining_server_is_a_retryable_internal_server_error(
-    gateway: GatewayFixture, client: AsyncOpenAI
-) -> None:
-    """503 with retry-after: a load balancer routes the retry to another server."""
-    await gateway.gateway.drain(0.0)
-    with pytest.raises(openai.InternalServerError) as caught:
-        await client.chat.completions.create(model=gateway.model, messages=question())
-
-    assert caught.value.status_code == 503
-    assert "retry-after" in caught.value.response.headers
-
-
-async def test_closing_a_stream_cancels_it_in_the_engine(
-    gateway: GatewayFixture, client: AsyncOpenAI
-) -> None:
-    """`break` in an application must stop the engine's work."""
-    gateway.runner.hold_after(20)
-    stream = await client.chat.completions.create(
-        model=gateway.model, messages=question(), max_tokens=400, stream=True, extra_body=MORE
-    )
-    async for _ in stream:
-        break
-    await stream.close()
-    await gateway.until(lambda: not gateway.gateway.context.running)
-    gateway.runner.release()
-
-    await gateway.check_quiet()
-    (entry,) = gateway.entries()
-    assert entry[0] == "cancelled"
-    assert 0 < entry[3] < 400
-
-
-async def test_engine_failure_in_a_stream_raises_in_the_sdk(
-    gateway: GatewayFixture, client: AsyncOpenAI
-) -> None:
-    """A stream that only ends hides the truncation; the error event raises."""
-    gateway.runner.hold_after(20)
-    stream = await client.chat.completions.create(
-        model=gateway.model, messages=question(), max_tokens=400, stream=True, extra_body=MORE
-    )
-    chunks = aiter(stream)
-    await anext(chunks)
-    gateway.runner.fail_launch.update(range(2_000))
-    gateway.runner.release()
-    with pytest.raises(openai.APIError):
-        _ = [chunk async for chunk in chunks]
 
 
 @pytest.mark.parametrize(
@@ -269,56 +203,6 @@ async def test_each_kind_of_refusal_raises_its_exception(
 
     assert type(caught.value) is raised
     assert (caught.value.code, caught.value.param) == ("some_code", "model")
-
-
-@pytest.mark.parametrize("endpoint", ["chat", "responses"])
-async def test_comments_keep_a_slow_answer_open(
-    card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
-) -> None:
-    """Proxies close idle connections; an event without data would raise in the SDK."""
-    gateway, sent = GatewayFixture(card, tmp_path), [0]
-
-    def keep_alive(_: object) -> bytes:
-        sent[0] += 1
-        return sse.KEEP_ALIVE
-
-    for dialect in (ChatDialect, ResponsesDialect):
-        monkeypatch.setattr(dialect, "keep_alive", keep_alive)
-    gateway.set_server(stream_keep_alive_s=0.01)
-    await gateway.open()
-    client = AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=gateway.keys["ada"], max_retries=0)
-    gateway.runner.hold_after(0)
-
-    async def read() -> list[Any]:
-        stream: Any
-        if endpoint == "chat":
-            stream = await client.chat.completions.create(
-                model=gateway.model, messages=question(), max_tokens=4, stream=True, extra_body=MORE
-            )
-        else:
-            stream = await client.responses.create(
-                model=gateway.model,
-                input="hello",
-                max_output_tokens=4,
-                stream=True,
-                extra_body=MORE,
-            )
-        return [event async for event in stream]
-
-    reading = asyncio.ensure_future(read())
-    await gateway.until(lambda: sent[0] > 2)
-    gateway.runner.release()
-    events = await reading
-    await client.close()
-    await gateway.check_quiet()
-    await gateway.close()
-    gateway.discard()
-
-    assert len(events) > 2
-    if endpoint == "chat":
-        assert events[-1].choices[0].finish_reason == "length"
-    else:
-        assert events[-1].type == "response.incomplete"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

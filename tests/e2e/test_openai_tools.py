@@ -14,6 +14,7 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
+from tests.e2e.sdks import CALLS, CITY, HELLO, SYSTEM, chat_request, response_request
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytestmark = pytest.mark.usefixtures("room_for_tools")
@@ -26,13 +27,6 @@ WEATHER: Any = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-CALLS = (
-    "Let me see.\n"
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-)
-HELLO: Any = {"role": "user", "content": "hello"}
-SYSTEM = "You are a librarian who knows every book there is, and where it stands. " * 2
 
 
 class Point(BaseModel):
@@ -47,12 +41,8 @@ async def test_calls_are_equal_in_completion_and_stream(
 ) -> None:
     """Text first, then each call with its id; the finish reason is `tool_calls`."""
     gateway.say(CALLS)
-    unary = await client.chat.completions.create(
-        model=gateway.model, messages=[HELLO], tools=[WEATHER]
-    )
-    async with client.chat.completions.stream(
-        model=gateway.model, messages=[HELLO], tools=[WEATHER]
-    ) as stream:
+    unary = await client.chat.completions.create(**chat_request(gateway, tools=[WEATHER]))
+    async with client.chat.completions.stream(**chat_request(gateway, tools=[WEATHER])) as stream:
         kinds = {event.type async for event in stream}
         folded = await stream.get_final_completion()
 
@@ -66,8 +56,8 @@ async def test_calls_are_equal_in_completion_and_stream(
         ]
         for choice in (first, second)
     ]
-    assert found[0] == [("weather", '{"city": "Oslo"}'), ("weather", '{"city": "Rome"}')]
-    assert found[0] == found[1]
+    arguments = ['{"city": "Oslo"}', '{"city": "Rome", "days": 2.50}']
+    assert found[0] == found[1] == [("weather", one) for one in arguments]
     assert (first.message.content or "").strip() == "Let me see."
     assert first.message.content == second.message.content
     assert len({call.id for call in first.message.tool_calls or ()}) == 2
@@ -81,7 +71,7 @@ async def test_streams_calls_of_several_choices(
     """The helper's accumulator expects choice 0 first, and each choice's calls apart."""
     gateway.say(CALLS)
     async with client.chat.completions.stream(
-        model=gateway.model, messages=[HELLO], tools=[WEATHER], n=2
+        **chat_request(gateway, tools=[WEATHER], n=2)
     ) as stream:
         folded = await stream.get_final_completion()
 
@@ -100,7 +90,7 @@ async def test_accepts_an_answer_with_its_results_as_history(
     options: Any = {"ttl": "30m"}
     gateway.say(CALLS)
     first = await client.chat.completions.create(
-        model=gateway.model, messages=[HELLO], tools=[WEATHER], prompt_cache_options=options
+        **chat_request(gateway, tools=[WEATHER], prompt_cache_options=options)
     )
     message = first.choices[0].message
     said: Any = message.to_dict()
@@ -110,19 +100,14 @@ async def test_accepts_an_answer_with_its_results_as_history(
     ]
     gateway.say("Dry in both.")
     second = await client.chat.completions.create(
-        model=gateway.model,
-        messages=[HELLO, said, *results],
-        tools=[WEATHER],
-        prompt_cache_options=options,
+        **chat_request(
+            gateway, messages=[HELLO, said, *results], tools=[WEATHER], prompt_cache_options=options
+        )
     )
 
     assert second.choices[0].message.content == "Dry in both."
     assert second.choices[0].finish_reason == "stop"
-    assert first.usage is not None
-    assert second.usage is not None
     wrote, read = first.usage.prompt_tokens_details, second.usage.prompt_tokens_details
-    assert wrote is not None
-    assert read is not None
     assert wrote.cache_write_tokens
     assert read.cached_tokens == wrote.cache_write_tokens
     await gateway.check_quiet()
@@ -136,10 +121,10 @@ async def test_parse_returns_an_object_of_the_schema(
     The model draws random tokens under constrained decoding.
     """
     chat = await client.chat.completions.parse(
-        model=gateway.model, messages=[HELLO], response_format=Point, seed=3
+        **chat_request(gateway, response_format=Point, seed=3)
     )
     response = await client.responses.parse(
-        model=gateway.model, input="hello", text_format=Point, extra_body={"seed": 3}
+        **response_request(gateway, text_format=Point, extra_body={"seed": 3})
     )
 
     assert isinstance(chat.choices[0].message.parsed, Point)
@@ -156,12 +141,10 @@ async def test_accepts_the_sdks_parsed_fields_in_history(
     """
     function = openai.pydantic_function_tool(Point)
     answered = await client.chat.completions.parse(
-        model=gateway.model, messages=[HELLO], response_format=Point, seed=3
+        **chat_request(gateway, response_format=Point, seed=3)
     )
     gateway.say('<tool_call>\n{"name": "Point", "arguments": {"x": 1, "label": "a"}}\n</tool_call>')
-    async with client.chat.completions.stream(
-        model=gateway.model, messages=[HELLO], tools=[function]
-    ) as stream:
+    async with client.chat.completions.stream(**chat_request(gateway, tools=[function])) as stream:
         called = await stream.get_final_completion()
     message = called.choices[0].message
     call = (message.tool_calls or [])[0]
@@ -169,7 +152,7 @@ async def test_accepts_the_sdks_parsed_fields_in_history(
     history.append({"role": "tool", "tool_call_id": call.id, "content": "drawn"})
     gateway.say("Drawn.")
     last = await client.chat.completions.create(
-        model=gateway.model, messages=history, tools=[function]
+        **chat_request(gateway, messages=history, tools=[function])
     )
 
     assert isinstance(answered.choices[0].message.parsed, Point)
@@ -182,7 +165,7 @@ async def test_truncated_json_raises_in_parse(gateway: GatewayFixture, client: A
     gateway.say('{"x":3,"label":"a"}')
     with pytest.raises(openai.LengthFinishReasonError):
         await client.chat.completions.parse(
-            model=gateway.model, messages=[HELLO], response_format=Point, max_completion_tokens=3
+            **chat_request(gateway, response_format=Point, max_completion_tokens=3)
         )
 
 
@@ -197,14 +180,11 @@ async def test_breakpoint_is_written_once_and_read_in_either_spelling(
             {"role": "user", "content": question},
         ]
         answer = await client.chat.completions.create(
-            model=gateway.model,
-            messages=messages,
-            max_tokens=2,
-            prompt_cache_options={"mode": "explicit"},
+            **chat_request(
+                gateway, messages=messages, max_tokens=2, prompt_cache_options={"mode": "explicit"}
+            )
         )
-        assert answer.usage is not None
         details = answer.usage.prompt_tokens_details
-        assert details is not None
         return (
             answer.usage.prompt_tokens,
             details.cached_tokens or 0,
@@ -267,12 +247,13 @@ async def test_explicit_mode_without_breakpoints_reads_and_writes_nothing(
     found = []
     for _ in range(2):
         answer = await client.chat.completions.create(
-            model=gateway.model,
-            messages=[{"role": "user", "content": SYSTEM}],
-            max_tokens=2,
-            prompt_cache_options={"mode": "explicit"},
+            **chat_request(
+                gateway,
+                messages=[{"role": "user", "content": SYSTEM}],
+                max_tokens=2,
+                prompt_cache_options={"mode": "explicit"},
+            )
         )
-        assert answer.usage is not None
         found.append(answer.usage.prompt_tokens_details)
 
     assert [d and (d.cached_tokens, d.cache_write_tokens) for d in found] == [(0, 0), (0, 0)]
@@ -290,12 +271,6 @@ async def test_prompt_that_is_too_long_names_its_field(
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 
 
-CITY: Any = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 PICK: Any = {"type": "function", "function": {"name": "pick", "parameters": CITY}}
 
 
@@ -308,11 +283,7 @@ async def test_forced_call_is_constrained_to_a_call(
     """Decoding follows the function's schema."""
     tools = [PICK] if choice == "required" else [WEATHER, PICK]
     answer = await client.chat.completions.create(
-        model=gateway.model,
-        messages=[HELLO],
-        tools=tools,
-        tool_choice=choice,
-        parallel_tool_calls=False,
+        **chat_request(gateway, tools=tools, tool_choice=choice, parallel_tool_calls=False)
     )
 
     calls: Any = answer.choices[0].message.tool_calls
@@ -352,16 +323,14 @@ async def test_refuses_unsatisfiable_schema_by_field(
     strict: Any = {"name": "f", "strict": True, "parameters": {"type": "object", "required": 1}}
     schema: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": wrong}}
     with pytest.raises(openai.BadRequestError) as of_format:
-        await client.chat.completions.create(
-            model=gateway.model, messages=[HELLO], response_format=schema
-        )
+        await client.chat.completions.create(**chat_request(gateway, response_format=schema))
     with pytest.raises(openai.BadRequestError) as of_tool:
         await client.chat.completions.create(
-            model=gateway.model, messages=[HELLO], tools=[{"type": "function", "function": strict}]
+            **chat_request(gateway, tools=[{"type": "function", "function": strict}])
         )
     text: Any = {"format": {"type": "json_schema", "name": "n", "schema": wrong}}
     with pytest.raises(openai.BadRequestError) as of_text:
-        await client.responses.create(model=gateway.model, input="hello", text=text)
+        await client.responses.create(**response_request(gateway, text=text))
 
     assert {one.value.code for one in (of_format, of_tool, of_text)} == {"invalid_json_schema"}
     assert of_format.value.param == "response_format.json_schema.schema"
@@ -379,10 +348,9 @@ async def test_unsatisfiable_arguments_are_a_client_error(
     function: Any = {"name": "f", "parameters": schema}
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(
-            model=gateway.model,
-            messages=[HELLO],
-            tools=[{"type": "function", "function": function}],
-            tool_choice="required",
+            **chat_request(
+                gateway, tools=[{"type": "function", "function": function}], tool_choice="required"
+            )
         )
 
     assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "tools[0].function")
@@ -396,7 +364,7 @@ async def test_counts_answers_that_violate_their_format(
     monkeypatch.setattr("gateway.generation.choice.satisfies", lambda text, wanted: False)
     gateway.say('{"x":3}')
     await client.chat.completions.create(
-        model=gateway.model, messages=[HELLO], response_format={"type": "json_object"}
+        **chat_request(gateway, response_format={"type": "json_object"})
     )
     async with gateway.session.get(f"{gateway.admin_url}/metrics") as answer:
         metrics = await answer.text()
@@ -412,12 +380,13 @@ async def test_sdk_passes_every_caching_field(gateway: GatewayFixture, client: A
 
     async def ask(**fields: Any) -> int:
         answer = await client.chat.completions.create(
-            model=gateway.model,
-            messages=[{"role": "user", "content": SYSTEM}],
-            max_completion_tokens=2,
-            **fields,
+            **chat_request(
+                gateway,
+                messages=[{"role": "user", "content": SYSTEM}],
+                max_completion_tokens=2,
+                **fields,
+            )
         )
-        assert answer.usage is not None
         details = answer.usage.prompt_tokens_details
         return (details and details.cached_tokens) or 0
 
