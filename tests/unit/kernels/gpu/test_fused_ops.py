@@ -79,8 +79,7 @@ def test_gelu_is_the_one_by_tanh() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("d", [16, 24, 80])
-@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize(("d", "grows"), [(16, False), (24, True), (80, False)])
 def test_rope_kv_write_rotates_and_writes_slots(d: int, grows: bool) -> None:
     """Rotation by halves; padding rows (negative slot) write no KV; queries may grow."""
     heads, kv_heads, size = 3, 1, 4

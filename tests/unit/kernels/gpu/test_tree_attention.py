@@ -168,25 +168,37 @@ SHAPES: dict[str, tuple[int, int, int]] = {
     "mqa": (4, 1, 16),
     "a row to a small tile": (16, 1, 16),
 }
+MIXED = "a prefill chunk beside decoding rows"
+"""A tree with tiles of every class."""
 TREES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
     "one row": ([], [(5, 1)]),
     "no sharing, ragged": ([], [(0, 1), (1, 1), (15, 1), (16, 1), (17, 1), (200, 1)]),
     "one prefix": ([(1, 5)], [(3, 1), (16, 1), (40, 1), (0, 1), (1, 1)]),
     "three levels": ([(1, 4), (2, 3), (4, 2)], [(3 * i % 29, 1) for i in range(8)]),
     "short suffixes on a shared prefix": ([(1, 6)], [(0, 7), (0, 20), (5, 3), (0, 1)]),
-    "a prefill chunk beside decoding rows": ([(1, 4)], [(0, 1), (0, 35), (30, 1)]),
+    MIXED: ([(1, 4)], [(0, 1), (0, 35), (30, 1)]),
     "a long prompt from nothing": ([], [(0, 90)]),
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
-def test_tree_attention_equals_float64_attention(
-    tree: tuple[list[tuple[int, int]], list[tuple[int, int]]], shape: tuple[int, int, int]
-) -> None:
+def slow_unless(is_quick: bool) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a case: what the plan does depends on the tree, what the kernel does on
+    the shape, so that quick tests try each of them once and not each pair."""
+    return () if is_quick else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize(
+    ("tree", "shape"),
+    [
+        pytest.param(tree, shape, marks=slow_unless(tree == MIXED or shape == "mqa"))
+        for tree in TREES
+        for shape in SHAPES
+    ],
+)
+def test_tree_attention_equals_float64_attention(tree: str, shape: str) -> None:
     """For any sharing and any cut of the keys."""
-    levels, slices = tree
-    heads, kv_heads, d = shape
+    levels, slices = TREES[tree]
+    heads, kv_heads, d = SHAPES[shape]
     case = Case(1, levels, slices, heads=heads, kv_heads=kv_heads, head_dim=d, dtype=torch.float32)
 
     got = attend(case, planner_for(case))
@@ -212,9 +224,7 @@ RULES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-@pytest.mark.parametrize(
-    "tree", ["no sharing, ragged", "three levels", "a prefill chunk beside decoding rows"]
-)
+@pytest.mark.parametrize("tree", ["no sharing, ragged", "three levels", MIXED])
 def test_rules_of_families_equal_the_reference(
     tree: str, rule: tuple[tuple[int, int, int], dict[str, Any]]
 ) -> None:
@@ -236,7 +246,7 @@ def test_rules_of_families_equal_the_reference(
 
 INT8_CASES: dict[str, tuple[str, tuple[int, int, int], dict[str, Any]]] = {
     "decoding rows": ("three levels", (6, 2, 16), {}),
-    "a prompt beside them": ("a prefill chunk beside decoding rows", (4, 2, 24), {}),
+    "a prompt beside them": (MIXED, (4, 2, 24), {}),
     "a window": ("no sharing, ragged", (2, 1, 80), {"window": 33}),
     "a cap": ("one prefix", (4, 2, 16), {"cap": 2.0, "scale": 0.7}),
 }
@@ -289,7 +299,7 @@ def test_random_rules_over_random_trees_equal_the_reference(seed: int) -> None:
 @pytest.mark.slow
 def test_the_first_key_of_a_window_counts_and_the_one_before_does_not() -> None:
     """A window one longer or one shorter is another result; so are a cap and sinks left out."""
-    levels, slices = TREES["a prefill chunk beside decoding rows"]
+    levels, slices = TREES[MIXED]
     case = Case(3, levels, slices, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32)
     sinks = torch.tensor([0.5, -1.0], device=DEVICE)
     given: dict[str, Any] = {"window": 40, "cap": 2.0, "sinks": sinks}
@@ -304,7 +314,7 @@ def test_the_first_key_of_a_window_counts_and_the_one_before_does_not() -> None:
     ("tree", "window"),
     [
         ("no sharing, ragged", 24),
-        ("a prefill chunk beside decoding rows", 24),
+        (MIXED, 24),
         ("one prefix", 67),
         ("three levels", 100),
     ],
@@ -350,7 +360,9 @@ def test_rows_that_share_a_window_read_it_once() -> None:
     assert len(planner.plan(slices, groups, window=48).work[1].tiles) == 0, "too few to merge"
 
 
-@pytest.mark.parametrize("tree", ["no sharing, ragged", "a prefill chunk beside decoding rows"])
+@pytest.mark.parametrize(
+    "tree", [pytest.param("no sharing, ragged", marks=pytest.mark.slow), MIXED]
+)
 def test_slots_behind_sequence_end_change_no_bit(tree: str) -> None:
     """Tiles read whole runs of slots, also of blocks of other sequences, with any finite values."""
     levels, slices = TREES[tree]
@@ -381,13 +393,16 @@ def test_side_by_side_classes_change_no_bit(tree: str) -> None:
     assert error(other, case.expected(0)) < (1e-5 if DEVICE.type == "cpu" else 2e-3)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(one, marks=slow_unless(one in ("mqa", "gqa of three"))) for one in SHAPES],
+)
 def test_small_batch_is_merged_one_head_per_program(
-    shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The merge has two launch shapes, by its size; both add the same parts."""
     monkeypatch.setattr(kernels.gpu.tree_attention, "FEW_ROW_HEADS", 1024)
-    heads, kv_heads, d = shape
+    heads, kv_heads, d = SHAPES[shape]
     case = Case(
         2, [(1, 6)], [(70, 1), (0, 1)], heads=heads, kv_heads=kv_heads, head_dim=d,
         dtype=torch.float32,
