@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,13 +21,8 @@ from engine.api import (
     FIDELITIES,
     CacheGrant,
     Fidelity,
-    Finished,
     LeaseRequest,
-    Request,
     Retention,
-    Sampling,
-    Started,
-    Tokens,
 )
 from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
@@ -36,50 +30,12 @@ from engine.model_store import load_card
 from engine.server.composition import core_of_model
 from engine.server.service import smoke_test
 from engine.statistics import LevelStats
+from tests.bench.answers import ask, wait_for_level
 from tests.bench.kv_texts import texts, windows
 from tests.bench.models import default_card
 from tests.bench.results import spread
 
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)
-WAIT_S = 60.0
-
-
-class Answer:
-    """The tokens of one answer, the seconds to the first one, and what was found."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.first_s = 0.0
-        self.started: Started | None = None
-
-
-def ask(core: Core, name: str, tokens: Sequence[int], grant: CacheGrant, output: int) -> Answer:
-    """Answer one prompt greedily."""
-    answer, began_s = Answer(), time.monotonic()
-    core.submit(Request(name, tuple(tokens), output, grant, Sampling(temperature=0)))
-    while True:
-        for event in core.step():
-            if isinstance(event, Started):
-                answer.started = event
-            elif isinstance(event, Tokens):
-                answer.first_s = answer.first_s or time.monotonic() - began_s
-                answer.tokens += [token.token_id for token in event.tokens]
-            elif isinstance(event, Finished):
-                return answer
-        if core.is_waiting_for_levels:
-            time.sleep(0.0005)
-
-
-def wait_for_disk(core: Core, records: int) -> LevelStats:
-    """Run until the disk is open and has so many records; return its statistics."""
-    until_s = time.monotonic() + WAIT_S
-    while time.monotonic() < until_s:
-        core.step()
-        disk = core.stats().levels[-1]
-        if disk.state == "open" and disk.blocks >= records:
-            return disk
-        time.sleep(0.002)
-    raise TimeoutError(f"{core.stats().levels[-1]}; expected {records} records")
 
 
 @contextmanager
@@ -140,19 +96,18 @@ def main() -> None:
             for number, prompt in enumerate(prompts):
                 for fidelity in FIDELITIES:
                     ask(core, f"{number}{fidelity}", prompt, grant_of(number, fidelity), 1)
-            disk = wait_for_disk(core, len(prompts) * runs * len(FIDELITIES))
+            disk = wait_for_level(core, "disk", len(prompts) * runs * len(FIDELITIES))
             for level in core.stats().levels:
                 print(*lines_of(disk if level.name == "disk" else level, 16), sep="\n")
         for turn in range(chosen.times):
             with engine(model, folder) as core:
-                wait_for_disk(core, 1)
+                wait_for_level(core, "disk", 1)
                 for number, prompt in enumerate(prompts):
                     for fidelity in FIDELITIES:
                         grant = grant_of(number, fidelity)
                         found = ask(core, f"{number}{fidelity}", prompt, grant, chosen.output)
-                        assert found.started is not None
-                        got = dict(found.started.loaded_tokens).get("disk", 0)
-                        assert found.started.fidelity == (fidelity if got else "exact")
+                        got = found.loaded.get("disk", 0)
+                        assert found.fidelity == (fidelity if got else "exact")
                         if got == runs * 16:  # on a busy machine a look or a load may end in time
                             first_s[fidelity].append(found.first_s)
                         if fidelity == "exact" and not turn:

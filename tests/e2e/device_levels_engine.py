@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -25,7 +24,9 @@ from engine.core.core import Core
 from engine.scheduler.step_cost import StepCost
 from engine.server.composition import core_of_model
 from engine.server.service import smoke_test
-from tests.e2e.leveled_engine import WAIT_S, answer, say, wait_for_disk
+from tests.bench.answers import ask, wait_for_level, wait_until
+from tests.bench.results import print_line
+from tests.e2e.leveled_engine import OUTPUT_TOKENS, stay
 
 PROMPT_TOKENS, PUSHES = 449, 9
 PAYER = Quota(payer=b"one")
@@ -46,28 +47,11 @@ def grant_of(fidelity: Fidelity, *, is_kept: bool = False) -> CacheGrant:
     return CacheGrant(fidelity.encode(), PAYER, leases=leases, fidelity=fidelity)
 
 
-def settle(core: Core) -> None:
-    """Run until the levels await nothing more."""
-    until_s = time.monotonic() + WAIT_S
-    while core.levels is not None and core.levels.is_busy and time.monotonic() < until_s:
-        core.step()
-        time.sleep(0.001)
-
-
-def wait_for_promises(core: Core, blocks: int) -> None:
-    """Run until the disk keeps the promises of so many blocks of each fidelity."""
-    until_s = time.monotonic() + WAIT_S
-    while time.monotonic() < until_s:
-        core.step()
-        if all(core.cache.use(one.encode()).below >= blocks for one in FIDELITIES):
-            return
-        time.sleep(0.001)
-
-
-def ask(core: Core, name: str, fidelity: Fidelity, *, is_kept: bool = False) -> None:
-    """Answer the prompt, and say what came."""
-    found = answer(core, name, prompt(1), grant_of(fidelity, is_kept=is_kept))
-    say(found | {"fidelity": fidelity})
+def answer(core: Core, name: str, fidelity: Fidelity, *, is_kept: bool = False) -> None:
+    """Answer the prompt, and print what came."""
+    grant = grant_of(fidelity, is_kept=is_kept)
+    found = ask(core, f"{name}, {fidelity}", prompt(1), grant, OUTPUT_TOKENS)
+    print_line(msgspec.json.encode(found).decode())
 
 
 def main() -> None:
@@ -87,28 +71,34 @@ def run() -> None:
     )
     core, _ = core_of_model(Path(model), config)
     smoke_test(core)
+    levels_below = core.levels
+    assert levels_below is not None, "there are some"
+
+    def is_settled() -> bool:
+        return not levels_below.is_busy
+
     if task == "read":
-        wait_for_disk(core, 1)
+        wait_for_level(core, "disk", 1)
         for fidelity in FIDELITIES:
-            ask(core, "disk", fidelity)
+            answer(core, "disk", fidelity)
         core.close()
         return
     for fidelity in FIDELITIES:
-        ask(core, "computed", fidelity, is_kept=True)
-        settle(core)
+        answer(core, "computed", fidelity, is_kept=True)
+        wait_until(core, is_settled)
         if fidelity == "exact":
-            ask(core, "device", fidelity)
-    wait_for_disk(core, len(FIDELITIES) * (PROMPT_TOKENS // 16))
-    wait_for_promises(core, PROMPT_TOKENS // 16)
+            answer(core, "device", fidelity)
+    blocks_kept = PROMPT_TOKENS // 16
+    wait_for_level(core, "disk", len(FIDELITIES) * blocks_kept)
+    names = [one.encode() for one in FIDELITIES]
+    wait_until(core, lambda: all(core.cache.use(one).below >= blocks_kept for one in names))
     for number in range(PUSHES):
-        answer(
-            core, f"push{number}", prompt(number + 100), CacheGrant(b"push", PAYER, at_rest="never")
-        )
-        settle(core)
+        grant = CacheGrant(b"push", PAYER, at_rest="never")
+        ask(core, f"push{number}", prompt(number + 100), grant, OUTPUT_TOKENS)
+        wait_until(core, is_settled)
     for fidelity in FIDELITIES:
-        ask(core, "host", fidelity)
-    say({"name": "stored"})
-    time.sleep(WAIT_S)
+        answer(core, "host", fidelity)
+    stay()
     core.close()
 
 

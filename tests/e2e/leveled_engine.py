@@ -1,8 +1,11 @@
-"""A real engine with a disk, in a process that may be killed: python -m tests.e2e.leveled_engine
+"""A real engine with a disk, in a process that may be killed.
 
-Arguments: the model, the disk's folder, a task (`stay`, `read`, `miss`) and the dtype of the KV.
-Prints one JSON line for each prompt of 2,048 tokens that it answered, with the processor's seconds
-to the first token (others' work beside it takes none), and for what its disk has.
+    python -m tests.e2e.leveled_engine MODEL FOLDER TASK KV_DTYPE [FAR]
+
+`stay` answers a promised prompt of 2,048 tokens, says when every level has it all, and waits to be
+killed; `read` answers that prompt and another one; `miss` that prompt alone. With FAR, a folder,
+the disk is sealed and has a remote store there. Prints one JSON line for each answer, with the
+processor's seconds to the first token (others' work beside it takes none).
 """
 
 from __future__ import annotations
@@ -11,76 +14,45 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from engine.api import (
-    CacheGrant,
-    Finished,
-    LeaseRequest,
-    Request,
-    Retention,
-    Sampling,
-    Started,
-    Tokens,
-)
-from engine.config import EngineConfig, LevelsConfig
+from engine.api import CacheGrant, LeaseRequest, Retention
+from engine.config import EngineConfig, LevelsConfig, RemoteConfig
 from engine.core.core import Core
 from engine.server.composition import core_of_model
 from engine.server.service import smoke_test
+from tests.bench.answers import ask, wait_for_level
+from tests.bench.results import print_line
 from tests.e2e.patient_engine import LOOK_MS, wait_for_loads
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 2048, 8
-WAIT_S = 60.0
+STAY_S = 60.0
+KEY_VARIABLE = "TRUNKLINE_TEST_SEAL"
 
 
-def answer(core: Core, name: str, tokens: tuple[int, ...], grant: CacheGrant) -> dict[str, Any]:
-    """Answer one prompt; return its tokens, what was cached, and the seconds to the first token."""
-    began_s = time.process_time()
-    first_s, out = 0.0, list[int]()
-    core.submit(Request(name, tokens, OUTPUT_TOKENS, grant, Sampling(temperature=0)))
-    found: dict[str, Any] = {"name": name}
-    while True:
-        for event in core.step():
-            if isinstance(event, Started):
-                found |= {"cached": event.cached_tokens, "loaded": dict(event.loaded_tokens)}
-                if event.wait is not None and event.wait.cause:
-                    found["not_loaded"] = event.wait.cause
-            elif isinstance(event, Tokens):
-                first_s = first_s or time.process_time() - began_s
-                out += [token.token_id for token in event.tokens]
-            elif isinstance(event, Finished):
-                return found | {"tokens": out, "first_s": round(first_s, 4)}
-        if core.is_waiting_for_levels:
-            time.sleep(0.0005)
+def answer(core: Core, name: str, tokens: tuple[int, ...], grant: CacheGrant) -> None:
+    """Answer one prompt, and print what came."""
+    found = ask(core, name, tokens, grant, OUTPUT_TOKENS, time.process_time)
+    print_line(msgspec.json.encode(found).decode())
 
 
-def say(facts: dict[str, Any]) -> None:
-    """Print one line."""
-    sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
-    sys.stdout.flush()
-
-
-def wait_for_disk(core: Core, records: int) -> None:
-    """Run until the disk has `records` records."""
-    until_s = time.monotonic() + WAIT_S
-    while time.monotonic() < until_s:
-        core.step()
-        disk = core.stats().levels[-1]
-        if disk.name == "disk" and disk.state == "open" and disk.blocks >= records:
-            return
-        time.sleep(0.002)
-    raise TimeoutError(f"{core.stats().levels[-1]}; expected {records} records")
+def stay() -> None:
+    """Say that all is stored, and wait to be killed."""
+    print_line('{"name":"stored"}')
+    time.sleep(STAY_S)
 
 
 def main() -> None:
-    """Answer; with `stay`, then say that the disk has it all and wait to be killed; with `miss`,
-    answer once."""
-    model, folder, task, kv_dtype = sys.argv[1:5]
+    """Do the task."""
+    model, folder, task, kv_dtype, *far = sys.argv[1:]
     wait_for_loads(pytest.MonkeyPatch())
     levels = LevelsConfig(disk_gib=1.0, dir=folder, slab_mib=64, look_ms=LOOK_MS)
+    if far:
+        remote = RemoteConfig(f"file://{far[0]}", timeout_ms=10_000)
+        levels = msgspec.structs.replace(levels, seal=True, key_env=KEY_VARIABLE, remote=remote)
+    names = ("disk", "remote") if far else ("disk",)
     engine = {"kv_memory_mib": 128, "kv_dtype": kv_dtype}
     config = msgspec.structs.replace(msgspec.convert(engine, EngineConfig), levels=levels)
     core, info = core_of_model(Path(model), config)
@@ -91,15 +63,15 @@ def main() -> None:
     cold = tuple(chance.randrange(40_000) for _ in range(PROMPT_TOKENS))
     kept = LeaseRequest(PROMPT_TOKENS, Retention("hour", 3600, 7200), "lease")
     if task == "stay":
-        say(answer(core, "cold", warm, CacheGrant(b"n", leases=(kept,), fidelity=fidelity)))
-        wait_for_disk(core, PROMPT_TOKENS // 16)
-        say({"name": "stored"})
-        time.sleep(WAIT_S)
+        answer(core, "cold", warm, CacheGrant(b"n", leases=(kept,), fidelity=fidelity))
+        for name in names:
+            wait_for_level(core, name, PROMPT_TOKENS // 16)
+        stay()
     else:
-        wait_for_disk(core, 1)
-        say(answer(core, "warm", warm, CacheGrant(b"n", fidelity=fidelity)))
+        wait_for_level(core, names[-1], 1)
+        answer(core, "warm", warm, CacheGrant(b"n", fidelity=fidelity))
         if task == "read":
-            say(answer(core, "other", cold, CacheGrant(b"n", fidelity=fidelity)))
+            answer(core, "other", cold, CacheGrant(b"n", fidelity=fidelity))
     core.close()
 
 

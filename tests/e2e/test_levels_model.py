@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,11 +17,11 @@ from tests.e2e.real_core import real_card
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 
-def run_engine(folder: Path, task: str, kv_dtype: str) -> subprocess.Popen[str]:
+def run_engine(folder: Path, task: str, kv_dtype: str, *far: str) -> subprocess.Popen[str]:
     """Start a real engine over this folder."""
     command = [sys.executable, "-m", "tests.e2e.leveled_engine"]
-    command += [str(real_card().folder), str(folder), task, kv_dtype]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    command += [str(real_card().folder), str(folder), task, kv_dtype, *far]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def facts(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:

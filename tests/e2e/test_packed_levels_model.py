@@ -8,8 +8,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.api import FIDELITIES, CacheGrant, Fidelity, LeaseRequest
+from tests.bench.answers import ask, wait_for_level
 from tests.bench.kv_texts import texts, windows
-from tests.bench.packed_levels import HOUR, agreement, ask, engine, wait_for_disk
+from tests.bench.packed_levels import HOUR, agreement, engine
 from tests.e2e.patient_engine import wait_for_loads
 from tests.e2e.real_core import real_card
 
@@ -36,16 +37,15 @@ def test_packed_prefixes_come_back_from_disk_and_are_told(
     with engine(Path(card.folder), folder) as core:
         for fidelity in FIDELITIES:
             ask(core, fidelity, prompt, grant_of(fidelity), 1)
-        disk = wait_for_disk(core, 3 * RUNS)
+        disk = wait_for_level(core, "disk", 3 * RUNS)
         host = core.stats().levels[0]
     answers: dict[Fidelity, list[int]] = {}
     with engine(Path(card.folder), folder) as core:
-        wait_for_disk(core, 3 * RUNS)
+        wait_for_level(core, "disk", 3 * RUNS)
         for fidelity in FIDELITIES:
             found = ask(core, fidelity, prompt, grant_of(fidelity), OUTPUT)
-            assert found.started is not None
-            assert dict(found.started.loaded_tokens) == {"disk": RUNS * 16}
-            assert found.started.fidelity == fidelity
+            assert found.loaded == {"disk": RUNS * 16}
+            assert found.fidelity == fidelity
             answers[fidelity] = found.tokens
 
     for level in (host, disk):

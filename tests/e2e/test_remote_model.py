@@ -3,43 +3,55 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.leveled_engine import PROMPT_TOKENS
-from tests.e2e.real_core import real_card
-from tests.e2e.remote_engine import KEY_VARIABLE
-from tests.e2e.test_levels_model import facts
+from engine.storage.folder import wait_for_lock
+from engine.storage.index.index import RecordIndex
+from engine.storage.index.index_file import INDEX_NAME
+from engine.storage.index.remote_rows import RemoteRows
+from engine.storage.sealing.unlocking import SealSettings, unlock
+from tests.e2e.leveled_engine import KEY_VARIABLE, PROMPT_TOKENS
+from tests.e2e.test_levels_model import facts, run_engine
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 
-def run_engine(folder: Path, task: str, far: Path) -> subprocess.Popen[str]:
-    """Start a real engine over a folder, with another one as its remote store."""
-    command = [sys.executable, "-m", "tests.e2e.remote_engine"]
-    command += [str(real_card().folder), str(folder), task, str(far)]
-    environment = {**os.environ, KEY_VARIABLE: "ab" * 32}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+def demote_all(folder: Path) -> int:
+    """Give up the place of each record of a sealed store that has an object; return how many."""
+    with (
+        closing(wait_for_lock(folder, 60.0, time.sleep)),
+        closing(unlock(folder, SealSettings(key_env=KEY_VARIABLE), os.environ)) as seals,
+        closing(RecordIndex(folder / INDEX_NAME, may_make=False, seals=seals)) as index,
+    ):
+        rows = RemoteRows(index.file)
+        there = [row.record_id for row in index.rows() if rows.name_of(row.record_id)]
+        with index.file.change():
+            for record_id in there:
+                rows.demote(record_id)
+    return len(there)
 
 
-def test_a_prefix_that_has_left_the_disk_is_loaded_from_the_remote_store(tmp_path: Path) -> None:
+def test_a_prefix_that_has_left_the_disk_is_loaded_from_the_remote_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a kill; sealed on the way, and bit for bit the same answer."""
-    folder, far = tmp_path / "levels", tmp_path / "far"
+    monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
+    folder, far = tmp_path / "levels", str(tmp_path / "far")
     folder.mkdir(mode=0o700)
-    with run_engine(folder, "stay", far) as first:
+    with run_engine(folder, "stay", "auto", far) as first:
         said = facts(first)
         cold = next(said)
         assert next(said) == {"name": "stored"}
         first.kill()
-    with run_engine(folder, "demote", far) as middle:
-        (down,) = facts(middle)
-    with run_engine(folder, "read", far) as second:
+    demoted = demote_all(folder)
+    with run_engine(folder, "read", "auto", far) as second:
         warm, other = facts(second)
 
-    assert down["records"] == PROMPT_TOKENS // 16
+    assert demoted == PROMPT_TOKENS // 16
     assert warm["tokens"] == cold["tokens"]
     assert warm["loaded"] == {"remote": PROMPT_TOKENS - 16}
     assert warm["first_s"] < other["first_s"]

@@ -11,16 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from engine.api import (
-    CacheGrant,
-    Finished,
-    LeaseRequest,
-    Request,
-    Retention,
-    Sampling,
-    Started,
-    Tokens,
-)
+from engine.api import CacheGrant, LeaseRequest, Retention
 from engine.cache import PrefixCache
 from engine.config import EngineConfig, LevelsConfig
 from engine.core.core import Core
@@ -28,13 +19,13 @@ from engine.kv.format import deal_groups
 from engine.model_store import ModelCard
 from engine.runner.cpu_runner import build_runner
 from engine.server.levels_below import build_levels
+from tests.bench.answers import ask, wait_until
 from tests.e2e.patient_engine import LOOK_MS, wait_for_loads
 from tests.e2e.real_core import real_card
 from tests.models import prepared_with_windows
 
 pytestmark = [pytest.mark.slow]
 
-WAIT_S = 60.0
 HOUR = Retention("hour", 3600, 7200)
 
 
@@ -82,21 +73,8 @@ class LeveledEngine:
         """Return the answer of eight tokens, the cached tokens, and those that were loaded."""
         leases = (LeaseRequest(len(tokens), HOUR, "lease"),) if is_promised else ()
         grant = CacheGrant(b"n", leases=leases)
-        self.core.submit(Request("r", tokens, 8, grant, Sampling(temperature=0)))
-        out, cached, loaded = list[int](), 0, dict[str, int]()
-        until_s = time.monotonic() + WAIT_S
-        while time.monotonic() < until_s:
-            for event in self.core.step():
-                if isinstance(event, Started):
-                    cached, loaded = event.cached_tokens, dict(event.loaded_tokens)
-                elif isinstance(event, Tokens):
-                    out += [token.token_id for token in event.tokens]
-                elif isinstance(event, Finished):
-                    assert event.ending == "done", event
-                    return out, cached, loaded
-            if self.core.is_waiting_for_levels:
-                time.sleep(0.0005)
-        raise TimeoutError("no answer")
+        answer = ask(self.core, "r", tokens, grant, 8)
+        return answer.tokens, answer.cached, answer.loaded
 
     def cached(self, tokens: tuple[int, ...]) -> int:
         """Return how many of these tokens the device has."""
@@ -104,15 +82,13 @@ class LeveledEngine:
 
     def rest(self, records: int = 0, *, kept: int = 0) -> None:
         """Let moves end, the disk have so many records, and levels keep so many promised blocks."""
-        until_s = time.monotonic() + WAIT_S
-        while time.monotonic() < until_s:
-            self.core.step()
+
+        def is_at_rest() -> bool:
             stored = self.core.stats().levels[-1].blocks if records else 0
             below = self.cache.use(b"n").below if kept else 0
-            if not self.levels.is_busy and stored >= records and below >= kept:
-                return
-            time.sleep(0.002)
-        raise TimeoutError(f"{self.core.stats().levels}; expected {records} records")
+            return not self.levels.is_busy and stored >= records and below >= kept
+
+        wait_until(self.core, is_at_rest)
 
 
 def check_levels(card: ModelCard, tokens: int, vocabulary: int, folder: Path) -> None:
