@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels import reference_int8
 from kernels.gpu.tree_attention import tree_attention_kernel
 from kernels.gpu.work_list import (
     BIG,
@@ -52,32 +53,44 @@ def compile_class(
     head_dim: int = 128,
     group: int = 4,
     rule: str = "",
+    is_int8: bool = False,
 ) -> dict[str, object]:
-    """Compile a tile class of the plain kernel and return its report. `rule`: a key of `RULES`."""
+    """Compile a tile class of the plain kernel and return its report. `rule`: a key of `RULES`;
+    `is_int8`: over KV of 8 bits."""
     kv_heads, layers, slots = 8, 32, 16
+    unit = reference_int8.unit_bytes(head_dim) if is_int8 else slots * head_dim
     constants = {
         "G": group, "GP": group, "M": config.vectors, "H": kv_heads * group, "D": head_dim,
         "SLOTS": slots, "KEYS": config.keys, "STAGES": config.stages, "PEEL": config.peel,
         "CAUSAL": causal,
-        "BLOCK_STRIDE": layers * 2 * kv_heads * slots * head_dim,
-        "VALUE_OFFSET": kv_heads * slots * head_dim,
+        "BLOCK_STRIDE": layers * 2 * kv_heads * unit,
+        "VALUE_OFFSET": kv_heads * unit,
         "WAITS": config is not BIG, "TRIGGERS": config is SMALL, "FOLLOWS": config is BIG,
         "QUEUE": queue,
         "DP": triton.next_power_of_2(head_dim), "WINDOW": 0, "CAP": 0.0, "SINKS": False,
         **RULES[rule],
     }  # fmt: skip
-    names = tree_attention_kernel.arg_names
     types = {**POINTERS, "rows_total": "i32", "scale": "fp32"}
-    signature = {n: "constexpr" if n in constants else types[n] for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in POINTERS}
-    source = ASTSource(
-        fn=tree_attention_kernel, signature=signature, constexprs=constants, attrs=aligned
-    )
+    if is_int8:
+        types["kv"] = "*i8"
+    source = source_of(tree_attention_kernel, types, constants)
     return {
         "class": config.name + " from a queue" * queue + rule,
         "causal": causal,
         **report(source, {"num_warps": config.warps}),
     }
+
+
+def source_of(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> ASTSource:
+    """Return a kernel with its types; every pointer is a multiple of 16."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types[n] for n in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if types.get(n, "").startswith("*")
+    }
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
 
 
 def report(source: ASTSource, options: dict[str, int]) -> dict[str, object]:

@@ -9,11 +9,9 @@ import json
 import sys
 from typing import Any, get_args
 
-from triton.compiler import ASTSource
-
 from kernels.gpu import kv_formats
 from kernels.reference_kv import PackedName
-from tests.unit.kernels.gpu.compile_for_hopper import report
+from tests.unit.kernels.gpu.compile_for_hopper import report, source_of
 
 TYPES = {
     "kv_ptr": "*i16", "ids_ptr": "*i32", "out_ptr": "*i8", "out16_ptr": "*i16", "in_ptr": "*i8",
@@ -25,14 +23,7 @@ TYPES = {
 def compile_kernel(kernel: Any, name: PackedName) -> dict[str, object]:
     """Compile a kernel as it is launched for an 8B model's pool in bf16."""
     constants = kv_formats.constants_of(name, (32, 8, 128), is_bf16=True)
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else TYPES[n] for n in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(names)
-        if TYPES.get(n, "").startswith("*")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    source = source_of(kernel, TYPES, constants)
     called = kernel.fn.__name__
     options: dict[str, int] = {"enable_fp_fusion": False, "num_warps": kv_formats.WARPS[called]}
     return {"kernel": called, "format": name, **report(source, options)}

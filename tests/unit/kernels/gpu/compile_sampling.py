@@ -10,10 +10,8 @@ import json
 import sys
 from typing import Any
 
-from triton.compiler import ASTSource
-
 from kernels.gpu import sampling
-from tests.unit.kernels.gpu.compile_for_hopper import report
+from tests.unit.kernels.gpu.compile_for_hopper import report, source_of
 
 VOCAB = 128_256
 POINTERS = {
@@ -27,15 +25,8 @@ POINTERS = {
 def compile_kernel(kernel: Any, logits: str) -> dict[str, object]:
     """Compile one launch's kernel as it is launched for this vocabulary."""
     constants, options = sampling.launch_options(kernel, VOCAB, 128, 1024)
-    names = kernel.arg_names
     types = {**POINTERS, "logits": logits}
-    signature = {n: "constexpr" if n in constants else types[n] for n in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(names)
-        if types.get(n, "").startswith("*")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    source = source_of(kernel, types, constants)
     return {"kernel": kernel.fn.__name__, "logits": logits, **report(source, options)}
 
 

@@ -163,11 +163,11 @@ def test_kernels_over_int8_kv_compile_and_hardly_spill() -> None:
     """Each tile class and the write, at an 8B model's shape; products are by the matrix units."""
     reports = reports_of(INT8)
 
-    assert [(one["kernel"], one["causal"]) for one in reports] == [
+    assert [(one["class"], one["causal"]) for one in reports] == [
         *(("small", False), ("big", False), ("small", True), ("big", True), ("wide", True)),
         ("write", False),
     ]
     for one in reports:
-        assert one["spills"] <= INT8_SPILLS_MAX.get(one["kernel"], 0), one
-        if one["kernel"] != "write":
-            assert one["mma" if one["kernel"] == "small" else "wgmma"] > 0, one
+        assert one["spills"] <= INT8_SPILLS_MAX.get(one["class"], 0), one
+        if one["class"] != "write":
+            assert one["mma" if one["class"] == "small" else "wgmma"] > 0, one
