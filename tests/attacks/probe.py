@@ -118,6 +118,11 @@ class Probe:
         with self.observing(chats) as running:
             return finished(running)
 
+    def observe_alone(self, chats: int = 50) -> Observed:
+        """Observe what the attack is compared with, once the prefix is cached. Blocks."""
+        self.observe(2)
+        return self.observe(chats)
+
     @contextmanager
     def observing(self, chats: int = 50) -> Iterator[subprocess.Popen[bytes]]:
         """Start to send chats, and yield the process whose result `finished` waits for."""

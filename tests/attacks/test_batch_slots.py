@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
-
 import pytest
 
 from tests.attacks.conftest import MakeHouse
@@ -23,16 +20,8 @@ sequences_max = {SLOTS}
 
 def hold(house: House, key: str, samples: int) -> int:
     """Stream one long answer of several samples to its end; return its status."""
-    connection = http.client.HTTPConnection("127.0.0.1", house.port, timeout=60)
     body = house.chat("count up for ever", max_tokens=400, n=samples, stream=True, temperature=1)
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        response.read()
-        return response.status
-    finally:
-        connection.close()
+    return house.ask(key, "/v1/chat/completions", body).status
 
 
 @pytest.mark.slow
@@ -45,8 +34,7 @@ def test_long_answers_leave_a_slot_to_the_quiet_tenant(make_house: MakeHouse, sa
     house = make_house(SETTINGS)
     quiet = Probe(house, house.tenant("quiet"))
     key = house.tenant("attacker")
-    quiet.observe(2)
-    alone = quiet.observe()
+    alone = quiet.observe_alone()
     with flood(lambda: hold(house, key, samples), threads=2 * SLOTS // samples + 2) as answers:
         beside = quiet.observe()
 

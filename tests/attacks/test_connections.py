@@ -33,8 +33,7 @@ def test_idle_connections_leave_room_for_others(make_house: MakeHouse, who: str)
     house = make_house(SETTINGS, descriptors=1_024)
     key = "" if who == "strangers" else house.tenant("hoard")
     quiet = Probe(house, house.tenant("quiet"))
-    quiet.observe(2)
-    alone, before_mib = quiet.observe(), house.resident_mib()
+    alone, before_mib = quiet.observe_alone(), house.resident_mib()
     path = "/v1/models" if key else "/healthz"
     with contextlib.ExitStack() as stack:
         open_idle(house, stack, house.head(key, path, method="GET"))
@@ -50,8 +49,7 @@ def test_idle_connections_leave_room_for_others(make_house: MakeHouse, who: str)
 def test_flood_of_strangers_is_told_in_few_lines(house: House) -> None:
     """Thousands of refused requests a second once were as many lines."""
     quiet = Probe(house, house.tenant("quiet-lines"))
-    quiet.observe(2)
-    alone = quiet.observe()
+    alone = quiet.observe_alone()
     with flood(lambda: house.ask("", "/v1/chat/completions", b"{}").status, 4) as done:
         beside = quiet.observe()
     house.ask("", "/v1/chat/completions", b"{}")

@@ -69,8 +69,7 @@ def test_a_body_of_any_shape_stops_no_other_tenant(house: House, shape: str) -> 
         time.sleep(PAUSE_BETWEEN_S)
         return status
 
-    quiet.observe(2)
-    alone = quiet.observe(100)
+    alone = quiet.observe_alone(100)
     with flood(send, threads=1) as statuses:
         beside = quiet.observe(100)
 

@@ -34,8 +34,7 @@ def test_prompts_with_logprobs_leave_other_streams_whole(long_context: House) ->
     quiet = Probe(long_context, long_context.tenant("quiet"))
     attacker = long_context.tenant("attacker")
     chance = random.Random(1)
-    quiet.observe(2)
-    alone = quiet.observe(10)
+    alone = quiet.observe_alone(10)
 
     def attack() -> Answer:
         prompt = [chance.randrange(5, 250) for _ in range(PROMPT_TOKENS)]

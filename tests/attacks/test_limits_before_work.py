@@ -47,8 +47,7 @@ def test_calls_beyond_a_tenants_minute_leave_others_alone(house: House, call: st
     quiet = Probe(house, house.tenant(f"quiet-{name}"))
     key = house.tenant(f"flood-{name}", requests_per_minute=1, requests_at_once=1)
     method, path, body = CALLS[call]
-    quiet.observe(2)
-    alone = quiet.observe()
+    alone = quiet.observe_alone()
     with flood(lambda: house.ask(key, path, body, method=method).status, 4) as done:
         beside = quiet.observe()
     seen = Counter(done)
@@ -63,8 +62,7 @@ def test_bodies_of_one_tenant_fill_its_share_and_no_more(house: House) -> None:
     """Sixty uploads that nearly end, of a tenant without limits: 64 MiB of them are taken, and the
     others are told why not while they still send."""
     quiet, key = Probe(house, house.tenant("quiet-bodies")), house.tenant("uploads")
-    quiet.observe(2)
-    alone, before_mib = quiet.observe(), house.resident_mib()
+    alone, before_mib = quiet.observe_alone(), house.resident_mib()
     head = house.head(key, "/v1/chat/completions", f"Content-Length: {BODY_BYTES}")
     piece, refused = b" " * (BODY_BYTES - 100), 0
     with held(house, 60) as connections:
@@ -89,8 +87,7 @@ def test_pipelined_answers_without_a_reader_are_not_made(house: House) -> None:
     first = house.ask(key, "/v1/completions", body, headers={"Idempotency-Key": "k"})
     lines = ("Idempotency-Key: k", f"Content-Length: {len(body)}")
     one = house.head(key, "/v1/completions", *lines) + body
-    quiet.observe(2)
-    alone, before_mib = quiet.observe(), house.resident_mib()
+    alone, before_mib = quiet.observe_alone(), house.resident_mib()
     with held(house, 4) as connections:
         for connection in connections:
             connection.settimeout(2.0)

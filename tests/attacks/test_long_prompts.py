@@ -31,8 +31,7 @@ def test_long_prompts_leave_the_quiet_tenant_its_time(default_house: House) -> N
         body = {"model": house.model, "prompt": ids, "max_tokens": 4, "temperature": 0}
         return house.ask(key, "/v1/completions", body).status
 
-    quiet.observe(2)
-    alone = quiet.observe(20)
+    alone = quiet.observe_alone(20)
     with flood(send, threads=4) as statuses:
         beside = quiet.observe(20)
 

@@ -34,8 +34,7 @@ def test_small_requests_of_another_tenant_do_not_disturb(house: House) -> None:
     """The harness: two tenants, one of which sends small requests from two connections."""
     quiet = Probe(house, house.tenant("quiet-probe"))
     busy = house.tenant("busy-probe")
-    quiet.observe(2)
-    alone = quiet.observe()
+    alone = quiet.observe_alone()
     with flood(lambda: house.ask(busy, "/v1/chat/completions", house.chat()).status, 2) as done:
         beside = quiet.observe()
 

@@ -33,8 +33,7 @@ def test_a_full_queue_refuses_the_tenant_that_fills_it(make_house: MakeHouse) ->
     quiet = Probe(house, house.tenant("quiet"))
     key = house.tenant("attacker")
     body = {"model": house.model, "prompt": ["count on"] * 8, "max_tokens": 40, "ignore_eos": True}
-    quiet.observe(2)
-    alone = quiet.observe()
+    alone = quiet.observe_alone()
     with flood(lambda: house.ask(key, "/v1/completions", body), threads=12) as answers:
         beside = quiet.observe()
     refused = [a for a in answers if isinstance(a, Answer) and a.status == 503]
