@@ -18,7 +18,7 @@ import argparse
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +29,13 @@ from engine.attention.interface import attention_spec
 from engine.attention.torch_backend import TorchAttention
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.models.cpu_decoder import CpuDecoder, load_kernels
+from engine.model_store import Architecture
+from engine.models.cpu_decoder import CpuDecoder, Kernels, load_kernels
 from engine.models.decoder import DecoderModel
 from engine.models.layers import TorchOps
 from engine.plan import Group, Row, StepPlan
 from engine.weights import random_weights
-from tests.bench.models import SMOLLM2_135M
+from tests.bench.models import BLOCK, SMOLLM2_135M
 
 SHAPE = SMOLLM2_135M
 CPU = torch.device("cpu")
@@ -61,31 +62,45 @@ CASES: dict[str, list[StepPlan]] = {
 }
 
 
-def ours(threads: int, in_c: bool) -> Callable[[str], float]:
-    """Return a function that runs a case by name and returns its seconds."""
-    kernels = load_kernels(SHAPE, threads) if in_c else None
-    dtype = torch.bfloat16 if kernels else torch.float32
-    layout = kv_format(SHAPE, dtype, 16, "panels" if kernels else "slots")
-    kv = KvStorage(layout, BLOCKS, CPU)
-    weights = random_weights(SHAPE, dtype, 0, CPU)
-    model: Any
-    attention: Any
-    if kernels:
-        model = CpuDecoder(SHAPE, weights, kernels, kv, SHAPE.context)
-        attention = CpuAttention(attention_spec(SHAPE))
-    else:
-        model = DecoderModel(SHAPE, weights, TorchOps())
-        attention = TorchAttention(SHAPE, kv, SHAPE.context)
+class CpuSteps:
+    """A model with random weights on the CPU, step by step."""
 
-    def run(case: str) -> float:
+    def __init__(self, shape: Architecture, kv: KvStorage, kernels: Kernels | None) -> None:
+        """`kernels`: those in C; without them it runs in torch."""
+        self.model: Any
+        self._attention: Any
+        if kernels is not None:
+            weights = random_weights(shape, torch.bfloat16, 0, CPU)
+            self.model = CpuDecoder(shape, weights, kernels, kv, shape.context)
+            self._attention = CpuAttention(attention_spec(shape))
+        else:
+            weights = random_weights(shape, torch.float32, 0, CPU)
+            self.model = DecoderModel(shape, weights, TorchOps())
+            self._attention = TorchAttention(shape, kv, shape.context)
+
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        """Return the hidden states of the rows that are sampled."""
+        batch = make_batch(plan, BLOCK, lambda _: 0)
+        self._attention.begin(plan, batch)
+        hidden: torch.Tensor = self.model.forward(batch.token_ids, self._attention)
+        return hidden[batch.logit_rows]
+
+    def seconds(self, plans: Sequence[StepPlan]) -> float:
+        """Run steps; return the seconds."""
         started_s = time.perf_counter()
-        for plan in CASES[case]:
-            batch = make_batch(plan, 16, lambda _: 0)
-            attention.begin(plan, batch)
-            model.logits(model.forward(batch.token_ids, attention)[batch.logit_rows])
+        for plan in plans:
+            self.model.logits(self.forward(plan))
         return time.perf_counter() - started_s
 
-    return run
+
+def ours(kernels: Kernels | None) -> Callable[[str], float]:
+    """Return a function that runs a case by name and returns its seconds."""
+    if kernels is None:
+        form = kv_format(SHAPE, torch.float32, BLOCK)
+    else:
+        form = kv_format(SHAPE, torch.bfloat16, BLOCK, "panels")
+    steps = CpuSteps(SHAPE, KvStorage(form, BLOCKS, CPU), kernels)
+    return lambda case: steps.seconds(CASES[case])
 
 
 def theirs() -> Callable[[str], float]:
@@ -133,8 +148,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     contenders = {
-        "c": ours(options.threads, in_c=True),
-        "torch": ours(options.threads, in_c=False),
+        "c": ours(load_kernels(SHAPE, options.threads)),
+        "torch": ours(None),
         "transformers": theirs(),
     }
     best = {(case, who): float("inf") for case in CASES for who in contenders}

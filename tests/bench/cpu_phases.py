@@ -23,15 +23,11 @@ from typing import NamedTuple
 
 import torch
 
-from engine.attention.batch import make_batch
-from engine.attention.cpu_backend import CpuAttention
-from engine.attention.interface import attention_spec
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
-from engine.models.cpu_decoder import CpuDecoder
-from engine.weights import random_weights
 from kernels.cpu import build
-from tests.bench.bench_step import BLOCKS, CASES, CPU, SHAPE
+from tests.bench.bench_step import BLOCKS, CASES, CPU, SHAPE, CpuSteps
+from tests.bench.models import BLOCK
 from tests.bench.results import print_line
 
 SPINS = "#define SPINS 1500"
@@ -88,11 +84,8 @@ class Steps:
     def __init__(self, library: Path, threads: int) -> None:
         self._kernels = build.Kernels(library, threads)
         self._c = ctypes.CDLL(str(library))
-        layout = kv_format(SHAPE, torch.bfloat16, 16, "panels")
-        kv = KvStorage(layout, BLOCKS, CPU)
-        weights = random_weights(SHAPE, torch.bfloat16, 0, CPU)
-        self._model = CpuDecoder(SHAPE, weights, self._kernels, kv, SHAPE.context)
-        self._attention = CpuAttention(attention_spec(SHAPE))
+        layout = kv_format(SHAPE, torch.bfloat16, BLOCK, "panels")
+        self._steps = CpuSteps(SHAPE, KvStorage(layout, BLOCKS, CPU), self._kernels)
 
     def close(self) -> None:
         self._kernels.close()
@@ -103,11 +96,9 @@ class Steps:
         started_s = time.perf_counter()
         found: list[tuple[str, float, float]] = []
         for plan in CASES[case]:
-            batch = make_batch(plan, 16, lambda _: 0)
-            self._attention.begin(plan, batch)
-            hidden = self._model.forward(batch.token_ids, self._attention)
+            hidden = self._steps.forward(plan)
             forward = self._take()
-            self._model.logits(hidden[batch.logit_rows])
+            self._steps.model.logits(hidden)
             found += named(forward) + [("head", *one) for one in self._take()]
         return Timing(time.perf_counter() - started_s, found)
 

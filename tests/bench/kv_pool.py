@@ -29,10 +29,10 @@ from engine.attention.interface import attention_spec
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, Rope
-from engine.models.cpu_decoder import CpuDecoder, c_place, load_kernels
+from engine.models.cpu_decoder import c_place, load_kernels
 from engine.plan import Row, StepPlan
-from engine.weights import random_weights
 from kernels.cpu import build as cpu
+from tests.bench.bench_step import CpuSteps
 from tests.bench.models import BLOCK, SMOLLM2_135M, random_kv, with_layers
 from tests.bench.results import spread
 
@@ -91,25 +91,6 @@ class Attention:
         return (time.thread_time() - started_s) / len(shape.layers)
 
 
-def step_of(shape: Architecture, kv: KvStorage, threads: int) -> Callable[[], float]:
-    """Return a function that computes the decoding step of a whole model, and its seconds."""
-    kernels = load_kernels(shape, threads)
-    assert kernels is not None
-    model = CpuDecoder(
-        shape, random_weights(shape, torch.bfloat16, 0, CPU), kernels, kv, LENGTH + 64
-    )
-    attention = CpuAttention(attention_spec(shape))
-
-    def run() -> float:
-        started_s = time.perf_counter()
-        batch = make_batch(DECODING, BLOCK, lambda _: 0)
-        attention.begin(DECODING, batch)
-        model.logits(model.forward(batch.token_ids, attention)[batch.logit_rows])
-        return time.perf_counter() - started_s
-
-    return run
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
@@ -144,7 +125,8 @@ def main() -> None:
         kernel = Attention(c, shape, kv, kinds[dtype])
         contenders["attention"][dtype] = partial(kernel.seconds, DECODING)
         contenders["prompt"][dtype] = partial(kernel.seconds, PREFILL)
-        contenders["step"][dtype] = step_of(shape, kv, chosen.threads)
+        steps = CpuSteps(shape, kv, load_kernels(shape, chosen.threads))
+        contenders["step"][dtype] = partial(steps.seconds, (DECODING,))
     for kv in pools.values():
         tokens = 2**30 // kv.format.block_bytes * BLOCK
         print(f"{kv.format.name}: {kv.format.block_bytes:,} B a block, {tokens:,} tokens a GiB")
