@@ -64,6 +64,15 @@ def real_core(card: ModelCard) -> Iterator[Core]:
     torch.set_num_threads(before)
 
 
+def exact_runner(card: ModelCard, by: str, blocks: int, context: int) -> CpuRunner:
+    """Return a runner in fp32, `by` "torch" or "C"; skips the test where C has no compiler."""
+    config = EngineConfig(dtype="fp32", kv_dtype="fp32")
+    kernels = load_kernels(card.config, 2) if by == "C" else None
+    if by == "C" and kernels is None:
+        pytest.skip("no C compiler here")
+    return CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels)
+
+
 def run_samples(core: Core, request: Request) -> tuple[list[list[int]], list[str]]:
     """Run one request to its end; return each sample's token ids and finish reason."""
     core.submit(request)

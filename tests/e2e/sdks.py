@@ -50,6 +50,8 @@ class Chat:
     """OpenAI's SDK at chat completions."""
 
     dialect: Any = chat.DIALECT
+    http_client = "http_client"
+    """The option that takes another HTTP client."""
 
     def connect(self, url: str, key: str, **more: Any) -> Any:
         """Return a client that tries once."""
@@ -126,6 +128,7 @@ class Gemini(Chat):
     """Google's SDK."""
 
     dialect = generate_content.DIALECT
+    http_client = "httpx_async_client"
 
     def connect(self, url: str, key: str, **more: Any) -> Any:
         """See `Chat.connect`."""

@@ -7,12 +7,9 @@ import re
 from collections.abc import AsyncIterator
 
 import anthropic
-import httpx2
 import pytest
 from anthropic import AsyncAnthropic
 
-from gateway.dialects.anthropic.messages import DIALECT
-from gateway.errors import Kind, Refusal
 from tests.e2e.anthropic_asks import connected, hello, marked
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -50,42 +47,6 @@ async def test_errors_raise_the_sdks_exceptions(
     assert sampled.type == "message"
     assert len(gateway.entries()) == 1
     await gateway.check_quiet()
-
-
-@pytest.mark.parametrize(
-    ("kind", "raised"),
-    [
-        (Kind.BAD, anthropic.BadRequestError),
-        (Kind.AUTH, anthropic.AuthenticationError),
-        (Kind.QUOTA, anthropic.PaymentRequiredError),
-        (Kind.PERMISSION, anthropic.PermissionDeniedError),
-        (Kind.NOT_FOUND, anthropic.NotFoundError),
-        (Kind.TIMEOUT, anthropic.RequestTimeoutError),
-        (Kind.CONFLICT, anthropic.ConflictError),
-        (Kind.TOO_BIG, anthropic.ContentTooLargeError),
-        (Kind.RATE, anthropic.RateLimitError),
-        (Kind.INTERNAL, anthropic.InternalServerError),
-        (Kind.BUSY, anthropic.OverloadedError),
-        (Kind.DEADLINE, anthropic.GatewayTimeoutError),
-    ],
-)
-async def test_each_kind_of_refusal_raises_its_exception(
-    gateway: GatewayFixture, kind: Kind, raised: type[anthropic.APIStatusError]
-) -> None:
-    """A mock transport answers with the encoded refusal."""
-
-    def answer(request: httpx2.Request) -> httpx2.Response:
-        status, body = DIALECT.error_body(Refusal(kind, "some_code", "Why."), "r1")
-        head = {"content-type": "application/json", **DIALECT.headers("r1")}
-        return httpx2.Response(status, content=body, headers=head)
-
-    transport = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
-    async with AsyncAnthropic(api_key="k", max_retries=0, http_client=transport) as client:
-        with pytest.raises(raised) as caught:
-            await client.messages.create(**hello(gateway))
-
-    assert type(caught.value) is raised
-    assert (caught.value.error_code, caught.value.request_id) == ("some_code", "req_r1")
 
 
 @pytest.fixture

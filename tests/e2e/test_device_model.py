@@ -6,8 +6,6 @@ device and the model on disk (`make pull`).
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -25,19 +23,13 @@ from engine.plan import Runner
 from engine.runner.cpu_runner import CpuRunner
 from engine.runner.gpu_runner import GpuRunner
 from engine.weights import load_weights
-from tests.e2e.real_core import real_card
+from tests.e2e.real_core import exact_runner, real_card
+from tests.e2e.test_real_model import PROSE, QUESTIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.model, pytest.mark.slow]
 
 BLOCK, BLOCKS, CONTEXT, TEXT_TOKENS = 16, 256, 1024, 400
-PROSE = Path(__file__).parents[2] / "LICENSE"
 SYSTEM = "<|im_start|>system\nYou answer briefly and in plain words.<|im_end|>\n"
-QUESTIONS = (
-    "What is the capital of France?",
-    "Write a short poem about the sea.",
-    "Explain in two sentences why the sky is blue.",
-)
-
 MEAN_ERROR_MAX = {torch.float32: 0.01, torch.bfloat16: 0.08}
 WORST_ERROR_MAX = {torch.float32: 0.1, torch.bfloat16: 0.8}
 """Of the logprobs of the 20 likeliest tokens of each position against the CPU's in fp32. On the
@@ -57,8 +49,7 @@ def tokenizer(card: ModelCard) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def on_cpu(card: ModelCard) -> CpuRunner:
-    config = EngineConfig(dtype="fp32", kv_dtype="fp32")
-    return CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT)
+    return exact_runner(card, "torch", BLOCKS, CONTEXT)
 
 
 def on_device(card: ModelCard, dtype: torch.dtype) -> GpuRunner:

@@ -7,13 +7,10 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import httpx2
 import pytest
 from google import genai
 from google.genai import errors, types
 
-from gateway.dialects.gemini.generate_content import DIALECT
-from gateway.errors import Kind, Refusal
 from tests.e2e.sdks import gemini_request
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -242,44 +239,6 @@ async def test_errors_raise_the_sdks_exceptions(
         )
 
     assert (caught.value.code, caught.value.status) == (code, status)
-
-
-@pytest.mark.parametrize(
-    ("kind", "raised", "code", "status"),
-    [
-        (Kind.BAD, errors.ClientError, 400, "INVALID_ARGUMENT"),
-        (Kind.AUTH, errors.ClientError, 401, "UNAUTHENTICATED"),
-        (Kind.PERMISSION, errors.ClientError, 403, "PERMISSION_DENIED"),
-        (Kind.NOT_FOUND, errors.ClientError, 404, "NOT_FOUND"),
-        (Kind.TOO_BIG, errors.ClientError, 413, "INVALID_ARGUMENT"),
-        (Kind.RATE, errors.ClientError, 429, "RESOURCE_EXHAUSTED"),
-        (Kind.QUOTA, errors.ClientError, 429, "RESOURCE_EXHAUSTED"),
-        (Kind.INTERNAL, errors.ServerError, 500, "INTERNAL"),
-        (Kind.BUSY, errors.ServerError, 503, "UNAVAILABLE"),
-        (Kind.DEADLINE, errors.ServerError, 504, "DEADLINE_EXCEEDED"),
-    ],
-)
-async def test_each_kind_of_refusal_raises_its_exception(
-    gateway: GatewayFixture, kind: Kind, raised: type[errors.APIError], code: int, status: str
-) -> None:
-    """A mock transport answers with the encoded refusal."""
-
-    def answer(request: httpx2.Request) -> httpx2.Response:
-        refusal = Refusal(kind, "some_code", "Why.", param="contents", retry_after_s=3.0)
-        number, body = DIALECT.error_body(refusal, "r1")
-        return httpx2.Response(number, content=body, headers={"content-type": "application/json"})
-
-    transport = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
-    client = client_of(gateway, httpx_async_client=transport)
-    with pytest.raises(raised) as caught:
-        await client.models.generate_content(**gemini_request(gateway))
-
-    info, bad, retry = caught.value.details["error"]["details"]
-    assert type(caught.value) is raised
-    assert (caught.value.code, caught.value.status) == (code, status)
-    assert caught.value.message == "Why."
-    assert (info["reason"], bad["fieldViolations"][0]["field"]) == ("SOME_CODE", "contents")
-    assert retry["retryDelay"] == "3s"
 
 
 @pytest.mark.usefixtures("one_at_once")

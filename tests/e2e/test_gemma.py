@@ -16,13 +16,11 @@ import torch
 from tokenizers import Tokenizer
 
 from engine.attention.batch import make_batch
-from engine.config import EngineConfig
 from engine.model_store import ModelCard
-from engine.models.cpu_decoder import load_kernels
 from engine.plan import Row, StepPlan
 from engine.runner.cpu_runner import CpuRunner
 from engine.weights import load_weights
-from tests.e2e.real_core import real_card
+from tests.e2e.real_core import exact_runner, real_card
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -57,13 +55,7 @@ def tokens(card: ModelCard) -> list[int]:
 @pytest.fixture(scope="module", params=["torch", "C"])
 def runner(request: pytest.FixtureRequest, card: ModelCard) -> CpuRunner:
     """Return a runner by torch and one by the C kernels, both in fp32."""
-    config = EngineConfig(dtype="fp32", kv_dtype="fp32")
-    kernels = None
-    if request.param == "C":
-        kernels = load_kernels(card.config, 2)
-        if kernels is None:
-            pytest.skip("no C compiler here")
-    return CpuRunner(card, config, blocks=BLOCKS, context=1024, kernels=kernels)
+    return exact_runner(card, request.param, BLOCKS, 1024)
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.dialects.openai.chat import DIALECT
-from gateway.errors import Kind, Refusal
 from tests.e2e.sdks import MORE, chat_request
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -169,40 +166,6 @@ async def test_rate_limited_tenant_gets_a_rate_limit_error(
     assert int(caught.value.response.headers["retry-after"]) >= 1
     assert chunks[-1].choices[0].finish_reason == "length"
     await gateway.check_quiet()
-
-
-@pytest.mark.parametrize(
-    ("kind", "raised"),
-    [
-        (Kind.BAD, openai.BadRequestError),
-        (Kind.AUTH, openai.AuthenticationError),
-        (Kind.PERMISSION, openai.PermissionDeniedError),
-        (Kind.NOT_FOUND, openai.NotFoundError),
-        (Kind.CONFLICT, openai.ConflictError),
-        (Kind.TOO_BIG, openai.APIStatusError),
-        (Kind.RATE, openai.RateLimitError),
-        (Kind.QUOTA, openai.RateLimitError),
-        (Kind.INTERNAL, openai.InternalServerError),
-        (Kind.BUSY, openai.InternalServerError),
-        (Kind.DEADLINE, openai.InternalServerError),
-    ],
-)
-async def test_each_kind_of_refusal_raises_its_exception(
-    gateway: GatewayFixture, kind: Kind, raised: type[openai.APIStatusError]
-) -> None:
-    """A mock transport answers with the encoded refusal."""
-
-    def answer(request: httpx2.Request) -> httpx2.Response:
-        status, body = DIALECT.error_body(Refusal(kind, "some_code", "Why.", param="model"), "r1")
-        return httpx2.Response(status, content=body, headers={"content-type": "application/json"})
-
-    transport = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
-    async with AsyncOpenAI(api_key="k", max_retries=0, http_client=transport) as client:
-        with pytest.raises(raised) as caught:
-            await client.models.list()
-
-    assert type(caught.value) is raised
-    assert (caught.value.code, caught.value.param) == ("some_code", "model")
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -23,11 +23,10 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.model_store import Architecture, ModelCard
-from engine.models.cpu_decoder import load_kernels
 from engine.plan import Row, StepPlan
 from engine.runner.cpu_runner import CpuRunner
 from engine.weights import load_weights
-from tests.e2e.real_core import real_card
+from tests.e2e.real_core import exact_runner, real_card
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -60,20 +59,13 @@ def tokenizer(card: ModelCard) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def runner(card: ModelCard) -> CpuRunner:
-    config = EngineConfig(dtype="fp32", kv_dtype="fp32")
-    return CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT)
+    return exact_runner(card, "torch", BLOCKS, CONTEXT)
 
 
 @pytest.fixture(scope="module", params=["torch", "C"])
 def either_runner(request: pytest.FixtureRequest, card: ModelCard) -> CpuRunner:
     """Return a runner by torch and one by the C kernels, both in fp32."""
-    config = EngineConfig(dtype="fp32", kv_dtype="fp32")
-    kernels = None
-    if request.param == "C":
-        kernels = load_kernels(card.config, 2)
-        if kernels is None:
-            pytest.skip("no C compiler here")
-    return CpuRunner(card, config, blocks=BLOCKS, context=CONTEXT, kernels=kernels)
+    return exact_runner(card, request.param, BLOCKS, CONTEXT)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
+import httpx2
 import openai
 import pytest
 from google.genai import errors
 
+from gateway.errors import Kind, Refusal
 from tests.e2e.sdks import SDKS, Chat
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -33,6 +35,58 @@ BROKEN = {
 }
 
 
+KINDS: dict[Kind, dict[str, Any]] = {
+    Kind.BAD: {
+        "Chat": openai.BadRequestError, "Anthropic": anthropic.BadRequestError,
+        "Gemini": (400, "INVALID_ARGUMENT"),
+    },
+    Kind.AUTH: {
+        "Chat": openai.AuthenticationError, "Anthropic": anthropic.AuthenticationError,
+        "Gemini": (401, "UNAUTHENTICATED"),
+    },
+    Kind.QUOTA: {
+        "Chat": openai.RateLimitError, "Anthropic": anthropic.PaymentRequiredError,
+        "Gemini": (429, "RESOURCE_EXHAUSTED"),
+    },
+    Kind.PERMISSION: {
+        "Chat": openai.PermissionDeniedError, "Anthropic": anthropic.PermissionDeniedError,
+        "Gemini": (403, "PERMISSION_DENIED"),
+    },
+    Kind.NOT_FOUND: {
+        "Chat": openai.NotFoundError, "Anthropic": anthropic.NotFoundError,
+        "Gemini": (404, "NOT_FOUND"),
+    },
+    Kind.TIMEOUT: {"Anthropic": anthropic.RequestTimeoutError},
+    Kind.CONFLICT: {"Chat": openai.ConflictError, "Anthropic": anthropic.ConflictError},
+    Kind.TOO_BIG: {
+        "Chat": openai.APIStatusError, "Anthropic": anthropic.ContentTooLargeError,
+        "Gemini": (413, "INVALID_ARGUMENT"),
+    },
+    Kind.RATE: {
+        "Chat": openai.RateLimitError, "Anthropic": anthropic.RateLimitError,
+        "Gemini": (429, "RESOURCE_EXHAUSTED"),
+    },
+    Kind.INTERNAL: {
+        "Chat": openai.InternalServerError, "Anthropic": anthropic.InternalServerError,
+        "Gemini": (500, "INTERNAL"),
+    },
+    Kind.BUSY: {
+        "Chat": openai.InternalServerError, "Anthropic": anthropic.OverloadedError,
+        "Gemini": (503, "UNAVAILABLE"),
+    },
+    Kind.DEADLINE: {
+        "Chat": openai.InternalServerError, "Anthropic": anthropic.GatewayTimeoutError,
+        "Gemini": (504, "DEADLINE_EXCEEDED"),
+    },
+}  # fmt: skip
+"""What each SDK raises for a kind of refusal: a class, or Gemini's code and status."""
+TOLD = {
+    "Chat": ("some_code", "contents"),
+    "Anthropic": ("some_code", "req_r1"),
+    "Gemini": ("Why.", "SOME_CODE", "contents", "3s"),
+}
+
+
 def name_of(sdk: Chat) -> str:
     return type(sdk).__name__
 
@@ -50,6 +104,47 @@ async def client(gateway: GatewayFixture, sdk: Chat) -> AsyncIterator[Any]:
     client = sdk.connect(gateway.url, gateway.keys["ada"])
     yield client
     await sdk.close(client)
+
+
+def told(error: Any) -> tuple[Any, ...]:
+    """Return what an application reads of an error beside its class."""
+    if isinstance(error, errors.APIError):
+        info, bad, retry = error.details["error"]["details"]
+        field = bad["fieldViolations"][0]["field"]
+        return error.message, info["reason"], field, retry["retryDelay"]
+    if isinstance(error, anthropic.APIStatusError):
+        return error.error_code, error.request_id
+    return error.code, error.param
+
+
+@pytest.mark.parametrize(
+    ("sdk", "kind"),
+    [(sdk, kind) for kind, by_sdk in KINDS.items() for sdk in SDKS if name_of(sdk) in by_sdk],
+    ids=lambda one: one.name if isinstance(one, Kind) else name_of(one),
+    indirect=["sdk"],
+)
+async def test_each_kind_of_refusal_raises_its_exception(sdk: Chat, kind: Kind) -> None:
+    """A mock transport answers with the encoded refusal."""
+    raised = KINDS[kind][name_of(sdk)]
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        refusal = Refusal(kind, "some_code", "Why.", param="contents", retry_after_s=3.0)
+        status, body = sdk.dialect.error_body(refusal, "r1")
+        head = {"content-type": "application/json", **sdk.dialect.headers("r1")}
+        return httpx2.Response(status, content=body, headers=head)
+
+    transport = httpx2.AsyncClient(transport=httpx2.MockTransport(answer))
+    client = sdk.connect("http://gateway", "k", **{sdk.http_client: transport})
+    with pytest.raises(Exception, match=r"Why\.") as caught:
+        _ = [event async for event in await sdk.stream(client, "m", 8)]
+    await sdk.close(client)
+
+    error: Any = caught.value
+    if name_of(sdk) == "Gemini":
+        assert (error.code, error.status) == raised
+        raised = errors.ServerError if error.code >= 500 else errors.ClientError
+    assert type(error) is raised
+    assert told(error) == TOLD[name_of(sdk)]
 
 
 async def test_closing_a_stream_cancels_it_in_the_engine(
