@@ -1,8 +1,7 @@
--- The whole schema, version 1: the same tables as in SQLite. Integers have 64 bits. Text is ordered
--- by its bytes (collate "C"), as in SQLite, whatever the database's locale is. Times are
--- milliseconds since 1970 (`_ms`), money is whole pico-dollars (`_pico`) or, where sums could outgrow
--- 64 bits, whole micro-dollars (`_micros`) with the pico-dollars below one in a second column
--- (`_rest`).
+-- The schema, version 1: the same tables as in SQLite. Integers have 64 bits. Text is ordered by
+-- its bytes (collate "C"), as in SQLite, whatever the database's locale is. Times are milliseconds
+-- since 1970 (`_ms`), money is whole pico-dollars (`_pico`) or, where sums could outgrow 64 bits,
+-- whole micro-dollars (`_micros`) with the pico-dollars below one in a second column (`_rest`).
 
 -- The number of the latest migration that was applied.
 create table trunkline_schema (
@@ -33,7 +32,18 @@ create table tenants (
   tier text collate "C" not null default 'standard',
   -- Retention classes the tenant may use; null means all.
   classes text collate "C",
+  -- The retention class of requests that name none; null leaves it to their API.
+  default_class text collate "C",
   promised_blocks_max bigint check (promised_blocks_max >= 0),
+  -- How far copies of the tenant's KV may be from what the model computed.
+  fidelity text collate "C" not null default 'exact' check (fidelity in ('exact', 'near', 'rough')),
+  -- How far from the device such copies may rest: on the server, also in the remote store, or on
+  -- no disk.
+  at_rest text collate "C" not null default 'local' check (at_rest in ('local', 'remote', 'never')),
+  -- Whether requests may ask for attention windows ('allowed', 'never'), or the window of those
+  -- that ask for nothing ('window=W;sinks=S').
+  attention text collate "C" not null default 'allowed'
+    check (attention in ('allowed', 'never') or substr(attention, 1, 7) = 'window='),
   -- 1 if the configuration file declares this tenant.
   is_declared bigint not null default 0 check (is_declared in (0, 1)),
   limits text collate "C" not null default '{}'
@@ -53,7 +63,12 @@ create table keys (
   expires_ms bigint,
   revoked_ms bigint,
   scopes text collate "C" not null default 'cache inference usage',
+  -- Scopes of an administrator's key, sorted; null for a tenant's key, and for an administrator's
+  -- key that has all of them.
+  admin_scopes text collate "C",
   limits text collate "C" not null default '{}',
+  -- How the gateway treats request fields that it does not honour; null leaves it to the server.
+  tolerance text collate "C" check (tolerance in ('standard', 'strict', 'lenient')),
   -- The key that replaced this one when it was rotated.
   replaced_by bigint,
   -- 1 if the configuration file declares this key. A key that the file no longer declares is
@@ -113,7 +128,8 @@ create table engine_pool (
 
 -- CONTENT AND ITS ERASURE
 
--- Receipts of erasures: which namespaces were erased, and how many blocks.
+-- Receipts of erasures: which namespaces were erased, and how many blocks. `levels`: blocks, bytes
+-- and state by level, as JSON. `embeddings`: vectors of texts that were erased beside the blocks.
 create table erasures (
   receipt_id text collate "C" primary key,
   tenant_id bigint not null references tenants (tenant_id),
@@ -122,7 +138,9 @@ create table erasures (
   what text collate "C" not null,
   namespaces bigint not null,
   namespace_digest text collate "C" not null,
-  blocks bigint not null
+  blocks bigint not null,
+  levels text collate "C",
+  embeddings bigint not null default 0
 );
 
 create index erasures_by_tenant on erasures (tenant_id, at_ms);
@@ -171,6 +189,92 @@ create table named_sums (
   names bigint not null check (names >= 0),
   bytes bigint not null check (bytes >= 0)
 );
+
+-- Responses that clients continue by id. Their rows are content: they are deleted at their expiry
+-- and with every erasure of their tenant's cache. `thread_id`: the first response of the chain of
+-- `previous_id`. `input` holds the request's own items and `response` the response, both as JSON.
+-- `bytes` counts both, and `thread_bytes` also those of all earlier responses of the chain.
+create table stored_responses (
+  response_id text collate "C" not null unique,
+  tenant_id bigint not null references tenants (tenant_id),
+  workspace text collate "C" not null,
+  thread_id text collate "C" not null,
+  previous_id text collate "C",
+  created_ms bigint not null,
+  expires_ms bigint not null,
+  bytes bigint not null check (bytes >= 0),
+  thread_bytes bigint not null check (thread_bytes >= bytes),
+  input bytea not null,
+  response bytea not null
+);
+
+create index stored_responses_by_owner on stored_responses (tenant_id, workspace);
+
+create index stored_responses_by_thread on stored_responses (thread_id);
+
+create index stored_responses_by_expiry on stored_responses (expires_ms);
+
+-- Sums of `stored_responses` by tenant, so that a request need not count rows.
+create table stored_sums (
+  tenant_id bigint primary key references tenants (tenant_id),
+  responses bigint not null check (responses >= 0),
+  bytes bigint not null check (bytes >= 0)
+);
+
+-- Conversations, which clients make and responses append their items to. Their rows are content:
+-- they are deleted at their expiry and with every erasure of their tenant's cache. `positions`:
+-- items that were ever appended, so the position of the next one. `bytes` counts the metadata and
+-- all items. `metadata` is JSON.
+create table conversations (
+  conversation_id text collate "C" not null unique,
+  tenant_id bigint not null references tenants (tenant_id),
+  workspace text collate "C" not null,
+  created_ms bigint not null,
+  expires_ms bigint not null,
+  positions bigint not null check (positions >= 0),
+  bytes bigint not null check (bytes >= 0),
+  metadata bytea not null
+);
+
+create index conversations_by_owner on conversations (tenant_id, workspace);
+
+create index conversations_by_expiry on conversations (expires_ms);
+
+-- `item` is the item's JSON with its id, as it is listed.
+create table conversation_items (
+  conversation_id text collate "C" not null references conversations (conversation_id),
+  position bigint not null,
+  item_id text collate "C" not null unique,
+  bytes bigint not null check (bytes >= 0),
+  item bytea not null,
+  unique (conversation_id, position)
+);
+
+-- Prefixes that were written in a retention class and are still promised, so that a promise
+-- outlives its gateway. `gateway` is the gateway that made the promise; '' where a file has one.
+-- `retention` holds the terms of the class as they were, as JSON.
+create table written_prefixes (
+  gateway text collate "C" not null,
+  namespace bytea not null,
+  digest bytea not null,
+  class text collate "C" not null,
+  tenant_id bigint not null,
+  tokens bigint not null check (tokens > 0),
+  retention text collate "C" not null,
+  -- Null: without an end.
+  expires_ms bigint,
+  promised_until_ms bigint not null,
+  epoch text collate "C" not null,
+  writer bigint not null,
+  model text collate "C" not null,
+  template text collate "C" not null,
+  content bytea not null,
+  primary key (gateway, namespace, digest, class)
+);
+
+create index written_prefixes_by_tenant on written_prefixes (tenant_id);
+
+create index written_prefixes_by_end on written_prefixes (promised_until_ms);
 
 -- PRICES AND BUDGETS
 
@@ -274,10 +378,22 @@ create table ledger (
   booked_ms bigint not null default 0,
   -- SHA-256 of the previous row's chain and this row.
   chain bytea not null default '',
+  -- Of the cached tokens, those that were loaded from a level below the device. They are no money:
+  -- the chain does not cover them.
+  host_cached_tokens bigint not null default 0 check (host_cached_tokens >= 0),
+  disk_cached_tokens bigint not null default 0 check (disk_cached_tokens >= 0),
+  remote_cached_tokens bigint not null default 0 check (remote_cached_tokens >= 0),
   check (prompt_tokens = cache_read_tokens + cache_write_tokens + fresh_tokens)
 );
 
 create index ledger_by_tenant on ledger (tenant_id, booked_ms);
+
+-- Lists of ended requests by tenant or by ending, newest first: a filter that matches little reads
+-- what it matches, not the whole period.
+create index ledger_by_tenant_request on ledger (tenant_id, request_id);
+
+-- Most requests end well, and a list of those is short to find.
+create index ledger_by_ending on ledger (ending, request_id) where ending <> 'done';
 
 -- Credits (below zero) and debits on an entry.
 create table adjustments (
@@ -336,6 +452,13 @@ create table ledger_epochs (
 insert into ledger_epochs (number, begun_ms, reason, entry_id, chain)
   values (1, 0, 'begun', 0, '');
 
+-- Rules of charging that are over, with the last entry that each one priced. Rule 1: every failure
+-- was free, whatever caused it. A ledger that began later has no row.
+create table charging_rules (
+  rule bigint primary key check (rule >= 1),
+  last_entry_id bigint not null
+);
+
 -- SUMS OF THE LEDGER
 
 -- Sums of the latest entries. An entry is added to this table alone, in its own transaction; each
@@ -354,6 +477,9 @@ create table recent_sums (
   output_tokens bigint not null,
   physical_cached_tokens bigint not null,
   recomputed_promised_tokens bigint not null,
+  host_cached_tokens bigint not null default 0,
+  disk_cached_tokens bigint not null default 0,
+  remote_cached_tokens bigint not null default 0,
   hits bigint not null,
   ttft_hits bigint not null,
   ttft_hit_ms bigint not null,
@@ -381,6 +507,9 @@ create table usage_hours (
   output_tokens bigint not null default 0,
   physical_cached_tokens bigint not null default 0,
   recomputed_promised_tokens bigint not null default 0,
+  host_cached_tokens bigint not null default 0,
+  disk_cached_tokens bigint not null default 0,
+  remote_cached_tokens bigint not null default 0,
   hits bigint not null default 0,
   ttft_hits bigint not null default 0,
   ttft_hit_ms bigint not null default 0,
@@ -409,6 +538,9 @@ create table usage_days (
   output_tokens bigint not null default 0,
   physical_cached_tokens bigint not null default 0,
   recomputed_promised_tokens bigint not null default 0,
+  host_cached_tokens bigint not null default 0,
+  disk_cached_tokens bigint not null default 0,
+  remote_cached_tokens bigint not null default 0,
   hits bigint not null default 0,
   ttft_hits bigint not null default 0,
   ttft_hit_ms bigint not null default 0,
@@ -457,6 +589,145 @@ create table storage_hours (
   token_seconds bigint not null check (token_seconds >= 0),
   primary key (tenant_id, hour_ms, model, class, rate_card_id)
 );
+
+-- The meters of storage, one of each gateway that runs, and the number of the last readings that
+-- were counted: readings that are written again count once.
+create table storage_meters (
+  meter text collate "C" not null primary key,
+  number bigint not null check (number >= 0),
+  seen_ms bigint not null
+);
+
+-- HISTORY AND FINDINGS
+
+-- One row for each minute and each tenant that was active in it, and one for `tenant_id` 0, which
+-- has the sums of all tenants and tells that the gateway ran. After two days the minutes of an hour
+-- become one row. `gateway` is the gateway that counted; '' where a file has one. `minutes`: how
+-- many minutes the row sums. Blocks are means, null without an engine. `details`: refusals by code
+-- and times to first token, as MessagePack.
+create table history_samples (
+  tenant_id bigint not null,
+  span_ms bigint not null check (span_ms in (60000, 3600000)),
+  at_ms bigint not null,
+  gateway text collate "C" not null,
+  minutes bigint not null check (minutes > 0),
+  refused bigint not null check (refused >= 0),
+  blocks_promised bigint,
+  blocks_cached bigint,
+  blocks_free bigint,
+  details bytea not null,
+  primary key (tenant_id, span_ms, at_ms, gateway)
+);
+
+create index history_samples_by_time on history_samples (span_ms, at_ms);
+
+-- Ended requests, refused ones too: what the ledger does not hold, as MessagePack. Ids begin with
+-- the time at which the request was received. `tenant_id` 0: no valid key.
+create table request_records (
+  request_id text collate "C" primary key,
+  tenant_id bigint not null,
+  code text collate "C" not null,
+  record bytea not null
+);
+
+create index request_records_by_tenant on request_records (tenant_id, request_id);
+
+-- The end user that a request named, where usage is attributed to users. Written beside the ledger
+-- and not chained: without a row, an entry counts for no user. `user_ref`: as the client sent it,
+-- or a digest of a longer text.
+create table request_users (
+  request_id text collate "C" primary key,
+  tenant_id bigint not null references tenants (tenant_id),
+  user_ref text collate "C" not null
+);
+
+create index request_users_by_tenant on request_users (tenant_id);
+
+-- Findings: why prompts were computed, or paid for, again, counted by hour, cause and place. A row
+-- holds names of causes and of request fields, numbers and request ids, never text. `place`: the
+-- field of the request, or another place that the cause names. `examples`: request ids, and
+-- `facts`: sums by name, both as JSON.
+create table findings (
+  tenant_id bigint not null references tenants (tenant_id),
+  hour_ms bigint not null,
+  model text collate "C" not null,
+  cause text collate "C" not null,
+  place text collate "C" not null,
+  requests bigint not null check (requests >= 0),
+  wasted_tokens bigint not null check (wasted_tokens >= 0),
+  first_ms bigint not null,
+  last_ms bigint not null,
+  examples text collate "C" not null,
+  facts text collate "C" not null,
+  primary key (tenant_id, hour_ms, model, cause, place)
+);
+
+create index findings_by_hour on findings (hour_ms);
+
+-- The model and the template (digests) that a tenant's latest prompts were made for, since when,
+-- and those before them: a change of either makes all prefixes new. `gateway`: the one that served
+-- them; '' where a file has one.
+create table prompt_origins (
+  gateway text collate "C" not null,
+  tenant_id bigint not null references tenants (tenant_id),
+  model text collate "C" not null,
+  template text collate "C" not null,
+  since_ms bigint not null,
+  model_before text collate "C" not null,
+  template_before text collate "C" not null,
+  primary key (gateway, tenant_id)
+);
+
+-- ADMINISTRATION
+
+-- Changes that administrators and commands made: by which key or user, on what, and its values
+-- before and after, as JSON. `tenant_id` is the tenant concerned, if there is one; a name stands in
+-- no row, so a deleted tenant leaves none here.
+create table audit_log (
+  audit_id bigint generated by default as identity primary key,
+  at_ms bigint not null,
+  actor text collate "C" not null
+    check (actor in ('admin_key', 'command', 'file', 'trusted_header')),
+  actor_id text collate "C" not null,
+  address text collate "C" not null default '',
+  action text collate "C" not null,
+  tenant_id bigint,
+  target text collate "C" not null,
+  before_values text collate "C",
+  after_values text collate "C"
+);
+
+create index audit_log_by_time on audit_log (at_ms);
+
+create index audit_log_by_tenant on audit_log (tenant_id, audit_id) where tenant_id is not null;
+
+-- Events that wait to be sent to the operator's webhooks, and the recent ones that were sent.
+-- `event_id` derives from what happened, so that an event that two gateways, or two lives of one
+-- gateway, notice is one row. `endpoint`: the name of the webhook in the configuration. `body`:
+-- JSON as sent. `next_ms`: the time of the next attempt; during one, the time at which another
+-- sender may take it over.
+create table webhook_deliveries (
+  event_id text collate "C" not null,
+  endpoint text collate "C" not null,
+  event_type text collate "C" not null,
+  tenant_id bigint references tenants (tenant_id),
+  body bytea not null,
+  created_ms bigint not null,
+  attempts bigint not null default 0 check (attempts >= 0),
+  next_ms bigint not null,
+  state text collate "C" not null default 'pending'
+    check (state in ('pending', 'delivered', 'dead')),
+  last_status bigint,
+  last_error text collate "C",
+  ended_ms bigint,
+  primary key (event_id, endpoint)
+);
+
+create index webhook_deliveries_by_due on webhook_deliveries (endpoint, state, next_ms);
+
+create index webhook_deliveries_by_time on webhook_deliveries (created_ms);
+
+create index webhook_deliveries_by_tenant on webhook_deliveries (tenant_id);
 
 -- TRIGGERS
 
@@ -507,6 +778,16 @@ create trigger ledger_epochs_stay_together before truncate on ledger_epochs
   for each statement execute function refused('epochs of the ledger stay');
 create trigger ledger_epochs_never_change before update on ledger_epochs
   for each row execute function refused('epochs of the ledger never change');
+
+-- A record of a deleted tenant loses its values; nothing else changes.
+create trigger audit_log_never_changes before update on audit_log
+  for each row when (
+    (new.audit_id, new.at_ms, new.actor, new.actor_id, new.action, new.target, new.tenant_id)
+    is distinct from
+    (old.audit_id, old.at_ms, old.actor, old.actor_id, old.action, old.target, old.tenant_id)
+    or (new.before_values is not null and new.before_values is distinct from old.before_values)
+    or (new.after_values is not null and new.after_values is distinct from old.after_values)
+  ) execute function refused('the audit log never changes');
 
 create function day_is_open() returns trigger language plpgsql as $$
 begin

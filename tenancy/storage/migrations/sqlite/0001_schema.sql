@@ -1,6 +1,6 @@
--- The whole schema, version 1. Times are milliseconds since 1970 (`_ms`), money is whole
--- pico-dollars (`_pico`) or, where sums could outgrow 64 bits, whole micro-dollars (`_micros`) with
--- the pico-dollars below one in a second column (`_rest`).
+-- The schema, version 1. Times are milliseconds since 1970 (`_ms`), money is whole pico-dollars
+-- (`_pico`) or, where sums could outgrow 64 bits, whole micro-dollars (`_micros`) with the
+-- pico-dollars below one in a second column (`_rest`).
 
 -- TENANTS AND KEYS
 
@@ -18,7 +18,18 @@ create table tenants (
   tier text not null default 'standard',
   -- Retention classes the tenant may use; null means all.
   classes text,
+  -- The retention class of requests that name none; null leaves it to their API.
+  default_class text,
   promised_blocks_max integer check (promised_blocks_max >= 0),
+  -- How far copies of the tenant's KV may be from what the model computed.
+  fidelity text not null default 'exact' check (fidelity in ('exact', 'near', 'rough')),
+  -- How far from the device such copies may rest: on the server, also in the remote store, or on
+  -- no disk.
+  at_rest text not null default 'local' check (at_rest in ('local', 'remote', 'never')),
+  -- Whether requests may ask for attention windows ('allowed', 'never'), or the window of those
+  -- that ask for nothing ('window=W;sinks=S').
+  attention text not null default 'allowed'
+    check (attention in ('allowed', 'never') or substr(attention, 1, 7) = 'window='),
   -- 1 if the configuration file declares this tenant.
   is_declared integer not null default 0 check (is_declared in (0, 1)),
   limits text not null default '{}'
@@ -38,7 +49,12 @@ create table keys (
   expires_ms integer,
   revoked_ms integer,
   scopes text not null default 'cache inference usage',
+  -- Scopes of an administrator's key, sorted; null for a tenant's key, and for an administrator's
+  -- key that has all of them.
+  admin_scopes text,
   limits text not null default '{}',
+  -- How the gateway treats request fields that it does not honour; null leaves it to the server.
+  tolerance text check (tolerance in ('standard', 'strict', 'lenient')),
   -- The key that replaced this one when it was rotated.
   replaced_by integer,
   -- 1 if the configuration file declares this key. A key that the file no longer declares is
@@ -142,7 +158,8 @@ create table engine_pool (
 
 -- CONTENT AND ITS ERASURE
 
--- Receipts of erasures: which namespaces were erased, and how many blocks.
+-- Receipts of erasures: which namespaces were erased, and how many blocks. `levels`: blocks, bytes
+-- and state by level, as JSON. `embeddings`: vectors of texts that were erased beside the blocks.
 create table erasures (
   receipt_id text primary key,
   tenant_id integer not null references tenants (tenant_id),
@@ -151,7 +168,9 @@ create table erasures (
   what text not null,
   namespaces integer not null,
   namespace_digest text not null,
-  blocks integer not null
+  blocks integer not null,
+  levels text,
+  embeddings integer not null default 0
 ) strict, without rowid;
 
 create index erasures_by_tenant on erasures (tenant_id, at_ms);
@@ -200,6 +219,92 @@ create table named_sums (
   names integer not null check (names >= 0),
   bytes integer not null check (bytes >= 0)
 ) strict;
+
+-- Responses that clients continue by id. Their rows are content: they are deleted at their expiry
+-- and with every erasure of their tenant's cache. `thread_id`: the first response of the chain of
+-- `previous_id`. `input` holds the request's own items and `response` the response, both as JSON.
+-- `bytes` counts both, and `thread_bytes` also those of all earlier responses of the chain.
+create table stored_responses (
+  response_id text not null unique,
+  tenant_id integer not null references tenants (tenant_id),
+  workspace text not null,
+  thread_id text not null,
+  previous_id text,
+  created_ms integer not null,
+  expires_ms integer not null,
+  bytes integer not null check (bytes >= 0),
+  thread_bytes integer not null check (thread_bytes >= bytes),
+  input blob not null,
+  response blob not null
+) strict;
+
+create index stored_responses_by_owner on stored_responses (tenant_id, workspace);
+
+create index stored_responses_by_thread on stored_responses (thread_id);
+
+create index stored_responses_by_expiry on stored_responses (expires_ms);
+
+-- Sums of `stored_responses` by tenant, so that a request need not count rows.
+create table stored_sums (
+  tenant_id integer primary key references tenants (tenant_id),
+  responses integer not null check (responses >= 0),
+  bytes integer not null check (bytes >= 0)
+) strict;
+
+-- Conversations, which clients make and responses append their items to. Their rows are content:
+-- they are deleted at their expiry and with every erasure of their tenant's cache. `positions`:
+-- items that were ever appended, so the position of the next one. `bytes` counts the metadata and
+-- all items. `metadata` is JSON.
+create table conversations (
+  conversation_id text not null unique,
+  tenant_id integer not null references tenants (tenant_id),
+  workspace text not null,
+  created_ms integer not null,
+  expires_ms integer not null,
+  positions integer not null check (positions >= 0),
+  bytes integer not null check (bytes >= 0),
+  metadata blob not null
+) strict;
+
+create index conversations_by_owner on conversations (tenant_id, workspace);
+
+create index conversations_by_expiry on conversations (expires_ms);
+
+-- `item` is the item's JSON with its id, as it is listed.
+create table conversation_items (
+  conversation_id text not null references conversations (conversation_id),
+  position integer not null,
+  item_id text not null unique,
+  bytes integer not null check (bytes >= 0),
+  item blob not null,
+  unique (conversation_id, position)
+) strict;
+
+-- Prefixes that were written in a retention class and are still promised, so that a promise
+-- outlives its gateway. `gateway` is the gateway that made the promise; '' where a file has one.
+-- `retention` holds the terms of the class as they were, as JSON.
+create table written_prefixes (
+  gateway text not null,
+  namespace blob not null,
+  digest blob not null,
+  class text not null,
+  tenant_id integer not null,
+  tokens integer not null check (tokens > 0),
+  retention text not null,
+  -- Null: without an end.
+  expires_ms integer,
+  promised_until_ms integer not null,
+  epoch text not null,
+  writer integer not null,
+  model text not null,
+  template text not null,
+  content blob not null,
+  primary key (gateway, namespace, digest, class)
+) strict, without rowid;
+
+create index written_prefixes_by_tenant on written_prefixes (tenant_id);
+
+create index written_prefixes_by_end on written_prefixes (promised_until_ms);
 
 -- PRICES AND BUDGETS
 
@@ -321,10 +426,22 @@ create table ledger (
   booked_ms integer not null default 0,
   -- SHA-256 of the previous row's chain and this row.
   chain blob not null default x'',
+  -- Of the cached tokens, those that were loaded from a level below the device. They are no money:
+  -- the chain does not cover them.
+  host_cached_tokens integer not null default 0 check (host_cached_tokens >= 0),
+  disk_cached_tokens integer not null default 0 check (disk_cached_tokens >= 0),
+  remote_cached_tokens integer not null default 0 check (remote_cached_tokens >= 0),
   check (prompt_tokens = cache_read_tokens + cache_write_tokens + fresh_tokens)
 ) strict;
 
 create index ledger_by_tenant on ledger (tenant_id, booked_ms);
+
+-- Lists of ended requests by tenant or by ending, newest first: a filter that matches little reads
+-- what it matches, not the whole period.
+create index ledger_by_tenant_request on ledger (tenant_id, request_id);
+
+-- Most requests end well, and a list of those is short to find.
+create index ledger_by_ending on ledger (ending, request_id) where ending <> 'done';
 
 -- Credits (below zero) and debits on an entry.
 create table adjustments (
@@ -421,6 +538,13 @@ create trigger adjustments_closed before insert on adjustments
 when new.booked_ms < (select 86400000 * (max(day) + 1) from closes)
 begin select raise(abort, 'this day is closed'); end;
 
+-- Rules of charging that are over, with the last entry that each one priced. Rule 1: every failure
+-- was free, whatever caused it. A ledger that began later has no row.
+create table charging_rules (
+  rule integer primary key check (rule >= 1),
+  last_entry_id integer not null
+) strict;
+
 -- SUMS OF THE LEDGER
 
 -- Sums of the latest entries. An entry is added to this table alone, in its own transaction; each
@@ -439,6 +563,9 @@ create table recent_sums (
   output_tokens integer not null,
   physical_cached_tokens integer not null,
   recomputed_promised_tokens integer not null,
+  host_cached_tokens integer not null default 0,
+  disk_cached_tokens integer not null default 0,
+  remote_cached_tokens integer not null default 0,
   hits integer not null,
   ttft_hits integer not null,
   ttft_hit_ms integer not null,
@@ -466,6 +593,9 @@ create table usage_hours (
   output_tokens integer not null default 0,
   physical_cached_tokens integer not null default 0,
   recomputed_promised_tokens integer not null default 0,
+  host_cached_tokens integer not null default 0,
+  disk_cached_tokens integer not null default 0,
+  remote_cached_tokens integer not null default 0,
   hits integer not null default 0,
   ttft_hits integer not null default 0,
   ttft_hit_ms integer not null default 0,
@@ -494,6 +624,9 @@ create table usage_days (
   output_tokens integer not null default 0,
   physical_cached_tokens integer not null default 0,
   recomputed_promised_tokens integer not null default 0,
+  host_cached_tokens integer not null default 0,
+  disk_cached_tokens integer not null default 0,
+  remote_cached_tokens integer not null default 0,
   hits integer not null default 0,
   ttft_hits integer not null default 0,
   ttft_hit_ms integer not null default 0,
@@ -542,3 +675,149 @@ create table storage_hours (
   token_seconds integer not null check (token_seconds >= 0),
   primary key (tenant_id, hour_ms, model, class, rate_card_id)
 ) strict, without rowid;
+
+-- The meters of storage, one of each gateway that runs, and the number of the last readings that
+-- were counted: readings that are written again count once.
+create table storage_meters (
+  meter text not null primary key,
+  number integer not null check (number >= 0),
+  seen_ms integer not null
+) strict, without rowid;
+
+-- HISTORY AND FINDINGS
+
+-- One row for each minute and each tenant that was active in it, and one for `tenant_id` 0, which
+-- has the sums of all tenants and tells that the gateway ran. After two days the minutes of an hour
+-- become one row. `gateway` is the gateway that counted; '' where a file has one. `minutes`: how
+-- many minutes the row sums. Blocks are means, null without an engine. `details`: refusals by code
+-- and times to first token, as MessagePack.
+create table history_samples (
+  tenant_id integer not null,
+  span_ms integer not null check (span_ms in (60000, 3600000)),
+  at_ms integer not null,
+  gateway text not null,
+  minutes integer not null check (minutes > 0),
+  refused integer not null check (refused >= 0),
+  blocks_promised integer,
+  blocks_cached integer,
+  blocks_free integer,
+  details blob not null,
+  primary key (tenant_id, span_ms, at_ms, gateway)
+) strict, without rowid;
+
+create index history_samples_by_time on history_samples (span_ms, at_ms);
+
+-- Ended requests, refused ones too: what the ledger does not hold, as MessagePack. Ids begin with
+-- the time at which the request was received. `tenant_id` 0: no valid key.
+create table request_records (
+  request_id text primary key,
+  tenant_id integer not null,
+  code text not null,
+  record blob not null
+) strict, without rowid;
+
+create index request_records_by_tenant on request_records (tenant_id, request_id);
+
+-- The end user that a request named, where usage is attributed to users. Written beside the ledger
+-- and not chained: without a row, an entry counts for no user. `user_ref`: as the client sent it,
+-- or a digest of a longer text.
+create table request_users (
+  request_id text primary key,
+  tenant_id integer not null references tenants (tenant_id),
+  user_ref text not null
+) strict;
+
+create index request_users_by_tenant on request_users (tenant_id);
+
+-- Findings: why prompts were computed, or paid for, again, counted by hour, cause and place. A row
+-- holds names of causes and of request fields, numbers and request ids, never text. `place`: the
+-- field of the request, or another place that the cause names. `examples`: request ids, and
+-- `facts`: sums by name, both as JSON.
+create table findings (
+  tenant_id integer not null references tenants (tenant_id),
+  hour_ms integer not null,
+  model text not null,
+  cause text not null,
+  place text not null,
+  requests integer not null check (requests >= 0),
+  wasted_tokens integer not null check (wasted_tokens >= 0),
+  first_ms integer not null,
+  last_ms integer not null,
+  examples text not null,
+  facts text not null,
+  primary key (tenant_id, hour_ms, model, cause, place)
+) strict;
+
+create index findings_by_hour on findings (hour_ms);
+
+-- The model and the template (digests) that a tenant's latest prompts were made for, since when,
+-- and those before them: a change of either makes all prefixes new. `gateway`: the one that served
+-- them; '' where a file has one.
+create table prompt_origins (
+  gateway text not null,
+  tenant_id integer not null references tenants (tenant_id),
+  model text not null,
+  template text not null,
+  since_ms integer not null,
+  model_before text not null,
+  template_before text not null,
+  primary key (gateway, tenant_id)
+) strict;
+
+-- ADMINISTRATION
+
+-- Changes that administrators and commands made: by which key or user, on what, and its values
+-- before and after, as JSON. `tenant_id` is the tenant concerned, if there is one; a name stands in
+-- no row, so a deleted tenant leaves none here.
+create table audit_log (
+  audit_id integer primary key autoincrement,
+  at_ms integer not null,
+  actor text not null check (actor in ('admin_key', 'command', 'file', 'trusted_header')),
+  actor_id text not null,
+  address text not null default '',
+  action text not null,
+  tenant_id integer,
+  target text not null,
+  before_values text,
+  after_values text
+) strict;
+
+create index audit_log_by_time on audit_log (at_ms);
+
+create index audit_log_by_tenant on audit_log (tenant_id, audit_id) where tenant_id is not null;
+
+-- A record of a deleted tenant loses its values; nothing else changes.
+create trigger audit_log_never_changes before update on audit_log
+when new.audit_id <> old.audit_id or new.at_ms <> old.at_ms or new.actor <> old.actor
+  or new.actor_id <> old.actor_id or new.action <> old.action or new.target <> old.target
+  or new.tenant_id is not old.tenant_id
+  or (new.before_values is not null and new.before_values is not old.before_values)
+  or (new.after_values is not null and new.after_values is not old.after_values)
+begin select raise(abort, 'the audit log never changes'); end;
+
+-- Events that wait to be sent to the operator's webhooks, and the recent ones that were sent.
+-- `event_id` derives from what happened, so that an event that two gateways, or two lives of one
+-- gateway, notice is one row. `endpoint`: the name of the webhook in the configuration. `body`:
+-- JSON as sent. `next_ms`: the time of the next attempt; during one, the time at which another
+-- sender may take it over.
+create table webhook_deliveries (
+  event_id text not null,
+  endpoint text not null,
+  event_type text not null,
+  tenant_id integer references tenants (tenant_id),
+  body blob not null,
+  created_ms integer not null,
+  attempts integer not null default 0 check (attempts >= 0),
+  next_ms integer not null,
+  state text not null default 'pending' check (state in ('pending', 'delivered', 'dead')),
+  last_status integer,
+  last_error text,
+  ended_ms integer,
+  primary key (event_id, endpoint)
+) strict;
+
+create index webhook_deliveries_by_due on webhook_deliveries (endpoint, state, next_ms);
+
+create index webhook_deliveries_by_time on webhook_deliveries (created_ms);
+
+create index webhook_deliveries_by_tenant on webhook_deliveries (tenant_id);

@@ -13,7 +13,7 @@ import apsw
 import pytest
 
 from tenancy.accounts.tenants import create_tenant
-from tenancy.errors import ConstraintBroken, StoreBusy, StoreError
+from tenancy.errors import StoreBusy, StoreError
 from tenancy.storage import sqlite
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import APPLICATION_ID, SQLITE_MIN, SqliteStore, check_sqlite, migrations
@@ -84,29 +84,6 @@ def test_migrates_database_of_an_older_version(
     version = store.query("pragma user_version")
     store.close()
     assert (found, version) == ([("ada", "none")], [(len(later),)])
-
-
-def test_settings_survive_a_check_that_grows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The column is made anew, as a check is changed in no other way."""
-    older = migrations()[:15]
-    with monkeypatch.context() as patched:
-        patched.setattr(sqlite, "migrations", lambda: older)
-        first = SqliteStore(tmp_path / "test.db")
-        insert = "insert into tenants (name, status, created_ms, at_rest) values (?, ?, ?, ?)"
-        with first.change() as db:
-            db.execute(insert, ("ada", "active", 1, "never"))
-            db.execute(insert, ("bob", "active", 1, "local"))
-        first.close()
-    with closing(SqliteStore(tmp_path / "test.db")) as store:
-        found = store.query("select name, at_rest from tenants order by name")
-        with store.change() as db:
-            db.execute("update tenants set at_rest = 'remote'")
-        with pytest.raises(ConstraintBroken), store.change() as db:
-            db.execute("update tenants set at_rest = 'bucket'")
-
-    assert found == [("ada", "never"), ("bob", "local")]
 
 
 def test_refuses_database_of_a_newer_version(tmp_path: Path) -> None:

@@ -1,2 +1,0 @@
--- How many vectors of texts an erasure removed beside blocks.
-alter table erasures add column embeddings bigint not null default 0;
