@@ -69,7 +69,7 @@ TABLES: dict[str, tuple[str, ...]] = {
 `closes` follows `ledger` and `adjustments`, because closed days refuse rows.
 """
 
-COUNTED = ("registry_version", "registry_changes", "money_version", "trunkline_schema", "writers")
+COUNTED = ("registry_version", "registry_changes", "money_version", "trunkline_version", "writers")
 """Tables that each database keeps for itself and that are not moved."""
 
 _NUMBERED = {

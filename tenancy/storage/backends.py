@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import getpass
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,9 @@ def open_store(place: str, folder: Path, environment: Mapping[str, str]) -> Stor
 
     `folder`: where files are. `environment`: where passwords of servers may be. Raises StoreError.
     """
-    return _open(place, folder, environment, is_ready=False)
+    if is_server(place):
+        return open_server(place, environment)
+    return SqliteStore(folder / place)
 
 
 def describe_place(place: str, folder: Path, environment: Mapping[str, str]) -> str:
@@ -57,23 +59,14 @@ def closing_existing(
 ) -> Iterator[tuple[Store | None, bool]]:
     """Open a database that exists, and close it: (the store, whether it has our tables). None for
     a file that the first start makes. Raises StoreError."""
-    if not is_server(place) and not (folder / place).exists():
+    if is_server(place):
+        with closing(open_server(place, environment, is_ready=True)) as server:
+            yield server, not server.is_empty()
+    elif (folder / place).exists():
+        with closing(SqliteStore(folder / place)) as file:
+            yield file, True
+    else:
         yield None, False
-        return
-    store = _open(place, folder, environment, is_ready=True)
-    try:
-        yield store, not is_server(place) or bool(store.query(_HAS_SCHEMA)[0][0])
-    finally:
-        store.close()
-
-
-_HAS_SCHEMA = "select to_regclass('public.trunkline_schema') is not null"
-
-
-def _open(place: str, folder: Path, environment: Mapping[str, str], *, is_ready: bool) -> Store:
-    if not is_server(place):
-        return SqliteStore(folder / place)
-    return open_server(place, environment, is_ready=is_ready)
 
 
 def open_server(

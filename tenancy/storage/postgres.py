@@ -17,12 +17,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib import resources
 
 from tenancy.errors import ConstraintBroken, StoreBusy, StoreError, TryAgain
-from tenancy.storage.interface import Row, Value
+from tenancy.storage.interface import Row, RowReader, Value
 from tenancy.storage.postgres_address import PostgresAddress
 from tenancy.storage.postgres_connection import ConnectionLost, PostgresConnection, StatementFailed
+from tenancy.storage.schema import check_version, migrations, other_program, unreleased
 
 VERSION_MIN = 14
 WRITE_LOCK = 0x7472756E
@@ -342,35 +342,37 @@ class PostgresStore:
 
     def _migrate(self) -> None:
         """Check the server, and run missing migrations in one transaction."""
-        files = migrations()
+        files = migrations("postgres")
         with self._translate_errors("cannot be used", "unusable"):
             connection = self._connect_with_retry(_MIGRATION_S)
             try:
                 _check_server(connection)
-                if self._version(connection, files) < len(files):
+                if self._version(connection.rows) < len(files):
                     connection.execute(f"begin; select pg_advisory_xact_lock({WRITE_LOCK})")
-                    have = self._version(connection, files)  # another gateway may have run some
+                    have = self._version(connection.rows)  # another gateway may have run some
                     for number, sql in enumerate(files[have:], have + 1):
                         connection.execute(sql)
-                        connection.execute("update trunkline_schema set version = ?", (number,))
+                        connection.execute("update trunkline_version set version = ?", (number,))
                     connection.commit()
             finally:
                 connection.close()
 
-    def _version(self, connection: PostgresConnection, files: Sequence[str]) -> int:
-        has_schema, tables = connection.rows(_FIND_SCHEMA)[0]
-        if not has_schema and tables:
-            raise StoreError("not_ours", f"{self.place} is the database of another program.")
-        have = (
-            int(connection.rows("select version from trunkline_schema")[0][0]) if has_schema else 0
-        )
-        if have > len(files):
-            raise StoreError(
-                "newer_schema",
-                f"{self.place} was written by a newer version (schema {have}; this program"
-                f" knows {len(files)}).",
-            )
-        return have
+    def is_empty(self) -> bool:
+        """Return whether the database is empty, as before the first start. Raises StoreError for
+        tables that are not of this version or an earlier one."""
+        return self._version(self.query) == 0
+
+    def _version(self, rows: RowReader) -> int:
+        is_ours, is_unreleased, has_tables = rows(_FIND_SCHEMA, ())[0]
+        if is_unreleased:
+            raise unreleased(self.place, rows("select version from trunkline_schema", ())[0][0])
+        if is_ours:
+            version = int(rows("select version from trunkline_version", ())[0][0])
+            check_version(self.place, version, len(migrations("postgres")))
+            return version
+        if has_tables:
+            raise other_program(self.place)
+        return 0
 
     @contextmanager
     def _translate_errors(self, failure: str, code: str) -> Iterator[None]:
@@ -413,18 +415,10 @@ _REGISTER_WRITER = (
     " select writer_id, pg_advisory_lock(?::int, writer_id::int) from made"
 )
 _FIND_SCHEMA = (
-    "select to_regclass('public.trunkline_schema') is not null,"
+    "select to_regclass('public.trunkline_version') is not null,"
+    " to_regclass('public.trunkline_schema') is not null,"
     " exists (select from pg_tables where schemaname = 'public')"
 )
-
-
-def migrations() -> list[str]:
-    """Return the schema's migrations in order: number N leads to version N."""
-    folder = resources.files("tenancy.storage").joinpath("migrations", "postgres")
-    files = sorted(folder.iterdir(), key=lambda item: item.name)
-    for number, file in enumerate(files, 1):
-        assert file.name.startswith(f"{number:04d}_"), f"{file.name} is out of order"
-    return [file.read_text() for file in files]
 
 
 def _check_server(connection: PostgresConnection) -> None:

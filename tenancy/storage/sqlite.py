@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from importlib import resources
 from pathlib import Path
 from types import TracebackType
 
@@ -25,6 +24,7 @@ import apsw
 from tenancy.errors import ConstraintBroken, StoreBusy, StoreError
 from tenancy.storage.atomic_files import atomic_write
 from tenancy.storage.interface import Row, Transaction, Value
+from tenancy.storage.schema import check_version, migrations, other_program, unreleased
 
 SQLITE_MIN = (3, 51, 3)
 """Oldest safe version: before it, two connections that write and checkpoint at once may corrupt the
@@ -42,8 +42,10 @@ _DISK_ERRORS = (
 )
 """Errors that leave their effect in the connection: a page read wrong once stays wrong there."""
 
-APPLICATION_ID = 0x7472756E
+APPLICATION_ID = 0x74726462
 """Written to the file's header; identifies a Trunkline database."""
+UNRELEASED_ID = 0x7472756E
+"""The same from before the first release, whose migrations had other numbers."""
 _VERSIONS = ("user_version", "application_id")
 """What the file's header says: the number of migrations that ran, and whose file it is."""
 
@@ -328,7 +330,7 @@ class SqliteStore:
 
         A file that lacks none is not written: it opens on a full disk, and behind a long change.
         """
-        files = migrations()
+        files = migrations("sqlite")
         found = [writer.execute(f"pragma {name}").fetchall()[0][0] for name in _VERSIONS]
         if found == [len(files), APPLICATION_ID]:
             return
@@ -336,16 +338,12 @@ class SqliteStore:
             self._write_lock, lambda: writer, self._write_error, self._count
         ) as db:
             have, application_id = (int(db.rows(f"pragma {name}")[0][0]) for name in _VERSIONS)
-            if application_id not in (0, APPLICATION_ID) or (
-                not have and db.rows("select 1 from sqlite_schema")
-            ):
-                raise StoreError("not_ours", f"{self.path} is the database of another program.")
-            if have > len(files):
-                raise StoreError(
-                    "newer_schema",
-                    f"{self.path} was written by a newer version (schema {have}; this program"
-                    f" knows {len(files)}).",
-                )
+            if application_id == UNRELEASED_ID:
+                raise unreleased(self.place, have)
+            is_new = have == application_id == 0 and not db.rows("select 1 from sqlite_schema")
+            if not is_new and application_id != APPLICATION_ID:
+                raise other_program(self.place)
+            check_version(self.place, have, len(files))
             for number, sql in enumerate(files[have:], have + 1):
                 db.execute(sql)
                 db.execute(f"pragma user_version={number}")
@@ -420,18 +418,6 @@ def _lock(path: Path) -> int:
 
 def _marker_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.known")
-
-
-def migrations() -> list[str]:
-    """Return the schema's migrations in order: number N leads to version N."""
-    folder = resources.files("tenancy.storage").joinpath("migrations", "sqlite")
-    files = sorted(
-        (item for item in folder.iterdir() if item.name.endswith(".sql")),
-        key=lambda item: item.name,
-    )
-    for number, file in enumerate(files, 1):
-        assert file.name.startswith(f"{number:04d}_"), f"{file.name} is out of order"
-    return [file.read_text() for file in files]
 
 
 def check_sqlite(version: str) -> None:

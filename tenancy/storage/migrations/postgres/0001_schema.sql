@@ -3,12 +3,13 @@
 -- since 1970 (`_ms`), money is whole pico-dollars (`_pico`) or, where sums could outgrow 64 bits,
 -- whole micro-dollars (`_micros`) with the pico-dollars below one in a second column (`_rest`).
 
--- The number of the latest migration that was applied.
-create table trunkline_schema (
+-- The number of the latest migration that was applied. A database from before the first release has
+-- `trunkline_schema` in its place.
+create table trunkline_version (
   version bigint not null
 );
 
-insert into trunkline_schema (version) values (0);
+insert into trunkline_version (version) values (0);
 
 -- Servers that write, and the number of the last transaction that each committed.
 create table writers (

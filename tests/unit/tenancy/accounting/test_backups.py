@@ -20,7 +20,8 @@ from tenancy.ledger.holds import Progress
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.storage import sqlite
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import SqliteStore, migrations
+from tenancy.storage.schema import migrations
+from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import DAY_MS
 from tests.actors import TESTER
 from tests.crash.ledger_child import entry
@@ -230,7 +231,7 @@ def test_refuses_invalid_backups(path: Path, wall: Wall) -> None:
     songs.close()
     for name, sql in (
         ("wrong", "update usage_hours set requests = 9"),
-        ("newer", f"pragma user_version={len(migrations()) + 1}"),
+        ("newer", f"pragma user_version={len(migrations('sqlite')) + 1}"),
     ):
         backup(path, folder / name)
         copy = apsw.Connection(str(folder / name))

@@ -29,8 +29,9 @@ from tenancy.pricing.budgets import Budget, budget_states, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage import postgres as postgres_store
-from tenancy.storage.postgres import WRITE_LOCK, PostgresStore, migrations
+from tenancy.storage.postgres import WRITE_LOCK, PostgresStore
 from tenancy.storage.postgres_connection import PostgresConnection
+from tenancy.storage.schema import migrations
 from tenancy.storage.sqlite import SqliteStore
 from tests.crash.ledger_child import entry, furnish, hold
 from tests.crash.wire_cut import Where, Wire
@@ -87,7 +88,7 @@ def test_both_databases_have_the_same_tables(postgres: PostgresStore, tmp_path: 
         "select table_name, column_name, is_nullable = 'NO' from information_schema.columns"
         " where table_schema = 'public'"
     )
-    own = {"trunkline_schema", "writers"}
+    own = {"trunkline_version", "writers"}
 
     assert {row for row in rows if row[0] not in own} == mine
 
@@ -120,12 +121,13 @@ def test_migrates_database_of_an_older_version(
     first = PostgresStore(address)
     create_tenant(first, Wall(), "ada")
     first.close()
-    later = [*migrations(), "alter table tenants add column motto text not null default 'none'"]
-    monkeypatch.setattr(postgres_store, "migrations", lambda: later)
+    motto = "alter table tenants add column motto text not null default 'none'"
+    later = [*migrations("postgres"), motto]
+    monkeypatch.setattr(postgres_store, "migrations", lambda _: later)
     PostgresStore(address).close()
     second = PostgresStore(address)
     found = second.query("select name, motto from tenants")
-    version = second.query("select version from trunkline_schema")
+    version = second.query("select version from trunkline_version")
     second.close()
 
     assert (found, version) == ([("ada", "none")], [(len(later),)])
@@ -136,10 +138,10 @@ def test_a_migration_may_take_longer_than_other_changes(
 ) -> None:
     """It may build an index over the entries of years: cut short, it would never end."""
     monkeypatch.setattr(postgres_store, "STATEMENT_S", 0.01)
-    later = [*migrations(), "select pg_sleep(0.1)"]
-    monkeypatch.setattr(postgres_store, "migrations", lambda: later)
+    later = [*migrations("postgres"), "select pg_sleep(0.1)"]
+    monkeypatch.setattr(postgres_store, "migrations", lambda _: later)
     with closing(PostgresStore(postgres_server.address(postgres_server.database()))) as store:
-        version = store.query("select version from trunkline_schema")
+        version = store.query("select version from trunkline_version")
 
     assert version == [(len(later),)]
 
@@ -161,22 +163,36 @@ def test_concurrent_starts_make_one_schema(postgres_server: Server) -> None:
     assert len(stores) == 4
 
 
-def test_refuses_database_of_another_program(postgres_server: Server) -> None:
-    """A mistyped name must not create tables in it."""
+@pytest.mark.parametrize(
+    ("made", "code"),
+    [
+        ("create table songs (name text)", "not_ours"),
+        ("create table trunkline_schema as select 18 as version", "unreleased_schema"),
+    ],
+    ids=["of another program", "from before the first release"],
+)
+def test_refuses_tables_of_others(postgres_server: Server, made: str, code: str) -> None:
+    """A mistyped name must not create tables in it, and the schemas before the first release had
+    other numbers; no check of a database calls it empty."""
     address = postgres_server.address(postgres_server.database(is_empty=True))
     with closing(PostgresConnection(address, {}, 20.0)) as connection:
-        connection.execute("create table songs (name text)")
+        connection.execute(made)
 
     with pytest.raises(StoreError) as caught:
         PostgresStore(address)
-    assert caught.value.code == "not_ours"
+    with (
+        closing(PostgresStore(address, is_ready=True)) as store,
+        pytest.raises(StoreError) as checked,
+    ):
+        store.is_empty()
+    assert caught.value.code == checked.value.code == code
 
 
 def test_refuses_database_of_a_newer_version(
     postgres: PostgresStore, connection: PostgresConnection
 ) -> None:
     """Writing to an unknown schema would damage it."""
-    connection.execute("update trunkline_schema set version = 999")
+    connection.execute("update trunkline_version set version = 999")
 
     with pytest.raises(StoreError) as caught:
         postgres.reopen()

@@ -16,7 +16,14 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import StoreBusy, StoreError
 from tenancy.storage import sqlite
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import APPLICATION_ID, SQLITE_MIN, SqliteStore, check_sqlite, migrations
+from tenancy.storage.schema import migrations
+from tenancy.storage.sqlite import (
+    APPLICATION_ID,
+    SQLITE_MIN,
+    UNRELEASED_ID,
+    SqliteStore,
+    check_sqlite,
+)
 from tests.crash.power_cut import Disk, disk_of
 from tests.unit.tenancy.conftest import Wall
 
@@ -75,8 +82,9 @@ def test_migrates_database_of_an_older_version(
     first = SqliteStore(tmp_path / "test.db")
     create_tenant(first, Wall(), "ada")
     first.close()
-    later = [*migrations(), "alter table tenants add column motto text not null default 'none'"]
-    monkeypatch.setattr(sqlite, "migrations", lambda: later)
+    motto = "alter table tenants add column motto text not null default 'none'"
+    later = [*migrations("sqlite"), motto]
+    monkeypatch.setattr(sqlite, "migrations", lambda _: later)
     SqliteStore(tmp_path / "test.db").close()
     store = SqliteStore(tmp_path / "test.db")
 
@@ -96,17 +104,32 @@ def test_refuses_database_of_a_newer_version(tmp_path: Path) -> None:
     assert refusal(tmp_path / "test.db") == "newer_schema"
 
 
-def test_refuses_database_of_another_program(tmp_path: Path) -> None:
-    """A mistyped path must not create tables in it."""
+@pytest.mark.parametrize("version", [1, 18])
+def test_refuses_database_from_before_the_first_release(tmp_path: Path, version: int) -> None:
+    """Its numbers name other schemas; one of them may be this version's."""
+    path = tmp_path / "test.db"
+    with closing(SqliteStore(path)) as store, store.change() as db:
+        db.execute(f"pragma application_id={UNRELEASED_ID}")
+        db.execute(f"pragma user_version={version}")
+
+    with pytest.raises(StoreError, match=f"schema {version} .* move it away") as caught:
+        SqliteStore(path)
+    assert caught.value.code == "unreleased_schema"
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_refuses_database_of_another_program(tmp_path: Path, version: int) -> None:
+    """A mistyped path must not create tables in it; its own version may be a number of ours."""
     path = tmp_path / "other.db"
     db = apsw.Connection(str(path))
-    db.execute("create table songs (name)").fetchall()
+    db.execute(f"create table songs (name); pragma user_version={version}").fetchall()
 
     code = refusal(path)
     tables = db.execute("select name from sqlite_schema").fetchall()
+    ids = db.execute("pragma application_id").fetchall()
     db.close()
     assert code == "not_ours"
-    assert tables == [("songs",)]
+    assert (tables, ids) == ([("songs",)], [(0,)])
 
 
 @pytest.mark.parametrize("kind", ["text", "folder", "missing_parent_is_a_file"])
