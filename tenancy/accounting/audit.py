@@ -13,12 +13,7 @@ from itertools import islice
 from tenancy.accounting.closing import totals_of
 from tenancy.ledger.adjustments import ADJUSTMENT_FIELDS, Adjustment, credit_of
 from tenancy.ledger.aggregates import ENTRY_SUMS, EPOCH_TOTALS
-from tenancy.ledger.entries import (
-    ENTRY_FIELDS,
-    ChargingRules,
-    entry_of,
-    next_chain,
-)
+from tenancy.ledger.entries import ENTRY_FIELDS, entry_of, next_chain
 from tenancy.pricing.budgets import list_budgets, sum_window, window_of
 from tenancy.pricing.charges import PICO_PER_MICRO, compute_charge, compute_savings
 from tenancy.pricing.rate_cards import SELECT_CARDS, RateCards, read_card
@@ -66,7 +61,6 @@ def findings_in(db: Transaction, progress: Progress = ignore_progress) -> list[s
 def _entries(db: Transaction, progress: Progress) -> Iterator[str]:
     """Check chains, charges, token sums by class and breach credits."""
     cards = RateCards([read_card(row) for row in db.rows(SELECT_CARDS)])
-    rules = ChargingRules(db.rows)
     last = db.rows("select max(entry_id) from ledger")[0][0]
     before, after = b"", 0
     while page := db.rows(
@@ -78,7 +72,7 @@ def _entries(db: Transaction, progress: Progress) -> Iterator[str]:
             if next_chain(before, row) != chain:
                 yield f"entry {entry_id} does not match its chain"
             before = chain
-            entry = rules.as_charged(entry_id, entry_of(row))
+            entry = entry_of(row)
             card = cards.card(entry.rate_card_id)
             if (compute_charge(card, entry), compute_savings(card, entry)) != (
                 entry.charge_pico,

@@ -14,7 +14,6 @@ from decimal import Decimal
 from msgspec import Struct
 
 from tenancy.accounting.exports import Rows, pages
-from tenancy.ledger.entries import ChargingRules
 from tenancy.pricing.budgets import window_of
 from tenancy.pricing.charges import (
     SECONDS_PER_HOUR,
@@ -91,11 +90,10 @@ def _sum_entries(
     store: Store, cards: RateCards, tenant: str | None, since_ms: int, until_ms: int | None
 ) -> dict[_Group, _Sum]:
     sums: dict[_Group, _Sum] = {}
-    rules = ChargingRules(store.query)
-    for entry_id, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
+    for _, booked_ms, name, entry in pages(store, tenant, since_ms, until_ms):
         card = cards.card(entry.rate_card_id)
         hour_ms = booked_ms // HOUR_MS * HOUR_MS
-        charged = itemize(card, rules.as_charged(entry_id, entry))
+        charged = itemize(card, entry)
         tokens = {
             "input": entry.fresh_tokens,
             "cache_read": entry.cache_read_tokens,

@@ -59,7 +59,6 @@ TABLES: dict[str, tuple[str, ...]] = {
     "epoch_sums": ("epoch",),
     "recent_sums": ("tenant_id", "hour_ms", "key_id", "model", "epoch"),
     "ledger_epochs": ("number",),
-    "charging_rules": ("rule",),
     "engine_pool": ("one",),
     "history_samples": ("tenant_id", "span_ms", "at_ms", "gateway"),
     "request_records": ("request_id",),

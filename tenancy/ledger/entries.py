@@ -17,7 +17,7 @@ import msgspec
 from msgspec import structs
 
 from tenancy.ledger.aggregates import HourlySums
-from tenancy.storage.interface import RowReader, Transaction, Value, placeholders
+from tenancy.storage.interface import Transaction, Value, placeholders
 from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
 
 NO_CHAIN = b""
@@ -40,32 +40,9 @@ They are the fields of `UsageEntry` in their order but for the last ones, and th
 """
 LEVEL_FIELDS = ("host_cached_tokens", "disk_cached_tokens", "remote_cached_tokens")
 """Columns beside the chain, the last fields of `UsageEntry`: where cached tokens came from is no
-money, and came later than the chain."""
+money."""
 ROW_FIELDS = (*ENTRY_FIELDS, *LEVEL_FIELDS)
 """All columns of an entry but `entry_id` and `chain`."""
-
-
-FREE_ENDING = "failed"
-"""An ending that every rule of charging leaves free."""
-_FIRST_RULE_CHARGED = ("done", "cancelled", "interrupted")
-
-
-class ChargingRules:
-    """The rules by which stored entries were charged: the present one, and the first one before it.
-
-    By the first rule every failure was free. Migration 2 notes the last entry that it priced.
-    """
-
-    def __init__(self, db: RowReader) -> None:
-        """Read where the first rule ended. One query."""
-        rows = db("select last_entry_id from charging_rules where rule = 1", ())
-        self._last_entry_id = int(rows[0][0]) if rows else 0
-
-    def as_charged(self, entry_id: int, entry: UsageEntry) -> UsageEntry:
-        """Return the entry, with `FREE_ENDING` if the first rule left its ending free."""
-        if entry_id <= self._last_entry_id and entry.ending not in _FIRST_RULE_CHARGED:
-            return structs.replace(entry, ending=FREE_ENDING)
-        return entry
 
 
 class EntryAppender:

@@ -27,7 +27,6 @@ from tenancy.history.request_records import (
     list_requests,
     received_ms,
 )
-from tenancy.ledger.entries import ChargingRules
 from tenancy.pricing.charges import format_dollars, itemize
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.storage.interface import Store
@@ -111,7 +110,7 @@ def _show(store: Store, request_id: str) -> dict[str, Any]:
         "read_by_class": {} if entry is None else entry.read,
         "written_by_class": {} if entry is None else entry.write,
         "workspace": None if entry is None else entry.workspace,
-        "price": None if entry is None else _price(store, found.entry_id, entry),
+        "price": None if entry is None else _price(store, entry),
         "entry": None if entry is None else {"entry_id": found.entry_id, **asdict(entry)},
     }
 
@@ -228,10 +227,10 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1_000 * seconds, 1)
 
 
-def _price(store: Store, entry_id: int, entry: UsageEntry) -> dict[str, Any]:
+def _price(store: Store, entry: UsageEntry) -> dict[str, Any]:
     """Return the charge of an entry by line, and its price without caching."""
     card = RateCards(load_cards(store)).card(entry.rate_card_id)
-    charge = itemize(card, ChargingRules(store.query).as_charged(entry_id, entry))
+    charge = itemize(card, entry)
     return {
         "rate_card_id": entry.rate_card_id,
         "lines": [

@@ -453,13 +453,6 @@ create table ledger_epochs (
 insert into ledger_epochs (number, begun_ms, reason, entry_id, chain)
   values (1, 0, 'begun', 0, '');
 
--- Rules of charging that are over, with the last entry that each one priced. Rule 1: every failure
--- was free, whatever caused it. A ledger that began later has no row.
-create table charging_rules (
-  rule bigint primary key check (rule >= 1),
-  last_entry_id bigint not null
-);
-
 -- SUMS OF THE LEDGER
 
 -- Sums of the latest entries. An entry is added to this table alone, in its own transaction; each

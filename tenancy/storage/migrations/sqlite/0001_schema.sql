@@ -538,13 +538,6 @@ create trigger adjustments_closed before insert on adjustments
 when new.booked_ms < (select 86400000 * (max(day) + 1) from closes)
 begin select raise(abort, 'this day is closed'); end;
 
--- Rules of charging that are over, with the last entry that each one priced. Rule 1: every failure
--- was free, whatever caused it. A ledger that began later has no row.
-create table charging_rules (
-  rule integer primary key check (rule >= 1),
-  last_entry_id integer not null
-) strict;
-
 -- SUMS OF THE LEDGER
 
 -- Sums of the latest entries. An entry is added to this table alone, in its own transaction; each

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from contextlib import closing
-from decimal import Decimal
-from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.closing import close_days
-from tenancy.accounting.exports import cloud_events, entry_rows
-from tenancy.accounting.focus_export import cost_rows
 from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.pricing import charges
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
-from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import DAY_MS, UsageEntry
 from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
@@ -152,36 +144,3 @@ def test_findings_are_bounded(books: Store) -> None:
             )
 
     assert len(check_books(books)) == 100
-
-
-def test_failures_of_the_first_rule_stay_free(
-    tmp_path: Path, wall: Wall, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An upgrade changes who pays for failures, and no entry that was there before."""
-    late = "json_schema_too_complex"
-    with monkeypatch.context() as before, closing(SqliteStore(tmp_path / "t.db")) as store:
-        before.setitem(charges.PAYERS, late, "operator")
-        create_tenant(store, wall, "ada")
-        add_card(store, wall, RateCard("std", input=1_000_000))
-        ledger = Ledger(store, wall)
-        ledger.settle(structs.replace(entry("old", wall()), ending=late)).result(60)
-        ledger.close()
-        with store.change() as db:
-            db.execute("insert into charging_rules values (1, 1)")
-    with closing(SqliteStore(tmp_path / "t.db")) as store:
-        ledger = Ledger(store, wall)
-        ledger.settle(structs.replace(entry("new", wall()), ending=late)).result(60)
-        ledger.close()
-        rows = [row["charge_pico"] for row in entry_rows(store, None, 0, None)]
-        events = [json.loads(one)["data"] for one in cloud_events(store, None, 0, None, "s")]
-        costs = cost_rows(store, None, 0, None, "a")
-        billed = sum((Decimal(str(row["BilledCost"])) for row in costs), Decimal())
-
-        assert check_books(store) == []
-        assert [int(str(pico)) > 0 for pico in rows] == [False, True]
-        assert {one["charged"] for one in events[: len(events) // 2]} == {False}
-        assert {one["charged"] for one in events[len(events) // 2 :]} == {True}
-        assert billed.scaleb(12) == int(str(rows[1]))
-        with store.change() as db:
-            db.execute("delete from charging_rules")
-        assert len(check_books(store)) == 1

@@ -105,7 +105,6 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
         ledger.close()
         delete_tenant(store, wall, "gone")
         with store.change() as db:
-            db.execute("insert into charging_rules values (1, 2)")
             db.execute("insert into request_users values ('1-0', 1, 'alice')")
             db.execute(
                 "insert into webhook_deliveries (event_id, endpoint, event_type, tenant_id, body,"
