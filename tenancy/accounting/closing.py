@@ -85,10 +85,10 @@ def close_days(
             first = _first_day(db) if closed is None else closed + 1
             if first is None:
                 return []
-            if last - first >= DAYS_PER_CLOSE_MAX:
-                raise CloseRefused(
-                    "too_many_days", f"Too many days: limit {DAYS_PER_CLOSE_MAX} per close."
-                )
+            count = last - first + 1
+            if count > DAYS_PER_CLOSE_MAX:
+                message = f"Too many days in one close: {count}; limit {DAYS_PER_CLOSE_MAX}."
+                raise CloseRefused("too_many_days", message)
             period = (first * DAY_MS, (last + 1) * DAY_MS)
             if not despite_counts:
                 _check_counts(db, *period)

@@ -108,7 +108,8 @@ def set_scope(store: Store, clock: WallClock, terms: ScopeTerms, by: Actor) -> S
         current = {scope.name: scope for scope in _scopes_in(db)}
         old = current.get(terms.name)
         if old is None and len(current) >= SCOPES_MAX:
-            raise BadName("too_many_scopes", f"too many shared scopes: limit {SCOPES_MAX}")
+            message = f"too many shared scopes: {len(current) + 1}; limit {SCOPES_MAX}"
+            raise BadName("too_many_scopes", message)
         _check_not_declared(old)
         _write_scope(db, clock, terms, old, is_declared=False)
         _record(db, by, "shared_scope.set", old, terms.name)

@@ -85,9 +85,8 @@ def add_card(store: Store, clock: WallClock, card: RateCard, by: Actor | None = 
     with store.change() as db:
         existing = [read_card(row) for row in db.rows(SELECT_CARDS)]
         if len(existing) >= CARDS_MAX:
-            raise BadPrice(
-                "too_many_rate_cards", f"Too many rate card versions: limit {CARDS_MAX}."
-            )
+            message = f"Too many rate card versions: {len(existing) + 1}; limit {CARDS_MAX}."
+            raise BadPrice("too_many_rate_cards", message)
         own = [one for one in existing if one.name == card.name]
         if own and (own[0].model, own[0].tier, own[0].currency) != (
             card.model,

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, closing
 import pytest
 from msgspec.structs import replace
 
+from tenancy.accounting import closing as daily_close
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.closing import close_days, list_closes
 from tenancy.accounts.tenants import create_tenant
@@ -231,6 +232,20 @@ def test_empty_ledger_closes_nothing(store: Store, wall: Wall) -> None:
     wall.ms += 500 * DAY_MS
 
     assert close_days(store, wall, by=TESTER) == []
+
+
+def test_close_of_too_many_days_names_their_number(
+    store: Store, ledger: Ledger, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One transaction would be too long; earlier days can be closed first."""
+    monkeypatch.setattr(daily_close, "DAYS_PER_CLOSE_MAX", 2)
+    done(ledger.settle(entry("a", wall())))
+    wall.ms += 3 * DAY_MS
+    with pytest.raises(CloseRefused, match=r": 3; limit 2\.") as caught:
+        close_days(store, wall, by=TESTER)
+
+    assert caught.value.code == "too_many_days"
+    assert len(close_days(store, wall, "1970-01-02", by=TESTER)) == 2
 
 
 def test_each_close_is_chained_to_the_one_before(store: Store, ledger: Ledger, wall: Wall) -> None:

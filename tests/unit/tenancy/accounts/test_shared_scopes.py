@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tenancy.accounts import shared_scopes
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.deletion import delete_tenant
@@ -173,6 +174,20 @@ def test_refuses_invalid_scopes_unchanged(town: Town, terms: ScopeTerms, code: s
         town.set(terms)
     assert caught.value.code == code
     assert list_scopes(town.store) == []
+
+
+def test_scope_beyond_the_most_names_their_number(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full database still takes changes of its scopes."""
+    monkeypatch.setattr(shared_scopes, "SCOPES_MAX", 1)
+    town.set()
+    with pytest.raises(BadName, match=": 2; limit 1") as caught:
+        town.set(ScopeTerms(name="theirs", owner="eve"))
+    town.set(ScopeTerms(name="ours", owner="eve"))
+
+    assert caught.value.code == "too_many_scopes"
+    assert [(scope.name, scope.owner) for scope in list_scopes(town.store)] == [("ours", "eve")]
 
 
 def test_refuses_to_remove_an_unknown_scope(town: Town) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from tenancy.errors import BadPrice, ConstraintBroken
+from tenancy.pricing import rate_cards
 from tenancy.pricing.charges import FREE_CARD, RateCard
 from tenancy.pricing.rate_cards import RateCards, add_card, load_cards
 from tenancy.storage.interface import Store
@@ -69,6 +70,19 @@ def test_most_specific_card_wins(store: Store, wall: Wall) -> None:
 
     assert (winner("m", "gold"), winner("m", "x")) == ("m-gold", "m")
     assert (winner("y", "gold"), winner("y", "x")) == ("gold", "all")
+
+
+def test_card_beyond_the_most_names_their_number(
+    store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All versions are read into memory."""
+    monkeypatch.setattr(rate_cards, "CARDS_MAX", 1)
+    add_card(store, wall, CARD)
+    with pytest.raises(BadPrice, match=r": 2; limit 1\.") as caught:
+        add_card(store, wall, CARD)
+
+    assert caught.value.code == "too_many_rate_cards"
+    assert len(load_cards(store)) == 1
 
 
 def test_refuses_overlapping_cards(store: Store, wall: Wall) -> None:
