@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
+import msgspec
 from msgspec import Struct
 
 WallClock = Callable[[], int]
@@ -138,29 +139,12 @@ class TenantSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def policy(self) -> CachePolicy:
         """The fields of `CachePolicy`."""
-        return CachePolicy(
-            floor_blocks=self.floor_blocks,
-            ceiling_blocks=self.ceiling_blocks,
-            weight=self.weight,
-            priority=self.priority,
-            classes=self.classes,
-            promised_blocks_max=self.promised_blocks_max,
-            default_class=self.default_class,
-            fidelity=self.fidelity,
-            at_rest=self.at_rest,
-            attention=self.attention,
-        )
+        return msgspec.convert(self, CachePolicy, from_attributes=True)
 
     @property
     def limits(self) -> Limits:
         """The fields of `Limits`."""
-        return Limits(
-            requests_per_minute=self.requests_per_minute,
-            tokens_per_minute=self.tokens_per_minute,
-            input_tokens_per_minute=self.input_tokens_per_minute,
-            output_tokens_per_minute=self.output_tokens_per_minute,
-            requests_at_once=self.requests_at_once,
-        )
+        return msgspec.convert(self, Limits, from_attributes=True)
 
 
 class SharedScope(Struct, frozen=True, forbid_unknown_fields=True):

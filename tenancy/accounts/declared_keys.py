@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from tenancy.accounts.keys import (
@@ -55,7 +56,7 @@ class DeclaredKey(Limits, frozen=True, forbid_unknown_fields=True, kw_only=True)
     @property
     def limits(self) -> Limits:
         """The fields of `Limits`."""
-        return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})
+        return msgspec.convert(self, Limits, from_attributes=True)
 
 
 class KeyChange(Struct, frozen=True):

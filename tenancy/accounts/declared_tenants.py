@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from tenancy.accounts.declared_keys import (
@@ -58,9 +59,7 @@ class DeclaredTenant(TenantSettings, frozen=True, forbid_unknown_fields=True, kw
     @property
     def settings(self) -> TenantSettings:
         """The settings without the name and the keys."""
-        return TenantSettings(
-            **{name: getattr(self, name) for name in TenantSettings.__struct_fields__}
-        )
+        return msgspec.convert(self, TenantSettings, from_attributes=True)
 
 
 class TenantChange(Struct, frozen=True):

@@ -68,11 +68,10 @@ class TenantRecord(Struct, frozen=True):
 
 # --- queries -------------------------------------------------------------------------------------
 
+_POLICY = CachePolicy.__struct_fields__
 _TENANTS = (
-    "select tenant_id, name, status, created_ms, tier, is_declared, floor_blocks, ceiling_blocks,"
-    " weight, priority, classes, promised_blocks_max, default_class, fidelity, at_rest,"
-    " attention, limits"
-    " from tenants"
+    "select tenant_id, name, status, created_ms, tier, is_declared, limits,"
+    f" {', '.join(_POLICY)} from tenants"
 )
 
 
@@ -277,60 +276,32 @@ def check_new_name(name: str) -> None:
 def write_settings(db: Transaction, tenant_id: int, settings: TenantSettings) -> None:
     """Write a tenant's settings within the caller's transaction. Raises BadName."""
     check_settings(settings)
-    db.execute(
-        "update tenants set tier = ?, floor_blocks = ?, ceiling_blocks = ?, weight = ?,"
-        " priority = ?, classes = ?, promised_blocks_max = ?, default_class = ?, fidelity = ?,"
-        " at_rest = ?, attention = ?, limits = ? where tenant_id = ?",
-        (
-            settings.tier,
-            settings.floor_blocks,
-            settings.ceiling_blocks,
-            settings.weight,
-            settings.priority,
-            None if settings.classes is None else " ".join(settings.classes),
-            settings.promised_blocks_max,
-            settings.default_class,
-            settings.fidelity,
-            settings.at_rest,
-            settings.attention,
-            encode_limits(settings.limits),
-            tenant_id,
-        ),
-    )
+    row = {
+        **structs.asdict(settings.policy),
+        "classes": None if settings.classes is None else " ".join(settings.classes),
+        "tier": settings.tier,
+        "limits": encode_limits(settings.limits),
+    }
+    columns = ", ".join(f"{name} = ?" for name in row)
+    db.execute(f"update tenants set {columns} where tenant_id = ?", (*row.values(), tenant_id))
 
 
 def check_settings(settings: TenantSettings) -> None:
     """Raise BadName if a setting is out of range."""
     check_name(settings.tier, "tier")
     check_limits(settings.limits)
+    for name, least, most in _RANGES:
+        value = getattr(settings, name)
+        if value is not None and not least <= value <= most:
+            raise BadName("bad_policy", f"{name} out of range: {value}; expected {least} to {most}")
     floor, ceiling = settings.floor_blocks, settings.ceiling_blocks
-    promised = settings.promised_blocks_max
-    if not 0 <= floor <= BLOCKS_MAX:
-        raise BadName(
-            "bad_policy", f"floor_blocks out of range: {floor}; expected 0 to {BLOCKS_MAX}"
-        )
-    if ceiling is not None and not 1 <= ceiling <= BLOCKS_MAX:
-        raise BadName(
-            "bad_policy", f"ceiling_blocks out of range: {ceiling}; expected 1 to {BLOCKS_MAX}"
-        )
     if ceiling is not None and ceiling < floor:
         raise BadName(
             "bad_policy", f"ceiling_blocks is below the floor: {ceiling}; expected at least {floor}"
         )
-    if promised is not None and not 0 <= promised <= BLOCKS_MAX:
-        raise BadName(
-            "bad_policy",
-            f"promised_blocks_max out of range: {promised}; expected 0 to {BLOCKS_MAX}",
-        )
     if not 0 < settings.weight <= WEIGHT_MAX:
         raise BadName(
             "bad_policy", f"weight out of range: {settings.weight}; expected above 0, at most 1e6"
-        )
-    if abs(settings.priority) > PRIORITY_MAX:
-        raise BadName(
-            "bad_policy",
-            f"priority out of range: {settings.priority}; expected -{PRIORITY_MAX} to"
-            f" {PRIORITY_MAX}",
         )
     if len(settings.classes or ()) > CLASSES_MAX:
         raise BadName(
@@ -351,6 +322,12 @@ def check_settings(settings: TenantSettings) -> None:
             )
 
 
+_RANGES = (
+    ("floor_blocks", 0, BLOCKS_MAX),
+    ("ceiling_blocks", 1, BLOCKS_MAX),
+    ("promised_blocks_max", 0, BLOCKS_MAX),
+    ("priority", -PRIORITY_MAX, PRIORITY_MAX),
+)
 _WINDOW = re.compile(r"window=([0-9]{1,7});sinks=([0-9]{1,5})")
 
 
@@ -387,11 +364,11 @@ def _find_tenant(read: RowReader, name: str) -> TenantRecord:
 
 
 def _record_of(row: Row) -> TenantRecord:
-    classes = None if row[10] is None else tuple(row[10].split())
+    policy = dict(zip(_POLICY, row[7:], strict=True))
+    if policy["classes"] is not None:
+        policy["classes"] = tuple(policy["classes"].split())
     return TenantRecord(
-        Tenant(*(*row[:5], bool(row[5]))),
-        CachePolicy(*(*row[6:10], classes, *row[11:16])),
-        decode_limits(row[16]),
+        Tenant(*(*row[:5], bool(row[5]))), CachePolicy(**policy), decode_limits(row[6])
     )
 
 
