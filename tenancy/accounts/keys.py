@@ -23,7 +23,7 @@ from tenancy.errors import BadName
 from tenancy.limits import check_limits
 from tenancy.pseudonyms import check_not_deleted
 from tenancy.storage.audit_log import Actor, record
-from tenancy.storage.interface import ALL_ROWS, Row, Store, Transaction, Value
+from tenancy.storage.interface import ALL_ROWS, Row, Store, Transaction, Value, placeholders
 from tenancy.types import TOLERANCE_MODES, Limits, ToleranceMode, WallClock
 
 PREFIX = "tl-"
@@ -109,6 +109,7 @@ def create_key(
     check_name(workspace, "workspace")
     text = encode_scopes(scopes)
     check_limits(limits)
+    _check_tolerance(tolerance)
     expires_ms = _expiry(clock, label, lives_ms)
     key = _new_key()
     with store.change() as db:
@@ -116,8 +117,18 @@ def create_key(
         if not names:
             raise BadName("tenant_unknown", f"unknown tenant id: {tenant_id}")
         check_not_deleted(names[0][0])
-        key_id = _insert(db, key, tenant_id, (workspace, label, clock(), expires_ms, text, limits))
-        _set_tolerance(db, key_id, tolerance)
+        key_id = _insert(
+            db,
+            key,
+            tenant_id=tenant_id,
+            workspace=workspace,
+            label=label,
+            created_ms=clock(),
+            expires_ms=expires_ms,
+            scopes=text,
+            limits=encode_limits(limits),
+            tolerance=tolerance,
+        )
         _record(db, by, "key.create", key_id)
     return key
 
@@ -137,8 +148,16 @@ def create_admin_key(
     text = encode_admin_scopes(scopes)
     key = _new_key()
     with store.change() as db:
-        key_id = _insert(db, key, None, ("", label, clock(), expires_ms, ADMIN, _FREE))
-        db.execute("update keys set admin_scopes = ? where key_id = ?", (text, key_id))
+        key_id = _insert(
+            db,
+            key,
+            workspace="",
+            label=label,
+            created_ms=clock(),
+            expires_ms=expires_ms,
+            scopes=ADMIN,
+            admin_scopes=text,
+        )
         _record(db, by, "key.create", key_id)
     return key
 
@@ -163,17 +182,18 @@ def rotate_key(
         life_ms = None if old.expires_ms is None else old.expires_ms - old.created_ms
         expires_ms = None if life_ms is None else now_ms + life_ms
         ends_ms = min(old.expires_ms or now_ms + grace_ms, now_ms + grace_ms)
-        whose = "select tenant_id, coalesce(line_id, key_id) from keys where key_id = ?"
-        tenant_id, line_id = db.rows(whose, (old.key_id,))[0]
-        text = ADMIN if tenant_id is None else " ".join(sorted(old.scopes))
-        facts = (old.workspace, old.label, now_ms, expires_ms, text, old.limits)
-        new_id = _insert(db, key, tenant_id, facts, line_id)
-        _set_tolerance(db, new_id, old.tolerance)
-        if tenant_id is None:
-            copied = "(select admin_scopes from keys where key_id = ?)"
-            db.execute(
-                f"update keys set admin_scopes = {copied} where key_id = ?", (old.key_id, new_id)
-            )
+        line_id, *kept = db.rows(
+            f"select coalesce(line_id, key_id), {', '.join(_KEPT)} from keys where key_id = ?",
+            (old.key_id,),
+        )[0]
+        new_id = _insert(
+            db,
+            key,
+            line_id=line_id,
+            created_ms=now_ms,
+            expires_ms=expires_ms,
+            **dict(zip(_KEPT, kept, strict=True)),
+        )
         db.execute(
             "update keys set expires_ms = ?, revoked_ms = ?, replaced_by = ?, is_declared = 0"
             " where key_id = ?",
@@ -222,7 +242,8 @@ def change_key(
             ),
         )
         if tolerance is not UNSET:
-            _set_tolerance(db, old.key_id, tolerance)
+            _check_tolerance(tolerance)
+            db.execute("update keys set tolerance = ? where key_id = ?", (tolerance, old.key_id))
         _record(db, by, "key.change", old.key_id, old)
         return _read(db, old.key_id)
 
@@ -335,33 +356,25 @@ def _expiry(clock: WallClock, label: str, lives_ms: int | None) -> int | None:
     return None if lives_ms is None else clock() + lives_ms
 
 
-def _insert(
-    db: Transaction,
-    key: str,
-    tenant_id: int | None,
-    facts: tuple[str, str, int, int | None, str, Limits],
-    line_id: int | None = None,
-) -> int:
-    workspace, label, created_ms, expires_ms, scopes, limits = facts
-    shown = key[: len(PREFIX) + SHOWN_CHARS]
-    values = (
-        *(digest_of(key), shown, tenant_id, workspace, label, created_ms, expires_ms),
-        *(scopes, encode_limits(limits), line_id),
-    )
+_KEPT = ("tenant_id", "workspace", "label", "scopes", "admin_scopes", "limits", "tolerance")
+"""Columns that a rotated key's successor has from it."""
+
+
+def _insert(db: Transaction, key: str, **columns: Value) -> int:
+    """Insert a key with these columns. Returns its id."""
+    row = {"digest": digest_of(key), "shown": key[: len(PREFIX) + SHOWN_CHARS], **columns}
     made = db.rows(
-        "insert into keys (digest, shown, tenant_id, workspace, label, created_ms, expires_ms,"
-        " scopes, limits, line_id) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) returning key_id",
-        values,
+        f"insert into keys ({', '.join(row)}) values {placeholders(len(row))} returning key_id",
+        tuple(row.values()),
     )
     return int(made[0][0])
 
 
-def _set_tolerance(db: Transaction, key_id: int, tolerance: ToleranceMode | None) -> None:
-    """Set a key's tolerance. Raises BadName for an unknown mode."""
+def _check_tolerance(tolerance: ToleranceMode | None) -> None:
+    """Raise BadName for an unknown mode."""
     if tolerance not in (None, *TOLERANCE_MODES):
         known = ", ".join(TOLERANCE_MODES)
         raise BadName("bad_setting", f"invalid tolerance: {tolerance!r}; expected one of {known}")
-    db.execute("update keys set tolerance = ? where key_id = ?", (tolerance, key_id))
 
 
 _KEYS = (
