@@ -189,7 +189,7 @@ def count_deliveries(store: Store) -> dict[tuple[str, str], int]:
 
 
 def delete_old_deliveries(store: Store, now_ms: int) -> None:
-    """Delete the rows that ended more than `KEPT_MS` ago. Raises StoreError."""
+    """Delete the rows that were made more than `KEPT_MS` ago. Raises StoreError."""
     if store.query(
         "select 1 from webhook_deliveries where created_ms < ? limit 1", (now_ms - KEPT_MS,)
     ):

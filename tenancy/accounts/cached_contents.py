@@ -8,11 +8,11 @@ module knows no dialect; the content is opaque bytes. `gateway.generation.cached
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tenancy.errors import BadName
 from tenancy.pseudonyms import check_not_deleted
-from tenancy.storage.interface import Store
+from tenancy.storage.interface import Store, placeholders
 
 
 class CachedContentRecord(Struct, frozen=True):
@@ -36,6 +36,13 @@ class CachedContentQuota(Struct, frozen=True):
     bytes_max: int = 256 * 2**20
 
 
+_FIELDS = CachedContentRecord.__struct_fields__
+_COLUMNS = ", ".join(_FIELDS)
+_LIVE = "ended_ms is null and expires_ms > ?"
+_OF_WORKSPACE = f"tenant_id = ? and workspace = ? and {_LIVE}"
+_ONE = f"resource_id = ? and {_OF_WORKSPACE}"
+
+
 def create_cached_content(
     store: Store, resource: CachedContentRecord, content: bytes, quota: CachedContentQuota
 ) -> None:
@@ -51,7 +58,7 @@ def create_cached_content(
             check_not_deleted(name)
         rows = db.rows(
             "select count(*), coalesce(sum(length(content)), 0) from cached_contents"
-            " where tenant_id = ? and ended_ms is null and expires_ms > ?",
+            f" where tenant_id = ? and {_LIVE}",
             (resource.tenant_id, resource.created_ms),
         )
         kept, size = rows[0]
@@ -62,21 +69,9 @@ def create_cached_content(
                 f" {quota.count_max} with {quota.bytes_max} bytes",
             )
         db.execute(
-            "insert into cached_contents (resource_id, tenant_id, workspace, model, display_name,"
-            " tokens, created_ms, updated_ms, expires_ms, content)"
-            " values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                resource.resource_id,
-                resource.tenant_id,
-                resource.workspace,
-                resource.model,
-                resource.display_name,
-                resource.tokens,
-                resource.created_ms,
-                resource.updated_ms,
-                resource.expires_ms,
-                content,
-            ),
+            f"insert into cached_contents ({_COLUMNS}, content)"
+            f" values {placeholders(len(_FIELDS) + 1)}",
+            (*structs.astuple(resource), content),
         )
 
 
@@ -85,10 +80,7 @@ def find_cached_content(
 ) -> tuple[CachedContentRecord, bytes] | None:
     """Return a live cached content of the workspace, with its content, or None."""
     rows = store.query(
-        "select resource_id, tenant_id, workspace, model, display_name, tokens, created_ms,"
-        " updated_ms, expires_ms, content from cached_contents"
-        " where resource_id = ? and tenant_id = ? and workspace = ?"
-        " and ended_ms is null and expires_ms > ?",
+        f"select {_COLUMNS}, content from cached_contents where {_ONE}",
         (resource_id, tenant_id, workspace, now_ms),
     )
     return (CachedContentRecord(*rows[0][:-1]), rows[0][-1]) if rows else None
@@ -100,9 +92,8 @@ def has_cached_content(
     """Return whether the workspace stores exactly this content now. O(its cached contents)."""
     return bool(
         store.query(
-            "select 1 from cached_contents where tenant_id = ? and workspace = ? and content = ?"
-            " and ended_ms is null and expires_ms > ? limit 1",
-            (tenant_id, workspace, content, now_ms),
+            f"select 1 from cached_contents where content = ? and {_OF_WORKSPACE} limit 1",
+            (content, tenant_id, workspace, now_ms),
         )
     )
 
@@ -112,10 +103,9 @@ def list_cached_contents(
 ) -> list[CachedContentRecord]:
     """Return up to `most` live cached contents of the workspace, by id, from behind `after`."""
     rows = store.query(
-        "select resource_id, tenant_id, workspace, model, display_name, tokens, created_ms,"
-        " updated_ms, expires_ms from cached_contents where tenant_id = ? and workspace = ?"
-        " and resource_id > ? and ended_ms is null and expires_ms > ? order by resource_id limit ?",
-        (tenant_id, workspace, after, now_ms, most),
+        f"select {_COLUMNS} from cached_contents where resource_id > ? and {_OF_WORKSPACE}"
+        " order by resource_id limit ?",
+        (after, tenant_id, workspace, now_ms, most),
     )
     return [CachedContentRecord(*row) for row in rows]
 
@@ -126,9 +116,7 @@ def set_expiry(
     """Change the expiry of a live cached content. Returns False if there is none."""
     with store.change() as db:
         updated = db.execute(
-            "update cached_contents set expires_ms = ?, updated_ms = ?"
-            " where resource_id = ? and tenant_id = ? and workspace = ?"
-            " and ended_ms is null and expires_ms > ?",
+            f"update cached_contents set expires_ms = ?, updated_ms = ? where {_ONE}",
             (expires_ms, now_ms, resource_id, tenant_id, workspace, now_ms),
         )
     return updated > 0
@@ -140,9 +128,7 @@ def end_cached_content(
     """End a live cached content now and delete its content. Returns False if there is none."""
     with store.change() as db:
         ended = db.execute(
-            "update cached_contents set ended_ms = ?, content = null"
-            " where resource_id = ? and tenant_id = ? and workspace = ?"
-            " and ended_ms is null and expires_ms > ?",
+            f"update cached_contents set ended_ms = ?, content = null where {_ONE}",
             (now_ms, resource_id, tenant_id, workspace, now_ms),
         )
     return ended > 0

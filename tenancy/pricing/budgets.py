@@ -117,10 +117,10 @@ def set_budget(
             message = f"soft budget above the hard one: {soft}; expected at most {hard}"
             raise BadPrice("bad_budget", f"{message} micro-dollars.")
         for key_id in line:
-            # A removed budget may be set again, so its windows are summed anew.
             one = (budget.tenant_id, key_id, budget.window)
-            _delete_windows(db, *one)
-            db.execute('delete from budgets where (tenant_id, key_id, "window") = (?, ?, ?)', one)
+            # A removed budget may be set again, so its windows are summed anew.
+            db.execute(f"delete from budget_windows {own}", one)
+            db.execute(f"delete from budgets {own}", one)
         if hard is not None or soft is not None:
             db.execute("insert into budgets values (?, ?, ?, ?, ?)", (*who, hard, soft))
         target = f"budget:{budget.tenant_id}/{budget.key_id}/{budget.window}"
@@ -314,13 +314,6 @@ def _read_windows(db: Transaction, keys: Sequence[_WindowKey]) -> dict[_WindowKe
             pico = (a * PICO_PER_MICRO + b, c * PICO_PER_MICRO + d)
             found[key[0], key[1], key[2], key[3]] = pico
     return found
-
-
-def _delete_windows(db: Transaction, tenant_id: int, key_id: int, window: str) -> None:
-    db.execute(
-        'delete from budget_windows where (tenant_id, key_id, "window") = (?, ?, ?)',
-        (tenant_id, key_id, window),
-    )
 
 
 def _line_key_ids(db: Transaction, budget: Budget) -> list[int]:

@@ -38,10 +38,10 @@ class RateCards:
 
     def __init__(self, cards: list[RateCard]) -> None:
         self._by_id = {card.rate_card_id: card for card in cards}
-        self._by_scope: dict[tuple[str, str], list[tuple[str, list[RateCard]]]] = {}
+        self._by_scope: dict[tuple[str, str], list[list[RateCard]]] = {}
         for versions in _versions_by_name(cards).values():
             scope = (versions[0].model, versions[0].tier)
-            self._by_scope.setdefault(scope, []).append((versions[0].name, versions))
+            self._by_scope.setdefault(scope, []).append(versions)
 
     def in_force(self, model: str, tier: str, at_ms: int) -> RateCard:
         """Return the card for a request that begins at `at_ms`. O(versions).
@@ -52,7 +52,7 @@ class RateCards:
         if not self._by_scope:
             return FREE_CARD
         for scope in ((model, tier), (model, ANY), (ANY, tier), (ANY, ANY)):
-            for _, versions in self._by_scope.get(scope, ()):
+            for versions in self._by_scope.get(scope, ()):
                 card = _version_at(versions, at_ms)
                 if card is not None:
                     return card

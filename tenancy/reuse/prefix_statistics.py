@@ -236,4 +236,5 @@ class PrefixStatistics:
 @lru_cache(maxsize=512)
 def fold_indexes(path: str) -> str:
     """Return the path with indexes above 1 folded, so all later messages are one place."""
-    return _INDEX.sub(lambda match: f"[{match[1]}]" if int(match[1]) < 2 else "[2+]", path)[:120]
+    folded = _INDEX.sub(lambda match: match[0] if int(match[1]) < 2 else "[2+]", path)
+    return folded[:PATH_CHARS_MAX]
