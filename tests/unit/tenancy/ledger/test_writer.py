@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.holds import Progress, ProgressNote
 from tenancy.ledger.transactions import Hold, Item
-from tenancy.ledger.writer import KEEP_POINT_MS, LedgerWriter, is_written
+from tenancy.ledger.writer import LedgerWriter, is_written
 from tenancy.storage.interface import Store
 from tenancy.storage.postgres import WRITE_LOCK, PostgresStore
 from tenancy.storage.postgres_connection import ConnectionLost, StatementFailed
@@ -24,6 +23,13 @@ from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 def hold(request_id: str) -> Hold:
     return Hold(request_id, 1, 1, "m", 10)
+
+
+@pytest.fixture
+def store(store: Store, wall: Wall) -> Store:
+    """A store with a tenant."""
+    create_tenant(store, wall, "ada")
+    return store
 
 
 def write(writer: LedgerWriter, *items: Item) -> None:
@@ -47,7 +53,6 @@ def dies(store: Store) -> None:
 
 def test_answers_are_in_item_order(store: Store, wall: Wall) -> None:
     """Callers match answers to items by position."""
-    create_tenant(store, wall, "ada")
     writer = LedgerWriter(store, wall)
     wrong = structs.replace(used("wrong", 10), fresh_tokens=1)
     answers = writer.write([hold("a"), wrong, hold("a"), used("a", 10), used("b", 10)])
@@ -63,7 +68,6 @@ def test_failed_commit_closes_only_refused_holds(
 ) -> None:
     """A hold may be stored although its commit failed. A refused request does not settle it; a
     running one does, and must not find it closed."""
-    create_tenant(store, wall, "ada")
     writer = LedgerWriter(store, wall)
     write(writer, hold("refused"), structs.replace(hold("runs"), is_running=True))
 
@@ -83,7 +87,6 @@ def test_failed_commit_closes_only_refused_holds(
 
 def test_successor_closes_only_dead_holds(store: Store, wall: Wall) -> None:
     """Requests that the gateway still runs settle later; refused ones must not stay open."""
-    create_tenant(store, wall, "ada")
     writer = LedgerWriter(store, wall)
     write(writer, *map(hold, ("lives", "refused")))
     write(writer, ProgressNote({"refused": Progress(output_tokens=7)}))
@@ -152,7 +155,6 @@ def test_successor_of_an_unknown_writer_starts_fresh(postgres: PostgresStore, wa
 
 def test_abandoned_holds_are_closed_at_once(store: Store, wall: Wall) -> None:
     """A server that starts meanwhile does not see them."""
-    create_tenant(store, wall, "ada")
     with closing(store.open_another()) as beside:
         other = LedgerWriter(beside, wall) if not store.is_local else None
         writer = LedgerWriter(store, wall)
@@ -170,43 +172,31 @@ def test_abandoned_holds_are_closed_at_once(store: Store, wall: Wall) -> None:
     assert left == (set() if store.is_local else {"others"})
 
 
-def test_patient_writer_waits_for_the_previous_one(tmp_path: Path, wall: Wall) -> None:
+def test_patient_writer_waits_for_the_previous_one(
+    tmp_path: Path, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A killed gateway's writer finishes first; the next gateway is not refused for it."""
     first, second = new_sqlite(tmp_path / "test.db"), new_sqlite(tmp_path / "test.db")
-    create_tenant(first, wall, "ada")
     writer = LedgerWriter(first, wall)
     with pytest.raises(StoreError, match="another server"):
         LedgerWriter(second, wall)
-    end = threading.Timer(0.1, writer.close)
-    end.start()
-    LedgerWriter(second, wall, patience_s=20).close()
-    end.join()
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            writer.close()
+
+    monkeypatch.setattr("time.sleep", pause)
+    LedgerWriter(second, wall, patience_s=3_600).close()
     for store in (first, second):
         store.close()
 
-    assert writer.writer_id == 0
-
-
-def test_saves_the_point_at_intervals(tmp_path: Path, wall: Wall) -> None:
-    """Not at each commit, as it costs two syncs."""
-    with closing(new_sqlite(tmp_path / "test.db")) as store:
-        create_tenant(store, wall, "ada")
-        writer = LedgerWriter(store, wall)
-        begun = store.load_marker()
-        write(writer, used("a", 10))
-        writer.run_maintenance()
-        soon = store.load_marker()
-        wall.ms += KEEP_POINT_MS
-        writer.run_maintenance()
-        later = store.load_marker()
-        writer.close()
-
-    assert begun == soon != later
+    assert len(pauses) == 3
 
 
 def test_refusal_message_contains_no_value(store: Store, wall: Wall) -> None:
     """It may reach a log."""
-    create_tenant(store, wall, "ada")
     writer = LedgerWriter(store, wall)
     (answer,) = writer.write([structs.replace(used("secret", 10), tenant_id=99)])
     writer.close()
