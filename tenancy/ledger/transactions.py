@@ -287,7 +287,8 @@ class _Batch:
             card = state.cards.in_force(entry.model, entry.tier, entry.started_ms)
         if booked_ms < state.open_from_ms:
             booked_ms = state.open_from_ms
-        if card is not FREE_CARD or entry.rate_card_id != FREE or entry.charge_pico:
+        has_money = entry.rate_card_id != FREE or entry.charge_pico or entry.saved_pico
+        if card is not FREE_CARD or has_money:
             entry = _priced(card, entry)
         spent = 0
         if self._holds.settle(entry.request_id):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -53,6 +54,17 @@ def test_entry_is_priced_and_keeps_its_fields(store: Store, ledger: Ledger, wall
             saved_pico=compute_savings(card, sent),
         )
     ]
+
+
+@pytest.mark.parametrize("money", [{"rate_card_id": "x@1"}, {"charge_pico": 5}, {"saved_pico": 5}])
+def test_money_of_the_sender_is_not_stored(
+    store: Store, ledger: Ledger, wall: Wall, money: dict[str, Any]
+) -> None:
+    """Without a card an entry is free, whatever it came with."""
+    ledger.settle(structs.replace(used("a", wall()), **money)).result(60)
+
+    assert entries(store) == [used("a", wall())]
+    assert check_books(store) == []
 
 
 def test_price_at_admission_applies(store: Store, ledger: Ledger, wall: Wall) -> None:
