@@ -206,6 +206,18 @@ def test_refused_extension_waits_for_a_further_request_too(desk: Desk) -> None:
     assert (later.value.code, later.value.retry_after_s) == ("requests_per_minute", 60.0)
 
 
+def test_extension_waits_for_no_debt_of_other_tokens(desk: Desk) -> None:
+    """More output is refused by a limit of output alone: a request that has its input goes on."""
+    limits = Limits(input_tokens_per_minute=100, output_tokens_per_minute=100)
+    desk.ask(limits, Demand(50, 0))
+    desk.ask(limits, Demand(50, 0))
+    desk.settle(Demand(90, 0))
+
+    assert desk.limiter.status(identity(limits))["input_tokens"].reset_s == 84.0
+    assert desk.extend(Demand(50, 10))
+    assert not desk.extend(Demand(51, 10))
+
+
 def test_reservation_status_equals_limiter_status(desk: Desk) -> None:
     """Headers use it without counting again."""
     tenant, key = Limits(requests_per_minute=9, tokens_per_minute=90), Limits(requests_per_minute=7)

@@ -14,6 +14,7 @@ from hypothesis.stateful import invariant, rule
 from msgspec import structs
 
 from tenancy.accounting.audit import check_books
+from tenancy.accounting.closing import close_days
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import create_key, rotate_key
 from tenancy.accounts.tenants import create_tenant
@@ -187,6 +188,23 @@ def test_clock_set_back_finds_its_old_window(store: Store, ledger: Ledger, wall:
     after = is_held(ledger, hold("c", wall()))
 
     assert (before, during, after) == (True, True, False)
+
+
+def test_hold_from_before_a_close_reserves_on_the_open_day(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """L9: where its charge will count, although its clock is set back to a closed day."""
+    ledger.settle(entry("a", wall(), 1)).result(PATIENCE_S)
+    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
+    close_days(store, wall, by=TESTER)
+    set_budget(store, Budget(1, "day", hard_micros=10))
+    early = is_held(ledger, hold("b", began_ms, 9))
+    reserved = sums(store, wall)
+    held = is_held(ledger, hold("c", wall(), 2))
+    ledger.settle(entry("b", began_ms, 4)).result(PATIENCE_S)
+
+    assert (early, reserved, held) == (True, [(0, 9)], False)
+    assert sums(store, wall) == [(4, 0)]
 
 
 def test_new_budget_counts_earlier_spending(store: Store, ledger: Ledger, wall: Wall) -> None:
