@@ -776,9 +776,11 @@ create trigger ledger_epochs_never_change before update on ledger_epochs
 -- A record of a deleted tenant loses its values; nothing else changes.
 create trigger audit_log_never_changes before update on audit_log
   for each row when (
-    (new.audit_id, new.at_ms, new.actor, new.actor_id, new.action, new.target, new.tenant_id)
+    (new.audit_id, new.at_ms, new.actor, new.actor_id, new.address, new.action, new.target,
+      new.tenant_id)
     is distinct from
-    (old.audit_id, old.at_ms, old.actor, old.actor_id, old.action, old.target, old.tenant_id)
+    (old.audit_id, old.at_ms, old.actor, old.actor_id, old.address, old.action, old.target,
+      old.tenant_id)
     or (new.before_values is not null and new.before_values is distinct from old.before_values)
     or (new.after_values is not null and new.after_values is distinct from old.after_values)
   ) execute function refused('the audit log never changes');

@@ -782,7 +782,8 @@ create index audit_log_by_tenant on audit_log (tenant_id, audit_id) where tenant
 -- A record of a deleted tenant loses its values; nothing else changes.
 create trigger audit_log_never_changes before update on audit_log
 when new.audit_id <> old.audit_id or new.at_ms <> old.at_ms or new.actor <> old.actor
-  or new.actor_id <> old.actor_id or new.action <> old.action or new.target <> old.target
+  or new.actor_id <> old.actor_id or new.address <> old.address or new.action <> old.action
+  or new.target <> old.target
   or new.tenant_id is not old.tenant_id
   or (new.before_values is not null and new.before_values is not old.before_values)
   or (new.after_values is not null and new.after_values is not old.after_values)
