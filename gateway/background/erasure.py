@@ -202,7 +202,7 @@ async def retry_pending(gateway: Context) -> None:
         _, levels = await _erase_all(gateway, names, target.lease_id)
         if any(one.state == "pending" for one in levels.values()):
             continue
-        before = receipt.levels or {}
+        before = receipt.levels
         confirmed = {
             name: ErasedLevel(
                 sum(found[name].blocks for found in (before, levels) if name in found),

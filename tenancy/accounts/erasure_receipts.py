@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Struct
-from msgspec.structs import replace
+from msgspec import Struct, structs
 
 from tenancy.errors import BadName
 from tenancy.storage.audit_log import Actor, record
-from tenancy.storage.interface import Store
+from tenancy.storage.interface import ALL_ROWS, Row, Store, placeholders
 
 ErasedState = Literal["gone", "shredded", "pending"]
 RECEIPTS_MAX = 1_000
 """The most receipts of a tenant that are kept, and that one query may return."""
-_DROPPED_AT_ONCE = 10
-"""Receipts that one write drops at most: a database from before the bound shrinks step by step."""
 
 
 class ErasedLevel(Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,12 +36,15 @@ class ErasedLevel(Struct, frozen=True, forbid_unknown_fields=True):
     state: ErasedState = "gone"
 
 
+_Levels = dict[str, ErasedLevel]
+
+
 class ErasureReceipt(Struct, frozen=True):
     """The receipt of one erasure.
 
     `key_id`: the tenant's or administrator's key that requested it. `what`: `all`, `workspace NAME`
-    or `lease ID`. `blocks`: how many blocks left the cache. `levels`: the same by level; None for a
-    receipt from before there were levels. `embeddings`: how many vectors left their cache.
+    or `lease ID`. `blocks`: how many blocks left the cache. `levels`: the same by level.
+    `embeddings`: how many vectors left their cache.
     """
 
     receipt_id: str
@@ -55,14 +55,11 @@ class ErasureReceipt(Struct, frozen=True):
     namespaces: int
     namespace_digest: str
     blocks: int
-    levels: dict[str, ErasedLevel] | None = None
+    levels: _Levels = {}
     embeddings: int = 0
 
 
-_COLUMNS = (
-    "receipt_id, tenant_id, key_id, at_ms, what, namespaces, namespace_digest, blocks, levels,"
-    " embeddings"
-)
+_COLUMNS = ", ".join(ErasureReceipt.__struct_fields__)
 
 
 def digest_namespaces(namespaces: Sequence[bytes]) -> str:
@@ -80,16 +77,12 @@ def write_receipt(store: Store, receipt: ErasureReceipt, by: Actor | None = None
     """Store a receipt; it is durable when this returns. Drops the tenant's oldest ones beyond
     `RECEIPTS_MAX`. `by`: the administrator that asked, for the audit log. O(RECEIPTS_MAX) steps of
     an index. Raises StoreError."""
-    levels = None if receipt.levels is None else msgspec.json.encode(receipt.levels).decode()
-    values = (
-        *(receipt.receipt_id, receipt.tenant_id, receipt.key_id, receipt.at_ms, receipt.what),
-        *(receipt.namespaces, receipt.namespace_digest, receipt.blocks, levels),
-        receipt.embeddings,
-    )
-    beyond = receipt.tenant_id, _DROPPED_AT_ONCE, RECEIPTS_MAX
+    row = {**structs.asdict(receipt), "levels": _encode(receipt.levels)}
+    beyond = receipt.tenant_id, ALL_ROWS, RECEIPTS_MAX
     with store.change() as db:
         db.execute(
-            f"insert into erasures ({_COLUMNS}) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values
+            f"insert into erasures ({_COLUMNS}) values {placeholders(len(row))}",
+            tuple(row.values()),
         )
         db.execute(
             "delete from erasures where receipt_id in (select receipt_id from erasures"
@@ -128,18 +121,19 @@ def list_pending(store: Store) -> list[ErasureReceipt]:
     return [_receipt(row) for row in rows]
 
 
-def confirm_receipt(store: Store, receipt_id: str, levels: dict[str, ErasedLevel]) -> None:
+def confirm_receipt(store: Store, receipt_id: str, levels: _Levels) -> None:
     """Replace what a receipt says of the levels, once they have confirmed. Raises StoreError."""
     with store.change() as db:
         db.execute(
             "update erasures set levels = ? where receipt_id = ?",
-            (msgspec.json.encode(levels).decode(), receipt_id),
+            (_encode(levels), receipt_id),
         )
 
 
-def _receipt(row: Sequence[Any]) -> ErasureReceipt:
-    return replace(ErasureReceipt(*row[:8]), levels=_levels(row[8]), embeddings=row[9])
+def _receipt(row: Row) -> ErasureReceipt:
+    *facts, levels, embeddings = row
+    return ErasureReceipt(*(*facts, msgspec.json.decode(levels, type=_Levels), embeddings))
 
 
-def _levels(text: str | None) -> dict[str, ErasedLevel] | None:
-    return None if text is None else msgspec.json.decode(text, type=dict[str, ErasedLevel])
+def _encode(levels: _Levels) -> str:
+    return msgspec.json.encode(levels).decode()

@@ -140,7 +140,7 @@ create table erasures (
   namespaces bigint not null,
   namespace_digest text collate "C" not null,
   blocks bigint not null,
-  levels text collate "C",
+  levels text collate "C" not null default '{}',
   embeddings bigint not null default 0
 );
 

@@ -169,7 +169,7 @@ create table erasures (
   namespaces integer not null,
   namespace_digest text not null,
   blocks integer not null,
-  levels text,
+  levels text not null default '{}',
   embeddings integer not null default 0
 ) strict, without rowid;
 

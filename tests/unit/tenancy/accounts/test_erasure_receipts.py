@@ -37,13 +37,12 @@ def test_lists_own_receipts_newest_first(store: Store, wall: Wall) -> None:
 
 
 def test_a_receipt_keeps_what_each_level_lost(store: Store, wall: Wall) -> None:
-    """Receipts from before there were levels tell none."""
     ada = create_tenant(store, wall, "ada").tenant_id
     levels = {"device": ErasedLevel(17, 68), "disk": ErasedLevel(3, 12, "pending")}
     write_receipt(store, replace(receipt(1, ada, 1), levels=levels))
     write_receipt(store, receipt(0, ada))
 
-    assert [one.levels for one in list_receipts(store, ada)] == [levels, None]
+    assert [one.levels for one in list_receipts(store, ada)] == [levels, {}]
 
 
 def test_only_the_newest_receipts_of_a_tenant_are_kept(

@@ -36,7 +36,7 @@ def test_each_entry_is_chained_to_the_one_before(store: Store, ledger: Ledger, w
 
 
 def test_the_chain_does_not_cover_levels(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """Entries from before the levels keep their chain, and are read with nothing from below."""
+    """They are no money; a row without them is read with nothing from below."""
     entry = used("a", wall())
     ledger.settle(entry).result(60)
     (row,) = store.query(f"select {', '.join(ROW_FIELDS)} from ledger")
