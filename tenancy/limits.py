@@ -3,10 +3,9 @@
 Each limit is a token bucket that holds one minute's worth and refills evenly. A request is reserved
 before anything is done for it, then extended by the most that it may use (tokens: those not in the
 cache, and the maximum output), and corrected to actual usage at its end, so concurrent requests
-never exceed a limit.
-Rotated keys share the buckets of their line, so a new key does not get a fresh minute. A changed
-limit applies to the next request. The module knows no HTTP, no engine and no database. The gateway
-calls it on one thread.
+never exceed a limit. Rotated keys share the buckets of their line, so a new key does not get a
+fresh minute. A changed limit applies to the next request. The module knows no HTTP, no engine and
+no database. The gateway calls it on one thread.
 """
 
 from __future__ import annotations
@@ -23,11 +22,14 @@ from msgspec import Struct
 from tenancy.errors import BadName, LimitExceeded
 from tenancy.types import Identity, Limits
 
+SECOND_NS = 1_000_000_000
+MINUTE_NS = 60 * SECOND_NS
 LIMIT_MAX = 10**12
 """The largest value of any limit."""
 CONCURRENCY_RETRY_S = 1.0
 """Seconds to wait after a concurrency refusal; the end of a running request cannot be predicted."""
 
+Kind = Literal["tenant", "key"]
 Meter = Literal["requests", "tokens", "input_tokens", "output_tokens"]
 METERS: tuple[Meter, ...] = ("requests", "tokens", "input_tokens", "output_tokens")
 """The counted quantities, each of which may have a limit per minute."""
@@ -455,9 +457,3 @@ def _over_limit(bucket: TokenBucket, count: int, now_ns: int) -> LimitExceeded:
         remaining=state.remaining,
         reset_s=state.reset_s,
     )
-
-
-SECOND_NS = 1_000_000_000
-MINUTE_NS = 60 * SECOND_NS
-
-Kind = Literal["tenant", "key"]

@@ -137,7 +137,7 @@ def _record(
         target = f"shared_scope:{scope_id}"
         record(db, by, "shared_scope.declare", target, tenant_id=owner_id, after=what)
         return
-    tenant_id = find_tenant_in(db, change.tenant).tenant.tenant_id
+    tenant_id = find_tenant_in(db.rows, change.tenant).tenant.tenant_id
     if isinstance(change, KeyChange):
         target = f"key:{change.key_id}"
         record(db, by, "key.declare", target, tenant_id=tenant_id, after=what)

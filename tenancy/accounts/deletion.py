@@ -90,7 +90,7 @@ def filter_deleted(store: Store, tenant_ids: set[int]) -> set[int]:
 
 
 def _find_deletable(db: Transaction, name: str) -> TenantRecord:
-    found = find_tenant_in(db, name)
+    found = find_tenant_in(db.rows, name)
     check_not_deleted(name)
     if found.tenant.is_declared:
         raise BadName(

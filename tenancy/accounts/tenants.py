@@ -124,7 +124,7 @@ def read_tenant_records(store: Store, tenant_ids: Iterable[int]) -> list[TenantR
 
 def find_tenant_record(store: Store, name: str) -> TenantRecord:
     """Return a tenant with its settings by name. Raises BadName, which lists known names."""
-    return _find_tenant(store.query, name)
+    return find_tenant_in(store.query, name)
 
 
 def find_tenant(store: Store, name: str) -> Tenant:
@@ -166,7 +166,7 @@ def create_tenant(
         tenant_id = insert_tenant(db, made)
         values = made.settings
         record(db, by, "tenant.create", f"tenant:{tenant_id}", tenant_id=tenant_id, after=values)
-        return find_tenant_in(db, name).tenant
+        return find_tenant_in(db.rows, name).tenant
 
 
 def change_tenant(
@@ -185,7 +185,7 @@ def change_tenant(
     for the audit log. Raises BadName, and what `check` raises, with nothing changed.
     """
     with store.change() as db:
-        found = find_tenant_in(db, name)
+        found = find_tenant_in(db.rows, name)
         check_not_deleted(name)
         if changes and found.tenant.is_declared:
             raise BadName(
@@ -201,7 +201,7 @@ def change_tenant(
             db.execute("update tenants set status = ? where tenant_id = ?", (status, tenant_id))
         if status == "suspended":
             idempotency.forget(db, tenant_id)
-        changed, target = find_tenant_in(db, name), f"tenant:{tenant_id}"
+        changed, target = find_tenant_in(db.rows, name), f"tenant:{tenant_id}"
         before, after = _audited(found), _audited(changed)
         record(db, by, "tenant.change", target, tenant_id=tenant_id, before=before, after=after)
         return changed
@@ -349,12 +349,9 @@ def _check_attention(setting: str) -> None:
     )
 
 
-def find_tenant_in(db: Transaction, name: str) -> TenantRecord:
-    """Return a tenant by name within a transaction, like `find_tenant_record`."""
-    return _find_tenant(db.rows, name)
-
-
-def _find_tenant(read: RowReader, name: str) -> TenantRecord:
+def find_tenant_in(read: RowReader, name: str) -> TenantRecord:
+    """Return a tenant by name, as a store or a transaction reads it. Raises BadName, which lists
+    known names."""
     # The name may contain surrogates, which a database cannot store.
     encodable = name.encode(errors="replace").decode()
     for row in read(f"{_TENANTS} where name = ?", (encodable,)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing
 
 import pytest
@@ -25,6 +24,7 @@ from tenancy.storage.interface import Store, Transaction
 from tenancy.types import DAY_MS, UsageEntry
 from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.ledger.written import done
 
 READING = StorageReading(1, "1h", 55)
 
@@ -40,10 +40,6 @@ def ledger(store: Store, wall: Wall) -> Iterator[Ledger]:
     ledger = Ledger(store, wall)
     yield ledger
     ledger.close()
-
-
-def done(future: Future[None]) -> None:
-    future.result(60)
 
 
 def code_of(store: Store, wall: Wall, through: str | None = None) -> str:

@@ -37,9 +37,9 @@ from tenancy.types import UsageEntry
 from tests.examples import examples
 from tests.unit.tenancy.book_machine import BookMachine, run_on_server
 from tests.unit.tenancy.conftest import Wall, new_store
+from tests.unit.tenancy.ledger.written import PATIENCE_S, done
 from tests.unit.tenancy.storage.postgres_server import Server
 
-PATIENCE_S = 60
 KEPT_MS = 100
 ROOM = 1_000
 ANSWER = StoredResponse("head", b"body")
@@ -63,10 +63,6 @@ def replay_record(
     at_ms: int, answer: StoredResponse | None = ANSWER, bytes_max: int = ROOM
 ) -> ReplayRecord:
     return ReplayRecord(at_ms + KEPT_MS, bytes_max, answer)
-
-
-def done(future: Future[None]) -> None:
-    future.result(PATIENCE_S)
 
 
 def refusal(future: Future[None]) -> str:

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 from msgspec import structs
 
-from tenancy.accounting.usage import entries_of, usage
+from tenancy.accounting.usage import usage
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreBusy, StoreError
 from tenancy.ledger.holds import Progress, ProgressNote
@@ -29,10 +29,10 @@ from tenancy.storage.interface import Store, Transaction
 from tenancy.types import UsageEntry
 from tests.unit.tenancy.book_machine import BookMachine, run_on_server
 from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.ledger.written import PATIENCE_S, done, entries
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 from tests.unit.tenancy.storage.postgres_server import Server
 
-PATIENCE_S = 60
 BROKEN = StoreError("not_written", "the disk")
 OPEN_HOLD = (
     "insert into holds (request_id, tenant_id, key_id, model, started_ms, booked_ms)"
@@ -60,18 +60,6 @@ def entry(request_id: str, prompt: int = 10, output: int = 3, ended_ms: int = 20
         output_tokens=output,
         physical_cached_tokens=0,
     )
-
-
-def entries(store: Store) -> dict[str, UsageEntry]:
-    """Return the file's entries by request id."""
-    rows = entries_of(store, None, 0, None, 0, 100_000)
-    found = {entry.request_id: entry for _, _, _, entry in rows}
-    assert len(found) == len(rows)
-    return found
-
-
-def done(future: Future[None]) -> None:
-    future.result(PATIENCE_S)
 
 
 def refusal(future: Future[None]) -> str:

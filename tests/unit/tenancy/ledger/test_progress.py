@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tenancy.accounting.audit import check_books
-from tenancy.accounting.usage import entries_of
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreBusy
 from tenancy.ledger.holds import Progress
@@ -22,9 +21,9 @@ from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
 from tests.crash.ledger_child import entry
 from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.ledger.written import done, entries
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
-PATIENCE_S = 60
 CARD = RateCard("std", input=2, output=10, cache_read=1, cache_write={"5m": 3})
 PROGRESS = Progress({"1h": 4}, {"5m": 6}, 10, 3, 5, 0, 2, 1, 1)
 CHARGE = 4 * 1 + 6 * 3 + 10 * 2 + 3 * 10
@@ -38,13 +37,8 @@ def held(store: Store, wall: Wall, *request_ids: str) -> Ledger:
     ledger = Ledger(store, wall)
     futures = [ledger.hold(Hold(one, 1, 1, "m", wall(), 100, 100)) for one in request_ids]
     for future in futures:
-        future.result(PATIENCE_S)
+        done(future)
     return ledger
-
-
-def entries(store: Store) -> dict[str, UsageEntry]:
-    """Return entries by request id."""
-    return {one.request_id: one for _, _, _, one in entries_of(store, None, 0, None, 0, 1_000)}
 
 
 def restart(ledger: Ledger, store: Store, wall: Wall) -> None:
@@ -107,11 +101,11 @@ def test_settlement_overrides_progress(store: Store, wall: Wall, when: str) -> N
     if when != "after":
         ledger.note_progress({"1-1": PROGRESS, "nobody": PROGRESS})
     if when == "before":
-        ledger.settle(entry("1-2")).result(PATIENCE_S)
+        done(ledger.settle(entry("1-2")))
     settled = ledger.settle(entry("1-1"))
     if when == "after":
         ledger.note_progress({"1-1": PROGRESS, "nobody": PROGRESS})
-    settled.result(PATIENCE_S)
+    done(settled)
     restart(ledger, store, wall)
 
     assert entries(store)["1-1"].output_tokens == entry("1-1").output_tokens
@@ -123,7 +117,7 @@ def test_named_dead_request_is_free(store: Store, wall: Wall) -> None:
     """L11: its client sends it again and pays once."""
     ledger = held(store, wall)
     claim = Claim("n", bytes(32), 10)
-    ledger.hold(Hold("a", 1, 1, "m", wall(), 100, 100, claim=claim)).result(PATIENCE_S)
+    done(ledger.hold(Hold("a", 1, 1, "m", wall(), 100, 100, claim=claim)))
     ledger.note_progress({"a": PROGRESS})
     restart(ledger, store, wall)
 
@@ -158,7 +152,7 @@ def test_noted_breach_is_credited(store: Store, wall: Wall) -> None:
     create_tenant(store, wall, "ada")
     add_card(store, wall, RateCard("std", output=10, cache_read=1, breach_credit="read_price"))
     ledger = Ledger(store, wall)
-    ledger.hold(Hold("a", 1, 1, "m", wall(), 100, 100)).result(PATIENCE_S)
+    done(ledger.hold(Hold("a", 1, 1, "m", wall(), 100, 100)))
     ledger.note_progress({"a": Progress({"1h": 9}, {}, 1, 2, 0, 8)})
     restart(ledger, store, wall)
 
@@ -181,8 +175,8 @@ def test_failed_note_does_no_harm(
         patch.setattr(store, "change", busy)
         ledger.note_progress({"1-1": PROGRESS})
         with pytest.raises(LedgerUnavailable):  # so the note before it was tried too
-            ledger.settle(entry("1-2")).result(PATIENCE_S)
-    ledger.settle(entry("1-2")).result(PATIENCE_S)
+            done(ledger.settle(entry("1-2")))
+    done(ledger.settle(entry("1-2")))
     restart(ledger, store, wall)
     ledger.note_progress({"1-1": PROGRESS})
 

@@ -10,7 +10,6 @@ from msgspec import structs
 
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.closing import close_days
-from tenancy.accounting.usage import entries_of
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, BadPrice, BudgetExceeded, LedgerUnavailable
 from tenancy.ledger.holds import Progress, ProgressNote
@@ -28,32 +27,27 @@ from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import PRICE_MAX, RateCard, compute_savings, itemize
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, UsageEntry
+from tenancy.types import DAY_MS
 from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall, used
+from tests.unit.tenancy.ledger.written import done, entries
 
 READING = StorageReading(1, "1h", 5)
 CARD = RateCard("std", input=3_000, output=9_000, cache_read=300, cache_write={"1h": 6_000})
-
-
-def entries(store: Store) -> list[UsageEntry]:
-    return [entry for *_, entry in entries_of(store, None, 0, None, 0, 1000)]
 
 
 def test_entry_is_priced_and_keeps_its_fields(store: Store, ledger: Ledger, wall: Wall) -> None:
     """With the money filled in."""
     card = add_card(store, wall, CARD)
     sent = used("a", wall())
-    ledger.settle(sent).result(60)
+    done(ledger.settle(sent))
 
-    assert entries(store) == [
-        structs.replace(
-            sent,
-            rate_card_id="std@1",
-            charge_pico=itemize(card, sent).pico,
-            saved_pico=compute_savings(card, sent),
-        )
-    ]
+    assert entries(store)["a"] == structs.replace(
+        sent,
+        rate_card_id="std@1",
+        charge_pico=itemize(card, sent).pico,
+        saved_pico=compute_savings(card, sent),
+    )
 
 
 @pytest.mark.parametrize("money", [{"rate_card_id": "x@1"}, {"charge_pico": 5}, {"saved_pico": 5}])
@@ -61,22 +55,22 @@ def test_money_of_the_sender_is_not_stored(
     store: Store, ledger: Ledger, wall: Wall, money: dict[str, Any]
 ) -> None:
     """Without a card an entry is free, whatever it came with."""
-    ledger.settle(structs.replace(used("a", wall()), **money)).result(60)
+    done(ledger.settle(structs.replace(used("a", wall()), **money)))
 
-    assert entries(store) == [used("a", wall())]
+    assert entries(store) == {"a": used("a", wall())}
     assert check_books(store) == []
 
 
 def test_price_at_admission_applies(store: Store, ledger: Ledger, wall: Wall) -> None:
     """After a restart, and when the response ends long after a price change."""
     add_card(store, wall, CARD)
-    ledger.hold(Hold("a", 1, 1, "m", wall(), 10, 4)).result(60)
+    done(ledger.hold(Hold("a", 1, 1, "m", wall(), 10, 4)))
     began_ms, wall.ms = wall.ms, wall.ms + 1000
     add_card(store, wall, structs.replace(CARD, input=1))
-    ledger.settle(used("a", began_ms)).result(60)
-    ledger.settle(used("b", wall())).result(60)
+    done(ledger.settle(used("a", began_ms)))
+    done(ledger.settle(used("b", wall())))
 
-    assert [entry.rate_card_id for entry in entries(store)] == ["std@1", "std@2"]
+    assert [entry.rate_card_id for entry in entries(store).values()] == ["std@1", "std@2"]
 
 
 @pytest.mark.parametrize(
@@ -88,16 +82,16 @@ def test_refuses_class_sums_that_do_not_add_up(
     """L6: every token is in one class, and priced once."""
     refused = ledger.settle(structs.replace(used("a", wall()), **change))
     with pytest.raises(LedgerUnavailable) as caught:
-        refused.result(60)
+        done(refused)
 
     assert caught.value.code == "impossible_entry"
-    assert entries(store) == []
+    assert entries(store) == {}
 
 
 def test_refuses_a_hold_beyond_the_largest_charge(store: Store, ledger: Ledger, wall: Wall) -> None:
     add_card(store, wall, structs.replace(CARD, output=PRICE_MAX))
     with pytest.raises(BadPrice):
-        ledger.hold(Hold("a", 1, 1, "m", wall(), 1, 10**9)).result(60)
+        done(ledger.hold(Hold("a", 1, 1, "m", wall(), 1, 10**9)))
 
     assert ledger.open_holds() == 0
 
@@ -121,11 +115,11 @@ def test_progress_applies_to_holds_of_the_same_batch(store: Store, wall: Wall) -
 def test_storage_is_summed_by_hour_class_and_card(store: Store, ledger: Ledger, wall: Wall) -> None:
     """In whole token-seconds; a new price begins a new sum."""
     add_card(store, wall, CARD)
-    ledger.write(readings(1, wall(), StorageReading(1, "1h", 5, "m"))).result(60)
-    ledger.write(readings(2, wall(), StorageReading(1, "1h", 7, "m"))).result(60)
+    done(ledger.write(readings(1, wall(), StorageReading(1, "1h", 5, "m"))))
+    done(ledger.write(readings(2, wall(), StorageReading(1, "1h", 7, "m"))))
     wall.ms += 1
     add_card(store, wall, structs.replace(CARD, input=9))
-    ledger.write(readings(3, wall(), StorageReading(1, "1h", 11, "m"))).result(60)
+    done(ledger.write(readings(3, wall(), StorageReading(1, "1h", 11, "m"))))
 
     assert store.query("select class, rate_card_id, token_seconds from storage_hours") == [
         ("1h", "std@1", 12),
@@ -140,13 +134,13 @@ def test_readings_written_again_count_once(store: Store, wall: Wall, is_lost: bo
     add_card(store, wall, CARD)
     ledger = Ledger(store, wall)
     first = readings(1, wall(), StorageReading(1, "1h", 5), StorageReading(1, "5m", 6))
-    ledger.write(first).result(60)
+    done(ledger.write(first))
     if is_lost:
         ledger.close()
         ledger = Ledger(store, wall)
-    ledger.write(first).result(60)
-    ledger.write(readings(2, wall(), StorageReading(1, "1h", 7))).result(60)
-    ledger.write(structs.replace(first, meter="another gateway's")).result(60)
+    done(ledger.write(first))
+    done(ledger.write(readings(2, wall(), StorageReading(1, "1h", 7))))
+    done(ledger.write(structs.replace(first, meter="another gateway's")))
     ledger.close()
 
     sql = "select class, sum(token_seconds) from storage_hours group by class order by class"
@@ -156,14 +150,14 @@ def test_readings_written_again_count_once(store: Store, wall: Wall, is_lost: bo
 def test_readings_of_a_deleted_tenant_are_left_out(store: Store, ledger: Ledger) -> None:
     """It left no rows, and others' readings of the same write count."""
     mixed = readings(1, 1, StorageReading(1, "1h", 5), StorageReading(99, "1h", 1))
-    ledger.write(mixed).result(60)
+    done(ledger.write(mixed))
 
     assert store.query("select tenant_id, token_seconds from storage_hours") == [(1, 5)]
 
 
 def test_only_meters_of_ended_gateways_are_forgotten(store: Store, ledger: Ledger) -> None:
-    ledger.write(structs.replace(readings(1, 10, READING), meter="old")).result(60)
-    ledger.write(readings(1, 20, READING)).result(60)
+    done(ledger.write(structs.replace(readings(1, 10, READING), meter="old")))
+    done(ledger.write(readings(1, 20, READING)))
     forget_meters(store, 20)
 
     assert store.query("select meter, number from storage_meters") == [("meter", 1)]
@@ -180,7 +174,7 @@ def test_engine_totals_never_fall(store: Store, ledger: Ledger) -> None:
         EngineTotals("e1", 20, 9, 4, 2, 9, 4, 2, is_ended=True),
         EngineTotals("e1", 15, 7, 4, 2, 7, 4, 2),
     ):
-        ledger.write(totals).result(60)
+        done(ledger.write(totals))
     (row,) = store.query("select prompt_tokens, cached_tokens, is_ended from engine_epochs")
 
     assert row == (9, 4, 1)
@@ -188,14 +182,14 @@ def test_engine_totals_never_fall(store: Store, ledger: Ledger) -> None:
 
 def test_sees_cards_of_another_process(store: Store, ledger: Ledger, wall: Wall) -> None:
     """From the next request."""
-    ledger.settle(used("a", wall())).result(60)
+    done(ledger.settle(used("a", wall())))
     beside = store.open_another()
     add_card(beside, wall, structs.replace(CARD, tier="gold"))
     beside.close()
-    ledger.settle(used("b", wall())).result(60)
+    done(ledger.settle(used("b", wall())))
 
     assert len(load_cards(store)) == 1
-    assert [entry.rate_card_id for entry in entries(store)] == ["free", "std@1"]
+    assert [entry.rate_card_id for entry in entries(store).values()] == ["free", "std@1"]
 
 
 def test_rolled_back_chain_is_not_continued(store: Store, wall: Wall) -> None:
@@ -218,7 +212,7 @@ def test_rolled_back_chain_is_not_continued(store: Store, wall: Wall) -> None:
     write(books, "e")
     write(books, "f")
 
-    assert [entry.request_id for entry in entries(store)] == ["a", "c", "d", "e", "f"]
+    assert list(entries(store)) == ["a", "c", "d", "e", "f"]
     assert check_books(store) == []
 
 
@@ -239,5 +233,5 @@ def test_caches_are_dropped_when_the_database_changes(store: Store, wall: Wall) 
 
     assert (refused[0], refused[2]) == (None, None)
     assert isinstance(refused[1], BudgetExceeded)
-    assert [entry.rate_card_id for entry in entries(store)] == ["free", "std@1", "free"]
+    assert [entry.rate_card_id for entry in entries(store).values()] == ["free", "std@1", "free"]
     assert check_books(store) == []

@@ -1,8 +1,27 @@
-"""What a ledger has on disk, as tests compare it."""
+"""What was written to a ledger, as tests wait for it and compare it."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
+from tenancy.accounting.usage import entries_of
 from tenancy.storage.interface import Store
+from tenancy.types import UsageEntry
+
+PATIENCE_S = 60
+
+
+def done(future: Future[None]) -> None:
+    """Wait until an item is durable; raise its refusal."""
+    future.result(PATIENCE_S)
+
+
+def entries(store: Store) -> dict[str, UsageEntry]:
+    """Return the entries by request id, in ledger order."""
+    rows = entries_of(store, None, 0, None, 0, 100_000)
+    found = {entry.request_id: entry for _, _, _, entry in rows}
+    assert len(found) == len(rows)
+    return found
 
 
 def endings(store: Store) -> dict[str, tuple[str, int]]:
