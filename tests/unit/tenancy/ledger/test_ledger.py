@@ -281,15 +281,6 @@ def test_dead_writer_fails_later_items(
     assert (first, refusal(ledger.hold(hold("b")))) == ("failed", "closed")
 
 
-def test_usage_sums_the_entries(store: Store, ledger: Ledger) -> None:
-    for number in range(3):
-        done(ledger.settle(entry(f"a{number}", 10, 5)))
-
-    (total,) = usage(store, tenant="ada")
-    assert (total.requests, total.prompt_tokens, total.output_tokens) == (3, 30, 15)
-    assert usage(store, tenant="nobody") == usage(store, since_ms=11) == []
-
-
 def test_full_disk_loses_no_confirmed_entry(tmp_path: Path) -> None:
     """With the operating system's file size limit, not a fake."""
     child = subprocess.run(

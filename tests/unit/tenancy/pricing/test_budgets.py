@@ -219,6 +219,22 @@ def test_new_budget_counts_earlier_spending(store: Store, ledger: Ledger, wall: 
     assert is_held(ledger, hold("c", wall(), 3))
 
 
+def test_new_budget_counts_from_its_windows_first_instant_to_its_last(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """At midnight the next day's begins."""
+    wall.ms = DAY_MS
+    ledger.hold(hold("a", wall())).result(PATIENCE_S)
+    ledger.settle(entry("b", wall(), 3)).result(PATIENCE_S)
+    set_budget(store, Budget(1, "day", hard_micros=20))
+    found = []
+    for at_ms in (DAY_MS - 1, DAY_MS, 2 * DAY_MS):
+        wall.ms = at_ms
+        found.append(sums(store, wall))
+
+    assert found == [[(0, 0)], [(3, 10)], [(0, 0)]]
+
+
 def test_new_budget_counts_running_requests_and_refuses_none(
     store: Store, ledger: Ledger, wall: Wall
 ) -> None:
@@ -237,11 +253,14 @@ def test_new_budget_counts_running_requests_and_refuses_none(
 def test_soft_budget_refuses_nothing(store: Store, ledger: Ledger, wall: Wall) -> None:
     set_budget(store, Budget(1, "day", soft_micros=5))
     held = is_held(ledger, hold("a", wall()))
-    ledger.settle(entry("a", wall(), 6)).result(PATIENCE_S)
-    (state,) = budget_states(store, wall, 1)
+    over = []
+    for request_id, tokens in (("a", 5), ("b", 1)):
+        ledger.settle(entry(request_id, wall(), tokens)).result(PATIENCE_S)
+        (state,) = budget_states(store, wall, 1)
+        over.append(state.is_over_soft)
 
     assert held
-    assert state.is_over_soft
+    assert over == [False, True]
     assert budget_states(store, wall, 2) == []
 
 

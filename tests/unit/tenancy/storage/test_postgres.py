@@ -96,21 +96,17 @@ def test_both_databases_have_the_same_tables(postgres: PostgresStore, tmp_path: 
 @pytest.mark.parametrize(
     "table", ["ledger", "rate_cards", "adjustments", "closes", "seals", "ledger_epochs"]
 )
-@pytest.mark.parametrize("verb", ["delete from", "truncate", "update"])
-def test_database_guards_permanent_tables(
-    postgres: PostgresStore, wall: Wall, table: str, verb: str
-) -> None:
+def test_database_guards_permanent_tables(postgres: PostgresStore, table: str) -> None:
     """Whichever program tries, also against truncation."""
     guards = postgres.query(
         "select count(*) from information_schema.triggers where event_object_table = ?"
         " and event_manipulation in ('DELETE', 'UPDATE')",
         (table,),
     )
-    if verb == "truncate":
-        with pytest.raises(ConstraintBroken, match=r"stay|never"), postgres.change() as db:
-            db.execute(f"truncate {table} cascade")
 
     assert guards == [(2,)]
+    with pytest.raises(ConstraintBroken, match=r"stay|never"), postgres.change() as db:
+        db.execute(f"truncate {table} cascade")
 
 
 def test_migrates_database_of_an_older_version(
