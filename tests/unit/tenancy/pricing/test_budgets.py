@@ -165,6 +165,21 @@ def test_key_and_tenant_budgets_both_apply(store: Store, ledger: Ledger, wall: W
     assert sums(store, wall) == [(0, 20), (0, 10)]
 
 
+def test_budgets_of_the_day_and_the_month_both_apply(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    set_budget(store, Budget(1, "day", hard_micros=15))
+    set_budget(store, Budget(1, "month", hard_micros=25))
+    first = [is_held(ledger, hold(name, wall())) for name in "ab"]
+    wall.ms += DAY_MS
+    second = [is_held(ledger, hold(name, wall(), tokens)) for name, tokens in (("c", 10), ("d", 6))]
+    wall.ms += DAY_MS
+    third = [is_held(ledger, hold(name, wall(), tokens)) for name, tokens in (("e", 6), ("f", 5))]
+
+    assert (first, second, third) == ([True, False], [True, False], [False, True])
+    assert sums(store, wall) == [(0, 5), (0, 25)]
+
+
 def test_next_window_starts_empty(store: Store, ledger: Ledger, wall: Wall) -> None:
     """A running request belongs to the window it began in."""
     set_budget(store, Budget(1, "day", hard_micros=10))
