@@ -21,7 +21,7 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadPrice, BudgetExceeded
 from tenancy.ledger.holds import Progress
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.pricing.budgets import Budget, budget_states, set_budget, window_of
+from tenancy.pricing.budgets import MICROS_MAX, Budget, budget_states, set_budget, window_of
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
@@ -325,7 +325,7 @@ def test_unused_tenant_is_deleted_with_its_budget(store: Store, ledger: Ledger, 
     "budget",
     [
         Budget(1, "day", hard_micros=-1),
-        Budget(1, "day", hard_micros=10**19),
+        Budget(1, "day", hard_micros=MICROS_MAX + 1),
         Budget(1, "day", hard_micros=1, soft_micros=2),
         Budget(7, "day", hard_micros=1),
         Budget(1, "day", hard_micros=1, key_id=9),
@@ -340,6 +340,12 @@ def test_refuses_invalid_budgets(store: Store, ledger: Ledger, budget: Budget) -
 
     assert caught.value.code == "bad_budget"
     assert store.query("select count(*) from budgets") == [(0,)]
+
+
+def test_largest_budget_is_accepted(store: Store, ledger: Ledger, wall: Wall) -> None:
+    set_budget(store, Budget(1, "day", hard_micros=MICROS_MAX))
+
+    assert is_held(ledger, hold("a", wall()))
 
 
 def test_windows_follow_the_utc_calendar() -> None:

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from tenancy.errors import BadPrice
 from tenancy.pricing.charges import (
+    CHARGE_MAX,
     FREE_CARD,
     PAYERS,
     PRICE_MAX,
@@ -117,6 +118,16 @@ def test_savings_are_the_difference_to_plain_input(card: RateCard, usage: UsageE
     assert compute_savings(card, usage) == itemize(plain, without).pico - itemize(plain, usage).pico
 
 
+def test_savings_fit_into_64_bits() -> None:
+    """A prompt that was read almost for nothing may have saved more than any charge."""
+    dear, reads = RateCard("std", input=PRICE_MAX), used(read=10**8)
+    wasteful = RateCard("std", cache_write={"1h": PRICE_MAX})
+
+    assert itemize(dear, reads).pico == 0
+    assert compute_savings(dear, reads) == CHARGE_MAX
+    assert compute_savings(wasteful, used(write={"1h": 10**8})) == -CHARGE_MAX
+
+
 OPERATORS = sorted(ending for ending, payer in PAYERS.items() if payer == "operator")
 CLIENTS = sorted(PAYERS.keys() - set(OPERATORS))
 
@@ -174,10 +185,15 @@ def test_storage_is_rounded_down_once(token_seconds: int) -> None:
     assert storage_charge(CARD, "5m", token_seconds) == 0
 
 
-def test_refuses_charges_beyond_64_bits() -> None:
-    dear = structs.replace(CARD, output=PRICE_MAX)
+def test_largest_charge_is_that_of_64_bits() -> None:
+    """To the pico-dollar, for a hold and for an entry."""
+    price, tokens = 60_247_241_209, 153_092_023
+    assert price * tokens == CHARGE_MAX == 2**63 - 1
+    dear = RateCard("std", output=price)
 
-    for ask in (lambda: max_charge(dear, 1, 10**8), lambda: itemize(dear, used(output=10**8))):
+    assert itemize(dear, used(output=tokens)).pico == max_charge(dear, 0, tokens) == CHARGE_MAX
+    more = tokens + 1
+    for ask in (lambda: max_charge(dear, 0, more), lambda: itemize(dear, used(output=more))):
         with pytest.raises(BadPrice) as caught:
             ask()
         assert caught.value.code == "charge_too_large"
