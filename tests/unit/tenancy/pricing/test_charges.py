@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -107,6 +108,13 @@ def test_charge_equals_exact_fractions(card: RateCard, usage: UsageEntry) -> Non
 def test_max_charge_bounds_every_charge(card: RateCard, usage: UsageEntry) -> None:
     """A hold's reservation bounds its charge, so a hard budget is never exceeded."""
     assert itemize(card, usage).pico <= max_charge(card, usage.prompt_tokens, usage.output_tokens)
+
+
+@pytest.mark.parametrize(
+    "price", [{"input": 9}, {"cache_read": 9}, {"cache_write": {"1h": 9, "5m": 1}}, {"output": 9}]
+)
+def test_max_charge_takes_the_dearest_price(price: dict[str, Any]) -> None:
+    assert max_charge(RateCard("std", **price), 10, 10) == 90
 
 
 @given(cards, usages)
