@@ -169,6 +169,23 @@ def test_audit_finds_missing_or_wrong_credits(store: Store, wall: Wall, damage: 
         assert any("breach of entry 1" in finding for finding in check_books(store))
 
 
+@pytest.mark.parametrize(
+    ("card", "lost", "pico"),
+    [
+        (CARD, 12, 10 * WRITE["1h"] + 2 * WRITE["5m"]),
+        (CARD, 20, 10 * WRITE["1h"] + 10 * WRITE["5m"]),
+        (structs.replace(CARD, breach_credit="read_price"), 12, 12 * CARD.cache_read),
+        (structs.replace(CARD, input=0, output=0, cache_read=1), 20, 20),
+    ],
+    ids=["the dearest class first", "each token once", "the price of reading", "up to the charge"],
+)
+def test_credit_follows_the_cards_policy(card: RateCard, lost: int, pico: int) -> None:
+    owed = credit_of(card, entry(lost=lost, read={"5m": 10, "1h": 10}))
+
+    assert owed is not None
+    assert owed.amount_pico == -pico
+
+
 @given(
     policy=st.sampled_from(POLICIES),
     prices=st.tuples(*[st.integers(0, 10**9)] * 5),
