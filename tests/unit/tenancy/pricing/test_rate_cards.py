@@ -70,6 +70,8 @@ def test_most_specific_card_wins(store: Store, wall: Wall) -> None:
 
     assert (winner("m", "gold"), winner("m", "x")) == ("m-gold", "m")
     assert (winner("y", "gold"), winner("y", "x")) == ("gold", "all")
+    without = RateCards([card for card in load_cards(store) if card.name != "m-gold"])
+    assert without.in_force("m", "gold", wall()).name == "m", "the model comes before the tier"
 
 
 def test_card_beyond_the_most_names_their_number(
