@@ -61,7 +61,6 @@ class CopyBook:
         self.accounts = HostAccounts(SlotPool(layout, formats), self._dropped, self._emptied)
         self.remains = SlotRemains(self.accounts, wipe)
         self.notes: CopyNotes | None = None
-        self.records = 0
         self.epochs: Counter[Namespace] = Counter()
         self.host_blocks: Counter[Namespace] = Counter()
         self.host_bytes: Counter[Namespace] = Counter()
@@ -151,7 +150,6 @@ class CopyBook:
 
     def set_record(self, copy: Copy, record_id: int, form: int = 0) -> None:
         """Note a copy's record on disk, and its format; 0: it has none. O(log copies)."""
-        self.records += (record_id != 0) - (copy.record_id != 0)
         if copy.record_id != record_id:
             copy.kept_until_s = copy.renew_at_s = -math.inf
         copy.record_id, copy.record_format = record_id, form
@@ -407,7 +405,6 @@ class CopyBook:
     def _removed(self, copy: Copy) -> None:
         self.on_removed(copy)
         self._take_back(copy)
-        self.records -= copy.record_id != 0
         self._disk_only.pop(copy, None)
         node = copy.node
         if node is not None and self._by_block.get(node.block) is copy:

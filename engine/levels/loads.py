@@ -237,9 +237,6 @@ class Loads:
     def __len__(self) -> int:
         return len(self._loads)
 
-    def __iter__(self) -> Iterator[Load]:
-        return iter(self._loads)
-
     @property
     def moves(self) -> int:
         """Return the loads of one block that are under way."""

@@ -127,11 +127,6 @@ class Offloading:
         return len(self._moves)
 
     @property
-    def pinned(self) -> int:
-        """Return the blocks that moves pin beside those of running sequences."""
-        return self._pinned
-
-    @property
     def has_promised(self) -> bool:
         """Return whether a promised prefix waits for its offload, and not for a pause to end or for
         the storage process of an earlier engine."""

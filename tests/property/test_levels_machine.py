@@ -151,11 +151,11 @@ class LevelsMachine(EngineMachine):
         if hasattr(self, "world"):
             expect(not self.levels.is_busy, "moves at rest")
             held = sum(1 for copy in self.levels.book.prefixes if copy.slot >= 0)
-            expect(self.levels.book.accounts.used == held, "slots that no copy has", held)
+            expect(self.levels.book.accounts.pool.used == held, "slots that no copy has", held)
             for namespace in NAMESPACES:
                 self.world.core.erase(Erase(1, namespace))
             self.world.settle()
-            expect(self.levels.book.accounts.used == 0, "slots after the erasure of all")
+            expect(self.levels.book.accounts.pool.used == 0, "slots after the erasure of all")
 
 
 class HostMachine(LevelsMachine):

@@ -47,12 +47,6 @@ class Storing:
         self.has_budget = True
         self.failed = 0
         self.stored = 0
-        self.refusal = ""
-
-    @property
-    def stores(self) -> int:
-        """Return the stores under way."""
-        return len(self._stores)
 
     @property
     def has_work(self) -> bool:
@@ -112,7 +106,6 @@ class Storing:
         self._on_stored(stored, until_s[: len(stored)], now_s)
         if len(outcome.record_ids) < len(copies):
             self.failed += 1
-            self.refusal = outcome.code
             if outcome.code == "no_parent":  # the record before it is gone
                 above = copies[0].parent
                 if above is not None and not above.is_root:

@@ -133,11 +133,6 @@ class HostAccounts:
         self._shares: dict[Payer, HostShare] = {}
         self._serial = 0
 
-    @property
-    def used(self) -> int:
-        """Return the slots in use."""
-        return self.pool.used
-
     def shares(self) -> Iterable[HostShare]:
         """Return the share of every payer that was ever seen and holds slots or has a floor."""
         return self._shares.values()

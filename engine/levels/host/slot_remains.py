@@ -82,13 +82,12 @@ class SlotRemains:
             end = first + layout.slots_in(slab, self._pool.formats[form].slot_bytes)
             self.soil_slots(filter(self._accounts.is_free, range(first, end)))
 
-    def wipe_some(self, most: int) -> int:
-        """Wipe up to `most` soiled slots that are free; return how many. O(bytes wiped)."""
+    def wipe_some(self, most: int) -> None:
+        """Wipe up to `most` soiled slots that are free. O(bytes wiped)."""
         first = list(islice(self._soiled, most + IN_USE_MAX))
         free = [slot for slot in first if self._accounts.is_free(slot)][:most]
         for slot in free:
             self._wipe_slot(slot)
-        return len(free)
 
     def check(self) -> None:
         """Recount. Raises InvariantViolation. O(slots)."""

@@ -115,20 +115,13 @@ class Recovery:
         """Hand nothing on to the next engine: copies may not be what they are noted as."""
         self._table.end()
 
-    def step(self, now_s: float, most: int = A_TURN) -> list[Copy]:
-        """Bring up to `most` entries into the tree, or drop them. Return the copies. About 15 us
-        each.
-        """
-        made: list[Copy] = []
+    def step(self, now_s: float, most: int = A_TURN) -> None:
+        """Bring up to `most` entries into the tree, or drop them. About 15 us each."""
         for _ in range(most):
             if not self._next:
                 self._drop_orphans()
                 break
-            parent, slot, entry = self._next.pop()
-            copy = self._bring(parent, slot, entry, now_s)
-            if copy is not None:
-                made.append(copy)
-        return made
+            self._bring(*self._next.pop(), now_s)
 
     def bring_all(self, namespace: Namespace, now_s: float) -> None:
         """Bring what hangs together of one namespace at once; the rest keeps its turns. What is
@@ -193,8 +186,8 @@ class Recovery:
             return None
         return form if slabs.setdefault(slab, form) == form else None
 
-    def _bring(self, parent: Copy | None, slot: int, entry: SlotEntry, now_s: float) -> Copy | None:
-        """Make a copy of an entry, and queue what hangs on it; None if it is dropped."""
+    def _bring(self, parent: Copy | None, slot: int, entry: SlotEntry, now_s: float) -> None:
+        """Make a copy of an entry, or drop it, and queue what hangs on it."""
         book, notes = self._book, self._notes
         below = self._below.pop(entry.serial, ())
         if entry.namespace in self._erased:
@@ -204,14 +197,14 @@ class Recovery:
                     self._next.append((None, *item))  # it is dropped as this one is
                 else:
                     self._drop_all(*item, self._below.pop(item[1].serial, ()), "orphaned")
-            return None
+            return
         if parent is not None and (parent.parent is None or parent.namespace != entry.namespace):
             self._drop_all(slot, entry, below, "orphaned")  # the parent has left the tree meanwhile
-            return None
+            return
         limit_at_s = notes.off_boot_clock(entry.limit_at_s)
         if limit_at_s <= now_s:
             self._drop_all(slot, entry, below, "expired")
-            return None
+            return
         above = book.prefixes.root(entry.namespace) if parent is None else parent
         copy = above.children.get(entry.run)
         if copy is None:
@@ -219,8 +212,7 @@ class Recovery:
             copy.hits = entry.hits
             copy.last_use_s = min(now_s, notes.off_boot_clock(entry.last_use_s))
             book.prefixes.set_limit(copy, limit_at_s)
-        is_taken = copy.slot < 0
-        if is_taken:
+        if copy.slot < 0:
             self._unpend(slot, entry)
             book.recover(copy, slot, entry.check)
             notes.adopt(copy, entry.serial, entry.parent)
@@ -230,7 +222,6 @@ class Recovery:
         self._extend(copy, entry, limit_at_s, now_s)
         for item in below:
             self._next.append((copy, *item))
-        return copy if is_taken else None
 
     def _extend(self, copy: Copy, entry: SlotEntry, limit_at_s: float, now_s: float) -> None:
         """Apply an entry's terms to its copy: they only ever lengthen."""

@@ -67,7 +67,7 @@ def test_a_prefix_comes_back_from_host_memory() -> None:
     own = world()
     own.run(ask("first", prompt(1), grant=leased(13)))
     own.push_out()
-    held = own.levels.book.accounts.used
+    held = own.levels.book.accounts.pool.used
     kill(own)
 
     assert own.below(prompt(1)) == (0, {"host": 12})
@@ -172,10 +172,10 @@ def test_an_erasure_reaches_what_is_not_in_the_tree_yet(monkeypatch: pytest.Monk
 
     assert own.levels.is_busy
     assert own.levels.namespaces() == [b"n"]
-    assert own.levels.host_bytes(b"n") == own.levels.book.accounts.used * 1000
+    assert own.levels.host_bytes(b"n") == own.levels.book.accounts.pool.used * 1000
     own.core.erase(Erase(1, b"n"))
     own.settle()
-    assert own.levels.book.accounts.used == 0
+    assert own.levels.book.accounts.pool.used == 0
 
 
 def half_recovered(monkeypatch: pytest.MonkeyPatch, *, disk: bool = False) -> LeveledWorld:
@@ -243,14 +243,14 @@ def test_no_slot_is_given_out_before_the_old_storage_process_has_ended() -> None
     own.run(ask("first", prompt(1), grant=leased(13)))
     kept_of(own).is_shared = True
     kill(own)
-    used = own.levels.book.accounts.used
+    used = own.levels.book.accounts.pool.used
     own.run(ask("other", prompt(5), grant=leased(13)))
 
-    assert own.levels.book.accounts.used == used
+    assert own.levels.book.accounts.pool.used == used
     assert own.run(ask("again", prompt(1))) == [12]
     kept_of(own).is_shared = False
     own.run(ask("more", prompt(6), grant=leased(13)))
-    assert own.levels.book.accounts.used > used
+    assert own.levels.book.accounts.pool.used > used
 
 
 @pytest.mark.parametrize("at_rest", AT_REST)
@@ -294,7 +294,7 @@ def test_what_hangs_on_nothing_is_dropped() -> None:
 
     assert own.below(prompt(1)) == (0, {"host": 4})
     assert (host_of(own).recovered_total, host_of(own).orphaned_total) == (1, 1)
-    assert own.levels.book.accounts.used == 1
+    assert own.levels.book.accounts.pool.used == 1
 
 
 def scenario(own: LeveledWorld) -> None:
