@@ -33,7 +33,7 @@ from engine.cache.lease_manager import LeaseManager, promised_blocks
 from engine.cache.moved_blocks import MovedBlocks
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.eviction_policy import EvictionPolicy, LeastRecentlyUsed
-from engine.cache.tree.prefix_tree import Node, TreeBlock, TreeMatch, tree_blocks
+from engine.cache.tree.prefix_tree import Node, TreeBlock, TreeMatch, nodes_under, tree_blocks
 from engine.cache.tree.window_groups import WindowGroups
 from engine.cache.window_manager import WindowManager
 from engine.errors import InvariantViolation
@@ -541,8 +541,7 @@ class PrefixCache:
             tops = self._leases.revoke(account, lease_id)
         else:
             account.write_epoch += 1
-            top = account.tree.root
-            tops = account.tree.nodes_under(tokens) if tokens else list(top.children.values())
+            tops = nodes_under(account.tree.root, tokens or (), self.block_size)
         blocks = sum(self._manager.detach(account, top) for top in tops)
         if blocks:
             self._emit(BlocksErased(namespace, blocks))

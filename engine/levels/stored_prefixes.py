@@ -13,15 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import count, islice
 
 from engine.api import LevelName, Namespace, Payer
+from engine.cache.tree.lease_endpoints import NO_LEASES, LeaseEndpoints
 from engine.cache.tree.leases import BlockTerms, Deadlines
-from engine.cache.tree.prefix_tree import Node
+from engine.cache.tree.prefix_tree import Node, Run, nodes_under, whole_runs
 from engine.errors import InvariantViolation
 from engine.moves import PromiseTerms, RecordId
-
-Run = tuple[int, ...]
-NO_LEASES: Set[str] = frozenset()
-LEASES_HANDED_UP_MAX = 64
-"""Leases that a copy may inherit from copies below it that were dropped."""
 
 
 class Copy:
@@ -200,7 +196,7 @@ class StoredPrefixes:
         self._on_terms = on_terms
         self._on_leases = on_leases
         self._roots: dict[Namespace, Copy] = {}
-        self._lease_ends: dict[tuple[Namespace, str], dict[Copy, None]] = {}
+        self._leases: dict[Namespace, LeaseEndpoints[Copy]] = {}
         self._limits: Deadlines[Copy] = Deadlines()
         self._serials = count(1)
 
@@ -217,20 +213,12 @@ class StoredPrefixes:
         """Return the namespace's root; it is kept once something is added below it."""
         return self._roots.get(namespace) or Copy(namespace, b"", (), None, 0)
 
-    def along(self, namespace: Namespace, tokens: Iterable[int]) -> Iterator[Copy]:
-        """Iterate over the copies of the leading whole runs of `tokens`, also those whose limit has
-        passed. O(1) each.
+    def along(self, namespace: Namespace, tokens: Iterable[int]) -> list[Copy]:
+        """Return the copies of the leading whole runs of `tokens`, also those whose limit has
+        passed. O(runs matched).
         """
         root = self._roots.get(namespace)
-        if root is None:
-            return
-        children = root.children
-        for run in zip(*[iter(tokens)] * self.run_tokens, strict=False):
-            copy = children.get(run)
-            if copy is None:
-                return
-            yield copy
-            children = copy.children
+        return [] if root is None else whole_runs(root, tokens, self.run_tokens)
 
     def match(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> list[Copy]:
         """Return the copies of the longest leading part of `tokens`, in whole runs, leaving one
@@ -247,8 +235,10 @@ class StoredPrefixes:
         """Add a copy of `run` below `parent`, which has none yet. O(1)."""
         if len(run) != self.run_tokens or run in parent.children:
             raise InvariantViolation("a copy is made once for each whole run")
-        if parent.is_root and self._roots.setdefault(parent.namespace, parent) is not parent:
-            raise InvariantViolation("a copy below a root that is not the namespace's")
+        if parent.is_root:
+            if self._roots.setdefault(parent.namespace, parent) is not parent:
+                raise InvariantViolation("a copy below a root that is not the namespace's")
+            self._leases.setdefault(parent.namespace, LeaseEndpoints(self._on_leases))
         copy = Copy(parent.namespace, payer, run, parent, next(self._serials))
         copy.last_use_s = now_s
         parent.children[run] = copy
@@ -261,16 +251,16 @@ class StoredPrefixes:
         if parent is None:
             raise InvariantViolation("a copy was removed twice")
         del parent.children[top.run]
-        gone = top.subtree()
+        gone, leases = top.subtree(), self._leases[parent.namespace]
         for copy in gone:
-            self._hand_up_leases(copy, parent)
+            leases.hand_up(copy, parent)
             copy.parent = None
         for copy in gone:
             self._on_removed(copy)
         if not parent.is_root:
             self._on_changed(parent)
         elif not parent.children:
-            del self._roots[parent.namespace]
+            del self._roots[parent.namespace], self._leases[parent.namespace]
         return len(gone)
 
     # -- limits -------------------------------------------------------------------------------
@@ -304,66 +294,29 @@ class StoredPrefixes:
         namespace. O(runs of `tokens`, children of the last).
         """
         root = self._roots.get(namespace)
-        if root is None:
-            return []
-        if not tokens:
-            return list(root.children.values())
-        path = list(self.along(namespace, tokens))
-        rest = tuple(tokens[len(path) * self.run_tokens :])
-        if not rest:
-            return path[-1:]
-        if len(rest) > self.run_tokens:
-            return []
-        copy = path[-1] if path else root
-        return [child for run, child in copy.children.items() if run[: len(rest)] == rest]
+        return [] if root is None else nodes_under(root, tokens or (), self.run_tokens)
 
     def extend_lease(self, lease_id: str, copy: Copy) -> None:
         """Note that a lease covers everything up to `copy`. O(1)."""
-        if copy.is_root:
-            return
-        if copy.parent is not None and lease_id in copy.parent.ending_leases:
-            self._drop_lease(lease_id, copy.parent)
-        if isinstance(copy.ending_leases, set):
-            copy.ending_leases.add(lease_id)
-        else:
-            copy.ending_leases = {lease_id}
-        self._lease_ends.setdefault((copy.namespace, lease_id), {})[copy] = None
-        self._on_leases(copy)
+        if not copy.is_root:
+            self._leases[copy.namespace].extend(lease_id, copy)
 
     def ends_of(self, namespace: Namespace, lease_id: str) -> list[Copy]:
         """Return the last copies that a lease covers. O(these)."""
-        return list(self._lease_ends.get((namespace, lease_id), ()))
+        leases = self._leases.get(namespace)
+        return [] if leases is None else leases.nodes_of(lease_id)
 
     def revoke(self, namespace: Namespace, lease_id: str) -> list[Copy]:
         """Forget a lease. Return the topmost copies that it alone covered."""
-        ended = list(self._lease_ends.get((namespace, lease_id), ()))
-        for copy in ended:
-            self._drop_lease(lease_id, copy)
-        return list({_topmost_uncovered(copy): None for copy in ended if not _is_covered(copy)})
-
-    # -- internals ----------------------------------------------------------------------------
-
-    def _drop_lease(self, lease_id: str, copy: Copy) -> None:
-        assert isinstance(copy.ending_leases, set), "a lease ends here"
-        copy.ending_leases.remove(lease_id)
-        ends = self._lease_ends[copy.namespace, lease_id]
-        del ends[copy]
-        if not ends:
-            del self._lease_ends[copy.namespace, lease_id]
-        self._on_leases(copy)
-
-    def _hand_up_leases(self, copy: Copy, above: Copy) -> None:
-        for lease_id in tuple(copy.ending_leases):
-            self._drop_lease(lease_id, copy)
-            if not above.is_root and len(above.ending_leases) < LEASES_HANDED_UP_MAX:
-                self.extend_lease(lease_id, above)
+        leases = self._leases.get(namespace)
+        return [] if leases is None else leases.revoke(lease_id)
 
     def check(self) -> None:
         """Check the shape of the tree and the ends of leases. Raises InvariantViolation.
         O(copies).
         """
-        ends = 0
-        for root in self._roots.values():
+        for namespace, root in self._roots.items():
+            ends, leases = 0, self._leases[namespace]
             for copy in root.subtree():
                 for run, child in copy.children.items():
                     if child.parent is not copy or child.run != run:
@@ -372,27 +325,5 @@ class StoredPrefixes:
                     continue
                 if copy.slot < 0 and not copy.record_id:
                     raise InvariantViolation("a run in the tree of copies without a copy")
-                ends += len(copy.ending_leases)
-        noted = sum(map(len, self._lease_ends.values()))
-        if noted != ends:
-            raise InvariantViolation(f"{noted} ends of leases on copies, recounted: {ends}")
-
-
-def _is_covered(top: Copy) -> bool:
-    """Return whether a lease ends at `top` or below."""
-    stack = [top]
-    while stack:
-        copy = stack.pop()
-        if copy.ending_leases:
-            return True
-        stack.extend(copy.children.values())
-    return False
-
-
-def _topmost_uncovered(copy: Copy) -> Copy:
-    """Return the topmost ancestor of an uncovered copy that no lease covers either."""
-    while (above := copy.parent) is not None and not above.is_root and not above.ending_leases:
-        if any(_is_covered(child) for child in above.children.values() if child is not copy):
-            break
-        copy = above
-    return copy
+                ends += leases.check_node(copy)
+            leases.check_total(ends)

@@ -384,7 +384,7 @@ class BlockManager:
         if parent is not None and top.promised:
             parent.promised_children -= 1
         for node in top.subtree():
-            account.lease_endpoints.remove_node(node)
+            account.lease_endpoints.hand_up(node, parent)
             account.tree.remove(node)
             removed += self._drop_tree_refs(account, node)
         assert parent is not None, "the root is never removed"
@@ -465,7 +465,7 @@ class BlockManager:
                 self.on_evict(account, leaf)
             parent, block = leaf.parent, leaf.block
             if leaf.ending_leases:
-                account.lease_endpoints.remove_node(leaf)
+                account.lease_endpoints.hand_up(leaf, parent)
             account.tree.remove(leaf)
             away += leaf.promised_below
             self.node_of[block] = self.owner[block] = None
@@ -502,7 +502,7 @@ class BlockManager:
         if self.on_evict is not None:
             self.on_evict(account, victim)
         parent = victim.parent
-        account.lease_endpoints.remove_node(victim)
+        account.lease_endpoints.hand_up(victim, parent)
         account.tree.remove(victim)
         self._drop_tree_ref(account, victim)
         assert parent is not None, "the root is never removed"

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from engine.api import Namespace, Payer, Quota
 from engine.cache.tree.eviction_policy import EvictionOrder, EvictionPolicy
 from engine.cache.tree.lease_endpoints import LeaseEndpoints
-from engine.cache.tree.prefix_tree import PrefixTree, TreeBlock, tree_blocks
+from engine.cache.tree.prefix_tree import Node, PrefixTree, TreeBlock, tree_blocks
 
 
 class NamespaceAccount:
@@ -65,7 +65,7 @@ class NamespaceAccount:
         self.namespace = namespace
         self.payer_account = payer_account
         self.tree = PrefixTree(block_size, serials)
-        self.lease_endpoints = LeaseEndpoints()
+        self.lease_endpoints: LeaseEndpoints[Node] = LeaseEndpoints()
         self.tables = 0
         self.held = 0
         self.cached = 0

@@ -12,16 +12,17 @@ tree knows no pool, no clock and no quota. The other modules of the cache call i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import count, islice
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from sortedcontainers import SortedList
 
+from engine.cache.tree.lease_endpoints import NO_LEASES, LeasedNode
 from engine.cache.tree.leases import BlockTerms
 
 Run = tuple[int, ...]
-NO_LEASES: Set[str] = frozenset()
+N = TypeVar("N", bound=LeasedNode)
 
 
 class Node:
@@ -212,6 +213,35 @@ def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     return min(len(a), len(b))
 
 
+def whole_runs(root: N, tokens: Iterable[int], run_tokens: int) -> list[N]:
+    """Return the nodes of the longest leading part of `tokens` in whole runs.
+
+    O(runs matched): a tuple and a dict lookup each.
+    """
+    children, path = root.children, list[N]()
+    # One iterator, `run_tokens` times: zip makes each tuple, the next run, in C.
+    for run in zip(*[iter(tokens)] * run_tokens, strict=False):
+        child = children.get(run)
+        if child is None:
+            break
+        path.append(child)
+        children = child.children
+    return path
+
+
+def nodes_under(root: N, tokens: Sequence[int], run_tokens: int) -> list[N]:
+    """Return the topmost nodes whose path starts with all of `tokens`, which may end within a run.
+
+    O(runs of `tokens`, children of the last).
+    """
+    path = whole_runs(root, tokens, run_tokens)
+    rest = tuple(tokens[len(path) * run_tokens :])
+    last = path[-1] if path else root
+    if not rest:
+        return [last] if path else list(root.children.values())
+    return [child for run, child in last.children.items() if run[: len(rest)] == rest]
+
+
 class PrefixTree:
     """Prefixes in whole blocks of `block_size` tokens, and tails. `changes` grows with each node
     or window block added or removed.
@@ -243,19 +273,8 @@ class PrefixTree:
         )
 
     def match_blocks(self, tokens: Sequence[int], limit: int) -> list[Node]:
-        """Return the nodes of the longest cached run of whole blocks within tokens[:limit].
-
-        O(blocks matched): a tuple and a dict lookup each.
-        """
-        children, path = self.root.children, []
-        # One iterator, `block_size` times: zip makes each tuple, the next run, in C.
-        for run in zip(*[islice(tokens, max(0, limit))] * self.block_size, strict=False):
-            child = children.get(run)
-            if child is None:
-                break
-            path.append(child)
-            children = child.children
-        return path
+        """Return the nodes of the longest cached run of whole blocks within tokens[:limit]."""
+        return whole_runs(self.root, islice(tokens, max(0, limit)), self.block_size)
 
     def longest_common_child(self, node: Node, tokens: Sequence[int]) -> tuple[Node | None, int]:
         """Return the child that shares the longest leading run with `tokens`, and the length of
@@ -269,18 +288,6 @@ class PrefixTree:
             if common > length:
                 best, length = child, common
         return best, length
-
-    def nodes_under(self, tokens: Sequence[int]) -> list[Node]:
-        """Return the topmost nodes whose path starts with all of `tokens`."""
-        path = self.match_blocks(tokens, len(tokens))
-        whole = len(path) * self.block_size
-        rest = tuple(tokens[whole:])
-        if not rest:
-            return path[-1:]
-        if len(rest) > self.block_size:
-            return []
-        node = path[-1] if path else self.root
-        return [child for run, child in node.children.items() if run[: len(rest)] == rest]
 
     def insert(self, parent: Node, run: Run, block: int) -> tuple[Node, Node | None]:
         """Add a child whose run no sibling has or extends. Return it and the tail it replaces.

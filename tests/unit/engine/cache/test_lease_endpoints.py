@@ -142,7 +142,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_erasure_equals_a_list_of_leases_on_each_block(steps: list[Step]) -> None:
     """The plain list is the specification."""
-    tree, ends = PrefixTree(1), LeaseEndpoints()
+    tree, ends = PrefixTree(1), LeaseEndpoints[Node]()
     covering: dict[Node, set[str]] = {}
     for what, number, run_of in steps:
         lease_id, path = str(number), tree.match_blocks(run_of, len(run_of))
@@ -154,7 +154,7 @@ def test_erasure_equals_a_list_of_leases_on_each_block(steps: list[Step]) -> Non
                 covering.setdefault(path[index], set()).add(lease_id)
             ends.extend(lease_id, path[-1])
         elif what == "goes" and path and not path[-1].children:
-            ends.remove_node(path[-1])
+            ends.hand_up(path[-1], path[-1].parent)
             del covering[path[-1]]
             tree.remove(path[-1])
         elif what == "strike":
@@ -167,7 +167,7 @@ def test_erasure_equals_a_list_of_leases_on_each_block(steps: list[Step]) -> Non
                 ids.discard(lease_id)
             for top in tops:
                 for node in top.subtree():
-                    ends.remove_node(node)
+                    ends.hand_up(node, top.parent)
                     del covering[node]
                     tree.remove(node)
         ends.check_total(sum(ends.check_node(node) for node in tree.root.subtree()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.tree.prefix_tree import Node, PrefixTree, common_prefix_length
+from engine.cache.tree.prefix_tree import Node, PrefixTree, common_prefix_length, nodes_under
 
 Run = tuple[int, ...]
 runs = st.lists(st.integers(0, 2), min_size=4, max_size=4).map(tuple)
@@ -64,10 +64,12 @@ def test_nodes_under_a_prefix_start_with_it() -> None:
     grow(tree, (0, 1, 2, 4), 1)
     grow(tree, (0, 1, 5, 5), 2)
 
-    assert {node.run for node in tree.nodes_under((0, 1, 2))} == {(2, 3), (2, 4)}
-    assert [node.run for node in tree.nodes_under((0, 1))] == [(0, 1)]
-    assert tree.nodes_under((0, 1, 9)) == []
-    assert tree.nodes_under((0, 1, 2, 3, 4, 4, 4)) == []
+    def under(*tokens: int) -> set[Run]:
+        return {node.run for node in nodes_under(tree.root, tokens, 2)}
+
+    assert under(0, 1, 2) == {(2, 3), (2, 4)}
+    assert under(0, 1) == under() == {(0, 1)}
+    assert under(0, 1, 9) == under(0, 1, 2, 3, 4, 4, 4) == set()
 
 
 def test_subtree_lists_children_before_parents_at_any_depth() -> None:
