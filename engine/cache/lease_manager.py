@@ -22,6 +22,9 @@ from engine.cache.tree.leases import BlockTerms, LeaseSpans, promised_seconds, s
 from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.cache.window_promises import WindowCover, first_promised
 
+Spans = Sequence[tuple[int, int, LeaseSpans]]
+"""For each lease of a table its tokens, the blocks that its promise covers, and its times."""
+
 
 class LeaseManager:
     """The leases of block tables, from their grant to the end of their sequence."""
@@ -107,8 +110,6 @@ class LeaseManager:
         size, spans = self._manager.block_size, _spans(table, now_s)
         for index, node in enumerate(path):
             self._extend(table, node, index, spans, now_s, is_new=False)
-            if table.beside:
-                self._extend_windows(table, node, index, spans, now_s)
         self._extend_below(table, path, kept, spans, now_s)
         if windows is not None:
             self._extend_kept_windows(table, windows, spans)
@@ -137,10 +138,7 @@ class LeaseManager:
         block beyond the leases of its request has no limit either, and leaves the tree with the
         blocks above it. `is_new`: no other request has used this block yet.
         """
-        spans = _spans(table, now_s)
-        self._extend(table, node, index, spans, now_s, is_new=is_new)
-        if table.beside:
-            self._extend_windows(table, node, index, spans, now_s)
+        self._extend(table, node, index, _spans(table, now_s), now_s, is_new=is_new)
         for lease, _ in table.requested_leases:
             if index * self._manager.block_size < lease.tokens:
                 table.account.lease_endpoints.extend(lease.lease_id, node)
@@ -162,11 +160,12 @@ class LeaseManager:
         table: BlockTable,
         node: Node,
         index: int,
-        spans: Sequence[tuple[int, int, LeaseSpans]],
+        spans: Spans,
         now_s: float,
         *,
         is_new: bool,
     ) -> None:
+        """Apply the terms of a table's leases to block `index` of its path, in each KV group."""
         terms = node.terms
         if not spans:
             if terms:
@@ -181,13 +180,15 @@ class LeaseManager:
             promised = index < covered_blocks and self._is_promisable(node)
             terms.extend(requested, promised=promised)
         self._promises.update_deadlines(table.account, node, now_s)
+        if table.beside:
+            self._extend_windows(table, node, index, spans, now_s)
 
     def _extend_windows(
         self,
         table: BlockTable,
         node: Node,
         index: int,
-        spans: Sequence[tuple[int, int, LeaseSpans]],
+        spans: Spans,
         now_s: float,
     ) -> None:
         """Apply the terms of the leases whose last windows contain block `index` to its window
@@ -240,7 +241,7 @@ class LeaseManager:
         self,
         table: BlockTable,
         windows: WindowCover,
-        spans: Sequence[tuple[int, int, LeaseSpans]],
+        spans: Spans,
     ) -> None:
         """Apply the leases of a table to window blocks that a level below alone has, and keeps the
         promises of. O(these).
@@ -349,7 +350,7 @@ class LeaseManager:
         table: BlockTable,
         path: Sequence[Node],
         kept: Sequence[BlockTerms],
-        spans: Sequence[tuple[int, int, LeaseSpans]],
+        spans: Spans,
         now_s: float,
     ) -> None:
         """Apply the leases of a table to the blocks behind its match that a level below keeps, and
@@ -396,11 +397,7 @@ class LeaseManager:
         """Return the blocks of the tree that resuming at the end of a table reads in window groups.
         O(these).
         """
-        found = (
-            self._manager.node_of[block]
-            for row, first in zip(table.beside, table.first, strict=True)
-            for block in row[first:]
-        )
+        found = (self._manager.node_of[block] for block in table.window_blocks)
         return [block for block in found if isinstance(block, WindowBlock)]
 
     def _promise_last_windows(self, table: BlockTable, now_s: float) -> None:
@@ -480,8 +477,7 @@ class LeaseManager:
             table.account.add_held_up(-released)
 
 
-def _spans(table: BlockTable, now_s: float) -> list[tuple[int, int, LeaseSpans]]:
-    """Return for each requested lease its tokens, the blocks its promise covers, and its times."""
+def _spans(table: BlockTable, now_s: float) -> Spans:
     return [
         (lease.tokens, covered_blocks, spans_of(lease.retention, table.started_s, now_s))
         for lease, covered_blocks in table.requested_leases

@@ -380,11 +380,8 @@ class PrefixCache:
         fork = table.forked()
         table.writable_tokens = 0
         self._manager.add_table(fork)
-        for block in fork.pinned:
+        for block in (*fork.pinned, *fork.window_blocks):
             self._manager.pin_again(block)
-        for row, start in zip(fork.beside, fork.first, strict=True):
-            for block in row[start:]:
-                self._manager.pin_again(block)
         return fork
 
     def mark_resume_point(self, table: BlockTable, tokens: int) -> None:
@@ -436,8 +433,7 @@ class PrefixCache:
             self._windows.mark_resume(table, table.kv_tokens, now_s)
         self._leases.end_use(table, now_s)
         self._manager.unpin_all(table.account, reversed(table.pinned))
-        for row, first in zip(table.beside, table.first, strict=True):
-            self._manager.unpin_all(table.account, row[first:])
+        self._manager.unpin_all(table.account, table.window_blocks)
         for _, aside in table.aside:
             self._manager.unpin_all(table.account, aside)
         self._manager.version += 1

@@ -60,8 +60,7 @@ class WindowManager:
         """
         size = self._groups.block_size
         stands = self._groups.standing(path, len(path) * size) // size
-        for row, first in zip(table.beside, table.first, strict=True):
-            self._manager.unpin_all(table.account, row[first:])
+        self._manager.unpin_all(table.account, table.window_blocks)
         self._manager.unpin_all(table.account, reversed(table.blocks[stands:]))
         hit = TreeMatch(table.account.tree, path[:stands], None, 0)
         table.start_at(hit.path)

@@ -491,7 +491,7 @@ class BlockManager:
 
     def _evict_one(self, giver: PayerAccount) -> tuple[NamespaceAccount, list[TreeBlock]]:
         """Evict one block of a payer, of group 0 or a window group. O(log n)."""
-        victim = giver.next_victim()
+        victim = giver.eviction_order.first()
         account = self._owner_of(victim.block)
         if isinstance(victim, Node) and victim.beside is not None:
             victim = next(filter(None, victim.beside), victim)

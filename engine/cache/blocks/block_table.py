@@ -144,6 +144,16 @@ class BlockTable:
         return held + sum(len(blocks) for _, blocks in self.aside)
 
     @property
+    def window_blocks(self) -> list[int]:
+        """Return the blocks that the table holds in window groups, without those set aside.
+        O(these).
+        """
+        held: list[int] = []
+        for row, first in zip(self.beside, self.first, strict=True):
+            held += row[first:]
+        return held
+
+    @property
     def pinned(self) -> list[int]:
         """Return the blocks of `blocks` that the table holds. O(1) without holes."""
         return [block for block in self.blocks if block >= 0] if self.holes else self.blocks

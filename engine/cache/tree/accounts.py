@@ -265,12 +265,6 @@ class PayerAccount:
         """Return the same on the level that keeps promises, which is `scale` times the device."""
         return max(self.promised_total, int(self.floor_blocks * scale))
 
-    def next_victim(self) -> TreeBlock:
-        """Return the leaf or window block that is evicted next, over all namespaces of the payer.
-        O(1).
-        """
-        return self.eviction_order.first()
-
 
 def _evictable_leaves(account: NamespaceAccount) -> list[TreeBlock]:
     """Return the leaves and window blocks of a namespace that are in the eviction order.
