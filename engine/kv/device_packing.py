@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from engine.api import Fidelity
 from engine.kv.packing import packed_format
 from engine.kv.slot_formats import SizedPacker
 from engine.kv.storage import KvStorage
@@ -39,20 +38,11 @@ class GpuPacker:
     def __init__(self, storage: KvStorage, name: PackedName) -> None:
         """Compiles the kernels: some seconds, where the compiler has not kept them. A first load
         would wait for that, and reach its deadline. Raises ValueError as `packed_format`."""
-        self._format = packed_format(name, storage.format)
+        form = packed_format(name, storage.format)
+        self.block_bytes, self.fidelity = form.block_bytes, form.fidelity
         self._name = name
         self._blocks = storage.data
         self._compile()
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a packed block."""
-        return self._format.block_bytes
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """How far a packed block is from what it was."""
-        return self._format.fidelity
 
     def pack(self, blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """See `BatchPacker`."""

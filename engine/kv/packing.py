@@ -78,6 +78,7 @@ class StoragePacker:
     def __init__(self, storage: KvStorage, name: str, library: Path | None = None) -> None:
         """`library`: the compiled kernels; None: torch. Raises ValueError as `packed_format`."""
         self.format = packed_format(name, storage.format)
+        self.block_bytes, self.fidelity = self.format.block_bytes, self.format.fidelity
         kv = storage.format
         self._storage = storage
         self._shape = (kv.layers, kv.kv_heads, kv.head_dim)
@@ -91,16 +92,6 @@ class StoragePacker:
                 is_bf16=kv.dtype == torch.bfloat16,
                 is_panels=kv.layout == "panels",
             )
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a packed block."""
-        return self.format.block_bytes
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """How far a packed block is from what it was."""
-        return self.format.fidelity
 
     def pack(self, block: int, out: npt.NDArray[np.uint8]) -> None:
         """Pack a block. Raises UnpackableError, a ValueError, for what is no number or too large;

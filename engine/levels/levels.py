@@ -180,7 +180,7 @@ class Levels:
         """Begin a planned load into a table that has grown to its end; None if it cannot begin.
 
         `after_step`: the last step that was launched before the table grew."""
-        return self.loads.begin(table, plan.first, plan.copies, plan.choice, after_step, now_s)
+        return self.loads.begin(plan, table, after_step, now_s)
 
     def begin_moves(self) -> None:
         """Begin the moves of new loads, where no step in flight is in their way."""

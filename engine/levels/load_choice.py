@@ -34,7 +34,7 @@ TRIAL_S: Final = 1.0
 TRIALS_WON: Final = 3
 """Trials in a row that must win before the level serves as before."""
 FIRST_BYTES_PER_S: Final[dict[LevelName, float]] = {"host": 4e9, "disk": 0.5e9, "remote": 0.1e9}
-"""Rates until they are measured, where nothing better is known: see `first_rates`."""
+"""Rates until they are measured, where nothing better is known: see `first_paces`."""
 DISK_PART: Final = 4
 """A disk is expected to have this part of the transfer engine's rate until it is measured."""
 FIXED_S: Final = 0.001
@@ -108,23 +108,18 @@ class LevelPace:
             self._paused_until_s, self._trials_won = now_s + PAUSE_S, 0
 
 
-def first_rates(transfer_bytes_per_s: float) -> tuple[float, float]:
-    """Return the rates of host memory and disk to expect beside a transfer engine of this rate.
-
-    They are what a good machine has: a load that is never tried is never measured, and what
-    computes fast would compute for ever. A first load that loses time is counted as such.
-    """
-    return transfer_bytes_per_s, transfer_bytes_per_s / DISK_PART
-
-
 def first_paces(
     slot_bytes: Sequence[int], disk_threads: int, transfer_bytes_per_s: float
 ) -> dict[LevelName, LevelPace]:
-    """Return the pace of each level before anything was measured. `slot_bytes`: of each format."""
-    host_rate, disk_rate = first_rates(transfer_bytes_per_s)
+    """Return the pace of each level before anything was measured. `slot_bytes`: of each format.
+
+    Host memory and disk have the rates that a good machine has beside such a transfer engine: a
+    load that is never tried is never measured, and what computes fast would compute for ever. A
+    first load that loses time is counted as such.
+    """
     return {
-        "host": LevelPace("host", slot_bytes, bytes_per_s=host_rate),
-        "disk": LevelPace("disk", slot_bytes, disk_threads, disk_rate),
+        "host": LevelPace("host", slot_bytes, bytes_per_s=transfer_bytes_per_s),
+        "disk": LevelPace("disk", slot_bytes, disk_threads, transfer_bytes_per_s / DISK_PART),
         "remote": LevelPace("remote", slot_bytes),
     }
 

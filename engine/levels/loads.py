@@ -125,24 +125,23 @@ class Load:
 
     def __init__(
         self,
-        namespace: Namespace,
-        first: int,
+        plan: LoadPlan,
         held: BlockTable,
         pieces: list[_Piece],
-        choice: LoadChoice,
         after_step: int,
+        epoch: int,
         now_s: float,
     ) -> None:
-        self.namespace = namespace
+        self.namespace: Namespace = held.namespace
         self.payer: Payer = held.account.payer_account.payer
-        self.first = first
+        self.first = plan.first
         self.held = held
         self.pieces = pieces
-        self.choice = choice
+        self.choice = plan.choice
         self.began_s = now_s
-        self.deadline_at_s = now_s + max(DEADLINE_S_MIN, DEADLINE_FACTOR * choice.load_s)
+        self.deadline_at_s = now_s + max(DEADLINE_S_MIN, DEADLINE_FACTOR * plan.choice.load_s)
         self.after_step = after_step
-        self.epoch = 0
+        self.epoch = epoch
         self.is_ended = False
         self.loaded = 0
         self.miss: LoadMiss = ""
@@ -150,7 +149,7 @@ class Load:
         self.placed = self.done = 0
         self.ready = deque(piece for piece in pieces if piece.state is _State.READY)
         self.turns = 0
-        self.under_way = 0
+        self.under_way = len(pieces)
 
     @property
     def level(self) -> LevelName:
@@ -229,9 +228,9 @@ class Loads:
         self._fetches: dict[tuple[int, int], tuple[Load, _Piece]] = {}
         self._ended: list[Load] = []
         self._moved_from_host = 0
-        self.loaded_blocks: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
-        self.failed: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
-        self.damaged: dict[LevelName, int] = {"host": 0, "disk": 0, "remote": 0}
+        self.loaded_blocks = Counter[LevelName]()
+        self.failed = Counter[LevelName]()
+        self.damaged = Counter[LevelName]()
         self.fetched = 0
 
     def __len__(self) -> int:
@@ -243,25 +242,18 @@ class Loads:
         return len(self._moves)
 
     def begin(
-        self,
-        table: BlockTable,
-        first: int,
-        copies: Sequence[Copy],
-        choice: LoadChoice,
-        after_step: int,
-        now_s: float,
+        self, plan: LoadPlan, table: BlockTable, after_step: int, now_s: float
     ) -> Load | None:
-        """Begin to fill the entries of a table from `first` on. Return None if there is no slot
-        for even one fetch. Only as many runs are loaded as slots could be had for. `after_step`:
-        the last step that was launched before the table grew.
+        """Begin to fill the entries of a table behind those that the plan says the device has.
+        Return None if there is no slot for even one fetch. Only as many runs are loaded as slots
+        could be had for. `after_step`: the last step that was launched before the table grew.
         """
-        pieces = self._pieces(table, first, copies)
+        pieces = self._pieces(table, plan.first, plan.copies)
         if not pieces:
             return None
-        held = self._cache.moves.hold_blocks(table, first, now_s)
-        load = Load(table.namespace, first, held, pieces, choice, after_step, now_s)
-        load.under_way = len(pieces)
-        load.epoch = self._book.epochs[table.namespace]
+        held = self._cache.moves.hold_blocks(table, plan.first, now_s)
+        epoch = self._book.epochs[table.namespace]
+        load = Load(plan, held, pieces, after_step, epoch, now_s)
         self._loads[load] = None
         for piece in pieces:
             self._paces[piece.level].queued[piece.form] += 1
@@ -465,8 +457,7 @@ class Loads:
     def _end(self, load: Load, loaded: int) -> None:
         load.is_ended, load.loaded = True, loaded
         load.ready.clear()
-        for name, blocks in Counter(piece.level for piece in load.pieces[:loaded]).items():
-            self.loaded_blocks[name] += blocks
+        self.loaded_blocks.update(piece.level for piece in load.pieces[:loaded])
         for piece in load.pieces[loaded:]:
             if piece.state is _State.READY:  # it was never begun
                 piece.state = _State.FAILED

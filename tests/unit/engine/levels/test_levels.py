@@ -435,8 +435,8 @@ def test_without_a_fault_nothing_is_found(life: Any) -> None:
 
 
 def _begin_without_hold(begin: Any) -> Any:
-    def without(self: Any, table: Any, *rest: Any) -> Any:
-        load = begin(self, table, *rest)
+    def without(self: Any, plan: Any, table: Any, *rest: Any) -> Any:
+        load = begin(self, plan, table, *rest)
         if load is not None:
             self._cache.moves.unhold(load.held)
             load.held = self._cache.moves.hold_blocks(table, len(table.blocks), 0.0)

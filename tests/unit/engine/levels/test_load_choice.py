@@ -14,7 +14,7 @@ from engine.levels.load_choice import (
     LoadChoice,
     NotLoaded,
     choose_load,
-    first_rates,
+    first_paces,
 )
 
 BLOCK_BYTES = 400_000
@@ -190,16 +190,14 @@ def test_what_computes_fast_tries_a_disk_that_was_never_measured() -> None:
     """On a GPU a token is computed in 26 us. With the rate of a slow disk nothing would be loaded,
     and nothing measured; once it is, a slow disk is left alone.
     """
-    token_bytes, block = 131_072, 16 * 131_072
-    host_rate, disk_rate = first_rates(25e9)
-    host = LevelPace("host", [block], bytes_per_s=host_rate)
-    disk = LevelPace("disk", [block], 4, disk_rate)
+    block = 16 * 131_072
+    paces = first_paces([block], 4, 25e9)
+    disk = paces["disk"]
+    first_s = disk.block_s[0]
 
     def choose() -> int:
         levels: list[LevelName] = ["disk"] * 512
-        return choose_load(
-            levels, beside(host, disk), lambda n: n * 16 * 25.7e-6, lambda level: 16, 0.0
-        ).blocks
+        return choose_load(levels, paces, lambda n: n * 16 * 25.7e-6, lambda level: 16, 0.0).blocks
 
     first = choose()
     for _ in range(512):
@@ -207,4 +205,4 @@ def test_what_computes_fast_tries_a_disk_that_was_never_measured() -> None:
 
     assert first == 512
     assert choose() == 0
-    assert LevelPace("disk", [block], 4).block_s[0] / 16 > 25.7e-6 > token_bytes / disk_rate
+    assert LevelPace("disk", [block], 4).block_s[0] / 16 > 25.7e-6 > first_s / 16
