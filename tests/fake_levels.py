@@ -15,6 +15,9 @@ from typing import Any, Literal
 import xxhash
 
 from engine.api import Namespace, Payer
+from engine.cache import PrefixCache
+from engine.config import LevelsConfig
+from engine.levels.levels import Levels
 from engine.moves import (
     LOADS_MAX,
     OFFLOADS_MAX,
@@ -56,6 +59,8 @@ from tests.fakes import BROKEN, FakeRunner, Slot
 Content = tuple[Slot | None, ...]
 
 
+BOOT_S = 5_000.0
+"""What the boot clock says when the first engine's says nothing."""
 RECALLED_MAX = 2
 """Records that the fake storage tells at once of those that are promised."""
 
@@ -592,6 +597,76 @@ class FakeStorage:
             gone = stack.pop()
             if self.records.pop(gone, None) is not None:
                 stack += [i for i, record in self.records.items() if record.parent == gone]
+
+
+class LevelsBelow:
+    """What lies below one engine after another; `make_levels` makes the levels of each.
+
+    `memory`, `levels`: of the present engine. `storage`: its disk, if it `has_disk`, with the
+    records of those before; `kept`: host memory that outlives engines, where it `is_kept`.
+    """
+
+    has_disk = True
+    is_kept = False
+    formats: Sequence[SlotFormat] = (PLAIN,)
+    unpackable = 0.0
+
+    def prepare(self, config: LevelsConfig, slots: int, records_max: int = 10**9) -> None:
+        """Take the size of what lies below; nothing is kept of engines before."""
+        self.chance, self.weather = random.Random(1), Weather()
+        self.storage: FakeStorage | None = None
+        self.kept: FakeKeptSlots | None = None
+        self.memory: FakeTransferEngine
+        self._sizes = config, slots, records_max
+
+    def make_levels(self, cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
+        """Return the levels of the next engine."""
+        config, slots, records_max = self._sizes
+        before = None if self.kept is None else self.memory
+        self.memory = FakeTransferEngine(
+            runner, slots, self.chance, self.weather, self.formats, self.unpackable
+        )
+        if self.has_disk:
+            disk = FakeStorage(self.memory, self.chance, self.weather, self.disk_s, records_max)
+            disk.take_over(self.storage)
+            self.storage = disk
+        outlives: dict[str, Any] = {}
+        if self.is_kept:
+            if self.kept is None:
+                self.kept = FakeKeptSlots(self.memory.layout.slots, self.boot_s)
+            self.kept.start(self.memory, before)
+            outlives = {"wipe": self.kept.wipe, "kept": self.kept, "now_s": self.now_s()}
+        self.levels = Levels(cache, config, self.memory, self.storage, **outlives)
+        return self.levels
+
+    @property
+    def disk(self) -> FakeStorage:
+        """Return the disk, which there must be."""
+        assert self.storage is not None
+        return self.storage
+
+    @property
+    def records(self) -> dict[RecordId, Record]:
+        """Return the records of the disk; none without one."""
+        return {} if self.storage is None else self.storage.records
+
+    @property
+    def kept_memory(self) -> FakeKeptSlots:
+        """Return host memory that outlives engines, which there must be."""
+        assert self.kept is not None
+        return self.kept
+
+    def now_s(self) -> float:
+        """Return the engine's present instant, also while the first one is made."""
+        raise NotImplementedError
+
+    def disk_s(self) -> float:
+        """Return the disk's present instant."""
+        return self.now_s()
+
+    def boot_s(self) -> float:
+        """Return the instant of the machine's boot clock."""
+        return self.now_s() + BOOT_S
 
 
 def digest(content: Content) -> bytes:

@@ -7,8 +7,7 @@ memory and every record with the tokens that it is kept under, and recounts the 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,10 +17,9 @@ from engine.api import Erase
 from engine.cache import PrefixCache
 from engine.config import LevelsConfig
 from engine.levels.levels import Levels
-from engine.moves import SlotFormat
 from engine.storage.memory.slot_table import ENTRY_BYTES
 from tests.checkers import MakeLevels, expect
-from tests.fake_levels import PLAIN, FakeKeptSlots, FakeStorage, FakeTransferEngine, Weather
+from tests.fake_levels import LevelsBelow
 from tests.fakes import FakeRunner, tag_after
 from tests.property.test_engine_machine import EngineMachine
 from tests.strategies import NAMESPACES, namespaces, tokens
@@ -30,60 +28,30 @@ SLOTS = 12
 CONFIG = LevelsConfig(host_mib=1, disk_gib=1.0, host_tokens_min=1, disk_tokens_min=1, verify_host=2)
 
 
-class LevelsMachine(EngineMachine):
+class LevelsMachine(LevelsBelow, EngineMachine):
     """The engine machine with a host level of few slots and a disk."""
 
-    has_disk = True
-    formats: Sequence[SlotFormat] = (PLAIN,)
-    unpackable = 0.0
-    is_kept = False
     slots = SLOTS
 
     def levels_below(self) -> MakeLevels | None:
         """Return a host level that is smaller than the device and a disk, both faulty."""
-        self.chance = random.Random(self.seed)
-        self.weather = Weather(polls_max=2)
-        self.disk: FakeStorage | None = None
-        self.confirmed: set[bytes] = set()
-        self.kept: FakeKeptSlots | None = None
-        memories: list[FakeTransferEngine] = []
+        self.prepare(CONFIG, self.slots)
+        self.weather.polls_max = 2
+        return self.make_levels
 
-        def make(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
-            self.memory = FakeTransferEngine(
-                runner, self.slots, self.chance, self.weather, self.formats, self.unpackable
-            )
-            before, self.disk = self.disk, None
-            if self.has_disk:
-                self.disk = FakeStorage(self.memory, self.chance, self.weather)
-                self.disk.take_over(before)
-            if not self.is_kept:
-                self.levels = Levels(cache, CONFIG, self.memory, self.disk)
-                self.levels.loads.part = 1
-                return self.levels
-            kept = self.kept = self.kept or FakeKeptSlots(
-                self.memory.layout.slots, lambda: self.now_s() + 5_000.0
-            )
-            kept.start(self.memory, memories[-1] if memories else None)
-            memories.append(self.memory)
-            self.levels = Levels(
-                cache,
-                CONFIG,
-                self.memory,
-                self.disk,
-                wipe=kept.wipe,
-                kept=kept,
-                now_s=self.now_s(),
-            )
-            self.levels.loads.part = 1
-            return self.levels
-
-        return make
+    def make_levels(self, cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
+        """See `LevelsBelow`; loads are committed run by run."""
+        levels = super().make_levels(cache, runner)
+        levels.loads.part = 1
+        return levels
 
     def now_s(self) -> float:
-        """Return the engine's present instant, also while the first one is made."""
+        """See `LevelsBelow`."""
         return self.world.clock() if hasattr(self, "world") else 0.0
 
-    seed = 1
+    def disk_s(self) -> float:
+        """See `LevelsBelow`; for the disk no time passes, so that no promise ends there."""
+        return 0.0
 
     @rule(polls=st.integers(0, 6), fails=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
     def change_weather(self, polls: int, fails: float) -> None:
@@ -106,15 +74,15 @@ class LevelsMachine(EngineMachine):
         while not answers:
             self.world.step()
         live = {stream.request.grant.namespace for stream in self.world.live.values()}
-        if self.disk is not None and namespace not in live:
+        if self.has_disk and namespace not in live:
             expect(not self.disk.has_records(namespace), "records of an erased namespace")
-        if self.kept is not None:
-            self.kept_has_nothing_of(self.kept, namespace)
+        if self.is_kept:
+            self.kept_has_nothing_of(namespace)
 
-    def kept_has_nothing_of(self, kept: FakeKeptSlots, namespace: bytes) -> None:
+    def kept_has_nothing_of(self, namespace: bytes) -> None:
         """Nothing is left of a namespace in kept memory but in slots that are about to be wiped."""
-        for slot, content in enumerate(kept.contents):
-            entry = kept.table.read(slot)
+        for slot, content in enumerate(self.kept_memory.contents):
+            entry = self.kept_memory.table.read(slot)
             expect(entry is None or entry.namespace != namespace, "an entry of it", slot)
             if any(part is not None and part[0] == namespace for part in content):
                 expect(self.levels.book.remains.is_soiled(slot), "bytes of it", slot, content)
@@ -139,8 +107,8 @@ class LevelsMachine(EngineMachine):
                 groups = len(content) // len(copy.run)
                 slots = prefix_slots(copy.namespace, path, len(copy.run), groups)
                 expect(content == slots, "a slot", path)
-        for record_id, record in () if self.disk is None else self.disk.records.items():
-            path = self.disk.path(record_id) if self.disk else ()
+        for record_id, record in self.records.items():
+            path = self.disk.path(record_id)
             groups = len(record.content) // len(record.tokens)
             slots = prefix_slots(record.namespace, path, len(record.tokens), groups)
             expect(record.content == slots, "a record", path)
@@ -172,17 +140,14 @@ class KeptMachine(LevelsMachine):
     @rule(is_shared=st.booleans(), seconds=st.sampled_from([0.0, 30.0, 4000.0]))
     def kill(self, is_shared: bool, seconds: float) -> None:
         """Kill the engine between two steps, in the middle of its moves."""
-        kept = self.kept
-        assert kept is not None, "it is made with the first engine"
-        kept.is_shared = is_shared
+        self.kept_memory.is_shared = is_shared
         self.world.clock.advance(seconds)
         self.world.restart()
 
     @rule()
     def end_the_process_before(self) -> None:
         """Let the storage process of the engine before end."""
-        assert self.kept is not None, "it is made with the first engine"
-        self.kept.is_shared = False
+        self.kept_memory.is_shared = False
 
     def teardown(self) -> None:
         """See `LevelsMachine`."""
@@ -192,10 +157,8 @@ class KeptMachine(LevelsMachine):
         super().teardown()
         if self.kept is not None:
             expect(not any(self.kept.contents), "bytes after the erasure of all")
-            expect(
-                self.kept.memory.count(0) >= self.kept.table.slots * ENTRY_BYTES,
-                "entries after that",
-            )
+            zeros = self.kept.memory.count(0)
+            expect(zeros >= self.kept.table.slots * ENTRY_BYTES, "entries after that")
 
 
 class KeptHostMachine(KeptMachine):

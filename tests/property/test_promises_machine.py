@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -26,15 +25,12 @@ from engine.api import (
     Retention,
     Sampling,
 )
-from engine.cache import Fact, PrefixCache
+from engine.cache import Fact
 from engine.cache.events import PromiseLost
 from engine.cache.tree.leases import promised_seconds
 from engine.config import EngineConfig, LevelsConfig
-from engine.levels.levels import Levels
-from engine.moves import SlotFormat
-from tests.checkers import MakeLevels, World, expect
-from tests.fake_levels import PLAIN, FakeStorage, FakeTransferEngine, Weather
-from tests.fakes import FakeRunner
+from tests.checkers import World, expect
+from tests.fake_levels import LevelsBelow
 from tests.strategies import tokens
 
 NAMESPACES = (b"north", b"south")
@@ -47,12 +43,10 @@ Block = tuple[Namespace, tuple[int, ...]]
 """A namespace, and the tokens up to the end of a block."""
 
 
-class PromisesMachine(RuleBasedStateMachine):
+class PromisesMachine(LevelsBelow, RuleBasedStateMachine):
     """Requests with leases over a small pool, host memory and disk."""
 
-    has_disk = True
     windows: tuple[int, ...] = ()
-    formats: Sequence[SlotFormat] = (PLAIN,)
 
     @initialize(
         blocks=st.integers(8, 14),
@@ -76,8 +70,6 @@ class PromisesMachine(RuleBasedStateMachine):
         step_tokens: int,
     ) -> None:
         """Make an engine."""
-        self.chance, self.weather = random.Random(1), Weather()
-        self.disk: FakeStorage | None = None
         config = LevelsConfig(
             host_mib=1,
             disk_gib=1.0,
@@ -85,15 +77,15 @@ class PromisesMachine(RuleBasedStateMachine):
             disk_tokens_min=1,
             host_keeps_promises=not self.has_disk,
         )
-
         groups = 1 + len(self.windows)
+        self.prepare(config, slots * groups, records_max)
         self.world = World(
             EngineConfig(step_tokens_max=step_tokens, sequences_max=4, queue_requests_max=8),
             blocks=blocks * groups,
             block_size=2,
             depth=depth,
             windows=self.windows,
-            make_levels=self.levels_below(config, slots * groups, records_max),
+            make_levels=self.make_levels,
         )
         self.world.cache.facts = self.note
         self.quotas = {
@@ -107,19 +99,9 @@ class PromisesMachine(RuleBasedStateMachine):
         """Blocks whose record is gone, of which the engine may not know."""
         self.asked: dict[str, tuple[Request, float, dict[Block, float]]] = {}
 
-    def levels_below(self, config: LevelsConfig, slots: int, records_max: int) -> MakeLevels:
-        """Return what makes the levels of the engine."""
-
-        def below(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
-            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather, self.formats)
-            if self.has_disk:
-                self.disk = FakeStorage(
-                    self.memory, self.chance, self.weather, lambda: self.world.clock(), records_max
-                )
-            self.levels = Levels(cache, config, self.memory, self.disk)
-            return self.levels
-
-        return below
+    def now_s(self) -> float:
+        """See `LevelsBelow`."""
+        return self.world.clock() if hasattr(self, "world") else 0.0
 
     def note(self, fact: Fact) -> None:
         """Count the promises that are told as lost."""
@@ -222,11 +204,10 @@ class PromisesMachine(RuleBasedStateMachine):
         """Let moves become slower or faster, and fail more or less often."""
         self.weather.polls_max, self.weather.fails = polls, fails
 
-    @precondition(lambda self: self.disk is not None and self.disk.records)
+    @precondition(lambda self: self.records)
     @rule(data=st.data())
     def lose_a_record(self, data: st.DataObject) -> None:
         """The disk loses a record, and with it those below; the engine learns of it at a read."""
-        assert self.disk is not None
         before = self.stored()
         self.disk.lose(data.draw(st.sampled_from(sorted(self.disk.records))))
         self.doubtful |= before - self.stored()
@@ -297,16 +278,11 @@ class PromisesMachine(RuleBasedStateMachine):
 
     def stored(self) -> set[Block]:
         """Return the blocks of which the disk has records."""
-        records = {} if self.disk is None else self.disk.records
-        return {
-            (one.namespace, self.disk.path(i))
-            for i, one in records.items()
-            if self.disk is not None
-        }
+        return {(one.namespace, self.disk.path(i)) for i, one in self.records.items()}
 
     def has_bytes(self, slot: int, record_id: int) -> bool:
         """Return whether a copy is where the engine believes it to be."""
-        return slot >= 0 or (self.disk is not None and record_id in self.disk.records)
+        return slot >= 0 or record_id in self.records
 
     def promised_now(self, namespace: bytes) -> int:
         """Return the promised blocks of a namespace."""

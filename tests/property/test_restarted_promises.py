@@ -7,58 +7,23 @@ alone or with host memory, and what the disk or the slot table says then is what
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from engine.api import Erase
-from engine.cache import PrefixCache
-from engine.config import LevelsConfig
-from engine.levels.levels import Levels
-from tests.checkers import MakeLevels, expect
-from tests.fake_levels import FakeKeptSlots, FakeStorage, FakeTransferEngine
-from tests.fakes import FakeRunner
+from engine.levels.stored_prefixes import Copy
+from engine.storage.memory.slot_table import SlotEntry
+from tests.checkers import expect
+from tests.fake_levels import BOOT_S
 from tests.property.test_promises_machine import CLASSES, NAMESPACES, Block, PromisesMachine
-
-BOOT_S = 5_000.0
 
 
 class RestartedMachine(PromisesMachine):
     """Promises that move down to a disk, under engines that are killed."""
 
-    def levels_below(self, config: LevelsConfig, slots: int, records_max: int) -> MakeLevels:
-        """Return what makes each engine's levels, over what the one before has left."""
-        self.kept: FakeKeptSlots | None = None
-        self.forgets_host = False
-        memories: list[FakeTransferEngine] = []
-
-        def below(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
-            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather, self.formats)
-            if self.has_disk:
-                before, self.disk = self.disk, None
-                self.disk = FakeStorage(
-                    self.memory, self.chance, self.weather, lambda: self.world.clock(), records_max
-                )
-                self.disk.take_over(before)
-            if self.kept is None or self.forgets_host:
-                self.kept = FakeKeptSlots(self.memory.layout.slots, lambda: self.now_s() + BOOT_S)
-                memories.clear()
-            self.kept.start(self.memory, memories[-1] if memories else None)
-            memories.append(self.memory)
-            self.levels = Levels(
-                cache,
-                config,
-                self.memory,
-                self.disk,
-                wipe=self.kept.wipe,
-                kept=self.kept,
-                now_s=self.now_s(),
-            )
-            return self.levels
-
-        return below
+    is_kept = True
+    forgets_host = False
 
     @rule(
         forgets_host=st.booleans(),
@@ -71,12 +36,14 @@ class RestartedMachine(PromisesMachine):
         """
         self.take_grants()
         self.forgets_host = forgets_host and self.has_disk
-        if self.disk is not None:
+        if self.has_disk:
             before = self.stored()
             self.disk.finish()  # its process outlives the engine, which hears of no lost record
             self.doubtful |= before - self.stored()
         kept = {one: self.kept_until_s(one) for one in self.promised if one not in self.doubtful}
         due = {one: self.due_s(one) for one in kept}
+        if self.forgets_host:
+            self.kept = None
         self.world.restart()
         self.world.clock.advance(seconds)
         self.world.cache.facts = self.note
@@ -102,10 +69,6 @@ class RestartedMachine(PromisesMachine):
             found = self.world.cache.use(namespace).promised
             expect(found.keys() <= names, "promises under another class", found)
 
-    def now_s(self) -> float:
-        """Return the engine's present instant, also while the first one is made."""
-        return self.world.clock() if hasattr(self, "world") else 0.0
-
     def due_s(self, block: Block) -> float:
         """Return when a promise ends that a level keeps for good; 0 for others."""
         namespace, path = block
@@ -121,18 +84,21 @@ class RestartedMachine(PromisesMachine):
         """
         namespace, path = block
         until_s = 0.0
-        for record_id, record in {} if self.disk is None else self.disk.records.items():
-            assert self.disk is not None, "it has the records"
+        for record_id, record in self.records.items():
             if record.namespace == namespace and self.disk.path(record_id) == path:
                 until_s = record.promise_at_s
         copies = self.levels.book.prefixes.match(namespace, (*path, 2), self.world.clock())
         if self.forgets_host or len(copies) * self.world.block_size < len(path):
             return until_s
-        assert self.kept is not None, "it is made with the first engine"
-        entries = [self.kept.table.read(copy.slot) if copy.slot >= 0 else None for copy in copies]
+        entries = self.noted(copies)
         if entries[-1] is not None and all(entries) and copies[-1].terms is not None:
             until_s = max(until_s, entries[-1].promise_at_s - BOOT_S)
         return until_s
+
+    def noted(self, copies: list[Copy]) -> list[SlotEntry | None]:
+        """Return what the slot table says of copies; None where it has none."""
+        table = self.kept_memory.table
+        return [table.read(copy.slot) if copy.slot >= 0 else None for copy in copies]
 
 
 class RestartedHostMachine(RestartedMachine):

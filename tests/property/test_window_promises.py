@@ -17,9 +17,9 @@ from engine.api import Request
 from engine.cache.tree.prefix_tree import Node
 from engine.cache.tree.window_groups import WindowGroups
 from engine.levels.stored_prefixes import Copy
-from tests.fake_levels import whole_of
+from tests.fake_levels import BOOT_S, whole_of
 from tests.property.test_promises_machine import CLASSES, NAMESPACES, Block, PromisesMachine
-from tests.property.test_restarted_promises import BOOT_S, RestartedMachine
+from tests.property.test_restarted_promises import RestartedMachine
 
 WINDOWS = (3, 3)
 
@@ -87,15 +87,14 @@ class WindowPromisesMachine(PromisesMachine):
         whole = self.formats[1]
         if copy.slot >= 0 and self.memory.written[copy.slot] == whole.name:
             return True
-        record = None if self.disk is None else self.disk.records.get(copy.record_id)
+        record = self.records.get(copy.record_id)
         return record is not None and record.form == whole
 
     def stored(self) -> set[Block]:
         """Return the blocks of which the disk has records."""
         found = super().stored()
         whole = self.formats[1]
-        for number, one in {} if self.disk is None else self.disk.records.items():
-            assert self.disk is not None
+        for number, one in self.records.items():
             if one.form == whole:
                 groups = range(len(self.windows))
                 path = self.disk.path(number)
@@ -155,8 +154,7 @@ class RestartedWindowMachine(WindowPromisesMachine, RestartedMachine):
         if group < 0:
             return super().kept_until_s(block)
         until_s, tokens = 0.0, path[:-1]
-        for number, record in {} if self.disk is None else self.disk.records.items():
-            assert self.disk is not None, "it has the records"
+        for number, record in self.records.items():
             if record.namespace == namespace and self.disk.path(number) == tokens:
                 told = () if record.terms is None else record.terms.window_groups
                 is_kept = group in told and record.form == self.formats[1]
@@ -164,8 +162,7 @@ class RestartedWindowMachine(WindowPromisesMachine, RestartedMachine):
         copies = self.levels.book.prefixes.match(namespace, (*tokens, 2), self.world.clock())
         if self.forgets_host or len(copies) * self.world.block_size < len(tokens):
             return until_s
-        assert self.kept is not None, "it is made with the first engine"
-        entries = [self.kept.table.read(copy.slot) if copy.slot >= 0 else None for copy in copies]
+        entries = self.noted(copies)
         last = entries[-1]
         if last is None or not all(entries) or last.terms is None or last.format != "whole":
             return until_s

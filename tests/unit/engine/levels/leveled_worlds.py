@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from engine.api import (
     CacheGrant,
+    LeaseGrant,
     LeaseRequest,
     LevelWait,
     Peek,
@@ -15,15 +16,14 @@ from engine.api import (
     Request,
     Retention,
     Sampling,
+    Started,
 )
-from engine.cache import Fact, PrefixCache
+from engine.cache import Fact
 from engine.cache.events import PromiseLost
 from engine.config import EngineConfig, LevelsConfig
-from engine.levels.levels import Levels
 from engine.moves import SlotFormat
 from tests.checkers import World
-from tests.fake_levels import PLAIN, FakeKeptSlots, FakeStorage, FakeTransferEngine, Weather
-from tests.fakes import FakeRunner
+from tests.fake_levels import PLAIN, LevelsBelow
 
 PAYER = Quota(payer=b"payer")
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)
@@ -56,7 +56,7 @@ def leased(
     return CacheGrant(b"n", quota, leases=(LeaseRequest(tokens, retention, lease_id),))
 
 
-class LeveledWorld(World):
+class LeveledWorld(LevelsBelow, World):
     """A checked engine of 40 blocks of 4 with 120 host slots, and a disk that outlives it."""
 
     def __init__(
@@ -73,36 +73,14 @@ class LeveledWorld(World):
         **settings: Any,
     ) -> None:
         """`is_kept`: host memory outlives the engine."""
-        self.kept: FakeKeptSlots | None = None
-        memories: list[FakeTransferEngine] = []
-        self.weather, self.chance = Weather(), random.Random(1)
-        self.formats = formats
-        self.disk: FakeStorage | None = None
+        self.has_disk, self.is_kept, self.formats = disk, is_kept, formats
         wanted: dict[str, Any] = {
             "host_mib": 1,
             "disk_gib": 1.0 if disk else 0.0,
             "disk_tokens_min": 4,
+            "host_tokens_min": 4,
         }
-        wanted |= {"host_tokens_min": 4} | settings
-
-        def below(cache: PrefixCache, runner: Callable[[], FakeRunner]) -> Levels:
-            last = memories[-1] if memories else None
-            self.memory = FakeTransferEngine(runner, slots, self.chance, self.weather, self.formats)
-            memories.append(self.memory)
-            before, self.disk = self.disk, None
-            if disk:
-                self.disk = FakeStorage(
-                    self.memory, self.chance, self.weather, self.clock, records_max
-                )
-                self.disk.take_over(before)
-            more: dict[str, Any] = {}
-            if is_kept:
-                kept = self.kept = self.kept or FakeKeptSlots(self.memory.layout.slots, self.boot_s)
-                kept.start(self.memory, last)
-                more = {"wipe": kept.wipe, "kept": kept, "now_s": self.clock()}
-            self.levels = Levels(cache, LevelsConfig(**wanted), self.memory, self.disk, **more)
-            return self.levels
-
+        self.prepare(LevelsConfig(**(wanted | settings)), slots, records_max)
         super().__init__(
             EngineConfig(step_tokens_max=64, sequences_max=8),
             blocks=blocks,
@@ -110,9 +88,13 @@ class LeveledWorld(World):
             context_tokens=48,
             depth=depth,
             windows=windows,
-            make_levels=below,
+            make_levels=self.make_levels,
         )
         self.lost: list[PromiseLost] = []
+
+    def now_s(self) -> float:
+        """See `LevelsBelow`."""
+        return self.clock()
 
     def restart(self) -> None:
         """See `World`; the facts of promises that are lost are kept."""
@@ -123,10 +105,6 @@ class LeveledWorld(World):
         if isinstance(fact, PromiseLost):
             self.lost.append(fact)
 
-    def boot_s(self) -> float:
-        """Return the instant of the machine's boot clock."""
-        return self.clock() + 5_000.0
-
     def run(self, *requests: Request) -> list[int]:
         """Run requests at once; return the cached tokens that each began with."""
         self.clock.advance(0.1)
@@ -135,23 +113,35 @@ class LeveledWorld(World):
         self.settle()
         return [self.cached(request.request_id) for request in requests]
 
-    def cached(self, name: str) -> int:
-        """Return the cached tokens that a request began with."""
+    def started(self, name: str) -> Started:
+        """Return the first event of a request."""
         started = self.streams[name].started
         assert started is not None
-        return started.cached_tokens
+        return started
+
+    def cached(self, name: str) -> int:
+        """Return the cached tokens that a request began with."""
+        return self.started(name).cached_tokens
 
     def wait(self, name: str) -> LevelWait:
         """Return what levels cost a request; nothing where they had no part in it."""
-        started = self.streams[name].started
-        assert started is not None
-        return started.wait or LevelWait()
+        return self.started(name).wait or LevelWait()
 
     def loaded(self, name: str) -> dict[str, int]:
         """Return the tokens that were loaded for a request, by level."""
-        started = self.streams[name].started
-        assert started is not None
-        return dict(started.loaded_tokens)
+        return dict(self.started(name).loaded_tokens)
+
+    def grant(self, name: str) -> LeaseGrant:
+        """Return the grant of a request's one lease."""
+        (grant,) = self.started(name).leases
+        return grant
+
+    def promised(self) -> tuple[int, int, int]:
+        """Return the promised blocks of the namespace n: all, kept below, and gone from the
+        device.
+        """
+        use = self.cache.use(b"n")
+        return sum(use.promised.values()), use.below, use.away
 
     def below(self, tokens: tuple[int, ...]) -> tuple[int, dict[str, int]]:
         """Return the tokens of a prompt that the device has, and those that levels have more."""
@@ -160,14 +150,12 @@ class LeveledWorld(World):
 
     def stored(self) -> set[tuple[int, ...]]:
         """Return the prefixes of twelve tokens in the namespace n that the disk has."""
-        assert self.disk is not None
         records = self.disk.records.items()
         paths = {self.disk.path(i) for i, record in records if record.namespace == b"n"}
         return {path for path in paths if len(path) == 12}
 
     def forget_promises(self) -> None:
         """Have the disk promise nothing any more, so that no engine is told of its records."""
-        assert self.disk is not None
         for record in self.disk.records.values():
             record.promise_at_s = 0.0
 

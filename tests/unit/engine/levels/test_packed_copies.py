@@ -53,11 +53,9 @@ def test_a_loaded_copy_is_told_as_what_it_is() -> None:
     world.push_out()
     for name in ("loaded", "after"):
         world.run(ask(name, prompt(1), grant=plain))
-    told = {name: world.streams[name].started for name in ("first", "again", "loaded", "after")}
+    told = [world.started(name).fidelity for name in ("first", "again", "loaded", "after")]
 
-    assert {name: one.fidelity for name, one in told.items() if one is not None} == {
-        "first": "exact", "again": "exact", "loaded": "near", "after": "near",
-    }  # fmt: skip
+    assert told == ["exact", "exact", "near", "near"]
     assert world.loaded("loaded") == {"host": 12}
 
 
@@ -72,9 +70,7 @@ def test_a_record_comes_back_in_its_format() -> None:
         world.run(ask(fidelity, prompt(1), grant=grant(fidelity)))
 
         assert world.loaded(fidelity) == {"disk": 12}
-        started = world.streams[fidelity].started
-        assert started is not None
-        assert started.fidelity == fidelity
+        assert world.started(fidelity).fidelity == fidelity
     assert copies(world) == {"exact": (3, 3000), "rough": (3, 900)}
 
 
@@ -95,7 +91,6 @@ def test_records_of_another_format_are_a_miss_and_are_replaced() -> None:
     """An engine that packed nothing left them; the next store of the prefix takes their place."""
     world = LeveledWorld(formats=(PLAIN,))
     world.run(ask("first", prompt(1), grant=grant("near")))
-    assert world.disk is not None
     for record in world.disk.records.values():
         record.form = SlotFormat("int8t", 700, "near")
     world.formats = PACKED

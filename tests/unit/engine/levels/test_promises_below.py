@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.api import CacheGrant, Erase, LeaseGrant, LeaseRequest, Peek, Quota, Retention
+from engine.api import CacheGrant, Erase, LeaseRequest, Peek, Quota, Retention
 from engine.core.core import Core
 from engine.moves import Renew, StorageStats
 from tests.unit.engine.levels.leveled_worlds import (
@@ -24,34 +24,20 @@ def pushed(world: LeveledWorld, count: int) -> None:
         world.run(ask(f"leased{number}", prompt(number), grant=leased(12)))
 
 
-def grant_of(world: LeveledWorld, name: str) -> LeaseGrant:
-    """Return the grant of a request's one lease."""
-    started = world.streams[name].started
-    assert started is not None
-    (grant,) = started.leases
-    return grant
-
-
-def promised_of(world: LeveledWorld) -> tuple[int, int, int]:
-    """Return the promised blocks of the namespace n: all, kept below, and gone from the device."""
-    use = world.cache.use(b"n")
-    return sum(use.promised.values()), use.below, use.away
-
-
 def test_more_is_promised_than_the_device_holds() -> None:
     """Forty promises of ninety-six blocks in a pool of forty: all are read back, none is lost."""
     world = LeveledWorld()
     pushed(world, 40)
 
-    assert all(grant_of(world, f"leased{n}").outcome == "granted" for n in range(40))
-    assert promised_of(world)[:2] == (96, 96)
+    assert all(world.grant(f"leased{n}").outcome == "granted" for n in range(40))
+    assert world.promised()[:2] == (96, 96)
     world.push_out()
-    assert promised_of(world) == (96, 96, 96)
+    assert world.promised() == (96, 96, 96)
     for number in range(40):
         assert world.run(ask(f"again{number}", prompt(number))) == [12]
         assert world.loaded(f"again{number}") != {}
     assert not world.lost
-    assert promised_of(world)[:2] == (96, 96)
+    assert world.promised()[:2] == (96, 96)
 
 
 def test_without_a_durable_level_a_promise_stays_on_the_device() -> None:
@@ -59,11 +45,11 @@ def test_without_a_durable_level_a_promise_stays_on_the_device() -> None:
     world = LeveledWorld(disk=False)
     pushed(world, 14)
 
-    outcomes = [grant_of(world, f"leased{n}").outcome for n in range(14)]
+    outcomes = [world.grant(f"leased{n}").outcome for n in range(14)]
     assert outcomes == ["granted"] * 11 + ["clipped", "refused", "refused"]
-    assert grant_of(world, "leased11").bound == "pool"
+    assert world.grant("leased11").bound == "pool"
     assert world.cache.promisable_blocks == 35
-    assert promised_of(world) == (35, 0, 0)
+    assert world.promised() == (35, 0, 0)
 
 
 def test_host_memory_keeps_promises_where_it_may() -> None:
@@ -72,11 +58,11 @@ def test_host_memory_keeps_promises_where_it_may() -> None:
     pushed(world, 40)
     world.push_out(30)
 
-    assert promised_of(world)[0] == world.cache.promisable_blocks == 70
+    assert world.promised()[0] == world.cache.promisable_blocks == 70
     host = world.core.stats().levels[0]
     assert host.promised_bytes == 70 * 1000
     assert sum(payer.promised for payer in host.payers) == host.promised_bytes
-    granted = [number for number in range(40) if grant_of(world, f"leased{number}").tokens == 12]
+    granted = [number for number in range(40) if world.grant(f"leased{number}").tokens == 12]
     assert len(granted) > 20
     for number in granted:
         assert world.run(ask(f"again{number}", prompt(number))) == [12]
@@ -86,21 +72,20 @@ def test_host_memory_keeps_promises_where_it_may() -> None:
 def test_a_promise_is_charged_to_the_device_until_the_disk_has_it() -> None:
     """A disk that takes nothing leaves the device's own bound, with the device's words."""
     world = LeveledWorld()
-    assert world.disk is not None
     world.disk.is_away = True
     pushed(world, 14)
 
-    assert [grant_of(world, f"leased{n}").outcome for n in range(10, 14)] == [
+    assert [world.grant(f"leased{n}").outcome for n in range(10, 14)] == [
         *("granted", "clipped", "refused", "refused")
     ]
-    assert grant_of(world, "leased13").bound == "pool"
-    assert promised_of(world) == (35, 0, 0)
+    assert world.grant("leased13").bound == "pool"
+    assert world.promised() == (35, 0, 0)
     world.disk.is_away = False
     for _ in range(4):
         world.clock.advance(1.0)
         world.step()
         world.settle()
-    assert promised_of(world) == (35, 35, 0)
+    assert world.promised() == (35, 35, 0)
 
 
 def test_a_full_disk_breaks_no_promise() -> None:
@@ -109,9 +94,9 @@ def test_a_full_disk_breaks_no_promise() -> None:
     pushed(world, 20)
     world.push_out()
 
-    granted = [number for number in range(20) if grant_of(world, f"leased{number}").tokens == 12]
+    granted = [number for number in range(20) if world.grant(f"leased{number}").tokens == 12]
     assert len(granted) == 20
-    assert promised_of(world)[:2] == (56, 26)
+    assert world.promised()[:2] == (56, 26)
     for number in granted:
         assert world.run(ask(f"again{number}", prompt(number))) == [12]
     assert not world.lost
@@ -123,17 +108,17 @@ def test_a_promise_read_again_needs_no_further_room() -> None:
     full = Quota(payer=b"payer", promised_blocks_max=6)
     for number in range(3):
         world.run(ask(f"leased{number}", prompt(number), grant=leased(12, quota=full)))
-    assert [grant_of(world, f"leased{n}").tokens for n in range(3)] == [12, 12, 0]
-    assert grant_of(world, "leased2").bound == "quota"
+    assert [world.grant(f"leased{n}").tokens for n in range(3)] == [12, 12, 0]
+    assert world.grant("leased2").bound == "quota"
 
     world.push_out()
-    assert promised_of(world) == (6, 6, 6)
+    assert world.promised() == (6, 6, 6)
     world.run(ask("again", prompt(1), grant=leased(12, quota=full)))
-    assert grant_of(world, "again").outcome == "granted"
-    assert promised_of(world)[:2] == (6, 6)
+    assert world.grant("again").outcome == "granted"
+    assert world.promised()[:2] == (6, 6)
     longer = prompt(1, 12) + prompt(7, 8)
     world.run(ask("longer", longer, grant=leased(20, quota=full)))
-    assert (grant_of(world, "longer").tokens, grant_of(world, "longer").bound) == (12, "quota")
+    assert (world.grant("longer").tokens, world.grant("longer").bound) == (12, "quota")
 
 
 def test_a_ceiling_scales_to_the_level() -> None:
@@ -143,8 +128,8 @@ def test_a_ceiling_scales_to_the_level() -> None:
     for number in range(8):
         world.run(ask(f"leased{number}", prompt(number), grant=leased(12, quota=tight)))
 
-    assert promised_of(world)[0] == 21  # of 24 slots
-    assert grant_of(world, "leased7").bound == "ceiling"
+    assert world.promised()[0] == 21  # of 24 slots
+    assert world.grant("leased7").bound == "ceiling"
 
 
 def test_another_payers_floor_is_left_free_on_the_level() -> None:
@@ -154,25 +139,24 @@ def test_another_payers_floor_is_left_free_on_the_level() -> None:
     world.run(ask("north", prompt(99), grant=north))
     pushed(world, 20)
 
-    assert promised_of(world)[0] == 105 - 60
+    assert world.promised()[0] == 105 - 60
 
 
 def test_a_path_moves_down_from_its_end_up() -> None:
     """While a block is promised on the device, so are those above it."""
     world = LeveledWorld()
     world.run(ask("first", prompt(1), grant=leased(12)))
-    assert world.disk is not None
     world.disk.is_away = True
     longer = prompt(1, 12) + prompt(7, 9)
     world.run(ask("longer", longer, grant=leased(20)))
 
-    assert promised_of(world) == (5, 0, 0)
+    assert world.promised() == (5, 0, 0)
     world.disk.is_away = False
     world.clock.advance(1.0)
     for _ in range(3):
         world.step()
     world.settle()
-    assert promised_of(world) == (5, 5, 0)
+    assert world.promised() == (5, 5, 0)
 
 
 def test_several_leases_end_each_at_its_time() -> None:
@@ -182,14 +166,14 @@ def test_several_leases_end_each_at_its_time() -> None:
     asked = (LeaseRequest(8, long, "long"), LeaseRequest(20, SHORT, "short"))
     world.run(ask("both", prompt(1, 21), grant=CacheGrant(b"n", PAYER, leases=asked)))
     world.push_out()
-    assert promised_of(world) == (5, 5, 5)
+    assert world.promised() == (5, 5, 5)
 
     world.clock.advance(101)
     world.step()
-    assert promised_of(world) == (2, 2, 2)
+    assert world.promised() == (2, 2, 2)
     world.clock.advance(1000)
     world.step()
-    assert promised_of(world) == (0, 0, 0)
+    assert world.promised() == (0, 0, 0)
     assert not world.lost
 
 
@@ -204,8 +188,7 @@ def test_a_read_renews_a_promise_that_moved_down() -> None:
     world.clock.advance(90)
 
     assert world.below(prompt(1))[1] == {"host": 12} or world.below(prompt(1))[1] == {"disk": 12}
-    assert promised_of(world)[0] == 3
-    assert world.disk is not None
+    assert world.promised()[0] == 3
     renewed = [one.promise_s for one in world.disk.commands if isinstance(one, Renew)]
     assert renewed[-1] == pytest.approx(100, abs=1)
     left = [one.promise_at_s for one in world.disk.records.values() if one.namespace == b"n"]
@@ -220,7 +203,6 @@ def test_the_disk_is_told_of_a_lease_that_ends_inside_a_kept_block() -> None:
     world.run(ask("part", prompt(1)[:3], grant=long, max_tokens=1))
     world.step()
 
-    assert world.disk is not None
     first = next(one for i, one in world.disk.records.items() if len(world.disk.path(i)) == 4)
     assert first.promise_at_s == pytest.approx(1000, abs=1)
 
@@ -237,7 +219,6 @@ def test_the_disk_is_told_of_a_lease_over_kept_blocks_that_more_follow(tokens: i
     world.step()
 
     assert world.loaded("more") == {}
-    assert world.disk is not None
     ends = {world.disk.path(i): one.promise_at_s for i, one in world.disk.records.items()}
     assert [ends[further[:4]], ends[further[:8]]] == pytest.approx([1000, 1000], abs=5)
 
@@ -247,14 +228,13 @@ def test_a_lost_record_is_told_once() -> None:
     world = LeveledWorld()
     world.run(ask("first", prompt(1), grant=leased(12)), ask("other", prompt(2), grant=leased(12)))
     world.push_out(60)
-    assert world.disk is not None
     assert world.below(prompt(1))[1] == {"disk": 12}
     middle = next(i for i in world.disk.records if world.disk.path(i) == prompt(1)[:8])
     world.disk.lose(middle)
 
     assert world.run(ask("again", prompt(1))) == [4]
     assert [(one.namespace, one.blocks) for one in world.lost] == [(b"n", 1)] * 2
-    assert promised_of(world)[0] == 4
+    assert world.promised()[0] == 4
     assert world.run(ask("other again", prompt(2))) == [12]
     assert len(world.lost) == 2
 
@@ -263,8 +243,7 @@ def test_a_copy_lost_while_the_device_has_the_block_breaks_nothing() -> None:
     """The promise returns to the device, where it is charged again."""
     world = LeveledWorld()
     world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
-    assert promised_of(world) == (3, 3, 0)
-    assert world.disk is not None
+    assert world.promised() == (3, 3, 0)
     world.disk.records.clear()
     for copy in list(world.levels.book.prefixes):
         if copy.parent is not None and copy.record_id and copy.slot >= 0:
@@ -273,7 +252,7 @@ def test_a_copy_lost_while_the_device_has_the_block_breaks_nothing() -> None:
     world.run(ask("again", prompt(1)))  # renews, and learns that the records are gone
 
     assert not world.lost
-    assert promised_of(world)[0] == 3
+    assert world.promised()[0] == 3
 
 
 def test_a_disk_that_stays_away_loses_what_it_alone_has() -> None:
@@ -282,7 +261,6 @@ def test_a_disk_that_stays_away_loses_what_it_alone_has() -> None:
     world.run(ask("first", prompt(1), grant=leased(12)), ask("other", prompt(2), grant=leased(12)))
     world.push_out(60)
     world.run(ask("again", prompt(2)))
-    assert world.disk is not None
     world.disk.beat(StorageStats("open"))
     world.step()
     world.disk.is_away = True
@@ -292,7 +270,7 @@ def test_a_disk_that_stays_away_loses_what_it_alone_has() -> None:
         world.step()
 
     assert len(world.lost) == 3
-    assert promised_of(world) == (3, 0, 0) or promised_of(world) == (3, 3, 0)
+    assert world.promised() == (3, 0, 0) or world.promised() == (3, 3, 0)
 
 
 @pytest.mark.parametrize("what", ["all", "lease", "prefix"])
@@ -307,7 +285,7 @@ def test_an_erasure_ends_promises_on_every_level(what: str) -> None:
     world.core.erase(Erase(1, b"n", lease_id, tokens))
     world.written[b"n"] = []
 
-    assert promised_of(world) == (0, 0, 0)
+    assert world.promised() == (0, 0, 0)
     world.settle()
     assert not world.lost
     assert world.run(ask("again", prompt(1))) == [0]
@@ -329,8 +307,8 @@ def test_a_part_of_a_block_holds_no_path_on_the_device() -> None:
     world = LeveledWorld()
     world.run(ask("first", prompt(1, 14), grant=leased(14)))
 
-    assert grant_of(world, "first").tokens == 14
-    assert promised_of(world) == (3, 3, 0)
+    assert world.grant("first").tokens == 14
+    assert world.promised() == (3, 3, 0)
 
 
 def test_a_request_waits_for_a_promise_that_is_being_stored() -> None:
@@ -357,7 +335,7 @@ def test_a_lease_erased_here_leaves_what_another_covers_promised() -> None:
         world.step()
         world.settle()
 
-    assert promised_of(world) == (4, 4, 0)
+    assert world.promised() == (4, 4, 0)
     assert world.run(ask("again", prompt(1, 20))) == [19]
     assert not world.lost
 
@@ -367,7 +345,6 @@ def test_what_promises_hold_on_the_device_has_a_bound_of_its_own() -> None:
     not counted there.
     """
     world = LeveledWorld()
-    assert world.disk is not None
     small = Quota(payer=b"payer", promised_blocks_max=60, promised_on_device_max=7)
     for number in range(4):
         world.run(ask(f"kept{number}", prompt(number), grant=leased(12, quota=small)))
@@ -375,8 +352,8 @@ def test_what_promises_hold_on_the_device_has_a_bound_of_its_own() -> None:
     for number in range(4, 8):
         world.run(ask(f"kept{number}", prompt(number), grant=leased(12, quota=small)))
 
-    assert [grant_of(world, f"kept{n}").tokens for n in range(8)] == [12] * 6 + [4, 0]
-    assert grant_of(world, "kept7").bound == "quota"
+    assert [world.grant(f"kept{n}").tokens for n in range(8)] == [12] * 6 + [4, 0]
+    assert world.grant("kept7").bound == "quota"
 
 
 def _promised_tokens(core: Core, tokens: tuple[int, ...]) -> int:

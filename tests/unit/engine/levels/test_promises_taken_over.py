@@ -10,7 +10,7 @@ from engine.api import CacheGrant, Erase, LeaseRequest, Quota, Retention
 from engine.levels.promises import UNKNOWN_CLASS
 from engine.moves import Recall, Renew, StorageStats
 from tests.unit.engine.levels.leveled_worlds import PAYER, LeveledWorld, ask, leased, prompt
-from tests.unit.engine.levels.test_promises_below import grant_of, promised_of, pushed
+from tests.unit.engine.levels.test_promises_below import pushed
 
 SHORT = Retention("short", promise_s=100, limit_s=200)
 
@@ -34,12 +34,12 @@ def test_a_promise_is_charged_without_a_request_that_reads_it(is_kept: bool) -> 
     account = world.cache.payer_account(b"payer")
     use = world.cache.use(b"n")
 
-    assert promised_of(world) == (6, 6, 6)
+    assert world.promised() == (6, 6, 6)
     assert use.promised == {"hour": 6}
     assert account is not None
     assert account.promised_total == 6
     world.run(ask("third", prompt(5), grant=leased(12, lease_id="third", quota=few)))
-    assert grant_of(world, "third").tokens == 8  # two blocks are left of eight
+    assert world.grant("third").tokens == 8  # two blocks are left of eight
     assert not world.lost
 
 
@@ -51,8 +51,8 @@ def test_a_promise_asked_for_again_takes_no_further_room() -> None:
     restarted(world)
     world.run(ask("again", prompt(1), grant=leased(12, lease_id="other", quota=few)))
 
-    assert grant_of(world, "again").outcome == "granted"
-    assert promised_of(world) == (3, 3, 0)
+    assert world.grant("again").outcome == "granted"
+    assert world.promised() == (3, 3, 0)
     assert world.loaded("again") == {"host": 12}
 
 
@@ -63,7 +63,7 @@ def test_host_memory_keeps_promises_over_the_end_of_its_engine() -> None:
     restarted(world)
     world.push_out(30)  # more than host memory holds
 
-    assert promised_of(world) == (12, 12, 12)
+    assert world.promised() == (12, 12, 12)
     for number in range(4):
         assert world.run(ask(f"again{number}", prompt(number))) == [12]
 
@@ -72,12 +72,11 @@ def test_host_copies_keep_promises_until_the_disk_has_them() -> None:
     """A disk that failed before the end of an engine is asked again by the next one."""
     world = LeveledWorld(slots=30, is_kept=True)
     world.run(ask("first", prompt(1), grant=leased(12)))
-    assert world.disk is not None
     world.disk.lose(min(world.disk.records))
     restarted(world)
     world.disk.is_away = True
     world.push_out(30)
-    before = promised_of(world)
+    before = world.promised()
     world.disk.is_away = False
     world.clock.advance(2.0)
     world.settle()
@@ -87,7 +86,7 @@ def test_host_copies_keep_promises_until_the_disk_has_them() -> None:
         world.settle()
 
     assert before == (3, 3, 3)
-    assert promised_of(world) == (3, 3, 3)
+    assert world.promised() == (3, 3, 3)
     assert len([one for one in world.disk.records.values() if one.promise_at_s > 1000]) == 3
 
 
@@ -105,13 +104,12 @@ def test_a_taken_over_promise_is_renewed_by_reads_and_told_to_the_disk() -> None
     world.step()
     world.settle()
 
-    assert promised_of(world)[0] == 3
-    assert world.disk is not None
+    assert world.promised()[0] == 3
     assert any(isinstance(one, Renew) and one.promise_s > 90 for one in world.disk.commands)
     world.clock.advance(60.0)
     world.step()
     world.settle()
-    assert promised_of(world) == (0, 0, 0)
+    assert world.promised() == (0, 0, 0)
     assert not world.lost
 
 
@@ -130,8 +128,7 @@ def test_an_erasure_during_the_recall_leaves_nothing_promised(what: str, polls: 
     world.settle()
 
     left = 0 if what == "namespace" else 12
-    assert promised_of(world)[0] == left
-    assert world.disk is not None
+    assert world.promised()[0] == left
     assert len(world.disk.records) == left
     assert not world.lost
     world.check()
@@ -141,7 +138,6 @@ def test_a_promise_without_known_terms_is_kept_to_its_end() -> None:
     """Records of an earlier version, or of a rebuilt index, say only until when."""
     world = LeveledWorld()
     world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
-    assert world.disk is not None
     for record in world.disk.records.values():
         record.terms = None
     restarted(world)
@@ -150,7 +146,7 @@ def test_a_promise_without_known_terms_is_kept_to_its_end() -> None:
     world.clock.advance(120.0)
     world.step()
     world.settle()
-    assert promised_of(world) == (0, 0, 0)
+    assert world.promised() == (0, 0, 0)
 
 
 def test_a_record_without_a_promise_that_a_look_finds_is_not_promised() -> None:
@@ -169,18 +165,17 @@ def test_the_disk_is_asked_again_when_it_has_opened() -> None:
     """A storage process that is slow to open, or was replaced, tells what it promises then."""
     world = LeveledWorld()
     pushed(world, 3)
-    assert world.disk is not None
     world.restart()
     world.disk.is_away = True
     world.settle()
-    before = promised_of(world)
+    before = world.promised()
     world.disk.is_away = False
     world.disk.beat(StorageStats("open"))
     world.step()
     world.settle()
 
     assert before == (0, 0, 0)
-    assert promised_of(world) == (9, 9, 9)
+    assert world.promised() == (9, 9, 9)
     assert sum(isinstance(one, Recall) for one in world.disk.commands) > 2
 
 
@@ -190,7 +185,6 @@ def test_an_engine_that_ends_tells_the_ends_of_promises() -> None:
     world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
     world.clock.advance(10.0)  # less than an eighth of a hundred seconds
     world.run(ask("again", prompt(1)))
-    assert world.disk is not None
     before = {one.promise_at_s for one in world.disk.records.values()}
     world.levels.close()
     world.disk.finish()

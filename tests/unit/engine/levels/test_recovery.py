@@ -35,12 +35,6 @@ def world(*, disk: bool = False, **settings: Any) -> LeveledWorld:
     return LeveledWorld(disk=disk, is_kept=True, **settings)
 
 
-def kept_of(own: LeveledWorld) -> FakeKeptSlots:
-    """Return what outlives a world's engine."""
-    assert own.kept is not None
-    return own.kept
-
-
 def host_of(own: LeveledWorld) -> LevelStats:
     """Return the statistics of host memory."""
     return own.core.stats().levels[0]
@@ -57,9 +51,9 @@ def check_slots(own: LeveledWorld) -> None:
     for copy in own.levels.book.prefixes:
         path = tuple(token for one in copy.path() for token in one.run)
         if copy.slot >= 0:
-            content = kept_of(own).contents[copy.slot]
+            content = own.kept_memory.contents[copy.slot]
             assert content == prefix_slots(copy.namespace, path, len(copy.run))
-    kept_of(own).table.check()
+    own.kept_memory.table.check()
 
 
 def test_a_prefix_comes_back_from_host_memory() -> None:
@@ -98,7 +92,7 @@ def test_the_first_load_verifies_and_later_ones_need_not() -> None:
     own.run(ask("second", prompt(2), grant=leased(13)))
     kill(own)
     (damaged,) = own.levels.book.prefixes.match(b"n", prompt(1), 0.0)[1:2]
-    kept_of(own).contents[damaged.slot] = (None,) * 4
+    own.kept_memory.contents[damaged.slot] = (None,) * 4
 
     assert own.run(ask("again", prompt(1))) == [4]
     assert own.run(ask("whole", prompt(2))) == [12]
@@ -141,9 +135,9 @@ def test_an_erased_namespace_stays_erased() -> None:
 
     assert answers
     assert not any(
-        part and part[0] == b"n" for content in kept_of(own).contents for part in content
+        part and part[0] == b"n" for content in own.kept_memory.contents for part in content
     )
-    assert bytes(kept_of(own).memory).count(b"lease"), "the control: another namespace's lease"
+    assert bytes(own.kept_memory.memory).count(b"lease"), "the control: another namespace's lease"
     kill(own)
     assert own.below(prompt(1)) == (0, {})
     assert host_of(own).recovered_total == 3
@@ -206,7 +200,7 @@ def test_an_erasure_in_the_middle_of_a_recovery_takes_turns(
     found = own.below(prompt(1))
     own.run(ask("later", prompt(4), grant=leased(13)))
     own.settle()
-    left = [kept_of(own).table.read(slot) for slot in range(kept_of(own).table.slots)]
+    left = [own.kept_memory.table.read(slot) for slot in range(own.kept_memory.table.slots)]
     prefixes = [one.run for one in left if one is not None and one.namespace == b"n"]
 
     assert is_open
@@ -241,14 +235,14 @@ def test_no_slot_is_given_out_before_the_old_storage_process_has_ended() -> None
     """Copies that lie there are loaded all the same."""
     own = world()
     own.run(ask("first", prompt(1), grant=leased(13)))
-    kept_of(own).is_shared = True
+    own.kept_memory.is_shared = True
     kill(own)
     used = own.levels.book.accounts.pool.used
     own.run(ask("other", prompt(5), grant=leased(13)))
 
     assert own.levels.book.accounts.pool.used == used
     assert own.run(ask("again", prompt(1))) == [12]
-    kept_of(own).is_shared = False
+    own.kept_memory.is_shared = False
     own.run(ask("more", prompt(6), grant=leased(13)))
     assert own.levels.book.accounts.pool.used > used
 
@@ -259,7 +253,6 @@ def test_what_may_not_rest_on_disk_is_not_stored_after_a_restart(at_rest: AtRest
     is told whether it may go on to a remote store.
     """
     own = world(disk=True)
-    assert own.disk is not None
     own.disk.is_away = True
     own.run(ask("first", prompt(1), grant=leased(13, lease_id="early")))
     own.run(ask("second", prompt(2), grant=replace(leased(13), at_rest=at_rest)))
@@ -288,7 +281,7 @@ def test_what_hangs_on_nothing_is_dropped() -> None:
     own = world()
     own.run(ask("first", prompt(1), grant=leased(13)))
     middle = own.levels.book.prefixes.match(b"n", prompt(1), 0.0)[1]
-    kept_of(own).table.clear(middle.slot)
+    own.kept_memory.table.clear(middle.slot)
     kill(own)
     own.settle()
 
@@ -314,7 +307,7 @@ def test_an_engine_killed_at_any_write_leaves_only_right_copies() -> None:
     """Before it, in the middle of it, and after it; answers stay those from nothing."""
     own = world(slots=14)
     scenario(own)
-    writes = kept_of(own).memory.writes
+    writes = own.kept_memory.memory.writes
     for kill_at in range(0, writes, 9):
         check_killed(kill_at, kill_at % 40)
 
@@ -326,7 +319,7 @@ def test_an_engine_killed_in_each_part_of_any_write_leaves_only_right_copies() -
     """The same, everywhere."""
     own = world(slots=14)
     scenario(own)
-    for kill_at in range(kept_of(own).memory.writes - 1):  # the first is before the scenario
+    for kill_at in range(own.kept_memory.memory.writes - 1):  # the first is before the scenario
         for part in (0, 5, 30):
             check_killed(kill_at, part)
 
@@ -334,7 +327,7 @@ def test_an_engine_killed_in_each_part_of_any_write_leaves_only_right_copies() -
 def check_killed(kill_at: int, part: int) -> None:
     """Kill an engine in this write, and ask the next one for everything."""
     own = world(slots=14)
-    memory = kept_of(own).memory
+    memory = own.kept_memory.memory
     memory.left, memory.bytes_left = kill_at, part
     with pytest.raises(WriterKilled):
         scenario(own)

@@ -136,12 +136,6 @@ def test_a_sequence_that_is_cancelled_while_it_loads_leaves_nothing() -> None:
     assert own.core.stats().pinned_blocks == 0
 
 
-def promised_of(own: LeveledWorld) -> tuple[int, int, int]:
-    """Return the promised blocks of the namespace n: all, kept below, and gone from the device."""
-    use = own.cache.use(b"n")
-    return sum(use.promised.values()), use.below, use.away
-
-
 LEVELS: dict[str, dict[str, Any]] = {
     "host": {"disk": False, "is_kept": True, "host_keeps_promises": True},
     "disk": {},
@@ -154,12 +148,12 @@ def test_a_promise_of_all_groups_moves_down_and_outlives_the_device(level: str) 
     own = world(**LEVELS[level])
     own.run(ask("first", prompt(1, LONG), grant=leased(24)))
 
-    assert promised_of(own) == (12, 12, 0)
+    assert own.promised() == (12, 12, 0)
     own.push_out(40)
-    assert promised_of(own) == (12, 12, 12)
+    assert own.promised() == (12, 12, 12)
     assert own.run(ask("again", prompt(1, LONG))) == [24]
     own.check()
-    assert promised_of(own) == (12, 12, 2)  # no query behind 24 reads the first of three runs
+    assert own.promised() == (12, 12, 2)  # no query behind 24 reads the first of three runs
     assert not own.lost
 
 
@@ -171,12 +165,12 @@ def test_a_promise_of_all_groups_outlives_its_engine(level: str) -> None:
     emptied(own)
     own.step()
 
-    assert promised_of(own) == (12, 12, 12)
+    assert own.promised() == (12, 12, 12)
     assert own.run(ask("again", prompt(1, LONG), grant=CacheGrant(b"n", PAYER))) == [24]
     own.check()
     own.clock.advance(8_000.0)
     own.step()
-    assert promised_of(own) == (0, 0, 0)
+    assert own.promised() == (0, 0, 0)
     assert not own.lost
 
 
@@ -188,11 +182,11 @@ def test_windows_that_are_promised_later_than_their_run_outlive_their_engine(lev
     own.run(ask("short", tokens[:13]))  # where it ends, the copies of all groups are made
     own.run(ask("first", tokens, grant=leased(24)))
     own.run(ask("inside", tokens, grant=leased(16)))
-    assert promised_of(own) == (16, 16, 0)
+    assert own.promised() == (16, 16, 0)
     emptied(own)
     own.step()
 
-    assert promised_of(own) == (16, 16, 16)
+    assert own.promised() == (16, 16, 16)
     own.check()
 
 
@@ -204,8 +198,8 @@ def test_more_is_promised_than_the_device_holds(level: str) -> None:
         own.run(ask(f"leased{number}", prompt(number, LONG), grant=leased(24)))
     own.push_out(20)
 
-    assert promised_of(own)[0] > 60 * 7 / 8
-    assert promised_of(own)[0] == promised_of(own)[1]
+    assert own.promised()[0] > 60 * 7 / 8
+    assert own.promised()[0] == own.promised()[1]
     for number in range(20):
         assert own.run(ask(f"again{number}", prompt(number, LONG))) == [24]
     assert not own.lost
@@ -221,8 +215,8 @@ def test_a_promise_of_all_groups_asked_for_again_is_charged_once(level: str) -> 
     own.push_out(40)
     own.run(ask("below", prompt(1, LONG), grant=leased(24)))
 
-    assert [grant_of(own, name) for name in ("here", "below")] == ["granted"] * 2
-    assert promised_of(own)[:2] == (12, 12)
+    assert [own.grant(name).outcome for name in ("here", "below")] == ["granted"] * 2
+    assert own.promised()[:2] == (12, 12)
 
 
 @pytest.mark.parametrize("level", list(LEVELS))
@@ -235,13 +229,13 @@ def test_a_longer_promise_leaves_the_windows_before_it_below(level: str) -> None
     longer = prompt(1, LONG) + prompt(7, 12)
     own.run(ask("longer", longer, grant=leased(36)))
 
-    assert grant_of(own, "longer") == "granted"
-    assert promised_of(own)[:2] == (9 + 6 + 6, 9 + 6 + 6)
+    assert own.grant("longer").outcome == "granted"
+    assert own.promised()[:2] == (9 + 6 + 6, 9 + 6 + 6)
     own.push_out(40)
     assert own.run(ask("again", longer)) == [36]
     own.clock.advance(8_000.0)
     own.step()
-    assert promised_of(own) == (0, 0, 0)
+    assert own.promised() == (0, 0, 0)
     assert not own.lost
     own.check()
 
@@ -252,13 +246,12 @@ def test_a_lost_copy_of_all_groups_is_told_for_each_block() -> None:
     own.run(ask("first", prompt(1, LONG), grant=leased(24)))
     own.restart()
     own.settle()
-    assert own.disk is not None
     last = next(i for i in own.disk.records if own.disk.path(i) == prompt(1, LONG)[:24])
     own.disk.lose(last)
     own.run(ask("again", prompt(1, LONG)))
 
     assert sum(one.blocks for one in own.lost) == 3
-    assert promised_of(own)[0] == 9
+    assert own.promised()[0] == 9
     own.check()
 
 
@@ -276,7 +269,7 @@ def test_no_part_of_a_window_is_below_where_a_record_has_group_0_alone(
     own.run(ask("lease", (*shared, *prompt(21, 9)), grant=leased(end, lease_id="part")))
     own.push_out(40)
 
-    assert grant_of(own, "lease") == outcome
+    assert own.grant("lease").outcome == outcome
     granted = 12 if outcome == "granted" else 8
     use = own.cache.use(b"n")
     runs, windows = granted // 4, 3 if outcome == "granted" else 2
@@ -302,14 +295,6 @@ def test_copies_of_all_groups_keep_no_more_room_than_promises_may() -> None:
 
     room = sum(own.levels.book.format_of(copy.slot).slot_bytes for copy in kept) // 1000
     assert 150 < room <= 200 * 7 / 8
-    all_in_all, below, _ = promised_of(own)
+    all_in_all, below, _ = own.promised()
     assert all_in_all > below > 100
     assert not own.lost
-
-
-def grant_of(own: LeveledWorld, name: str) -> str:
-    """Return the outcome of a request's one lease."""
-    started = own.streams[name].started
-    assert started is not None
-    (grant,) = started.leases
-    return grant.outcome
