@@ -7,7 +7,7 @@ place, wrong sums, and a wrong word to the request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from engine.levels.levels import Levels
 from engine.moves import SlotFormat
 from tests.checkers import expect
 from tests.fake_levels import PACKED, packed_whole_of
-from tests.property.planted import check_caught
+from tests.property.planted import Plant, planted
 from tests.property.test_levels_machine import KeptMachine, LevelsMachine
 
 ASKED: dict[bytes, Fidelity] = {b"north": "exact", b"south": "near", b"east": "rough"}
@@ -51,7 +51,7 @@ class PackedMachine(LevelsMachine):
                 name = self.memory.written[copy.slot]
                 form = next(one for one in self.formats if one.name == name)
                 expect(FIDELITIES.index(form.fidelity) <= most, "a slot", copy.namespace, name)
-        for record in () if self.disk is None else self.disk.records.values():
+        for record in self.records.values():
             most = FIDELITIES.index(ASKED[record.namespace])
             expect(FIDELITIES.index(record.form.fidelity) <= most, "a record", record.namespace)
         for stream in self.world.streams.values():
@@ -106,31 +106,17 @@ def never_told(original: Any) -> Any:
     return lambda self, namespace: "rough"
 
 
-PLANTS: tuple[tuple[Any, Any, str, Callable[[Any], Any]], ...] = (
-    (PackedMachine, CopyFormats, "of", always_the_smallest),
-    (PackedMachine, HostAccounts, "release", bytes_are_not_counted),
-    (PackedMachine, Levels, "read_fidelity", never_told),
-    (WindowPackedMachine, CopyFormats, "of", always_the_smallest),
-    (WindowPackedMachine, CopyFormats, "is_whole", any_is_whole),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("machine", "owner", "name", "fault"),
-    PLANTS,
-    ids=[f"{plant[3].__name__}-{plant[0].__name__}" for plant in PLANTS],
+@planted(
+    Plant(PackedMachine, CopyFormats, "of", always_the_smallest),
+    Plant(PackedMachine, HostAccounts, "release", bytes_are_not_counted),
+    Plant(PackedMachine, Levels, "read_fidelity", never_told),
+    Plant(WindowPackedMachine, CopyFormats, "of", always_the_smallest),
+    Plant(WindowPackedMachine, CopyFormats, "is_whole", any_is_whole),
 )
-def test_planted_faults_are_found(
-    machine: Any,
-    owner: Any,
-    name: str,
-    fault: Callable[[Any], Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_planted_faults_are_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each ends a run of the machine."""
-    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    check_caught(machine)
+    plant.check(monkeypatch)
 
 
 TestPackedMachine = PackedMachine.TestCase

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ from engine.cache import PrefixCache
 from engine.cache.attention_windows import AttentionWindows
 from engine.core.planner import StepPlanner
 from engine.scheduler.sequence import Sequence
-from tests.property.planted import check_caught
+from tests.property.planted import Plant, planted
 from tests.property.test_attention_machine import AttentionMachine
-
-Fault = Callable[[Any], Any]
 
 
 def block_of_the_window_left_out(original: Any) -> Any:
@@ -63,23 +60,15 @@ def commits_beyond_its_window(original: Any) -> Any:
     return commit
 
 
-PLANTS: tuple[tuple[Any, str, Fault], ...] = (
-    (BlockWindow, "first_read", block_of_the_window_left_out),
-    (StepPlanner, "_row", window_ignored),
-    (Sequence, "findable_tokens", finds_beyond_its_window),
-    (AttentionWindows, "advance", block_let_go_too_early),
-    (AttentionWindows, "advance", never_let_go),
-    (PrefixCache, "commit", commits_beyond_its_window),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("owner", "name", "fault"), PLANTS, ids=[fault.__name__ for _, _, fault in PLANTS]
+@planted(
+    Plant(AttentionMachine, BlockWindow, "first_read", block_of_the_window_left_out),
+    Plant(AttentionMachine, StepPlanner, "_row", window_ignored),
+    Plant(AttentionMachine, Sequence, "findable_tokens", finds_beyond_its_window),
+    Plant(AttentionMachine, AttentionWindows, "advance", block_let_go_too_early),
+    Plant(AttentionMachine, AttentionWindows, "advance", never_let_go),
+    Plant(AttentionMachine, PrefixCache, "commit", commits_beyond_its_window),
 )
-def test_a_planted_attention_fault_is_caught(
-    owner: Any, name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_attention_fault_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that misses this fault proves nothing when it passes."""
-    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    check_caught(AttentionMachine)
+    plant.check(monkeypatch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ from engine.cache import PrefixCache
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.lease_manager import LeaseManager
 from engine.cache.tree.window_groups import WindowGroups
-from tests.property.planted import check_caught
+from tests.property.planted import Plant, planted
 from tests.property.test_cache_machine import CacheMachine
 from tests.property.test_window_machine import WindowMachine
-
-Fault = Callable[[Any], Any]
 
 
 def expired_still_found(original: Any) -> Any:
@@ -79,38 +76,19 @@ def room_given_to_others(original: Any) -> Any:
     return suspend
 
 
-PLANTS: tuple[tuple[Any, str, Fault], ...] = (
-    (PrefixCache, "suspend", room_given_to_others),
-    (PrefixCache, "expire", expired_still_found),
-    (BlockManager, "set_promised", promise_not_kept),
-    (BlockManager, "shortage", ceiling_ignored),
-    (PrefixCache, "erase", erasure_removes_nothing),
-    (BlockManager, "add_copy", no_copy_for_a_partial_hit),
-    (PrefixCache, "_may_write", writer_commits_after_an_erasure),
-)
-WINDOW_PLANTS: tuple[tuple[Any, str, Fault], ...] = (
-    (WindowGroups, "first_kept", window_let_go_too_early),
-    (WindowGroups, "standing", hit_over_a_tombstone),
-    (LeaseManager, "_extend_windows", window_not_promised),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("machine", "owner", "name", "fault"),
-    [
-        *((CacheMachine, *plant) for plant in PLANTS),
-        *((WindowMachine, *plant) for plant in WINDOW_PLANTS),
-    ],
-    ids=[fault.__name__ for _, _, fault in (*PLANTS, *WINDOW_PLANTS)],
+@planted(
+    Plant(CacheMachine, PrefixCache, "suspend", room_given_to_others),
+    Plant(CacheMachine, PrefixCache, "expire", expired_still_found),
+    Plant(CacheMachine, BlockManager, "set_promised", promise_not_kept),
+    Plant(CacheMachine, BlockManager, "shortage", ceiling_ignored),
+    Plant(CacheMachine, PrefixCache, "erase", erasure_removes_nothing),
+    Plant(CacheMachine, BlockManager, "add_copy", no_copy_for_a_partial_hit),
+    Plant(CacheMachine, PrefixCache, "_may_write", writer_commits_after_an_erasure),
+    Plant(WindowMachine, WindowGroups, "first_kept", window_let_go_too_early),
+    Plant(WindowMachine, WindowGroups, "standing", hit_over_a_tombstone),
+    Plant(WindowMachine, LeaseManager, "_extend_windows", window_not_promised),
 )
-def test_a_planted_cache_fault_is_caught(
-    machine: type[CacheMachine],
-    owner: Any,
-    name: str,
-    fault: Fault,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_planted_cache_fault_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that misses this fault proves nothing when it passes."""
-    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    check_caught(machine, 1_600)
+    plant.check(monkeypatch, 1_600)

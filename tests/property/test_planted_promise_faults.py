@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,19 +11,16 @@ from engine.cache import PrefixCache
 from engine.cache.block_promises import BlockPromises
 from engine.cache.lease_manager import LeaseManager
 from engine.cache.tree.accounts import NamespaceAccount
-from engine.errors import InvariantViolation
 from engine.levels.host.accounts import HostAccounts
 from engine.levels.promises import KeptPromises
 from engine.levels.restarts.recall import PromiseRecall
 from engine.levels.stored_prefixes import Copy
-from tests.property.planted import check_caught
+from tests.property.planted import Plant, RarePlant, planted
 from tests.property.test_promises_machine import HostPromisesMachine, PromisesMachine
 from tests.property.test_restarted_promises import RestartedHostMachine, RestartedMachine
 from tests.unit.engine.cache import test_leases as leases
 from tests.unit.engine.levels import test_promises_below as unit
 from tests.unit.engine.scheduler import test_scheduler as schedules
-
-Fault = Callable[[Any], Any]
 
 
 def moved_down_too_early(original: Any) -> Any:
@@ -141,94 +137,69 @@ def moved_down_before_its_end(original: Any) -> Any:
     return keep_below
 
 
-PLANTS: tuple[tuple[type, Any, str, Fault], ...] = (
-    (PromisesMachine, KeptPromises, "_end_overdue", never_ended),
-    (PromisesMachine, NamespaceAccount, "add_below", not_charged),
-    (HostPromisesMachine, HostAccounts, "update", copies_dropped_for_room),
-    (HostPromisesMachine, BlockPromises, "return_to_device", not_taken_back),
-    (HostPromisesMachine, BlockPromises, "adopt", not_adopted),
-    (RestartedMachine, KeptPromises, "take_over", nothing_recalled),
-    (RestartedHostMachine, KeptPromises, "take_over", nothing_recalled),
-    (RestartedMachine, Copy, "promise_terms", terms_forgotten),
-    (RestartedMachine, PromiseRecall, "erasing", stale_page_taken),
-    (RestartedHostMachine, BlockPromises, "take_over", dropped_after_restart),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("machine", "owner", "name", "fault"),
-    PLANTS,
-    ids=[f"{plant[3].__name__}-{plant[0].__name__}" for plant in PLANTS],
+@planted(
+    Plant(PromisesMachine, KeptPromises, "_end_overdue", never_ended),
+    Plant(PromisesMachine, NamespaceAccount, "add_below", not_charged),
+    Plant(HostPromisesMachine, HostAccounts, "update", copies_dropped_for_room),
+    Plant(HostPromisesMachine, BlockPromises, "return_to_device", not_taken_back),
+    Plant(HostPromisesMachine, BlockPromises, "adopt", not_adopted),
+    Plant(RestartedMachine, KeptPromises, "take_over", nothing_recalled),
+    Plant(RestartedHostMachine, KeptPromises, "take_over", nothing_recalled),
+    Plant(RestartedMachine, Copy, "promise_terms", terms_forgotten),
+    Plant(RestartedMachine, PromiseRecall, "erasing", stale_page_taken),
+    Plant(RestartedHostMachine, BlockPromises, "take_over", dropped_after_restart),
 )
-def test_a_planted_promise_fault_is_caught(
-    machine: type[PromisesMachine],
-    owner: Any,
-    name: str,
-    fault: Fault,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_planted_promise_fault_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that misses this fault proves nothing when it passes."""
-    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    check_caught(machine)
+    plant.check(monkeypatch)
 
 
-RARE: tuple[tuple[Any, str, Fault, Callable[[], None]], ...] = (
-    (BlockPromises, "end_below", loss_not_told, unit.test_a_lost_record_is_told_once),
-    (
+RARE = (
+    RarePlant(BlockPromises, "end_below", loss_not_told, unit.test_a_lost_record_is_told_once),
+    RarePlant(
         KeptPromises,
         "_is_durable",
         moved_down_too_early,
         unit.test_host_memory_keeps_promises_where_it_may,
     ),
-    (
+    RarePlant(
         KeptPromises,
         "_renew_each",
         never_renewed,
         unit.test_a_read_renews_a_promise_that_moved_down,
     ),
-    (
+    RarePlant(
         LeaseManager,
         "_kept_below",
         charged_twice,
         unit.test_host_memory_keeps_promises_where_it_may,
     ),
-    (
+    RarePlant(
         PrefixCache,
         "suspend",
         room_given_up,
         partial(schedules.test_a_preempted_request_keeps_what_it_was_promised, 1, False),
     ),
-    (
+    RarePlant(
         LeaseManager,
         "grant",
         clipped_in_silence,
         leases.test_a_promise_that_ran_out_while_its_sequence_waited_is_told_as_lost,
     ),
-    (
+    RarePlant(
         BlockPromises,
         "keep_below",
         moved_down_before_its_end,
         partial(leases.test_a_promise_stays_above_blocks_that_are_to_be_promised, True),
     ),
 )
-"""Faults that the machine meets once in hundreds of runs, each with a test that always meets it."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("owner", "name", "fault", "check"), RARE, ids=[rare[2].__name__ for rare in RARE]
-)
+@pytest.mark.parametrize("plant", RARE, ids=[plant.fault.__name__ for plant in RARE])
 def test_a_rare_promise_fault_fails_its_own_test(
-    owner: Any,
-    name: str,
-    fault: Fault,
-    check: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
+    plant: RarePlant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And that test passes without the fault."""
-    check()
-    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-
-    with pytest.raises((AssertionError, InvariantViolation, IndexError)):  # of what was not sent
-        check()
+    """The machine meets it once in hundreds of runs."""
+    plant.check(monkeypatch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,19 +12,16 @@ from engine.cache.block_promises import BlockPromises
 from engine.cache.moved_blocks import MovedBlocks
 from engine.cache.tree.prefix_tree import WindowBlock
 from engine.cache.window_manager import WindowManager
-from engine.errors import InvariantViolation
 from engine.levels import promises
 from engine.levels.stored_prefixes import Copy
 from engine.levels.window_copies import WindowCopies
-from tests.property.planted import check_caught
+from tests.property.planted import Plant, RarePlant, planted
 from tests.property.test_window_levels_machine import WindowLevelsMachine
 from tests.property.test_window_promises import (
     RestartedWindowMachine,
     WindowHostPromisesMachine,
 )
 from tests.unit.engine.levels import test_window_copies as unit
-
-Fault = Callable[[Any], Any]
 
 
 def ends_anywhere(original: Any) -> Any:
@@ -103,49 +100,46 @@ def a_part_moves_down(original: Any) -> Any:
     return lambda groups, group, tokens, *, has_level: groups.first_read(group, tokens)
 
 
-PLANTS: tuple[tuple[Any, Any, str, Fault], ...] = (
-    (WindowLevelsMachine, WindowCopies, "standing", ends_anywhere),
-    (WindowLevelsMachine, MovedBlocks, "settle", never_settled),
-    (WindowLevelsMachine, MovedBlocks, "hold", too_few_held),
-    (WindowLevelsMachine, WindowCopies, "blocks_of", wrong_group),
-    (WindowLevelsMachine, WindowManager, "commit", holes_committed),
-    (WindowHostPromisesMachine, BlockPromises, "keep_below", windows_not_charged),
-    (WindowHostPromisesMachine, BlockPromises, "adopt_window", windows_not_adopted),
-    (WindowHostPromisesMachine, window_promises, "first_promised", a_part_moves_down),
-    (RestartedWindowMachine, promises, "_lacks_windows", windows_not_told_late),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("machine", "owner", "name", "fault"), PLANTS, ids=[plant[3].__name__ for plant in PLANTS]
+@planted(
+    Plant(WindowLevelsMachine, WindowCopies, "standing", ends_anywhere),
+    Plant(WindowLevelsMachine, MovedBlocks, "settle", never_settled),
+    Plant(WindowLevelsMachine, MovedBlocks, "hold", too_few_held),
+    Plant(WindowLevelsMachine, WindowCopies, "blocks_of", wrong_group),
+    Plant(WindowLevelsMachine, WindowManager, "commit", holes_committed),
+    Plant(WindowHostPromisesMachine, BlockPromises, "keep_below", windows_not_charged),
+    Plant(WindowHostPromisesMachine, BlockPromises, "adopt_window", windows_not_adopted),
+    Plant(WindowHostPromisesMachine, window_promises, "first_promised", a_part_moves_down),
+    Plant(RestartedWindowMachine, promises, "_lacks_windows", windows_not_told_late),
 )
 def test_a_planted_fault_of_window_copies_is_caught(
-    machine: Any, owner: Any, name: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine that misses this fault proves nothing when it passes."""
-    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
-    check_caught(machine)
+    plant.check(monkeypatch)
 
 
-def test_promises_moved_to_copies_of_group_0_fail_their_own_test(
-    monkeypatch: pytest.MonkeyPatch,
+RARE = (
+    RarePlant(  # the machine meets such a copy under a promised window too seldom
+        WindowCopies,
+        "keeps_whole",
+        group_0_is_enough,
+        partial(
+            unit.test_no_part_of_a_window_is_below_where_a_record_has_group_0_alone, 12, "granted"
+        ),
+    ),
+    RarePlant(  # the machine allows that they are counted late
+        Copy,
+        "_promised_windows",
+        windows_not_told,
+        partial(unit.test_a_promise_of_all_groups_outlives_its_engine, "disk"),
+    ),
+)
+
+
+@pytest.mark.parametrize("plant", RARE, ids=[plant.fault.__name__ for plant in RARE])
+def test_a_rare_fault_of_window_copies_fails_its_own_test(
+    plant: RarePlant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The machine meets such a copy under a promised window too seldom."""
-    check = unit.test_no_part_of_a_window_is_below_where_a_record_has_group_0_alone
-    check(12, "granted")
-    monkeypatch.setattr(WindowCopies, "keeps_whole", group_0_is_enough(None))
-
-    with pytest.raises((AssertionError, InvariantViolation)):
-        check(12, "granted")
-
-
-def test_window_blocks_of_which_the_next_engine_is_not_told_fail_their_own_test(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The machine allows that they are counted late."""
-    check = unit.test_a_promise_of_all_groups_outlives_its_engine
-    monkeypatch.setattr(Copy, "_promised_windows", windows_not_told(None))
-
-    with pytest.raises(AssertionError):
-        check("disk")
+    """Which always meets it."""
+    plant.check(monkeypatch)
