@@ -22,7 +22,7 @@ from engine.moves import Move, SlotLayout
 from engine.storage.memory.arena import HostArena
 from kernels import reference_kv
 from tests.unit.engine.kv.fake_device import FakeDevice, FakeMark
-from tests.unit.engine.kv.transfer_rig import PIECE_BYTES, WAIT_S, Rig
+from tests.unit.engine.kv.transfer_rig import PIECE_BYTES, WAIT_S, Rig, wait_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -59,8 +59,7 @@ def test_no_outcome_comes_before_the_copies_have_ended(rig: Rig) -> None:
         assert stream.launched.acquire(timeout=WAIT_S)
     early = rig.engine.poll()
     rig.device.go()
-    for _ in range(2):
-        assert rig.ended.acquire(timeout=WAIT_S)
+    wait_for(rig.ended, 2)
 
     assert early == []
     assert all(moved.is_done for moved in rig.engine.poll())
@@ -113,8 +112,7 @@ def test_batches_are_bounded_in_number_and_size(rig: Rig) -> None:
     rig.engine.submit([Move(index, "load", index % 6, index % 3) for index in range(60)])
     assert rig.device.streams[1].launched.acquire(timeout=WAIT_S)
     rig.device.go()
-    for _ in range(60):
-        assert rig.ended.acquire(timeout=WAIT_S)
+    wait_for(rig.ended, 60)
 
     assert len(rig.engine.poll()) == 60
     assert rig.device.streams[1].in_flight_max <= BATCHES
@@ -126,8 +124,7 @@ def test_seconds_are_a_moves_share_of_its_batch() -> None:
     rig.slots.gate.clear()
     rig.engine.submit([Move(1, "load", 0, 0), Move(2, "load", 1, 1)])
     rig.slots.gate.set()
-    for _ in range(2):
-        assert rig.ended.acquire(timeout=WAIT_S)
+    wait_for(rig.ended, 2)
     finish(rig)
 
     assert [moved.seconds for moved in rig.engine.poll()] == [1.5, 1.5]
@@ -252,8 +249,7 @@ def test_plain_and_packed_moves_go_in_batches_of_their_own(rig: Rig) -> None:
     ]
     rig.engine.submit(moves)
     rig.slots.gate.set()
-    for _ in moves:
-        assert rig.ended.acquire(timeout=WAIT_S)
+    wait_for(rig.ended, len(moves))
 
     assert all(moved.is_done for moved in rig.engine.poll())
     for move in moves[-3:]:
@@ -298,8 +294,7 @@ def test_packed_blocks_have_the_references_bytes(name: str) -> None:
         Move(2, "offload", 1, 1, format=name),
         Move(3, "load", 2, 0, format=name),
     ])  # fmt: skip
-    for _ in range(3):
-        assert ended.acquire(timeout=WAIT_S)
+    wait_for(ended, 3)
     moved = {one.move_id: one for one in engine.poll()}
     packed = bytes(arena.view(0, packers[name].block_bytes))
     engine.close()

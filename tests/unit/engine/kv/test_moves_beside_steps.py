@@ -16,6 +16,7 @@ from engine.moves import Move, Moved, SlotLayout
 from engine.plan import BlockCopy
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.storage.memory.arena import HostArena
+from tests.unit.engine.kv.transfer_rig import wait_for
 
 pytestmark = pytest.mark.gpu
 
@@ -65,8 +66,7 @@ class Pool:
     def run(self, *moves: Move) -> list[Moved]:
         """Return the outcomes of moves, in order of their ids."""
         self.engine.submit(moves)
-        for _ in moves:
-            assert self.ended.acquire(timeout=WAIT_S)
+        wait_for(self.ended, len(moves))
         return sorted(self.engine.poll(), key=lambda moved: moved.move_id)
 
     def slot(self, slot: int) -> torch.Tensor:

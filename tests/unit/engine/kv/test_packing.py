@@ -20,6 +20,7 @@ from kernels import reference_kv
 from kernels.cpu.build import compile_library
 from kernels.reference_kv import PackedName
 from tests.bench.kv_moves import HostSlots
+from tests.unit.engine.kv.transfer_rig import wait_for
 
 NAMES: tuple[PackedName, ...] = get_args(PackedName)
 FORMAT = KvFormat(2, 2, 32, 16, torch.bfloat16)
@@ -116,8 +117,7 @@ def test_packed_blocks_move_through_the_transfer_engine(library: Path | None) ->
         Move(2, "offload", 1, 1, format="int8c"),
         Move(3, "load", 2, 0, format="int8c"),
     ])  # fmt: skip
-    for _ in range(3):
-        assert ended.acquire(timeout=60)
+    wait_for(ended, 3)
     moved = engine.poll()
     engine.close()
 

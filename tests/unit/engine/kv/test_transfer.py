@@ -32,6 +32,7 @@ from tests.unit.engine.kv.transfer_rig import (
     Rig,
     Slots,
     storage,
+    wait_for,
 )
 
 PLACES = ["cpu", "fake", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -107,8 +108,7 @@ class Grouped:
     def run(self, *moves: Move) -> list[Moved]:
         """Return the outcomes of moves, in the order of their ids."""
         self.engine.submit(moves)
-        for _ in moves:
-            assert self.ended.acquire(timeout=WAIT_S)
+        wait_for(self.ended, len(moves))
         return sorted(self.engine.poll(), key=lambda moved: moved.move_id)
 
     def close(self) -> None:
@@ -275,8 +275,7 @@ def test_what_the_queue_has_no_room_for_fails_at_once(make: MakeRig) -> None:
     rig.engine.submit([Move(index, "offload", block=0, slot=0) for index in range(4)])
     refused = rig.engine.poll()
     rig.slots.gate.set()
-    for _ in range(2):
-        assert rig.ended.acquire(timeout=WAIT_S)
+    wait_for(rig.ended, 2)
     done = rig.engine.poll()
     again = rig.run(Move(9, "offload", block=0, slot=0))
     rig.engine.close()
@@ -330,8 +329,7 @@ def test_a_hook_that_raises_takes_no_outcome_away(place: Place) -> None:
             kv, slots, FakeDevice(), on_error=fail, on_moved=wake_and_fail
         )
     engine.submit([Move(1, "offload", 0, 3), Move(2, "offload", 0, 0), Move(3, "load", 1, 0)])
-    for _ in range(3):
-        assert ended.acquire(timeout=WAIT_S)
+    wait_for(ended, 3)
 
     assert [moved.is_done for moved in engine.poll()] == [False, True, True]
     engine.close()
@@ -369,8 +367,7 @@ def test_moves_are_timed_by_the_clock_given() -> None:
     )
 
     engine.submit([Move(1, "offload", 0, 0), Move(2, "offload", 0, 1)])
-    for _ in range(2):
-        assert ended.acquire(timeout=WAIT_S)
+    wait_for(ended, 2)
 
     assert [moved.seconds for moved in engine.poll()] == [0.5, 0.5]
     engine.close()

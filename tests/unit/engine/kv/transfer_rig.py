@@ -36,6 +36,12 @@ def storage(blocks: int = 2, device: str = "cpu") -> KvStorage:
     return KvStorage(kv_format(tiny_config(), torch.float32, 16), blocks, torch.device(device))
 
 
+def wait_for(ended: threading.Semaphore, moves: int) -> None:
+    """Wait until so many moves have ended."""
+    for _ in range(moves):
+        assert ended.acquire(timeout=WAIT_S)
+
+
 class Slots:
     """Host memory of a test. `gate`: a view waits for it, so that a move can be caught midway."""
 
@@ -134,8 +140,7 @@ class Rig:
     def run(self, *moves: Move) -> list[Moved]:
         """Submit moves and return their outcomes when all have ended."""
         self.engine.submit(moves)
-        for _ in moves:
-            assert self.ended.acquire(timeout=WAIT_S)
+        wait_for(self.ended, len(moves))
         return self.engine.poll()
 
     def slot(self, slot: int, size: int | None = None) -> bytes:
