@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
 from tests.strategies import tokens
+from tests.unit.engine.cache.sequences import compute
 
 SIZE, BLOCKS, FLOOR = 2, 16, 6
 WINDOWS = st.sampled_from([(), (3, 5)])
@@ -69,9 +70,7 @@ def seen_by_victim(
         table = cache.begin(act.who, act.prompt, now_s, quota=quota, leases=asked)
         if act.who == VICTIM:
             seen.append((table.kv_tokens, "".join(grant.outcome for grant in table.leases)))
-        if cache.grow(table, len(act.prompt), now_s):
-            cache.take_copies()
-            cache.commit(table, act.prompt, len(act.prompt), now_s)
+        compute(cache, table, act.prompt, now_s)
         cache.release(table, act.prompt, now_s)
         cache.check()
     return seen
@@ -118,18 +117,14 @@ def test_prefixes_inside_a_floor_survive_other_requests(
     cache = make_cache(windows)
     for prompt in own:
         table = cache.begin(VICTIM, prompt, 0.0, quota=strict(windows))
-        if cache.grow(table, len(prompt), 0.0):
-            cache.take_copies()
-            cache.commit(table, prompt, len(prompt), 0.0)
+        compute(cache, table, prompt)
         cache.release(table, prompt, 0.0)
     before = [cache.peek(VICTIM, (*prompt, 0), 0.0).cached_tokens for prompt in own]
 
     for number, (words, holds) in enumerate(theirs):
         prompt = (*words, number % 2, *words)
         table = cache.begin(ATTACKER, prompt, 1.0)
-        if cache.grow(table, len(prompt), 1.0):
-            cache.take_copies()
-            cache.commit(table, prompt, len(prompt), 1.0)
+        compute(cache, table, prompt, 1.0)
         if not holds:
             cache.release(table, prompt, 1.0)
 
@@ -144,8 +139,7 @@ def test_a_prefix_is_found_only_by_its_own_namespace(
 ) -> None:
     cache = make_cache(windows)
     table = cache.begin(VICTIM, prompt, 0.0)
-    cache.grow(table, len(prompt), 0.0)
-    cache.commit(table, prompt, len(prompt), 0.0)
+    assert compute(cache, table, prompt)
     cache.release(table, prompt, 0.0)
 
     for words in (prompt, guess, (*prompt, *guess)):
@@ -161,9 +155,7 @@ def test_another_tenant_does_not_renew_a_lease(prompt: tuple[int, ...], reads: l
     def run(who: bytes, now_s: float) -> None:
         lease = LeaseRequest(len(prompt), LEASED)
         table = cache.begin(who, prompt, now_s, leases=(lease,))
-        assert cache.grow(table, len(prompt), now_s)
-        cache.take_copies()
-        cache.commit(table, prompt, len(prompt), now_s)
+        assert compute(cache, table, prompt, now_s)
         cache.release(table, prompt, now_s)
 
     run(ATTACKER, 0.0)

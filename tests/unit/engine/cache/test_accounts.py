@@ -6,6 +6,7 @@ import pytest
 
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
+from tests.unit.engine.cache.sequences import compute
 
 SIZE = 4
 OPEN = Quota()
@@ -20,14 +21,16 @@ def fill(
 
 
 def ask(
-    cache: PrefixCache, namespace: bytes, tokens: list[int], now_s: float, quota: Quota = OPEN
+    cache: PrefixCache,
+    namespace: bytes,
+    tokens: list[int],
+    now_s: float,
+    quota: Quota = OPEN,
+    leases: tuple[LeaseRequest, ...] = (),
 ) -> bool:
     """Run one request to its end; return whether there was room."""
-    table = cache.begin(namespace, tokens, now_s, quota=quota)
-    has_room = cache.grow(table, len(tokens), now_s)
-    cache.take_copies()
-    if has_room:
-        cache.commit(table, tokens, len(tokens), now_s)
+    table = cache.begin(namespace, tokens, now_s, quota=quota, leases=leases)
+    has_room = compute(cache, table, tokens, now_s)
     cache.release(table, tokens, now_s)
     cache.check()
     return has_room
@@ -101,10 +104,7 @@ def test_expired_blocks_go_before_live_ones() -> None:
     cache = PrefixCache(blocks=4, block_size=SIZE)
     fill(cache, b"wanted", 2)
     brief = LeaseRequest(8, Retention("brief", limit_s=5))
-    table = cache.begin(b"over", list(range(8)), 10.0, leases=(brief,))
-    assert cache.grow(table, 8, 10.0)
-    cache.commit(table, list(range(8)), 8, 10.0)
-    cache.release(table, list(range(8)), 10.0)
+    assert ask(cache, b"over", list(range(8)), 10.0, leases=(brief,))
 
     assert ask(cache, b"third", [7, 7, 7, 7], 15.0)
 
@@ -185,11 +185,10 @@ def test_promises_are_bounded_by_payer() -> None:
     lease = Retention("leased", promise_s=60, limit_s=60)
     outcomes = []
     for name in (b"one", b"two", b"three"):
-        asked = (LeaseRequest(2 * SIZE, lease),)
-        table = cache.begin(name, list(range(2 * SIZE)), 0.0, quota=quota, leases=asked)
-        assert cache.grow(table, 2 * SIZE, 0.0)
-        cache.commit(table, list(range(2 * SIZE)), 2 * SIZE, 0.0)
-        cache.release(table, list(range(2 * SIZE)), 0.0)
+        tokens, asked = list(range(2 * SIZE)), (LeaseRequest(2 * SIZE, lease),)
+        table = cache.begin(name, tokens, 0.0, quota=quota, leases=asked)
+        assert compute(cache, table, tokens)
+        cache.release(table, tokens, 0.0)
         outcomes += [grant.outcome for grant in table.leases]
         cache.check()
 

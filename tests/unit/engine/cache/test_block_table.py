@@ -6,6 +6,7 @@ import pytest
 
 from engine.cache import PrefixCache
 from engine.errors import InvariantViolation
+from tests.unit.engine.cache.sequences import compute
 
 WORDS = list(range(12))
 
@@ -29,38 +30,10 @@ def test_appended_blocks_keep_the_version() -> None:
     assert len(table.blocks) == 3
 
 
-def test_a_replaced_entry_changes_the_version() -> None:
-    """The runner must send the table again."""
-    cache = make()
-    table = cache.begin(b"us", WORDS, 0.0)
-    cache.grow(table, 6, 0.0)
-    cache.commit(table, WORDS, 6, 0.0)
-    fork = cache.fork(table)
-    version = fork.version
-
-    cache.grow(fork, 7, 0.0)
-
-    assert fork.version > version
-
-
-def test_only_committed_tokens_count_as_kv_tokens() -> None:
-    """Allocated slots hold no KV yet."""
-    cache = make()
-    table = cache.begin(b"us", WORDS, 0.0)
-    cache.grow(table, 12, 0.0)
-    assert table.kv_tokens == 0
-
-    cache.commit(table, WORDS, 5, 0.0)
-
-    assert table.kv_tokens == 5
-    assert cache.peek(b"us", WORDS, 0.0).cached_tokens == 4
-
-
 def test_a_fork_keeps_its_blocks_when_the_first_table_ends() -> None:
     cache = make()
     table = cache.begin(b"us", WORDS, 0.0, write=False)
-    cache.grow(table, 12, 0.0)
-    cache.commit(table, WORDS, 12, 0.0)
+    assert compute(cache, table, WORDS)
     fork = cache.fork(table)
 
     cache.release(table, WORDS, 0.0)
@@ -84,11 +57,6 @@ def test_growth_may_start_beyond_kv_tokens() -> None:
     assert len(table.blocks) == 2
 
 
-def test_a_table_has_its_requests_namespace() -> None:
-    """Prefix sharing compares the namespaces of two sequences."""
-    assert make().begin(b"us", WORDS, 0.0).namespace == b"us"
-
-
 def test_a_table_may_write_to_the_end_of_its_last_block_without_asking() -> None:
     """A decoding sequence asks for room once for each block."""
     cache = make()
@@ -105,8 +73,7 @@ def test_tables_that_share_a_block_ask_before_they_write() -> None:
     """The first of them to write it gets a copy, and the other then has it alone."""
     cache = make()
     table = cache.begin(b"us", WORDS, 0.0)
-    cache.grow(table, 6, 0.0)
-    cache.commit(table, WORDS, 6, 0.0)
+    assert compute(cache, table, WORDS, end=6)
 
     fork = cache.fork(table)
 
@@ -132,8 +99,7 @@ def test_the_check_finds_a_shared_block_that_counts_as_writable() -> None:
     """The fault would write one sequence's KV into another's block."""
     cache = make()
     table = cache.begin(b"us", WORDS, 0.0)
-    cache.grow(table, 6, 0.0)
-    cache.commit(table, WORDS, 6, 0.0)
+    assert compute(cache, table, WORDS, end=6)
     cache.fork(table)
 
     table.writable_tokens = 8

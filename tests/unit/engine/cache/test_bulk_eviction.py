@@ -14,6 +14,7 @@ from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.eviction_policy import EvictionOrder
 from engine.cache.tree.fair_share import FairShare
 from engine.cache.tree.prefix_tree import Node
+from tests.unit.engine.cache.sequences import compute
 
 SIZE = 2
 QUOTAS = (
@@ -52,9 +53,7 @@ def evicted_in_a_life(seed: int) -> list[Victim]:
         if chance.random() < 0.2:
             leases = (LeaseRequest(len(tokens), SHORT, f"lease {number}"),)
         table = cache.begin(namespace, tokens, now_s, quota=quota, leases=leases)
-        if cache.grow(table, len(tokens), now_s):
-            cache.take_copies()
-            cache.commit(table, tokens, len(tokens), now_s)
+        compute(cache, table, tokens, now_s)
         running.append((table, tokens))
         cache.check()
     return evicted

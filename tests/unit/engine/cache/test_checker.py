@@ -15,6 +15,7 @@ from engine.cache import PrefixCache
 from engine.cache.checker import PIECE_BLOCKS
 from engine.errors import InvariantViolation
 from tests.unit.engine.cache.lines_run import lines_run
+from tests.unit.engine.cache.sequences import compute
 
 SIZE = 4
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)
@@ -24,9 +25,7 @@ def run(cache: PrefixCache, namespace: bytes, tokens: list[int], *, is_kept: boo
     """Run a request from beginning to end."""
     leases = (LeaseRequest(len(tokens), HOUR, f"l{tokens[4]}"),) if is_kept else ()
     table = cache.begin(namespace, tokens, 0.0, quota=Quota(), leases=leases)
-    assert cache.grow(table, len(tokens), 0.0)
-    cache.take_copies()
-    cache.commit(table, tokens, len(tokens), 0.0)
+    assert compute(cache, table, tokens)
     cache.release(table, tokens, 0.0)
 
 
@@ -175,8 +174,7 @@ def test_a_sequence_that_ends_between_two_pieces_is_no_fault(piece: int) -> None
     cache = crowded()
     tokens = [7, 7, 7, 7, *range(400, 400 + SIZE * 300)]
     table = cache.begin(b"large", tokens, 0.0)
-    assert cache.grow(table, len(tokens), 0.0)
-    cache.commit(table, tokens, len(tokens), 0.0)
+    assert compute(cache, table, tokens)
     for number, _ in enumerate(cache.recount()):
         if number == piece:
             cache.release(table, tokens, 0.0)
@@ -191,9 +189,7 @@ def test_a_recount_beside_running_sequences_ends() -> None:
     tokens = [5] * 4_000
     pieces = 0
     for pieces, _ in enumerate(cache.recount(), 1):
-        assert cache.grow(table, 9 + pieces, 1.0)
-        cache.take_copies()
-        cache.commit(table, tokens, 9 + pieces, 1.0)
+        assert compute(cache, table, tokens, 1.0, end=9 + pieces)
 
     assert 4 < pieces < 100
 

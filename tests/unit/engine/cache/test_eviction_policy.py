@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from engine.api import LeaseRequest, Quota, Retention
+from engine.api import Quota, Retention
 from engine.cache import EvictionPolicy, LeastRecentlyUsed, PrefixCache
 from engine.cache.tree.eviction_policy import EvictionOrder
 from engine.cache.tree.prefix_tree import Node
 from tests.fakes import FirstInFirstOut
+from tests.unit.engine.cache.sequences import compute
 
 SIZE = 4
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)
@@ -20,9 +19,7 @@ POLICIES = pytest.mark.parametrize("policy", [LeastRecentlyUsed(), FirstInFirstO
 def run(cache: PrefixCache, tokens: list[int], now_s: float, payer: bytes = b"") -> None:
     """Run a request that writes all its tokens."""
     table = cache.begin(b"us", tokens, now_s, quota=Quota(payer=payer))
-    assert cache.grow(table, len(tokens), now_s)
-    cache.take_copies()
-    cache.commit(table, tokens, len(tokens), now_s)
+    assert compute(cache, table, tokens, now_s)
     cache.release(table, tokens, now_s)
 
 
@@ -80,24 +77,6 @@ def test_a_new_payer_takes_over_the_evictable_leaves(policy: EvictionPolicy) -> 
 
     cache.check()
     assert cache.available(b"us", Quota(payer=b"new")) == 6
-
-
-@POLICIES
-def test_the_checker_passes_after_random_work(policy: EvictionPolicy) -> None:
-    chance = random.Random(3)
-    cache = PrefixCache(blocks=24, block_size=SIZE, eviction_policy=policy)
-    for number in range(300):
-        tokens = [chance.randrange(2) for _ in range(chance.randrange(1, 20))]
-        leases = (LeaseRequest(len(tokens), HOUR, "l"),) if number % 7 == 0 else ()
-        namespace = bytes([chance.randrange(3)])
-        table = cache.begin(namespace, tokens, float(number), leases=leases)
-        if cache.grow(table, len(tokens), float(number)):
-            cache.take_copies()
-            cache.commit(table, tokens, len(tokens), float(number))
-        cache.release(table, tokens, float(number))
-        cache.check()
-
-    assert cache.stats().evicted_blocks_total > 0
 
 
 def test_an_order_holds_no_leaf_whose_score_has_changed() -> None:

@@ -16,6 +16,7 @@ from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.fair_share import FairShare
 from engine.errors import InvariantViolation
 from tests.unit.engine.cache.lines_run import lines_run
+from tests.unit.engine.cache.sequences import compute
 
 SIZE = 4
 quotas = st.builds(
@@ -108,8 +109,7 @@ def evicting_lines(namespaces: int, *, is_joint: bool) -> int:
         quota = Quota(payer=b"one" if is_joint else b"")
         tokens = [number, *range(1, 4 * SIZE)]
         table = cache.begin(number.to_bytes(4, "big"), tokens, number, quota=quota)
-        assert cache.grow(table, len(tokens), number)
-        cache.commit(table, tokens, len(tokens), number)
+        assert compute(cache, table, tokens, number)
         cache.release(table, tokens, number)
 
     for number in range(namespaces):

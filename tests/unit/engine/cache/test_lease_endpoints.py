@@ -13,6 +13,7 @@ from engine.cache import PrefixCache
 from engine.cache.tree.lease_endpoints import HANDED_UP_MAX, LeaseEndpoints
 from engine.cache.tree.prefix_tree import Node, PrefixTree
 from tests.unit.engine.cache.lines_run import lines_run
+from tests.unit.engine.cache.sequences import compute
 
 SIZE = 4
 US = b"us"
@@ -24,9 +25,7 @@ def run(cache: PrefixCache, tokens: list[int], lease_id: str, now_s: float = 0.0
     """Run a request with a lease on all its tokens."""
     leases = (LeaseRequest(len(tokens), DAY, lease_id),)
     table = cache.begin(US, tokens, now_s, leases=leases)
-    assert cache.grow(table, len(tokens), now_s), "there is room, or something to evict"
-    cache.take_copies()
-    cache.commit(table, tokens, len(tokens), now_s)
+    assert compute(cache, table, tokens, now_s), "there is room, or something to evict"
     cache.release(table, tokens, now_s)
 
 
@@ -92,9 +91,7 @@ def test_a_lease_covers_every_continuation_of_its_last_block() -> None:
         leases = (LeaseRequest(len(prompt), DAY, "a"),)
         table = cache.begin(US, prompt, 0.0, quota=Quota(), leases=leases)
         tokens = [*prompt, *[answer] * (SIZE - 1)]
-        assert cache.grow(table, len(tokens), 0.0)
-        cache.take_copies()
-        cache.commit(table, tokens, len(tokens), 0.0)
+        assert compute(cache, table, tokens)
         cache.release(table, tokens, 0.0)
     assert found(cache, [*prompt, 5, 5, 5]) == found(cache, [*prompt, 6, 6, 6]) == 12
 
@@ -123,9 +120,7 @@ def test_erasing_a_lease_stops_only_its_own_writers(erased: str, is_kept: bool) 
     leases = (LeaseRequest(12, DAY, "a"),)
     table = cache.begin(US, branch(1), 0.0, quota=Quota(), leases=leases)
     cache.erase(US, lease_id=erased)
-    assert cache.grow(table, 12, 0.0)
-    cache.take_copies()
-    cache.commit(table, branch(1), 12, 0.0)
+    assert compute(cache, table, branch(1))
     cache.release(table, branch(1), 0.0)
 
     assert (found(cache, branch(1)) == 12) == is_kept

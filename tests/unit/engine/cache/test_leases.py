@@ -15,6 +15,7 @@ from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.leases import BlockTerms
 from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.errors import InvariantViolation
+from tests.unit.engine.cache.sequences import compute
 
 SIZE = 4
 US, THEM = b"us", b"them"
@@ -39,9 +40,7 @@ def run(
 ) -> tuple[LeaseGrant, ...]:
     """Run a request from beginning to end; return its lease grants."""
     table = cache.begin(namespace, tokens, now_s, quota=quota, leases=leases)
-    if cache.grow(table, len(tokens), now_s):
-        cache.take_copies()
-        cache.commit(table, tokens, len(tokens), now_s)
+    compute(cache, table, tokens, now_s)
     grants = table.leases
     cache.release(table, tokens, now_s + lasts_s)
     return grants
@@ -108,17 +107,6 @@ def test_a_peek_renews_nothing() -> None:
     cache.peek(US, [*WORDS, 50], 299.0)
 
     assert found(cache, WORDS, 300.0) == 0
-
-
-def test_another_namespace_renews_nothing() -> None:
-    """The end of a lease must not reveal that another namespace sent the same prompt."""
-    cache = PrefixCache(blocks=16, block_size=SIZE)
-    run(cache, WORDS, 0.0, lease(FIVE))
-
-    run(cache, WORDS, 200.0, lease(FIVE), namespace=THEM)
-
-    assert found(cache, WORDS, 300.0) == 0
-    assert found(cache, WORDS, 300.0, THEM) == 8
 
 
 def test_a_block_in_use_outlives_a_sliding_limit_until_its_use_ends() -> None:
@@ -243,8 +231,7 @@ def test_promises_that_end_together_lapse_together() -> None:
     run(cache, WORDS, 0.0, lease(ABSOLUTE_PROMISE))
     short = [*WORDS[:4], 70, 71]
     table = cache.begin(US, short, 90.0, quota=OPEN)
-    assert cache.grow(table, 6, 90.0)
-    cache.commit(table, short, 6, 90.0)
+    assert compute(cache, table, short, 90.0, end=6)
     cache.release(table, short, 101.0)
 
     cache.check()
@@ -319,8 +306,7 @@ def preempted(
     tokens."""
     table = cache.begin(US, LONG, now_s, leases=leases)
     assert all(one.outcome == "granted" for one in table.leases)
-    assert cache.grow(table, committed, now_s)
-    cache.commit(table, LONG, committed, now_s)
+    assert compute(cache, table, LONG, now_s, end=committed)
     assert cache.suspend(table, LONG, now_s)
     cache.check()
     return table
@@ -336,8 +322,7 @@ def test_a_preempted_sequence_keeps_the_room_of_its_promise() -> None:
 
     assert (other.outcome, other.bound) == ("refused", "pool")
     assert [one.outcome for one in again.leases] == ["granted"]
-    assert cache.grow(again, 28, 2.0)
-    cache.commit(again, LONG, 28, 2.0)
+    assert compute(cache, again, LONG, 2.0)
     cache.release(again, LONG, 2.0)
     cache.check()
     assert promised(cache) == 7
@@ -401,8 +386,7 @@ def test_a_preemption_restarts_no_clock() -> None:
     asked = lease(ABSOLUTE_PROMISE, tokens=28)
     table = preempted(cache, asked)
     again = cache.begin(US, LONG, 50.0, leases=(asked,), suspended=table)
-    assert cache.grow(again, 28, 50.0)
-    cache.commit(again, LONG, 28, 50.0)
+    assert compute(cache, again, LONG, 50.0)
     cache.release(again, LONG, 50.0)
 
     cache.expire(99.9)
@@ -435,8 +419,7 @@ def test_a_lease_beyond_the_prompt_covers_no_output_after_a_preemption() -> None
     cache = PrefixCache(blocks=8, block_size=SIZE)
     asked = lease(FIVE, tokens=28)
     table = cache.begin(US, WORDS, 0.0, leases=(asked,))
-    assert cache.grow(table, 8, 0.0)
-    cache.commit(table, WORDS, 8, 0.0)
+    assert compute(cache, table, WORDS)
     assert cache.suspend(table, WORDS, 0.0)
     again = cache.begin(US, LONG, 0.0, leases=(asked,), suspended=table)
 
@@ -514,8 +497,7 @@ def test_what_hangs_on_a_block_that_its_level_lost_is_told_as_lost() -> None:
     below.kept = ()
     cache.promises.end_below(US, terms, is_away=True, is_lost=True)
     cache.promises.take_over(FoundPromise(US, US, other), 0.0)  # it takes the last of the quota
-    assert cache.grow(table, 8, 0.0)
-    cache.commit(table, LONG, 8, 0.0)
+    assert compute(cache, table, LONG, end=8)
 
     assert [one.blocks for one in facts if isinstance(one, PromiseLost)] == [1, 6]
     cache.release(table, LONG, 0.0)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from engine.api import LeaseRequest, Quota, Retention
-from engine.cache import BlockTable, Fact, PrefixCache
+from engine.cache import Fact, PrefixCache
 from engine.cache.events import BlocksErased, Committed, Copied, Evicted, Matched
 from engine.cache.tree.prefix_tree import Node, PrefixTree
 from engine.errors import InvariantViolation
 from tests.unit.engine.cache.lines_run import lines_run
+from tests.unit.engine.cache.sequences import compute
 
 SIZE = 4
 US, THEM = b"us", b"them"
@@ -22,18 +23,11 @@ def make(blocks: int = 16) -> PrefixCache:
     return PrefixCache(blocks=blocks, block_size=SIZE)
 
 
-def compute(cache: PrefixCache, table: BlockTable, tokens: list[int], now_s: float = 0.0) -> None:
-    """Run one step that computes all missing tokens."""
-    assert cache.grow(table, len(tokens), now_s)
-    cache.take_copies()
-    cache.commit(table, tokens, len(tokens), now_s)
-
-
 def run(cache: PrefixCache, tokens: list[int], namespace: bytes = US, now_s: float = 0.0) -> int:
     """Run a request from beginning to end; return its cached tokens."""
     table = cache.begin(namespace, tokens, now_s)
     found = table.kv_tokens
-    compute(cache, table, tokens, now_s)
+    assert compute(cache, table, tokens, now_s)
     cache.release(table, tokens, now_s)
     return found
 
@@ -47,7 +41,7 @@ def test_rule_1_a_block_is_free_or_cached_or_pinned() -> None:
     """Every block is in one of three states, and the counts always add up."""
     cache = make(8)
     table = cache.begin(US, words(8), 0.0)
-    compute(cache, table, words(8))
+    assert compute(cache, table, words(8))
     running = cache.stats()
 
     cache.release(table, words(8), 0.0)
@@ -62,7 +56,7 @@ def test_rule_2_a_pinned_block_is_never_evicted() -> None:
     """This holds under any pressure."""
     cache = make(4)
     table = cache.begin(US, words(12), 0.0)
-    compute(cache, table, words(12))
+    assert compute(cache, table, words(12))
     other = cache.begin(US, words(8, 100), 0.0)
 
     assert not cache.grow(other, 8, 0.0)
@@ -73,7 +67,7 @@ def test_rule_3_a_shared_block_is_copied_before_it_is_written() -> None:
     """A fork writes where the other still reads."""
     cache = make()
     table = cache.begin(US, words(6), 0.0)
-    compute(cache, table, words(6))
+    assert compute(cache, table, words(6))
     fork = cache.fork(table)
     shared = list(table.blocks)
 
@@ -90,7 +84,7 @@ def test_rule_3_a_block_with_one_holder_is_written_in_place() -> None:
     """The last of two forks needs no copy."""
     cache = make()
     table = cache.begin(US, words(6), 0.0)
-    compute(cache, table, words(6))
+    assert compute(cache, table, words(6))
     fork = cache.fork(table)
     cache.release(fork, words(6), 0.0, keep=False)
 
@@ -120,7 +114,7 @@ def test_rule_4_a_full_block_is_found_while_its_writer_runs() -> None:
     """Blocks are committed as they fill, not when their sequence ends."""
     cache = make()
     table = cache.begin(US, words(9), 0.0)
-    compute(cache, table, words(9))
+    assert compute(cache, table, words(9))
 
     assert cache.peek(US, words(9), 0.0).cached_tokens == 8
 
@@ -151,7 +145,7 @@ def test_rule_5_a_partial_hit_is_dropped_without_a_free_block() -> None:
     """The request itself is never refused for a copy."""
     cache = make(2)
     table = cache.begin(US, words(8), 0.0)
-    compute(cache, table, words(8))
+    assert compute(cache, table, words(8))
 
     other = cache.begin(US, [*words(6), 50], 0.0)
 
@@ -181,9 +175,9 @@ def test_rule_11_equal_blocks_computed_twice_become_one() -> None:
     """After a race both sequences use the same blocks, and the second copy is freed."""
     cache = make()
     first, second = cache.begin(US, words(8), 0.0), cache.begin(US, words(8), 0.0)
-    compute(cache, first, words(8))
+    assert compute(cache, first, words(8))
 
-    compute(cache, second, words(8))
+    assert compute(cache, second, words(8))
 
     assert second.blocks == first.blocks
     assert second.version > 0
@@ -218,7 +212,7 @@ def test_a_request_may_neither_read_nor_write() -> None:
 
     table = cache.begin(US, words(8), 0.0, read=False, write=False)
     assert table.kv_tokens == 0
-    compute(cache, table, words(8))
+    assert compute(cache, table, words(8))
     cache.release(table, words(8), 0.0)
 
     assert cache.stats().cached == 2
@@ -228,7 +222,7 @@ def test_growing_without_room_changes_nothing() -> None:
     """The scheduler preempts and tries again, so the failed call must not have taken effect."""
     cache = make(3)
     table = cache.begin(US, words(8), 0.0)
-    compute(cache, table, words(8))
+    assert compute(cache, table, words(8))
     before = (list(table.blocks), table.version, cache.stats())
 
     assert not cache.grow(table, 20, 0.0)
@@ -274,10 +268,10 @@ def test_an_erased_block_in_use_is_freed_with_its_last_reader() -> None:
     """The reader continues undisturbed, and commits nothing."""
     cache = make()
     table = cache.begin(US, words(8), 0.0)
-    compute(cache, table, words(8))
+    assert compute(cache, table, words(8))
 
     cache.erase(US)
-    compute(cache, table, words(12))
+    assert compute(cache, table, words(12))
 
     assert cache.peek(US, words(12), 0.0).cached_tokens == 0
     cache.release(table, words(12), 0.0)
@@ -310,9 +304,7 @@ def test_facts_report_new_blocks_and_their_lifetime() -> None:
         (9.0, words(8, 200), THEM),
     ):
         table = cache.begin(who, prompt, now_s, read=who == THEM)
-        assert cache.grow(table, len(prompt), now_s)
-        cache.take_copies()
-        cache.commit(table, prompt, len(prompt), now_s)
+        assert compute(cache, table, prompt, now_s)
         cache.release(table, prompt, now_s)
 
     new = [fact.new_blocks for fact in told if isinstance(fact, Committed)]
@@ -325,7 +317,7 @@ def test_rule_9_inside_its_floor_a_payer_waits_for_what_others_have_pinned() -> 
     """It loses what it would hold above its floor, and no more, however little others leave."""
     cache, floor, own = make(), Quota(floor_blocks=6, ceiling_blocks=6), words(16)
     first = cache.begin(US, own, 0.0, quota=floor)
-    compute(cache, first, own)
+    assert compute(cache, first, own)
     cache.release(first, own, 0.0)
     held = cache.begin(THEM, words(48, 100), 0.0)
     assert cache.grow(held, 48, 0.0)
@@ -346,10 +338,10 @@ def test_a_floor_that_was_raised_over_promises_of_others_holds_as_far_as_it_can(
     cache, own = make(), words(16)
     lease = LeaseRequest(48, Retention("kept", promise_s=100.0))
     kept = cache.begin(THEM, words(48, 100), 0.0, leases=(lease,))
-    compute(cache, kept, words(48, 100))
+    assert compute(cache, kept, words(48, 100))
     cache.release(kept, words(48, 100), 0.0)
     first = cache.begin(US, own, 0.0)
-    compute(cache, first, own)
+    assert compute(cache, first, own)
     cache.release(first, own, 0.0)
     raised = Quota(floor_blocks=6)
     table = cache.begin(US, words(12, 50), 1.0, quota=raised)

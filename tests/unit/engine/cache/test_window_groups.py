@@ -7,6 +7,7 @@ import pytest
 from engine.api import LeaseRequest, Quota, Retention, tokens_within
 from engine.cache import BlockTable, PrefixCache
 from engine.cache.tree.window_groups import HOLE, WindowGroups
+from tests.unit.engine.cache.sequences import compute
 
 NAME = b"north"
 HOUR = Retention("hour", promise_s=3600)
@@ -17,7 +18,7 @@ def make_cache(blocks: int = 200, size: int = 2, windows: tuple[int, ...] = (4,)
     return PrefixCache(blocks=blocks, block_size=size, windows=windows)
 
 
-def compute(
+def computed(
     cache: PrefixCache,
     prompt: list[int],
     now_s: float = 0.0,
@@ -29,15 +30,13 @@ def compute(
     table = cache.begin(NAME, prompt, now_s, leases=leases)
     while table.kv_tokens < len(prompt):
         end = min(len(prompt), table.kv_tokens + step)
-        assert cache.grow(table, end, now_s)
-        cache.take_copies()
-        cache.commit(table, prompt, end, now_s)
+        assert compute(cache, table, prompt, now_s, end=end)
     return table
 
 
 def run(cache: PrefixCache, prompt: list[int], now_s: float = 0.0) -> int:
     """Compute and release a prompt; return the tokens it found."""
-    table = compute(cache, prompt, now_s)
+    table = computed(cache, prompt, now_s)
     cache.release(table, prompt, now_s)
     cache.check()
     return table.kv_tokens
@@ -72,7 +71,7 @@ def test_the_longest_sequence_fits_and_one_block_more_does_not(
 def test_a_sequence_keeps_the_blocks_of_its_window() -> None:
     """Blocks behind the window become holes, and stay cached (rules 15 and 16)."""
     cache = make_cache(windows=(4, 8))
-    table = compute(cache, list(range(40)))
+    table = computed(cache, list(range(40)))
 
     assert [len(row) for row in table.beside] == [len(table.blocks)] * 2
     assert [row.count(HOLE) for row in table.beside] == [18, 16]
@@ -85,7 +84,7 @@ def test_a_sequence_keeps_the_blocks_of_its_window() -> None:
 def test_a_sequence_never_holds_more_than_its_window_and_two_blocks() -> None:
     """Decoding token by token, a window group has at most window / block + 2 blocks."""
     cache = make_cache(windows=(8,), size=4)
-    table = compute(cache, list(range(100)), step=1)
+    table = computed(cache, list(range(100)), step=1)
 
     assert table.held_blocks <= 25 + 8 // 4 + 2
 
@@ -105,11 +104,10 @@ def test_an_answer_and_a_prompt_can_be_resumed() -> None:
     """Hits stand at the end of the prompt and at the end of the answer (rule 18)."""
     cache = make_cache()
     prompt = list(range(20))
-    table = compute(cache, prompt)
+    table = computed(cache, prompt)
     tokens = [*prompt, *range(50, 63)]
     for end in range(21, 34):
-        assert cache.grow(table, end, 0.0)
-        cache.commit(table, tokens, end, 0.0)
+        assert compute(cache, table, tokens, end=end)
     cache.release(table, tokens, 0.0)
 
     assert hit(cache, tokens) == (33, 0)
@@ -171,7 +169,7 @@ def test_a_tombstone_is_filled_by_a_sequence_that_computes_it() -> None:
     run(cache, list(range(100, 120)), 1.0)
     assert hit(cache, prompt[:10]) == (0, 10)
 
-    table = compute(cache, [*prompt[:10], 7])
+    table = computed(cache, [*prompt[:10], 7])
 
     assert cache.stats().window_gone_tokens_total == 10
     cache.release(table, [*prompt[:10], 7], 2.0)
@@ -200,8 +198,7 @@ def test_a_promise_takes_group_0_and_the_last_window() -> None:
     prompt = list(range(20))
     table = cache.begin(NAME, prompt, 0.0, leases=(LeaseRequest(20, HOUR, "l"),))
     assert (table.leases[0].outcome, table.reserved) == ("granted", 12)
-    assert cache.grow(table, 20, 0.0)
-    cache.commit(table, prompt, 20, 0.0)
+    assert compute(cache, table, prompt)
     cache.release(table, prompt, 0.0)
 
     assert cache.use(NAME).promised == {"hour": 12}
@@ -221,8 +218,7 @@ def test_a_request_that_ends_early_keeps_a_promise_that_can_be_resumed(is_preemp
     cache = make_cache(blocks=100)
     prompt = list(range(20))
     table = cache.begin(NAME, prompt, 0.0, leases=(LeaseRequest(20, HOUR, "l"),))
-    assert cache.grow(table, 10, 0.0)
-    cache.commit(table, prompt, 10, 0.0)
+    assert compute(cache, table, prompt, end=10)
     if is_preempted:
         assert cache.suspend(table, prompt, 0.0)
         cache.check()
@@ -279,7 +275,7 @@ def test_a_fork_shares_the_blocks_of_every_group() -> None:
     """Two samples share all blocks, and each copies its own last ones before writing."""
     cache = make_cache(size=4)
     prompt = list(range(10))
-    table = compute(cache, prompt)
+    table = computed(cache, prompt)
     pinned = cache.stats().pinned
 
     fork = cache.fork(table)
