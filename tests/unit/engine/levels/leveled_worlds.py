@@ -113,6 +113,12 @@ class LeveledWorld(LevelsBelow, World):
         self.settle()
         return [self.cached(request.request_id) for request in requests]
 
+    def pass_s(self, seconds: float) -> None:
+        """Let time pass, and what it brings come to its end."""
+        self.clock.advance(seconds)
+        self.step()
+        self.settle()
+
     def started(self, name: str) -> Started:
         """Return the first event of a request."""
         started = self.streams[name].started

@@ -48,13 +48,17 @@ class Shelf:
         self.accounts.give(copy, slot, b"")
         return True
 
+    def fill(self, first: str, numbers: range, *, form: int = 0) -> None:
+        """Make copies that are used at these instants."""
+        for number in numbers:
+            self.put(f"{first}{number}", number, form=form)
+
 
 def test_the_payer_furthest_above_its_floor_gives() -> None:
     """By weight: the one with three times the weight may have three times as much."""
     shelf = Shelf(6)
     shelf.accounts.set_share(b"a", 0, None, 3.0)
-    for number in range(4):
-        shelf.put(f"a{number}", number)
+    shelf.fill("a", range(4))
     shelf.put("b0", 10)
     shelf.put("b1", 11)
     shelf.put("c0", 12)
@@ -66,8 +70,7 @@ def test_nothing_inside_a_floor_is_taken_by_another() -> None:
     """Then the taker replaces its own, or gets nothing."""
     shelf = Shelf(3)
     shelf.accounts.set_share(b"a", 3, None, 1.0)
-    for number in range(3):
-        shelf.put(f"a{number}", number)
+    shelf.fill("a", range(3))
 
     assert not shelf.put("b0", 10)
     assert shelf.dropped == []
@@ -77,8 +80,7 @@ def test_a_ceiling_is_never_exceeded() -> None:
     """Its payer replaces its own while slots are free."""
     shelf = Shelf(8)
     shelf.accounts.set_share(b"a", 0, 2, 1.0)
-    for number in range(4):
-        shelf.put(f"a{number}", number)
+    shelf.fill("a", range(4))
 
     assert shelf.dropped == ["a0", "a1"]
 
@@ -106,8 +108,7 @@ def test_two_copies_do_not_take_each_others_place_for_ever() -> None:
 def test_two_payers_do_not_take_each_others_slab_for_ever() -> None:
     """What is copied ahead of need takes no slab of a payer that would have less than the taker."""
     shelf = Shelf(2, packed=True)
-    for number in range(4):
-        shelf.put(f"a{number}", number, form=1)
+    shelf.fill("a", range(4), form=1)
 
     assert not shelf.put("b0", 10, fresh=True)
     assert shelf.dropped == []
@@ -159,8 +160,7 @@ def test_floors_and_ceilings_count_bytes() -> None:
     """A payer with packed copies has twice as many within the same bytes."""
     shelf = Shelf(8, packed=True)
     shelf.accounts.set_share(b"a", 0, 256, 1.0)
-    for number in range(6):
-        shelf.put(f"a{number}", number, form=1)
+    shelf.fill("a", range(6), form=1)
     assert shelf.dropped == ["a0", "a1"]
     shelf.put("a plain", 10)
 
@@ -171,10 +171,8 @@ def test_floors_and_ceilings_count_bytes() -> None:
 def test_a_copy_of_the_wanted_format_goes_first() -> None:
     """Where the other formats were used later: one copy goes, not a slab of them."""
     shelf = Shelf(4, packed=True)
-    for number in range(4):
-        shelf.put(f"a{number}", number, form=1)
-    for number in range(4, 6):
-        shelf.put(f"a{number}", number)
+    shelf.fill("a", range(4), form=1)
+    shelf.fill("a", range(4, 6))
     shelf.put("a6", 6, form=1)
 
     assert shelf.dropped == ["a0"]
@@ -184,10 +182,8 @@ def test_a_copy_of_the_wanted_format_goes_first() -> None:
 def test_a_slab_of_colder_copies_changes_its_format() -> None:
     """Otherwise what was used long ago would keep its room from what is used now, for ever."""
     shelf = Shelf(4, packed=True)
-    for number in range(2):
-        shelf.put(f"a{number}", number)
-    for number in range(2, 6):
-        shelf.put(f"a{number}", number, form=1)
+    shelf.fill("a", range(2))
+    shelf.fill("a", range(2, 6), form=1)
     shelf.put("a6", 6, form=1)
 
     assert sorted(shelf.dropped) == ["a0", "a1"]
@@ -198,8 +194,7 @@ def test_a_slab_of_colder_copies_changes_its_format() -> None:
 def test_a_format_without_any_slot_gets_a_slab() -> None:
     """The first request of a new fidelity finds memory full of others' copies."""
     shelf = Shelf(4, packed=True)
-    for number in range(4):
-        shelf.put(f"a{number}", number)
+    shelf.fill("a", range(4))
     assert shelf.put("b0", 10, form=1)
 
     assert sorted(shelf.dropped) == ["a0", "a1"]
@@ -208,8 +203,7 @@ def test_a_format_without_any_slot_gets_a_slab() -> None:
 def test_a_slab_with_bytes_inside_a_floor_stays() -> None:
     """Of another payer: all of what a slab holds counts, not one copy."""
     shelf = Shelf(4, packed=True)
-    for number in range(4):
-        shelf.put(f"a{number}", number)
+    shelf.fill("a", range(4))
     shelf.accounts.set_share(b"a", 3 * 128, None, 1.0)
     assert not shelf.put("b0", 10, form=1)
     shelf.accounts.set_share(b"a", 2 * 128, None, 1.0)
@@ -231,8 +225,7 @@ def test_a_slab_that_a_move_reads_stays() -> None:
 def test_what_hangs_on_a_slab_goes_with_it() -> None:
     """A copy is no use without those before it; with a record it waits on disk for them."""
     shelf = Shelf(6, packed=True)
-    for number in range(6):
-        shelf.put(f"a{number}", number)
+    shelf.fill("a", range(6))
     for child, parent in (("a4", "a1"), ("a5", "a4")):
         copy, above = shelf.copies[child], shelf.copies[parent]
         copy.parent, above.children[copy.run] = above, copy

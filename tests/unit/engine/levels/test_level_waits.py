@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.api import Erase, LevelName, LevelWait
+from engine.api import LevelName, LevelWait
 from engine.levels.level_use import LevelUse
 from engine.moves import StorageStats
 from tests.unit.engine.levels.leveled_worlds import LeveledWorld, ask, leased, prompt
@@ -41,9 +41,7 @@ def test_a_request_without_copies_is_told_nothing() -> None:
     """As without levels."""
     world = on_host()
 
-    started = world.streams["first"].started
-    assert started is not None
-    assert started.wait is None
+    assert world.started("first").wait is None
 
 
 @pytest.mark.parametrize(("make", "level"), [(on_host, "host"), (on_disk, "disk")])
@@ -99,9 +97,10 @@ def test_a_damaged_record_says_so() -> None:
         assert world.wait("again").cause == cause
 
 
-def test_a_load_beyond_its_deadline_came_too_late() -> None:
-    """The wait is told, too."""
-    world = on_host()
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_load_beyond_its_deadline_came_too_late(depth: int) -> None:
+    """A transfer engine that hangs holds its blocks, and no request. The wait is told, too."""
+    world = on_host(depth=depth)
     world.weather.polls_max = 10**6
     world.chance.seed(1)
     world.submit(ask("again", prompt(1)))
@@ -114,19 +113,24 @@ def test_a_load_beyond_its_deadline_came_too_late() -> None:
     assert (wait.cause, wait.missed_tokens) == ("level_failed", 12)
     assert wait.load_s >= 0.3
     assert not_loaded(world) == {"host": {"late": 1}}
+    assert world.streams["again"].finished is not None
+    assert len(world.levels.loads) == 1
 
 
 def test_a_disk_that_does_not_answer_in_time_came_too_late() -> None:
-    """It may have had all of the prompt, but its last token."""
+    """It costs `look_ms`, and may have had all of the prompt but its last token."""
     world = on_disk(look_ms=20.0)
     world.weather.polls_max = 10**6
     world.chance.seed(4)
     world.submit(ask("again", prompt(1)))
     world.step()
+    is_waiting = world.core.stats().loading == 1
     world.clock.advance(0.021)
     for _ in range(4):
         world.step()
 
+    assert is_waiting
+    assert world.cached("again") == 0
     assert world.wait("again") == LevelWait(0.0, None, 12, "level_failed")
     assert not_loaded(world)["disk"] == {"late": 1}
 
@@ -134,7 +138,6 @@ def test_a_disk_that_does_not_answer_in_time_came_too_late() -> None:
 def test_a_disk_that_is_off_could_not_be_asked() -> None:
     """It has records of the namespace, and answers every look with nothing."""
     world = on_disk()
-    assert world.disk is not None
     world.disk.is_deaf = True
     world.disk.beat(StorageStats("off", "the disk is gone"))
     world.step()
@@ -154,19 +157,6 @@ def test_a_prefix_that_is_too_short_to_load_says_so() -> None:
 
     assert world.wait("again") == LevelWait(0.0, None, 12, "not_worth_loading")
     assert not_loaded(world) == {"host": {"short": 1}}
-
-
-def test_an_erasure_during_a_load_is_no_failure_of_the_level() -> None:
-    """What was erased is not missing."""
-    world = on_host()
-    world.weather.polls_max = 4
-    world.submit(ask("again", prompt(1)))
-    world.step_until_loading()
-    world.core.erase(Erase(1, b"n"))
-    world.written[b"n"] = []
-    world.settle()
-
-    assert (world.cached("again"), world.wait("again").cause) == (0, "")
 
 
 def test_of_several_causes_the_gravest_is_told() -> None:

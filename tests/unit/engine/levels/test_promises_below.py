@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.api import CacheGrant, Erase, LeaseRequest, Peek, Quota, Retention
 from engine.core.core import Core
 from engine.moves import Renew, StorageStats
 from tests.unit.engine.levels.leveled_worlds import (
+    HOUR,
     PAYER,
     LeveledWorld,
     ask,
@@ -16,6 +19,13 @@ from tests.unit.engine.levels.leveled_worlds import (
 )
 
 SHORT = Retention("short", promise_s=100, limit_s=200)
+
+
+def with_promise(retention: Retention = HOUR, **settings: Any) -> LeveledWorld:
+    """Return an engine that has promised the three whole blocks of the first prompt."""
+    world = LeveledWorld(**settings)
+    world.run(ask("first", prompt(1), grant=leased(12, retention)))
+    return world
 
 
 def pushed(world: LeveledWorld, count: int) -> None:
@@ -82,9 +92,7 @@ def test_a_promise_is_charged_to_the_device_until_the_disk_has_it() -> None:
     assert world.promised() == (35, 0, 0)
     world.disk.is_away = False
     for _ in range(4):
-        world.clock.advance(1.0)
-        world.step()
-        world.settle()
+        world.pass_s(1.0)
     assert world.promised() == (35, 35, 0)
 
 
@@ -144,8 +152,7 @@ def test_another_payers_floor_is_left_free_on_the_level() -> None:
 
 def test_a_path_moves_down_from_its_end_up() -> None:
     """While a block is promised on the device, so are those above it."""
-    world = LeveledWorld()
-    world.run(ask("first", prompt(1), grant=leased(12)))
+    world = with_promise()
     world.disk.is_away = True
     longer = prompt(1, 12) + prompt(7, 9)
     world.run(ask("longer", longer, grant=leased(20)))
@@ -179,8 +186,7 @@ def test_several_leases_end_each_at_its_time() -> None:
 
 def test_a_read_renews_a_promise_that_moved_down() -> None:
     """As it renews one on the device; the disk is told before the end that it knows."""
-    world = LeveledWorld()
-    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    world = with_promise(SHORT)
     world.push_out()
     world.clock.advance(90)
     world.run(ask("again", prompt(1)))
@@ -197,8 +203,7 @@ def test_a_read_renews_a_promise_that_moved_down() -> None:
 
 def test_the_disk_is_told_of_a_lease_that_ends_inside_a_kept_block() -> None:
     """Its last block is promised for longer, though the request committed none."""
-    world = LeveledWorld()
-    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    world = with_promise(SHORT)
     long = leased(3, Retention("long", promise_s=1000))
     world.run(ask("part", prompt(1)[:3], grant=long, max_tokens=1))
     world.step()
@@ -241,8 +246,7 @@ def test_a_lost_record_is_told_once() -> None:
 
 def test_a_copy_lost_while_the_device_has_the_block_breaks_nothing() -> None:
     """The promise returns to the device, where it is charged again."""
-    world = LeveledWorld()
-    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    world = with_promise(SHORT)
     assert world.promised() == (3, 3, 0)
     world.disk.records.clear()
     for copy in list(world.levels.book.prefixes):
@@ -276,8 +280,7 @@ def test_a_disk_that_stays_away_loses_what_it_alone_has() -> None:
 @pytest.mark.parametrize("what", ["all", "lease", "prefix"])
 def test_an_erasure_ends_promises_on_every_level(what: str) -> None:
     """Nothing of it counts as lost, and its charge is gone at once."""
-    world = LeveledWorld()
-    world.run(ask("first", prompt(1), grant=leased(12)))
+    world = with_promise()
     world.push_out()
     world.run(ask("half", prompt(1, 9)))
     lease_id = "lease" if what == "lease" else None
@@ -293,8 +296,7 @@ def test_an_erasure_ends_promises_on_every_level(what: str) -> None:
 
 def test_a_quote_counts_what_is_promised_below() -> None:
     """As it counts what the device holds."""
-    world = LeveledWorld()
-    world.run(ask("first", prompt(1), grant=leased(12)))
+    world = with_promise()
     assert _promised_tokens(world.core, prompt(1)) == 12
     world.push_out()
 
@@ -331,9 +333,7 @@ def test_a_lease_erased_here_leaves_what_another_covers_promised() -> None:
     world.core.erase(Erase(1, b"n", "one"))
     world.settle()
     for _ in range(3):
-        world.clock.advance(1.0)
-        world.step()
-        world.settle()
+        world.pass_s(1.0)
 
     assert world.promised() == (4, 4, 0)
     assert world.run(ask("again", prompt(1, 20))) == [19]

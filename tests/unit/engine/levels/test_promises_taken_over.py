@@ -6,13 +6,11 @@ import math
 
 import pytest
 
-from engine.api import CacheGrant, Erase, LeaseRequest, Quota, Retention
+from engine.api import CacheGrant, Erase, LeaseRequest, Quota
 from engine.levels.promises import UNKNOWN_CLASS
 from engine.moves import Recall, Renew, StorageStats
 from tests.unit.engine.levels.leveled_worlds import PAYER, LeveledWorld, ask, leased, prompt
-from tests.unit.engine.levels.test_promises_below import pushed
-
-SHORT = Retention("short", promise_s=100, limit_s=200)
+from tests.unit.engine.levels.test_promises_below import SHORT, pushed, with_promise
 
 
 def restarted(world: LeveledWorld) -> LeveledWorld:
@@ -70,8 +68,7 @@ def test_host_memory_keeps_promises_over_the_end_of_its_engine() -> None:
 
 def test_host_copies_keep_promises_until_the_disk_has_them() -> None:
     """A disk that failed before the end of an engine is asked again by the next one."""
-    world = LeveledWorld(slots=30, is_kept=True)
-    world.run(ask("first", prompt(1), grant=leased(12)))
+    world = with_promise(slots=30, is_kept=True)
     world.disk.lose(min(world.disk.records))
     restarted(world)
     world.disk.is_away = True
@@ -81,9 +78,7 @@ def test_host_copies_keep_promises_until_the_disk_has_them() -> None:
     world.clock.advance(2.0)
     world.settle()
     for _ in range(5):
-        world.clock.advance(1.0)
-        world.step()
-        world.settle()
+        world.pass_s(1.0)
 
     assert before == (3, 3, 3)
     assert world.promised() == (3, 3, 3)
@@ -100,15 +95,11 @@ def test_a_taken_over_promise_is_renewed_by_reads_and_told_to_the_disk() -> None
     restarted(world)
     world.clock.advance(60.0)
     world.run(ask("again", prompt(1)))
-    world.clock.advance(60.0)
-    world.step()
-    world.settle()
+    world.pass_s(60.0)
 
     assert world.promised()[0] == 3
     assert any(isinstance(one, Renew) and one.promise_s > 90 for one in world.disk.commands)
-    world.clock.advance(60.0)
-    world.step()
-    world.settle()
+    world.pass_s(60.0)
     assert world.promised() == (0, 0, 0)
     assert not world.lost
 
@@ -136,23 +127,19 @@ def test_an_erasure_during_the_recall_leaves_nothing_promised(what: str, polls: 
 
 def test_a_promise_without_known_terms_is_kept_to_its_end() -> None:
     """Records of an earlier version, or of a rebuilt index, say only until when."""
-    world = LeveledWorld()
-    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    world = with_promise(SHORT)
     for record in world.disk.records.values():
         record.terms = None
     restarted(world)
 
     assert world.cache.use(b"n").promised == {UNKNOWN_CLASS: 3}
-    world.clock.advance(120.0)
-    world.step()
-    world.settle()
+    world.pass_s(120.0)
     assert world.promised() == (0, 0, 0)
 
 
 def test_a_record_without_a_promise_that_a_look_finds_is_not_promised() -> None:
     """Not to the instant of the look either, which the next engine may take for the future."""
-    world = LeveledWorld()
-    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    world = with_promise(SHORT)
     world.forget_promises()
     restarted(world)
     world.run(ask("again", prompt(1)))
@@ -181,8 +168,7 @@ def test_the_disk_is_asked_again_when_it_has_opened() -> None:
 
 def test_an_engine_that_ends_tells_the_ends_of_promises() -> None:
     """A read that moved one by little is told at the close, so that no restart shortens it."""
-    world = LeveledWorld()
-    world.run(ask("first", prompt(1), grant=leased(12, SHORT)))
+    world = with_promise(SHORT)
     world.clock.advance(10.0)  # less than an eighth of a hundred seconds
     world.run(ask("again", prompt(1)))
     before = {one.promise_at_s for one in world.disk.records.values()}

@@ -35,6 +35,13 @@ def world(*, disk: bool = False, **settings: Any) -> LeveledWorld:
     return LeveledWorld(disk=disk, is_kept=True, **settings)
 
 
+def with_promise(**settings: Any) -> LeveledWorld:
+    """Return such an engine that has promised the first prompt."""
+    own = world(**settings)
+    own.run(ask("first", prompt(1), grant=leased(13)))
+    return own
+
+
 def host_of(own: LeveledWorld) -> LevelStats:
     """Return the statistics of host memory."""
     return own.core.stats().levels[0]
@@ -58,8 +65,7 @@ def check_slots(own: LeveledWorld) -> None:
 
 def test_a_prefix_comes_back_from_host_memory() -> None:
     """Without a disk; the answer is checked against the one from nothing."""
-    own = world()
-    own.run(ask("first", prompt(1), grant=leased(13)))
+    own = with_promise()
     own.push_out()
     held = own.levels.book.accounts.pool.used
     kill(own)
@@ -73,8 +79,7 @@ def test_a_prefix_comes_back_from_host_memory() -> None:
 
 def test_several_engines_in_a_row_hand_on_what_they_have() -> None:
     """Old copies and new ones hang together."""
-    own = world()
-    own.run(ask("first", prompt(1), grant=leased(13)))
+    own = with_promise()
     kill(own)
     longer = (*prompt(1), *prompt(9, 9))
     own.run(ask("longer", longer, grant=leased(22)))
@@ -87,8 +92,7 @@ def test_several_engines_in_a_row_hand_on_what_they_have() -> None:
 
 def test_the_first_load_verifies_and_later_ones_need_not() -> None:
     """A damaged copy is a miss, is counted, and goes with all that hangs on it."""
-    own = world(verify_host=10**9)
-    own.run(ask("first", prompt(1), grant=leased(13)))
+    own = with_promise(verify_host=10**9)
     own.run(ask("second", prompt(2), grant=leased(13)))
     kill(own)
     (damaged,) = own.levels.book.prefixes.match(b"n", prompt(1), 0.0)[1:2]
@@ -127,8 +131,7 @@ def test_limits_and_promises_have_gone_on_running_down() -> None:
 
 def test_an_erased_namespace_stays_erased() -> None:
     """No entry and no byte of it is left when the erasure is answered."""
-    own = world()
-    own.run(ask("first", prompt(1), grant=leased(13)))
+    own = with_promise()
     own.run(ask("other", prompt(3), grant=replace(leased(13), namespace=b"other")))
     answers: list[object] = []
     own.core.erase(Erase(1, b"n"), answers.append)
@@ -233,8 +236,7 @@ def test_an_erasure_of_a_part_brings_its_namespace_alone(monkeypatch: pytest.Mon
 
 def test_no_slot_is_given_out_before_the_old_storage_process_has_ended() -> None:
     """Copies that lie there are loaded all the same."""
-    own = world()
-    own.run(ask("first", prompt(1), grant=leased(13)))
+    own = with_promise()
     own.kept_memory.is_shared = True
     kill(own)
     used = own.levels.book.accounts.pool.used
@@ -268,8 +270,7 @@ def test_what_may_not_rest_on_disk_is_not_stored_after_a_restart(at_rest: AtRest
 
 def test_quotas_hold_for_recovered_copies() -> None:
     """They are the payer's before any of its requests comes."""
-    own = world()
-    own.run(ask("first", prompt(1), grant=leased(13)))
+    own = with_promise()
     own.run(ask("other", prompt(2), grant=replace(leased(13), quota=replace(PAYER, payer=b"p2"))))
     kill(own)
 
@@ -278,8 +279,7 @@ def test_quotas_hold_for_recovered_copies() -> None:
 
 def test_what_hangs_on_nothing_is_dropped() -> None:
     """A copy whose parent is gone can never be matched."""
-    own = world()
-    own.run(ask("first", prompt(1), grant=leased(13)))
+    own = with_promise()
     middle = own.levels.book.prefixes.match(b"n", prompt(1), 0.0)[1]
     own.kept_memory.table.clear(middle.slot)
     kill(own)

@@ -31,6 +31,13 @@ def world(**settings: Any) -> LeveledWorld:
     return LeveledWorld(**(more | {"slots": 300} | settings))
 
 
+def with_promise(**settings: Any) -> LeveledWorld:
+    """Return such an engine that has promised the first prompt."""
+    own = world(**settings)
+    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
+    return own
+
+
 def formats_of(own: LeveledWorld, tokens: tuple[int, ...]) -> list[bool]:
     """Return of each copy of a prompt whether it has the blocks of all groups."""
     copies = own.levels.book.prefixes.match(b"n", tokens, own.clock())
@@ -47,8 +54,7 @@ def emptied(own: LeveledWorld) -> LeveledWorld:
 def test_the_last_windows_of_a_lease_are_copied_with_all_groups() -> None:
     """And of the rest group 0 alone: that is what a prompt reads that resumes at 20 tokens, the end
     of the last whole block before its own end."""
-    own = world()
-    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
+    own = with_promise()
 
     assert formats_of(own, prompt(1, LONG)) == [False, False, False, True, True, True]
 
@@ -56,9 +62,7 @@ def test_the_last_windows_of_a_lease_are_copied_with_all_groups() -> None:
 @pytest.mark.parametrize("level", ["host", "disk"])
 def test_a_prefix_comes_back_from_a_level(level: str) -> None:
     """The oracle checks what each query reads, in each group."""
-    own = world(is_kept=level == "host")
-    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
-    emptied(own)
+    own = emptied(with_promise(is_kept=level == "host"))
 
     assert own.run(ask("again", prompt(1, LONG))) == [24]
     assert own.loaded("again") == {level: 24}
@@ -79,9 +83,7 @@ def test_a_prefix_without_a_promise_comes_back_after_its_eviction() -> None:
 
 def test_a_load_ends_where_the_last_windows_are_whole() -> None:
     """A prompt that parts from a copied one resumes nowhere between: it is computed."""
-    own = world(is_kept=True)
-    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
-    emptied(own)
+    own = emptied(with_promise(is_kept=True))
     other = (*prompt(1, LONG)[:16], *(1 - token for token in prompt(1, LONG)[16:]))
 
     assert own.run(ask("other", other)) == [0]
@@ -107,9 +109,7 @@ def test_a_shared_beginning_is_copied_whole_once_prompts_part_there() -> None:
 
 def test_a_failed_load_leaves_the_table_as_it_was() -> None:
     """What the device had before it is still there; the rest is computed."""
-    own = world(disk=False, is_kept=True)
-    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
-    emptied(own)
+    own = emptied(with_promise(disk=False, is_kept=True))
     own.run(ask("short", prompt(1, LONG)[:13], max_tokens=1))
     own.weather.fails = 1.0
     cached = own.run(ask("again", prompt(1, LONG)))
@@ -122,9 +122,7 @@ def test_a_failed_load_leaves_the_table_as_it_was() -> None:
 
 def test_a_sequence_that_is_cancelled_while_it_loads_leaves_nothing() -> None:
     """Also not what was set aside for the load."""
-    own = world(disk=False, is_kept=True)
-    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
-    emptied(own)
+    own = emptied(with_promise(disk=False, is_kept=True))
     own.run(ask("short", prompt(1, LONG)[:13], max_tokens=1))
     own.weather.polls_max = 4
     own.submit(ask("again", prompt(1, LONG)))
@@ -145,8 +143,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("level", list(LEVELS))
 def test_a_promise_of_all_groups_moves_down_and_outlives_the_device(level: str) -> None:
     """Six runs of group 0, and three of each window group, that resuming before the end reads."""
-    own = world(**LEVELS[level])
-    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
+    own = with_promise(**LEVELS[level])
 
     assert own.promised() == (12, 12, 0)
     own.push_out(40)
@@ -160,9 +157,7 @@ def test_a_promise_of_all_groups_moves_down_and_outlives_the_device(level: str) 
 @pytest.mark.parametrize("level", list(LEVELS))
 def test_a_promise_of_all_groups_outlives_its_engine(level: str) -> None:
     """With its time and its payer's charge; the next engine reads it back."""
-    own = world(**LEVELS[level])
-    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
-    emptied(own)
+    own = emptied(with_promise(**LEVELS[level]))
     own.step()
 
     assert own.promised() == (12, 12, 12)
@@ -209,8 +204,7 @@ def test_more_is_promised_than_the_device_holds(level: str) -> None:
 @pytest.mark.parametrize("level", list(LEVELS))
 def test_a_promise_of_all_groups_asked_for_again_is_charged_once(level: str) -> None:
     """Whether the device has its blocks or a level alone."""
-    own = world(**LEVELS[level])
-    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
+    own = with_promise(**LEVELS[level])
     own.run(ask("here", prompt(1, LONG), grant=leased(24)))
     own.push_out(40)
     own.run(ask("below", prompt(1, LONG), grant=leased(24)))
@@ -223,8 +217,7 @@ def test_a_promise_of_all_groups_asked_for_again_is_charged_once(level: str) -> 
 def test_a_longer_promise_leaves_the_windows_before_it_below(level: str) -> None:
     """A conversation's next turn: its runs return to the device, and move down with the new ones;
     a window block that the device has let go is promised where it is."""
-    own = world(**LEVELS[level])
-    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
+    own = with_promise(**LEVELS[level])
     own.push_out(40)
     longer = prompt(1, LONG) + prompt(7, 12)
     own.run(ask("longer", longer, grant=leased(36)))
@@ -242,8 +235,7 @@ def test_a_longer_promise_leaves_the_windows_before_it_below(level: str) -> None
 
 def test_a_lost_copy_of_all_groups_is_told_for_each_block() -> None:
     """A run's block, and those of two window groups."""
-    own = world()
-    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
+    own = with_promise()
     own.restart()
     own.settle()
     last = next(i for i in own.disk.records if own.disk.path(i) == prompt(1, LONG)[:24])
@@ -261,8 +253,7 @@ def test_no_part_of_a_window_is_below_where_a_record_has_group_0_alone(
 ) -> None:
     """A record is not exchanged: a window of which a part is below would be resumed nowhere. So all
     of it stays on the device, and where a part is below already, no promise is granted over it."""
-    own = world(is_kept=True)
-    own.run(ask("first", prompt(1, LONG), grant=leased(24)))
+    own = with_promise(is_kept=True)
     shared = prompt(1, LONG)[:end]
     emptied(own)
     own.run(ask("part", (*shared, *prompt(20, 9))))
