@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -52,20 +52,33 @@ class KvStorage:
             self.data[copy.dst, :, :, :, : copy.tokens] = filled
 
     def _copy_on_gpu(self, copies: Sequence[BlockCopy]) -> None:
-        """Launch one kernel per run of copies in which no block is both source and target: the
-        kernel makes all copies of a run at once."""
+        """Launch one kernel for each run of copies."""
         from kernels.gpu.fused_ops import copy_blocks
 
-        run: list[tuple[int, int, int]] = []
-        targets: set[int] = set()
-        for copy in copies:
-            if copy.src in targets:
-                copy_blocks(self.data, _to_gpu(run, self.data.device))
-                run, targets = [], set()
-            whole = self.format.copies_whole_blocks
-            run.append((copy.src, copy.dst, self.format.block_size if whole else copy.tokens))
-            targets.add(copy.dst)
-        copy_blocks(self.data, _to_gpu(run, self.data.device))
+        form = self.format
+        for run in runs_of(copies):
+            rows = [
+                (copy.src, copy.dst, form.block_size if form.copies_whole_blocks else copy.tokens)
+                for copy in run
+            ]
+            copy_blocks(self.data, _to_gpu(rows, self.data.device))
+
+
+def runs_of(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:
+    """Yield copies, in order, in runs that may be made at once: no block of a run is written twice,
+    or both read and written.
+    """
+    run: list[BlockCopy] = []
+    read: set[int] = set()
+    written: set[int] = set()
+    for copy in copies:
+        if copy.src in written or copy.dst in written or copy.dst in read:
+            yield run
+            run, read, written = [], set(), set()
+        run.append(copy)
+        read.add(copy.src)
+        written.add(copy.dst)
+    yield run
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import ModelError
 from engine.kv.format import KvFormat, Layout, kv_format
-from engine.kv.storage import KvStorage
+from engine.kv.storage import KvStorage, runs_of
 from engine.model_store.architecture import Latent
 from engine.plan import BlockCopy
 from tests.models import tiny_config
@@ -47,6 +47,27 @@ def test_copies_run_in_order() -> None:
 
     assert torch.equal(kv.data[2], before[0])
     assert torch.equal(kv.data[1], before[3])
+
+
+@pytest.mark.parametrize(
+    ("copies", "runs"),
+    [
+        ([(0, 1), (0, 2), (3, 4)], [3]),
+        ([(0, 1), (1, 2)], [1, 1]),
+        ([(1, 2), (3, 1)], [1, 1]),
+        ([(0, 1), (2, 1)], [1, 1]),
+        ([(0, 1), (1, 2), (3, 1)], [1, 1, 1]),
+    ],
+    ids=["apart", "a copy of a copy", "a source is overwritten", "twice written", "all of it"],
+)
+def test_copies_that_share_a_written_block_are_not_made_at_once(
+    copies: list[tuple[int, int]], runs: list[int]
+) -> None:
+    """A GPU makes all copies of a run in no order."""
+    found = list(runs_of([BlockCopy(src, dst, 16) for src, dst in copies]))
+
+    assert [len(run) for run in found] == runs
+    assert [(copy.src, copy.dst) for run in found for copy in run] == copies
 
 
 def test_copy_takes_whole_blocks_of_panels() -> None:
