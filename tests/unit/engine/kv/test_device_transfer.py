@@ -11,7 +11,6 @@ import pytest
 import torch
 import triton
 
-from engine.kv.copy_device import CudaDevice
 from engine.kv.device_packing import gpu_packers_of
 from engine.kv.device_transfer import BATCHES, DeviceTransferEngine
 from engine.kv.format import KvFormat
@@ -22,7 +21,7 @@ from engine.moves import Move, SlotLayout
 from engine.storage.memory.arena import HostArena
 from kernels import reference_kv
 from tests.unit.engine.kv.fake_device import FakeDevice, FakeMark
-from tests.unit.engine.kv.transfer_rig import PIECE_BYTES, WAIT_S, Rig, wait_for
+from tests.unit.engine.kv.transfer_rig import PIECE_BYTES, WAIT_S, Place, Rig, engine_of, wait_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -284,11 +283,8 @@ def test_packed_blocks_have_the_references_bytes(name: str) -> None:
     packers = gpu_packers_of(kv, names)
     arena = HostArena.create(SlotLayout.uniform(3, kv.format.block_bytes))
     ended = threading.Semaphore(0)
-    real = CudaDevice(kv.data.device)
-    engine = DeviceTransferEngine(
-        kv, arena, FakeDevice() if DEVICE.type == "cpu" else real, packers=packers,
-        on_moved=ended.release,
-    )  # fmt: skip
+    place: Place = "fake" if DEVICE.type == "cpu" else "gpu"
+    engine = engine_of(place, kv, arena, FakeDevice(), packers=packers, on_moved=ended.release)
     engine.submit([
         Move(1, "offload", 0, 0, format=name),
         Move(2, "offload", 1, 1, format=name),

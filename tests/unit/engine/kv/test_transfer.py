@@ -12,7 +12,6 @@ import pytest
 import torch
 import xxhash
 
-from engine.kv.copy_device import CudaDevice
 from engine.kv.device_packing import gpu_packers_of
 from engine.kv.device_transfer import DeviceTransferEngine
 from engine.kv.format import KvFormat, KvGroup
@@ -26,11 +25,11 @@ from tests.unit.engine.kv.transfer_rig import (
     BLOCKS,
     SLOTS,
     WAIT_S,
-    Engine,
     MakeRig,
     Place,
     Rig,
     Slots,
+    engine_of,
     storage,
     wait_for,
 )
@@ -86,24 +85,14 @@ class Grouped:
         self.arena = HostArena.create(SlotLayout.uniform(SLOTS, 3 * self.form.block_bytes))
         self.arena.view(1, 3 * self.form.block_bytes)[:] = b"x" * (3 * self.form.block_bytes)
         self.ended = threading.Semaphore(0)
-        self.engine: Engine
-        if place == "cpu":
-            self.engine = CpuTransferEngine(
-                self.kv,
-                self.arena,
-                packers=packers_of(self.kv, None, names),
-                on_moved=self.ended.release,
-            )
-        else:
-            self.engine = DeviceTransferEngine(
-                self.kv,
-                self.arena,
-                CudaDevice(self.kv.data.device) if place == "gpu" else FakeDevice(),
-                packers=gpu_packers_of(self.kv, names),
-                batch_bytes=4 * self.form.block_bytes,
-                piece_bytes=mmap.PAGESIZE,
-                on_moved=self.ended.release,
-            )
+        is_cpu = place == "cpu"
+        self.engine = engine_of(
+            *(place, self.kv, self.arena, FakeDevice()),
+            packers=packers_of(self.kv, None, names) if is_cpu else gpu_packers_of(self.kv, names),
+            batch_blocks=4,
+            piece_bytes=mmap.PAGESIZE,
+            on_moved=self.ended.release,
+        )
 
     def run(self, *moves: Move) -> list[Moved]:
         """Return the outcomes of moves, in the order of their ids."""
@@ -321,13 +310,7 @@ def test_a_hook_that_raises_takes_no_outcome_away(place: Place) -> None:
         ended.release()
         raise RuntimeError("the waiting thread is gone")
 
-    engine: TransferEngine
-    if place == "cpu":
-        engine = CpuTransferEngine(kv, slots, on_error=fail, on_moved=wake_and_fail)
-    else:
-        engine = DeviceTransferEngine(
-            kv, slots, FakeDevice(), on_error=fail, on_moved=wake_and_fail
-        )
+    engine = engine_of(place, kv, slots, FakeDevice(), on_error=fail, on_moved=wake_and_fail)
     engine.submit([Move(1, "offload", 0, 3), Move(2, "offload", 0, 0), Move(3, "load", 1, 0)])
     wait_for(ended, 3)
 

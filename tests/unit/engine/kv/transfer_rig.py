@@ -13,7 +13,7 @@ import torch
 
 from engine.api import Fidelity
 from engine.kv.copy_device import CudaDevice
-from engine.kv.device_transfer import DeviceTransferEngine
+from engine.kv.device_transfer import DeviceTransferEngine, PinnableMemory
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.kv.transfer import Bytes, CpuTransferEngine
@@ -101,6 +101,24 @@ class HalfPacker:
         self.data[block] = whole
 
 
+def engine_of(
+    place: Place,
+    kv: KvStorage,
+    memory: PinnableMemory,
+    fake: FakeDevice,
+    *,
+    batch_blocks: int = 2,
+    piece_bytes: int = PIECE_BYTES,
+    **options: Any,
+) -> Engine:
+    """Return the transfer engine of a place; that of a device may have the `fake` one."""
+    if place == "cpu":
+        return CpuTransferEngine(kv, memory, **options)
+    device = CudaDevice(kv.data.device) if place == "gpu" else fake
+    options |= {"batch_bytes": batch_blocks * kv.format.block_bytes, "piece_bytes": piece_bytes}
+    return DeviceTransferEngine(kv, memory, device, **options)
+
+
 class Rig:
     """A transfer engine over six blocks and four slots, and what it said."""
 
@@ -128,14 +146,7 @@ class Rig:
             "on_moved": self.ended.release,
             "on_error": lambda move, error: self.errors.append((move.move_id, str(error))),
         }
-        self.engine: Engine
-        if place == "cpu":
-            self.engine = CpuTransferEngine(self.kv, self.slots, **options)
-        else:
-            real = CudaDevice(self.kv.data.device)
-            device = real if place == "gpu" else self.device
-            options = {"piece_bytes": PIECE_BYTES, "batch_bytes": 2 * size} | options
-            self.engine = DeviceTransferEngine(self.kv, self.slots, device, **options)
+        self.engine = engine_of(place, self.kv, self.slots, self.device, **options)
 
     def run(self, *moves: Move) -> list[Moved]:
         """Submit moves and return their outcomes when all have ended."""
