@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from engine.api import LevelName, LevelWait, LoadMiss
@@ -14,6 +15,7 @@ _RANKS: Final[tuple[LoadMiss, ...]] = ("", "not_worth_loading", "level_failed", 
 _SLOWER: Final[tuple[LevelName, ...]] = ("host", "disk", "remote")
 
 
+@dataclass(slots=True)
 class LevelUse:
     """One request's use of the levels below the device.
 
@@ -23,13 +25,10 @@ class LevelUse:
     for loads; `level`: the slowest that they came from.
     """
 
-    __slots__ = ("cause", "known_tokens", "level", "load_s")
-
-    def __init__(self) -> None:
-        self.known_tokens = 0
-        self.cause: LoadMiss = ""
-        self.load_s = 0.0
-        self.level: LevelName | None = None
+    known_tokens: int = 0
+    cause: LoadMiss = ""
+    load_s: float = 0.0
+    level: LevelName | None = None
 
     def know(self, tokens: int) -> None:
         """Note that a level has, or may have, the prompt up to `tokens`."""

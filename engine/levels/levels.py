@@ -172,7 +172,7 @@ class Levels:
         stands = windows.standing(copies, whole, choice.blocks)
         choice = LoadChoice(stands, choice.load_s, choice.compute_s, choice.why)
         self.counts.choose(top.level, choice)
-        return LoadPlan(whole, copies, choice)
+        return LoadPlan(whole, copies[: choice.blocks], len(copies), choice)
 
     def begin(
         self, plan: LoadPlan, table: BlockTable, after_step: int, now_s: float
@@ -615,4 +615,4 @@ class Levels:
             self._lossy[load.namespace] = laxest(self.read_fidelity(load.namespace), fidelity)
         if load.loaded == len(load.pieces):
             took_s = max(0.0, self._before_s - load.began_s)
-            self.paces[load.level].record_load(took_s, load.choice.compute_s, now_s)
+            self.paces[load.level].record_load(took_s, load.plan.choice.compute_s, now_s)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
+from typing import NamedTuple
 
 from engine.api import LevelName, LoadMiss, Namespace, Payer
 from engine.cache import BlockTable, PrefixCache
@@ -48,52 +50,44 @@ class _State(Enum):
     FAILED = 5
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Piece:
     """One run of a load: its copy, the level it comes from, its slot and the format of that, the
     blocks it fills.
     """
 
-    __slots__ = ("beside", "block", "check", "copy", "form", "is_damaged", "level", "slot", "state")
+    copy: Copy
+    level: LevelName
+    slot: int
+    form: int
+    block: int
+    beside: tuple[int, ...]
+    check: bytes
+    is_damaged: bool = False
+    state: _State = field(init=False)
 
-    def __init__(
-        self,
-        copy: Copy,
-        level: LevelName,
-        slot: int,
-        form: int,
-        blocks: tuple[int, tuple[int, ...]],
-        check: bytes,
-    ) -> None:
-        self.copy = copy
-        self.level: LevelName = level
-        self.slot = slot
-        self.form = form
-        self.block, self.beside = blocks
-        self.check = check
-        self.is_damaged = False
-        self.state = _State.READY if level == "host" else _State.FETCHING
+    def __post_init__(self) -> None:
+        self.state = _State.READY if self.level == "host" else _State.FETCHING
 
 
-class LoadPlan:
+class LoadPlan(NamedTuple):
     """The copies of a request's prefix behind the first `first` runs, which the device has.
 
     `copies`: those that are worth loading, none where computing is no slower; `known`: how many
     there are.
     """
 
-    __slots__ = ("choice", "copies", "first", "known")
-
-    def __init__(self, first: int, copies: Sequence[Copy], choice: LoadChoice) -> None:
-        self.first = first
-        self.known = len(copies)
-        self.copies = copies[: choice.blocks]
-        self.choice = choice
+    first: int
+    copies: Sequence[Copy]
+    known: int
+    choice: LoadChoice
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Load:
     """The load of one sequence.
 
-    `first`: the index of its first run. `loaded`: the runs that are in place, counted from the
+    `loaded`: the runs that are in place, counted from the
     first one, once it `is_ended`; `miss`: why not all are, and `missed`: the level that did not
     bring the next one, with its reason. `placed`: those that were handed over before its end;
     `done`: those that are in place so far. `ready`: its pieces whose slots are full, and which no
@@ -101,55 +95,40 @@ class Load:
     step in flight may still write to their former owner. `turns`: those since its beginning.
     """
 
-    __slots__ = (
-        "after_step",
-        "began_s",
-        "choice",
-        "deadline_at_s",
-        "done",
-        "epoch",
-        "first",
-        "held",
-        "is_ended",
-        "loaded",
-        "miss",
-        "missed",
-        "namespace",
-        "payer",
-        "pieces",
-        "placed",
-        "ready",
-        "turns",
-        "under_way",
-    )
+    plan: LoadPlan
+    held: BlockTable
+    pieces: list[_Piece]
+    after_step: int
+    epoch: int
+    began_s: float
+    is_ended: bool = False
+    loaded: int = 0
+    miss: LoadMiss = ""
+    missed: tuple[LevelName, NotLoaded] | None = None
+    placed: int = 0
+    done: int = 0
+    turns: int = 0
+    payer: Payer = field(init=False)
+    deadline_at_s: float = field(init=False)
+    ready: deque[_Piece] = field(init=False)
+    under_way: int = field(init=False)
 
-    def __init__(
-        self,
-        plan: LoadPlan,
-        held: BlockTable,
-        pieces: list[_Piece],
-        after_step: int,
-        epoch: int,
-        now_s: float,
-    ) -> None:
-        self.namespace: Namespace = held.namespace
-        self.payer: Payer = held.account.payer_account.payer
-        self.first = plan.first
-        self.held = held
-        self.pieces = pieces
-        self.choice = plan.choice
-        self.began_s = now_s
-        self.deadline_at_s = now_s + max(DEADLINE_S_MIN, DEADLINE_FACTOR * plan.choice.load_s)
-        self.after_step = after_step
-        self.epoch = epoch
-        self.is_ended = False
-        self.loaded = 0
-        self.miss: LoadMiss = ""
-        self.missed: tuple[LevelName, NotLoaded] | None = None
-        self.placed = self.done = 0
-        self.ready = deque(piece for piece in pieces if piece.state is _State.READY)
-        self.turns = 0
-        self.under_way = len(pieces)
+    def __post_init__(self) -> None:
+        self.payer = self.held.account.payer_account.payer  # its namespace may get another one
+        allowed_s = max(DEADLINE_S_MIN, DEADLINE_FACTOR * self.plan.choice.load_s)
+        self.deadline_at_s = self.began_s + allowed_s
+        self.ready = deque(piece for piece in self.pieces if piece.state is _State.READY)
+        self.under_way = len(self.pieces)
+
+    @property
+    def namespace(self) -> Namespace:
+        """Return the namespace of its sequence."""
+        return self.held.namespace
+
+    @property
+    def first(self) -> int:
+        """Return the index of its first run."""
+        return self.plan.first
 
     @property
     def level(self) -> LevelName:
@@ -273,7 +252,7 @@ class Loads:
             if is_here:
                 form, check = pool.format_of(copy.slot), self._check_of(copy)
                 blocks = self._targets(table, index, form)
-                pieces.append(_Piece(copy, "host", copy.slot, form, blocks, check))
+                pieces.append(_Piece(copy, "host", copy.slot, form, *blocks, check))
                 continue
             form = copy.record_format
             slot: int | None = None
@@ -283,7 +262,7 @@ class Loads:
                 break
             level: LevelName = "remote" if copy.is_remote else "disk"
             blocks = self._targets(table, index, form)
-            pieces.append(_Piece(copy, level, slot, form, blocks, b""))
+            pieces.append(_Piece(copy, level, slot, form, *blocks, b""))
         for copy, is_here in zip(copies[len(pieces) :], on_host[len(pieces) :], strict=True):
             if is_here:
                 self._book.release(copy.slot)

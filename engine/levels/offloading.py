@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
@@ -43,43 +44,30 @@ WAITING_MAX: Final = 4096
 """Promised prefixes that may wait for their offload; the oldest is given up for the next."""
 
 
+Leases = tuple[tuple[str, int], ...]
+"""The ids of leases, with the tokens of each."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class _Offload:
     """The moves of one path. `nodes`: from the root on, to the last of the `wanted` ones that are
     copied. `is_cut`: a block could not be packed.
     """
 
-    __slots__ = (
-        "account",
-        "checks",
-        "epoch",
-        "held",
-        "is_cut",
-        "leases",
-        "left",
-        "nodes",
-        "pinned",
-        "slots",
-        "wanted",
-    )
+    account: NamespaceAccount
+    nodes: Sequence[Node]
+    wanted: Sequence[Node]
+    slots: list[int]
+    leases: Leases
+    epoch: int
+    checks: list[bytes | None] = field(init=False)
+    left: int = field(init=False)
+    pinned: int = 0
+    is_cut: bool = False
+    held: BlockTable | None = None
 
-    def __init__(
-        self,
-        account: NamespaceAccount,
-        nodes: Sequence[Node],
-        wanted: Sequence[Node],
-        slots: list[int],
-    ) -> None:
-        self.account = account
-        self.nodes = nodes
-        self.wanted = wanted
-        self.slots = slots
-        self.checks: list[bytes | None] = [None] * len(slots)
-        self.left = len(slots)
-        self.leases: tuple[tuple[str, int], ...] = ()
-        self.epoch = 0
-        self.pinned = 0
-        self.is_cut = False
-        self.held: BlockTable | None = None
+    def __post_init__(self) -> None:
+        self.checks, self.left = [None] * len(self.slots), len(self.slots)
 
 
 class Offloading:
@@ -107,7 +95,7 @@ class Offloading:
         self._moves: dict[int, tuple[_Offload, int]] = {}
         self._busy: set[Node] = set()
         self._pinned = 0
-        self._promised: deque[tuple[Node, tuple[tuple[str, int], ...]]] = deque(maxlen=WAITING_MAX)
+        self._promised: deque[tuple[Node, Leases]] = deque(maxlen=WAITING_MAX)
         self._moves_most = moves_max
         self._moves_max = min(UNPROVEN_MAX, moves_max)
         self._proven_until_s = float("-inf")
@@ -133,7 +121,7 @@ class Offloading:
         is_waiting = self._is_paused or self._book.accounts.is_closed
         return bool(self._promised) and not is_waiting
 
-    def promised(self, node: Node, leases: tuple[tuple[str, int], ...]) -> None:
+    def promised(self, node: Node, leases: Leases) -> None:
         """Have the path to a promised node copied. `leases`: those that cover it, with the tokens
         of each.
         """
@@ -218,7 +206,7 @@ class Offloading:
     def _begin(
         self,
         node: Node,
-        leases: tuple[tuple[str, int], ...],
+        leases: Leases,
         moves: list[Move],
         now_s: float,
         *,
@@ -256,8 +244,8 @@ class Offloading:
             may_come = bool(self._moves) or self.is_storing() or is_closed
             return None if is_promised and may_come else False
         copied = wanted[: len(slots)]
-        offload = _Offload(account, path[: path.index(copied[-1]) + 1], copied, slots)
-        offload.leases, offload.epoch = leases, self._book.epochs[account.namespace]
+        nodes, epoch = path[: path.index(copied[-1]) + 1], self._book.epochs[account.namespace]
+        offload = _Offload(account, nodes, copied, slots, leases, epoch)
         self._submit(offload, beside, moves, now_s, pins=pins)
         is_partial = len(slots) < len(path) - first + len(lacking)
         if is_partial and is_promised and self._partial < PARTIAL_MAX:
@@ -293,7 +281,7 @@ class Offloading:
         self,
         path: Sequence[Node],
         wanted: Sequence[Node],
-        leases: tuple[tuple[str, int], ...],
+        leases: Leases,
         *,
         is_running: bool,
     ) -> list[list[WindowBlock]]:
@@ -340,9 +328,7 @@ class Offloading:
         if len(self._unpackable) > UNPACKABLE_MAX:
             self._unpackable.popitem(last=False)
 
-    def _extend_leases(
-        self, path: Sequence[Node], copied: int, leases: tuple[tuple[str, int], ...]
-    ) -> None:
+    def _extend_leases(self, path: Sequence[Node], copied: int, leases: Leases) -> None:
         """Note leases on the copies there are."""
         for lease_id, tokens in leases:
             runs = min(copied, -(-tokens // self._cache.block_size))

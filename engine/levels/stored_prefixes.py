@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 from engine.api import LevelName, Namespace, Payer
@@ -20,6 +21,7 @@ from engine.errors import InvariantViolation
 from engine.moves import PromiseTerms, RecordId
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Copy:
     """The copies of one run below the device.
 
@@ -38,67 +40,34 @@ class Copy:
     an empty run.
     """
 
-    __slots__ = (
-        "check",
-        "children",
-        "ending_leases",
-        "has_deadline",
-        "has_promise_deadline",
-        "hits",
-        "is_kept",
-        "is_remote",
-        "is_storing",
-        "is_unverified",
-        "kept_until_s",
-        "last_use_s",
-        "limit_at_s",
-        "namespace",
-        "node",
-        "order_key",
-        "parent",
-        "payer",
-        "promise_at_s",
-        "record_format",
-        "record_id",
-        "renew_at_s",
-        "run",
-        "serial",
-        "slot",
-        "terms",
-        "told_windows",
-        "window_terms",
-    )
-
-    def __init__(
-        self, namespace: Namespace, payer: Payer, run: Run, parent: Copy | None, serial: int
-    ) -> None:
-        self.namespace = namespace
-        self.payer = payer
-        self.run = run
-        self.parent = parent
-        self.serial = serial
-        self.children: dict[Run, Copy] = {}
-        self.slot = -1
-        self.check = b""
-        self.record_id: RecordId = 0
-        self.record_format = 0
-        self.is_remote = False
-        self.limit_at_s = math.inf
-        self.promise_at_s = -math.inf
-        self.terms: BlockTerms | None = None
-        self.window_terms: Sequence[BlockTerms | None] = ()
-        self.told_windows: Sequence[int] = ()
-        self.kept_until_s = self.renew_at_s = -math.inf
-        self.has_promise_deadline = False
-        self.last_use_s = 0.0
-        self.hits = 0
-        self.node: Node | None = None
-        self.ending_leases: Set[str] = NO_LEASES
-        self.has_deadline = False
-        self.is_storing = False
-        self.is_unverified = False
-        self.is_kept = False
-        self.order_key: tuple[float, int] | None = None
+    namespace: Namespace
+    payer: Payer
+    run: Run
+    parent: Copy | None
+    serial: int
+    children: dict[Run, Copy] = field(default_factory=dict)
+    slot: int = -1
+    check: bytes = b""
+    record_id: RecordId = 0
+    record_format: int = 0
+    is_remote: bool = False
+    limit_at_s: float = math.inf
+    promise_at_s: float = -math.inf
+    terms: BlockTerms | None = None
+    window_terms: Sequence[BlockTerms | None] = ()
+    told_windows: Sequence[int] = ()
+    kept_until_s: float = -math.inf
+    renew_at_s: float = -math.inf
+    has_promise_deadline: bool = False
+    last_use_s: float = 0.0
+    hits: int = 0
+    node: Node | None = None
+    ending_leases: Set[str] = NO_LEASES
+    has_deadline: bool = False
+    is_storing: bool = False
+    is_unverified: bool = False
+    is_kept: bool = False
+    order_key: tuple[float, int] | None = None
 
     @property
     def level(self) -> LevelName:
@@ -186,8 +155,8 @@ class StoredPrefixes:
         run_tokens: int,
         on_removed: Callable[[Copy], None],
         on_changed: Callable[[Copy], None],
-        on_terms: Callable[[Copy], None] = lambda copy: None,
-        on_leases: Callable[[Copy], None] = lambda copy: None,
+        on_terms: Callable[[Copy], None],
+        on_leases: Callable[[Copy], None],
     ) -> None:
         self.run_tokens = run_tokens
         self.expired_total = 0

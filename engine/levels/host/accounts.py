@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import merge
 from itertools import chain, islice
 from typing import Final
@@ -36,6 +37,7 @@ SLAB_COPIES_MAX: Final = 256
 """Copies that may go for one slab: its own, and those that hang on them."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class HostShare:
     """One payer's bytes: `used`, of which `floor` are its own. `ceiling` None: no bound.
 
@@ -43,28 +45,15 @@ class HostShare:
     `probation_bytes`: of the latter.
     """
 
-    __slots__ = (
-        "ceiling",
-        "floor",
-        "kept",
-        "payer",
-        "probation",
-        "probation_bytes",
-        "serial",
-        "used",
-        "weight",
-    )
-
-    def __init__(self, payer: Payer, serial: int, formats: int) -> None:
-        self.payer = payer
-        self.serial = serial
-        self.used = 0
-        self.floor = 0
-        self.ceiling: int | None = None
-        self.weight = 1.0
-        self.kept = [SortedList() for _ in range(formats)]
-        self.probation = [SortedList() for _ in range(formats)]
-        self.probation_bytes = 0
+    payer: Payer
+    serial: int
+    kept: list[SortedList]
+    probation: list[SortedList]
+    used: int = 0
+    floor: int = 0
+    ceiling: int | None = None
+    weight: float = 1.0
+    probation_bytes: int = 0
 
     def overage(self, more: int = 0) -> float:
         """Return the bytes above the floor per unit of weight, with `more` added."""
@@ -318,7 +307,8 @@ class HostAccounts:
         share = self._shares.get(payer)
         if share is None:
             self._serial += 1
-            share = self._shares[payer] = HostShare(payer, self._serial, len(self._all))
+            kept, probation = ([SortedList() for _ in self._all] for _ in range(2))
+            share = self._shares[payer] = HostShare(payer, self._serial, kept, probation)
         return share
 
     def _forget_if_idle(self, share: HostShare) -> None:
