@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
 from tests.strategies import tokens
-from tests.unit.engine.cache.sequences import compute
+from tests.unit.engine.cache.sequences import compute, computed
 
 SIZE, BLOCKS, FLOOR = 2, 16, 6
 WINDOWS = st.sampled_from([(), (3, 5)])
@@ -138,8 +138,7 @@ def test_a_prefix_is_found_only_by_its_own_namespace(
     prompt: tuple[int, ...], guess: tuple[int, ...], windows: tuple[int, ...]
 ) -> None:
     cache = make_cache(windows)
-    table = cache.begin(VICTIM, prompt, 0.0)
-    assert compute(cache, table, prompt)
+    table = computed(cache, prompt, 0.0, VICTIM)
     cache.release(table, prompt, 0.0)
 
     for words in (prompt, guess, (*prompt, *guess)):
@@ -154,8 +153,7 @@ def test_another_tenant_does_not_renew_a_lease(prompt: tuple[int, ...], reads: l
 
     def run(who: bytes, now_s: float) -> None:
         lease = LeaseRequest(len(prompt), LEASED)
-        table = cache.begin(who, prompt, now_s, leases=(lease,))
-        assert compute(cache, table, prompt, now_s)
+        table = computed(cache, prompt, now_s, who, leases=(lease,))
         cache.release(table, prompt, now_s)
 
     run(ATTACKER, 0.0)

@@ -6,7 +6,7 @@ import pytest
 
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
-from tests.unit.engine.cache.sequences import compute
+from tests.unit.engine.cache.sequences import compute, computed
 
 SIZE = 4
 OPEN = Quota()
@@ -186,8 +186,7 @@ def test_promises_are_bounded_by_payer() -> None:
     outcomes = []
     for name in (b"one", b"two", b"three"):
         tokens, asked = list(range(2 * SIZE)), (LeaseRequest(2 * SIZE, lease),)
-        table = cache.begin(name, tokens, 0.0, quota=quota, leases=asked)
-        assert compute(cache, table, tokens)
+        table = computed(cache, tokens, 0.0, name, quota=quota, leases=asked)
         cache.release(table, tokens, 0.0)
         outcomes += [grant.outcome for grant in table.leases]
         cache.check()

@@ -6,7 +6,7 @@ import pytest
 
 from engine.cache import PrefixCache
 from engine.errors import InvariantViolation
-from tests.unit.engine.cache.sequences import compute
+from tests.unit.engine.cache.sequences import computed
 
 WORDS = list(range(12))
 
@@ -32,8 +32,7 @@ def test_appended_blocks_keep_the_version() -> None:
 
 def test_a_fork_keeps_its_blocks_when_the_first_table_ends() -> None:
     cache = make()
-    table = cache.begin(b"us", WORDS, 0.0, write=False)
-    assert compute(cache, table, WORDS)
+    table = computed(cache, WORDS, write=False)
     fork = cache.fork(table)
 
     cache.release(table, WORDS, 0.0)
@@ -72,8 +71,7 @@ def test_a_table_may_write_to_the_end_of_its_last_block_without_asking() -> None
 def test_tables_that_share_a_block_ask_before_they_write() -> None:
     """The first of them to write it gets a copy, and the other then has it alone."""
     cache = make()
-    table = cache.begin(b"us", WORDS, 0.0)
-    assert compute(cache, table, WORDS, end=6)
+    table = computed(cache, WORDS, end=6)
 
     fork = cache.fork(table)
 
@@ -98,8 +96,7 @@ def test_blocks_that_a_move_holds_are_not_written_without_asking() -> None:
 def test_the_check_finds_a_shared_block_that_counts_as_writable() -> None:
     """The fault would write one sequence's KV into another's block."""
     cache = make()
-    table = cache.begin(b"us", WORDS, 0.0)
-    assert compute(cache, table, WORDS, end=6)
+    table = computed(cache, WORDS, end=6)
     cache.fork(table)
 
     table.writable_tokens = 8

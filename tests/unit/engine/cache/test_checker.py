@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from engine.api import LeaseRequest, Quota, Retention
+from engine.api import LeaseRequest, Retention
 from engine.cache import PrefixCache
 from engine.cache.checker import PIECE_BLOCKS
 from engine.errors import InvariantViolation
 from tests.unit.engine.cache.lines_run import lines_run
-from tests.unit.engine.cache.sequences import compute
+from tests.unit.engine.cache.sequences import compute, computed
 
 SIZE = 4
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)
@@ -24,8 +24,7 @@ HOUR = Retention("hour", promise_s=3600, limit_s=7200)
 def run(cache: PrefixCache, namespace: bytes, tokens: list[int], *, is_kept: bool = False) -> None:
     """Run a request from beginning to end."""
     leases = (LeaseRequest(len(tokens), HOUR, f"l{tokens[4]}"),) if is_kept else ()
-    table = cache.begin(namespace, tokens, 0.0, quota=Quota(), leases=leases)
-    assert compute(cache, table, tokens)
+    table = computed(cache, tokens, 0.0, namespace, leases=leases)
     cache.release(table, tokens, 0.0)
 
 
@@ -173,8 +172,7 @@ def test_a_sequence_that_ends_between_two_pieces_is_no_fault(piece: int) -> None
     """Counts taken while it ran do not match the blocks it leaves behind."""
     cache = crowded()
     tokens = [7, 7, 7, 7, *range(400, 400 + SIZE * 300)]
-    table = cache.begin(b"large", tokens, 0.0)
-    assert compute(cache, table, tokens)
+    table = computed(cache, tokens, 0.0, b"large")
     for number, _ in enumerate(cache.recount()):
         if number == piece:
             cache.release(table, tokens, 0.0)

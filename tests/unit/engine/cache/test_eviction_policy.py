@@ -9,7 +9,7 @@ from engine.cache import EvictionPolicy, LeastRecentlyUsed, PrefixCache
 from engine.cache.tree.eviction_policy import EvictionOrder
 from engine.cache.tree.prefix_tree import Node
 from tests.fakes import FirstInFirstOut
-from tests.unit.engine.cache.sequences import compute
+from tests.unit.engine.cache.sequences import computed
 
 SIZE = 4
 HOUR = Retention("hour", promise_s=3600, limit_s=7200)
@@ -18,8 +18,7 @@ POLICIES = pytest.mark.parametrize("policy", [LeastRecentlyUsed(), FirstInFirstO
 
 def run(cache: PrefixCache, tokens: list[int], now_s: float, payer: bytes = b"") -> None:
     """Run a request that writes all its tokens."""
-    table = cache.begin(b"us", tokens, now_s, quota=Quota(payer=payer))
-    assert compute(cache, table, tokens, now_s)
+    table = computed(cache, tokens, now_s, quota=Quota(payer=payer))
     cache.release(table, tokens, now_s)
 
 

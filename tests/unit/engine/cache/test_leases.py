@@ -15,7 +15,7 @@ from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.leases import BlockTerms
 from engine.cache.tree.prefix_tree import Node, WindowBlock
 from engine.errors import InvariantViolation
-from tests.unit.engine.cache.sequences import compute
+from tests.unit.engine.cache.sequences import compute, computed
 
 SIZE = 4
 US, THEM = b"us", b"them"
@@ -230,8 +230,7 @@ def test_promises_that_end_together_lapse_together() -> None:
     cache = PrefixCache(blocks=16, block_size=SIZE)
     run(cache, WORDS, 0.0, lease(ABSOLUTE_PROMISE))
     short = [*WORDS[:4], 70, 71]
-    table = cache.begin(US, short, 90.0, quota=OPEN)
-    assert compute(cache, table, short, 90.0, end=6)
+    table = computed(cache, short, 90.0, end=6, quota=OPEN)
     cache.release(table, short, 101.0)
 
     cache.check()
@@ -385,8 +384,7 @@ def test_a_preemption_restarts_no_clock() -> None:
     cache = PrefixCache(blocks=8, block_size=SIZE)
     asked = lease(ABSOLUTE_PROMISE, tokens=28)
     table = preempted(cache, asked)
-    again = cache.begin(US, LONG, 50.0, leases=(asked,), suspended=table)
-    assert compute(cache, again, LONG, 50.0)
+    again = computed(cache, LONG, 50.0, leases=(asked,), suspended=table)
     cache.release(again, LONG, 50.0)
 
     cache.expire(99.9)
@@ -418,8 +416,7 @@ def test_a_lease_beyond_the_prompt_covers_no_output_after_a_preemption() -> None
     """It is granted what it was granted before the outputs were there."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
     asked = lease(FIVE, tokens=28)
-    table = cache.begin(US, WORDS, 0.0, leases=(asked,))
-    assert compute(cache, table, WORDS)
+    table = computed(cache, WORDS, leases=(asked,))
     assert cache.suspend(table, WORDS, 0.0)
     again = cache.begin(US, LONG, 0.0, leases=(asked,), suspended=table)
 

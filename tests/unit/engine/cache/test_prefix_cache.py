@@ -12,7 +12,7 @@ from engine.cache.events import BlocksErased, Committed, Copied, Evicted, Matche
 from engine.cache.tree.prefix_tree import Node, PrefixTree
 from engine.errors import InvariantViolation
 from tests.unit.engine.cache.lines_run import lines_run
-from tests.unit.engine.cache.sequences import compute
+from tests.unit.engine.cache.sequences import compute, computed
 
 SIZE = 4
 US, THEM = b"us", b"them"
@@ -40,8 +40,7 @@ def words(count: int, first: int = 0) -> list[int]:
 def test_rule_1_a_block_is_free_or_cached_or_pinned() -> None:
     """Every block is in one of three states, and the counts always add up."""
     cache = make(8)
-    table = cache.begin(US, words(8), 0.0)
-    assert compute(cache, table, words(8))
+    table = computed(cache, words(8))
     running = cache.stats()
 
     cache.release(table, words(8), 0.0)
@@ -55,8 +54,7 @@ def test_rule_1_a_block_is_free_or_cached_or_pinned() -> None:
 def test_rule_2_a_pinned_block_is_never_evicted() -> None:
     """This holds under any pressure."""
     cache = make(4)
-    table = cache.begin(US, words(12), 0.0)
-    assert compute(cache, table, words(12))
+    computed(cache, words(12))
     other = cache.begin(US, words(8, 100), 0.0)
 
     assert not cache.grow(other, 8, 0.0)
@@ -66,8 +64,7 @@ def test_rule_2_a_pinned_block_is_never_evicted() -> None:
 def test_rule_3_a_shared_block_is_copied_before_it_is_written() -> None:
     """A fork writes where the other still reads."""
     cache = make()
-    table = cache.begin(US, words(6), 0.0)
-    assert compute(cache, table, words(6))
+    table = computed(cache, words(6))
     fork = cache.fork(table)
     shared = list(table.blocks)
 
@@ -83,8 +80,7 @@ def test_rule_3_a_shared_block_is_copied_before_it_is_written() -> None:
 def test_rule_3_a_block_with_one_holder_is_written_in_place() -> None:
     """The last of two forks needs no copy."""
     cache = make()
-    table = cache.begin(US, words(6), 0.0)
-    assert compute(cache, table, words(6))
+    table = computed(cache, words(6))
     fork = cache.fork(table)
     cache.release(fork, words(6), 0.0, keep=False)
 
@@ -113,8 +109,7 @@ def test_rule_4_a_longer_tail_replaces_a_shorter() -> None:
 def test_rule_4_a_full_block_is_found_while_its_writer_runs() -> None:
     """Blocks are committed as they fill, not when their sequence ends."""
     cache = make()
-    table = cache.begin(US, words(9), 0.0)
-    assert compute(cache, table, words(9))
+    computed(cache, words(9))
 
     assert cache.peek(US, words(9), 0.0).cached_tokens == 8
 
@@ -144,8 +139,7 @@ def test_rule_5_a_partial_hit_copies_the_block() -> None:
 def test_rule_5_a_partial_hit_is_dropped_without_a_free_block() -> None:
     """The request itself is never refused for a copy."""
     cache = make(2)
-    table = cache.begin(US, words(8), 0.0)
-    assert compute(cache, table, words(8))
+    computed(cache, words(8))
 
     other = cache.begin(US, [*words(6), 50], 0.0)
 
@@ -221,8 +215,7 @@ def test_a_request_may_neither_read_nor_write() -> None:
 def test_growing_without_room_changes_nothing() -> None:
     """The scheduler preempts and tries again, so the failed call must not have taken effect."""
     cache = make(3)
-    table = cache.begin(US, words(8), 0.0)
-    assert compute(cache, table, words(8))
+    table = computed(cache, words(8))
     before = (list(table.blocks), table.version, cache.stats())
 
     assert not cache.grow(table, 20, 0.0)
@@ -267,8 +260,7 @@ def test_erasing_a_prefix_erases_its_continuations() -> None:
 def test_an_erased_block_in_use_is_freed_with_its_last_reader() -> None:
     """The reader continues undisturbed, and commits nothing."""
     cache = make()
-    table = cache.begin(US, words(8), 0.0)
-    assert compute(cache, table, words(8))
+    table = computed(cache, words(8))
 
     cache.erase(US)
     assert compute(cache, table, words(12))
@@ -303,8 +295,7 @@ def test_facts_report_new_blocks_and_their_lifetime() -> None:
         (2.0, words(4), US),
         (9.0, words(8, 200), THEM),
     ):
-        table = cache.begin(who, prompt, now_s, read=who == THEM)
-        assert compute(cache, table, prompt, now_s)
+        table = computed(cache, prompt, now_s, who, read=who == THEM)
         cache.release(table, prompt, now_s)
 
     new = [fact.new_blocks for fact in told if isinstance(fact, Committed)]
@@ -316,8 +307,7 @@ def test_facts_report_new_blocks_and_their_lifetime() -> None:
 def test_rule_9_inside_its_floor_a_payer_waits_for_what_others_have_pinned() -> None:
     """It loses what it would hold above its floor, and no more, however little others leave."""
     cache, floor, own = make(), Quota(floor_blocks=6, ceiling_blocks=6), words(16)
-    first = cache.begin(US, own, 0.0, quota=floor)
-    assert compute(cache, first, own)
+    first = computed(cache, own, quota=floor)
     cache.release(first, own, 0.0)
     held = cache.begin(THEM, words(48, 100), 0.0)
     assert cache.grow(held, 48, 0.0)
@@ -337,11 +327,9 @@ def test_a_floor_that_was_raised_over_promises_of_others_holds_as_far_as_it_can(
     """Its payer replaces its own blocks rather than wait for the end of promises."""
     cache, own = make(), words(16)
     lease = LeaseRequest(48, Retention("kept", promise_s=100.0))
-    kept = cache.begin(THEM, words(48, 100), 0.0, leases=(lease,))
-    assert compute(cache, kept, words(48, 100))
+    kept = computed(cache, words(48, 100), 0.0, THEM, leases=(lease,))
     cache.release(kept, words(48, 100), 0.0)
-    first = cache.begin(US, own, 0.0)
-    assert compute(cache, first, own)
+    first = computed(cache, own)
     cache.release(first, own, 0.0)
     raised = Quota(floor_blocks=6)
     table = cache.begin(US, words(12, 50), 1.0, quota=raised)
