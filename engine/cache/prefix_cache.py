@@ -239,7 +239,8 @@ class PrefixCache:
         """
         self.expire(now_s)
         account = self._manager.account(namespace, quota)
-        table = BlockTable(account, now_s, write, len(self.windows.windows), attention)
+        beside = tuple(list[int]() for _ in self.windows.windows)
+        table = BlockTable(account, now_s, write, attention, beside)
         self._manager.add_table(table)
         path: list[Node] = []
         prompt_tokens, asked = len(tokens), leases

@@ -8,6 +8,7 @@ it promises nothing. `engine.cache.lease_manager` calls it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 
 from engine.api import Bound, LeaseRequest, Quota
@@ -18,6 +19,7 @@ from engine.cache.tree.leases import promised_seconds
 from engine.cache.tree.prefix_tree import Node
 
 
+@dataclass(slots=True)
 class PromiseRoom:
     """The blocks that may still be promised to one payer.
 
@@ -27,14 +29,11 @@ class PromiseRoom:
     limits each. Without levels both are the same number.
     """
 
-    __slots__ = ("device", "device_bound", "total", "total_bound", "waiting")
-
-    def __init__(self, total: int, total_bound: Bound, device: int, device_bound: Bound) -> None:
-        self.total = total
-        self.total_bound = total_bound
-        self.device = device
-        self.device_bound = device_bound
-        self.waiting = 0
+    total: int
+    total_bound: Bound
+    device: int
+    device_bound: Bound
+    waiting: int = 0
 
     @property
     def blocks(self) -> int:

@@ -19,7 +19,7 @@ from engine.cache.events import CacheStats, NamespaceUse
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.eviction_policy import EvictionPolicy
 from engine.cache.tree.fair_share import FairShare
-from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock, tree_blocks
+from engine.cache.tree.prefix_tree import Node, PrefixTree, TreeBlock, WindowBlock, tree_blocks
 from engine.cache.tree.window_groups import HOLE, WindowGroups
 from engine.errors import InvariantViolation
 from engine.plan import BlockCopy
@@ -80,9 +80,9 @@ class BlockManager:
         payer_account = self.fair_share.account_for(namespace, quota)
         account = self.accounts.get(namespace)
         if account is None:
-            account = self.accounts[namespace] = NamespaceAccount(
-                namespace, payer_account, self.block_size, self._serials, self.changed
-            )
+            tree = PrefixTree(self.block_size, self._serials)
+            account = NamespaceAccount(namespace, payer_account, tree, self.changed)
+            self.accounts[namespace] = account
             payer_account.add_account(account)
         elif account.payer_account is not payer_account:  # the namespace has a new payer
             payer_account.add_account(account, self._detach_from_payer(account))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from engine.api import BlockWindow, LeaseGrant, LeaseRequest, Namespace
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.prefix_tree import Node, WindowBlock
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class BlockTable:
     """One sequence's block table. Each entry is pinned. Only `PrefixCache` changes it.
 
@@ -39,81 +41,48 @@ class BlockTable:
     promises until it begins again.
     """
 
-    __slots__ = (
-        "account",
-        "advanced",
-        "aside",
-        "attention",
-        "beside",
-        "blocks",
-        "committed",
-        "first",
-        "held_up",
-        "holes",
-        "is_suspended",
-        "kept_from",
-        "kept_to",
-        "kv_tokens",
-        "leases",
-        "marks",
-        "node",
-        "prompt_tokens",
-        "requested_leases",
-        "reserved",
-        "resumed",
-        "started_s",
-        "version",
-        "window_gone_tokens",
-        "window_kept",
-        "window_promises",
-        "writable_tokens",
-        "write",
-        "write_epoch",
-    )
+    account: NamespaceAccount
+    started_s: float
+    write: bool
+    attention: BlockWindow | None = None
+    beside: tuple[list[int], ...] = ()
+    blocks: list[int] = field(default_factory=list)
+    version: int = 0
+    kv_tokens: int = 0
+    writable_tokens: int = 0
+    leases: tuple[LeaseGrant, ...] = ()
+    window_gone_tokens: int = 0
+    node: Node = field(init=False)
+    committed: int = 0
+    requested_leases: tuple[tuple[LeaseRequest, int], ...] = ()
+    prompt_tokens: int = 0
+    reserved: int = 0
+    kept_from: int = 0
+    kept_to: int = 0
+    held_up: int = 0
+    first: list[int] = field(init=False)
+    aside: tuple[tuple[int, list[int]], ...] = ()
+    advanced: int = 0
+    holes: int = 0
+    marks: list[int] = field(default_factory=list)
+    window_promises: tuple[set[int], ...] = field(init=False)
+    window_kept: Collection[tuple[int, int]] = ()
+    resumed: list[WindowBlock] = field(default_factory=list)
+    is_suspended: bool = False
+    write_epoch: int = field(init=False)
 
-    def __init__(
-        self,
-        account: NamespaceAccount,
-        started_s: float,
-        write: bool,
-        window_groups: int = 0,
-        attention: BlockWindow | None = None,
-    ) -> None:
-        self.account = account
-        self.attention = attention
-        self.holes = 0
-        self.blocks: list[int] = []
-        self.beside: tuple[list[int], ...] = tuple([] for _ in range(window_groups))
-        self.first = [0] * window_groups
-        self.advanced = 0
-        self.aside: tuple[tuple[int, list[int]], ...] = ()
-        self.marks: list[int] = []
-        self.window_promises: tuple[set[int], ...] = tuple(set() for _ in self.beside)
-        self.window_kept: Collection[tuple[int, int]] = ()
-        self.resumed: list[WindowBlock] = []
-        self.version = 0
-        self.kv_tokens = 0
-        self.writable_tokens = 0
-        self.prompt_tokens = 0
-        self.window_gone_tokens = 0
-        self.leases: tuple[LeaseGrant, ...] = ()
-        self.requested_leases: tuple[tuple[LeaseRequest, int], ...] = ()
-        self.node: Node = account.tree.root
-        self.committed = 0
-        self.reserved = 0
-        self.kept_from = self.kept_to = self.held_up = 0
-        self.started_s = started_s
-        self.is_suspended = False
-        self.write = write
-        self.write_epoch = account.write_epoch
+    def __post_init__(self) -> None:
+        self.node = self.account.tree.root
+        self.first = [0] * len(self.beside)
+        self.window_promises = tuple(set() for _ in self.beside)
+        self.write_epoch = self.account.write_epoch
 
     def forked(self) -> BlockTable:
         """Return a table over the same blocks, whose references the caller adds. It promises
         nothing. O(blocks)."""
-        fork = BlockTable(self.account, self.started_s, self.write, attention=self.attention)
+        beside = tuple(map(list, self.beside))
+        fork = BlockTable(self.account, self.started_s, self.write, self.attention, beside)
         fork.blocks, fork.holes = list(self.blocks), self.holes
-        fork.beside = tuple(map(list, self.beside))
-        fork.window_promises = tuple(set() for _ in self.beside)
         fork.first, fork.marks = list(self.first), list(self.marks)
         fork.kv_tokens = self.kv_tokens
         fork.node, fork.committed = self.node, self.committed

@@ -13,14 +13,16 @@ in a list, so reporting and summing cost only as much as has changed. Only `bloc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from engine.api import Namespace, Payer, Quota
-from engine.cache.tree.eviction_policy import EvictionOrder, EvictionPolicy
+from engine.cache.tree.eviction_policy import EvictionOrder
 from engine.cache.tree.lease_endpoints import LeaseEndpoints
 from engine.cache.tree.prefix_tree import Node, PrefixTree, TreeBlock, tree_blocks
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class NamespaceAccount:
     """The blocks of one namespace. All counts are in blocks.
 
@@ -31,52 +33,26 @@ class NamespaceAccount:
     by class in `below_in`; `away`: the part of these that the device has evicted. `held_up`: the
     part of these that returns to the device with what running requests compute under them.
     `lease_endpoints`: the last blocks of each lease. Every change adds the namespace to the set
-    `changed` given to the constructor.
+    `changed`, which all accounts share.
     """
 
-    __slots__ = (
-        "_changed",
-        "away",
-        "below",
-        "below_in",
-        "cached",
-        "evictable",
-        "held",
-        "held_up",
-        "lease_endpoints",
-        "namespace",
-        "payer_account",
-        "promised",
-        "promised_in",
-        "reserved",
-        "tables",
-        "tree",
-        "write_epoch",
-    )
-
-    def __init__(
-        self,
-        namespace: Namespace,
-        payer_account: PayerAccount,
-        block_size: int,
-        serials: Iterator[int],
-        changed: set[Namespace],
-    ) -> None:
-        self.namespace = namespace
-        self.payer_account = payer_account
-        self.tree = PrefixTree(block_size, serials)
-        self.lease_endpoints: LeaseEndpoints[Node] = LeaseEndpoints()
-        self.tables = 0
-        self.held = 0
-        self.cached = 0
-        self.evictable = 0
-        self.promised = 0
-        self.promised_in: Counter[str] = Counter()
-        self.reserved = 0
-        self.below = self.away = self.held_up = 0
-        self.below_in: Counter[str] = Counter()
-        self.write_epoch = 0
-        self._changed = changed
+    namespace: Namespace
+    payer_account: PayerAccount
+    tree: PrefixTree
+    changed: set[Namespace]
+    lease_endpoints: LeaseEndpoints[Node] = field(default_factory=LeaseEndpoints)
+    tables: int = 0
+    held: int = 0
+    cached: int = 0
+    evictable: int = 0
+    promised: int = 0
+    promised_in: Counter[str] = field(default_factory=Counter)
+    reserved: int = 0
+    below: int = 0
+    away: int = 0
+    held_up: int = 0
+    below_in: Counter[str] = field(default_factory=Counter)
+    write_epoch: int = 0
 
     def add_held(self, blocks: int) -> None:
         """Add `blocks` (may be negative) to the allocated blocks. O(1)."""
@@ -152,11 +128,12 @@ class NamespaceAccount:
         self.payer_account.eviction_order.remove(node)
 
     def _mark_changed(self) -> None:
-        self._changed.add(self.namespace)
+        self.changed.add(self.namespace)
         if not self.payer_account.is_stale:
             self.payer_account.mark_stale()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PayerAccount:
     """All accounts of one payer, under the payer's quota. All counts are in blocks.
 
@@ -164,49 +141,27 @@ class PayerAccount:
     that promises hold on the device, or will (promised, reserved, held up); `promised_total` the
     sum of all promises on any level. The namespace accounts keep these sums. `floor_blocks`: the
     guaranteed part of the quota's floor. `eviction_order`: the payer's evictable leaves, sorted by
-    the policy. `is_stale`: the account has changed and is in the list `stale` given to the
-    constructor.
+    the policy. `is_stale`: the account has changed and is in the list `stale`, which all
+    payers share.
     `fair_share` keeps `counted` (what its sums include of this payer) and `order_entry` (the
     payer's entry in its order).
     """
 
-    __slots__ = (
-        "_stale",
-        "accounts",
-        "cached",
-        "counted",
-        "evictable",
-        "eviction_order",
-        "floor_blocks",
-        "held",
-        "is_stale",
-        "order_entry",
-        "payer",
-        "promised",
-        "promised_total",
-        "quota",
-        "serial",
-    )
-
-    def __init__(
-        self,
-        payer: Payer,
-        quota: Quota,
-        serial: int,
-        stale: list[PayerAccount],
-        policy: EvictionPolicy,
-    ) -> None:
-        self.payer = payer
-        self.quota = quota
-        self.serial = serial
-        self.floor_blocks = 0
-        self.accounts: dict[Namespace, NamespaceAccount] = {}
-        self.held = self.cached = self.evictable = self.promised = self.promised_total = 0
-        self.eviction_order = EvictionOrder(policy)
-        self.is_stale = False
-        self.counted = (0, 0, 0, 0)
-        self.order_entry: tuple[float, int, PayerAccount] | None = None
-        self._stale = stale
+    payer: Payer
+    quota: Quota
+    serial: int
+    stale: list[PayerAccount]
+    eviction_order: EvictionOrder
+    floor_blocks: int = 0
+    accounts: dict[Namespace, NamespaceAccount] = field(default_factory=dict)
+    held: int = 0
+    cached: int = 0
+    evictable: int = 0
+    promised: int = 0
+    promised_total: int = 0
+    is_stale: bool = False
+    counted: tuple[int, int, int, int] = (0, 0, 0, 0)
+    order_entry: tuple[float, int, PayerAccount] | None = None
 
     def add_account(self, account: NamespaceAccount, leaves: Iterable[TreeBlock] = ()) -> None:
         """Add a namespace, with its evictable `leaves`, to this payer. O(leaves log n)."""
@@ -240,7 +195,7 @@ class PayerAccount:
         """Note that `fair_share` must count this payer again. O(1)."""
         if not self.is_stale:
             self.is_stale = True
-            self._stale.append(self)
+            self.stale.append(self)
 
     @property
     def is_idle(self) -> bool:

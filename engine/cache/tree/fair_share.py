@@ -21,7 +21,7 @@ from sortedcontainers import SortedList
 
 from engine.api import Namespace, Payer, Quota
 from engine.cache.tree.accounts import PayerAccount
-from engine.cache.tree.eviction_policy import EvictionPolicy
+from engine.cache.tree.eviction_policy import EvictionOrder, EvictionPolicy
 from engine.errors import InvariantViolation
 
 
@@ -78,7 +78,8 @@ class FairShare:
         payer = quota.payer or namespace
         account = self._by_payer.get(payer)
         if account is None:
-            account = PayerAccount(payer, Quota(), next(self._serials), self._stale, self._policy)
+            order = EvictionOrder(self._policy)
+            account = PayerAccount(payer, Quota(), next(self._serials), self._stale, order)
             self._by_payer[payer] = account
         if account.quota != quota:
             self._apply_quota(account, quota)

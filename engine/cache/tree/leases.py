@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from msgspec import Struct
@@ -53,6 +54,7 @@ def spans_of(retention: Retention, started_s: float, now_s: float) -> LeaseSpans
     return LeaseSpans(*ends, limit_s, promise_s, limit_s, promise_s)
 
 
+@dataclass(slots=True, eq=False)
 class BlockTerms:
     """The combined terms of all leases on one block.
 
@@ -62,28 +64,16 @@ class BlockTerms:
     promise, and the device may evict the block; None where no level does.
     """
 
-    __slots__ = (
-        "below_class",
-        "limit_at_s",
-        "promise_at_s",
-        "promised_class",
-        "renew_class",
-        "renew_limit_s",
-        "renew_promise_s",
-        "use_class",
-        "use_limit_s",
-        "use_promise_s",
-    )
-
-    def __init__(self, limit_at_s: float) -> None:
-        self.limit_at_s = limit_at_s
-        self.promise_at_s = -math.inf
-        self.renew_limit_s = -math.inf
-        self.renew_promise_s = -math.inf
-        self.use_limit_s = -math.inf
-        self.use_promise_s = -math.inf
-        self.promised_class = self.renew_class = self.use_class = ""
-        self.below_class: str | None = None
+    limit_at_s: float
+    promise_at_s: float = -math.inf
+    promised_class: str = ""
+    renew_limit_s: float = -math.inf
+    renew_promise_s: float = -math.inf
+    renew_class: str = ""
+    use_limit_s: float = -math.inf
+    use_promise_s: float = -math.inf
+    use_class: str = ""
+    below_class: str | None = None
 
     def merge(self, other: BlockTerms) -> None:
         """Take over what other terms of the same tokens ask beyond these."""

@@ -14,9 +14,10 @@ from engine.api import Quota
 from engine.cache import LeastRecentlyUsed, PrefixCache
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.fair_share import FairShare
+from engine.cache.tree.prefix_tree import PrefixTree
 from engine.errors import InvariantViolation
 from tests.unit.engine.cache.lines_run import lines_run
-from tests.unit.engine.cache.sequences import compute
+from tests.unit.engine.cache.sequences import computed
 
 SIZE = 4
 quotas = st.builds(
@@ -34,7 +35,7 @@ def account_of(
     name = bytes([number])
     share = shares.account_for(name, quota)
     if name not in share.accounts:
-        share.add_account(NamespaceAccount(name, share, SIZE, serials, set()))
+        share.add_account(NamespaceAccount(name, share, PrefixTree(SIZE, serials), set()))
     return share.accounts[name]
 
 
@@ -108,8 +109,7 @@ def evicting_lines(namespaces: int, *, is_joint: bool) -> int:
     def ask(number: int) -> None:
         quota = Quota(payer=b"one" if is_joint else b"")
         tokens = [number, *range(1, 4 * SIZE)]
-        table = cache.begin(number.to_bytes(4, "big"), tokens, number, quota=quota)
-        assert compute(cache, table, tokens, number)
+        table = computed(cache, tokens, number, number.to_bytes(4, "big"), quota=quota)
         cache.release(table, tokens, number)
 
     for number in range(namespaces):
