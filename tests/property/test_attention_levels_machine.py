@@ -7,8 +7,7 @@ finds a load that brought another prefix.
 
 from __future__ import annotations
 
-from hypothesis import settings
-
+from tests.property.machine_runs import case
 from tests.property.test_attention_machine import AttentionMachine
 from tests.property.test_levels_machine import LevelsMachine
 
@@ -17,5 +16,4 @@ class AttentionLevelsMachine(AttentionMachine, LevelsMachine):
     """The levels machine, in which two of three requests have an attention window."""
 
 
-TestAttentionLevelsMachine = AttentionLevelsMachine.TestCase
-TestAttentionLevelsMachine.settings = settings(stateful_step_count=40)
+TestAttentionLevelsMachine = case(AttentionLevelsMachine)

@@ -7,12 +7,12 @@ oracle, so a block that reached the tree, a follower or a copy fails the run.
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from msgspec.structs import replace
 
 from engine.api import AttentionWindow, Request
+from tests.property.machine_runs import case
 from tests.property.test_engine_machine import QUOTAS, EngineMachine
 from tests.strategies import requests
 
@@ -68,7 +68,5 @@ class AttentionWindowGroupMachine(AttentionMachine):
     windows = (3,)
 
 
-TestAttentionMachine = AttentionMachine.TestCase
-TestAttentionWindowGroupMachine = AttentionWindowGroupMachine.TestCase
-TestAttentionWindowGroupMachine.settings = settings(stateful_step_count=40)
-TestAttentionMachine.settings = settings(stateful_step_count=40)
+TestAttentionMachine = case(AttentionMachine)
+TestAttentionWindowGroupMachine = case(AttentionWindowGroupMachine)

@@ -12,7 +12,6 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
@@ -22,6 +21,7 @@ from engine.cache import BlockTable, EvictionPolicy, Fact, LeastRecentlyUsed, Pr
 from engine.cache.events import BlocksErased, Committed, Evicted, Expired, PromiseLost
 from engine.cache.tree.prefix_tree import tree_blocks
 from tests.fakes import FirstInFirstOut
+from tests.property.machine_runs import case
 from tests.strategies import NAMESPACES, leases, namespaces, quotas, tokens
 
 Prefix = tuple[int, ...]
@@ -501,5 +501,4 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check()
 
 
-TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(stateful_step_count=50)
+TestCacheMachine = case(CacheMachine, 50)

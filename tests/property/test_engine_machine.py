@@ -6,7 +6,6 @@ rule.
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec.structs import replace
@@ -15,6 +14,7 @@ from engine.api import Erase, Quota, Request
 from engine.config import EngineConfig
 from tests.checkers import MakeLevels, World
 from tests.grammars import PolledGrammars
+from tests.property.machine_runs import case
 from tests.strategies import namespaces, quotas, requests, tokens
 
 QUOTAS = {
@@ -199,7 +199,5 @@ class WindowEngineMachine(EngineMachine):
     windows = (3, 5)
 
 
-TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(stateful_step_count=60)
-TestWindowEngineMachine = WindowEngineMachine.TestCase
-TestWindowEngineMachine.settings = settings(stateful_step_count=60)
+TestEngineMachine = case(EngineMachine, 60)
+TestWindowEngineMachine = case(WindowEngineMachine, 60)

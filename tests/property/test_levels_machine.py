@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
@@ -21,6 +20,7 @@ from engine.storage.memory.slot_table import ENTRY_BYTES
 from tests.checkers import MakeLevels, expect
 from tests.fake_levels import LevelsBelow
 from tests.fakes import FakeRunner, tag_after
+from tests.property.machine_runs import case
 from tests.property.test_engine_machine import EngineMachine
 from tests.strategies import NAMESPACES, namespaces, tokens
 
@@ -180,11 +180,7 @@ def prefix_slots(
     return tuple((namespace, group, tag) for group in range(groups) for tag in tags[-last:])
 
 
-TestLevelsMachine = LevelsMachine.TestCase
-TestLevelsMachine.settings = settings(stateful_step_count=40)
-TestHostMachine = HostMachine.TestCase
-TestHostMachine.settings = settings(stateful_step_count=40)
-TestKeptMachine = KeptMachine.TestCase
-TestKeptMachine.settings = settings(stateful_step_count=40)
-TestKeptHostMachine = KeptHostMachine.TestCase
-TestKeptHostMachine.settings = settings(stateful_step_count=40)
+TestLevelsMachine = case(LevelsMachine)
+TestHostMachine = case(HostMachine)
+TestKeptMachine = case(KeptMachine)
+TestKeptHostMachine = case(KeptHostMachine)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import invariant
 from msgspec.structs import replace
 
@@ -22,6 +21,7 @@ from engine.levels.levels import Levels
 from engine.moves import SlotFormat
 from tests.checkers import expect
 from tests.fake_levels import PACKED, packed_whole_of
+from tests.property.machine_runs import case
 from tests.property.planted import Plant, planted
 from tests.property.test_levels_machine import KeptMachine, LevelsMachine
 
@@ -119,11 +119,7 @@ def test_planted_faults_are_found(plant: Plant, monkeypatch: pytest.MonkeyPatch)
     plant.check(monkeypatch)
 
 
-TestPackedMachine = PackedMachine.TestCase
-TestPackedMachine.settings = settings(stateful_step_count=40)
-TestKeptPackedMachine = KeptPackedMachine.TestCase
-TestKeptPackedMachine.settings = settings(stateful_step_count=40)
-TestWindowPackedMachine = WindowPackedMachine.TestCase
-TestWindowPackedMachine.settings = settings(stateful_step_count=40)
-TestKeptWindowPackedMachine = KeptWindowPackedMachine.TestCase
-TestKeptWindowPackedMachine.settings = settings(stateful_step_count=40)
+TestPackedMachine = case(PackedMachine)
+TestKeptPackedMachine = case(KeptPackedMachine)
+TestWindowPackedMachine = case(WindowPackedMachine)
+TestKeptWindowPackedMachine = case(KeptWindowPackedMachine)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -31,6 +30,7 @@ from engine.cache.tree.leases import promised_seconds
 from engine.config import EngineConfig, LevelsConfig
 from tests.checkers import World, expect
 from tests.fake_levels import LevelsBelow
+from tests.property.machine_runs import case
 from tests.strategies import tokens
 
 NAMESPACES = (b"north", b"south")
@@ -342,7 +342,5 @@ class HostPromisesMachine(PromisesMachine):
     has_disk = False
 
 
-TestPromisesMachine = PromisesMachine.TestCase
-TestPromisesMachine.settings = settings(stateful_step_count=40)
-TestHostPromisesMachine = HostPromisesMachine.TestCase
-TestHostPromisesMachine.settings = settings(stateful_step_count=40)
+TestPromisesMachine = case(PromisesMachine)
+TestHostPromisesMachine = case(HostPromisesMachine)

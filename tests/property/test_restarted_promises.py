@@ -7,7 +7,6 @@ alone or with host memory, and what the disk or the slot table says then is what
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
@@ -16,6 +15,7 @@ from engine.levels.stored_prefixes import Copy
 from engine.storage.memory.slot_table import SlotEntry
 from tests.checkers import expect
 from tests.fake_levels import BOOT_S
+from tests.property.machine_runs import case
 from tests.property.test_promises_machine import CLASSES, NAMESPACES, Block, PromisesMachine
 
 
@@ -107,7 +107,5 @@ class RestartedHostMachine(RestartedMachine):
     has_disk = False
 
 
-TestRestartedMachine = RestartedMachine.TestCase
-TestRestartedMachine.settings = settings(stateful_step_count=40)
-TestRestartedHostMachine = RestartedHostMachine.TestCase
-TestRestartedHostMachine.settings = settings(stateful_step_count=40)
+TestRestartedMachine = case(RestartedMachine)
+TestRestartedHostMachine = case(RestartedHostMachine)

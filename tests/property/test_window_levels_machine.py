@@ -7,12 +7,12 @@ in any group.
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from engine.api import CacheGrant, LeaseRequest, Request, Retention, Sampling
 from tests.fake_levels import whole_of
+from tests.property.machine_runs import case
 from tests.property.test_levels_machine import KeptMachine, LevelsMachine
 from tests.strategies import NAMESPACES, tokens
 
@@ -77,9 +77,6 @@ class KeptWindowMachine(KeptMachine):
     slots = 30
 
 
-TestWindowLevelsMachine = WindowLevelsMachine.TestCase
-TestWindowLevelsMachine.settings = settings(stateful_step_count=40)
-TestWindowHostMachine = WindowHostMachine.TestCase
-TestWindowHostMachine.settings = settings(stateful_step_count=40)
-TestKeptWindowMachine = KeptWindowMachine.TestCase
-TestKeptWindowMachine.settings = settings(stateful_step_count=40)
+TestWindowLevelsMachine = case(WindowLevelsMachine)
+TestWindowHostMachine = case(WindowHostMachine)
+TestKeptWindowMachine = case(KeptWindowMachine)

@@ -7,7 +7,6 @@ knows no tree search: it collects the slots that are present along a prompt, and
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
@@ -16,6 +15,7 @@ from engine.cache import EvictionPolicy, LeastRecentlyUsed
 from engine.cache.tree.prefix_tree import Node
 from tests.checkers import common_prefix
 from tests.fakes import FirstInFirstOut
+from tests.property.machine_runs import case
 from tests.property.test_cache_machine import CacheMachine
 from tests.strategies import NAMESPACES, quotas
 
@@ -123,5 +123,4 @@ class WindowMachine(CacheMachine):
                 assert len(row) == len(table.blocks), "as many entries as group 0 has"
 
 
-TestWindowMachine = WindowMachine.TestCase
-TestWindowMachine.settings = settings(stateful_step_count=50)
+TestWindowMachine = case(WindowMachine, 50)

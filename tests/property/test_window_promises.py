@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
@@ -18,6 +17,7 @@ from engine.cache.tree.prefix_tree import Node
 from engine.cache.tree.window_groups import WindowGroups
 from engine.levels.stored_prefixes import Copy
 from tests.fake_levels import BOOT_S, whole_of
+from tests.property.machine_runs import case
 from tests.property.test_promises_machine import CLASSES, NAMESPACES, Block, PromisesMachine
 from tests.property.test_restarted_promises import RestartedMachine
 
@@ -176,16 +176,10 @@ class RestartedWindowHostMachine(RestartedWindowMachine):
     has_disk = False
 
 
-RUNS = settings(stateful_step_count=40)
-
-TestWindowPromisesMachine = WindowPromisesMachine.TestCase
-TestWindowPromisesMachine.settings = RUNS
-TestWindowHostPromisesMachine = WindowHostPromisesMachine.TestCase
-TestWindowHostPromisesMachine.settings = RUNS
-TestRestartedWindowMachine = RestartedWindowMachine.TestCase
-TestRestartedWindowMachine.settings = RUNS
-TestRestartedWindowHostMachine = RestartedWindowHostMachine.TestCase
-TestRestartedWindowHostMachine.settings = RUNS
+TestWindowPromisesMachine = case(WindowPromisesMachine)
+TestWindowHostPromisesMachine = case(WindowHostPromisesMachine)
+TestRestartedWindowMachine = case(RestartedWindowMachine)
+TestRestartedWindowHostMachine = case(RestartedWindowHostMachine)
 
 
 class Drawn:
