@@ -20,19 +20,39 @@ from engine.levels.load_choice import (
 BLOCK_BYTES = 400_000
 
 
-def paces(host_s: float, disk_s: float) -> tuple[LevelPace, LevelPace]:
+LEAST: dict[LevelName, int] = {"host": 1, "disk": 4, "remote": 8}
+"""The shortest load that touches a level, in blocks."""
+Paces = dict[LevelName, LevelPace]
+
+
+def paces(host_s: float = 0.001, disk_s: float = 1.0, remote_s: float = 1.0) -> Paces:
     """Return the paces of levels whose blocks take so long."""
-    host, disk = LevelPace("host", [BLOCK_BYTES]), LevelPace("disk", [BLOCK_BYTES])
-    host.block_s, disk.block_s = [host_s], [disk_s]
-    return host, disk
+    seconds: dict[LevelName, float] = {"host": host_s, "disk": disk_s, "remote": remote_s}
+    found = {name: LevelPace(name, [BLOCK_BYTES]) for name in seconds}
+    for name, pace in found.items():
+        pace.block_s = [seconds[name]]
+    return found
 
 
-def beside(
-    host: LevelPace, disk: LevelPace, remote: LevelPace | None = None
-) -> dict[LevelName, LevelPace]:
-    """Return the paces of all levels, by name."""
-    sizes = [BLOCK_BYTES] * len(host.block_s)
-    return {"host": host, "disk": disk, "remote": remote or LevelPace("remote", sizes)}
+def lose(pace: LevelPace, now_s: float) -> None:
+    """Let as many loads lose as a level is judged by."""
+    for _ in range(JUDGED_LOADS):
+        pace.record_load(took_s=0.3, compute_s=0.1, now_s=now_s)
+
+
+def choose(
+    every: Paces,
+    *,
+    host: int = 0,
+    disk: int = 0,
+    remote: int = 0,
+    block_s: float = 0.01,
+    now_s: float = 0.0,
+) -> LoadChoice:
+    """Choose for so many blocks on each level, where computing takes `block_s` a block."""
+    counts: dict[LevelName, int] = {"host": host, "disk": disk, "remote": remote}
+    levels = [name for name, count in counts.items() for _ in range(count)]
+    return choose_load(levels, every, lambda n: n * block_s, LEAST.__getitem__, now_s)
 
 
 def is_nothing(choice: LoadChoice, why: NotLoaded) -> bool:
@@ -40,21 +60,9 @@ def is_nothing(choice: LoadChoice, why: NotLoaded) -> bool:
     return choice.blocks == 0 and choice.why == why
 
 
-def choose(
-    on_host: list[bool], host: LevelPace, disk: LevelPace, block_s: float, now_s: float = 0.0
-) -> LoadChoice:
-    """Choose where computing takes `block_s` a block and one block may be loaded."""
-
-    def least(level: LevelName) -> int:
-        return {"device": 0, "host": 1, "disk": 4, "remote": 8}[level]
-
-    levels: list[LevelName] = ["host" if one else "disk" for one in on_host]
-    return choose_load(levels, beside(host, disk), lambda blocks: blocks * block_s, least, now_s)
-
-
 def test_a_faster_level_is_loaded_whole() -> None:
     """Its time and that of computing are told, for the deadline and the regret."""
-    choice = choose([True] * 32, *paces(0.001, 1.0), block_s=0.01)
+    choice = choose(paces(), host=32)
 
     assert (choice.blocks, choice.why) == (32, None)
     assert choice.load_s == pytest.approx(0.033)
@@ -63,12 +71,12 @@ def test_a_faster_level_is_loaded_whole() -> None:
 
 def test_a_slower_level_is_not_loaded() -> None:
     """The disk of one machine loses against its device."""
-    assert is_nothing(choose([False] * 32, *paces(0.001, 0.02), block_s=0.01), "slower")
+    assert is_nothing(choose(paces(disk_s=0.02), disk=32), "slower")
 
 
 def test_only_the_part_that_pays_is_loaded() -> None:
     """A run of blocks on host goes on with blocks on a slow disk."""
-    choice = choose([True] * 16 + [False] * 16, *paces(0.001, 1.0), block_s=0.01)
+    choice = choose(paces(), host=16, disk=16)
 
     assert (choice.blocks, choice.why) == (16, "slower")
 
@@ -77,49 +85,47 @@ def test_a_short_prefix_on_disk_is_not_worth_a_fetch() -> None:
     """The least lengths differ by level."""
     fast = paces(0.0001, 0.0001)
 
-    assert is_nothing(choose([False] * 3, *fast, block_s=0.1), "short")
-    assert choose([False] * 4, *fast, block_s=0.1).blocks == 4
-    assert choose([True] * 3, *fast, block_s=0.1).blocks == 3
+    assert is_nothing(choose(fast, disk=3, block_s=0.1), "short")
+    assert choose(fast, disk=4, block_s=0.1).blocks == 4
+    assert choose(fast, host=3, block_s=0.1).blocks == 3
 
 
 def test_a_queue_counts_as_time() -> None:
     """What others are loading comes first."""
-    host, disk = paces(0.001, 1.0)
-    host.queued = [1000]
+    busy = paces()
+    busy["host"].queued = [1000]
 
-    assert is_nothing(choose([True] * 32, host, disk, block_s=0.01), "slower")
+    assert is_nothing(choose(busy, host=32), "slower")
 
 
 def test_a_level_whose_loads_keep_losing_is_left_alone() -> None:
     """After a pause it has one trial at a time, until three win."""
-    host, disk = paces(0.001, 1.0)
-    for _ in range(JUDGED_LOADS):
-        host.record_load(took_s=0.3, compute_s=0.1, now_s=10.0)
+    every = paces()
+    lose(every["host"], 10.0)
 
-    assert host.regret_s == pytest.approx(0.2 * JUDGED_LOADS)
-    assert is_nothing(choose([True] * 32, host, disk, 0.01, now_s=10.0 + PAUSE_S - 1), "paused")
+    assert every["host"].regret_s == pytest.approx(0.2 * JUDGED_LOADS)
+    assert is_nothing(choose(every, host=32, now_s=10.0 + PAUSE_S - 1), "paused")
     now_s = 10.0 + PAUSE_S
     for _ in range(TRIALS_WON):
-        assert choose([True] * 32, host, disk, 0.01, now_s).blocks == 32
-        host.record_load(took_s=0.01, compute_s=0.1, now_s=now_s)
+        assert choose(every, host=32, now_s=now_s).blocks == 32
+        every["host"].record_load(took_s=0.01, compute_s=0.1, now_s=now_s)
         now_s += TRIAL_S
-    assert choose([True] * 32, host, disk, 0.01, now_s - TRIAL_S).blocks == 32
+    assert choose(every, host=32, now_s=now_s - TRIAL_S).blocks == 32
 
 
 def test_a_paused_disk_leaves_what_host_has() -> None:
     """The run of blocks ends at the first that only the disk has."""
-    host, disk = paces(0.001, 0.001)
-    for _ in range(JUDGED_LOADS):
-        disk.record_load(took_s=0.3, compute_s=0.1, now_s=10.0)
+    every = paces(disk_s=0.001)
+    lose(every["disk"], 10.0)
 
-    choice = choose([True] * 8 + [False] * 8, host, disk, 0.01, now_s=11.0)
+    choice = choose(every, host=8, disk=8, now_s=11.0)
 
     assert (choice.blocks, choice.why) == (8, "paused")
 
 
 def test_a_pace_follows_what_is_measured() -> None:
     """Old measurements fade."""
-    host, _ = paces(0.001, 1.0)
+    host = paces()["host"]
     for _ in range(100):
         host.record_block(0.002)
 
@@ -138,7 +144,7 @@ def test_each_format_has_a_pace_of_its_own() -> None:
 
     def choose_of(form: int) -> LoadChoice:
         levels: list[LevelName] = ["disk"] * 8
-        every = beside(host, disk)
+        every = paces() | {"host": host, "disk": disk}
         return choose_load(levels, every, lambda blocks: blocks * 0.003, lambda level: 1, 0.0, form)
 
     assert is_nothing(choose_of(1), "slower"), "unpacking it takes longer than computing"
@@ -148,42 +154,23 @@ def test_each_format_has_a_pace_of_its_own() -> None:
     assert host.seconds(1, 0) == pytest.approx(0.012, rel=0.01)
 
 
-def far(count: int, remote: LevelPace, on_host: int = 0, now_s: float = 0.0) -> LoadChoice:
-    """Choose for blocks of which all but the first `on_host` lie in the remote store; computing a
-    block takes 10 ms."""
-    host, disk = paces(0.001, 0.002)
-    levels: list[LevelName] = ["host"] * on_host
-    levels += ["remote"] * (count - on_host)
-    least = {"device": 0, "host": 1, "disk": 4, "remote": 8}
-    every = beside(host, disk, remote)
-    return choose_load(
-        levels, every, lambda blocks: blocks * 0.01, lambda level: least[level], now_s
-    )
-
-
-def remote_pace(block_s: float) -> LevelPace:
-    """Return the pace of a remote store."""
-    pace = LevelPace("remote", [BLOCK_BYTES])
-    pace.block_s[0] = block_s
-    return pace
-
-
 def test_the_remote_store_has_a_pace_and_a_least_of_its_own() -> None:
     """A fast disk says nothing of it; what it is too slow for is computed."""
-    assert far(32, remote_pace(0.005)).blocks == 32
-    assert is_nothing(far(32, remote_pace(0.02)), "slower")
-    assert is_nothing(far(7, remote_pace(0.005)), "short")
-    assert far(32, remote_pace(0.02), on_host=16).blocks >= 16
+    fast, slow = (paces(disk_s=0.002, remote_s=seconds) for seconds in (0.005, 0.02))
+
+    assert choose(fast, remote=32).blocks == 32
+    assert is_nothing(choose(slow, remote=32), "slower")
+    assert is_nothing(choose(fast, remote=7), "short")
+    assert choose(slow, host=16, remote=16).blocks >= 16
 
 
 def test_a_remote_store_that_loses_is_left_alone() -> None:
     """As any level; host memory serves on."""
-    pace = remote_pace(0.005)
-    for _ in range(JUDGED_LOADS):
-        pace.record_load(2.0, 1.0, 0.0)
+    every = paces(disk_s=0.002, remote_s=0.005)
+    lose(every["remote"], 0.0)
 
-    assert far(32, pace, on_host=4, now_s=1.0).blocks == 4
-    assert far(32, pace, on_host=4, now_s=PAUSE_S).blocks == 32
+    assert choose(every, host=4, remote=28, now_s=1.0).blocks == 4
+    assert choose(every, host=4, remote=28, now_s=PAUSE_S).blocks == 32
 
 
 def test_what_computes_fast_tries_a_disk_that_was_never_measured() -> None:
@@ -191,18 +178,12 @@ def test_what_computes_fast_tries_a_disk_that_was_never_measured() -> None:
     and nothing measured; once it is, a slow disk is left alone.
     """
     block = 16 * 131_072
-    paces = first_paces([block], 4, 25e9)
-    disk = paces["disk"]
-    first_s = disk.block_s[0]
-
-    def choose() -> int:
-        levels: list[LevelName] = ["disk"] * 512
-        return choose_load(levels, paces, lambda n: n * 16 * 25.7e-6, lambda level: 16, 0.0).blocks
-
-    first = choose()
+    unmeasured = first_paces([block], 4, 25e9)
+    disk, first_s = unmeasured["disk"], unmeasured["disk"].block_s[0]
+    first = choose(unmeasured, disk=512, block_s=16 * 25.7e-6)
     for _ in range(512):
         disk.record_block(4 * block / 0.5e9)
 
-    assert first == 512
-    assert choose() == 0
+    assert first.blocks == 512
+    assert choose(unmeasured, disk=512, block_s=16 * 25.7e-6).blocks == 0
     assert LevelPace("disk", [block], 4).block_s[0] / 16 > 25.7e-6 > first_s / 16
