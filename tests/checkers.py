@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.api import (
-    AttentionWindow,
     Erase,
     Event,
     Finished,
@@ -262,30 +261,23 @@ class World:
             constraints=Constraints(self.grammars),
             **below,
         )
-        self.runner.namespace_of = self._namespace_of
+        self.runner.namespace_of = lambda number: self._request_of(number).grant.namespace
         self.runner.spares_smoke_test = True
-        self.runner.attention_of = self._attention_of
+        self.runner.attention_of = lambda number: self._request_of(number).attention
         self.live: dict[str, Stream] = {}
         if self._make_levels is None:  # a disk outlives the engine
             self.written = {}
-        self._namespaces: dict[int, bytes] = {}
-        self._attentions: dict[int, AttentionWindow | None] = {}
+        self._requests: dict[int, Request] = {}
         self._stats = Stats()
         self._book = NamespaceTable()
 
-    def _namespace_of(self, sequence_id: int) -> bytes:
-        if sequence_id not in self._namespaces:
+    def _request_of(self, sequence_id: int) -> Request:
+        """Return the request of a sequence that has had a row in a step."""
+        if sequence_id not in self._requests:
             sequence = self.core.requests.sequence(sequence_id)
             assert sequence is not None, "a step has rows of live sequences"
-            self._namespaces[sequence_id] = sequence.parent.request.grant.namespace
-        return self._namespaces[sequence_id]
-
-    def _attention_of(self, sequence_id: int) -> AttentionWindow | None:
-        if sequence_id not in self._attentions:
-            sequence = self.core.requests.sequence(sequence_id)
-            assert sequence is not None, "a step has rows of live sequences"
-            self._attentions[sequence_id] = sequence.parent.request.attention
-        return self._attentions[sequence_id]
+            self._requests[sequence_id] = sequence.parent.request
+        return self._requests[sequence_id]
 
     # -- commands -----------------------------------------------------------------------------
 
