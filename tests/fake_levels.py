@@ -452,15 +452,7 @@ class FakeStorage:
     def _look(self, command: Look) -> None:
         found, parent, at = list[StoredRun](), ROOT, 0
         while at < len(command.tokens) and not self.is_deaf:
-            own = next(
-                (
-                    record_id
-                    for record_id, record in self.records.items()
-                    if (record.namespace, record.parent) == (command.namespace, parent)
-                    and command.tokens[at : at + len(record.tokens)] == record.tokens
-                ),
-                None,
-            )
+            own = self._child(command.namespace, parent, command.tokens[at:])
             if own is None:
                 break
             form, level = self.records[own].form, self.level
@@ -586,8 +578,10 @@ class FakeStorage:
     def _child(
         self, namespace: Namespace, parent: RecordId, tokens: tuple[int, ...]
     ) -> RecordId | None:
+        """Return the record below `parent` with which `tokens` begin."""
         for record_id, record in self.records.items():
-            if (record.namespace, record.parent, record.tokens) == (namespace, parent, tokens):
+            is_there = (record.namespace, record.parent) == (namespace, parent)
+            if is_there and tokens[: len(record.tokens)] == record.tokens:
                 return record_id
         return None
 

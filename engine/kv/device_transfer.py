@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -86,19 +87,17 @@ class _Ready(Struct, frozen=True, eq=False):
     parts: list[_Part]
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
     """Moves of one format whose copies one mark ends. `digests`: of slots that are to be loaded
     and verified, `DIGESTED` at a time. `area`: the batch's part of the staging memory.
     """
 
-    __slots__ = ("area", "digests", "format", "mark", "ready")
-
-    def __init__(self, ready: list[_Ready], digests: list[Future[list[bytes]]]) -> None:
-        self.ready = ready
-        self.digests = digests
-        self.format = ready[0].move.format
-        self.area = 0
-        self.mark: CopyMark | None = None
+    format: str
+    ready: list[_Ready]
+    digests: list[Future[list[bytes]]]
+    area: int = 0
+    mark: CopyMark | None = None
 
     @property
     def parts(self) -> list[_Part]:
@@ -304,7 +303,7 @@ class DeviceTransferEngine:
             self._helpers.submit(_digests, slots[start : start + DIGESTED])
             for start in range(0, len(slots), DIGESTED)
         ]
-        return _Batch(found, digests), move
+        return _Batch(name, found, digests), move
 
     def _verify(self, batch: _Batch) -> None:
         """Wait for the digests of a batch, and leave out the loads of damaged slots, which have

@@ -14,7 +14,7 @@ from typing import Final
 from engine.api import FIDELITIES, Namespace, Payer, Quota
 from engine.cache import PrefixCache
 from engine.cache.tree.accounts import NamespaceAccount
-from engine.cache.tree.prefix_tree import Node
+from engine.cache.tree.prefix_tree import Node, upward
 from engine.errors import InvariantViolation
 from engine.levels.copy_formats import CopyFormats
 from engine.levels.host.accounts import HostAccounts
@@ -222,21 +222,16 @@ class CopyBook:
 
     def nearest(self, node: Node | None) -> Copy | None:
         """Return the copy of the node or of its nearest ancestor that has one. O(depth)."""
-        while node is not None:
-            if (copy := self.of_node(node)) is not None:
-                return copy
-            node = node.parent
-        return None
+        found = () if node is None else map(self.of_node, upward(node))
+        return next(filter(None, found), None)
 
     def nearest_node(self, copy: Copy) -> Node | None:
         """Return the node of the copy or of its nearest ancestor whose block the device has.
         O(depth).
         """
-        above: Copy | None = copy
-        while above is not None:
+        for above in upward(copy):
             if above.node is not None and above.node.parent is not None:
                 return above.node
-            above = above.parent
         return None
 
     def child(self, parent: Copy, node: Node) -> Copy | None:

@@ -25,7 +25,7 @@ from engine.api import (
 )
 from engine.cache import BlockTable, PrefixCache
 from engine.cache.tree.accounts import NamespaceAccount
-from engine.cache.tree.prefix_tree import Node
+from engine.cache.tree.prefix_tree import Node, upward
 from engine.config import LevelsConfig
 from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN, laxest
@@ -587,11 +587,9 @@ class Levels:
         """Lengthen the terms of the copies on a leased path, here and on disk."""
         self.book.prefixes.extend_lease(lease_id, copy)
         before = copy.promise_at_s
-        above: Node | None = node
-        while above is not None and above.run:
+        for above in upward(node):
             if (one := self.book.of_node(above)) is not None:
                 self.book.sync(one, above)
-            above = above.parent
         left = max(0.0, before - now_s)
         if copy.record_id and copy.promise_at_s - max(before, now_s) > RENEWED_PART * left:
             self._send_renew(copy, (lease_id,))

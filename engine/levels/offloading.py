@@ -18,7 +18,7 @@ from typing import Final
 
 from engine.cache import BlockTable, PrefixCache
 from engine.cache.tree.accounts import NamespaceAccount
-from engine.cache.tree.prefix_tree import Node, WindowBlock
+from engine.cache.tree.prefix_tree import Node, WindowBlock, upward
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy
 from engine.levels.window_copies import WindowCopies
@@ -419,11 +419,6 @@ class Offloading:
 
 def _path_to(node: Node, run_tokens: int) -> list[Node]:
     """Return the nodes from the first to this one, without a tail. O(depth)."""
-    path: list[Node] = []
-    step: Node | None = node
-    while step is not None and step.run:
-        if len(step.run) == run_tokens:
-            path.append(step)
-        step = step.parent
+    path = [step for step in upward(node) if len(step.run) == run_tokens]
     path.reverse()
     return path

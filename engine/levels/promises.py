@@ -22,7 +22,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import islice, takewhile
+from operator import attrgetter
 from typing import Final
 
 from engine.api import LevelName, Namespace, Payer
@@ -30,7 +31,7 @@ from engine.cache import PrefixCache
 from engine.cache.kept_below import FoundPromise, KeptWindows
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.leases import BlockTerms, Deadlines
-from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock
+from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock, upward
 from engine.errors import InvariantViolation
 from engine.levels.copies import CopyBook
 from engine.levels.stored_prefixes import Copy
@@ -240,13 +241,13 @@ class KeptPromises:
         `told`: how it is counted and renewed, None where that is not known. What it hangs on is
         promised for as long.
         """
-        top: Copy | None = copy
-        while top is not None and not top.is_root and self._end_of(top) < until_s:
+        for top in upward(copy):
+            if self._end_of(top) >= until_s:
+                break
             terms = _terms_of(told, until_s, max(top.limit_at_s, copy.limit_at_s))
             if min(until_s, terms.limit_at_s) <= now_s:
                 return
             self._take_over(top, RUN, terms, now_s)
-            top = top.parent
         if told is not None and self._windows.keeps_whole(copy):
             for group in range(len(self._cache.windows.windows)):
                 if group in told.window_groups:
@@ -408,13 +409,11 @@ class KeptPromises:
             self.store_again(copy, now_s)
             return
         copies: list[Copy] = []
-        above: Node | None = node
-        while above is not None and above.promised:
+        for above in takewhile(attrgetter("promised"), upward(node)):
             one = self._book.of_node(above)
             if one is not None and one.kept_until_s <= now_s and one not in self._renewing:
                 self._book.sync(one, above)
                 copies.append(one)
-            above = above.parent
         self._renew_each(reversed(copies), now_s)
 
     def _renew_each(self, copies: Iterable[Copy], now_s: float) -> None:

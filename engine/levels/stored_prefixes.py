@@ -16,7 +16,7 @@ from itertools import count, islice
 from engine.api import LevelName, Namespace, Payer
 from engine.cache.tree.lease_endpoints import NO_LEASES, LeaseEndpoints
 from engine.cache.tree.leases import BlockTerms, Deadlines
-from engine.cache.tree.prefix_tree import Node, Run, nodes_under, whole_runs
+from engine.cache.tree.prefix_tree import Node, Run, nodes_under, upward, whole_runs
 from engine.errors import InvariantViolation
 from engine.moves import PromiseTerms, RecordId
 
@@ -132,11 +132,7 @@ class Copy:
 
     def path(self) -> list[Copy]:
         """Return the copies from the first run to this one. O(depth)."""
-        found: list[Copy] = []
-        copy: Copy | None = self
-        while copy is not None and not copy.is_root:
-            found.append(copy)
-            copy = copy.parent
+        found = list(upward(self))
         found.reverse()
         return found
 

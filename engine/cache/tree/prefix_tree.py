@@ -202,6 +202,14 @@ def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     return min(len(a), len(b))
 
 
+def upward(node: N) -> Iterator[N]:
+    """Iterate over a node and those above it, without the root. O(1) each."""
+    above: N | None = node
+    while above is not None and above.run:
+        yield above
+        above = above.parent
+
+
 def whole_runs(root: N, tokens: Iterable[int], run_tokens: int) -> list[N]:
     """Return the nodes of the longest leading part of `tokens` in whole runs.
 
