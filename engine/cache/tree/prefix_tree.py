@@ -26,7 +26,25 @@ Run = tuple[int, ...]
 N = TypeVar("N", bound=LeasedNode)
 
 
-class Node:
+class _PromisedBlock:
+    """Where the promise of a block in a tree is kept, if it has one."""
+
+    __slots__ = ()
+    promised_class: str | None
+    terms: BlockTerms | None
+
+    @property
+    def promised(self) -> bool:
+        """Return whether a live promise protects the block from eviction."""
+        return self.promised_class is not None
+
+    @property
+    def promised_below(self) -> bool:
+        """Return whether a level below the device keeps the promise of this block."""
+        return self.terms is not None and self.terms.below_class is not None
+
+
+class Node(_PromisedBlock):
     """One run of tokens in the tree, and its block.
 
     `block`: its block in KV group 0. `beside`: its blocks in the window groups, None where a block
@@ -78,16 +96,6 @@ class Node:
         self.has_limit_deadline = False
         self.has_promise_deadline = False
 
-    @property
-    def promised(self) -> bool:
-        """Return whether a live promise protects the block from eviction."""
-        return self.promised_class is not None
-
-    @property
-    def promised_below(self) -> bool:
-        """Return whether a level below the device keeps the promise of this block."""
-        return self.terms is not None and self.terms.below_class is not None
-
     def ancestor(self, steps: int) -> Node | None:
         """Return the node `steps` above this one; None where the tree ends before. O(steps)."""
         found: Node | None = self
@@ -108,7 +116,7 @@ class Node:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class WindowBlock:
+class WindowBlock(_PromisedBlock):
     """The block of a node in window group `group`.
 
     `parent`: the node; None once the block has left the tree. `resumed_at_s`: when there was last a
@@ -129,16 +137,6 @@ class WindowBlock:
     has_promise_deadline: bool = False
     children: ClassVar[dict[Run, Node]] = {}
     has_limit_deadline: ClassVar[bool] = True
-
-    @property
-    def promised(self) -> bool:
-        """Return whether a live promise protects the block from eviction."""
-        return self.promised_class is not None
-
-    @property
-    def promised_below(self) -> bool:
-        """Return whether a level below the device keeps the promise of this block."""
-        return self.terms is not None and self.terms.below_class is not None
 
 
 TreeBlock = Node | WindowBlock
