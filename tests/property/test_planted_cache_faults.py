@@ -10,9 +10,10 @@ from engine.cache import PrefixCache
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.lease_manager import LeaseManager
 from engine.cache.tree.window_groups import WindowGroups
-from tests.property.planted import Plant, planted
+from tests.property.planted import Plant, RarePlant, planted
 from tests.property.test_cache_machine import CacheMachine
 from tests.property.test_window_machine import WindowMachine
+from tests.unit.engine.cache import test_leases as leases
 
 
 def expired_still_found(original: Any) -> Any:
@@ -78,7 +79,6 @@ def room_given_to_others(original: Any) -> Any:
 
 @pytest.mark.slow
 @planted(
-    Plant(CacheMachine, PrefixCache, "suspend", room_given_to_others),
     Plant(CacheMachine, PrefixCache, "expire", expired_still_found),
     Plant(CacheMachine, BlockManager, "set_promised", promise_not_kept),
     Plant(CacheMachine, BlockManager, "shortage", ceiling_ignored),
@@ -92,3 +92,9 @@ def room_given_to_others(original: Any) -> Any:
 def test_a_planted_cache_fault_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that misses this fault proves nothing when it passes."""
     plant.check(monkeypatch, 1_600)
+
+
+def test_room_given_to_others_fails_its_own_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine does not meet it in 1,600 runs."""
+    check = leases.test_a_preempted_sequence_keeps_the_room_of_its_promise
+    RarePlant(PrefixCache, "suspend", room_given_to_others, check).check(monkeypatch)
