@@ -17,7 +17,7 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 ROOT = Path(__file__).parents[2]
 PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("gateway", "engine", "tenancy", "kernels"))
 GATEWAY_FILES_MAX = 55
-ALL_FILES_MAX = 99
+ALL_FILES_MAX = 96
 BEHIND_A_SOCKET = ("engine", "ledger")
 """Threads of the fixture that are processes of their own under `trunkline serve`."""
 ENGINES_OWN = "engine/server/"
