@@ -116,7 +116,7 @@ def outcome_decoder() -> Decoder[Upward]:
 
 
 def failures_of(command: StorageCommand) -> Iterator[StorageOutcome]:
-    """Yield the outcomes of a command that nobody carries out: the disk or its process is away."""
+    """Yield the outcomes of a command while the disk or its process is away: all have failed."""
     match command:
         case StoreRuns():
             yield Stored(command.call_id, (), "closed")

@@ -164,7 +164,7 @@ async def test_fault_of_one_round_ends_no_later_one(
         world.write(b"a")
         await tried.wait()
     async with asyncio.timeout(PATIENCE_S):
-        while not rows(store):  # noqa: ASYNC110 (the task tells nobody)
+        while not rows(store):  # noqa: ASYNC110 (the task signals no round)
             await asyncio.sleep(0)
     await world.books.close()
 
