@@ -30,6 +30,8 @@ from tests.unit.gateway.server_process import SETTINGS, START_S, Server, run_ser
 pytestmark = pytest.mark.slow
 
 DELIVERED_MIN = 32
+LARGE = {"max_tokens": 440, "n": 8, "stream": True, "logprobs": True, "top_logprobs": 5}
+"""A request whose response is larger than the buffers of its connection."""
 
 
 @pytest.fixture(scope="module")
@@ -158,14 +160,14 @@ async def kill_once_noted(server: Server, data: Path, tokens: int) -> int:
 
 async def test_restart_after_sigkill_settles_delivered_tokens(model: Path, tmp_path: Path) -> None:
     """The hold becomes one entry `interrupted`, never above the delivered tokens nor below the
-    noted ones, at the price of its admission; the key still works."""
+    noted ones, at the price of its admission; the key still works. The response is larger than the
+    buffers, so it cannot be complete before the kill, however late the client reads."""
     data = tmp_path / "data"
     await asyncio.to_thread(price, data, "std", 5)
     arrived = noted = 0
     async with run_server(model, data) as server:
         with contextlib.suppress(Exception):
-            asked = server.request(max_tokens=440, stream=True, logprobs=True)
-            async with asked as (_, content):
+            async with server.request(**LARGE) as (_, content):
                 while event := await content.readuntil(b"\n\n"):
                     tokens = json.loads(event[6:])["choices"][0]["logprobs"] or {"content": []}
                     arrived += len(tokens["content"])
@@ -193,12 +195,11 @@ async def test_restart_after_sigkill_settles_delivered_tokens(model: Path, tmp_p
 
 
 async def test_second_signal_exits_at_once(model: Path, tmp_path: Path) -> None:
-    """The response is larger than the socket buffers, and the client does not read it."""
-    long = {"max_tokens": 450, "n": 8, "stream": True, "logprobs": True, "top_logprobs": 5}
+    """The client does not read its response."""
     async with (
         run_server(model, tmp_path / "data") as server,
         ClientSession() as session,
-        server.request(**long) as (_, content),
+        server.request(**LARGE) as (_, content),
     ):
         await content.readuntil(b"\n\n")
         server.process.send_signal(signal.SIGTERM)
