@@ -18,7 +18,10 @@ FAST = (
     *(f"tests/unit/engine/{name}" for name in ("cache", "core", "scheduler")),
     *(f"tests/unit/gateway/{name}" for name in ("caching", "dialects", "prompt")),
     *(f"tests/unit/tenancy/{name}" for name in ("pricing", "reuse")),
-    "tests/property",
+    *(
+        f"tests/property/test_{name}.py"
+        for name in ("cache_machine", "engine_machine", "isolation")
+    ),
 )
 """What runs where nothing changed: the rules of cache, scheduler, dialects and money."""
 
