@@ -14,7 +14,7 @@ from engine.api import LeaseRequest, Retention
 from engine.cache import PrefixCache
 from engine.cache.checker import PIECE_BLOCKS
 from engine.errors import InvariantViolation
-from tests.unit.engine.cache.lines_run import lines_run
+from tests.lines_run import lines_run
 from tests.unit.engine.cache.sequences import compute, computed
 
 SIZE = 4

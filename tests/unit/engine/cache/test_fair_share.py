@@ -16,7 +16,7 @@ from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.fair_share import FairShare
 from engine.cache.tree.prefix_tree import PrefixTree
 from engine.errors import InvariantViolation
-from tests.unit.engine.cache.lines_run import lines_run
+from tests.lines_run import lines_run
 from tests.unit.engine.cache.sequences import computed
 
 SIZE = 4

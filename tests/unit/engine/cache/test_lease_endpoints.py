@@ -12,7 +12,7 @@ from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
 from engine.cache.tree.lease_endpoints import HANDED_UP_MAX, LeaseEndpoints
 from engine.cache.tree.prefix_tree import Node, PrefixTree
-from tests.unit.engine.cache.lines_run import lines_run
+from tests.lines_run import lines_run
 from tests.unit.engine.cache.sequences import compute
 
 SIZE = 4

@@ -11,7 +11,7 @@ from engine.cache import Fact, PrefixCache
 from engine.cache.events import BlocksErased, Committed, Copied, Evicted, Matched
 from engine.cache.tree.prefix_tree import Node, PrefixTree
 from engine.errors import InvariantViolation
-from tests.unit.engine.cache.lines_run import lines_run
+from tests.lines_run import lines_run
 from tests.unit.engine.cache.sequences import compute, computed
 
 SIZE = 4

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.api import Retention
 from gateway.caching.prefix_index import SAME_CONTENT_MAX, PrefixIndex, digest_prefixes
+from tests.lines_run import lines_run
 
 FIVE = Retention("5m", 300, 300, "request_start")
 PINNED = Retention("resource", 60, 60, "absolute", renewed_on_read=False, pinned=True)
@@ -125,24 +122,6 @@ def crowded(namespaces: int) -> PrefixIndex:
         key = (f"user {number}".encode(), b"digest")
         book.write(key, 8, 1, "epoch", {}, FIVE, 0.0, is_granted=True, content=b"same")
     return book
-
-
-def lines_run(work: Callable[[], object]) -> int:
-    """Return how many lines of Python run in `work`: the same on every machine under any load."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def forget_hundred(book: PrefixIndex) -> None:

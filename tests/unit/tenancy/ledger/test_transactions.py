@@ -54,7 +54,7 @@ def test_entry_is_priced_and_keeps_its_fields(store: Store, ledger: Ledger, wall
 def test_money_of_the_sender_is_not_stored(
     store: Store, ledger: Ledger, wall: Wall, money: dict[str, Any]
 ) -> None:
-    """Without a card an entry is free, whatever it came with."""
+    """Without a card an entry is free, and its sender cannot say otherwise."""
     done(ledger.settle(structs.replace(used("a", wall()), **money)))
 
     assert entries(store) == {"a": used("a", wall())}
