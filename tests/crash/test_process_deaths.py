@@ -78,6 +78,11 @@ class Place:
             assert check_books(store) == []
             assert [life.epoch for life in reconcile(store) if life.has_mismatch] == []
 
+    def has_engine_counts(self) -> bool:
+        """Return whether the counts of the engine's epoch have been recorded."""
+        with closing(self.look()) as store:
+            return bool(reconcile(store))
+
     def events(self) -> list[str]:
         """Return the events of the server's log, as far as its lines are complete."""
         lines = self.data.with_suffix(".log").read_text().rpartition("\n")[0].splitlines()
@@ -236,6 +241,7 @@ async def test_killed_gateways_items_are_written(model: Path, place: Place) -> N
     """The ledger's process writes them, closes the holds that remain, and ends; the engine ends
     too."""
     async with run_server(model, place.data, place.settings) as server:
+        await until(place.has_engine_counts)  # while they are written, no hold is deferred
         async with server.request(max_tokens=1) as (_, content):
             prompt_tokens = json.loads(await content.read())["usage"]["prompt_tokens"]
         pids = children(server)
