@@ -22,7 +22,6 @@ from gateway.levels.disk_speed import DiskSpeed, measure_disk
 from gateway.levels.model_cost import (
     find_architecture,
     flops_per_token,
-    has_windows,
     kv_bytes_per_token,
 )
 from gateway.levels.placement import existing_parent, find_all_problems, levels_dir
@@ -163,15 +162,12 @@ def _check_worth(config: Config, speed: DiskSpeed) -> Check:
         shape = None
     if shape is None:
         return Check(name, True, "told once a server has prepared the model")
-    if has_windows(shape) and runs_on_device(config.engine):
-        fix = "remove [engine.levels], or serve a model without windows"
-        return Check(name, True, "none: a GPU has no levels of models with windows", fix)
     bytes_per_token = kv_bytes_per_token(shape, config.engine.kv_dtype)
     room = int(config.engine.levels.disk_gib * 2**30 / bytes_per_token)
     load_us = bytes_per_token / speed.read_bytes_per_s * 1e6
     text = f"room for {room:,} tokens of {bytes_per_token:,} B; a token is read in {load_us:.0f} us"
     flops = flops_per_token(shape)
-    if flops is None or config.engine.device == "cuda":
+    if flops is None or runs_on_device(config.engine):
         rate = speed.read_bytes_per_s / bytes_per_token
         return Check(
             name, True, f"{text}: worth it where prompts are computed at less than {rate:,.0f} a s"

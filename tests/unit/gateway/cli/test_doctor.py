@@ -6,7 +6,7 @@ import json
 import os
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -25,7 +25,7 @@ from gateway.engines.memory import available_memory_mib
 from tenancy.accounts.declared_tenants import DeclaredTenant
 from tenancy.accounts.tenants import create_tenant, set_status
 from tenancy.types import AtRest, CachePolicy, wall_ms
-from tests.models import prepared
+from tests.models import prepared, prepared_with_windows
 
 ASKED = {"disk speed", "clock", "host names", "encryption", "descriptors", "configuration"}
 ALL = {*ASKED, "python", "sqlite", "torch", "model", "data directory"}
@@ -293,14 +293,25 @@ def test_says_whether_any_tenants_kv_may_go_to_the_remote_store(
 def test_worth_compares_loading_with_computing(tmp_path: Path) -> None:
     """On a prepared model: room, seconds a token, and from how many tokens on it wins."""
     card = prepared(tmp_path / "models")
-    levels = LevelsConfig(disk_gib=1.0)
-    config = Config(
-        data_dir=str(tmp_path),
-        model=ModelSettings(name=card.source),
-        engine=EngineConfig(levels=levels, device="cpu"),
-    )
-    worth = check_levels(config)[-1]
+    worth = worth_of(card.source, tmp_path, "cpu")
 
-    assert worth.check == "disk level worth"
     assert f"room for {2**30 // 256:,} tokens of 256 B" in worth.found, "a tiny model"
     assert "computed in " in worth.found
+
+
+def test_a_gpu_has_levels_of_models_with_windows(tmp_path: Path) -> None:
+    """Its transfer engine copies the blocks of every KV group."""
+    card = prepared_with_windows(tmp_path / "models", 64, context=256)
+    worth = worth_of(card.source, tmp_path, "cuda")
+
+    assert worth.found.startswith("room for ")
+    assert worth.fix is None
+
+
+def worth_of(model: str, data_dir: Path, device: Literal["cpu", "cuda"]) -> Check:
+    """Return what is said of a disk below the cache of a prepared model."""
+    engine = EngineConfig(levels=LevelsConfig(disk_gib=1.0), device=device)
+    settings = ModelSettings(name=model)
+    worth = check_levels(Config(data_dir=str(data_dir), model=settings, engine=engine))[-1]
+    assert worth.check == "disk level worth"
+    return worth
