@@ -674,7 +674,7 @@ def _check_remote(levels: LevelsConfig, at: Callable[[str], str]) -> None:
         if not value:
             raise ConfigError(
                 f"{at('engine.levels.remote.url')}: set without engine.levels.{name}; a remote"
-                " store gets sealed copies of the disk's, and its index is on the disk"
+                " store has sealed copies that come from the disk, where its index is"
             )
 
 
@@ -730,7 +730,7 @@ def _check_trusted(admin: AdminConfig, at: Callable[[str], str]) -> None:
     if not admin.trusted_proxies:
         raise ConfigError(
             f"{at('admin.trusted_header')}: {admin.trusted_header} is trusted from no address;"
-            " expected the proxy's in admin.trusted_proxies"
+            " expected the proxy's address in admin.trusted_proxies"
         )
     for text in admin.trusted_proxies:
         try:

@@ -32,7 +32,7 @@ COMMANDS: Mapping[str, Command] = {
     "check-config": Command("Print every setting and its source.", "program"),
     "doctor": Command("Check what a server needs, and say what to do.", "doctor.command"),
     "version": Command("Print the version.", "program"),
-    "completion": Command("Print the completion of a shell.", "program"),
+    "completion": Command("Print the completion script of a shell.", "program"),
     "tenant": Command(
         "Create, list, change, suspend, resume and delete tenants.",
         "accounts.tenants",
@@ -41,7 +41,7 @@ COMMANDS: Mapping[str, Command] = {
     "key": Command(
         "Create, list, change, rotate and revoke keys.", "accounts.keys", has_actions=True
     ),
-    "usage": Command("Print usage by tenant, key, model, day or hour.", "ledger.usage"),
+    "usage": Command("Print usage by tenant, key, model, user, day or hour.", "ledger.usage"),
     "prices": Command("List rate cards, or add one.", "ledger.prices"),
     "budget": Command("List budgets, or set one.", "ledger.budgets"),
     "adjust": Command("Credit or debit a ledger entry.", "ledger.books"),
@@ -52,7 +52,7 @@ COMMANDS: Mapping[str, Command] = {
     "backup": Command("Copy the database to a file; a server may run.", "ledger.backups"),
     "restore": Command("Replace the database by a backup; no server may run.", "ledger.backups"),
     "move-database": Command(
-        "Move the ledger from a file to a PostgreSQL server.", "ledger.backups"
+        "Move the database from a file to a PostgreSQL server.", "ledger.backups"
     ),
     "shared-scope": Command(
         "List, create, change or remove caches that tenants share.", "accounts.shared_scopes"
@@ -63,9 +63,9 @@ COMMANDS: Mapping[str, Command] = {
         has_actions=True,
     ),
     "audit": Command(
-        "List changes of tenants, keys, prices, budgets and caches.", "accounts.audit"
+        "List changes to tenants, keys, prices, budgets and caches.", "accounts.audit"
     ),
-    "advise": Command("Say what prompts cost twice, and what to change.", "findings"),
+    "advise": Command("Say which prompts are paid for twice, why, and what to change.", "findings"),
     "check-prompt": Command("Say where two request bodies part, and what that costs.", "findings"),
     "openapi": Command("Print the OpenAPI document of a listener.", "openapi"),
     "bench": Command("Measure an endpoint, or a server started for it.", "benchmarks"),

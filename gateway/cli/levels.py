@@ -49,7 +49,9 @@ def _add_actions(command: argparse.ArgumentParser) -> None:
         "rewrap": "Give the disk level a new master key; no server may run.",
     }
     text = "the new file; default: engine.levels.key_file"
-    add_actions(command, texts)["new-key"].add_argument("file", nargs="?", type=Path, help=text)
+    add_actions(command, texts)["new-key"].add_argument(
+        "file", nargs="?", metavar="FILE", type=Path, help=text
+    )
 
 
 def _run(call: CommandCall) -> CommandResult:
@@ -74,7 +76,9 @@ def _make_key(call: CommandCall) -> CommandResult:
     configured = call.config.engine.levels.key_file
     file = call.options.file or (Path(configured) if configured else None)
     if file is None:
-        raise CommandError("which file? name one, or set engine.levels.key_file")
+        raise CommandError(
+            "FILE is required: trunkline levels new-key FILE, or set engine.levels.key_file"
+        )
     try:
         key = make_key_file(file)
     except OSError as error:
@@ -107,7 +111,7 @@ def _rewrap(call: CommandCall, folder: Path) -> CommandResult:
             " the new key's in engine.levels.key_file"
         )
     keys = rewrap_keys(folder, settings, os.environ)
-    text = f"{folder}: {keys} keys wrapped anew; engine.levels.key_file_before may go"
+    text = f"{folder}: {keys} keys wrapped anew; engine.levels.key_file_before can be removed"
     return CommandResult(text, {"folder": str(folder), "keys": keys})
 
 
@@ -137,7 +141,9 @@ def _change_one(call: CommandCall, folder: Path) -> CommandResult:
             remote = remote_settings(call.config.engine.levels.remote)
             found = verify_store(folder, progress, seal, os.environ, remote)
             data = {"folder": str(folder), "records": found.records, "damaged": found.damaged}
-            text = f"{found.records} records read, {found.damaged} damaged or under one, and gone"
+            text = (
+                f"{found.records} records read, {found.damaged} dropped (damaged, or under damaged)"
+            )
             return CommandResult(text, data, 1 if found.damaged else 0)
         case "rewrap":
             return _rewrap(call, folder)
@@ -196,7 +202,7 @@ def _ask(config: Config, path: str) -> Any:
         key = file.read_text().strip()
     except OSError as error:
         raise CommandError(
-            f"{file} cannot be read: {error.strerror}; it has the administrator's key"
+            f"{file} cannot be read: {error.strerror}; expected an administrator's key in it"
         ) from error
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:

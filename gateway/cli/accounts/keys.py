@@ -35,7 +35,7 @@ from tenancy.types import TOLERANCE_MODES, Limits, ToleranceMode, wall_ms
 def _add_actions(command: argparse.ArgumentParser) -> None:
     texts = {
         "create": "Create a key and print it, once.",
-        "list": "List keys by prefix.",
+        "list": "List keys with their settings.",
         "set": "Change the given settings of a key.",
         "rotate": "Create and print a replacement; the old key expires after a grace period.",
         "revoke": "Disable a key within a second, for good.",
@@ -57,12 +57,14 @@ def _add_actions(command: argparse.ArgumentParser) -> None:
         "comma-separated scopes: inference, usage, cache; of an administrator's key: read, tenants,"
         " money, erase"
     )
-    tolerance = "fields that are not honoured (default: as the server)"
+    tolerance = "how to treat fields that are not honoured"
     create.add_argument("--scopes", metavar="NAMES", help=f"{scopes} (default: all)")
-    create.add_argument("--tolerance", choices=TOLERANCE_MODES, help=tolerance)
+    text = f"{tolerance} (default: as the server)"
+    create.add_argument("--tolerance", choices=TOLERANCE_MODES, help=text)
     add_limits(create)
     change.add_argument("--scopes", metavar="NAMES", help=scopes)
-    change.add_argument("--tolerance", choices=(*TOLERANCE_MODES, "server"), help=tolerance)
+    text = f"{tolerance}; server: as the server"
+    change.add_argument("--tolerance", choices=(*TOLERANCE_MODES, "server"), help=text)
     add_limits(change)
     actions["list"].add_argument("--tenant", metavar="NAME")
     text = "grace period of the old key: 30m, 24h, 7d (default: 24h)"

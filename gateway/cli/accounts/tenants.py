@@ -72,7 +72,7 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fidelity", choices=FIDELITIES, help=text)
     text = "where KV may rest: `local`, the server's disk; `remote`, its remote store, too; `never`"
     parser.add_argument("--at-rest", choices=AT_REST, help=text)
-    text = "attention windows: `allowed`, `never`, or `window=W;sinks=S` for all its requests"
+    text = "attention windows: `allowed`, `never`, or `window=W;sinks=S` for requests without one"
     parser.add_argument("--attention", metavar="WINDOW", help=text)
     text = "most promised blocks, or `none`"
     parser.add_argument("--promised", type=_blocks, metavar="BLOCKS", help=text)

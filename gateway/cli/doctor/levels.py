@@ -62,7 +62,7 @@ def _check_host(config: Config) -> list[Check]:
     try:
         plan, sizes = size_host_levels(config)
     except ModelError:  # told by the check of models
-        return [Check(name, True, "auto: told once the model is here")]
+        return [Check(name, True, "auto: known once the model has been fetched")]
     free = "this system does not tell its free memory" if plan is None else plan.describe()
     for model in config.served_models():
         levels, check = config.engine_of(model).levels, f"{name} {model.name}".strip()
@@ -87,7 +87,7 @@ def _check_seal(config: Config) -> list[Check]:
     where = levels.key_file or f"${levels.key_env}"
     fix = None
     if levels.key_file and Path(levels.key_file).absolute().is_relative_to(levels_dir(config)):
-        fix = "keep the key outside the folder of the copies: who reads both reads all"
+        fix = "keep the key outside the folder of the copies: with both, every copy can be read"
     return [Check("disk level seal", True, f"key {key.fingerprint} of {where}", fix)]
 
 
@@ -161,7 +161,7 @@ def _check_worth(config: Config, speed: DiskSpeed) -> Check:
     except ModelError:
         shape = None
     if shape is None:
-        return Check(name, True, "told once a server has prepared the model")
+        return Check(name, True, "known once a server has prepared the model")
     bytes_per_token = kv_bytes_per_token(shape, config.engine.kv_dtype)
     room = int(config.engine.levels.disk_gib * 2**30 / bytes_per_token)
     load_us = bytes_per_token / speed.read_bytes_per_s * 1e6
@@ -170,7 +170,7 @@ def _check_worth(config: Config, speed: DiskSpeed) -> Check:
     if flops is None or runs_on_device(config.engine):
         rate = speed.read_bytes_per_s / bytes_per_token
         return Check(
-            name, True, f"{text}: worth it where prompts are computed at less than {rate:,.0f} a s"
+            name, True, f"{text}: loading wins where fewer than {rate:,.0f} tokens a s are computed"
         )
     rate = measure_flops_per_s(time.perf_counter) / flops
     worth = level_worth("disk", bytes_per_token, speed.read_bytes_per_s, rate)

@@ -39,7 +39,7 @@ def _backup(call: CommandCall) -> CommandResult:
     options, config = call.options, call.config
     path = database_file(config)
     if path is None:
-        raise CommandError("the ledger is in PostgreSQL; back it up with pg_dump, at any time")
+        raise CommandError("the database is in PostgreSQL; back it up with pg_dump, at any time")
     if not path.exists():
         raise CommandError(f"database not found: {path}")
     size = backups.backup(path, options.file)
@@ -63,7 +63,7 @@ def _restore(call: CommandCall) -> CommandResult:
     path = database_file(config)
     if path is None:
         message = "restore it with pg_restore, then run trunkline restore --mark"
-        raise CommandError(f"the ledger is in PostgreSQL; {message}")
+        raise CommandError(f"the database is in PostgreSQL; {message}")
     prepare_data_dir(config)  # a replacement machine has none yet
     done = backups.restore(options.file, path, wall_ms, partial(call.show, "checked"))
     missing = done.missing
@@ -94,8 +94,10 @@ def _add_move(parser: argparse.ArgumentParser) -> None:
 def _move(call: CommandCall) -> CommandResult:
     options, config = call.options, call.config
     path = database_file(config)
-    if path is None or not is_server(options.to):
-        raise CommandError("a ledger moves from a file to PostgreSQL; expected postgresql://…")
+    if path is None:
+        raise CommandError("the database is in PostgreSQL already; expected a file")
+    if not is_server(options.to):
+        raise CommandError("ADDRESS is wrong; expected postgresql://USER@HOST/DATABASE")
     if not path.exists():
         raise CommandError(f"database not found: {path}")
     with (
@@ -112,7 +114,7 @@ def _move(call: CommandCall) -> CommandResult:
     }
     state = "was already moved to" if done.was_there else "is moved to"
     text = (
-        f"the ledger of {path} {state} {place}"
+        f"the database {path} {state} {place}"
         f"\n{sum(done.rows.values())} rows, {done.rows['ledger']} entries, charged"
         f" ${format_dollars(done.charge_pico)}, last chain digest {done.chain.hex()[:16] or '-'};"
         " all checks passed"

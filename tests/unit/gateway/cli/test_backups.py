@@ -144,8 +144,8 @@ def test_moves_to_postgresql(
     nothing = error_line(run, "move-database", url)
     postgres_server.drop(name)
 
-    assert "from a file to PostgreSQL" in backwards
-    assert "from a file to PostgreSQL" in from_server
+    assert "expected postgresql://" in backwards
+    assert "is in PostgreSQL already" in from_server
     assert status == 0
     assert "1 entries, charged $0.000000000000, last chain digest " in text
     assert f'tenancy.database = "{url}"' in text
