@@ -100,12 +100,12 @@ def moves_of(level: LevelStats) -> Iterator[tuple[str, str, int]]:
 def _recovery(below: tuple[LevelStats, ...]) -> Iterator[Metric]:
     recovered = CounterMetricFamily(
         "trunkline_recovered_blocks",
-        "Copies taken over from the engine before.",
+        "Copies taken over from the previous engine.",
         labels=("level",),
     )
     lost = CounterMetricFamily(
         "trunkline_unrecovered_blocks",
-        "Copies of the engine before that were not taken over.",
+        "Copies of the previous engine that were not taken over.",
         labels=("level", "reason"),
     )
     unnoted = CounterMetricFamily(
@@ -135,14 +135,16 @@ def _flows(below: tuple[LevelStats, ...]) -> Iterator[Metric]:
     )
     missed = CounterMetricFamily(
         "trunkline_not_loaded",
-        "Prompts of which a level had more than was loaded, by why.",
+        "Prompts of which a level had more than was loaded, by reason.",
         labels=("level", "reason"),
     )
     uncopied = CounterMetricFamily(
         "trunkline_uncopied_evictions", "Blocks that were evicted without a copy on any level."
     )
     written = CounterMetricFamily("trunkline_disk_written_bytes", "Bytes written to disk.")
-    today = GaugeMetricFamily("trunkline_disk_written_today_bytes", "The same, of this day.")
+    today = GaugeMetricFamily(
+        "trunkline_disk_written_today_bytes", "Bytes written to disk today (UTC)."
+    )
     pending = GaugeMetricFamily(
         "trunkline_pending_erasures", "Erasures that a level has not confirmed."
     )

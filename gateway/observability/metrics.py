@@ -47,7 +47,7 @@ _GAUGES = {
     "blocks": ("kv_blocks", "Blocks of the pool."),
     "free_blocks": ("kv_free_blocks", "Blocks without a reference."),
     "cached_blocks": ("kv_cached_blocks", "Blocks that only the prefix tree refers to."),
-    "window_blocks": ("kv_window_blocks", "Blocks of KV groups with a window, beside their runs."),
+    "window_blocks": ("kv_window_blocks", "Blocks of window groups in the prefix tree."),
     "pinned_blocks": ("kv_pinned_blocks", "Blocks in some block table."),
     "waiting": ("waiting_requests", "Requests waiting for their first step."),
     "running": ("running_requests", "Running requests."),
@@ -55,7 +55,10 @@ _GAUGES = {
     "loading": ("loading_requests", "Requests that wait for host memory or disk."),
     "waiting_tokens": ("waiting_tokens", "Prompt tokens of waiting requests."),
     "steps_per_s": ("engine_steps_per_second", "Engine steps per second, recently."),
-    "prefill_tokens_per_s": ("engine_prefill_tokens_per_second", "Prompt tokens per second."),
+    "prefill_tokens_per_s": (
+        "engine_prefill_tokens_per_second",
+        "Prompt tokens computed per second, in steps that compute some.",
+    ),
 }
 _COUNTERS = {
     "step": ("engine_steps", "Engine steps since the engine started."),
@@ -247,7 +250,7 @@ class Metrics:
 
         make = _Maker(self.registry)
         counter, seconds, gauge, own = make.counter, make.seconds, make.gauge, make.own
-        gauge("build_info", "1; the labels tell the versions.", "version", "python").labels(
+        gauge("build_info", "1; the labels have the versions.", "version", "python").labels(
             version, python_version()
         ).set(1)
         self.requests = counter("requests", "Finished requests.", "tenant", "route", "ending")
@@ -384,7 +387,7 @@ def _contract_counts() -> CounterGroup:
 def _embedding_counts() -> CounterGroup:
     return CounterGroup(
         embedding_texts="Texts embedded for answers, cached ones too.",
-        embedding_tokens="Tokens of these texts.",
+        embedding_tokens="Tokens of embedded texts, cached ones too.",
         embedding_cached_tokens="Tokens of texts whose vectors were cached.",
     )
 
@@ -473,7 +476,7 @@ class _MoneyMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         texts = {
             "cost_usd": "Dollars charged since the ledger began, before adjustments.",
-            "uncached_cost_usd": "Dollars of the same requests without caching.",
+            "uncached_cost_usd": "Dollars that charged requests would have cost without caching.",
         }
         for place, (name, help_text) in enumerate(texts.items()):
             family = CounterMetricFamily(f"trunkline_{name}", help_text, labels=("tenant",))
