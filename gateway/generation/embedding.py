@@ -261,7 +261,7 @@ def _tokens_of(embedder: Embedder, one: TextOrIds, path: str) -> TokenizedText:
     try:
         return tokenizer.tokenize(one) if isinstance(one, str) else tokenizer.wrap(one)
     except SparseTextError as error:
-        problem = f"a text of {len(one)} characters with {error}; expected more words."
+        problem = f"too few words in {len(one)} characters: {error}; expected more words."
         raise invalid_field(path, problem) from None
     except ValueError as error:
         size = tokenizer.vocab_size

@@ -57,7 +57,7 @@ _TENANTS_AND_KEYS = (
     _show("/tenants/{name}", "Show a tenant.", answers.TenantAnswer),
     _act("PATCH /tenants/{name}", "Change a tenant.", TenantPatch, answers.TenantAnswer),
     _act("DELETE /tenants/{name}", "Delete a tenant and its data.", None, answers.TenantDeleted),
-    _show("/tenants/{name}/state", "Show its state.", TenantStateAnswer),
+    _show("/tenants/{name}/state", "Show a tenant's state.", TenantStateAnswer),
     _act("POST /reload", "Reload the configuration file."),
     _show("/tenants/{name}/keys", "List a tenant's keys.", answers.KeyPage, "after limit"),
     _act("POST /tenants/{name}/keys", "Create a tenant's key.", NewKey, answers.NewKeyAnswer, 201),
@@ -140,7 +140,12 @@ _VIEWS = (
         "tenant code since until limit before format",
     ),
     _show("/requests/{request_id}", "Show an ended request.", RequestAnswer),
-    _show("/findings", "Say what is paid for twice.", answers.FindingList, "tenant since until"),
+    _show(
+        "/findings",
+        "Say which prompts are paid for twice.",
+        answers.FindingList,
+        "tenant since until",
+    ),
 )
 
 

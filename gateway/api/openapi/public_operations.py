@@ -54,7 +54,9 @@ def _stored() -> Iterator[Operation]:
         yield _ask("GET", one, "Show a stored response.", "openai", ("stream",))
         yield _ask("DELETE", one, "Delete a stored response.", "openai")
         yield _ask("POST", f"{one}/cancel", "Refused: no response runs in background.", "openai")
-        yield _ask("GET", f"{one}/input_items", "List what a response answered.", "openai", page)
+        yield _ask(
+            "GET", f"{one}/input_items", "List the input items of a response.", "openai", page
+        )
 
 
 def _conversations() -> Iterator[Operation]:
@@ -64,7 +66,7 @@ def _conversations() -> Iterator[Operation]:
         items, item = f"{one}/items", one + "/items/{item}"
         yield _post(many, "Create a conversation.", conversations.CreateBody, "openai")
         yield _ask("GET", one, "Show a conversation.", "openai")
-        yield _post(one, "Change its metadata.", conversations.UpdateBody, "openai")
+        yield _post(one, "Change a conversation's metadata.", conversations.UpdateBody, "openai")
         yield _ask("DELETE", one, "Delete a conversation and its items.", "openai")
         yield _post(items, "Append items.", conversations.ItemsBody, "openai")
         yield _ask("GET", items, "List the items of a conversation.", "openai", page)
@@ -115,12 +117,12 @@ def _models() -> Iterator[Operation]:
 def _own() -> tuple[Operation, ...]:
     report = ("tenant", "since", "until", "group_by", "key_id", "model")
     usage, cached, receipt = answers.UsageAnswer, answers.CacheAnswer, answers.ReceiptAnswer
-    found, why = ("tenant", "since", "until"), "Say what it pays for twice."
+    found, why = ("tenant", "since", "until"), "Say which prompts the tenant pays for twice."
     path, lease, quote = "/v1/cache", ("lease_id",), answers.QuoteAnswer
     price = "Tell what a request would read from the cache and cost, without running it."
     return (
         Operation("GET", "/v1/usage", "usage", "Report the tenant's usage.", None, usage, report),
-        Operation("GET", "/v1/state", "usage", "Show its state.", None, TenantStateAnswer),
+        Operation("GET", "/v1/state", "usage", "Show the tenant's state.", None, TenantStateAnswer),
         Operation("GET", "/v1/findings", "usage", why, None, answers.FindingList, found),
         Operation("GET", path, "cache", "Show the workspace's cache.", None, cached),
         Operation("DELETE", path, "cache", "Erase the workspace's cache.", None, receipt, lease),
@@ -133,7 +135,9 @@ def open_operations() -> tuple[Operation, ...]:
     health = answers.HealthAnswer
     return (
         Operation("GET", "/healthz", "open", "Say that the process is up.", None, health),
-        Operation("GET", "/health", "open", "The same, by another name.", None, health),
+        Operation(
+            "GET", "/health", "open", "Say that the process is up, as /healthz does.", None, health
+        ),
         Operation("GET", "/readyz", "open", "Say whether requests are taken.", None, health),
         Operation("GET", "/openapi.json", "open", "Show this document."),
     )
