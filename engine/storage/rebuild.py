@@ -171,7 +171,9 @@ def empty_remote(folder: Path, remote: RemoteSettings | None) -> EmptiedRemote |
             objects = open_remote(remote.url, remote.timeout_s)
             while names := objects.names(f"{name}/", DELETED_AT_ONCE):
                 if names == before:
-                    return EmptiedRemote(deleted, "it says that it deletes, and does not")
+                    return EmptiedRemote(
+                        deleted, "the store confirms deletions and keeps the objects"
+                    )
                 objects.delete(names)
                 deleted, before = deleted + len(names), names
         except RemoteFailed as error:

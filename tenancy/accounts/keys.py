@@ -423,7 +423,7 @@ def _lookup(which: str) -> tuple[str, tuple[Value]]:
 def _single(rows: list[Row]) -> Key:
     if len(rows) != 1:
         found = "unknown key" if not rows else f"ambiguous key: {len(rows)} matches"
-        raise BadName("key_unknown", f"{found}; `trunkline key list` shows ids and beginnings")
+        raise BadName("key_unknown", f"{found}; `trunkline key list` shows ids and prefixes")
     return _key_of(rows[0])
 
 

@@ -52,7 +52,7 @@ class DiskLevel:
         self.looks = Looks(book, storage, promises, next_id, config.disk_tokens_min)
         self.storing = Storing(book, next_id, config.disk_tokens_min, promises.confirm)
         self.recall = PromiseRecall(book, promises, storage, next_id)
-        self.stats = StorageStats("off", "it has not been heard of yet")
+        self.stats = StorageStats("off", "the storage process has not answered yet")
         self._book, self._config, self._promises = book, config, promises
         self._per_device_block = per_device_block
         self._quotas: dict[Payer, Quota] = {}

@@ -293,7 +293,7 @@ class RemoteCopies:
         state: Literal["open", "full", "off"] = "full" if is_full else "open"
         return RemoteStats(
             state if self._link.is_open else "off",
-            self._link.reason or ("its bound is reached" if is_full else ""),
+            self._link.reason or ("engine.levels.remote.gib is reached" if is_full else ""),
             capacity_bytes=self._bytes_max,
             used_bytes=self._sums.used_bytes,
             records=self._sums.records,

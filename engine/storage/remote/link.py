@@ -84,7 +84,7 @@ class RemoteLink:
         except (RemoteFailed, EngineError) as error:
             failure = str(error) or type(error).__name__
         except Exception as error:  # of a package of others
-            failure = f"it ended with {type(error).__name__}"
+            failure = f"a call ended with {type(error).__name__}"
         told.append(failure)
 
     def _ended(self, serial: int, told: list[str]) -> None:
