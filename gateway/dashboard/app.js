@@ -15,8 +15,8 @@ import { Money } from "./pages/money.js";
 import { Overview } from "./pages/overview.js";
 import { OneRequest } from "./pages/request.js";
 import { Requests } from "./pages/requests.js";
-import { Tenant } from "./pages/tenant.js";
-import { Tenants } from "./pages/tenants.js";
+import { Tenant } from "./pages/tenants/tenant.js";
+import { Tenants } from "./pages/tenants/tenants.js";
 
 // `one`: the page of a thing in it, such as a tenant; `hasRange`, `oneHasRange`: which of the two
 // show a range of time.

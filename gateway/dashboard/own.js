@@ -2,18 +2,18 @@
 
 import { html, render } from "./parts/html.js";
 import { SLOW_POLL_MS, address, useData } from "./parts/api.js";
-import { Budgets, Limits } from "./parts/budgets.js";
-import * as column from "./parts/columns.js";
+import { Budgets, Limits } from "./parts/accounts/budgets.js";
+import * as column from "./parts/tables/columns.js";
 import { FindingList, useFindings } from "./parts/findings.js";
 import { NONE, about, count, dollars, dollarsOf, exactDollars, seconds, share,
   words } from "./parts/format.js";
 import { Frame } from "./parts/frame.js";
-import { Charts, HIT_RATIO, ratios } from "./parts/history.js";
+import { Charts, HIT_RATIO, ratios } from "./parts/charts/history.js";
 import { Panel, Status, Tile, Tiles, instead } from "./parts/pieces.js";
 import { DAY_MS, HOUR_MS, href, rangeOf, useRoute, windowOf } from "./parts/route.js";
 import { useSignIn } from "./parts/session.js";
-import { Table } from "./parts/table.js";
-import { savedNote } from "./parts/usage.js";
+import { Table } from "./parts/tables/table.js";
+import { savedNote } from "./parts/accounts/usage.js";
 
 function App() {
   const range = rangeOf(useRoute().query);

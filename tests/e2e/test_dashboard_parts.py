@@ -82,7 +82,7 @@ async def test_a_sum_beside_a_gap_is_a_part_of_it(page: Page) -> None:
       const cost_usd = requests.map((n) => (n === null ? null : String(n)));
       return history.amounts({ requests, cost_usd }, "cost_usd");
     """
-    found = await in_page(page, body, history="history")
+    found = await in_page(page, body, history="charts/history")
 
     assert found == [0, 5, None, None, None, None, 3, 0, 2, 0]
 
@@ -194,7 +194,7 @@ async def test_of_many_budgets_the_most_used_are_shown_first(page: Page) -> None
       parts.render(null, box);
       return shown;
     """
-    found = await in_page(page, body, parts="html", budgets="budgets")
+    found = await in_page(page, body, parts="html", budgets="accounts/budgets")
 
     assert found == [100, "t999", 0]
 
@@ -297,7 +297,7 @@ async def test_a_name_of_the_language_is_a_tenants_like_any_other(page: Page) ->
       const found = tenant_status.withStatus(tenants, budgets, now);
       return found.map((one) => [one.refused, one.status]);
     """
-    found = await in_page(page, body, tenant_status="tenant_status")
+    found = await in_page(page, body, tenant_status="accounts/tenant_status")
 
     assert found == [[0, "ok"], [2, "over_budget"]]
 

@@ -1,15 +1,15 @@
 // Access: administrators' keys with their scopes, shared scopes between tenants, and webhooks.
 
 import { html } from "../parts/html.js";
-import { useActs } from "../parts/acts.js";
+import { useDialog } from "../parts/dialogs/open_dialog.js";
 import { SLOW_POLL_MS, address, ask, useData, useKeys } from "../parts/api.js";
-import * as column from "../parts/columns.js";
-import { FormDialog } from "../parts/dialog.js";
-import { KeyTable, LIFE, lifeOf } from "../parts/keys.js";
-import { FirstRows } from "../parts/more_rows.js";
+import * as column from "../parts/tables/columns.js";
+import { FormDialog } from "../parts/dialogs/dialog.js";
+import { KeyTable, LIFE, lifeOf } from "../parts/accounts/keys.js";
+import { FirstRows } from "../parts/tables/more_rows.js";
 import { Chip, Panel, instead } from "../parts/pieces.js";
 import { useSession } from "../parts/session.js";
-import { Table } from "../parts/table.js";
+import { Table } from "../parts/tables/table.js";
 
 const DELIVERIES_MAX = 20;
 const ADMIN_SCOPES = ["erase", "money", "read", "tenants"];
@@ -20,7 +20,7 @@ export function Access() {
   const keys = useKeys("/admin/v1/keys?admin=true");
   const scopes = useData("/admin/v1/shared-scopes", SLOW_POLL_MS);
   const hooks = useData(address("/admin/v1/webhooks", { limit: DELIVERIES_MAX }), SLOW_POLL_MS);
-  const acts = useActs(() => { keys.again(); hooks.again(); });
+  const acts = useDialog(() => { keys.again(); hooks.again(); });
   const open = can("tenants") ? acts.open : null;
   return html`<${Panel} title="Administrators' keys" wide
       note="They open the admin API and this dashboard, as far as their scopes go; none generates."

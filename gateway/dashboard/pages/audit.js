@@ -2,13 +2,13 @@
 
 import { html, useState } from "../parts/html.js";
 import { SLOW_POLL_MS, address, useData } from "../parts/api.js";
-import * as column from "../parts/columns.js";
+import * as column from "../parts/tables/columns.js";
 import { instant, isKnown, words } from "../parts/format.js";
-import { MoreRows, ROWS_FIRST } from "../parts/more_rows.js";
+import { MoreRows, ROWS_FIRST } from "../parts/tables/more_rows.js";
 import { Filter, Panel, Search, instead } from "../parts/pieces.js";
 import { setQuery, windowOf } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
-import { Table } from "../parts/table.js";
+import { Table } from "../parts/tables/table.js";
 
 const KINDS = ["tenant", "key", "shared_scope", "rate_card", "budget", "ledger", "cache"];
 

@@ -2,16 +2,16 @@
 
 import { html } from "../parts/html.js";
 import { SLOW_POLL_MS, useData } from "../parts/api.js";
-import { Chart } from "../parts/chart.js";
-import * as column from "../parts/columns.js";
+import { Chart } from "../parts/charts/chart.js";
+import * as column from "../parts/tables/columns.js";
 import { Warnings, enginesOf } from "../parts/engines.js";
 import { count, dollarsOf, fromPico, seconds, share } from "../parts/format.js";
 import { Bar, Empty, Filter, Panel, Stack, Tile, Tiles, instead } from "../parts/pieces.js";
 import { PrefixTree } from "../parts/prefix_tree.js";
 import { setQuery } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
-import { Promises } from "../parts/since_start.js";
-import { Table } from "../parts/table.js";
+import { Promises } from "../parts/tables/since_start.js";
+import { Table } from "../parts/tables/table.js";
 
 const ROWS_FIRST = 12;
 const sumOf = (rows, name) => rows.reduce((sum, row) => sum + (row[name] ?? 0), 0);

@@ -5,7 +5,7 @@ import { useData } from "../parts/api.js";
 import { Warnings, enginesOf } from "../parts/engines.js";
 import { NONE, about, bytes, count, number, words } from "../parts/format.js";
 import { Panel, Tile, Tiles, instead } from "../parts/pieces.js";
-import { Table } from "../parts/table.js";
+import { Table } from "../parts/tables/table.js";
 
 // The unit of a figure is told by its name: by the first of these that fits.
 const UNITS = [[/tokens_per_s$/, "tokens per second"], [/_per_s$/, "per second"],

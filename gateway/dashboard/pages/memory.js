@@ -3,12 +3,12 @@
 
 import { html } from "../parts/html.js";
 import { SLOW_POLL_MS, useData } from "../parts/api.js";
-import { Chart } from "../parts/chart.js";
-import * as column from "../parts/columns.js";
+import { Chart } from "../parts/charts/chart.js";
+import * as column from "../parts/tables/columns.js";
 import { about, bytes, count, isKnown, number, seconds, share, time, words }
   from "../parts/format.js";
 import { Chip, Empty, Notice, Panel, Stack, Tile, Tiles, instead } from "../parts/pieces.js";
-import { Table } from "../parts/table.js";
+import { Table } from "../parts/tables/table.js";
 
 const NAMES = ["device", "host", "disk"], ROWS_FIRST = 12;
 const STATES = { open: ["good", "open"], full: ["warn", "full: stores nothing new"],

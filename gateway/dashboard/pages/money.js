@@ -1,19 +1,19 @@
 // Money: charges and savings, usage, budgets, and rate cards in dollars per million tokens.
 
 import { html } from "../parts/html.js";
-import { useActs } from "../parts/acts.js";
+import { useDialog } from "../parts/dialogs/open_dialog.js";
 import { SLOW_POLL_MS, address, ask, useData } from "../parts/api.js";
-import { Budgets } from "../parts/budgets.js";
-import * as column from "../parts/columns.js";
-import { FormDialog, toMicros } from "../parts/dialog.js";
+import { Budgets } from "../parts/accounts/budgets.js";
+import * as column from "../parts/tables/columns.js";
+import { FormDialog, toMicros } from "../parts/dialogs/dialog.js";
 import { NONE, about, count, dollars, dollarsOf, instant, price, share, time, utcDay }
   from "../parts/format.js";
 import { Filter, Panel, Tile, Tiles, instead } from "../parts/pieces.js";
 import { setQuery, windowOf } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
-import { Table } from "../parts/table.js";
-import { savedNote, windowText } from "../parts/usage.js";
-import { SetBudget } from "./tenant_acts.js";
+import { Table } from "../parts/tables/table.js";
+import { savedNote, windowText } from "../parts/accounts/usage.js";
+import { SetBudget } from "./tenants/tenant_dialogs.js";
 
 export function Money() {
   const { range, query, can } = useSession();
@@ -22,7 +22,7 @@ export function Money() {
     SLOW_POLL_MS);
   const budgets = useData("/admin/v1/budgets", SLOW_POLL_MS);
   const cards = useData("/admin/v1/rate-cards", SLOW_POLL_MS);
-  const { open, dialog } = useActs(() => { budgets.again(); cards.again(); });
+  const { open, dialog } = useDialog(() => { budgets.again(); cards.again(); });
   const change = (budget) => html`<button type="button" class="link"
     onClick=${() => open(SetBudget, { tenant: { name: budget.tenant }, budget })}>Change</button>`;
   return html`${used.data && html`<${Totals} totals=${used.data.totals} />`}

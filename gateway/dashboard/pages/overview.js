@@ -2,17 +2,17 @@
 
 import { html } from "../parts/html.js";
 import { SLOW_POLL_MS, useData, useTenants } from "../parts/api.js";
-import * as column from "../parts/columns.js";
+import * as column from "../parts/tables/columns.js";
 import { Warnings, enginesOf } from "../parts/engines.js";
 import { FindingList, savingOf, useFindings } from "../parts/findings.js";
 import { count, dollars } from "../parts/format.js";
-import { HistoryCharts, HistoryTiles, useHistory } from "../parts/history.js";
+import { HistoryCharts, HistoryTiles, useHistory } from "../parts/charts/history.js";
 import { Empty, Panel, instead } from "../parts/pieces.js";
 import { href } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
-import { Endings, FirstToken, IgnoredFields, Misses } from "../parts/since_start.js";
-import { Table } from "../parts/table.js";
-import { withStatus } from "../parts/tenant_status.js";
+import { Endings, FirstToken, IgnoredFields, Misses } from "../parts/tables/since_start.js";
+import { Table } from "../parts/tables/table.js";
+import { withStatus } from "../parts/accounts/tenant_status.js";
 
 const FINDINGS_SHOWN = 3, TENANTS_SHOWN = 8;
 

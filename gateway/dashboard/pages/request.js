@@ -2,11 +2,11 @@
 
 import { html } from "../parts/html.js";
 import { useData } from "../parts/api.js";
-import * as column from "../parts/columns.js";
+import * as column from "../parts/tables/columns.js";
 import { NONE, count, dollars, dollarsOf, exactDollars, instant, isKnown, ms, share,
   words } from "../parts/format.js";
 import { Empty, Panel, Stack, TenantLink, Tile, Tiles, instead } from "../parts/pieces.js";
-import { Facts, Table } from "../parts/table.js";
+import { Facts, Table } from "../parts/tables/table.js";
 
 export function OneRequest({ thing: id }) {
   const found = useData(`/admin/v1/requests/${encodeURIComponent(id)}`, 0);

@@ -2,13 +2,13 @@
 
 import { html, useState } from "../parts/html.js";
 import { address, useData } from "../parts/api.js";
-import * as column from "../parts/columns.js";
+import * as column from "../parts/tables/columns.js";
 import { dollarsOf, instant, isKnown, iso, moment, ms, words } from "../parts/format.js";
 import { Chip, Panel, Search, instead } from "../parts/pieces.js";
-import { MoreRows, ROWS_FIRST } from "../parts/more_rows.js";
+import { MoreRows, ROWS_FIRST } from "../parts/tables/more_rows.js";
 import { href, setQuery, windowOf } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
-import { Table } from "../parts/table.js";
+import { Table } from "../parts/tables/table.js";
 
 const ENDINGS = ["done", "refused", "cancelled", "failed"];
 const TONES = { done: "good", refused: "bad" };

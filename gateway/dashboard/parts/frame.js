@@ -3,7 +3,7 @@
 import { html, useEffect, useRef, useState } from "./html.js";
 import { zone } from "./format.js";
 import { Brand, Disconnected } from "./pieces.js";
-import { RangePicker } from "./range_picker.js";
+import { RangePicker } from "./charts/range_picker.js";
 import { SchemePicker } from "./scheme.js";
 
 // links: {href, title, isHere}. above: {href, title} of the page that this one is a thing of.

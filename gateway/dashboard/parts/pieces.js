@@ -4,7 +4,7 @@ import { html, useState } from "./html.js";
 import { Refused, useConnection } from "./api.js";
 import { NONE, clockSeconds, count, share } from "./format.js";
 import { href } from "./route.js";
-import { Sparkline } from "./sparkline.js";
+import { Sparkline } from "./charts/sparkline.js";
 
 export const Brand = ({ children }) => html`<div class="brand">
   <img src="/dashboard/favicon.svg" width="24" height="24" alt="" /><span>Trunkline</span>

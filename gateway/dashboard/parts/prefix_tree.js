@@ -1,10 +1,10 @@
 // A prefix tree as an icicle: the width is the tokens of the subtree, the shade the matches.
 
 import { html } from "./html.js";
-import * as column from "./columns.js";
+import * as column from "./tables/columns.js";
 import { count, seconds } from "./format.js";
 import { Empty } from "./pieces.js";
-import { Table } from "./table.js";
+import { Table } from "./tables/table.js";
 
 const WIDE = 1000, ROW = 26, WIDTH_MIN = 1.5, FOCUSABLE_MAX = 60, ROWS_MAX = 100;
 

@@ -1,9 +1,9 @@
 // Tables: sorted by a click on a head, saved as CSV, with a caption for screen readers.
 
-import { html, useLayoutEffect, useRef, useState } from "./html.js";
+import { html, useLayoutEffect, useRef, useState } from "../html.js";
 import { CsvButton } from "./csv.js";
-import { NONE, count, isKnown } from "./format.js";
-import { Empty } from "./pieces.js";
+import { NONE, count, isKnown } from "../format.js";
+import { Empty } from "../pieces.js";
 
 const ROWS_FIRST = 100;
 

@@ -1,7 +1,7 @@
 // CSV of what a table or a chart shows, made in the browser.
 
-import { html } from "./html.js";
-import { isKnown } from "./format.js";
+import { html } from "../html.js";
+import { isKnown } from "../format.js";
 
 // A text that begins like a formula would run in a spreadsheet: an apostrophe keeps it text.
 function cell(value) {

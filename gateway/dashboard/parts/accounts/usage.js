@@ -1,6 +1,6 @@
 // Usage of the ledger in words.
 
-import { share, time } from "./format.js";
+import { share, time } from "../format.js";
 
 // totals: of a usage report.
 export function savedNote(totals) {

@@ -1,8 +1,8 @@
 // The choice of a time range; it is kept in the address.
 
-import { html, useState } from "./html.js";
-import { instant, zone } from "./format.js";
-import { RANGES_MS, setQuery } from "./route.js";
+import { html, useState } from "../html.js";
+import { instant, zone } from "../format.js";
+import { RANGES_MS, setQuery } from "../route.js";
 
 // The value of a `datetime-local` field.
 const local = (at) => instant(at).slice(0, 16).replace(" ", "T");

@@ -1,13 +1,13 @@
 // What an administrator may do to a tenant: settings, keys, budgets, suspension, erasure, deletion.
 
-import { html, useState } from "../parts/html.js";
-import { ask } from "../parts/api.js";
-import { Dialog, FormDialog, toMicros, toNumber } from "../parts/dialog.js";
-import { words } from "../parts/format.js";
-import { LIFE, lifeOf } from "../parts/keys.js";
-import { href } from "../parts/route.js";
-import { useSession } from "../parts/session.js";
-import { Facts } from "../parts/table.js";
+import { html, useState } from "../../parts/html.js";
+import { ask } from "../../parts/api.js";
+import { Dialog, FormDialog, toMicros, toNumber } from "../../parts/dialogs/dialog.js";
+import { words } from "../../parts/format.js";
+import { LIFE, lifeOf } from "../../parts/accounts/keys.js";
+import { href } from "../../parts/route.js";
+import { useSession } from "../../parts/session.js";
+import { Facts } from "../../parts/tables/table.js";
 
 export const pathOf = (name) => `/admin/v1/tenants/${encodeURIComponent(name)}`;
 

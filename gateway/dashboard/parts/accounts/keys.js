@@ -1,12 +1,12 @@
 // Keys of a tenant or of administrators: their table, and what may be done to one.
 
-import { html } from "./html.js";
-import { ask } from "./api.js";
-import * as column from "./columns.js";
-import { FormDialog, toNumber } from "./dialog.js";
-import { instant } from "./format.js";
-import { Chip } from "./pieces.js";
-import { Table } from "./table.js";
+import { html } from "../html.js";
+import { ask } from "../api.js";
+import * as column from "../tables/columns.js";
+import { FormDialog, toNumber } from "../dialogs/dialog.js";
+import { instant } from "../format.js";
+import { Chip } from "../pieces.js";
+import { Table } from "../tables/table.js";
 
 function noteOf(row) {
   if (row.revoked) return "revoked";

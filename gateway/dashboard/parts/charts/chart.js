@@ -1,13 +1,13 @@
 // Charts over time, drawn by uPlot. All charts of a page share one crosshair; a drag over a chart
 // chooses a range. A missing value is a gap. `ghost` lines are the period before.
 
-import uPlot from "../vendor/uplot.js";
-import { html, useEffect, useLayoutEffect, useReducer, useRef } from "./html.js";
-import { CsvButton } from "./csv.js";
-import { about, clock, count, day, instant, isKnown, iso, time } from "./format.js";
-import { setQuery } from "./route.js";
-import { Empty } from "./pieces.js";
-import { useScheme } from "./scheme.js";
+import uPlot from "../../vendor/uplot.js";
+import { html, useEffect, useLayoutEffect, useReducer, useRef } from "../html.js";
+import { CsvButton } from "../tables/csv.js";
+import { about, clock, count, day, instant, isKnown, iso, time } from "../format.js";
+import { setQuery } from "../route.js";
+import { Empty } from "../pieces.js";
+import { useScheme } from "../scheme.js";
 
 const HEIGHT = 190, DRAG_MIN = 8, RANGE_MIN_MS = 60_000;
 // Steps of an axis that counts: 1, 2, 5, 10, 20, … so that no label is rounded.

@@ -1,9 +1,9 @@
 // A new key: shown once, with what to paste into a program of each SDK.
 
-import { html, useRef, useState } from "./html.js";
+import { html, useRef, useState } from "../html.js";
 import { Dialog } from "./dialog.js";
-import { Notice } from "./pieces.js";
-import { useSession } from "./session.js";
+import { Notice } from "../pieces.js";
+import { useSession } from "../session.js";
 
 const PROGRAMS = {
   OpenAI: ({ base, key, model }) => `from openai import OpenAI

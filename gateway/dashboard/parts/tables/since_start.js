@@ -1,9 +1,9 @@
 // Tables of what the gateway has counted since its start, of all tenants or of one.
 
-import { html } from "./html.js";
+import { html } from "../html.js";
 import * as column from "./columns.js";
-import { ms, share, words } from "./format.js";
-import { Panel } from "./pieces.js";
+import { ms, share, words } from "../format.js";
+import { Panel } from "../pieces.js";
 import { Table } from "./table.js";
 
 // counts: a number by name.

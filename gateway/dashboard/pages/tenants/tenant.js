@@ -1,24 +1,24 @@
 // One tenant: its state, budgets, limits, keys and refusals; its history, findings and prefixes.
 
-import { html } from "../parts/html.js";
-import { useActs } from "../parts/acts.js";
-import { SLOW_POLL_MS, address, useData, useKeys } from "../parts/api.js";
-import { Budgets, Limits } from "../parts/budgets.js";
-import * as column from "../parts/columns.js";
-import { FindingList, useFindings } from "../parts/findings.js";
+import { html } from "../../parts/html.js";
+import { useDialog } from "../../parts/dialogs/open_dialog.js";
+import { SLOW_POLL_MS, address, useData, useKeys } from "../../parts/api.js";
+import { Budgets, Limits } from "../../parts/accounts/budgets.js";
+import * as column from "../../parts/tables/columns.js";
+import { FindingList, useFindings } from "../../parts/findings.js";
 import { about, ago, bytes, count, dollars, dollarsOf, fromPico, instant, number, share, words }
-  from "../parts/format.js";
-import { HistoryCharts, HistoryTiles, useHistory } from "../parts/history.js";
-import { KeyTable } from "../parts/keys.js";
-import { FirstRows } from "../parts/more_rows.js";
-import { Chip, Notice, Panel, Status, instead } from "../parts/pieces.js";
-import { href, windowOf } from "../parts/route.js";
-import { useSession } from "../parts/session.js";
-import { FirstToken, IgnoredFields, Misses, Promises } from "../parts/since_start.js";
-import { Table } from "../parts/table.js";
-import { windowText } from "../parts/usage.js";
+  from "../../parts/format.js";
+import { HistoryCharts, HistoryTiles, useHistory } from "../../parts/charts/history.js";
+import { KeyTable } from "../../parts/accounts/keys.js";
+import { FirstRows } from "../../parts/tables/more_rows.js";
+import { Chip, Notice, Panel, Status, instead } from "../../parts/pieces.js";
+import { href, windowOf } from "../../parts/route.js";
+import { useSession } from "../../parts/session.js";
+import { FirstToken, IgnoredFields, Misses, Promises } from "../../parts/tables/since_start.js";
+import { Table } from "../../parts/tables/table.js";
+import { windowText } from "../../parts/accounts/usage.js";
 import { DeleteTenant, EditTenant, EraseCache, NewKey, SetBudget, SetStatus, pathOf }
-  from "./tenant_acts.js";
+  from "./tenant_dialogs.js";
 
 const sum = (numbers) => Object.values(numbers).reduce((all, n) => all + n, 0);
 
@@ -28,7 +28,7 @@ export function Tenant({ thing: name }) {
   const keys = useKeys(`${pathOf(name)}/keys`);
   const budgets = useData(address("/admin/v1/budgets", { tenant: name }));
   const found = useHistory(range, name), findings = useFindings(name);
-  const acts = useActs(() => [one, state, keys, budgets].forEach((shown) => shown.again()));
+  const acts = useDialog(() => [one, state, keys, budgets].forEach((shown) => shown.again()));
   const missing = instead(one, "this tenant");
   if (missing) return html`<${Panel} title=${name} wide>${missing}<//>${acts.dialog}`;
   const tenant = one.data;

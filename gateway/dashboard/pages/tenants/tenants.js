@@ -1,17 +1,17 @@
 // Tenants: the table with search, filter and order, and the making of a tenant.
 
-import { html, useState } from "../parts/html.js";
-import { SLOW_POLL_MS, address, ask, useData, useTenants } from "../parts/api.js";
-import * as column from "../parts/columns.js";
-import { FormDialog } from "../parts/dialog.js";
-import { NONE, about, count, dollarsOf, isKnown } from "../parts/format.js";
-import { FirstRows } from "../parts/more_rows.js";
-import { Bar, Filter, Panel, Search, instead } from "../parts/pieces.js";
-import { href, setQuery, windowOf } from "../parts/route.js";
-import { useSession } from "../parts/session.js";
-import { Table } from "../parts/table.js";
-import { withStatus } from "../parts/tenant_status.js";
-import { settingsFields, settingsOf } from "./tenant_acts.js";
+import { html, useState } from "../../parts/html.js";
+import { SLOW_POLL_MS, address, ask, useData, useTenants } from "../../parts/api.js";
+import * as column from "../../parts/tables/columns.js";
+import { FormDialog } from "../../parts/dialogs/dialog.js";
+import { NONE, about, count, dollarsOf, isKnown } from "../../parts/format.js";
+import { FirstRows } from "../../parts/tables/more_rows.js";
+import { Bar, Filter, Panel, Search, instead } from "../../parts/pieces.js";
+import { href, setQuery, windowOf } from "../../parts/route.js";
+import { useSession } from "../../parts/session.js";
+import { Table } from "../../parts/tables/table.js";
+import { withStatus } from "../../parts/accounts/tenant_status.js";
+import { settingsFields, settingsOf } from "./tenant_dialogs.js";
 
 const SHOWN = { all: () => true, attention: (one) => one.status !== "ok",
   suspended: (one) => one.status === "suspended" };

@@ -1,7 +1,7 @@
 // Dialogs: forms that act, and confirmation by typing a name.
 
-import { html, useEffect, useRef, useState } from "./html.js";
-import { Select } from "./pieces.js";
+import { html, useEffect, useRef, useState } from "../html.js";
+import { Select } from "../pieces.js";
 
 // Without `close` it stays until its content ends it.
 export function Dialog({ title, close, children }) {

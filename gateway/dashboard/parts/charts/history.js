@@ -1,12 +1,12 @@
 // The history of a range: its sums as tiles, and its charts with the period before as a ghost.
 
-import { html } from "./html.js";
-import { SLOW_POLL_MS, address, useData } from "./api.js";
+import { html } from "../html.js";
+import { SLOW_POLL_MS, address, useData } from "../api.js";
 import { Chart } from "./chart.js";
 import { about, count, dollars, dollarsOf, exactDollars, isKnown, ms, percent, share,
-  words } from "./format.js";
-import { Panel, Tile, Tiles, instead } from "./pieces.js";
-import { DAY_MS, HOUR_MS } from "./route.js";
+  words } from "../format.js";
+import { Panel, Tile, Tiles, instead } from "../pieces.js";
+import { DAY_MS, HOUR_MS } from "../route.js";
 
 // --- numbers -------------------------------------------------------------------------------------
 

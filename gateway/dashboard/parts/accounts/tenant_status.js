@@ -1,6 +1,6 @@
 // Which tenants need to be looked after, and why.
 
-import { isKnown } from "./format.js";
+import { isKnown } from "../format.js";
 
 // Return tenants of `/admin/v1/tenants` with their `status`, with `refused` (requests of the last
 // hour; null if that is not known), and with `spent` and `soft`: a budget that is used up, and one

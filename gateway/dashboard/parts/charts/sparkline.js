@@ -1,7 +1,7 @@
 // A trend without axes, for tiles. Gaps stay gaps.
 
-import { html } from "./html.js";
-import { isKnown } from "./format.js";
+import { html } from "../html.js";
+import { isKnown } from "../format.js";
 
 const WIDE = 120, TALL = 28;
 

@@ -1,8 +1,8 @@
 // The ends of lists that are longer than what is shown.
 
-import { html } from "./html.js";
-import { count } from "./format.js";
-import { Notice } from "./pieces.js";
+import { html } from "../html.js";
+import { count } from "../format.js";
+import { Notice } from "../pieces.js";
 
 export const ROWS_FIRST = 100;
 const ROWS_MAX = 1000;

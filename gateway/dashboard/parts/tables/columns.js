@@ -3,9 +3,9 @@
 // and "least" (hidden where there is no room; CSV has it). `get` here is a function of the row, or
 // the name of its field.
 
-import { html } from "./html.js";
-import { count, instant } from "./format.js";
-import { Status, TenantLink } from "./pieces.js";
+import { html } from "../html.js";
+import { count, instant } from "../format.js";
+import { Status, TenantLink } from "../pieces.js";
 
 const getter = (get) => (typeof get === "function" ? get : (row) => row[get]);
 

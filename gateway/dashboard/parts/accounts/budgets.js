@@ -1,8 +1,8 @@
 // Budgets and limits as bars.
 
-import { html, useState } from "./html.js";
-import { count, dollarsOf, isKnown, time, words } from "./format.js";
-import { Bar, Empty, TenantLink } from "./pieces.js";
+import { html, useState } from "../html.js";
+import { count, dollarsOf, isKnown, time, words } from "../format.js";
+import { Bar, Empty, TenantLink } from "../pieces.js";
 
 const BUDGETS_FIRST = 100;
 const limitOf = (one) => Number(one.hard_usd ?? one.soft_usd);
