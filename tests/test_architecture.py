@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.private_names import defined_privates, imported, inherited, reached_into
+from tests.tools.private_names import imported, inherited, reached_into
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("gateway", "engine", "kernels", "tenancy")
@@ -31,8 +31,9 @@ LONGER_FUNCTIONS: dict[str, str] = {
 LARGER_FOLDERS: dict[str, str] = {
     "gateway/api/admin": "one group of routes per file, named as in their paths",
     "gateway/dialects/openai": "three endpoints, what they share, and what is stored of one",
+    "kernels/cpu": "nine C files and their header are compiled as one library",
 }
-"""Product folders with more than `FOLDER_FILES_MAX` modules, each with its reason."""
+"""Product folders with more than `FOLDER_FILES_MAX` source files, each with its reason."""
 
 ESCAPES_MAX = {"type: ignore": 0, "noqa": 0, "pragma: no cover": 0}
 """How many comments in the product may silence a checker."""
@@ -42,6 +43,29 @@ DOCUMENTED = {
     "_reinterpret": "Gluon's own guide uses it; Triton 3.9 renames it to reinterpret",
 }
 """Names of dependencies that begin with an underscore and are documented all the same."""
+
+OWN_PRIVATES = {
+    "engine/scheduler/request_table.py": "_by_namespace",
+    "engine/server/embedded.py": "_call_in_loop _on_service_change",
+    "gateway/prompt/opaque_text.py": "_fail_read _is_whole _recorder _text",
+    "gateway/prompt/sandbox.py": "_count_value _spend",
+    "tests/e2e/test_soak.py": "_reconciler",
+    "tests/fake_levels.py": "_last",
+    "tests/unit/engine/cache/test_checker.py": "_manager _nodes _spare",
+    "tests/unit/engine/core/test_attention_windows.py": "_commit_tail",
+    "tests/unit/engine/kv/test_device_transfer.py": "_may_begin",
+    "tests/unit/engine/levels/test_crowding.py": "_waits_for_moves",
+    "tests/unit/engine/levels/test_host_accounts.py": "_may_go",
+    "tests/unit/engine/storage/test_store.py": "_drop _index _settings",
+    "tests/unit/gateway/analytics/test_client.py": "_child _process _wire",
+    "tests/unit/gateway/background/test_reconciliation.py": "_reconciler",
+    "tests/unit/gateway/embeddings/test_embedder.py": "_ids",
+    "tests/unit/gateway/ledger/test_deferred_holds.py": "_ledger",
+    "tests/unit/gateway/observability/test_otel_metrics.py": "_log",
+    "tests/unit/tenancy/ledger/test_ledger.py": "_thread",
+    "tests/unit/tenancy/ledger/test_writer.py": "_writer _writer_id",
+}
+"""Private attributes of another object that a file uses; our own classes define all of them."""
 
 
 @cache
@@ -115,8 +139,13 @@ def test_files_over_800_lines_are_split_by_noun() -> None:
 def test_folders_hold_about_a_dozen_files() -> None:
     """A larger folder hides a noun that deserves a folder."""
     files = {
-        name_of(folder): [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
-        for folder in packages(*FOLDERS)
+        name_of(folder): [
+            path.name
+            for path in folder.iterdir()
+            if path.suffix in (".py", ".c", ".h", ".js", ".sql") and path.name != "__init__.py"
+        ]
+        for top in FOLDERS
+        for folder in (ROOT / top).rglob("*/")
     }
     larger = {name: found for name, found in files.items() if len(found) > FOLDER_FILES_MAX}
 
@@ -221,14 +250,18 @@ def test_no_private_name_of_a_dependency_is_imported_or_inherited() -> None:
     assert found == {}
 
 
-def test_no_private_attribute_of_a_dependency_is_read() -> None:
-    """As ruff's SLF001 for the product; here for tests too, where our own private names may be."""
-    trees = [parsed(path) for path in sources(*FOLDERS, "tests")]
-    own = {name for tree in trees for name in defined_privates(tree)}
-    found = {name for tree in trees for name in reached_into(tree)}
+def private_attributes(trees: dict[str, ast.Module]) -> dict[str, str]:
+    """The private attributes of other objects that each file uses, without `DOCUMENTED` ones."""
+    found = {name: set(reached_into(tree)) - DOCUMENTED.keys() for name, tree in trees.items()}
+    return {name: " ".join(sorted(names)) for name, names in found.items() if names}
 
-    assert found - own - DOCUMENTED.keys() == set()
-    assert DOCUMENTED.keys() - found == set()
+
+def test_no_private_attribute_of_a_dependency_is_read() -> None:
+    """Syntax does not tell a dependency's attribute from ours, so each use is listed."""
+    trees = {name_of(path): parsed(path) for path in sources(*FOLDERS, "tests")}
+
+    assert private_attributes(trees) == OWN_PRIVATES
+    assert {name for tree in trees.values() for name in reached_into(tree)} >= DOCUMENTED.keys()
 
 
 PLANTED = {
@@ -261,5 +294,5 @@ def test_a_private_name_that_was_planted_is_found(source: str) -> None:
     "source", ["site._server.sockets", "patch.setattr(site, '_server', 1)", "getattr(x, '_server')"]
 )
 def test_an_attribute_that_was_planted_is_found(source: str) -> None:
-    """An attribute, or its name as a string."""
-    assert list(reached_into(ast.parse(source))) == ["_server"]
+    """An attribute, or its name as a string; it is `_server` that some of our classes have too."""
+    assert private_attributes({"a.py": ast.parse(source)}) == {"a.py": "_server"}

@@ -1,8 +1,8 @@
 """Finds uses of private names of dependencies in source text: imports, overrides, inherited state.
 
 A private name begins with one underscore. Access by attribute (`thing._name`) cannot be told apart
-from our own classes' by syntax; ruff's SLF001 forbids it in the product, and `reached_into` lists
-it for tests. It imports the dependencies whose classes are derived from.
+from our own classes' by syntax: `reached_into` lists it, and tests/test_architecture.py says which
+uses are of our own classes. It imports the dependencies whose classes are derived from.
 """
 
 from __future__ import annotations
@@ -53,20 +53,6 @@ def inherited(tree: ast.Module) -> Iterator[str]:
                     defined |= _defined(classes[base.id])
             for name in sorted(taken | (used - defined)):
                 yield f"{node.name}.{name}"
-
-
-def defined_privates(tree: ast.Module) -> Iterator[str]:
-    """Private names that our own code defines: functions, classes, fields and `self._name`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names = [node.name]
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names = [node.attr] if getattr(node.value, "id", "") in ("self", "cls") else []
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names = [node.id]
-        else:
-            names = []
-        yield from filter(is_private, names)
 
 
 def reached_into(tree: ast.Module) -> Iterator[str]:
