@@ -74,7 +74,8 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     `stored_total`: host -> disk; `fetched_total`: disk -> host. `failed_total`: moves that failed;
     `damaged_total`: copies with other bytes than were written. `dropped_total`: given up for room;
     `expired_total`: at their limit. `regret_s_total`: time lost by loads slower than computing.
-    `bytes_per_s`: the measured rate of reading. `chosen_total`, `declined_total`: prompts with a
+    `bytes_per_s`: the measured rate of reading. `loaded_tokens_total`: cached tokens of requests
+    that were loaded from here before they started. `chosen_total`, `declined_total`: prompts with a
     prefix here that were loaded, or computed since that was faster; `not_loaded`: those of which
     not all was loaded, by why. `uncopied_total`: evicted from the device without a copy.
     `pending_erasures`: not confirmed yet. `recovered_total`: copies in host memory taken over from
@@ -115,10 +116,24 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     payers: tuple[PayerBytes, ...] = ()
     copies: tuple[FidelityBytes, ...] = ()
 
+    @property
+    def free_bytes(self) -> int:
+        """Return the bytes of its room that no copy takes."""
+        return max(0, self.capacity_bytes - self.used_bytes)
+
+    @property
+    def moves(self) -> tuple[tuple[str, str, int], ...]:
+        """Return (from, to, blocks) of the copies that were made to and from it."""
+        if self.name == "host":
+            return ("device", "host", self.offloaded_total), ("host", "device", self.loaded_total)
+        above = "host" if self.name == "disk" else "disk"
+        return (above, self.name, self.stored_total), (self.name, "host", self.fetched_total)
+
 
 class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     """The heartbeat, and the answer to `GetStats`. Counters never fall within an epoch.
 
+    `device_tokens_total`: cached tokens that were on the device, not loaded from a level below.
     `unneeded_tokens_total`: output tokens sampled beyond the end of their text, before the engine
     knew of it; they are charged to no client. `changed`: namespaces whose numbers have changed
     since the last `Stats` on this connection; in the first, all of them. A heartbeat with many
@@ -142,6 +157,7 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     waiting_tokens: Count = 0
     prompt_tokens_total: Count = 0
     cached_tokens_total: Count = 0
+    device_tokens_total: Count = 0
     computed_tokens_total: Count = 0
     output_tokens_total: Count = 0
     unneeded_tokens_total: Count = 0
@@ -156,6 +172,11 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     levels: tuple[LevelStats, ...] = ()
     loading: Count = 0
     changed: tuple[NamespaceStats, ...] = ()
+
+    @property
+    def used_blocks(self) -> int:
+        """Return the blocks of the device's pool that are not free."""
+        return self.blocks - self.free_blocks
 
 
 LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased", "lost_below"]

@@ -657,6 +657,10 @@ class Core:
         use = active.level_use
         self.engine_stats.prompt_tokens += len(active.request.tokens)
         self.engine_stats.cached_tokens += table.kv_tokens
+        loaded = sum(tokens for _, tokens in active.loaded_tokens)
+        self.engine_stats.device_tokens += table.kv_tokens - loaded
+        if self.levels is not None:
+            self.levels.counts.started(active.loaded_tokens)
         self._events.append(
             Started(
                 request_id=active.request.request_id,

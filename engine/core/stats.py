@@ -43,7 +43,7 @@ class EngineStats:
         The smoke test's tokens belong to no tenant, and the counters must equal the ledger's sums;
         its step is slower than any other.
         """
-        self.prompt_tokens = self.cached_tokens = 0
+        self.prompt_tokens = self.cached_tokens = self.device_tokens = 0
         self.computed_tokens = self.output_tokens = self.unneeded_tokens = 0
         self._stepped_at_s = float("-inf")
         self._step_s = self._prefill_per_s = 0.0
@@ -126,6 +126,7 @@ class EngineStats:
             waiting_tokens=live.tokens - running.tokens,
             prompt_tokens_total=self.prompt_tokens,
             cached_tokens_total=self.cached_tokens,
+            device_tokens_total=self.device_tokens,
             computed_tokens_total=self.computed_tokens,
             output_tokens_total=self.output_tokens,
             unneeded_tokens_total=self.unneeded_tokens,

@@ -6,14 +6,14 @@ They are put together from what the parts count by themselves. Only `levels` cal
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from engine.api import LevelName, Payer
 from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN
 from engine.levels.disk.disk_level import DiskLevel
 from engine.levels.load_choice import LevelPace, LoadChoice, NotLoaded
-from engine.levels.loads import Load, Loads
+from engine.levels.loads import Loads
 from engine.levels.offloading import Offloading
 from engine.levels.restarts.recovery import DropReason, Recovery
 from engine.moves import RemoteStats
@@ -21,9 +21,9 @@ from engine.statistics import FidelityBytes, LevelStats, PayerBytes
 
 
 class LevelCounts:
-    """Totals by level: tokens that were loaded, choices between loading and computing, and prompts
-    that were not loaded as far as the level had them, by why. `uncopied`: blocks that were evicted
-    without a copy.
+    """Totals by level: cached tokens of requests that were loaded, choices between loading and
+    computing, and prompts that were not loaded as far as the level had them, by why. `uncopied`:
+    blocks that were evicted without a copy.
     """
 
     def __init__(self, loads: Loads, paces: Mapping[LevelName, LevelPace]) -> None:
@@ -44,12 +44,12 @@ class LevelCounts:
         """Count a prompt that is not loaded as far as a level has it."""
         self._not_loaded[level, why] += 1
 
-    def ended(self, load: Load, run_tokens: int) -> None:
-        """Count what a load has brought, and why not all."""
-        for name, tokens in load.tokens_by_level(run_tokens):
+    def started(self, loaded_tokens: Iterable[tuple[LevelName, int]]) -> None:
+        """Count the cached tokens of a request that starts which were loaded for it, so that those
+        of all levels and the device add up to all cached tokens.
+        """
+        for name, tokens in loaded_tokens:
             self.loaded_tokens[name] += tokens
-        if load.missed is not None:
-            self.miss(*load.missed)
 
     def _why(self, level: LevelName) -> dict[str, int]:
         return {why: count for (name, why), count in self._not_loaded.items() if name == level}

@@ -604,7 +604,8 @@ class Levels:
     def _judge(self, load: Load, now_s: float) -> None:
         """Count what a load has brought, and judge the slowest level it came from, by the last turn
         that did not find all of it: what is computed waits for the turn after it, too."""
-        self.counts.ended(load, self.cache.block_size)
+        if load.missed is not None:
+            self.counts.miss(*load.missed)
         for copy in load.copies:
             if copy.parent is not None:
                 self.book.accounts.touch(copy, now_s)

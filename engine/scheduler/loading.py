@@ -131,6 +131,7 @@ class Loading:
         """
         table = sequence.table
         assert table is not None, "it was admitted"
+        sequence.parent.loaded_tokens = ()  # an earlier admission's, which found other blocks
         self.levels.used(sequence.parent.request.grant, table, now_s)
         load = None if plan is None else self._begin(plan, table, now_s)
         if load is not None:

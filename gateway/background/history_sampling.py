@@ -91,7 +91,7 @@ def sample_of(gateway: Context, minute: Minute, tenant_id: int) -> Sample:
     return replace(
         sample,
         blocks_promised=gateway.holders.total("promised_blocks"),
-        blocks_cached=stats.blocks - stats.free_blocks,
+        blocks_cached=stats.used_blocks,
         blocks_free=stats.free_blocks,
     )
 

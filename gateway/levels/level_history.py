@@ -59,17 +59,8 @@ class LevelHistory:
 
 
 def _totals(stats: Stats) -> Counter[str]:
-    totals: Counter[str] = Counter()
+    totals = Counter({"device": stats.device_tokens_total})
     for level in stats.levels:
-        totals[level.name] += level.loaded_tokens_total
-        if level.name == "host":
-            totals["device_host"] += level.offloaded_total
-            totals["host_device"] += level.loaded_total
-        if level.name == "disk":
-            totals["host_disk"] += level.stored_total
-            totals["disk_host"] += level.fetched_total
-        if level.name == "remote":
-            totals["disk_remote"] += level.stored_total
-            totals["remote_host"] += level.fetched_total
-    totals["device"] = stats.cached_tokens_total - sum(totals[name] for name in HITS[1:])
+        totals[level.name] = level.loaded_tokens_total
+        totals.update({f"{origin}_{target}": blocks for origin, target, blocks in level.moves})
     return totals

@@ -87,7 +87,7 @@ def levels_report(
     for one in sum_levels(engine.stats.levels for engine in engines):
         shown = {name: value for name, value in asdict(one).items() if name != "payers"}
         shown["copies"] = [asdict(copies) for copies in one.copies]
-        shown["free_bytes"] = max(0, one.capacity_bytes - one.used_bytes)
+        shown["free_bytes"] = one.free_bytes
         shown["since_ms"] = since_ms(one.name)
         shown["worth"] = _worth(one, known[0]) if len(known) == 1 else None
         levels.append(shown)
@@ -166,25 +166,16 @@ def _sum(levels: Mapping[str, Mapping[str, int]]) -> int:
 
 
 def _device(engines: Sequence[EngineLevels]) -> dict[str, Any]:
-    def total(of: Callable[[EngineLevels], int]) -> int:
-        return sum(map(of, engines))
-
-    def size(one: EngineLevels) -> int:
-        return 0 if one.info is None else one.info.kv_bytes_per_block
-
-    loaded = sum(level.loaded_tokens_total for engine in engines for level in engine.stats.levels)
-    cached = total(lambda one: one.stats.cached_tokens_total)
-    return {
-        "name": "device",
-        "state": "open",
-        "reason": "",
-        "capacity_bytes": total(lambda one: one.stats.blocks * size(one)),
-        "used_bytes": total(lambda one: (one.stats.blocks - one.stats.free_blocks) * size(one)),
-        "free_bytes": total(lambda one: one.stats.free_blocks * size(one)),
-        "promised_bytes": total(lambda one: one.promised_blocks * size(one)),
-        "blocks": total(lambda one: one.stats.blocks - one.stats.free_blocks),
-        "loaded_tokens_total": max(0, cached - loaded),
-    }
+    found = Counter[str]()
+    for one in engines:
+        stats, size = one.stats, 0 if one.info is None else one.info.kv_bytes_per_block
+        found["capacity_bytes"] += stats.blocks * size
+        found["used_bytes"] += stats.used_blocks * size
+        found["free_bytes"] += stats.free_blocks * size
+        found["promised_bytes"] += one.promised_blocks * size
+        found["blocks"] += stats.used_blocks
+        found["loaded_tokens_total"] += stats.device_tokens_total
+    return {"name": "device", "state": "open", "reason": "", **found}
 
 
 def _worth(one: LevelStats, engine: EngineLevels) -> dict[str, Any] | None:

@@ -59,9 +59,9 @@ class LevelMetrics(Collector):
             "Bytes that copies take on a level, by how exact they are.",
             labels=("level", "fidelity"),
         )
-        blocks.add_metric(("device",), stats.blocks - stats.free_blocks)
+        blocks.add_metric(("device",), stats.used_blocks)
         for one in below:
-            free.add_metric((one.name,), max(0, one.capacity_bytes - one.used_bytes))
+            free.add_metric((one.name,), one.free_bytes)
             up.add_metric((one.name,), 0 if one.state == "off" else 1)
             blocks.add_metric((one.name,), one.blocks)
             for kind in one.copies:
@@ -70,31 +70,12 @@ class LevelMetrics(Collector):
         for name, (field, text) in _COUNTERS.items():
             counter = CounterMetricFamily(f"trunkline_{name}", text, labels=("level",))
             if name == "cached_tokens_by_level":
-                counter.add_metric(("device",), device_tokens(stats))
+                counter.add_metric(("device",), stats.device_tokens_total)
             for one in below:
                 counter.add_metric((one.name,), getattr(one, field))
             yield counter
         yield from _flows(below)
         yield from _recovery(below)
-
-
-def device_tokens(stats: Stats) -> int:
-    """Return the cached tokens that were on the device, not loaded from below."""
-    loaded = sum(one.loaded_tokens_total for one in stats.levels)
-    return max(0, stats.cached_tokens_total - loaded)
-
-
-def moves_of(level: LevelStats) -> Iterator[tuple[str, str, int]]:
-    """Yield (from, to, blocks) of the moves that a level has ended."""
-    if level.name == "host":
-        yield "device", "host", level.offloaded_total
-        yield "host", "device", level.loaded_total
-    if level.name == "disk":
-        yield "host", "disk", level.stored_total
-        yield "disk", "host", level.fetched_total
-    if level.name == "remote":
-        yield "disk", "remote", level.stored_total
-        yield "remote", "host", level.fetched_total
 
 
 def _recovery(below: tuple[LevelStats, ...]) -> Iterator[Metric]:
@@ -149,7 +130,7 @@ def _flows(below: tuple[LevelStats, ...]) -> Iterator[Metric]:
         "trunkline_pending_erasures", "Erasures that a level has not confirmed."
     )
     for one in below:
-        for origin, target, count in moves_of(one):
+        for origin, target, count in one.moves:
             moves.add_metric((origin, target, "done"), count)
         loads.add_metric((one.name, "load"), one.chosen_total)
         loads.add_metric((one.name, "compute"), one.declined_total)

@@ -78,7 +78,7 @@ def preempt(blocks: int, make_levels: MakeLevels | None = None) -> str:
     used = [s.finished.usage for s in crowd.streams.values() if s.finished is not None]
     often = [usage.preemptions for usage in used]
     again = sum(usage.recomputed_tokens for usage in used)
-    loaded = sum(level.loaded_tokens_total for level in crowd.core.stats().levels)
+    loaded = crowd.cache.block_size * sum(level.loaded_total for level in crowd.core.stats().levels)
     return (
         f"{blocks:6} {crowd.core.engine_stats.step:6} {sum(map(bool, often)):10} {max(often):5}"
         f" {again:6} of {crowd.runner.computed_tokens:6} {loaded:6}"

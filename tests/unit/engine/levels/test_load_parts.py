@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from engine.api import CacheGrant, Finished, Quota
+from engine.api import CacheGrant, Erase, Finished, Quota
 from engine.levels.loads import TURNS_MIN
 from engine.scheduler.step_cost import StepCost
 from tests.unit.engine.levels.leveled_worlds import LeveledWorld, ask, prompt
@@ -41,6 +41,27 @@ def test_what_is_in_place_is_committed_while_the_rest_is_copied() -> None:
 
     assert seen - {0, 40}
     assert world.loaded("again") == {"host": 40}
+
+
+def test_a_load_counts_for_the_admission_that_it_belongs_to() -> None:
+    """A request that is preempted before its first step may find nothing of it: its cached tokens
+    would be less than those that were loaded, and the device's total would fall."""
+    world = on_host()
+    world.submit(ask("again", prompt(1, LONG)))
+    world.step_until_loading()
+    for number in range(2, 5):  # their prompts take all of the step in which the load ends
+        world.submit(ask(f"urgent{number}", prompt(number, LONG), priority=1))
+    while world.core.stats().loading:
+        world.step()
+    active = world.core.requests.get("again")
+    assert active is not None
+    assert active.loaded_tokens
+    assert active.started_at_s is None
+    world.core.scheduler.preempt(active.sequences[0], world.clock())
+    world.core.erase(Erase(1, b"n"))
+    world.settle()
+
+    assert (world.cached("again"), world.loaded("again")) == (0, {})
 
 
 def test_a_load_that_fails_half_way_keeps_what_was_committed() -> None:

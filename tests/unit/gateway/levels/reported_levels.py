@@ -50,6 +50,7 @@ STATS = Stats(
     free_blocks=2,
     cached_blocks=6,
     cached_tokens_total=200,
+    device_tokens_total=88,
     levels=(HOST, DISK),
     loading=1,
 )

@@ -119,7 +119,7 @@ def test_bytes_by_tenant_and_level_most_first() -> None:
 def counts(**fields: int) -> Stats:
     """Return a heartbeat with totals of the host level."""
     host = replace(LevelStats("host", "open"), **fields)
-    return Stats(cached_tokens_total=100 * fields["loaded_tokens_total"], levels=(host,))
+    return Stats(device_tokens_total=99 * fields["loaded_tokens_total"], levels=(host,))
 
 
 def test_history_has_each_minutes_own_counts() -> None:
@@ -140,7 +140,7 @@ def test_history_has_each_minutes_own_counts() -> None:
 
 def test_history_is_bounded_and_empty_without_levels() -> None:
     history = LevelHistory()
-    history.update(Stats(cached_tokens_total=5), 0)
+    history.update(Stats(device_tokens_total=5), 0)
     assert history.minutes()["minute"] == []
     for minute in range(2 * MINUTES):
         history.update(counts(loaded_tokens_total=minute), minute * MINUTE_MS)
