@@ -1,7 +1,7 @@
 """What moved between the levels and was found on each, by minute, and since when a level is so.
 
-`background.storage_metering` feeds the engine's heartbeats; totals of a new engine process begin at
-0. Memory is bounded by the latest minutes. This module reads no clock.
+`background.storage_metering` feeds the engine's heartbeats; totals of a new engine or storage
+process begin at 0. Memory is bounded by the latest minutes. This module reads no clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LevelHistory:
 
     def __init__(self) -> None:
         self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES)
-        self._totals: Counter[str] = Counter()
+        self._totals: dict[str, int] = {}
         self._states: dict[str, tuple[str, int]] = {}
 
     def update(self, stats: Stats, now_ms: int) -> None:
@@ -33,11 +33,11 @@ class LevelHistory:
             if level.state != state:
                 since_ms = now_ms
             self._states[level.name] = level.state, since_ms
-        totals = _totals(stats)
-        before, self._totals = self._totals, totals
-        if any(totals[name] < before[name] for name in before):
-            before = Counter()  # another engine process counts
-        new = Counter({name: totals[name] - before[name] for name in totals})
+        new: Counter[str] = Counter()
+        for name, total in _totals(stats).items():
+            before = self._totals.get(name, 0)
+            new[name] = total - before if total >= before else total  # another process counts
+            self._totals[name] = total
         minute = now_ms // 60_000
         if self._minutes and self._minutes[-1][0] == minute:
             self._minutes[-1][1].update(new)
@@ -58,9 +58,9 @@ class LevelHistory:
         return found
 
 
-def _totals(stats: Stats) -> Counter[str]:
-    totals = Counter({"device": stats.device_tokens_total})
+def _totals(stats: Stats) -> dict[str, int]:
+    totals = {"device": stats.device_tokens_total}
     for level in stats.levels:
         totals[level.name] = level.loaded_tokens_total
-        totals.update({f"{origin}_{target}": blocks for origin, target, blocks in level.moves})
+        totals |= {f"{origin}_{target}": blocks for origin, target, blocks in level.moves}
     return totals

@@ -138,6 +138,19 @@ def test_history_has_each_minutes_own_counts() -> None:
     assert found["disk"] == [0, 0, 0]
 
 
+def test_history_counts_nothing_twice_when_the_storage_begins_again() -> None:
+    """While it is away the remote store is not reported, and its totals begin at 0."""
+    remote = LevelStats("remote", "open", stored_total=8, loaded_tokens_total=40)
+    begun = replace(remote, stored_total=1)
+    history = LevelHistory()
+    for levels in ((HOST, remote), (HOST,), (HOST, begun)):
+        history.update(replace(STATS, levels=levels), 0)
+    found = history.minutes()
+
+    assert (found["device"], found["host"], found["remote"]) == ([88], [80], [40])
+    assert (found["device_host"], found["disk_remote"]) == ([9], [9])
+
+
 def test_history_is_bounded_and_empty_without_levels() -> None:
     history = LevelHistory()
     history.update(Stats(device_tokens_total=5), 0)
