@@ -174,22 +174,10 @@ class Levels:
         self.counts.choose(top.level, choice)
         return LoadPlan(whole, copies[: choice.blocks], len(copies), choice)
 
-    def begin(
-        self, plan: LoadPlan, table: BlockTable, after_step: int, now_s: float
-    ) -> Load | None:
-        """Begin a planned load into a table that has grown to its end; None if it cannot begin.
-
-        `after_step`: the last step that was launched before the table grew."""
-        return self.loads.begin(plan, table, after_step, now_s)
-
     def begin_moves(self) -> None:
         """Begin the moves of new loads, where no step in flight is in their way."""
         if moves := self.loads.next_moves():
             self._transfer.submit(moves)
-
-    def give_up(self, load: Load) -> None:
-        """End the load of a sequence that is released: its blocks are freed when its moves end."""
-        self.loads.give_up(load)
 
     def take_ended(self, now_s: float) -> list[Load]:
         """Return the loads that have ended since the last call."""
@@ -197,10 +185,6 @@ class Levels:
         for load in ended:
             self._judge(load, now_s)
         return ended
-
-    def take_parts(self) -> list[Load]:
-        """Return the loads under way of which more is in place; see `Loads.take_parts`."""
-        return self.loads.take_parts()
 
     def committed_load(self, load: Load, table: BlockTable, since: int) -> None:
         """Note that what a load has brought, but for its first `since` runs, is in the device's

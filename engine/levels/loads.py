@@ -277,7 +277,8 @@ class Loads:
         return table.blocks[index], tuple(row[index] for row in table.beside if is_whole)
 
     def give_up(self, load: Load) -> None:
-        """End the load of a released sequence; moves that have not begun do not begin."""
+        """End the load of a released sequence; moves that have not begun do not begin. Its blocks
+        are freed when its moves end."""
         if not load.is_ended:
             self._end(load, 0)
 

@@ -72,7 +72,7 @@ class Loading:
             _use_of(sequence).wait(self._now_s - load.began_s, load.level)
             self._release(sequence)
             del self._loading[load]
-            self.levels.give_up(load)
+            self.levels.loads.give_up(load)
 
     # -- loads --------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Loading:
         self.levels.turn(now_s, tables, collected)
         self._end_looks(now_s)
         placed = {load: load.placed for load in self._loading}
-        for load in self.levels.take_parts():
+        for load in self.levels.loads.take_parts():
             if load in self._loading:
                 self._commit(self._loading[load], load, load.placed, placed[load], now_s)
         # The sequence of a load may have ended after an erasure had ended the load.
@@ -192,7 +192,7 @@ class Loading:
                 return None
         elif not self._cache.grow(table, runs * size, now_s):
             return None
-        load = self.levels.begin(plan, table, self._launched, now_s)
+        load = self.levels.loads.begin(plan, table, self._launched, now_s)
         if load is None:
             self._cache.moves.settle(table, plan.first, 0)
         return load

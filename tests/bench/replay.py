@@ -219,7 +219,7 @@ class Replay:
             if plan is not None and plan.copies:
                 wanted = plan.first + len(plan.copies)
                 if cache.grow(table, wanted, now_s):
-                    self._load(self._levels.begin(plan, table, 0, now_s), table, tokens)
+                    self._load(self._levels.loads.begin(plan, table, 0, now_s), table, tokens)
         here = table.kv_tokens
         if not cache.grow(table, len(tokens), now_s):
             raise MemoryError(f"a prompt of {len(tokens)} blocks; the pool has {cache.blocks}")
