@@ -74,7 +74,7 @@ class ServedModel:
         info = self.engine.info
         if info is None:
             return None
-        return info.model_digest + self.suffix, self.renderer.template_digest
+        return info.model_digest + self.suffix, self.renderer.card.template_digest
 
     def unavailable(self, *, is_alone: bool) -> EngineUnavailable:
         """Return the error of a request while there is no engine. `is_alone`: it is the only model

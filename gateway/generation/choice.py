@@ -43,7 +43,7 @@ class Choice:
         self.index = index
         self.sample = sample
         self.output = output
-        own = () if call.generation.ignore_eos else renderer.stop_token_ids
+        own = () if call.generation.ignore_eos else renderer.card.stop_token_ids
         self._stops = frozenset(own + call.generation.stop_token_ids)
         self._wants_logprobs = call.generation.sampling.logprobs is not None
         is_ranked = call.generation.samples > call.generation.choices
@@ -150,7 +150,8 @@ def token_text(token: SampledToken, renderer: Renderer) -> TokenText:
 
 
 def _bytes_of(token_id: int, renderer: Renderer) -> bytes:
-    return renderer.token_bytes(token_id) or renderer.special_text(token_id).encode()
+    own = renderer.tokenizer.token_bytes(token_id)
+    return own or renderer.special_text(token_id).encode()
 
 
 class DeliveredTokens:

@@ -123,16 +123,6 @@ class Renderer:
         """Load a prepared model folder. Raises ModelError, ValueError for an unusable template."""
         return cls(load_card(folder))
 
-    @property
-    def template_digest(self) -> str:
-        """Digest of the template; part of every namespace, so templates never share prefixes."""
-        return self.card.template_digest
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The model's own end-of-turn tokens."""
-        return self.card.stop_token_ids
-
     def detokenizer(
         self,
         stops: tuple[str, ...] = (),
@@ -147,10 +137,6 @@ class Renderer:
     def special_text(self, token_id: int | None) -> str:
         """Return how the template writes a special token; "" for other tokens and for none."""
         return "" if token_id is None else self._token_texts.get(token_id, "")
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token."""
-        return self.tokenizer.token_bytes(token_id)
 
     def render(self, prompt: Prompt, owner: int = 0, budget: TokenBudget | None = None) -> Rendered:
         """Return token ids, boundaries and grammar. CPU-bound: about 1 ms per 1,000 new words.

@@ -59,7 +59,7 @@ def answers(
         grant=CacheGrant(b"n"),
         sampling=sampling,
         samples=samples,
-        stop_token_ids=renderer.stop_token_ids,
+        stop_token_ids=renderer.card.stop_token_ids,
         grammar=rendered.grammar,
     )
     drawn, reasons = run_samples(core, request)

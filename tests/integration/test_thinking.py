@@ -71,7 +71,7 @@ def unopened_gateway(
 def say(gateway: GatewayFixture, text: str, *, ends: bool = True) -> None:
     """Set the text that the model answers, markers as special tokens."""
     ids = gateway.renderer.tokenizer.encode(text, specials=True)
-    gateway.runner.words = (*ids, *gateway.renderer.stop_token_ids[:1]) if ends else ids
+    gateway.runner.words = (*ids, *gateway.renderer.card.stop_token_ids[:1]) if ends else ids
 
 
 def tokens_of(gateway: GatewayFixture, text: str) -> int:

@@ -194,7 +194,7 @@ class GatewayFixture:
     def say(self, text: str, *, ends: bool = True) -> None:
         """Set the text that the model answers to every request from now on, or its beginning."""
         ids = self.renderer.tokenizer.encode(text, specials=False)
-        self.runner.words = (*ids, *self.renderer.stop_token_ids[:1]) if ends else ids
+        self.runner.words = (*ids, *self.renderer.card.stop_token_ids[:1]) if ends else ids
 
     def _make_core(
         self, runner: GatedRunner | None = None, epoch: str = ""

@@ -185,5 +185,6 @@ def with_template(card: ModelCard, template: str, folder: Path) -> Renderer:
 
 def text_of(renderer: Renderer, ids: Iterable[int]) -> str:
     """Return tokens as text, special tokens as the template writes them."""
-    parts = (renderer.token_bytes(one) or renderer.special_text(one).encode() for one in ids)
+    plain = renderer.tokenizer.token_bytes
+    parts = (plain(one) or renderer.special_text(one).encode() for one in ids)
     return b"".join(parts).decode()
