@@ -157,24 +157,19 @@ class PrefixCache:
         namespace: Namespace,
         quota: Quota,
         found: TreeMatch | None = None,
-        freed: tuple[int, int] = (0, 0),
+        *,
+        freed_by_others: int = 0,
+        freed_own: int = 0,
     ) -> tuple[int, float]:
         """Return the blocks a namespace could take now, from the free list and by eviction.
 
         The first number is what the pool has, the second what the payer's ceiling leaves (infinite
-        without one). `found`: what the taker will match; `freed`: blocks that preempted sequences
-        of others, and of its payer, would leave. O(payers changed since the last query).
+        without one). `found`: what the taker will match; `freed_by_others`, `freed_own`: blocks
+        that preempted sequences of other payers, and of its own, would leave. O(payers changed
+        since the last query).
         """
         pinning = self.count_unpinned(found) if found is not None and quota.floor_blocks else 0
-        return self._manager.available_blocks(namespace, quota, pinning, freed)
-
-    def available(self, namespace: Namespace, quota: Quota) -> int:
-        """Return the smaller number of `available_blocks`."""
-        return int(min(self.available_blocks(namespace, quota)))
-
-    def next_lapse_s(self) -> float | None:
-        """Return the earliest time at which a promise ends, or None. O(promised blocks)."""
-        return self.promises.next_lapse_s()
+        return self._manager.available_blocks(namespace, quota, pinning, freed_by_others, freed_own)
 
     def stats(self) -> CacheStats:
         """Return totals and gauges. O(payers changed since the last query)."""
@@ -546,7 +541,7 @@ class PrefixCache:
         return blocks
 
     def recount(self) -> Iterator[None]:
-        """Return an iterator that recounts the cache (I1, I2, I3, I5, I6, I9, I10, I11, I12).
+        """Return an iterator that recounts the cache.
 
         Each step takes one to two milliseconds. O(blocks) in all. Raises: InvariantViolation at the
         first mismatch.

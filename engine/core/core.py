@@ -555,7 +555,7 @@ class Core:
 
     def _give_up(self, stalled: ForcedEnding, now_s: float) -> None:
         """End a request for which promises leave no room; it may return when the first one ends."""
-        lapse_s = self.cache.next_lapse_s()
+        lapse_s = self.cache.promises.next_lapse_s()
         wait_s = None if lapse_s is None else max(0.0, lapse_s - now_s)
         self._finish(*stalled, retry_after_s=wait_s)
 

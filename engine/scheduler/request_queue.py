@@ -133,11 +133,11 @@ class RequestQueue:
         self.waiting_slots[payer] += slots
         self._queues.setdefault(payer, SortedList(key=lambda e: e[0])).add((key, sequence))
 
-    def remove(self, sequence: Sequence) -> bool:
-        """Remove a sequence; return whether it was waiting here. O(log n)."""
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence if it waits here. O(log n)."""
         key = self._keys.pop(sequence.sequence_id, None)
         if key is None:
-            return False
+            return
         payer, priority = sequence.parent.turn, sequence.parent.request.priority
         self._priorities[priority] -= 1
         if not self._priorities[priority]:
@@ -147,7 +147,6 @@ class RequestQueue:
         self.waiting_slots[payer] -= self._slots.pop(sequence.sequence_id)
         if not queue:
             del self._queues[payer], self.waiting_slots[payer]
-        return True
 
     @property
     def priority_max(self) -> float:

@@ -335,9 +335,8 @@ class Scheduler:
         if count == 0:
             return
         if not self.cache.grow(table, start + count, now_s, start=start):
-            grant = sequence.parent.request.grant
-            blocks = self.cache.available(grant.namespace, grant.quota)
-            room = self.cache.tokens_to_grow(table, blocks) - start
+            blocks = min(self._available_blocks(sequence))
+            room = self.cache.tokens_to_grow(table, int(blocks)) - start
             count = min(count, max(1, room))
             if sequence is not self.running.first:
                 if not self.cache.grow(table, start + count, now_s, start=start):
@@ -377,15 +376,16 @@ class Scheduler:
         self.preempt(victim, now_s, is_claimed=is_claimed)
 
     def _choose_victim(self, sequence: Sequence) -> Sequence | None:
-        """Return the sequence to preempt so that `sequence` may grow; itself if it ranks last.
+        """Return the sequence to preempt so that `sequence` may grow, itself if it ranks last; None
+        where none may be preempted.
 
         Lowest priority first, then furthest over its share, then youngest. Never the best-ranked
         sequence whose blocks could help; none more than `preemptions_max` times, unless for a
         higher priority.
         """
         missing = max(1, self.cache.blocks_to_grow(sequence.table, len(sequence.tokens) + 1))
-        is_bound = self._available_blocks(sequence)[1] < missing
-        candidates = self._candidates(sequence, "ceiling" if is_bound else "blocks")
+        _, own = self._available_blocks(sequence)
+        candidates = self._candidates(sequence, "ceiling" if own < missing else "blocks")
         first = min(candidates, key=lambda s: s.rank)
         candidates = [s for s in candidates if s is not first]
         preemptible = [s for s in candidates if not self.running.is_pinned(s)] or [
@@ -418,9 +418,8 @@ class Scheduler:
         or "".
         """
         active, grant = sequence.parent, sequence.parent.request.grant
-        while blocked_by := self._blocked_by(
-            sequence, found, needed := self._blocks_needed(sequence, found)
-        ):
+        needed = self._blocks_needed(sequence, found)
+        while blocked_by := self._blocked_by(sequence, found, needed):
             victims = self._find_lower(sequence, found, blocked_by, needed)
             givers = [] if victims else self._find_givers(sequence, found, blocked_by, needed)
             if not (victims or givers):
@@ -428,6 +427,7 @@ class Scheduler:
             for one in victims or givers:
                 self._preempt_in_step(one, slices, now_s, is_claimed=bool(givers))
             found = self._find_prefix(sequence, now_s)
+            needed = self._blocks_needed(sequence, found)
         if not self.running and self._waits_for_moves(sequence, found, needed, now_s):
             return "blocks"
         plan = None
@@ -498,7 +498,8 @@ class Scheduler:
         """
         if not self.running:
             return ""
-        (pool, own), running = self._available_blocks(sequence, found), len(self.running)
+        pool, own = self._available_blocks(sequence, found)
+        running = len(self.running)
         if own < needed + running and own < needed + self._running_of_payer(sequence):
             return "ceiling"
         if self.running.batch_slots + sequence.batch_slots > self.config.sequences_max:
@@ -607,14 +608,17 @@ class Scheduler:
         if blocked_by == "batch_slots":
             slots = self.running.batch_slots - sum(s.batch_slots for s in victims)
             return slots + sequence.batch_slots <= self.config.sequences_max
-        grant, freed = sequence.parent.request.grant, [0, 0]
+        grant, others, own = sequence.parent.request.grant, 0, 0
         for victim in victims:
-            if victim.table is not None:
-                freed[victim.parent.payer == grant.payer] += victim.table.held_blocks
-        pool, own = self.cache.available_blocks(
-            grant.namespace, grant.quota, found, (freed[0], freed[1])
+            blocks = 0 if victim.table is None else victim.table.held_blocks
+            if victim.parent.payer == grant.payer:
+                own += blocks
+            else:
+                others += blocks
+        pool, ceiling = self.cache.available_blocks(
+            grant.namespace, grant.quota, found, freed_by_others=others, freed_own=own
         )
-        return (own if blocked_by == "ceiling" else pool) >= needed
+        return (ceiling if blocked_by == "ceiling" else pool) >= needed
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -622,7 +626,7 @@ class Scheduler:
         """Return the running sequences whose preemption could help `sequence`.
 
         Where a ceiling blocks it, only its own payer's sequences help. Sequences of a payer inside
-        its floor are never candidates for another payer (rule 9).
+        its floor are never candidates for another payer (rule 9 of the cache).
         """
         if blocked_by == "batch_slots":
             return list(self.running)
@@ -642,6 +646,7 @@ class Scheduler:
     def _available_blocks(
         self, sequence: Sequence, found: TreeMatch | None = None
     ) -> tuple[int, float]:
+        """Return what the pool has and what the payer's ceiling leaves; see `PrefixCache`."""
         grant = sequence.parent.request.grant
         return self.cache.available_blocks(grant.namespace, grant.quota, found)
 

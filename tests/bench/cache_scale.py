@@ -75,7 +75,7 @@ def measure(namespaces: int, blocks: int, *, is_joint: bool) -> None:
     fresh = iter(range(namespaces, namespaces + 10 * REPEATS))
     show("a payer that comes new", lambda: crowd.run_prompt(next(fresh), 1))
     quota = crowd.quota(1)
-    show("available", lambda: cache.available(b"\0\0\0\1", quota))
+    show("available", lambda: cache.available_blocks(b"\0\0\0\1", quota))
     show("room", lambda: cache.max_sequence_tokens(b"\0\0\0\1", quota))
     show("expire, nothing due", lambda: cache.expire(now_s))
     show("stats", cache.stats)

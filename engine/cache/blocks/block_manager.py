@@ -2,7 +2,8 @@
 
 A block is *free*, *cached* (only the tree refers to it) or *pinned* (a block table does, or a copy
 that has not been launched). Each move between these states happens here and updates the accounts.
-The block manager knows no lease and no clock. Only `prefix_cache` and `lease_manager` call it.
+It grants no lease and reads no clock. The modules of `engine.cache` share the one `BlockManager` of
+a `PrefixCache`; nothing else has it.
 """
 
 from __future__ import annotations
@@ -224,19 +225,21 @@ class BlockManager:
         namespace: Namespace,
         quota: Quota,
         pinning: int,
-        freed: tuple[int, int],
+        freed_by_others: int,
+        freed_own: int,
     ) -> tuple[int, float]:
         """Return the blocks that `namespace` could take now, from the free list and by eviction:
         (what the pool has, what the payer's own ceiling leaves). Cost: see `FairShare`.
 
         `pinning`: of the payer's evictable blocks, those that the taker will pin; they count as
-        room. `freed`: blocks that preempted sequences of other payers, and of this one, would
-        leave. A payer that stays inside its floor with all that others give evicts none of its own.
+        room. `freed_by_others`, `freed_own`: blocks that preempted sequences of other payers, and
+        of this one, would leave. A payer that stays inside its floor with all that others give
+        evicts none of its own.
         """
         mine = self.fair_share.get(quota.payer or namespace)
         held, own = (0, 0) if mine is None else (mine.held, mine.evictable)
-        own += freed[1]
-        pool = len(self.pool.free) + self.fair_share.spare_of_others(mine) + freed[0]
+        own += freed_own
+        pool = len(self.pool.free) + self.fair_share.spare_of_others(mine) + freed_by_others
         is_inside = mine is not None and held + pool < self._firm_floor(mine)
         ceiling = quota.ceiling_blocks
         pool += pinning if is_inside else own
@@ -421,8 +424,8 @@ class BlockManager:
         """Return how many of its own blocks a payer that takes `count` may lose for them: what it
         would hold above its floor.
 
-        Inside its floor a payer waits rather than lose blocks that it was guaranteed (T3), however
-        much of the pool others have pinned.
+        Inside its floor a payer waits rather than lose blocks that it was guaranteed (rule 9),
+        however much of the pool others have pinned.
         """
         return max(0, payer_account.held + count - self._firm_floor(payer_account))
 

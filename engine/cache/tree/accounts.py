@@ -7,7 +7,7 @@ they give its overage (rule 9; `fair_share` orders payers by it). Within a payer
 
 The accounts know no pool and no clock. A change marks the namespace in a set of names and the payer
 in a list, so reporting and summing cost only as much as has changed. Only `block_manager`,
-`lease_manager` and `fair_share` call this module.
+`block_promises`, `lease_manager` and `fair_share` change them; levels read them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.api import Namespace, Payer, Quota
 from engine.cache.tree.eviction_policy import EvictionOrder
@@ -133,6 +134,20 @@ class NamespaceAccount:
             self.payer_account.mark_stale()
 
 
+class PayerCounts(NamedTuple):
+    """What `fair_share` sums over payers, in blocks: those that a payer would give to others, those
+    that promises to others must leave it, on the device and below, and its cached ones.
+    """
+
+    spare: int = 0
+    claimed: int = 0
+    cached: int = 0
+    claimed_below: int = 0
+
+
+NOT_COUNTED = PayerCounts()
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class PayerAccount:
     """All accounts of one payer, under the payer's quota. All counts are in blocks.
@@ -141,9 +156,8 @@ class PayerAccount:
     that promises hold on the device, or will (promised, reserved, held up); `promised_total` the
     sum of all promises on any level. The namespace accounts keep these sums. `floor_blocks`: the
     guaranteed part of the quota's floor. `eviction_order`: the payer's evictable leaves, sorted by
-    the policy. `is_stale`: the account has changed and is in the list `stale`, which all
-    payers share.
-    `fair_share` keeps `counted` (what its sums include of this payer) and `order_entry` (the
+    the policy. `is_stale`: the account has changed and is in the list `stale`, which all payers
+    share. `fair_share` keeps `counted` (what its sums include of this payer) and `order_entry` (the
     payer's entry in its order).
     """
 
@@ -160,7 +174,7 @@ class PayerAccount:
     promised: int = 0
     promised_total: int = 0
     is_stale: bool = False
-    counted: tuple[int, int, int, int] = (0, 0, 0, 0)
+    counted: PayerCounts = NOT_COUNTED
     order_entry: tuple[float, int, PayerAccount] | None = None
 
     def add_account(self, account: NamespaceAccount, leaves: Iterable[TreeBlock] = ()) -> None:

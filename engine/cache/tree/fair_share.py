@@ -8,7 +8,7 @@ namespaces it makes of them.
 
 Sums and order are updated on demand, for the payers that have changed since the last query, so a
 call's cost does not grow with the number of payers. This module knows no pool, no tree and no
-clock. Only `block_manager` and `lease_manager` call it.
+clock. The cache's modules reach it as `BlockManager.fair_share`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import count
 from sortedcontainers import SortedList
 
 from engine.api import Namespace, Payer, Quota
-from engine.cache.tree.accounts import PayerAccount
+from engine.cache.tree.accounts import NOT_COUNTED, PayerAccount, PayerCounts
 from engine.cache.tree.eviction_policy import EvictionOrder, EvictionPolicy
 from engine.errors import InvariantViolation
 
@@ -158,7 +158,7 @@ class FairShare:
     def spare_of_others(self, account: PayerAccount | None) -> int:
         """Return the blocks that all other payers would give. O(changed log n)."""
         self._refresh()
-        return self._spare - (account.counted[0] if account else 0)
+        return self._spare - (account.counted.spare if account else 0)
 
     def spare_beyond_floors(self) -> int:
         """Return the blocks that payers would give, less those that unfilled floors may still
@@ -171,12 +171,12 @@ class FairShare:
     def claimed_by_others(self, account: PayerAccount | None) -> int:
         """Return the blocks promised or guaranteed to all other payers. O(changed log n)."""
         self._refresh()
-        return self._claimed - (account.counted[1] if account else 0)
+        return self._claimed - (account.counted.claimed if account else 0)
 
     def claimed_below_by_others(self, account: PayerAccount | None) -> int:
         """Return the same on the level that keeps promises. O(changed log n)."""
         self._refresh()
-        return self._claimed_below - (account.counted[3] if account else 0)
+        return self._claimed_below - (account.counted.claimed_below if account else 0)
 
     def cached(self) -> int:
         """Return the blocks that only trees refer to. O(changed log n)."""
@@ -239,7 +239,7 @@ class FairShare:
         sums, entries = [0, 0, 0, 0], 0
         for number, account in enumerate(self):
             found = _counts(account, self.scale)
-            entry = (-account.overage(), account.serial, account) if found[0] else None
+            entry = (-account.overage(), account.serial, account) if found.spare else None
             if account.floor_blocks != self._guaranteed(account.quota.floor_blocks, requested):
                 raise InvariantViolation(f"{account.payer!r}: a floor of {account.floor_blocks}")
             if account.counted != found or account.order_entry != entry:
@@ -267,27 +267,25 @@ class FairShare:
 
     def _count(self, account: PayerAccount) -> None:
         account.counted = counted = _counts(account, self.scale)
-        spare, claimed, cached, claimed_below = counted
-        self._spare += spare
-        self._claimed += claimed
-        self._cached += cached
-        self._claimed_below += claimed_below
-        if spare:
+        self._spare += counted.spare
+        self._claimed += counted.claimed
+        self._cached += counted.cached
+        self._claimed_below += counted.claimed_below
+        if counted.spare:
             account.order_entry = (-account.overage(), account.serial, account)
             self._order.add(account.order_entry)
 
     def _uncount(self, account: PayerAccount) -> None:
-        spare, claimed, cached, claimed_below = account.counted
-        self._spare -= spare
-        self._claimed -= claimed
-        self._cached -= cached
-        self._claimed_below -= claimed_below
-        account.counted = (0, 0, 0, 0)
+        counted, account.counted = account.counted, NOT_COUNTED
+        self._spare -= counted.spare
+        self._claimed -= counted.claimed
+        self._cached -= counted.cached
+        self._claimed_below -= counted.claimed_below
         if account.order_entry is not None:
             self._order.remove(account.order_entry)
             account.order_entry = None
 
 
-def _counts(account: PayerAccount, scale: float) -> tuple[int, int, int, int]:
+def _counts(account: PayerAccount, scale: float) -> PayerCounts:
     spare, claimed = account.spare_blocks(), account.claimed_blocks()
-    return spare, claimed, account.cached, account.claimed_below(scale)
+    return PayerCounts(spare, claimed, account.cached, account.claimed_below(scale))

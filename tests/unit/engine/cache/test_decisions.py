@@ -139,7 +139,7 @@ class Run:
         stats = self.cache.stats()
         self.note(stats.blocks, stats.free, stats.cached, stats.pinned, stats.evicted_blocks_total)
         self.note(stats.expired_blocks_total, stats.copied_blocks_total)
-        self.note(self.cache.namespaces(), self.cache.next_lapse_s())
+        self.note(self.cache.namespaces(), self.cache.promises.next_lapse_s())
         for namespace, quota in self.quotas.items():
             self.note(self.cache.available_blocks(namespace, quota))
             self.note(self.cache.max_sequence_tokens(namespace, quota))
