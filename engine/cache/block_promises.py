@@ -4,7 +4,7 @@
 counts promises in the accounts, lets those end whose time has come, and where a level below the
 device keeps promises, moves them there and back (rules 8 and 37). It knows no lease and no sequence
 but those whose promises are still to be computed. `PrefixCache.promises` is the only object of its
-class: `lease_manager` and `engine.levels` call it.
+class: the cache's modules and `engine.levels` call it.
 """
 
 from __future__ import annotations

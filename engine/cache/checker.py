@@ -65,7 +65,7 @@ def _expect(holds: bool, mismatch: str, found: object) -> None:
 
 
 def _check_free(manager: BlockManager) -> Steps:
-    """Check that a free block has no reference (I1) and no owner."""
+    """Check that a free block has no reference (rule 1) and no owner."""
     yield from manager.pool.check()
     window_blocks = 0
     for block, count in enumerate(manager.pool.ref_count):
@@ -81,9 +81,7 @@ def _check_free(manager: BlockManager) -> Steps:
 
 
 def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
-    """Check one namespace: block references and states (I1, I2, I3), the shape of its tree (I5, I6,
-    I9), its counts (I10, I12).
-    """
+    """Check one namespace: block references and states, the shape of its tree, its counts."""
     if manager.accounts.get(account.namespace) is not account:
         return  # deleted before its turn
     refs, owner, name = manager.pool.ref_count, manager.owner, account.namespace
@@ -161,9 +159,9 @@ def _check_holes(table: BlockTable) -> None:
 
 
 def _check_writable(manager: BlockManager, table: BlockTable) -> None:
-    """Check that the last block that a table may write without asking is whole and its own (I2),
-    where any slot of it is still to be written. A table that has let its blocks go writes nothing
-    before it has asked.
+    """Check that the last block that a table may write without asking is whole and its own
+    (rule 3), where any slot of it is still to be written. A table that has let its blocks go writes
+    nothing before it has asked.
     """
     if not table.blocks:
         return
@@ -177,8 +175,8 @@ def _check_writable(manager: BlockManager, table: BlockTable) -> None:
 
 
 def _check_windows(table: BlockTable) -> list[int]:
-    """Check that the KV groups of a table agree (I13) and that only its beginning has holes; return
-    the blocks it holds in window groups.
+    """Check that the KV groups of a table agree and that only its beginning has holes; return the
+    blocks it holds in window groups.
     """
     held = []
     for row, first in zip(table.beside, table.first, strict=True):

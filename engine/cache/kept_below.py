@@ -4,7 +4,8 @@ A promise of a block is *on the device* (the block is not evicted) or *below* (a
 the device may evict the block like any other). It is never both. A block's promise stays on the
 device while a block under it is promised there, so that no evictable block stands above one that is
 not. A window block's moves down with its node's or before it, and never back up with it. This
-module knows no copy, no disk and no clock; `lease_manager` calls it.
+module knows no copy, no disk and no clock. `lease_manager` and `block_promises` call the level;
+`engine.levels.promises` is it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Promises are bounded by the payer's quota and ceiling, and by what floors and other payers' promises
 leave of the pool; where a level below keeps promises, there and on the device. This module counts;
-it promises nothing. `engine.cache.lease_manager` calls it.
+it promises nothing. `lease_manager`, `window_promises` and `block_promises` call it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What the levels count for their statistics, and the statistics of each level.
 
-They are put together from what the parts count by themselves. Only `levels` calls this module.
+They are put together from what the parts count by themselves. `levels` puts them together; the
+scheduler and core count here what they alone see.
 """
 
 from __future__ import annotations

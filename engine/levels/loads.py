@@ -87,12 +87,12 @@ class LoadPlan(NamedTuple):
 class Load:
     """The load of one sequence.
 
-    `loaded`: the runs that are in place, counted from the
-    first one, once it `is_ended`; `miss`: why not all are, and `missed`: the level that did not
-    bring the next one, with its reason. `placed`: those that were handed over before its end;
-    `done`: those that are in place so far. `ready`: its pieces whose slots are full, and which no
-    move copies yet. `after_step`: it fills blocks only when this step has been collected, since a
-    step in flight may still write to their former owner. `turns`: those since its beginning.
+    `loaded`: the runs that are in place, counted from the first one, once it `is_ended`; `miss`:
+    why not all are, and `missed`: the level that did not bring the next one, with its reason.
+    `placed`: those that were handed over before its end; `done`: those that are in place so far.
+    `ready`: its pieces whose slots are full, and which no move copies yet. `after_step`: it fills
+    blocks only when this step has been collected, since a step in flight may still write to their
+    former owner. `turns`: those since its beginning.
     """
 
     plan: LoadPlan

@@ -1,6 +1,6 @@
 """The block pool: the free list, and the reference count of each block.
 
-It knows no tokens, trees or namespaces. Only `block_manager` and `checker` use it.
+It knows no tokens, trees or namespaces. The cache's modules reach it as `BlockManager.pool`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class BlockPool:
         return count
 
     def check(self) -> Iterator[int]:
-        """Check that a block is free exactly when its reference count is zero (I1).
+        """Check that a block is free exactly when its reference count is zero (rule 1).
 
         O(blocks). Yields the amount of work after each piece, in the checker's units.
         """

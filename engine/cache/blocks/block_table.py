@@ -12,7 +12,7 @@ from engine.cache.tree.prefix_tree import Node, WindowBlock
 
 @dataclass(slots=True, eq=False, repr=False)
 class BlockTable:
-    """One sequence's block table. Each entry is pinned. Only `PrefixCache` changes it.
+    """One sequence's block table. Each entry is pinned. Only the cache's modules change it.
 
     Readers may use `blocks` (live: the list itself grows; under an attention window with a hole
     where a block was let go), `beside` (the same for each window group, with holes behind its
@@ -28,17 +28,17 @@ class BlockTable:
     leading blocks that its promise covers; `prompt_tokens`: the most tokens that a lease covers.
     `reserved`: promised blocks that are not computed yet. `kept_from`, `kept_to`: entries behind
     the match whose promises a level below keeps; `held_up`: how many of them, from `kept_from` on,
-    get their promise back on the device. For window groups: `first`: by group, the first entry that
-    is no hole. `aside`: by group, entries that a load has made holes, from an index on, until it
-    has ended. `advanced`: the whole blocks up to which blocks were let go.
-    `holes`: entries of `blocks` that are holes, behind the sinks.
-    `marks`: positions still to be passed at which there is a reason to resume, ascending.
-    `window_promises`: by group, the entries that the promises cover; `window_kept`: those of them,
-    with their groups, whose promises a level below kept when the table began. `resumed`: window
-    blocks whose promises the end of the sequence renews, and once it has ended, those that resuming
-    there reads.
-    `is_suspended`: the sequence was preempted and has no blocks; the table keeps the room of its
-    promises until it begins again.
+    get their promise back on the device. `is_suspended`: the sequence was preempted and has no
+    blocks; the table keeps the room of its promises until it begins again. `holes`: under an
+    attention window, entries of `blocks` that are holes, behind the sinks.
+
+    For window groups: `first`: by group, the first entry that is no hole. `aside`: by group,
+    entries that a load has made holes, from an index on, until it has ended. `advanced`: the whole
+    blocks up to which blocks were let go. `marks`: positions still to be passed at which there is a
+    reason to resume, ascending. `window_promises`: by group, the entries that the promises cover;
+    `window_kept`: those of them, with their groups, whose promises a level below kept when the
+    table began. `resumed`: window blocks whose promises the end of the sequence renews, and once it
+    has ended, those that resuming there reads.
     """
 
     account: NamespaceAccount
