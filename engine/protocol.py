@@ -40,7 +40,7 @@ from engine.api import (
 from engine.errors import EngineError
 from engine.statistics import CacheNews, Stats
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 FRAME_BYTES_MAX = 64 * 2**20
 """Bytes of a message. The reader refuses a longer one before its bytes arrive."""
 STEP_FRAME_BYTES = 2**20
