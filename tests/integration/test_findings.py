@@ -367,8 +367,11 @@ UNPROMISED = RetentionClass(0, 300, "request_start")
 
 
 async def push_out(findings: Findings, number: int) -> None:
-    """Fill the pool with two prompts of another tenant that run at once."""
+    """Fill the pool with two prompts of another tenant that run at once, and wait until a heartbeat
+    has told the evictions."""
     gateway = findings.gateway
+    evictions = gateway.engine.cache_events.evictions_by_taker
+    before = sum(evictions().values())
     running = gateway.gateway.context.running
     gateway.runner.hold_after(0)
     texts = [f"{letter}{number}" * 980 for letter in "ab"]
@@ -376,6 +379,7 @@ async def push_out(findings: Findings, number: int) -> None:
     await gateway.until(lambda: sum(running.values()) == len(texts))
     gateway.runner.release()
     await sent
+    await gateway.until(lambda: sum(evictions().values()) > before)
 
 
 @asynccontextmanager
