@@ -233,3 +233,6 @@ class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True, tag="entry"):
 
 MINUTE_MS, HOUR_MS, DAY_MS = 60_000, 3_600_000, 86_400_000
 """Milliseconds in a minute, an hour and a day."""
+LATEST_MS = 253_370_764_800_000
+"""The year 9999, where the standard library's calendar ends: also the end of a promise that has
+none."""

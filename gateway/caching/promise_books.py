@@ -23,7 +23,6 @@ from gateway.caching.prefix_index import IndexedPrefix, Lease, PrefixIndex, Pref
 from gateway.caching.promises import PromiseTally
 from gateway.periodic_task import PeriodicTask
 from tenancy.accounts.written_prefixes import (
-    LATEST_MS,
     PrefixClass,
     WrittenPrefix,
     delete_ended,
@@ -32,7 +31,7 @@ from tenancy.accounts.written_prefixes import (
 )
 from tenancy.errors import StoreError
 from tenancy.storage.interface import Store
-from tenancy.types import WallClock
+from tenancy.types import LATEST_MS, WallClock
 
 FLUSH_S = 1.0
 """Seconds between two writes."""

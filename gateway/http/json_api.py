@@ -20,8 +20,7 @@ from gateway.dialects.validation import convert, find_duplicate_key
 from gateway.errors import Kind, Refusal
 from gateway.http.request_body import SMALL_VALUES_MAX, check_values, read_body
 from tenancy.accounting.exports import as_csv
-from tenancy.pricing.charges import LATEST_MS
-from tenancy.types import DAY_MS
+from tenancy.types import DAY_MS, LATEST_MS
 
 T = TypeVar("T")
 

@@ -14,9 +14,6 @@ from msgspec import Struct, structs
 from tenancy.pseudonyms import PSEUDONYM_PREFIX
 from tenancy.storage.interface import Store, placeholders
 
-LATEST_MS = 253_370_764_800_000
-"""The year 9999: the end of a promise that has none."""
-
 PrefixClass = tuple[bytes, bytes, str]
 """Namespace, digest, and name of the retention class."""
 

@@ -19,12 +19,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from tenancy.errors import BadPrice, BudgetExceeded
-from tenancy.pricing.charges import LATEST_MS, PICO_PER_MICRO
+from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.pseudonyms import check_not_deleted
 from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.hourly_usage import HOURLY_USAGE
 from tenancy.storage.interface import Store, Transaction, pad_to_power_of_two, placeholders
-from tenancy.types import DAY_MS, WallClock
+from tenancy.types import DAY_MS, LATEST_MS, WallClock
 
 Window = Literal["day", "month"]
 MICROS_MAX = 10**18

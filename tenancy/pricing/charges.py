@@ -16,7 +16,7 @@ from typing import Literal
 from msgspec import Struct
 
 from tenancy.errors import BadPrice
-from tenancy.types import FREE, UsageEntry
+from tenancy.types import FREE, LATEST_MS, UsageEntry
 
 PICO_PER_MICRO, PICO_PER_DOLLAR = 10**6, 10**12
 PRICE_MAX = 10**12
@@ -25,8 +25,6 @@ PRICE_MAX = 10**12
 CHARGE_MAX = 2**63 - 1
 """The largest charge in pico-dollars (9.2 million dollars): a signed 64-bit integer."""
 SECONDS_PER_HOUR = 3_600
-LATEST_MS = 253_370_764_800_000
-"""The year 9999, where the calendar of the standard library ends."""
 
 ANY = "*"
 """Matches every model, tier or retention class."""

@@ -22,6 +22,7 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.accounts.written_prefixes import WrittenPrefix, delete_ended
 from tenancy.errors import StoreBusy
 from tenancy.storage.interface import Store
+from tenancy.types import LATEST_MS
 from tests.unit.tenancy.conftest import new_store
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
@@ -250,7 +251,7 @@ def test_rows_are_the_running_promises(acts: list[tuple[object, ...]]) -> None:
         now_ms = 1_000_000 + round(world.now_s * 1_000)
         stored = {key: at_ms for key, at_ms in rows(store).items() if at_ms > now_ms}
     wanted = {
-        key: written_prefixes.LATEST_MS if until_s == math.inf else 1_000_000 + until_s * 1_000
+        key: LATEST_MS if until_s == math.inf else 1_000_000 + until_s * 1_000
         for key, until_s in world.promised().items()
     }
 
