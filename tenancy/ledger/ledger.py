@@ -51,7 +51,6 @@ class Ledger:
         batch was written. Raises StoreError if another process writes the store or it cannot be
         written.
         """
-        self._store = store
         self._writer = LedgerWriter(store, clock)
         self.found_epoch, self.interrupted = self._writer.found_epoch, self._writer.interrupted
         self._inbox: queue.SimpleQueue[tuple[Item, Future[None]] | None] = queue.SimpleQueue()
@@ -99,10 +98,6 @@ class Ledger:
         There is no result: a note that could not be written is replaced by a later one, or lost.
         """
         self.write(ProgressNote(reached))
-
-    def open_holds(self) -> int:
-        """Return the number of requests that are admitted and not settled."""
-        return int(self._store.query("select count(*) from holds")[0][0])
 
     def close(self) -> None:
         """Write what was handed in, then stop. Safe to call twice."""

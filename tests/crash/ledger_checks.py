@@ -23,6 +23,7 @@ from tests.crash.ledger_child import (
     noted_tokens,
     output_tokens,
 )
+from tests.unit.tenancy.ledger.written import holds
 
 
 def check_ledger(place: Path | str, confirmed: set[str], unheld: Set[str] = frozenset()) -> int:
@@ -50,7 +51,7 @@ def check_ledger(place: Path | str, confirmed: set[str], unheld: Set[str] = froz
             assert tokens in right, "an entry is not what was sent, or noted"
             assert charge == cost, "an entry is not charged what it costs"
         assert all(found[request_id][0] == ending(request_id) for request_id in confirmed)
-        assert ledger.open_holds() == 0, "a hold was left open"
+        assert holds(store) == 0, "a hold was left open"
         names = {row[0] for row in store.query("select name from named_requests")}
         whole = {one for one in found if found[one][0] == "done" and is_named(one)}
         assert names <= whole, "a name is kept without its entry"

@@ -28,6 +28,7 @@ from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
 from tests.models import write_folder
 from tests.unit.gateway.server_process import SETTINGS, Server, run_server
+from tests.unit.tenancy.ledger.written import holds
 from tests.unit.tenancy.storage.postgres_server import Server as Postgres
 
 IS_LONG = os.environ.get("CRASH") == "long"
@@ -273,7 +274,7 @@ async def test_refuses_a_second_server_over_a_file(model: Path, place: Place) ->
         with pytest.raises(AssertionError) as caught:
             async with run_server(model, place.data, place.settings):
                 pass
-        held = first.open_holds()
+        held = holds(store)
 
     assert "trunkline.db is in use by another server." in str(caught.value)
     assert held == 1

@@ -137,7 +137,7 @@ def test_correction_frees_cached_tokens_once(desk: Desk) -> None:
     assert refused is not None
     assert left == 900
     assert desk.limiter.status(identity(limits))["input_tokens"].remaining == 900
-    assert desk.limiter.open_reservations == 0
+    assert desk.limiter.running_of(1) == 0
 
 
 def test_limit_is_near_above_an_eighth(desk: Desk) -> None:
@@ -182,7 +182,7 @@ def test_refused_extension_takes_nothing_and_keeps_the_place(desk: Desk) -> None
     assert refused.value.code == "tokens_per_minute"
     assert refused.value.retry_after_s == pytest.approx(6.0)
     assert (left["requests"].remaining, left["tokens"].remaining) == (3, 30)
-    assert desk.limiter.open_reservations == desk.limiter.running_of(1) == 2
+    assert desk.limiter.running_of(1) == 2
 
 
 def test_refused_extension_waits_for_a_further_request_too(desk: Desk) -> None:
@@ -236,7 +236,7 @@ def test_settling_twice_changes_nothing(desk: Desk) -> None:
     reservation.settle(Demand(50, 0))
     reservation.settle(Demand(0, 0))
 
-    assert desk.limiter.open_reservations == 0
+    assert desk.limiter.running_of(1) == 0
     assert desk.limiter.status(identity(limits))["tokens"].remaining == 50
     assert not reservation.is_open
 

@@ -394,7 +394,7 @@ async def test_replay_counts_as_one_request_without_tokens(gateway: GatewayFixtu
 
     assert [status for status, _, _ in found] == [200, 200, 429]
     assert left == ["1", "0", "0"]
-    assert gateway.gateway.context.limiter.open_reservations == 0
+    assert gateway.gateway.context.limiter.running_of(1) == 0
 
 
 async def test_token_count_ignores_key(gateway: GatewayFixture) -> None:

@@ -64,7 +64,7 @@ async def test_admits_exactly_the_limit_under_concurrency(
     assert got == [200] * 3 + [429] * 7
     assert other == [200] * 3
     assert len(gateway.entries()) == 6
-    assert gateway.gateway.context.limiter.open_reservations == 0
+    assert gateway.gateway.context.limiter.running_of(1) == 0
     await gateway.check_quiet()
 
 
@@ -134,7 +134,7 @@ async def test_every_call_draws_one_request_before_its_body(
     assert first != 429
     assert (second, other) == (429, first), error
     assert response.headers["retry-after"] == "60"
-    assert gateway.gateway.context.limiter.open_reservations == 0
+    assert gateway.gateway.context.limiter.running_of(1) == 0
 
 
 async def test_tokens_over_the_limit_cost_their_request(gateway: GatewayFixture) -> None:
@@ -159,10 +159,10 @@ async def test_body_that_is_still_sent_holds_a_place(
     async with gateway.connection() as (_, writer):
         writer.write(gateway.post("/v1/chat/completions", b"{", "Content-Length: 500"))
         limiter = gateway.gateway.context.limiter
-        await gateway.until(lambda: limiter.open_reservations == 1)
+        await gateway.until(lambda: limiter.running_of(1) == 1)
         during, error, response = await gateway.ask(body=gateway.chat())
         other, _, _ = await gateway.ask(body=gateway.chat(), who="bob")
-    await gateway.until(lambda: limiter.open_reservations == 0)
+    await gateway.until(lambda: limiter.running_of(1) == 0)
     later, _, _ = await gateway.ask(body=gateway.chat())
 
     assert (during, other, later) == (429, 200, 200)
@@ -244,7 +244,7 @@ async def test_disconnect_returns_unused_reservation(gateway: GatewayFixture) ->
     limiter = gateway.gateway.context.limiter
     left = limiter.status(gateway.gateway.context.registry.authenticate(gateway.keys["ada"]))
 
-    assert limiter.open_reservations == 0
+    assert limiter.running_of(1) == 0
     assert left["output_tokens"].remaining > 900
     await gateway.check_quiet()
 
@@ -260,7 +260,7 @@ async def test_later_refusal_returns_reservation(gateway: GatewayFixture) -> Non
     assert status == 503
     assert left["tokens"].remaining == 1_000
     assert response.headers["x-ratelimit-remaining-tokens"] == "1000"
-    assert limiter.open_reservations == 0
+    assert limiter.running_of(1) == 0
 
 
 def test_estimate_is_an_upper_bound() -> None:

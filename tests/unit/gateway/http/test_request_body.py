@@ -262,13 +262,13 @@ async def test_uploads_of_a_tenant_hold_its_share_and_no_more(
             _, writer = await held.enter_async_context(gateway.connection())
             writer.write(_upload(gateway, kind))
         limiter = gateway.gateway.context.limiter
-        await gateway.until(lambda: limiter.open_reservations == 2)
+        await gateway.until(lambda: limiter.running_of(1) == 2)
         answer = b""
         async with asyncio.timeout(PATIENCE_S):
             while status_of(answer) != 429:  # until the two have arrived
                 answer = await gateway.raw(_upload(gateway, "declared"))
         other, _, _ = await gateway.ask(body=gateway.chat(), who="bob")
-    await gateway.until(lambda: limiter.open_reservations == 0)
+    await gateway.until(lambda: limiter.running_of(1) == 0)
     later, _, _ = await gateway.ask(body=gateway.chat())
 
     assert b"rate_limit_exceeded" in answer

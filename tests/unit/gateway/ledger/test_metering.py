@@ -22,6 +22,7 @@ from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.types import Identity
+from tests.unit.tenancy.ledger.written import holds
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 RECORD = UsageRecord(
@@ -69,7 +70,7 @@ async def test_settles_hold_into_entry_with_disjoint_counts(metering: MeteringLe
     """prompt = read + write + fresh, or a tenant pays twice for the same tokens."""
     reservation = metering.reservation("a")
     await reservation.open()
-    held = metering.ledger.open_holds()
+    held = holds(metering.store)
     await reservation.settle("done", RECORD)
 
     (row,) = metering.store.query(
@@ -77,7 +78,7 @@ async def test_settles_hold_into_entry_with_disjoint_counts(metering: MeteringLe
         " physical_cached_tokens, host_cached_tokens, disk_cached_tokens, remote_cached_tokens"
         " from ledger"
     )
-    assert (held, metering.ledger.open_holds()) == (1, 0)
+    assert (held, holds(metering.store)) == (1, 0)
     assert row == (10, 4, 0, 6, 3, 4, 1, 1, 1)
 
 
@@ -125,7 +126,7 @@ async def test_request_over_budget_leaves_nothing_to_settle(metering: MeteringLe
         await reservation.open()
     await reservation.settle("failed", RECORD)
 
-    assert (reservation.is_open, metering.rows(), metering.ledger.open_holds()) == (False, [], 0)
+    assert (reservation.is_open, metering.rows(), holds(metering.store)) == (False, [], 0)
 
 
 async def test_entry_keeps_classes_and_context(metering: MeteringLedger) -> None:

@@ -29,7 +29,7 @@ from tenancy.storage.interface import Store, Transaction
 from tenancy.types import UsageEntry
 from tests.unit.tenancy.book_machine import BookMachine, run_on_server
 from tests.unit.tenancy.conftest import Wall
-from tests.unit.tenancy.ledger.written import PATIENCE_S, done, entries
+from tests.unit.tenancy.ledger.written import PATIENCE_S, done, entries, holds
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 from tests.unit.tenancy.storage.postgres_server import Server
 
@@ -89,10 +89,10 @@ def failing(
 def test_settlement_replaces_hold_by_entry(store: Store, ledger: Ledger) -> None:
     """Field for field."""
     done(ledger.hold(hold("a")))
-    held = ledger.open_holds()
+    held = holds(store)
     done(ledger.settle(entry("a")))
 
-    assert (held, ledger.open_holds()) == (1, 0)
+    assert (held, holds(store)) == (1, 0)
     assert entries(store) == {"a": entry("a")}
 
 
@@ -112,7 +112,7 @@ def test_refuses_a_second_hold_on_an_id(store: Store, ledger: Ledger) -> None:
     third = refusal(ledger.hold(hold("a")))
 
     assert (second, third) == ("duplicate_request", "duplicate_request")
-    assert ledger.open_holds() == 0
+    assert holds(store) == 0
 
 
 def test_start_closes_dead_holds_uncharged(store: Store, wall: Wall) -> None:
@@ -126,7 +126,7 @@ def test_start_closes_dead_holds_uncharged(store: Store, wall: Wall) -> None:
     again.close()
 
     found = entries(store)["a"]
-    assert (ledger.interrupted, again.interrupted, again.open_holds()) == (1, 0, 0)
+    assert (ledger.interrupted, again.interrupted, holds(store)) == (1, 0, 0)
     assert (found.ending, found.started_ms, found.ended_ms) == ("interrupted", 10, wall())
     assert (found.prompt_tokens, found.output_tokens) == (0, 0)
 
@@ -139,7 +139,7 @@ def test_refuses_a_second_writer_of_a_file(tmp_path: Path, wall: Wall) -> None:
     done(ledger.hold(hold("a")))
     with pytest.raises(StoreError, match="another server"):
         Ledger(beside, wall)
-    held = ledger.open_holds()
+    held = holds(store)
     ledger.close()
     for one in (beside, store):
         one.close()
@@ -358,7 +358,7 @@ class Life(BookMachine):
     @invariant()
     def file_matches_the_model(self) -> None:
         assert entries(self.store) == self.settled
-        assert self.ledger.open_holds() == len(self.held)
+        assert holds(self.store) == len(self.held)
         total = sum(one.output_tokens for one in self.settled.values())
         assert sum(row.output_tokens for row in usage(self.store)) == total
 

@@ -30,7 +30,7 @@ from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS
 from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall, used
-from tests.unit.tenancy.ledger.written import done, entries
+from tests.unit.tenancy.ledger.written import done, entries, holds
 
 READING = StorageReading(1, "1h", 5)
 CARD = RateCard("std", input=3_000, output=9_000, cache_read=300, cache_write={"1h": 6_000})
@@ -93,7 +93,7 @@ def test_refuses_a_hold_beyond_the_largest_charge(store: Store, ledger: Ledger, 
     with pytest.raises(BadPrice):
         done(ledger.hold(Hold("a", 1, 1, "m", wall(), 1, 10**9)))
 
-    assert ledger.open_holds() == 0
+    assert holds(store) == 0
 
 
 def test_progress_applies_to_holds_of_the_same_batch(store: Store, wall: Wall) -> None:

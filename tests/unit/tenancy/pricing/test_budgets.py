@@ -30,6 +30,7 @@ from tests.actors import TESTER
 from tests.examples import examples
 from tests.unit.tenancy.book_machine import BookMachine, run_on_server
 from tests.unit.tenancy.conftest import Wall
+from tests.unit.tenancy.ledger.written import holds
 from tests.unit.tenancy.storage.postgres_server import Server
 
 PATIENCE_S = 60
@@ -99,7 +100,7 @@ def test_refusal_names_budget_and_window_end(store: Store, ledger: Ledger, wall:
     assert (refusal.hard_pico, refusal.spent_pico, refusal.reserved_pico) == (5_000_000, 0, 0)
     assert datetime.fromtimestamp(refusal.resets_ms / 1000, UTC) == datetime(1970, 2, 1, tzinfo=UTC)
     assert refusal.retry_after_s is None, "it would not fit an empty window either"
-    assert ledger.open_holds() == 0
+    assert holds(store) == 0
 
 
 def test_refusal_has_retry_time(store: Store, ledger: Ledger, wall: Wall) -> None:

@@ -36,6 +36,7 @@ from tenancy.storage.sqlite import SqliteStore
 from tests.crash.ledger_child import entry, furnish, hold
 from tests.crash.wire_cut import Where, Wire
 from tests.unit.tenancy.conftest import Wall, used
+from tests.unit.tenancy.ledger.written import holds
 from tests.unit.tenancy.storage.postgres_server import Server
 
 PATIENCE_S = 60.0
@@ -445,7 +446,7 @@ def test_finds_outcome_of_unanswered_commit(
         ledger.hold(hold(f"0-{number}")).result(PATIENCE_S)
         way.cuts.append(where)
         ledger.settle(entry(f"0-{number}")).result(PATIENCE_S)
-    held = ledger.open_holds()
+    held = holds(store)
     ledger.close()
 
     assert (held, way.cuts) == (0, [])
@@ -487,7 +488,7 @@ def test_unknown_outcome_is_refused_and_repaired_later(
         ledger.hold(hold("0-2")).result(PATIENCE_S)
     way.is_away = False
     ledger.settle(entry("0-1")).result(PATIENCE_S)
-    held = ledger.open_holds()
+    held = holds(store)
     ledger.close()
     endings: dict[str, str] = dict(store.query("select request_id, ending from ledger"))
 
