@@ -1,8 +1,9 @@
 """The daily close: a day's entries are counted, summed and hashed, and the day becomes final.
 
 Afterwards the database refuses entries in the day; late ones are booked on the next open day. Days
-are UTC. A day can be closed once it is over and none of its requests runs. The command line calls
-it, also beside a running server.
+are UTC. A day can be closed once it is over and none of its requests runs. The clock alone does not
+tell that it is over, except for a day that the operator names: a gateway must have written later,
+by its own clock. The command line calls it, also beside a running server.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def close_days(
     despite_counts: bool = False,
     by: Actor,
 ) -> list[ClosedDay]:
-    """Close every open day up to `through` (default: yesterday), oldest first. Returns them.
+    """Close every open day up to `through`, oldest first. Returns them. By default the last one is
+    yesterday, or the day before that of the ledger's latest time, if that is earlier.
 
     The first day is that of the first entry. Counting is O(entries of the days), while others
     write; then one transaction of O(days) checks that no row of the days came meanwhile, or they
@@ -76,6 +78,8 @@ def close_days(
         raise CloseRefused("day_not_over", f"Day is not over yet (UTC): {_day_name(last)}.")
     for _ in range(TRIES_MAX):
         with store.snapshot() as db:
+            if through is None:
+                last = min(last, _latest_ms(db) // DAY_MS - 1)
             closed = _last_closed(db)
             if closed is not None and last <= closed:
                 if through is None:
@@ -83,7 +87,7 @@ def close_days(
                 raise CloseRefused("day_closed", f"Day is already closed: {_day_name(last)}.")
             _check_running(db, last)
             first = _first_day(db) if closed is None else closed + 1
-            if first is None:
+            if first is None or last < first:
                 return []
             count = last - first + 1
             if count > DAYS_PER_CLOSE_MAX:
@@ -157,6 +161,13 @@ def _check_counts(db: Transaction, since_ms: int, until_ms: int) -> None:
                 f"Engine epoch {epoch.epoch} and the ledger counted different tokens; see trunkline"
                 " reconcile. To close nevertheless: --despite-counts.",
             )
+
+
+def _latest_ms(db: Transaction) -> int:
+    """Return when a gateway last wrote: its engine's counts, each minute, or an entry."""
+    counted_ms = read_number(db, "select coalesce(max(last_seen_ms), 0) from engine_epochs")
+    last = db.rows("select ended_ms from ledger order by entry_id desc limit 1")
+    return max(counted_ms, last[0][0] if last else 0)
 
 
 def _last_ids(db: Transaction) -> tuple[int, int]:

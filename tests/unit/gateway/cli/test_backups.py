@@ -31,7 +31,7 @@ class Installation:
         counts = (10, 0, 0, 10, 1, 0)
         one = UsageEntry(request_id, 1, 1, "m", "done", at_ms, at_ms, *counts, epoch="e")
         ledger.settle(one).result(60)
-        totals = EngineTotals("e", at_ms, 10, 0, 1, 10, 0, 1, is_ended=True)
+        totals = EngineTotals("e", wall_ms(), 10, 0, 1, 10, 0, 1, is_ended=True)
         ledger.write(totals).result(60)
         ledger.close()
         store.close()

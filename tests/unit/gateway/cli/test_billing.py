@@ -280,9 +280,11 @@ def test_accepts_a_response_id_for_its_entry(priced: Run, open_ledger: Books, pr
 def test_closes_and_lists_days(priced: Run, open_ledger: Books) -> None:
     """Sums are strings, so that no program rounds them."""
     use(open_ledger, "r", 1)
+    early = data_of(priced, "close")
+    use(open_ledger, "later", 0)
     (day,) = data_of(priced, "close")
 
-    assert (day["entries"], day["prompt_tokens"]) == (1, 10)
+    assert (early, day["entries"], day["prompt_tokens"]) == ([], 1, 10)
     assert isinstance(day["charge_pico"], str)
     assert data_of(priced, "close", "--list") == [day]
     assert priced("close")[1] == "nothing to close\n"

@@ -54,7 +54,7 @@ def books(store: Store, wall: Wall) -> Iterator[Store]:
         ledger.settle(entry(str(number), wall())).result(60)
     adjust(store, wall, Adjustment("x", "3", -9, "an outage"), by=TESTER)
     wall.ms += DAY_MS
-    close_days(store, wall, by=TESTER)
+    close_days(store, wall, "1970-01-01", by=TESTER)
     for number in range(5, 9):
         ledger.hold(Hold(str(number), 1, 1, "m", wall(), 9, 9)).result(60)
         ledger.settle(entry(str(number), wall())).result(60)

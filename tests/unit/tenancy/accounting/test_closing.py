@@ -48,6 +48,13 @@ def code_of(store: Store, wall: Wall, through: str | None = None) -> str:
     return caught.value.code
 
 
+def pass_days(ledger: Ledger, wall: Wall, days: int = 1) -> int:
+    """Let days pass, of which the ledger learns. Returns the time before."""
+    before_ms, wall.ms = wall.ms, wall.ms + days * DAY_MS
+    done(ledger.write(EngineTotals("idle", wall(), 0, 0, 0, 0, 0, 0)))
+    return before_ms
+
+
 def booked(store: Store) -> list[tuple[str, int]]:
     return [tuple(row) for row in store.query("select request_id, booked_ms from ledger")]
 
@@ -58,7 +65,7 @@ def test_close_has_the_days_totals(store: Store, ledger: Ledger, wall: Wall) -> 
         done(ledger.settle(entry(str(number), wall() + number)))
     adjust(store, wall, Adjustment("x", "1", -9, "an outage"), by=TESTER)
     done(ledger.write(StorageReadings("meter", 1, wall(), (READING,))))
-    wall.ms += DAY_MS
+    pass_days(ledger, wall)
     (day,) = close_days(store, wall, by=TESTER)
 
     assert (day.day, day.entries, day.prompt_tokens, day.output_tokens) == ("1970-01-01", 3, 30, 12)
@@ -79,11 +86,11 @@ def test_late_entry_is_booked_on_the_next_open_day(
 ) -> None:
     """At the price of its admission; only its period moves."""
     done(ledger.settle(entry("a", wall())))
-    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
+    began_ms = pass_days(ledger, wall)
     (closed,) = close_days(store, wall, by=TESTER)
     done(ledger.settle(entry("b", began_ms)))
     done(ledger.write(StorageReadings("meter", 1, began_ms, (READING,))))
-    wall.ms += DAY_MS
+    pass_days(ledger, wall)
     (after,) = close_days(store, wall, by=TESTER)
 
     assert booked(store) == [("a", began_ms), ("b", DAY_MS)]
@@ -94,7 +101,7 @@ def test_late_entry_is_booked_on_the_next_open_day(
 def test_clock_set_back_changes_no_closed_day(store: Store, ledger: Ledger, wall: Wall) -> None:
     """L9: holds and entries with a wrong time go to the first open day."""
     done(ledger.settle(entry("a", wall())))
-    wall.ms += 3 * DAY_MS
+    pass_days(ledger, wall, 3)
     before = close_days(store, wall, by=TESTER)
     wall.ms -= 3 * DAY_MS
     done(ledger.hold(Hold("b", 1, 1, "m", wall())))
@@ -104,6 +111,20 @@ def test_clock_set_back_changes_no_closed_day(store: Store, ledger: Ledger, wall
     assert list_closes(store) == before
     assert len(before) == 3
     assert code_of(store, wall, "1970-01-01") == "day_not_over"
+
+
+def test_clock_ahead_closes_no_day_that_still_runs(
+    store: Store, ledger: Ledger, wall: Wall
+) -> None:
+    """Its entries would be booked days later. A day by name closes, or a stopped gateway's last
+    would stay open."""
+    for number in range(2):
+        done(ledger.settle(entry(str(number), wall() + number * DAY_MS)))
+    wall.ms += 5 * DAY_MS
+    closed = [day.day for day in close_days(store, wall, by=TESTER)]
+    named = [day.day for day in close_days(store, wall, "1970-01-02", by=TESTER)]
+
+    assert (closed, named) == (["1970-01-01"], ["1970-01-02"])
 
 
 def at_each_change(
@@ -126,7 +147,7 @@ def test_writers_continue_while_a_day_is_counted(
     meanwhile is counted too."""
     for number in range(9):
         done(ledger.settle(entry(str(number), wall())))
-    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
+    began_ms = pass_days(ledger, wall)
     tries: list[int] = []
     with closing(store.open_another()) as other:
 
@@ -151,7 +172,7 @@ def test_day_that_keeps_growing_stays_open(
 ) -> None:
     """Entries, adjustments or storage at every try."""
     done(ledger.settle(entry("a", wall())))
-    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
+    began_ms = pass_days(ledger, wall)
 
     def late(number: int) -> None:
         if number == 1:
@@ -174,7 +195,7 @@ def test_day_that_keeps_growing_stays_open(
 def test_day_with_a_running_request_stays_open(store: Store, ledger: Ledger, wall: Wall) -> None:
     """So its reservation and its charge share a window."""
     done(ledger.hold(Hold("a", 1, 1, "m", wall())))
-    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
+    began_ms = pass_days(ledger, wall)
     running = code_of(store, wall)
     done(ledger.settle(entry("a", began_ms)))
     (day,) = close_days(store, wall, by=TESTER)
@@ -198,7 +219,7 @@ def test_what_keeps_a_day_open_may_come_while_it_is_counted(
     code: str,
 ) -> None:
     done(ledger.settle(entry("a", wall())))
-    wall.ms += DAY_MS
+    pass_days(ledger, wall)
     with closing(store.open_another()) as other, monkeypatch.context() as patch:
         at_each_change(other, patch, lambda _: done(ledger.write(item)))
         found = code_of(other, wall)
@@ -209,7 +230,7 @@ def test_what_keeps_a_day_open_may_come_while_it_is_counted(
 def test_closing_again_changes_nothing(store: Store, ledger: Ledger, wall: Wall) -> None:
     """For an hourly job, nothing to do is no error; for a day by name it is."""
     done(ledger.settle(entry("a", wall())))
-    wall.ms += DAY_MS
+    pass_days(ledger, wall)
     days = close_days(store, wall, by=TESTER)
 
     assert close_days(store, wall, by=TESTER) == []
@@ -227,7 +248,7 @@ def test_empty_ledger_closes_nothing(store: Store, wall: Wall) -> None:
     """The first day is that of the first entry."""
     wall.ms += 500 * DAY_MS
 
-    assert close_days(store, wall, by=TESTER) == []
+    assert close_days(store, wall, "1970-01-01", by=TESTER) == []
 
 
 def test_close_of_too_many_days_names_their_number(
@@ -236,7 +257,7 @@ def test_close_of_too_many_days_names_their_number(
     """One transaction would be too long; earlier days can be closed first."""
     monkeypatch.setattr(daily_close, "DAYS_PER_CLOSE_MAX", 2)
     done(ledger.settle(entry("a", wall())))
-    wall.ms += 3 * DAY_MS
+    pass_days(ledger, wall, 3)
     with pytest.raises(CloseRefused, match=r": 3; limit 2\.") as caught:
         close_days(store, wall, by=TESTER)
 
@@ -246,7 +267,7 @@ def test_close_of_too_many_days_names_their_number(
 
 def test_each_close_is_chained_to_the_one_before(store: Store, ledger: Ledger, wall: Wall) -> None:
     """Days with equal totals have different digests."""
-    wall.ms += 3 * DAY_MS
+    pass_days(ledger, wall, 3)
     done(ledger.settle(entry("a", 0)))
     days = close_days(store, wall, by=TESTER)
 
@@ -256,7 +277,7 @@ def test_each_close_is_chained_to_the_one_before(store: Store, ledger: Ledger, w
 def test_database_refuses_rows_in_closed_days(store: Store, ledger: Ledger, wall: Wall) -> None:
     """From any program."""
     done(ledger.settle(entry("a", wall())))
-    wall.ms += DAY_MS
+    pass_days(ledger, wall)
     close_days(store, wall, by=TESTER)
     copied = (
         "insert into ledger select 9, 'z', tenant_id, key_id, model, ending, started_ms, ended_ms,"
@@ -274,7 +295,7 @@ def test_database_refuses_rows_in_closed_days(store: Store, ledger: Ledger, wall
 def test_hold_cannot_settle_into_a_closed_day(store: Store, ledger: Ledger, wall: Wall) -> None:
     """The impossible entry is refused; the day is unchanged."""
     done(ledger.settle(entry("a", wall())))
-    wall.ms += DAY_MS
+    pass_days(ledger, wall)
     close_days(store, wall, by=TESTER)
     refused = ledger.settle(UsageEntry("b", 1, 1, "m", "done", 0, 0, 9, 2, 3, 5, 4, 0))
 
@@ -286,11 +307,11 @@ def test_day_with_a_count_mismatch_stays_open(store: Store, ledger: Ledger, wall
     """Until an operator has explained it; later days close."""
     done(ledger.settle(replace(entry("a", wall()), epoch="e1")))
     done(ledger.write(EngineTotals("e1", wall(), 11, 0, 4, 11, 0, 4, is_ended=True)))
-    wall.ms += DAY_MS
+    pass_days(ledger, wall)
     refused = code_of(store, wall)
     closed = close_days(store, wall, despite_counts=True, by=TESTER)
     done(ledger.settle(entry("b", wall())))
-    wall.ms += DAY_MS
+    pass_days(ledger, wall)
 
     assert (refused, len(closed)) == ("counts_apart", 1)
     assert len(close_days(store, wall, by=TESTER)) == 1

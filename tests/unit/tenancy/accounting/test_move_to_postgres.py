@@ -89,7 +89,7 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
         adjust(store, wall, Adjustment("x", "1-3", -9, "an outage"), by=TESTER)
         ledger.settle(replace(used("3-1", wall()), tenant_id=3)).result(PATIENCE_S)
         wall.ms += 2 * DAY_MS
-        close_days(store, wall, by=TESTER)
+        close_days(store, wall, "1970-01-02", by=TESTER)
         with store.change() as db:
             begin_ledger_epoch(db, wall(), "marked")
         ledger.hold(Hold("n", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(PATIENCE_S)

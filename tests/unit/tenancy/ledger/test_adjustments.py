@@ -73,7 +73,7 @@ def test_credits_never_exceed_the_charge(books: Store, wall: Wall) -> None:
 def test_late_adjustments_are_booked_on_the_next_open_day(books: Store, wall: Wall) -> None:
     """A closed day stays as reported, also when the clock goes back."""
     wall.ms += 2 * DAY_MS
-    close_days(books, wall, by=TESTER)
+    close_days(books, wall, "1970-01-02", by=TESTER)
     wall.ms -= 2 * DAY_MS
     adjust(books, wall, credit(), by=TESTER)
 

@@ -111,7 +111,7 @@ def test_breach_is_credited_once(store: Store, wall: Wall) -> None:
     with opened(store, wall) as (_, ledger):
         wall.ms += 86_400_000
         add_card(store, wall, structs.replace(CARD, breach_credit="read_price"))
-        close_days(store, wall, by=TESTER)
+        close_days(store, wall, "1970-01-01", by=TESTER)
         ledger.settle(entry()).result(60)
 
         assert credits(store) == first

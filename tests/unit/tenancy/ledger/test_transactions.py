@@ -225,7 +225,7 @@ def test_caches_are_dropped_when_the_database_changes(store: Store, wall: Wall) 
         wall.ms += DAY_MS
         add_card(other, wall, CARD)
         set_budget(other, Budget(1, "day", hard_micros=1))
-        close_days(other, wall, by=TESTER)
+        close_days(other, wall, "1970-01-01", by=TESTER)
     writer.write([ProgressNote({"a": Progress()})])  # which reads no caches
     refused = writer.write([used("b", wall()), Hold("c", 1, 1, "m", wall(), 10**6, 10**6)])
     refused += writer.write([structs.replace(used("d", wall() - DAY_MS), ended_ms=wall())])

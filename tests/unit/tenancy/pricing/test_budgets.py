@@ -212,7 +212,7 @@ def test_hold_from_before_a_close_reserves_on_the_open_day(
     """L9: where its charge will count, although its clock is set back to a closed day."""
     ledger.settle(entry("a", wall(), 1)).result(PATIENCE_S)
     began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
-    close_days(store, wall, by=TESTER)
+    close_days(store, wall, "1970-01-01", by=TESTER)
     set_budget(store, Budget(1, "day", hard_micros=10))
     early = is_held(ledger, hold("b", began_ms, 9))
     reserved = sums(store, wall)

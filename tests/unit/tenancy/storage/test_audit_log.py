@@ -63,7 +63,7 @@ def change_everything(store: Store, wall: Wall) -> list[str]:
     ledger.close()
     adjust(store, wall, Adjustment("x", "r1", -9, "an outage"), BY)
     wall.ms += 2 * DAY_MS
-    close_days(store, wall, despite_counts=True, by=BY)
+    close_days(store, wall, "1970-01-02", despite_counts=True, by=BY)
     mark_restored(store, wall, BY)
     declared = [DeclaredTenant(name="cid")]
     reconcile(store, wall, declared, [ScopeTerms(name="filed", owner="cid")], BY)
