@@ -225,7 +225,7 @@ def _read_update(store: Store, known: int) -> _RegistryUpdate | None:
     members: Memberships = {}
     for tenant_id in tenant_ids:
         members |= memberships(store, tenant_id)
-    return _RegistryUpdate(max(version, rows[-1][0]), keys, tenants, members, (key_ids, tenant_ids))
+    return _RegistryUpdate(rows[-1][0], keys, tenants, members, (key_ids, tenant_ids))
 
 
 def _read_all(store: Store) -> _RegistryUpdate:

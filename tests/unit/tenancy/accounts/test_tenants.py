@@ -14,9 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from tenancy.accounts.authentication import CHANGES_MAX, REFRESH_S, KeyAuthenticator
+from tenancy.accounts.authentication import (
+    CHANGES_MAX,
+    REFRESH_S,
+    Administrator,
+    KeyAuthenticator,
+)
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import (
+    ADMIN_SCOPES,
     SCOPES,
     change_key,
     create_admin_key,
@@ -106,18 +112,45 @@ def test_sees_changes_of_another_process_within_a_second(
 
 
 def test_sees_changes_of_its_own_process(store: Store, wall: Wall, server: Server) -> None:
-    """An embedder has one store for both."""
+    """An embedder has one store for both. At once, where it says so; a log names the key."""
     set_status(store, "ada", "suspended")
+    server.registry.refresh_now()
+    with pytest.raises(KeyRefused) as caught:
+        server.registry.authenticate(server.key)
 
-    assert server.answer() == "tenant_suspended"
+    refused = caught.value
+    assert (refused.code, refused.key_id, refused.tenant_id) == ("tenant_suspended", 1, 1)
+    assert server.registry.active_tenants == 0
 
 
-def test_queries_at_most_twice_a_second(store: Store, server: Server) -> None:
+def test_changed_tenants_are_told_once(store: Store, wall: Wall, server: Server) -> None:
+    """All at first; then those of every check since."""
+    told = []
+    for names in ((), ("bob", "cid"), ()):
+        for name in names:
+            server.answer()
+            create_tenant(store, wall, name)
+        server.now_s += REFRESH_S
+        told.append([one.tenant.name for one in server.registry.take_changed()])
+
+    assert told == [["ada"], ["bob", "cid"], []]
+
+
+def test_queries_at_most_twice_a_second(
+    store: Store, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A flood of requests is not a flood of queries: none at all between two checks."""
-    store.close()
+    looks, version = list[int](), store.registry_version
+
+    def look() -> int:
+        looks.append(1)
+        return version()
+
+    monkeypatch.setattr(store, "registry_version", look)
+    server.answer()
     names = {server.registry.authenticate(server.key).tenant.name for _ in range(100)}
 
-    assert names == {"ada"}
+    assert (names, looks) == ({"ada"}, [1])
 
 
 def test_keeps_the_last_snapshot_while_the_database_fails(store: Store, server: Server) -> None:
@@ -130,16 +163,18 @@ def test_keeps_the_last_snapshot_while_the_database_fails(store: Store, server: 
 def test_unchanged_registry_is_not_read_again(
     store: Store, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ledger writes all the time; keys rarely change."""
+    """The ledger writes all the time; keys rarely change. A change is read once."""
+    set_status(store, "ada", "active")
+    server.answer()
     with store.change() as db:
         db.execute(
             "insert into holds (request_id, tenant_id, key_id, model, started_ms)"
             " values ('a', 1, 1, 'm', 0)"
         )
-    monkeypatch.setattr(
-        "tenancy.accounts.authentication.list_tenant_records",
-        lambda store: pytest.fail("read again"),
-    )
+    for name in ("list_tenant_records", "read_tenant_records"):
+        monkeypatch.setattr(
+            f"tenancy.accounts.authentication.{name}", lambda *_: pytest.fail("read again")
+        )
 
     assert server.answer() == "ada"
 
@@ -160,6 +195,36 @@ def test_reads_only_changed_rows(
 
     assert answers == ["bob", "ada"]
     assert server.answer(key) == "key_unknown"
+    assert server.registry.tenant(2) is None
+
+
+def test_reads_all_of_a_restored_database(other: Store, server: Server) -> None:
+    """Its version is an earlier one, without the changes since."""
+    set_status(other, "ada", "suspended")
+    answers = [server.answer()]
+    set_status(other, "ada", "active")
+    with other.change() as db:
+        db.execute("delete from registry_changes")
+        db.execute("update registry_version set version = 1")
+    answers.append(server.answer())
+
+    assert answers == ["tenant_suspended", "ada"]
+
+
+def test_key_of_a_tenant_deleted_while_all_is_read_is_unknown(
+    store: Store, other: Store, wall: Wall, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys are read before tenants."""
+
+    def deleted(store: Store) -> list[TenantRecord]:
+        delete_tenant(other, wall, "ada")
+        return list_tenant_records(store)
+
+    monkeypatch.setattr("tenancy.accounts.authentication.list_tenant_records", deleted)
+    registry = KeyAuthenticator(store, wall, lambda: 0.0)
+
+    with pytest.raises(KeyRefused, match="Unknown key"):
+        registry.authenticate(server.key)
 
 
 def test_deleted_tenants_key_does_not_authenticate_the_next_tenant(
@@ -262,7 +327,7 @@ def _change(store: Store, wall: Wall, what: str, number: int, keys: list[str]) -
         case "suspend" | "resume":
             set_status(store, name, "suspended" if what == "suspend" else "active")
         case "set":
-            change_tenant(store, name, {"priority": number})
+            change_tenant(store, name, {"priority": number, "floor_blocks": number})
         case _:
             delete_tenant(store, lambda: 1, name)
 
@@ -274,15 +339,34 @@ def _answers(registry: KeyAuthenticator, keys: list[str]) -> list[object]:
             answers.append(registry.authenticate(key))
         except KeyRefused as refusal:
             answers.append(refusal.code)
-    return answers
+    tenants = [registry.tenant(number) for number in range(1, 9)]
+    return [*answers, registry.floor_blocks(), registry.active_tenants, tenants]
 
 
 def test_policy_applies_from_the_next_check(other: Store, server: Server) -> None:
     """Without a restart."""
-    change_tenant(other, "ada", {"weight": 7})
-    server.answer()
+    before = server.registry.floor_blocks()
+    change_tenant(other, "ada", {"weight": 7, "floor_blocks": 8})
+    server.now_s += REFRESH_S
 
-    assert server.registry.authenticate(server.key).policy == CachePolicy(weight=7)
+    assert (before, server.registry.floor_blocks()) == (0, 8)
+    policy = CachePolicy(weight=7, floor_blocks=8)
+    assert server.registry.authenticate(server.key).policy == policy
+
+
+def test_keys_expire_by_the_wall_clock(store: Store, wall: Wall, server: Server) -> None:
+    """A tenant's, and an administrator's that another process made."""
+    key = create_key(store, wall, 1, lives_ms=60_000)
+    admin = create_admin_key(store, wall, lives_ms=60_000)
+    server.now_s += REFRESH_S
+    server.registry.authenticate_admin(admin)
+    server.registry.authenticate(key)
+    wall.ms += 60_000
+
+    with pytest.raises(KeyRefused, match="expired"):
+        server.registry.authenticate(key)
+    with pytest.raises(KeyRefused, match="expired"):
+        server.registry.authenticate_admin(admin)
 
 
 @pytest.mark.parametrize("name", ["a", "a-b_c.d", "0", "x" * 64])
@@ -374,7 +458,7 @@ def test_admin_key_and_tenant_key_are_not_interchangeable(
     admin = create_admin_key(store, wall)
 
     assert server.answer(admin) == "scope_missing"
-    assert server.registry.authenticate_admin(admin).key_id == 2
+    assert server.registry.authenticate_admin(admin) == Administrator(2, frozenset(ADMIN_SCOPES))
     with pytest.raises(KeyRefused, match="'admin' scope"):
         server.registry.authenticate_admin(server.key)
 
@@ -385,12 +469,14 @@ def test_identity_has_limits_and_scopes(
     """Changed beside a running server, they apply from the next check."""
     change_tenant(other, "ada", {"requests_per_minute": 9, "tier": "gold"})
     change_key(other, "1", scopes=["usage"], limits=Limits(requests_at_once=1), by=TESTER)
+    strict = create_key(other, wall, 1, tolerance="strict")
     server.answer()
     who = server.registry.authenticate(server.key)
 
     assert who.limits == Limits(requests_per_minute=9)
     assert who.key_limits == Limits(requests_at_once=1)
     assert (who.tenant.tier, who.scopes) == ("gold", frozenset({"usage"}))
+    assert server.registry.authenticate(strict).tolerance == "strict"
 
 
 def test_concurrent_changes_do_not_undo_each_other(store: Store, wall: Wall) -> None:
