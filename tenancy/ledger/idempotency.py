@@ -206,15 +206,13 @@ class IdempotencyNames:
             self._put(_NameRow(tenant_id, name, bytes(digest), until_ms, request_id, size))
 
     def _put(self, one: _NameRow) -> None:
-        one = self._by_request.setdefault(one.request_id, one)
-        self._by_name[one.tenant_id, one.name] = one
+        self._by_request[one.request_id] = self._by_name[one.tenant_id, one.name] = one
 
     def _release(self, one: _NameRow) -> None:
         """Free a name."""
         del self._by_name[one.tenant_id, one.name], self._by_request[one.request_id]
-        self._kept.pop(one.request_id, None)
-        if self._made.pop(one.request_id, None) is None:
-            self._released.append((one.request_id,))
+        self._made.pop(one.request_id, None)
+        self._released.append((one.request_id,))
         self._count(one.tenant_id, -1, -one.size)
 
     def _count(self, tenant_id: int, names: int, size: int) -> None:

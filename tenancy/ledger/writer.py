@@ -83,7 +83,6 @@ class LedgerWriter:
         try:
             self.found_epoch = detect_replacement(store, clock)
             self.interrupted = self._close_holds(is_dead)
-            self._fold_all_sums()
             self._save_point()
         except BaseException:
             store.release_claim()

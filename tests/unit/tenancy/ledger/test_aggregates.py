@@ -33,10 +33,13 @@ PLACES = ("usage_hours", "usage_days", "epoch_sums", "recent_sums")
 
 
 def some_entries(random: Random, count: int) -> list[UsageEntry]:
-    """Return entries of two tenants, over three days and two engine epochs."""
+    """Return hits and misses of two tenants, in few hours of three days, and two engine epochs."""
     return [
         structs.replace(
-            used(str(number), random.randrange(3 * DAY_MS)),
+            used(str(number), random.randrange(3) * DAY_MS + random.randrange(2 * HOUR_MS)),
+            cache_read_tokens=(read := random.choice((0, 1, 5))),
+            fresh_tokens=7 - read,
+            read={"1h": read},
             tenant_id=random.choice((1, 2)),
             key_id=random.choice((1, 2)),
             ttft_ms=random.choice((None, 3)),
@@ -60,12 +63,12 @@ def test_folding_changes_no_query_result(store: Store, wall: Wall) -> None:
     """Before, between and after, with entries booked meanwhile."""
     for name in ("ada", "bob"):
         create_tenant(store, wall, name)
-    add_card(store, wall, RateCard("std", input=3_000, output=900_000, cache_read=300))
+    add_card(store, wall, RateCard("std", input=3_000, output=900_000, cache_write={"1h": 9_000}))
     set_budget(store, Budget(1, "day", hard_micros=10**12))
-    entries, books = some_entries(Random(3), 60), LedgerTransactions()
+    entries, books = some_entries(Random(3), 200), LedgerTransactions()
     totals: list[Item] = [EngineTotals(f"e{n}", 1, 0, 0, 0, 0, 0, 0) for n in (1, 2)]
     seen = []
-    for items in ([*totals, *entries[:30]], [], entries[30:], []):
+    for items in ([*totals, *entries[:100]], [], entries[100:], []):
         with store.change() as db:
             if items:
                 books.apply(db, items)
@@ -108,8 +111,10 @@ def test_writer_folds_each_minute_and_at_its_end(store: Store, wall: Wall) -> No
         writer.write([used(str(len(left)), wall())])
         writer.run_maintenance()
         left.append(store.query("select coalesce(sum(requests), 0) from recent_sums")[0][0])
+    keys = range(FOLD_ROWS_MAX + 1)
+    writer.write([structs.replace(used(f"k{key}", wall()), key_id=key) for key in keys])
     writer.close()
 
     assert left == [1, 2, 0, 1]
-    assert store.query("select sum(requests) from usage_hours") == [(4,)]
+    assert store.query("select sum(requests) from usage_hours") == [(4 + len(keys),)]
     assert store.query("select * from recent_sums") == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+
+import msgspec
 from msgspec.structs import replace
 
 from tenancy.ledger.entries import (
@@ -13,6 +16,7 @@ from tenancy.ledger.entries import (
     next_chain,
 )
 from tenancy.ledger.ledger import Ledger
+from tenancy.ledger.transactions import LedgerTransactions
 from tenancy.storage.hourly_usage import HOURLY_USAGE
 from tenancy.storage.interface import Store
 from tenancy.types import HOUR_MS
@@ -26,8 +30,9 @@ def test_each_entry_is_chained_to_the_one_before(store: Store, ledger: Ledger, w
     rows = store.query(f"select {', '.join(ENTRY_FIELDS)}, chain from ledger order by entry_id")
     before = b""
     for *row, chain in rows:
-        before = next_chain(before, row)
+        before = hashlib.sha256(before + msgspec.msgpack.encode(row)).digest()
         assert chain == before
+        assert row[ENTRY_FIELDS.index("reads")] == '{"1h":4,"5m":1}'
 
     changed = [*rows[0][:-1]]
     changed[ENTRY_FIELDS.index("charge_pico")] = 7
@@ -58,11 +63,15 @@ def test_settling_again_keeps_chain_and_sums(store: Store, ledger: Ledger, wall:
 
 
 def test_chain_is_sealed_once_an_hour(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """In booking order, even if the clock is set back."""
-    for number, hours in enumerate((1, 0, 0, 500, 0, -500)):
+    """In booking order, even if the clock is set back; a batch for its latest hour."""
+    for number, hours in enumerate((0, 0, 0, 500, 0, -500)):
         wall.ms += hours * HOUR_MS
         ledger.settle(used(str(number), wall())).result(60)
-    seals = store.query("select entry_id, chain from seals order by number")
+    with store.change() as db:
+        batch = [used("later", wall() + HOUR_MS), used("earlier", wall())]
+        LedgerTransactions().apply(db, batch)
+    seals = store.query("select entry_id, hour_ms, chain from seals order by number")
 
-    assert [row[0] for row in seals] == [1, 4, 6]
-    assert seals[-1][1] == store.query("select chain from ledger where entry_id = 6")[0][0]
+    assert [row[0] for row in seals] == [1, 4, 6, 8]
+    assert seals[-1][1] == HOUR_MS
+    assert seals[-1][2] == store.query("select chain from ledger where entry_id = 8")[0][0]

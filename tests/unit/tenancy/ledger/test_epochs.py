@@ -19,7 +19,7 @@ from tenancy.ledger.epochs import (
 from tenancy.ledger.ledger import Ledger
 from tenancy.storage.interface import Store
 from tenancy.storage.sqlite import SqliteStore
-from tests.crash.ledger_child import entry
+from tests.crash.ledger_child import entry, hold
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
@@ -37,16 +37,20 @@ class Life:
         create_tenant(store, wall, "ada")
         store.close()
 
-    def run(self, *request_ids: str, is_killed: bool = False) -> tuple[int, int]:
+    def run(
+        self, *request_ids: str, held: str | None = None, is_killed: bool = False
+    ) -> tuple[int, int]:
         """Run one server life. Returns the epoch it found and the entries then.
 
-        A killed one leaves the point known at its last minute.
+        It leaves a hold. A killed one leaves the point known at its last minute.
         """
         store = SqliteStore(self.path)
         ledger = Ledger(store, self.wall)
         known = self.known.read_bytes()
         for request_id in request_ids:
             ledger.settle(entry(request_id)).result(PATIENCE_S)
+        if held is not None:
+            ledger.hold(hold(held)).result(PATIENCE_S)
         ledger.close()
         found = ledger_epoch(store).number, store.query("select count(*) from ledger")[0][0]
         assert check_books(store) == []
@@ -75,7 +79,8 @@ def life(tmp_path: Path, wall: Wall) -> Life:
 
 def test_restarts_and_crashes_keep_the_epoch(life: Life) -> None:
     """L8: they lose nothing, so no total falls."""
-    found = [life.run("1-1"), life.run("1-2", is_killed=True), life.run("1-3"), life.run()]
+    found = [life.run(name, is_killed=True) for name in ("1-1", "1-2")]
+    found += [life.run("1-3"), life.run()]
 
     assert found == [(1, 1), (1, 2), (1, 3), (1, 3)]
     assert life.epochs() == [(1, "begun", 0)]
@@ -93,14 +98,29 @@ def test_history_begins_with_the_first_entry(store: Store, wall: Wall) -> None:
 
 
 def test_detects_a_file_restored_by_hand(life: Life) -> None:
-    life.run("1-1")
+    """Before its open holds are closed: their entries are of the new epoch."""
+    life.run("1-1", held="1-9")
     old = life.copy("old.db")
     life.run("1-2", "1-3")
     life.put_back(old)
 
-    assert life.run("1-4") == (2, 2)
-    assert life.run("1-5") == (2, 3), "found once"
+    assert life.run("1-4") == (2, 3)
+    assert life.run("1-5") == (2, 4), "found once"
     assert life.epochs() == [(1, "begun", 0), (2, "found", 1)]
+
+
+def test_detects_a_copy_that_went_on_elsewhere(life: Life) -> None:
+    """It has an entry of the known number, but another one."""
+    life.run("1-1")
+    old = life.copy("old.db")
+    life.run("1-2")
+    known = life.known.read_bytes()
+    life.put_back(old)
+    life.known.unlink()
+    life.run("1-3", "1-4")
+    life.known.write_bytes(known)
+
+    assert life.run() == (2, 3)
 
 
 def test_diverging_histories_have_different_numbers(life: Life) -> None:
@@ -140,7 +160,8 @@ def test_missing_or_unreadable_point_is_no_alarm(life: Life, known: bytes | None
 
 
 def test_saves_the_point_each_minute(tmp_path: Path, wall: Wall) -> None:
-    """A server killed after days must not have saved its first day only."""
+    """A server killed after days must not have saved its first day only, nor one whose clock was
+    set back."""
     store = new_sqlite(tmp_path / "test.db")
     create_tenant(store, wall, "ada")
     ledger = Ledger(store, wall)
@@ -153,11 +174,17 @@ def test_saves_the_point_each_minute(tmp_path: Path, wall: Wall) -> None:
     ledger.settle(entry("1-3")).result(PATIENCE_S)
     ledger.settle(entry("1-4")).result(PATIENCE_S)
     then = known.read_bytes()
+    wall.ms -= 60_000
+    ledger.settle(entry("1-5")).result(PATIENCE_S)
+    ledger.settle(entry("1-6")).result(PATIENCE_S)
+    back = known.read_bytes()
     ledger.close()
     store.close()
 
     assert same == first
     assert b'"entry_id":3' in then
+    assert back.endswith(b'"at_ms":%d}' % wall())
+    assert b'"entry_id":5' in back
     assert known.stat().st_mode & 0o777 == 0o600
 
 

@@ -260,6 +260,7 @@ def test_names_are_counted_per_tenant(store: Store, ledger: Ledger) -> None:
 
     assert (full, still, more) == ("idempotency_room_full", "idempotency_room_full", False)
     assert names(store) == ["a", "c"]
+    assert store.query("select * from named_sums") == [(1, 2, len(ANSWER.body))]
 
 
 def test_sweep_is_bounded(store: Store, ledger: Ledger) -> None:
@@ -270,6 +271,10 @@ def test_sweep_is_bounded(store: Store, ledger: Ledger) -> None:
         futures.append(ledger.settle(NamedEntry(entry(f"r{number}"), replay_record(10))))
     for future in futures:
         done(future)
+    asked = [claim(f"n{number}", names_max=999) for number in range(SWEPT_AT_ONCE + 1)]
+    again = [hold(f"s{number}", one, 11) for number, one in enumerate(asked)]
+    with store.change() as db:
+        assert None not in LedgerTransactions().apply(db, again), "each name is looked up"
 
     assert sweep(store, 10 + KEPT_MS)
     assert len(names(store)) == 1

@@ -198,7 +198,7 @@ def test_disk_failure_confirms_nothing(
 def test_checks_the_file_after_a_failed_fsync(
     store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page that did not reach the disk may look clean in memory."""
+    """A page that did not reach the disk may look clean in memory. A busy one took none."""
     opened: list[int] = []
     reopen = store.reopen
 
@@ -207,6 +207,8 @@ def test_checks_the_file_after_a_failed_fsync(
         reopen()
 
     monkeypatch.setattr(store, "reopen", count)
+    with failing(store, lambda: StoreBusy("not_written", "others"), monkeypatch):
+        refusal(ledger.hold(hold("a")))
     with failing(store, lambda: BROKEN, monkeypatch):
         refusal(ledger.hold(hold("a")))
     for number in range(3):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+import itertools
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from tenancy.accounts.tenants import create_tenant
-from tenancy.errors import LedgerUnavailable, StoreError
+from tenancy.errors import LedgerUnavailable, StoreError, TryAgain
 from tenancy.ledger.holds import Progress, ProgressNote
 from tenancy.ledger.transactions import Hold, Item
-from tenancy.ledger.writer import LedgerWriter, is_written
-from tenancy.storage.interface import Store
+from tenancy.ledger.writer import ATTEMPTS, KEEP_POINT_MS, LedgerWriter, is_written
+from tenancy.storage.interface import Store, Transaction
 from tenancy.storage.postgres import WRITE_LOCK, PostgresStore
 from tenancy.storage.postgres_connection import ConnectionLost, StatementFailed
 from tests.unit.tenancy.conftest import Wall, used
@@ -56,33 +57,89 @@ def test_answers_are_in_item_order(store: Store, wall: Wall) -> None:
     writer = LedgerWriter(store, wall)
     wrong = structs.replace(used("wrong", 10), fresh_tokens=1)
     answers = writer.write([hold("a"), wrong, hold("a"), used("a", 10), used("b", 10)])
+    answers += writer.write([wrong, used("c", 10)])
     writer.close()
 
     codes = [answer and answer.code for answer in answers]
-    assert codes == [None, "impossible_entry", "duplicate_request", None, None]
-    assert set(endings(store)) == {"a", "b"}
+    assert codes[:5] == [None, "impossible_entry", "duplicate_request", None, None]
+    assert codes[5:] == ["impossible_entry", None]
+    assert all(map(is_written, answers)), "the database took them"
+    assert set(endings(store)) == {"a", "b", "c"}
 
 
 def test_failed_commit_closes_only_refused_holds(
     store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hold may be stored although its commit failed. A refused request does not settle it; a
-    running one does, and must not find it closed."""
+    running one does, and must not find it closed. The next failure does not concern them."""
     writer = LedgerWriter(store, wall)
     write(writer, hold("refused"), structs.replace(hold("runs"), is_running=True))
 
     def broken() -> None:
         raise StoreError("not_written", "test")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "change", broken)
-        again = [hold("refused"), structs.replace(hold("runs"), is_running=True)]
-        failed = list(map(is_written, writer.write(again)))
-    write(writer, used("runs", 10))
+    def fail(*items: Item) -> list[bool]:
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "change", broken)
+            return list(map(is_written, writer.write(items)))
+
+    failed = fail(hold("refused"), structs.replace(hold("runs"), is_running=True), hold("later"))
+    write(writer, used("runs", 10), hold("later"))
+    failed += fail(hold("next"))
+    write(writer, used("later", 10))
     writer.close()
 
-    assert failed == [False, False]
-    assert endings(store) == {"refused": ("interrupted", 0), "runs": ("done", 4)}
+    assert failed == [False] * 4
+    done = ("done", 4)
+    assert endings(store) == {"refused": ("interrupted", 0), "runs": done, "later": done}
+
+
+@pytest.mark.parametrize(("conflicts", "codes"), [(ATTEMPTS - 1, [None]), (9, ["not_durable"])])
+def test_conflicting_transaction_is_tried_again(
+    store: Store,
+    wall: Wall,
+    monkeypatch: pytest.MonkeyPatch,
+    conflicts: int,
+    codes: list[str | None],
+) -> None:
+    """A few times, and then the request is refused."""
+    writer, change, tries = LedgerWriter(store, wall), store.change, itertools.count(1)
+
+    def conflicting() -> AbstractContextManager[Transaction]:
+        if next(tries) <= conflicts:
+            raise TryAgain("busy", "test")
+        return change()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "change", conflicting)
+        answers = writer.write([hold("a")])
+    writer.close()
+
+    assert [answer and answer.code for answer in answers] == codes
+    assert next(tries) == ATTEMPTS + 1
+
+
+def test_failed_maintenance_is_tried_again(
+    store: Store, wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk does not end the writer."""
+    writer = LedgerWriter(store, wall)
+    write(writer, used("a", 10))
+
+    def full(*_: object) -> None:
+        raise StoreError("not_written", "test")
+
+    with monkeypatch.context() as patch:
+        for name in ("change", "query"):
+            patch.setattr(store, name, full)
+        wall.ms += KEEP_POINT_MS
+        writer.run_maintenance()
+    wall.ms += KEEP_POINT_MS
+    writer.run_maintenance()
+    left = store.query("select * from recent_sums")
+    writer.close()
+
+    assert left == []
 
 
 def test_successor_closes_only_dead_holds(store: Store, wall: Wall) -> None:
