@@ -33,8 +33,8 @@ def make_house(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
     def make(settings: str = "", *, descriptors: int = 0) -> House:
         folder = tmp_path_factory.mktemp("house")
         house = House(folder, tiny_model, settings, descriptors=descriptors)
-        houses.append(house)
         house.start()
+        houses.append(house)
         return house
 
     yield make

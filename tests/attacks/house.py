@@ -11,23 +11,18 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import resource
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.unit.gateway.server_process import SETTINGS
+from tests.server_process import GATEWAY, SETTINGS, Server, serve_command, serving
 
 ANSWER_S = 60.0
 """The longest that a client of an attack waits for an answer, in seconds."""
-STOP_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -74,48 +69,32 @@ class House:
         self._settings.write_text(settings if "[engine]" in settings else settings + SETTINGS)
         self._source = model
         self._descriptors = descriptors
-        self._process: subprocess.Popen[str] | None = None
-        self.port = self.admin_port = 0
+        self._running = contextlib.ExitStack()
+        self._server: Server | None = None
 
     def start(self) -> None:
         """Start the process and wait until it is ready. Raises AssertionError if it ends."""
-        command = [sys.executable, "-m", "gateway", "serve", self._source]
-        command += ["--config", str(self._settings), "--data-dir", str(self._data)]
-        command += ["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
-        if self._descriptors:
-            command = ["prlimit", f"--nofile={self._descriptors}:", *command]
-        with self.log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        assert self._process.stdout is not None
-        said = ""
-        while "administrator's key" not in said:
-            line = self._process.stdout.readline()
-            assert line, f"the server ended: {said}{self.log.read_text()}"
-            said += line
-        found = re.search(r"http://[^:]+:(\d+)/metrics +http://[^:]+:(\d+)/readyz", said)
-        assert found is not None, said
-        self.admin_port, self.port = int(found[1]), int(found[2])
+        limit = ("prlimit", f"--nofile={self._descriptors}:") if self._descriptors else ()
+        program = (*limit, *GATEWAY)
+        command = serve_command(self._source, self._data, self._settings, program)
+        self._server = self._running.enter_context(serving(command, self.log))
 
     def stop(self) -> int:
-        """Stop the server and return its exit status; kill it after `STOP_S`."""
-        process, self._process = self._process, None
-        if process is None:
-            return 0
-        process.send_signal(signal.SIGTERM)
-        try:
-            return process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
-        finally:
-            if process.stdout is not None:
-                process.stdout.close()
+        """Stop the server and return its exit status. Kills it, and raises TimeoutExpired, if it
+        does not end."""
+        with self._running:
+            return self.server.stop()
+
+    @property
+    def server(self) -> Server:
+        """The last process that was started."""
+        assert self._server is not None, "the server was not started"
+        return self._server
+
+    @property
+    def port(self) -> int:
+        """The public listener's."""
+        return int(self.server.url.rpartition(":")[2])
 
     # -- the operator ---------------------------------------------------------------------------
 
@@ -126,7 +105,8 @@ class House:
 
     def _administer(self, path: str, body: object) -> Any:
         key = (self._data / "admin.key").read_text().strip()
-        answer = self.ask(key, path, body, port=self.admin_port)
+        port = int(self.server.admin_url.rpartition(":")[2])
+        answer = self.ask(key, path, body, port=port)
         assert answer.status in (200, 201), answer
         return json.loads(answer.body)
 
@@ -182,8 +162,7 @@ class House:
     @property
     def pid(self) -> int:
         """The gateway's process id."""
-        assert self._process is not None, "the server is not running"
-        return self._process.pid
+        return self.server.process.pid
 
     def resident_mib(self) -> float:
         """Return the gateway's resident memory in MiB."""

@@ -27,7 +27,7 @@ from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
 from tests.models import write_folder
-from tests.unit.gateway.server_process import SETTINGS, Server, run_server
+from tests.server_process import SETTINGS, Server, children, run_server
 from tests.unit.tenancy.ledger.written import holds
 from tests.unit.tenancy.storage.postgres_server import Server as Postgres
 
@@ -106,18 +106,6 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return Place(tmp_path, request.getfixturevalue("postgres_server") if postgres else None)
 
 
-def children(server: Server) -> dict[str, int]:
-    """Return the ids of the server's running processes by their modules."""
-    pid, found = server.process.pid, {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if int(fields[1]) == pid and fields[0] != "Z" and b"-m" in words:
-                found[words[words.index(b"-m") + 1].decode()] = int(folder.name)
-    return found
-
-
 async def until(holds: Callable[[], bool]) -> None:
     """Wait until the condition holds, checking every few milliseconds."""
     async with asyncio.timeout(PATIENCE_S):
@@ -173,22 +161,19 @@ def died(place: Place, times: int) -> bool:
 
 async def ended(server: Server) -> int:
     """Stop the server and return its exit status when none of its processes is left."""
-    pids = children(server)
-    server.process.send_signal(signal.SIGTERM)
-    status = await server.wait()
+    pids = children(server.process.pid)
+    status = server.stop()
     await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
     return status
 
 
 async def until_engine_ended(server: Server, prompt_tokens: int) -> None:
     """Wait until the engine has ended all requests, which had so many prompt tokens together."""
-    found = re.search(r"http://\S+/metrics", server.text)
-    assert found is not None, server.text
     wanted = {"engine_prompt_tokens_total": prompt_tokens, "running_requests": 0}
     counts: dict[str, float] = {}
     async with asyncio.timeout(PATIENCE_S), ClientSession() as session:
         while {name: counts.get(name) for name in wanted} != wanted:
-            async with session.get(found[0]) as response:
+            async with session.get(f"{server.admin_url}/metrics") as response:
                 text = await response.text()
             lines = re.findall(r"^trunkline_(\w+)(?:\{.*\})? (\S+)$", text, re.MULTILINE)
             counts = {name: float(count) for name, count in lines}
@@ -198,9 +183,9 @@ async def through_a_death(server: Server) -> bytes:
     """Read the rest of a stream whose ledger process is killed after its first event."""
     async with server.request(max_tokens=STREAM_TOKENS, stream=True) as (_, content):
         await content.readuntil(b"\n\n")
-        os.kill(children(server)["tenancy.ledger.process"], signal.SIGKILL)
+        os.kill(children(server.process.pid)["tenancy.ledger.process"], signal.SIGKILL)
         rest = await content.read()
-    await until(lambda: "tenancy.ledger.process" in children(server))
+    await until(lambda: "tenancy.ledger.process" in children(server.process.pid))
     return rest
 
 
@@ -211,17 +196,17 @@ async def test_repeated_ledger_deaths_lose_and_duplicate_nothing(
     their full usage; complete responses have entries, refused requests have no open holds, and the
     server's end leaves no process."""
     place, rng = either, random.Random(1)
-    async with run_server(model, place.data, place.settings) as server:
+    with run_server(model, place.data, place.settings) as server:
         stream = await through_a_death(server)
         load = Load(server)
         clients = [asyncio.create_task(load.ask(number)) for number in range(CLIENTS)]
         for death in range(DEATHS):
             goal = len(load.whole) + rng.randrange(3, 15)
             await until(partial(reached, load, goal))
-            pid = children(server)["tenancy.ledger.process"]
+            pid = children(server.process.pid)["tenancy.ledger.process"]
             os.kill(pid, signal.SIGKILL)
             await until(partial(died, place, death + 2))
-            await until(lambda: "tenancy.ledger.process" in children(server))
+            await until(lambda: "tenancy.ledger.process" in children(server.process.pid))
         goal = len(load.whole) + 10
         await until(partial(reached, load, goal))
         load.is_over = True
@@ -241,11 +226,11 @@ async def test_repeated_ledger_deaths_lose_and_duplicate_nothing(
 async def test_killed_gateways_items_are_written(model: Path, place: Place) -> None:
     """The ledger's process writes them, closes the holds that remain, and ends; the engine ends
     too."""
-    async with run_server(model, place.data, place.settings) as server:
+    with run_server(model, place.data, place.settings) as server:
         await until(place.has_engine_counts)  # while they are written, no hold is deferred
         async with server.request(max_tokens=1) as (_, content):
             prompt_tokens = json.loads(await content.read())["usage"]["prompt_tokens"]
-        pids = children(server)
+        pids = children(server.process.pid)
         writer = pids["tenancy.ledger.process"]
         os.kill(writer, signal.SIGSTOP)
         load = Load(server)
@@ -271,9 +256,11 @@ async def test_refuses_a_second_server_over_a_file(model: Path, place: Place) ->
     with closing(place.look()) as store, closing(Ledger(store, lambda: 9)) as first:
         tenant = create_tenant(store, lambda: 9, "ada")
         first.hold(Hold("a", tenant.tenant_id, 1, "m", 9)).result(PATIENCE_S)
-        with pytest.raises(AssertionError) as caught:
-            async with run_server(model, place.data, place.settings):
-                pass
+        with (
+            pytest.raises(AssertionError) as caught,
+            run_server(model, place.data, place.settings),
+        ):
+            pass
         held = holds(store)
 
     assert "trunkline.db is in use by another server." in str(caught.value)

@@ -125,17 +125,16 @@ class HowToShell:
     @property
     def environment(self) -> dict[str, str]:
         """The environment of the commands."""
-        more = {
-            "PATH": f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            "PYTHON": sys.executable,
-            "PYTHONPATH": str(ROOT),
-            "HOWTO": str(self.folder),
-            "HOME": str(self.folder),
-            "PUBLIC_PORT": str(self.ports["8080"]),
-            "TRUNKLINE_DATA_DIR": str(self.folder / "data"),
-            "TRUNKLINE_CONFIG": str(self.folder / "settings.toml"),
-        }
-        return clean_environment(more)
+        return clean_environment(
+            PATH=f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            PYTHON=sys.executable,
+            PYTHONPATH=str(ROOT),
+            HOWTO=str(self.folder),
+            HOME=str(self.folder),
+            PUBLIC_PORT=str(self.ports["8080"]),
+            TRUNKLINE_DATA_DIR=str(self.folder / "data"),
+            TRUNKLINE_CONFIG=str(self.folder / "settings.toml"),
+        )
 
     def run(self, commands: str) -> subprocess.CompletedProcess[str]:
         """Run commands as a page has them, with this folder's addresses and root."""

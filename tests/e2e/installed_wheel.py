@@ -1,4 +1,4 @@
-"""Builds the wheel from the tracked files, installs it into a new environment, and starts servers.
+"""Builds the wheel from the tracked files, and installs it into a new environment.
 
 The environment finds the dependencies in the environment of the tests, through a path file, so that
 an install takes a second. It does not see the checkout.
@@ -7,20 +7,13 @@ an install takes a second. It does not see the checkout.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from threading import Timer
 
 ROOT = Path(__file__).parents[2]
-START_S = 60.0
 
 
 def tracked_files(*folders: str) -> list[str]:
@@ -62,63 +55,11 @@ def install_wheel(wheel: Path, folder: Path) -> Path:
     return folder / "bin"
 
 
-def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+def clean_environment(**more: str) -> dict[str, str]:
     """Return the environment of this process without the checkout and without our settings."""
     kept = {
         name: value
         for name, value in os.environ.items()
         if name != "PYTHONPATH" and not name.startswith("TRUNKLINE_")
     }
-    return {**kept, "OMP_NUM_THREADS": "1", **(more or {})}
-
-
-@dataclass(frozen=True, slots=True)
-class ServerCommand:
-    """A server that a command started: its process and the addresses that it printed."""
-
-    process: subprocess.Popen[str]
-    url: str
-    admin_url: str
-
-    def stop(self) -> int:
-        """Send SIGTERM and return the exit status."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(START_S)
-
-
-@contextmanager
-def serving(
-    command: list[str], environment: Mapping[str, str], folder: Path
-) -> Iterator[ServerCommand]:
-    """Run a command that serves, and yield it when it has printed its addresses.
-
-    Kills its process afterwards, if it still runs. The log is in `folder`.
-    """
-    log = folder / "server.log"
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=clean_environment(environment),
-            cwd=folder,
-        )
-    deadline = Timer(START_S, process.kill)
-    deadline.start()
-    try:
-        assert process.stdout is not None
-        text = ""
-        addresses = re.compile(r"(http://\S+)/v1\n.*(http://\S+)/metrics", re.DOTALL)
-        while (found := addresses.search(text)) is None:
-            line = process.stdout.readline()
-            assert line, f"the server ended: {text}{log.read_text()}"
-            text += line
-        deadline.cancel()
-        yield ServerCommand(process, found[1], found[2])
-    finally:
-        deadline.cancel()
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+    return {**kept, "OMP_NUM_THREADS": "1", **more}

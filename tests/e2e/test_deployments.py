@@ -20,9 +20,10 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, ClientTimeout
 
-from tests.e2e.installed_wheel import ROOT, build_wheel, install_wheel, serving
+from tests.e2e.installed_wheel import ROOT, build_wheel, clean_environment, install_wheel
 from tests.models import write_folder
 from tests.ports import free_ports
+from tests.server_process import serving
 from tests.tools.binaries import needs
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 
@@ -59,7 +60,8 @@ def test_what_the_container_runs_serves_is_healthy_and_drains(
         re.findall(rf'^{word} \["(\w+)"\]$', text, re.MULTILINE) for word in ("ENTRYPOINT", "CMD")
     )
     environment["TRUNKLINE_MODEL"] = str(model)
-    with serving([str(commands / entry), argument], environment, tmp_path) as server:
+    command, given = [str(commands / entry), argument], clean_environment(**environment)
+    with serving(command, tmp_path / "server.log", given, tmp_path) as server:
         probe = json.loads("[" + re.findall(r"^    CMD \[(.+)\]$", text, re.MULTILINE)[0] + "]")
         probe[0] = sys.executable
         probe[-1] = probe[-1].replace("http://127.0.0.1:8080", server.url)

@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import re
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from tenancy.accounts.keys import create_admin_key
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import wall_ms
 from tests.e2e.patient_engine import LOOK_MS
-from tests.unit.gateway.server_process import Server, run_server
+from tests.server_process import Server, run_server
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-PATIENT = "tests.e2e.patient_server"
+PATIENT = (sys.executable, "-m", "tests.e2e.patient_server")
 PATIENCE_S = 60.0
 BLOCKS, PROMPTS, WORDS = 96, 18, 300
 """Blocks of the pool; prompts of at least 18 blocks each, and their words."""
@@ -68,9 +68,9 @@ def settings(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def server(data: Path, settings: Path) -> AsyncIterator[Server]:
+def server(data: Path, settings: Path) -> Iterator[Server]:
     """Yield a server over the models on disk."""
-    async with run_server(None, data, settings, PATIENT) as running:
+    with run_server(None, data, settings, PATIENT) as running:
         yield running
 
 
@@ -85,13 +85,12 @@ def kill_all(pid: int) -> None:
 
 async def promises(server: Server, session: ClientSession, key: str, blocks: int) -> None:
     """Wait until the engine counts so many blocks as promised below the device."""
-    urls = re.findall(r"http://[0-9.]+:[0-9]+", server.text)
-    admin = next(url for url in urls if not server.url.startswith(url))
     headers = {"Authorization": f"Bearer {key}"}
     found = -1
     async with asyncio.timeout(PATIENCE_S):
         while found != blocks:
-            async with session.get(f"{admin}/admin/v1/cache", headers=headers) as response:
+            url = f"{server.admin_url}/admin/v1/cache"
+            async with session.get(url, headers=headers) as response:
                 answer = await response.json()
                 assert response.status == 200, answer
                 found = sum(int(one["promised_below"]) for one in answer["namespaces"])
@@ -121,7 +120,7 @@ async def ask(server: Server, session: ClientSession, seed: int, *, is_promised:
         "messages": [{"role": "user", "content": "x"}],
     }
     headers = {"x-api-key": server.key, "anthropic-version": "2023-06-01"}
-    async with session.post(f"{server.url}/messages", json=body, headers=headers) as response:
+    async with session.post(f"{server.url}/v1/messages", json=body, headers=headers) as response:
         answer = await response.json()
         assert response.status == 200, answer
         told = response.headers["X-Trunkline-Cache"]
@@ -151,8 +150,7 @@ async def test_promises_of_three_pools_are_read_back(server: Server, tmp_path: P
     held = sum(tokens // 16 * 16 for tokens in written) * (time.monotonic() - began_s)
     loaded = sum(int(parts.get("disk", 0)) + int(parts.get("host", 0)) for _, parts in back)
     assert loaded > sum(written) / 2
-    server.process.terminate()
-    assert await server.wait() == 0
+    assert server.stop() == 0
     with closing(SqliteStore(tmp_path / "data" / "trunkline.db")) as store:
         assert check_books(store) == []
         (broken,) = store.query("select sum(recomputed_promised_tokens) from ledger")
@@ -167,20 +165,19 @@ async def test_promises_go_on_after_every_process_was_killed(data: Path, setting
     all of it back; what was promised by then is promised once."""
     with closing(SqliteStore(data / "trunkline.db")) as store:
         key = create_admin_key(store, wall_ms)
-    async with run_server(None, data, settings, PATIENT) as first, ClientSession() as session:
-        written = [await ask(first, session, seed, is_promised=True) for seed in range(6)]
-        counted = ("cache_creation_input_tokens", "cache_read_input_tokens")
-        sizes = [sum(usage[name] for name in counted) for usage, _ in written]
-        blocks = sum(size // 16 for size in sizes)
-        await promises(first, session, key, blocks)  # the disk has confirmed them
-        await booked(data, len(written))
-        assert first.process.pid is not None
-        kill_all(first.process.pid)
-        await first.process.wait()
-    async with run_server(None, data, settings, PATIENT) as second, ClientSession() as session:
-        await promises(second, session, key, blocks)
-        back = [await ask(second, session, seed, is_promised=True) for seed in range(6)]
-        await promises(second, session, key, blocks)
+    async with ClientSession() as session:
+        with run_server(None, data, settings, PATIENT) as first:
+            written = [await ask(first, session, seed, is_promised=True) for seed in range(6)]
+            counted = ("cache_creation_input_tokens", "cache_read_input_tokens")
+            sizes = [sum(usage[name] for name in counted) for usage, _ in written]
+            blocks = sum(size // 16 for size in sizes)
+            await promises(first, session, key, blocks)  # the disk has confirmed them
+            await booked(data, len(written))
+            kill_all(first.process.pid)
+        with run_server(None, data, settings, PATIENT) as second:
+            await promises(second, session, key, blocks)
+            back = [await ask(second, session, seed, is_promised=True) for seed in range(6)]
+            await promises(second, session, key, blocks)
 
     assert min(sizes) >= 18 * 16
     assert [usage["cache_read_input_tokens"] for usage, _ in back] == sizes

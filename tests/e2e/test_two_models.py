@@ -6,14 +6,14 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import ClientSession
 
-from tests.unit.gateway.server_process import Server, run_server
+from tests.server_process import Server, run_server
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -35,7 +35,7 @@ kv_memory_mib = 32
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Server]:
+def server(tmp_path: Path) -> Iterator[Server]:
     """Yield a server with both models, over the models on disk."""
     models = (Path(os.environ.get("TRUNKLINE_DATA_DIR", "data")) / "models").resolve()
     data = tmp_path / "data"
@@ -43,7 +43,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Server]:
     (data / "models").symlink_to(models)
     settings = tmp_path / "settings.toml"
     settings.write_text(SETTINGS)
-    async with run_server(None, data, settings) as running:
+    with run_server(None, data, settings) as running:
         yield running
 
 
@@ -58,7 +58,7 @@ async def ask(server: Server, model: str) -> tuple[int, dict[str, Any]]:
     async with (
         ClientSession() as session,
         session.post(
-            f"{server.url}/chat/completions",
+            f"{server.url}/v1/chat/completions",
             json=body,
             headers={"Authorization": f"Bearer {server.key}"},
         ) as response,
@@ -99,5 +99,4 @@ async def test_two_engines_answer_alike_and_die_apart(server: Server, tmp_path: 
     assert alive == 200
     assert engine_pid(log, "second") != pids[1]
     assert engine_pid(log, "first") == pids[0]
-    server.process.terminate()
-    assert await server.wait() == 0
+    assert server.stop() == 0

@@ -19,11 +19,10 @@ from tests.e2e.installed_wheel import (
     build_wheel,
     clean_environment,
     install_wheel,
-    serving,
     tracked_files,
 )
 from tests.models import write_folder
-from tests.unit.gateway.server_process import SETTINGS
+from tests.server_process import SETTINGS, serve_command, serving
 
 pytestmark = pytest.mark.slow
 
@@ -163,9 +162,9 @@ def test_the_installed_server_serves_and_drains(
     """The command of the systemd unit and of the container: engine, kernels, migrations and
     dashboard come from the wheel; SIGTERM ends it with status 0."""
     settings, data = model.parent / "settings.toml", tmp_path / "data"
-    command = [str(commands / "trunkline"), "serve", str(model), "--config", str(settings)]
-    command += ["--data-dir", str(data), "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
-    with serving(command, {}, tmp_path) as server:
+    command = serve_command(model, data, settings, [str(commands / "trunkline")])
+    log = tmp_path / "server.log"
+    with serving(command, log, clean_environment(), tmp_path) as server:
         with urlopen(f"{server.url}/readyz", timeout=60) as ready:
             ready_status = ready.status
         with urlopen(f"{server.admin_url}/dashboard", timeout=60) as page:
@@ -174,4 +173,4 @@ def test_the_installed_server_serves_and_drains(
 
     assert (ready_status, status) == (200, 0)
     assert "<html" in html
-    assert sys.prefix not in (tmp_path / "server.log").read_text()
+    assert sys.prefix not in log.read_text()

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import stat
+import subprocess
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,16 @@ from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import wall_ms
 from tests.models import write_folder
-from tests.unit.gateway.server_process import SETTINGS, START_S, Server, run_server, start_server
+from tests.server_process import (
+    SETTINGS,
+    START_S,
+    Server,
+    children,
+    run_server,
+    serve_command,
+    spawn,
+    stopped,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -36,9 +45,12 @@ LARGE = {"max_tokens": 440, "n": 8, "stream": True, "logprobs": True, "top_logpr
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_folder(tmp_path_factory.mktemp("models") / "tiny")
-    (folder.parent / "settings.toml").write_text(SETTINGS)
-    return folder
+    return write_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def fail_on_blocking_calls() -> None:
+    """Disable the check: only clients run on this loop."""
 
 
 def rows(data: Path, sql: str) -> list[tuple[Any, ...]]:
@@ -63,27 +75,30 @@ def faults(data: Path) -> tuple[list[str], list[str]]:
         return check_books(store), apart
 
 
+def mode(path: Path) -> int:
+    """Return a file's permissions."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
 async def test_first_start_creates_private_key_and_sigterm_drains(
     model: Path, tmp_path: Path
 ) -> None:
     """SIGTERM during a stream lets it finish, then exits with 0."""
     data = tmp_path / "data"
-    async with run_server(model, data) as server:
+    with run_server(model, data) as server:
         async with server.request(max_tokens=400, stream=True) as (status, content):
             first = await content.readuntil(b"\n\n")
-            server.process.send_signal(signal.SIGTERM)
+            server.process.terminate()
             rest = await content.read()
-        exit_status = await server.wait()
+        exit_status = server.wait()
 
     assert status == 200
     assert server.key in server.text
-    assert stat.S_IMODE((await asyncio.to_thread((data / "default.key").stat)).st_mode) == 0o600
-    assert stat.S_IMODE((await asyncio.to_thread(data.stat)).st_mode) == 0o700
+    assert [mode(path) for path in (data / "default.key", data)] == [0o600, 0o700]
     assert b"data: " in first
     assert rest.endswith(b"data: [DONE]\n\n")
     assert exit_status == 0
-    entries = await asyncio.to_thread(rows, data, "select ending, output_tokens from ledger")
-    assert entries == [("done", 400)]
+    assert rows(data, "select ending, output_tokens from ledger") == [("done", 400)]
 
 
 async def test_a_host_level_of_auto_gets_its_number_at_the_start(
@@ -93,9 +108,9 @@ async def test_a_host_level_of_auto_gets_its_number_at_the_start(
     data, settings = tmp_path / "data", tmp_path / "auto.toml"
     text = SETTINGS.replace("kv_blocks = 256", "kv_blocks = 4096")
     await asyncio.to_thread(settings.write_text, f'{text}[engine.levels]\nhost_mib = "auto"\n')
-    async with run_server(model, data, settings) as server, server.request(max_tokens=1) as answer:
-        status, content = answer
-        await content.read()
+    with run_server(model, data, settings) as server:
+        async with server.request(max_tokens=1) as (status, content):
+            await content.read()
     lines = (await asyncio.to_thread(data.with_suffix(".log").read_text)).splitlines()
     told = [json.loads(line) for line in lines if '"host_level_sized"' in line]
 
@@ -105,40 +120,30 @@ async def test_a_host_level_of_auto_gets_its_number_at_the_start(
     assert not any("level_off" in line for line in lines)
 
 
-def held_engine(pid: int) -> int:
-    """Stop the engine of a server from going on, and return its pid; 0 while there is none."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        with contextlib.suppress(OSError):
-            if b"engine.server" in Path(f"/proc/{child}/cmdline").read_bytes():
-                os.kill(int(child), signal.SIGSTOP)
-                return int(child)
-    return 0
-
-
-async def test_sigterm_while_loading_exits_cleanly(model: Path, tmp_path: Path) -> None:
+def test_sigterm_while_loading_exits_cleanly(model: Path, tmp_path: Path) -> None:
     """A service manager may stop it right after its start; no file is left behind."""
-    place, log = tmp_path / "place", tmp_path / "log"
-    await asyncio.to_thread(place.mkdir)
-    with log.open("wb") as errors:
-        settings = model.parent / "settings.toml"
-        process = await start_server(model, tmp_path / "data", settings, errors, TMPDIR=str(place))
+    place, log, settings = tmp_path / "place", tmp_path / "log", tmp_path / "settings.toml"
+    place.mkdir()
+    settings.write_text(SETTINGS)
+    command = serve_command(model, tmp_path / "data", settings)
+    with spawn(command, log, {**os.environ, "TMPDIR": str(place)}) as process:
+        while not (engine := children(process.pid).get("engine.server.server")):
+            assert process.poll() is None
+        with stopped(engine):
+            until_logged(log, process, "ledger_started")
+            process.terminate()
+            until_logged(log, process, '"stopping"')
+        said, _ = process.communicate(timeout=START_S)
 
-    async def until_logged(event: str) -> None:
-        while event not in await asyncio.to_thread(log.read_text):
-            assert process.returncode is None
+    assert (process.returncode, said) == (0, "")
+    assert "ignored" not in log.read_text()
+    assert list(place.iterdir()) == []
 
-    async with asyncio.timeout(START_S):
-        while not (engine := await asyncio.to_thread(held_engine, process.pid)):
-            assert process.returncode is None
-        await until_logged("ledger_started")
-        process.send_signal(signal.SIGTERM)
-        await until_logged('"stopping"')
-        os.kill(engine, signal.SIGCONT)
-        said, _ = await process.communicate()
 
-    assert (process.returncode, said) == (0, b"")
-    assert "ignored" not in await asyncio.to_thread(log.read_text)
-    assert await asyncio.to_thread(os.listdir, place) == []
+def until_logged(log: Path, process: subprocess.Popen[str], event: str) -> None:
+    """Wait until a running process has logged an event."""
+    while event not in log.read_text():
+        assert process.poll() is None
 
 
 def noted_tokens(data: Path) -> int:
@@ -147,14 +152,12 @@ def noted_tokens(data: Path) -> int:
     return sum(msgspec.msgpack.decode(blob, type=Progress).output_tokens for (blob,) in blobs)
 
 
-async def kill_once_noted(server: Server, data: Path, tokens: int) -> int:
+def kill_once_noted(server: Server, data: Path, tokens: int) -> int:
     """Kill a server once its holds have noted these tokens; return how many they have noted."""
-    engine = await asyncio.to_thread(held_engine, server.process.pid)
-    async with asyncio.timeout(START_S):
-        while (noted := await asyncio.to_thread(noted_tokens, data)) < tokens:
-            pass
-    server.process.kill()
-    os.kill(engine, signal.SIGCONT)
+    with stopped(children(server.process.pid)["engine.server.server"]):
+        while (noted := noted_tokens(data)) < tokens:
+            assert server.process.poll() is None
+        server.process.kill()
     return noted
 
 
@@ -163,26 +166,25 @@ async def test_restart_after_sigkill_settles_delivered_tokens(model: Path, tmp_p
     noted ones, at the price of its admission; the key still works. The response is larger than the
     buffers, so it cannot be complete before the kill, however late the client reads."""
     data = tmp_path / "data"
-    await asyncio.to_thread(price, data, "std", 5)
+    price(data, "std", 5)
     arrived = noted = 0
-    async with run_server(model, data) as server:
+    with run_server(model, data) as server:
         with contextlib.suppress(Exception):
             async with server.request(**LARGE) as (_, content):
                 while event := await content.readuntil(b"\n\n"):
                     tokens = json.loads(event[6:])["choices"][0]["logprobs"] or {"content": []}
                     arrived += len(tokens["content"])
                     if not noted and arrived >= DELIVERED_MIN:
-                        noted = await kill_once_noted(server, data, arrived)
-        await server.wait()
-    await asyncio.to_thread(price, data, "std", 7)
-    async with run_server(model, data) as again:
+                        noted = kill_once_noted(server, data, arrived)
+        server.wait()
+    price(data, "std", 7)
+    with run_server(model, data) as again:
         async with again.request(max_tokens=3) as (status, content):
             answer = json.loads(await content.read())
-        again.process.send_signal(signal.SIGTERM)
-        await again.wait()
+        again.stop()
 
     sql = "select ending, prompt_tokens, output_tokens, rate_card_id, charge_pico from ledger"
-    entries = await asyncio.to_thread(rows, data, sql)
+    entries = rows(data, sql)
     ending, prompt, output, card, charge = entries[0]
     assert again.key == server.key
     assert server.key not in again.text
@@ -191,24 +193,20 @@ async def test_restart_after_sigkill_settles_delivered_tokens(model: Path, tmp_p
     assert (ending, prompt, card) == ("interrupted", answer["usage"]["prompt_tokens"], "std@1")
     assert DELIVERED_MIN <= noted <= output <= arrived
     assert charge == 5 * output > 0
-    assert await asyncio.to_thread(faults, data) == ([], [])
+    assert faults(data) == ([], [])
 
 
 async def test_second_signal_exits_at_once(model: Path, tmp_path: Path) -> None:
     """The client does not read its response."""
-    async with (
-        run_server(model, tmp_path / "data") as server,
-        ClientSession() as session,
-        server.request(**LARGE) as (_, content),
-    ):
-        await content.readuntil(b"\n\n")
-        server.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(START_S):
-            ready = 200
-            while ready == 200:
-                async with session.get(server.url.removesuffix("/v1") + "/readyz") as response:
-                    ready = response.status
-        server.process.send_signal(signal.SIGTERM)
-        exit_status = await server.wait()
+    with run_server(model, tmp_path / "data") as server:
+        async with ClientSession() as session, server.request(**LARGE) as (_, content):
+            await content.readuntil(b"\n\n")
+            server.process.terminate()
+            async with asyncio.timeout(START_S):
+                ready = 200
+                while ready == 200:
+                    async with session.get(f"{server.url}/readyz") as response:
+                        ready = response.status
+            exit_status = server.stop()
 
     assert exit_status != 0
