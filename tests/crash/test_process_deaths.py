@@ -13,7 +13,7 @@ import random
 import re
 import signal
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
 from tests.models import write_folder
-from tests.server_process import SETTINGS, Server, children, run_server
+from tests.server_process import SETTINGS, Server, children, run_server, stopped
 from tests.unit.tenancy.ledger.written import holds
 from tests.unit.tenancy.storage.postgres_server import Server as Postgres
 
@@ -79,10 +79,10 @@ class Place:
             assert check_books(store) == []
             assert [life.epoch for life in reconcile(store) if life.has_mismatch] == []
 
-    def has_engine_counts(self) -> bool:
-        """Return whether the counts of the engine's epoch have been recorded."""
+    def has_holds(self, count: int) -> bool:
+        """Return whether so many requests have holds."""
         with closing(self.look()) as store:
-            return bool(reconcile(store))
+            return store.query("select count(*) from holds") == [(count,)]
 
     def events(self) -> list[str]:
         """Return the events of the server's log, as far as its lines are complete."""
@@ -226,22 +226,22 @@ async def test_repeated_ledger_deaths_lose_and_duplicate_nothing(
 async def test_killed_gateways_items_are_written(model: Path, place: Place) -> None:
     """The ledger's process writes them, closes the holds that remain, and ends; the engine ends
     too."""
-    with run_server(model, place.data, place.settings) as server:
-        await until(place.has_engine_counts)  # while they are written, no hold is deferred
+    with run_server(model, place.data, place.settings) as server, ExitStack() as held:
         async with server.request(max_tokens=1) as (_, content):
             prompt_tokens = json.loads(await content.read())["usage"]["prompt_tokens"]
         pids = children(server.process.pid)
-        writer = pids["tenancy.ledger.process"]
-        os.kill(writer, signal.SIGSTOP)
         load = Load(server)
-        clients = [asyncio.create_task(load.ask(number)) for number in range(CLIENTS)]
+        with stopped(pids["engine.server.server"]):
+            clients = [asyncio.create_task(load.ask(number)) for number in range(CLIENTS)]
+            await until(lambda: place.has_holds(CLIENTS))
+            held.enter_context(stopped(pids["tenancy.ledger.process"]))
         await until_engine_ended(server, prompt_tokens * (1 + CLIENTS))
         for _ in range(TURNS):  # they wait for their entries
             async with server.request(max_tokens="none") as (_, content):
                 await content.read()
         load.is_over = True
         server.process.kill()
-        os.kill(writer, signal.SIGCONT)
+        held.close()
         await asyncio.gather(*clients)
         await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
         entries = place.entries()
