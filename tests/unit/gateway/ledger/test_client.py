@@ -267,20 +267,29 @@ async def test_next_process_writes_entry_queued_during_restart(ledger: LedgerUnd
     assert endings(ledger.store) == {"runs": ("done", 4)}
 
 
-async def test_pauses_restarts_after_repeated_deaths(ledger: LedgerUnderTest) -> None:
+async def test_pauses_restarts_after_repeated_deaths(
+    unopened_ledger: LedgerUnderTest, forward: Callable[[float], None]
+) -> None:
     """During the pause new requests are refused and entries wait; the process comes back by
     itself."""
-    await ledger.client.write(hold("runs"))
-    ledger.kill()
-    await ledger.until_event("ledger_started")
-    ledger.kill()
-    await ledger.until_event("ledger_died", 2)
-    early = await code(ledger.client.write(hold("early")))
-    await ledger.client.write(used("runs", 10))
-    await ledger.client.write(hold("late"))
+    unopened_ledger.restarts = RestartPolicy((0.0, 1_000.0))
+    await unopened_ledger.open()
+    client = unopened_ledger.client
+    await client.write(hold("runs"))
+    unopened_ledger.kill()
+    await unopened_ledger.until_event("ledger_started")
+    unopened_ledger.kill()
+    await unopened_ledger.until_event("ledger_died", 2)
+    early, waits = await code(client.write(hold("early"))), client.write(used("runs", 10))
+    forward(1_000.0)
+    await waits
+    await client.write(hold("late"))
 
     assert early == "not_durable"
-    assert (holds(ledger.store), endings(ledger.store)) == (1, {"runs": ("done", 4)})
+    assert (holds(unopened_ledger.store), endings(unopened_ledger.store)) == (
+        1,
+        {"runs": ("done", 4)},
+    )
 
 
 async def test_refuses_all_items_while_database_cannot_be_opened(
