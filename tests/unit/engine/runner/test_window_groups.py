@@ -7,6 +7,8 @@ reference keeps all KV in one group, reads no cache and runs one request at a ti
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,36 +71,39 @@ def requests(seed: int) -> list[Request]:
     return found
 
 
-def reference(
-    card: ModelCard, asked: list[Request], monkeypatch: pytest.MonkeyPatch
-) -> dict[tuple[str, int], list[SampledToken]]:
-    """Return the output of each request alone, with all KV in one group and no cache."""
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.kv.format, "WASTE_MAX", -1.0)
-        alone = CpuEngine(card, FP32, 64)
-    assert not alone.runner.kv.format.windows
-    for request in asked:
-        grant = CacheGrant(b"n", read=False, write=False)
-        alone.core.submit(replace(request, grant=grant))
-        alone.settle()
-    return alone.output
+Reference = Callable[[int], dict[tuple[str, int], list[SampledToken]]]
+
+
+@pytest.fixture(scope="module")
+def reference(card: ModelCard) -> Reference:
+    """Return a function that gives the output of a seed's requests, each alone, with all KV in one
+    group and no cache."""
+
+    @cache
+    def run(seed: int) -> dict[tuple[str, int], list[SampledToken]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.kv.format, "WASTE_MAX", -1.0)
+            alone = CpuEngine(card, FP32, 64)
+        assert not alone.runner.kv.format.windows
+        for request in requests(seed):
+            grant = CacheGrant(b"n", read=False, write=False)
+            alone.core.submit(replace(request, grant=grant))
+            alone.settle()
+        return alone.output
+
+    return run
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("blocks", [200, 72])
 def test_output_is_that_of_the_model_without_a_cache(
-    card: ModelCard,
-    seed: int,
-    blocks: int,
-    path: Kernels | None,
-    monkeypatch: pytest.MonkeyPatch,
+    card: ModelCard, reference: Reference, seed: int, blocks: int, path: Kernels | None
 ) -> None:
     """Slices, hits, forks, preemptions and evictions of window blocks change no logit.
 
     A pool of 72 blocks holds one long sequence and little more.
     """
-    asked = requests(seed)
-    expected = reference(card, asked, monkeypatch)
+    asked, expected = requests(seed), reference(seed)
     busy = CpuEngine(card, SLICES, blocks, path)
     chance = random.Random(seed)
     for each in [*asked, *(replace(r, request_id=f"{r.request_id} again") for r in asked)]:
