@@ -1,6 +1,6 @@
 """Checks the Dockerfile, compose.yaml and the Helm chart: by their linters, and by what they start.
 
-No test runs a container: `tests/e2e/test_deployments.py` runs what the container would, outside.
+No test runs a container: `tests/e2e/test_wheel.py` runs what the container would, outside.
 """
 
 from __future__ import annotations

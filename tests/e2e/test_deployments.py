@@ -1,17 +1,15 @@
-"""What deploy/ starts, started for real: the container's command, and proxies before a gateway."""
+"""The proxies of deploy/, started for real before a gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import re
 import shlex
 import signal
 import socket
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,10 +18,8 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, ClientTimeout
 
-from tests.e2e.installed_wheel import ROOT, build_wheel, clean_environment, install_wheel
-from tests.models import write_folder
+from tests.e2e.installed_wheel import ROOT
 from tests.ports import free_ports
-from tests.server_process import serving
 from tests.tools.binaries import needs
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 
@@ -31,53 +27,6 @@ pytestmark = pytest.mark.slow
 
 DEPLOY = ROOT / "deploy"
 NAME = "llm.example.org"
-
-
-# --- the container's command ----------------------------------------------------------------------
-
-
-def test_what_the_container_runs_serves_is_healthy_and_drains(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    """The image's environment, command and health check, with the wheel in a new environment; only
-    the volume is written."""
-    text = (ROOT / "Dockerfile").read_text()
-    commands = install_wheel(
-        build_wheel(tmp_path_factory.mktemp("wheel")), tmp_path_factory.mktemp("image") / "venv"
-    )
-    volume = tmp_path_factory.mktemp("volume")
-    settings = tmp_path_factory.mktemp("etc") / "trunkline.toml"
-    shipped = (DEPLOY / "docker" / "trunkline.toml").read_text()
-    settings.write_text(re.sub(r"0\.0\.0\.0:\d+", "127.0.0.1:0", shipped))
-    model = write_folder(tmp_path_factory.mktemp("models") / "tiny")
-    places = {"/var/lib/trunkline": str(volume), "/etc/trunkline/trunkline.toml": str(settings)}
-    environment = {
-        name: places.get(value, value)
-        for name, value in re.findall(r"^(?:ENV|   ) ([A-Z_]+)=(\S+)(?: \\)?$", text, re.MULTILINE)
-        if name != "PATH"
-    }
-    (entry,), (argument,) = (
-        re.findall(rf'^{word} \["(\w+)"\]$', text, re.MULTILINE) for word in ("ENTRYPOINT", "CMD")
-    )
-    environment["TRUNKLINE_MODEL"] = str(model)
-    command, given = [str(commands / entry), argument], clean_environment(**environment)
-    with serving(command, tmp_path / "server.log", given, tmp_path) as server:
-        probe = json.loads("[" + re.findall(r"^    CMD \[(.+)\]$", text, re.MULTILINE)[0] + "]")
-        probe[0] = sys.executable
-        probe[-1] = probe[-1].replace("http://127.0.0.1:8080", server.url)
-        healthy = subprocess.run(probe, capture_output=True, text=True, check=False)
-        status = server.stop()
-        unhealthy = subprocess.run(probe, capture_output=True, text=True, check=False)
-
-    assert environment.keys() >= {"HOME", "TRUNKLINE_DATA_DIR", "TRUNKLINE_CONFIG"}
-    assert healthy.returncode == 0, healthy.stderr
-    assert unhealthy.returncode == 1
-    assert status == 0
-    assert (volume / "trunkline.db").exists()
-    assert [file.name for file in tmp_path.iterdir()] == ["server.log"]
-
-
-# --- proxies --------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""The wheel: its files, its metadata, and a server that runs from it alone."""
+"""The wheel: its files, its metadata, and servers that run from it alone, as in a container too."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -174,3 +175,40 @@ def test_the_installed_server_serves_and_drains(
     assert (ready_status, status) == (200, 0)
     assert "<html" in html
     assert sys.prefix not in log.read_text()
+
+
+def test_what_the_container_runs_serves_is_healthy_and_drains(
+    commands: Path, model: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """The image's environment, command and health check, with the wheel in a new environment; only
+    the volume is written."""
+    text = (ROOT / "Dockerfile").read_text()
+    volume = tmp_path_factory.mktemp("volume")
+    settings = tmp_path_factory.mktemp("etc") / "trunkline.toml"
+    shipped = (ROOT / "deploy" / "docker" / "trunkline.toml").read_text()
+    settings.write_text(re.sub(r"0\.0\.0\.0:\d+", "127.0.0.1:0", shipped))
+    places = {"/var/lib/trunkline": str(volume), "/etc/trunkline/trunkline.toml": str(settings)}
+    environment = {
+        name: places.get(value, value)
+        for name, value in re.findall(r"^(?:ENV|   ) ([A-Z_]+)=(\S+)(?: \\)?$", text, re.MULTILINE)
+        if name != "PATH"
+    }
+    (entry,), (argument,) = (
+        re.findall(rf'^{word} \["(\w+)"\]$', text, re.MULTILINE) for word in ("ENTRYPOINT", "CMD")
+    )
+    environment["TRUNKLINE_MODEL"] = str(model)
+    command, given = [str(commands / entry), argument], clean_environment(**environment)
+    with serving(command, tmp_path / "server.log", given, tmp_path) as server:
+        probe = json.loads("[" + re.findall(r"^    CMD \[(.+)\]$", text, re.MULTILINE)[0] + "]")
+        probe[0] = sys.executable
+        probe[-1] = probe[-1].replace("http://127.0.0.1:8080", server.url)
+        healthy = subprocess.run(probe, capture_output=True, text=True, check=False)
+        status = server.stop()
+        unhealthy = subprocess.run(probe, capture_output=True, text=True, check=False)
+
+    assert environment.keys() >= {"HOME", "TRUNKLINE_DATA_DIR", "TRUNKLINE_CONFIG"}
+    assert healthy.returncode == 0, healthy.stderr
+    assert unhealthy.returncode == 1
+    assert status == 0
+    assert (volume / "trunkline.db").exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["server.log"]
