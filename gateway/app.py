@@ -79,7 +79,7 @@ from gateway.embeddings.encoder_client import EncoderProcess
 from gateway.engine_supervisor import EngineSupervisor
 from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
-from gateway.errors import Refusal
+from gateway.errors import Refusal, error_location
 from gateway.findings.books import FindingBooks
 from gateway.gc_tuning import freeze_heap, use_large_pages
 from gateway.generation import rate_limits
@@ -318,26 +318,36 @@ class Gateway:
         return sum(listener.open_connections for listener in self.listeners)
 
     async def close(self) -> None:
-        """Close the listeners, finish settling, close the ledger; the engines belong to the
-        caller."""
-        for listener in self.listeners:
-            await listener.close()
-        await self.context.finish_background()
-        await self.context.preparations.close()
-        if self.context.embeddings is not None:
-            await self.context.embeddings.close()
-        await self.context.responses.close()
-        if self.context.user_notes is not None:
-            await self.context.user_notes.close()
-        for task in self._tasks:
-            await task.close()
-        await self.context.books.close()
-        await self.ledger.close()
-        await self.context.analytics.close()
-        await asyncio.to_thread(self._authenticator.close)
-        await self.context.reports.close()
-        if self.context.tracer is not None:
-            await asyncio.to_thread(self.context.tracer.close)
+        """Close the listeners, finish settling, close the ledger; the engines belong to the caller.
+
+        All parts are closed. Those that fail are logged, and the first error is raised at the end.
+        """
+        context = self.context
+        embeddings, user_notes, tracer = context.embeddings, context.user_notes, context.tracer
+        closes: list[Callable[[], Awaitable[None]]] = [
+            *(listener.close for listener in self.listeners),
+            context.finish_background,
+            context.preparations.close,
+            *(() if embeddings is None else (embeddings.close,)),
+            context.responses.close,
+            *(() if user_notes is None else (user_notes.close,)),
+            *(task.close for task in self._tasks),
+            context.books.close,
+            self.ledger.close,
+            context.analytics.close,
+            partial(asyncio.to_thread, self._authenticator.close),
+            context.reports.close,
+            *(() if tracer is None else (partial(asyncio.to_thread, tracer.close),)),
+        ]
+        errors: list[Exception] = []
+        for close in closes:
+            try:
+                await close()
+            except Exception as error:
+                context.log("close_failed", error_location(error))
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def _log_found(ledger: OpenedLedger, log: Log) -> None:
