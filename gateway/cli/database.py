@@ -50,12 +50,17 @@ def connect(config: Config) -> Store:
 
 
 def open_store(config: Config) -> tuple[Store, str | None]:
-    """Open the database; the first start creates the default tenant: (store, its key or None).
+    """Open the database; the first start creates the default tenant: (store, its key or None)."""
+    prepare_data_dir(config)
+    store = connect(config)
+    return store, create_first_keys(config, store)
+
+
+def create_first_keys(config: Config, store: Store) -> str | None:
+    """Create the default tenant at the first start; return its key, None at later starts.
 
     Writes that key, and the first administrator's key, to files that only their owner can read.
     """
-    prepare_data_dir(config)
-    store = connect(config)
     key = bootstrap(store, wall_ms)
     for name, made in ((KEY_FILE, key), (ADMIN_KEY_FILE, bootstrap_admin(store, wall_ms))):
         if made is not None:
@@ -63,7 +68,7 @@ def open_store(config: Config) -> tuple[Store, str | None]:
             path.touch(mode=0o600)
             path.chmod(0o600)
             path.write_text(made + "\n")
-    return store, key
+    return key
 
 
 def command_actor() -> Actor:

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +16,13 @@ from engine.encoder.card import EncoderCard, prepare_encoder
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, pull, resolve
 from gateway.cli.addresses import check_address
-from gateway.cli.database import ADMIN_KEY_FILE, KEY_FILE, open_store, prepare_data_dir
+from gateway.cli.database import (
+    ADMIN_KEY_FILE,
+    KEY_FILE,
+    connect,
+    create_first_keys,
+    prepare_data_dir,
+)
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.config import Config
 from gateway.engines.memory import lacking_memory
@@ -32,11 +38,12 @@ Progress = Callable[[int, int], None]
 
 
 def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> int:
-    """Serve until a signal, and return the exit status. Fetches missing built-in models first.
+    """Serve until a signal, and return the exit status. Fetches missing built-in models.
 
-    `read_config` returns the settings as they are now, for a reload. Raises CommandError for an
-    address or a data directory that cannot be used, for several models that do not fit into memory
-    together, and ConfigError for levels that this machine cannot have, before a model is loaded.
+    `read_config` returns the settings as they are now, for a reload. Raises, before a model is
+    fetched, CommandError for an address or a data directory that cannot be used, ConfigError for
+    levels that this machine cannot have, and StoreError for an unusable database; and CommandError
+    for several models that do not fit into memory together, before one is loaded.
     """
     check_address(config.server.listen, "server.listen")
     check_address(config.admin.listen, "admin.listen")
@@ -50,21 +57,19 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
 
 def _run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> int:
     """Serve in a checked data directory; see `run`."""
-    cards = prepared_models(config, say, progress)
-    encoder = prepared_encoder(config, say, progress)
-    if lack := lacking_memory(config):
-        raise CommandError(lack)
-    names = ", ".join(one.name for one in config.served_models()) or cards[0].name
-    store, key = open_store(config)
+    with closing(connect(config)) as store:
+        cards = prepared_models(config, say, progress)
+        encoder = prepared_encoder(config, say, progress)
+        if lack := lacking_memory(config):
+            raise CommandError(lack)
+        names = ", ".join(one.name for one in config.served_models()) or cards[0].name
+        key = create_first_keys(config, store)
 
-    def announce(urls: list[str]) -> None:
-        for line in banner(names, urls, config, key):
-            say(line)
+        def announce(urls: list[str]) -> None:
+            for line in banner(names, urls, config, key):
+                say(line)
 
-    try:
         return asyncio.run(serve(config, cards, store, announce, read_config, encoder))
-    finally:
-        store.close()
 
 
 async def serve(

@@ -415,6 +415,17 @@ def test_error_names_an_unusable_data_directory(run: Run, tmp_path: Path) -> Non
         assert f"cannot use the data directory {place}: not a directory" in line.lower()
 
 
+def test_serve_refuses_an_unusable_database_before_it_looks_for_the_model(
+    run: Run, data: Path
+) -> None:
+    """A model may take minutes to fetch."""
+    data.mkdir()
+    (data / "trunkline.db").write_text("no database" * 1000)
+    free = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+
+    assert "trunkline.db" in error_line(run, "serve", "some/model", *free, status=1)
+
+
 def test_missing_model_error_names_the_remedy(run: Run) -> None:
     """Only a built-in model is fetched without `pull`."""
     free = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
