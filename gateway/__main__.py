@@ -1,8 +1,6 @@
 """The command line: parses arguments, runs one command, prints its result.
 
-No other file prints or exits. Exit status 0: the command succeeded. 1: it failed, and one line on
-standard error says why. 2: an argument or a setting is wrong, and one line says which one, its
-value and what is expected.
+No other file prints or exits. docs/operations.md says what each exit status means.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
     from engine.errors import EngineError
     from gateway.cli.result import CommandCall, CommandError
     from gateway.config import ConfigError, load_config
-    from tenancy.errors import BadName, TenancyError
+    from tenancy.errors import BadName, BadPrice, TenancyError
 
     def read() -> tuple[Config, Origin]:
         return load_config(options.config, os.environ, _flags(options))
@@ -85,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
                 has_colours=has_colours(sys.stdout.isatty()),
             )
             result = find_entry(options.command).run(call)
-    except (ConfigError, BadName) as error:
+    except (ConfigError, BadName, BadPrice) as error:
         return _fail(2, str(error))
     except (CommandError, EngineError, TenancyError) as error:
         return _fail(1, str(error))

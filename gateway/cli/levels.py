@@ -25,10 +25,10 @@ from engine.storage.rebuild import (
 from engine.storage.remote.address import remote_settings
 from engine.storage.sealing.master_key import make_key_file
 from engine.storage.sealing.unlocking import seal_settings
-from gateway.cli.arguments import add_actions
+from gateway.cli.arguments import UsageError, add_actions
 from gateway.cli.database import ADMIN_KEY_FILE, prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_text
-from gateway.config import Config, parse_address
+from gateway.config import Config, ConfigError, parse_address
 from gateway.levels.placement import ServerLock, levels_dir, model_folders
 from gateway.levels.report import SWITCH_ON
 from tenancy.types import wall_ms
@@ -72,11 +72,11 @@ def _run(call: CommandCall) -> CommandResult:
 
 
 def _make_key(call: CommandCall) -> CommandResult:
-    """Make a key file. Raises CommandError."""
+    """Make a key file. Raises UsageError and CommandError."""
     configured = call.config.engine.levels.key_file
     file = call.options.file or (Path(configured) if configured else None)
     if file is None:
-        raise CommandError(
+        raise UsageError(
             "FILE is required: trunkline levels new-key FILE, or set engine.levels.key_file"
         )
     try:
@@ -102,11 +102,11 @@ def _empty_remote(call: CommandCall, folder: Path) -> tuple[str, dict[str, objec
 
 
 def _rewrap(call: CommandCall, folder: Path) -> CommandResult:
-    """Wrap the keys of one store by the new master key. Raises CommandError."""
+    """Wrap the keys of one store by the new master key. Raises ConfigError."""
     levels = call.config.engine.levels
     settings = seal_settings(levels)
     if settings is None or not levels.key_file_before:
-        raise CommandError(
+        raise ConfigError(
             "engine.levels.key_file_before is not set; expected the former key's file there, and"
             " the new key's in engine.levels.key_file"
         )

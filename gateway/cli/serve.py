@@ -24,7 +24,7 @@ from gateway.cli.database import (
     prepare_data_dir,
 )
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
-from gateway.config import Config
+from gateway.config import Config, ConfigError
 from gateway.engines.memory import lacking_memory
 from gateway.engines.supervisors import supervise_engines
 from gateway.http.descriptors import raise_descriptor_limit
@@ -120,30 +120,32 @@ def banner(model: str, urls: list[str], config: Config, key: str | None) -> list
 
 
 def prepared_models(config: Config, say: Say, progress: Progress) -> list[ModelCard]:
-    """Prepare all models that are served, in their order. Raises ModelError."""
+    """Prepare all models that are served, in their order; see `prepared_model`."""
     models = config.models_dir
     return [prepared_model(one.source, models, say, progress) for one in config.served_models()]
 
 
 def prepared_model(name: str, models: Path, say: Say, progress: Progress) -> ModelCard:
-    """Resolve a model, fetch a missing built-in one, and prepare it. Raises ModelError."""
+    """Resolve a model, fetch a missing built-in one, and prepare it. Raises ModelError, and
+    ConfigError for an embedding model."""
     if name in CATALOGUE and CATALOGUE[name].is_encoder:
         message = (
             f"{name} is an embedding model; expected a chat model, or this one as embeddings.model"
         )
-        raise ModelError("unsupported", message)
+        raise ConfigError(message)
     source = _found_model(name, models, say, progress)
     return prepare(_short_name(name, source), source, models)
 
 
 def prepared_encoder(config: Config, say: Say, progress: Progress) -> EncoderCard | None:
-    """Do the same for the embedding model; None if there is none. Raises ModelError."""
+    """Do the same for the embedding model; None if there is none. Raises ModelError, and
+    ConfigError for a chat model."""
     name, models = config.embeddings.model, config.models_dir
     if not name:
         return None
     if name in CATALOGUE and not CATALOGUE[name].is_encoder:
         message = f"embeddings.model: {name} is a chat model; expected an embedding model"
-        raise ModelError("unsupported", message)
+        raise ConfigError(message)
     source = _found_model(name, models, say, progress)
     return prepare_encoder(_short_name(name, source), source, models)
 

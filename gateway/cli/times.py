@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from gateway.cli.result import CommandError
+from gateway.cli.arguments import UsageError
 from tenancy.errors import BadName
 
 UNITS_MS = {"m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000}
@@ -14,7 +14,7 @@ TIME_HELP = "UTC day, instant or time ago: 2026-11-21, 2026-11-21T10:00:00Z, 7d"
 def parse_time(text: str | None, what: str, now_ms: int) -> int | None:
     """Return milliseconds since the epoch of a UTC day, of an instant, or of a time ago.
 
-    `what`: the option, for the error. Raises CommandError.
+    `what`: the option, for the error. Raises UsageError.
     """
     if text is None:
         return None
@@ -27,18 +27,18 @@ def parse_time(text: str | None, what: str, now_ms: int) -> int | None:
         at_ms = round(at.timestamp() * 1000)
     except (ValueError, OverflowError) as error:
         hint = "expected 2026-11-21, 2026-11-21T10:00:00Z or a time ago, such as 7d or 12h"
-        raise CommandError(f"{what}: invalid time {text[:40]!r}: {hint}") from error
+        raise UsageError(f"{what}: invalid time {text[:40]!r}: {hint}") from error
     return max(0, at_ms)
 
 
 def parse_period(
     since: str | None, until: str | None, now_ms: int
 ) -> tuple[int | None, int | None]:
-    """Return the instants of `--since` and `--until`. Raises CommandError."""
+    """Return the instants of `--since` and `--until`. Raises UsageError."""
     since_ms = parse_time(since, "--since", now_ms)
     until_ms = parse_time(until, "--until", now_ms)
     if since_ms is not None and until_ms is not None and since_ms >= until_ms:
-        raise CommandError("--since must be before --until")
+        raise UsageError("--since must be before --until")
     return since_ms, until_ms
 
 

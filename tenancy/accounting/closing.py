@@ -15,7 +15,7 @@ from datetime import UTC, date, datetime, timedelta
 from msgspec import Struct
 
 from tenancy.accounting.reconcile import reconcile_in
-from tenancy.errors import CloseRefused
+from tenancy.errors import BadName, CloseRefused
 from tenancy.ledger.entries import read_number
 from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.hourly_usage import HOURLY_USAGE
@@ -67,9 +67,9 @@ def close_days(
 
     The first day is that of the first entry. Counting is O(entries of the days), while others
     write; then one transaction of O(days) checks that no row of the days came meanwhile, or they
-    are counted again. Raises CloseRefused with nothing closed: if a day is not over, is closed
-    already, or has a running request; if the engine's counts differ, unless `despite_counts`; and
-    if rows come at every try.
+    are counted again. Raises BadName if `through` is no day, and CloseRefused with nothing closed:
+    if a day is not over, is closed already, or has a running request; if the engine's counts
+    differ, unless `despite_counts`; and if rows come at every try.
     """
     now_ms = clock()
     today = now_ms // DAY_MS
@@ -270,7 +270,7 @@ def _day_number(name: str) -> int:
         day = date.fromisoformat(name)
     except ValueError as error:
         message = f"Invalid day: {name[:40]!r}; expected YYYY-MM-DD."
-        raise CloseRefused("bad_day", message) from error
+        raise BadName("bad_day", message) from error
     return (day - date(1970, 1, 1)).days
 
 

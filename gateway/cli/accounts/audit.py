@@ -10,8 +10,9 @@ from typing import get_args
 
 import msgspec
 
+from gateway.cli.arguments import UsageError
 from gateway.cli.database import open_database
-from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_result
+from gateway.cli.result import CommandCall, CommandResult, Entry, table_result
 from gateway.cli.times import TIME_HELP, parse_period
 from tenancy.accounting.exports import as_csv
 from tenancy.accounts.tenants import find_tenant, list_tenants
@@ -50,7 +51,7 @@ def _run(call: CommandCall) -> CommandResult:
     """List the latest changes, or export all that the filter has."""
     options = call.options
     if not 1 <= options.limit <= PAGE_MAX:
-        raise CommandError(f"--limit: {options.limit} is out of range; expected 1 to {PAGE_MAX}")
+        raise UsageError(f"--limit: {options.limit} is out of range; expected 1 to {PAGE_MAX}")
     since_ms, until_ms = parse_period(options.since, options.until, wall_ms())
     with open_database(call.config) as store:
         tenant_id = None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal, InvalidOperation
 
-from gateway.cli.arguments import named
-from gateway.cli.result import CommandError
+from gateway.cli.arguments import UsageError, named
 
 
 @named("amount of dollars")
@@ -21,10 +20,10 @@ def amount_of_dollars(text: str) -> Decimal:
 
 
 def whole_micros(amount: Decimal | None, what: str) -> int | None:
-    """Return whole micro-dollars; None for no amount. `what`: the option. Raises CommandError."""
+    """Return whole micro-dollars; None for no amount. `what`: the option. Raises UsageError."""
     if amount is None:
         return None
     micros = amount.scaleb(6)
     if micros != int(micros):
-        raise CommandError(f"{what}: {amount} dollars are not whole micro-dollars")
+        raise UsageError(f"{what}: {amount} dollars are not whole micro-dollars")
     return int(micros)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from gateway.cli.arguments import UsageError
 from gateway.cli.database import (
     command_actor,
     connect,
@@ -39,7 +40,7 @@ def _backup(call: CommandCall) -> CommandResult:
     options, config = call.options, call.config
     path = database_file(config)
     if path is None:
-        raise CommandError("the database is in PostgreSQL; back it up with pg_dump, at any time")
+        raise UsageError("the database is in PostgreSQL; back it up with pg_dump, at any time")
     if not path.exists():
         raise CommandError(f"database not found: {path}")
     size = backups.backup(path, options.file)
@@ -63,7 +64,7 @@ def _restore(call: CommandCall) -> CommandResult:
     path = database_file(config)
     if path is None:
         message = "restore it with pg_restore, then run trunkline restore --mark"
-        raise CommandError(f"the database is in PostgreSQL; {message}")
+        raise UsageError(f"the database is in PostgreSQL; {message}")
     prepare_data_dir(config)  # a replacement machine has none yet
     done = backups.restore(options.file, path, wall_ms, partial(call.show, "checked"))
     missing = done.missing
@@ -95,9 +96,9 @@ def _move(call: CommandCall) -> CommandResult:
     options, config = call.options, call.config
     path = database_file(config)
     if path is None:
-        raise CommandError("the database is in PostgreSQL already; expected a file")
+        raise UsageError("the database is in PostgreSQL already; expected a file")
     if not is_server(options.to):
-        raise CommandError("ADDRESS is wrong; expected postgresql://USER@HOST/DATABASE")
+        raise UsageError("ADDRESS is wrong; expected postgresql://USER@HOST/DATABASE")
     if not path.exists():
         raise CommandError(f"database not found: {path}")
     with (

@@ -12,11 +12,11 @@ from functools import partial
 
 from msgspec import structs
 
+from gateway.cli.arguments import UsageError
 from gateway.cli.database import command_actor, open_database
 from gateway.cli.ledger.amounts import amount_of_dollars
 from gateway.cli.result import (
     CommandCall,
-    CommandError,
     CommandResult,
     Entry,
     Table,
@@ -54,7 +54,7 @@ def _adjust(call: CommandCall) -> CommandResult:
     amount = options.debit if options.credit is None else -options.credit
     pico = amount.scaleb(12)
     if pico != int(pico):
-        raise CommandError(f"{abs(amount)} dollars are not whole pico-dollars")
+        raise UsageError(f"{abs(amount)} dollars are not whole pico-dollars")
     found = _ANSWER_ID.fullmatch(options.request)
     request_id = found[1] if found else options.request
     adjustment = Adjustment(options.id, request_id, int(pico), options.reason)

@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Mapping
 from decimal import Decimal
 
-from gateway.cli.arguments import named
+from gateway.cli.arguments import UsageError, named
 from gateway.cli.database import command_actor, open_database
 from gateway.cli.ledger.amounts import amount_of_dollars, whole_micros
 from gateway.cli.result import (
     CommandCall,
-    CommandError,
     CommandResult,
     Entry,
     Table,
@@ -57,9 +56,9 @@ def _budget(call: CommandCall) -> CommandResult:
     }
     is_change = bool(options.remove or given)
     if is_change and options.tenant is None:
-        raise CommandError("TENANT is required: trunkline budget TENANT --hard USD")
+        raise UsageError("TENANT is required: trunkline budget TENANT --hard USD")
     if options.remove and given:
-        raise CommandError("--remove is not allowed with --hard or --soft")
+        raise UsageError("--remove is not allowed with --hard or --soft")
     with open_database(config) as store:
         names = {tenant.tenant_id: tenant.name for tenant in list_tenants(store)}
         tenant_id = None

@@ -6,13 +6,9 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
+from gateway.cli.arguments import UsageError
 from gateway.cli.database import open_database
-from gateway.cli.result import (
-    CommandCall,
-    CommandError,
-    CommandResult,
-    Entry,
-)
+from gateway.cli.result import CommandCall, CommandResult, Entry
 from gateway.cli.times import TIME_HELP, parse_period
 from tenancy.accounting.exports import (
     ENTRY_COLUMNS,
@@ -43,7 +39,7 @@ def _export(call: CommandCall) -> CommandResult:
     options, config = call.options, call.config
     since_ms, until_ms = parse_period(options.since, options.until, wall_ms())
     if options.out is None and (options.json or options.format == "parquet"):
-        raise CommandError("--out FILE is required for this format")
+        raise UsageError("--out FILE is required for this format")
     with open_database(config) as store:
         if options.tenant is not None:
             find_tenant(store, options.tenant)

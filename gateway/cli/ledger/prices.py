@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from gateway.cli.arguments import named
+from gateway.cli.arguments import UsageError, named
 from gateway.cli.database import command_actor, open_database
 from gateway.cli.ledger.amounts import amount_of_dollars, whole_micros
-from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_text
+from gateway.cli.result import CommandCall, CommandResult, Entry, table_text
 from gateway.cli.times import show_second
 from gateway.dialects.validation import find_duplicate_key
 from tenancy.accounts.tenants import list_tenants
@@ -52,7 +52,7 @@ def _prices(call: CommandCall) -> CommandResult:
     options, config = call.options, call.config
     given = _card_of_options(options)
     if given is not None and options.add is not None:
-        raise CommandError("--add is not allowed with NAME and prices: the file has them")
+        raise UsageError("--add is not allowed with NAME and prices: the file has them")
     with open_database(config) as store:
         if given is not None or options.add is not None:
             card = _read_card(options.add) if given is None else given
@@ -103,7 +103,7 @@ def _dollars(micros: object) -> str:
 
 
 def _card_of_options(options: argparse.Namespace) -> RateCard | None:
-    """Return the rate card that the options describe; None without a name. Raises CommandError."""
+    """Return the rate card that the options describe; None without a name. Raises UsageError."""
     prices = {
         name: whole_micros(amount, f"--{name.replace('_', '-')}")
         for name in ("input", "output", "cache_read")
@@ -118,10 +118,10 @@ def _card_of_options(options: argparse.Namespace) -> RateCard | None:
     }
     if options.name is None:
         if prices or classes or options.minimum is not None:
-            raise CommandError("NAME is required: trunkline prices NAME --input USD --output USD")
+            raise UsageError("NAME is required: trunkline prices NAME --input USD --output USD")
         return None
     if "input" not in prices or "output" not in prices:
-        raise CommandError("--input USD and --output USD are required")
+        raise UsageError("--input USD and --output USD are required")
     fields = {"name": options.name, "model": options.model, "tier": options.tier}
     minimum = whole_micros(options.minimum, "--minimum") or 0
     return msgspec.convert({**fields, **prices, **classes, "minimum_charge": minimum}, RateCard)
@@ -165,9 +165,9 @@ def _read_card(path: Path) -> RateCard:
         card = msgspec.json.decode(data, type=RateCard)
         duplicate = find_duplicate_key(data)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise CommandError(f"{path} is not a rate card: {error}") from error
+        raise UsageError(f"{path} is not a rate card: {error}") from error
     if duplicate is not None:
-        raise CommandError(f"{path} is not a rate card: duplicate key {duplicate!r}")
+        raise UsageError(f"{path} is not a rate card: duplicate key {duplicate!r}")
     return card
 
 

@@ -130,11 +130,11 @@ def test_moves_to_postgresql(
     file.use("a")
     name = postgres_server.database(is_empty=True)
     url = postgres_server.url(name)
-    backwards = error_line(run, "move-database", "other.db")
+    backwards = error_line(run, "move-database", "other.db", status=2)
     status, text, _ = run("move-database", url)
     again = data_of(run, "move-database", url)
     (tmp_path / "trunkline.toml").write_text(f'tenancy.database = "{url}"\n')
-    from_server = error_line(run, "move-database", url)
+    from_server = error_line(run, "move-database", url, status=2)
     tenants = data_of(run, "tenant", "list")
     checked = run("check-books")[0]
     Installation(tmp_path / "data", url).use("b")
@@ -158,8 +158,8 @@ def test_moves_to_postgresql(
 
 def test_postgresql_backups_refer_to_pg_dump(run: Run, server: Installation) -> None:
     server.use("a")
-    back = error_line(run, "backup", "b.db")
-    restore = error_line(run, "restore", "b.db")
+    back = error_line(run, "backup", "b.db", status=2)
+    restore = error_line(run, "restore", "b.db", status=2)
     marked = data_of(run, "restore", "--mark")
 
     assert "pg_dump" in back

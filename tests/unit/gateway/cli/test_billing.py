@@ -135,7 +135,7 @@ def test_prices_are_typed_in_dollars(run: Run) -> None:
     ],
 )
 def test_prices_by_options_are_checked(run: Run, words: str, what: str) -> None:
-    assert what in error_line(run, "prices", *words.split())
+    assert what in error_line(run, "prices", *words.split(), status=2)
 
 
 def test_warns_of_prices_that_are_probably_in_another_unit(run: Run, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_refuses_an_invalid_rate_card_in_one_line(
     """The line names the file or the field."""
     (tmp_path / "bad.json").write_text(text)
 
-    assert word in error_line(run, "prices", "--add", str(tmp_path / "bad.json"))
+    assert word in error_line(run, "prices", "--add", str(tmp_path / "bad.json"), status=2)
 
 
 def test_warns_of_a_tier_without_tenants_or_cards(run: Run, tmp_path: Path) -> None:
@@ -192,7 +192,9 @@ def test_refuses_overlapping_rate_cards(priced: Run, tmp_path: Path) -> None:
     """The message names the other card."""
     (tmp_path / "other.json").write_text(json.dumps({**CARD, "name": "other"}))
 
-    assert "std@1" in error_line(priced, "prices", "--add", str(tmp_path / "other.json"))
+    line = error_line(priced, "prices", "--add", str(tmp_path / "other.json"), status=2)
+
+    assert "std@1" in line
 
 
 def test_sets_budgets_in_dollars_and_shows_them_exactly(priced: Run, open_ledger: Books) -> None:
@@ -213,7 +215,7 @@ def test_a_limit_that_is_not_given_stays(run: Run) -> None:
     (row,) = data_of(run, "budget")
     assert (row["hard_usd"], row["soft_usd"]) == ("20.000000", "16.000000")
 
-    assert "above the hard one" in error_line(run, "budget", "ada", "--soft", "21")
+    assert "above the hard one" in error_line(run, "budget", "ada", "--soft", "21", status=2)
     run("budget", "ada", "--hard", "none")
     (row,) = data_of(run, "budget")
     assert (row["hard_usd"], row["soft_usd"]) == (None, "16.000000")
@@ -243,7 +245,7 @@ def test_returns_after_a_server_knows_a_new_budget(
     ],
 )
 def test_refuses_an_invalid_budget_in_one_line(run: Run, arguments: list[str]) -> None:
-    error_line(run, *arguments)
+    error_line(run, *arguments, status=2)
 
     assert data_of(run, "budget") == []
 
@@ -259,9 +261,9 @@ def test_adjustment_is_booked_once_per_id(priced: Run, open_ledger: Books) -> No
     first, second = priced(*arguments), priced(*arguments)
 
     assert (first[1], second[1]) == ("adjustment x booked\n", "adjustment x was already booked\n")
-    more = error_line(priced, *arguments[:3], "5", "--id", "y", "--reason", "r")
-    assert "Credit exceeds the charge: 5.000000000000 dollars" in more
-    assert "pico" in error_line(priced, *arguments[:3], "1e-13", "--id", "y", "--reason", "r")
+    for amount, what in (("5", "Credit exceeds the charge: 5.000000000000"), ("1e-13", "pico")):
+        again = (*arguments[:3], amount, "--id", "y", "--reason", "r")
+        assert what in error_line(priced, *again, status=2)
 
 
 @pytest.mark.parametrize("prefix", ["chatcmpl-", "cmpl-", "msg_", "resp_", ""])
@@ -289,7 +291,7 @@ def test_closes_and_lists_days(priced: Run, open_ledger: Books) -> None:
     assert data_of(priced, "close", "--list") == [day]
     assert priced("close")[1] == "nothing to close\n"
     assert "already closed" in error_line(priced, "close", "--through", day["day"])
-    assert "Invalid day" in error_line(priced, "close", "--through", "x")
+    assert "Invalid day" in error_line(priced, "close", "--through", "x", status=2)
 
 
 def test_check_books_exits_1_with_findings(priced: Run, open_ledger: Books) -> None:
@@ -361,7 +363,7 @@ def test_exports_a_half_open_period(priced: Run, open_ledger: Books) -> None:
 )
 def test_refuses_an_invalid_export_in_one_line(run: Run, arguments: list[str], word: str) -> None:
     """Before anything is written."""
-    assert word in error_line(run, "export", *arguments)
+    assert word in error_line(run, "export", *arguments, status=2)
 
 
 @pytest.mark.parametrize(

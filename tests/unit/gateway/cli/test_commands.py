@@ -115,6 +115,8 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         ("tenant delete nobody", "unknown tenant: 'nobody'"),
         ("key revoke 99", "unknown key"),
         ("usage --days 0", "--days: 0 is out of range; expected 1 to"),
+        ("audit --limit 0", "--limit: 0 is out of range; expected 1 to"),
+        ("levels new-key", "FILE is required: trunkline levels new-key FILE"),
         ("usage --days 99999999", "--days: 99999999 is out of range; expected 1 to"),
         ("shared-scope ours", "--owner TENANT or --remove is required"),
         ("shared-scope --remove", "NAME is required: trunkline shared-scope NAME"),

@@ -90,7 +90,7 @@ def test_a_master_key_is_replaced(run: Run, config: Path, tmp_path: Path) -> Non
     former = make_key_file(tmp_path / "former")
     rig = fill(tmp_path / "data" / "levels", former)
     data_of(run, "levels", "new-key")
-    unset = error_line(run, "levels", "rewrap")
+    unset = error_line(run, "levels", "rewrap", status=2)
     text = config.read_text()
     config.write_text(f'{text}key_file_before = "{tmp_path / "former"}"\n')
     found = data_of(run, "levels", "rewrap")

@@ -10,7 +10,7 @@ from engine.errors import ModelError
 from engine.model_store import DEFAULT_ENCODER, DEFAULT_MODEL
 from gateway.__main__ import main
 from gateway.cli.serve import banner, prepared_encoder
-from gateway.config import Config, EmbeddingsConfig
+from gateway.config import Config, ConfigError, EmbeddingsConfig
 from tests.encoders import write_encoder, zip_encoder
 
 URLS = ["http://127.0.0.1:8080", "http://127.0.0.1:8081"]
@@ -65,7 +65,7 @@ def test_a_folder_and_its_zip_file_are_embedding_models(is_zip: bool, tmp_path: 
 
 def test_a_chat_model_is_refused_for_embeddings_before_it_is_fetched(tmp_path: Path) -> None:
     """By its name in the catalogue."""
-    with pytest.raises(ModelError, match="is a chat model"):
+    with pytest.raises(ConfigError, match="is a chat model"):
         encoder_of(DEFAULT_MODEL, tmp_path)
 
 
@@ -79,7 +79,7 @@ def test_an_embedding_model_is_refused_for_chats_before_it_is_fetched(
 
     status = main(["serve", DEFAULT_ENCODER, *listen])
 
-    assert status == 1
+    assert status == 2
     assert "this one as embeddings.model" in capsys.readouterr().err
 
 

@@ -149,19 +149,19 @@ def test_periods_are_dates_or_durations(run: Run, period: tuple[str, ...], token
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what", "status"),
+    ("arguments", "what"),
     [
-        ("--tenant adda", "unknown tenant: 'adda'; did you mean 'ada'?", 2),
-        ("--group-by person", "--group-by: invalid groups 'person'; expected some of tenant", 2),
-        ("--group-by hour,day", "hour or day, not both", 2),
-        ("--since soon", "--since: invalid time 'soon': expected 2026-11-21", 1),
-        ("--since 7d --days 7", "--days: not allowed with argument --since", 2),
-        ("--since 1d --until 2d", "--since must be before --until", 1),
+        ("--tenant adda", "unknown tenant: 'adda'; did you mean 'ada'?"),
+        ("--group-by person", "--group-by: invalid groups 'person'; expected some of tenant"),
+        ("--group-by hour,day", "hour or day, not both"),
+        ("--since soon", "--since: invalid time 'soon': expected 2026-11-21"),
+        ("--since 7d --days 7", "--days: not allowed with argument --since"),
+        ("--since 1d --until 2d", "--since must be before --until"),
     ],
 )
-def test_wrong_filters_are_one_line(run: Run, arguments: str, what: str, status: int) -> None:
+def test_wrong_filters_are_one_line(run: Run, arguments: str, what: str) -> None:
     """The line names the option and what is expected."""
-    assert what in error_line(run, "usage", *arguments.split(), status=status)
+    assert what in error_line(run, "usage", *arguments.split(), status=2)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tenancy.accounting import closing as daily_close
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.closing import close_days, list_closes
 from tenancy.accounts.tenants import create_tenant
-from tenancy.errors import CloseRefused, ConstraintBroken, LedgerUnavailable
+from tenancy.errors import BadName, CloseRefused, ConstraintBroken, LedgerUnavailable
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.ledger import EngineTotals, Hold, Ledger
 from tenancy.ledger.transactions import StorageReading, StorageReadings
@@ -240,7 +240,8 @@ def test_closing_again_changes_nothing(store: Store, ledger: Ledger, wall: Wall)
 
 @pytest.mark.parametrize("day", ["yesterday", "1970-13-01", "", "'; --"])
 def test_refuses_invalid_and_unfinished_days(store: Store, wall: Wall, day: str) -> None:
-    assert code_of(store, wall, day) == "bad_day"
+    with pytest.raises(BadName, match="Invalid day"):
+        close_days(store, wall, day, by=TESTER)
     assert code_of(store, wall, "1970-01-01") == "day_not_over"
 
 
