@@ -1,8 +1,8 @@
 """The composition root: builds a gateway from its parts, its two listeners and its lifecycle.
 
 `Gateway` is what tests and embedders use: it starts listeners over any engines. `serve` is the
-product: a data directory, a model, an engine process, and a shutdown on SIGTERM that loses no
-usage. `gateway.cli.serve` calls it.
+product: a data directory, a model, an engine process, and a shutdown that loses no usage.
+`gateway.cli.serve` calls it and handles the signals.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,7 +25,6 @@ from engine.encoder.card import EncoderCard
 from engine.encoder.protocol import StartEncoder
 from engine.errors import EngineError
 from engine.model_store import ModelCard
-from engine.signals import handle_signals
 from gateway.analytics.aggregates import Analytics
 from gateway.analytics.client import AnalyticsProcessClient
 from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
@@ -473,64 +471,46 @@ async def serve(
     log: LogLines,
     announce: Callable[[list[str]], None],
     read_config: Callable[[], Config],
-    encoder: EncoderCard | None = None,
-) -> int:
-    """Run until SIGTERM or SIGINT. Returns the exit status. `cards`: of `config.served_models()`.
-    `supervisors`: started, one for each card; they and `log` are closed at the end. `encoder`: the
-    embedding model.
+    encoder: EncoderCard | None,
+    stop: asyncio.Event,
+    hangup: asyncio.Event,
+) -> None:
+    """Run until `stop` is set. `cards`: of `config.served_models()`. `supervisors`: started, one
+    for each card; they and `log` belong to the caller. `encoder`: the embedding model.
 
-    The first signal drains: the gateway is not ready from then on, and running requests may finish.
-    A second signal exits at once. SIGHUP reloads the configuration.
+    `stop` drains: the gateway is not ready from then on, and running requests may finish. `hangup`
+    reloads the configuration, and is cleared.
     """
-    stop = asyncio.Event()
-    gateway: Gateway | None = None
-
-    def end() -> None:
-        if stop.is_set():
-            log.close()
-            os._exit(1)
-        stop.set()
-
-    def reload_soon() -> None:
-        if gateway is not None and not stop.is_set():
-            gateway.reload_soon()
-
-    with handle_signals({signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: reload_soon}):
-        try:
-            log_accept_errors(asyncio.get_running_loop(), log)
-            endpoints = read_endpoints(config.webhooks, os.environ)
-            async with AsyncExitStack() as opened:
-                loading = asyncio.to_thread(_served_models, config, cards, supervisors)
-                loaded = asyncio.create_task(loading)  # while processes start
-                opened.callback(loaded.cancel)
-                ledger = LedgerProcessClient(config.tenancy.database, config.data, log)
-                await ledger.open()
-                opened.push_async_callback(ledger.close)
-                analytics = await open_analytics(config, log)
-                opened.push_async_callback(analytics.close)
-                embedder = None
-                if encoder is not None:
-                    embedder = await open_embedder(encoder, config, log)
-                    opened.push_async_callback(embedder.close)
-                gateway = Gateway(
-                    config,
-                    await loaded,
-                    store,
-                    log,
-                    read_config=read_config,
-                    gateway_id=read_gateway_id(config, store),
-                    ledger=ledger,
-                    analytics=analytics,
-                    endpoints=endpoints,
-                    read_webhooks=lambda changed: read_endpoints(changed.webhooks, os.environ),
-                )
-                gateway.context.embeddings = embedder
-                opened.push_async_callback(gateway.close)
-                await _serve(gateway, supervisors, announce, stop)
-        finally:
-            await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
-            log.close()
-    return 0
+    log_accept_errors(asyncio.get_running_loop(), log)
+    endpoints = read_endpoints(config.webhooks, os.environ)
+    async with AsyncExitStack() as opened:
+        loading = asyncio.to_thread(_served_models, config, cards, supervisors)
+        loaded = asyncio.create_task(loading)  # while processes start
+        opened.callback(loaded.cancel)
+        ledger = LedgerProcessClient(config.tenancy.database, config.data, log)
+        await ledger.open()
+        opened.push_async_callback(ledger.close)
+        analytics = await open_analytics(config, log)
+        opened.push_async_callback(analytics.close)
+        embedder = None
+        if encoder is not None:
+            embedder = await open_embedder(encoder, config, log)
+            opened.push_async_callback(embedder.close)
+        gateway = Gateway(
+            config,
+            await loaded,
+            store,
+            log,
+            read_config=read_config,
+            gateway_id=read_gateway_id(config, store),
+            ledger=ledger,
+            analytics=analytics,
+            endpoints=endpoints,
+            read_webhooks=lambda changed: read_endpoints(changed.webhooks, os.environ),
+        )
+        gateway.context.embeddings = embedder
+        opened.push_async_callback(gateway.close)
+        await _serve(gateway, supervisors, announce, stop, hangup)
 
 
 def _served_models(
@@ -575,11 +555,20 @@ async def _move_heap(starts: Sequence[Awaitable[None]]) -> None:
     await asyncio.to_thread(use_large_pages)
 
 
+async def _reload_at(hangup: asyncio.Event, gateway: Gateway) -> None:
+    """Reload the configuration whenever `hangup` is set."""
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        gateway.reload_soon()
+
+
 async def _serve(
     gateway: Gateway,
     supervisors: Sequence[EngineSupervisor],
     announce: Callable[[list[str]], None],
     stop: asyncio.Event,
+    hangup: asyncio.Event,
 ) -> None:
     """Serve from opening the listeners until `stop` is set and the gateway has drained."""
     config = gateway.context.config
@@ -597,6 +586,7 @@ async def _serve(
         asyncio.create_task(_watch_start(one, name, gateway.context.log))
         for one, name in zip(others, names, strict=True)
     ]
+    reloads = asyncio.create_task(_reload_at(hangup, gateway))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)
     if ready.done() and ready.exception() is None:
@@ -605,7 +595,7 @@ async def _serve(
         ready.result()
     moved = asyncio.create_task(_move_heap(watches))
     await stopped
-    for watch in (*watches, moved):
+    for watch in (*watches, moved, reloads):
         watch.cancel()
     context, timeout_s, began_s = gateway.context, config.engine.drain_timeout_s, time.monotonic()
     running = sum(context.running.values())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 from engine.encoder.card import EncoderCard, prepare_encoder
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, pull, resolve
+from engine.signals import handle_signals
 from gateway.cli.addresses import check_address
 from gateway.cli.database import (
     ADMIN_KEY_FILE,
@@ -37,8 +40,8 @@ Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
 
-def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> int:
-    """Serve until a signal, and return the exit status. Fetches missing built-in models.
+def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> None:
+    """Serve until a signal. Fetches missing built-in models.
 
     `read_config` returns the settings as they are now, for a reload. Raises, before a model is
     fetched, CommandError for an address or a data directory that cannot be used, ConfigError for
@@ -52,10 +55,10 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
     with ExitStack() as held:
         if config.engine.levels.disk_gib:
             held.callback(ServerLock(levels_dir(config)).close)
-        return _run(config, say, progress, read_config)
+        _run(config, say, progress, read_config)
 
 
-def _run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> int:
+def _run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> None:
     """Serve in a checked data directory; see `run`."""
     with closing(connect(config)) as store:
         cards = prepared_models(config, say, progress)
@@ -69,7 +72,7 @@ def _run(config: Config, say: Say, progress: Progress, read_config: Callable[[],
             for line in banner(names, urls, config, key):
                 say(line)
 
-        return asyncio.run(serve(config, cards, store, announce, read_config, encoder))
+        asyncio.run(serve(config, cards, store, announce, read_config, encoder))
 
 
 async def serve(
@@ -79,26 +82,37 @@ async def serve(
     announce: Callable[[list[str]], None],
     read_config: Callable[[], Config],
     encoder: EncoderCard | None = None,
-) -> int:
+) -> None:
     """Start the engines, which are the slowest part to be ready, and import the gateway meanwhile.
 
-    Then it runs; see `gateway.app.serve`.
+    Then it runs; see `gateway.app.serve`. The first SIGTERM or SIGINT drains, a second one exits at
+    once, and SIGHUP reloads the configuration: from before the first child process on.
     """
     log = LogLines(sys.stderr.fileno(), wall_ms)
     raise_descriptor_limit()
-    supervisors = supervise_engines(config, cards, log)
-    for supervisor in supervisors:
-        supervisor.start()
-    gc.disable()  # until `gateway.gc_tuning.freeze_heap`: what is made until then stays
-    try:
-        await asyncio.to_thread(import_module, "gateway.app")
-    except BaseException:
-        await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
-        log.close()
-        raise
-    from gateway import app
+    stop, hangup = asyncio.Event(), asyncio.Event()
 
-    return await app.serve(config, cards, store, supervisors, log, announce, read_config, encoder)
+    def end() -> None:
+        if stop.is_set():
+            log("stop_forced", {})
+            log.close()
+            os._exit(1)
+        stop.set()
+
+    handlers = {signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: hangup.set}
+    with closing(log), handle_signals(handlers):
+        supervisors = supervise_engines(config, cards, log)
+        try:
+            for supervisor in supervisors:
+                supervisor.start()
+            gc.disable()  # until `gateway.gc_tuning.freeze_heap`: what is made until then stays
+            await asyncio.to_thread(import_module, "gateway.app")
+            from gateway import app
+
+            parts = cards, store, supervisors, log
+            await app.serve(config, *parts, announce, read_config, encoder, stop, hangup)
+        finally:
+            await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
 
 
 def banner(model: str, urls: list[str], config: Config, key: str | None) -> list[str]:
@@ -175,8 +189,15 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(call: CommandCall) -> CommandResult:
-    progress = partial(call.show, "model")
-    return CommandResult("", None, run(call.config, call.say, progress, call.read_config))
+    """Serve until SIGTERM or SIGINT.
+
+    Until the event loop handles them, both interrupt the preparation, such as a download. Without a
+    handler, process 1 of a container would ignore SIGTERM.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        run(call.config, call.say, partial(call.show, "model"), call.read_config)
+    return CommandResult("", None)
 
 
 def _add_pull(parser: argparse.ArgumentParser) -> None:

@@ -98,16 +98,14 @@ def config_of(data: Path, sequences: int, gap_target_shared_ms: float) -> Config
     )
 
 
-def serve(data: Path, sequences: int, gap_target_shared_ms: float) -> int:
+def serve(data: Path, sequences: int, gap_target_shared_ms: float) -> None:
     """Run the server, in its own process."""
     config = config_of(data, sequences, gap_target_shared_ms)
     store, _ = open_store(config)
     other = create_tenant(store, wall_ms, "other")
     (data / OTHER_KEY_FILE).write_text(create_key(store, wall_ms, other.tenant_id))
     card = load_card(data / "model")
-    return asyncio.run(
-        serve_models(config, [card], store, lambda _: print_line("ready"), lambda: config)
-    )
+    asyncio.run(serve_models(config, [card], store, lambda _: print_line("ready"), lambda: config))
 
 
 async def send_arrivals() -> None:
@@ -255,7 +253,8 @@ def main() -> int:
         asyncio.run(send_arrivals())
         return 0
     if options.serve is not None:
-        return serve(options.serve, options.sequences, options.gap_target_shared_ms)
+        serve(options.serve, options.sequences, options.gap_target_shared_ms)
+        return 0
     names, results = options.only.split(","), Results()
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder)

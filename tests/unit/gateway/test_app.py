@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import stat
 import subprocess
 from contextlib import closing
@@ -120,8 +121,10 @@ async def test_a_host_level_of_auto_gets_its_number_at_the_start(
     assert not any("level_off" in line for line in lines)
 
 
-def test_sigterm_while_loading_exits_cleanly(model: Path, tmp_path: Path) -> None:
-    """A service manager may stop it right after its start; no file is left behind."""
+@pytest.mark.parametrize("last_event", ["", '"reloaded"'])
+def test_sigterm_while_loading_exits_cleanly(model: Path, tmp_path: Path, last_event: str) -> None:
+    """A service manager may reload and stop it right after its start, even before the gateway is
+    imported; no file is left behind."""
     place, log, settings = tmp_path / "place", tmp_path / "log", tmp_path / "settings.toml"
     place.mkdir()
     settings.write_text(SETTINGS)
@@ -130,7 +133,8 @@ def test_sigterm_while_loading_exits_cleanly(model: Path, tmp_path: Path) -> Non
         while not (engine := children(process.pid).get("engine.server.server")):
             assert process.poll() is None
         with stopped(engine):
-            until_logged(log, process, "ledger_started")
+            process.send_signal(signal.SIGHUP)
+            until_logged(log, process, last_event)
             process.terminate()
             until_logged(log, process, '"stopping"')
         said, _ = process.communicate(timeout=START_S)
@@ -209,4 +213,6 @@ async def test_second_signal_exits_at_once(model: Path, tmp_path: Path) -> None:
                         ready = response.status
             exit_status = server.stop()
 
-    assert exit_status != 0
+    assert exit_status == 1
+    log = await asyncio.to_thread((tmp_path / "data.log").read_text)
+    assert '"stop_forced"' in log

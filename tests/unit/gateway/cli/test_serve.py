@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from gateway.__main__ import main
 from gateway.cli.serve import banner, prepared_encoder
 from gateway.config import Config, ConfigError, EmbeddingsConfig
 from tests.encoders import write_encoder, zip_encoder
+from tests.unit.gateway.cli.command_output import Run
 
 URLS = ["http://127.0.0.1:8080", "http://127.0.0.1:8081"]
 
@@ -81,6 +83,26 @@ def test_an_embedding_model_is_refused_for_chats_before_it_is_fetched(
 
     assert status == 2
     assert "this one as embeddings.model" in capsys.readouterr().err
+
+
+def test_sigterm_ends_the_fetching_of_a_model(
+    data: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of process 1 of a container, which ignores a signal that it does not handle."""
+
+    def fetch(*_: object) -> Path:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("still fetching")
+
+    monkeypatch.setattr("gateway.cli.serve.pull", fetch)
+    former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        ended = run("serve", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+    assert ended == (0, f"fetching {DEFAULT_MODEL}\n", "")
+    assert not (data / "default.key").exists()
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
