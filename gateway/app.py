@@ -589,10 +589,9 @@ async def _serve(
     reloads = asyncio.create_task(_reload_at(hangup, gateway))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)
-    if ready.done() and ready.exception() is None:
+    if ready.done():
+        ready.result()  # raises if the engine never will be ready
         announce(urls)
-    elif ready.done():
-        ready.result()
     moved = asyncio.create_task(_move_heap(watches))
     await stopped
     for watch in (*watches, moved, reloads):

@@ -52,15 +52,10 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
     check_address(config.admin.listen, "admin.listen")
     prepare_data_dir(config)
     check_levels(config)
-    with ExitStack() as held:
+    with ExitStack() as opened:
         if config.engine.levels.disk_gib:
-            held.callback(ServerLock(levels_dir(config)).close)
-        _run(config, say, progress, read_config)
-
-
-def _run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> None:
-    """Serve in a checked data directory; see `run`."""
-    with closing(connect(config)) as store:
+            opened.callback(ServerLock(levels_dir(config)).close)
+        store = opened.enter_context(closing(connect(config)))
         cards = prepared_models(config, say, progress)
         encoder = prepared_encoder(config, say, progress)
         if lack := lacking_memory(config):
