@@ -166,19 +166,19 @@ class Gateway:
             self._authenticator.start_watching()
         kept = contracts.entries, contracts.promises
         books = PromiseBooks(store, gateway_id, *kept, clock, wall, log)
-        telemetry = Metrics(config.tenancy.tenants_as_labels_max, metadata.version("trunkline"))
+        metrics = Metrics(config.tenancy.tenants_as_labels_max, metadata.version("trunkline"))
         self.context = Context(
             config=config,
             models=served,
-            registry=self._authenticator,
+            authenticator=self._authenticator,
             ledger=self.ledger,
             journal=_journal(self.ledger, store),
             store=store,
             reports=QueryPool(store),
             responses=ResponseWriter(store, config),
             limiter=Limiter(clock),
-            telemetry=telemetry,
-            ended=EndedRequests(wall, telemetry, gateway_id),
+            metrics=metrics,
+            ended_requests=EndedRequests(wall, metrics, gateway_id),
             contracts=contracts,
             books=books,
             analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),
@@ -200,7 +200,7 @@ class Gateway:
             self._reconciler,
         ]
         self.listeners: list[Listener] = []
-        telemetry.ledger_epoch.set(ledger_epoch(store).number)
+        metrics.ledger_epoch.set(ledger_epoch(store).number)
 
     async def listen(self, public: tuple[str, int], admin: tuple[str, int]) -> list[str]:
         """Open both listeners and return their URLs.
@@ -227,7 +227,7 @@ class Gateway:
                 middleware.handle,
                 msgspec.structs.replace(context.config.server, connections_max=connections_max),
                 self.context.new_id,
-                on_unreadable=lambda: self.context.telemetry.unreadable.add(1),
+                on_unreadable=lambda: self.context.metrics.unreadable.add(1),
             )
             self.listeners.append(listener)
             bound_host, bound_port = await listener.open(host, port)

@@ -87,7 +87,7 @@ class Context:
     config: Config
     models: ServedModels
     """The served models, each with its engine; a request's `model` selects one."""
-    registry: Authenticator
+    authenticator: Authenticator
     ledger: LedgerClient
     journal: ProgressJournal
     """Progress of the running streams."""
@@ -97,8 +97,8 @@ class Context:
     responses: ResponseWriter
     """Writes the stored responses."""
     limiter: Limiter
-    telemetry: Metrics
-    ended: EndedRequests
+    metrics: Metrics
+    ended_requests: EndedRequests
     """Requests that have ended, until the database has their counts."""
     contracts: ContractManager
     books: PromiseBooks
@@ -124,7 +124,7 @@ class Context:
     """Requests that a tenant's limits refused since the start, by tenant id."""
     churn: BlockChurn = field(default_factory=BlockChurn)
     level_history: LevelHistory = field(default_factory=LevelHistory)
-    holders: TenantCacheUsage = field(default_factory=TenantCacheUsage)
+    tenant_usage: TenantCacheUsage = field(default_factory=TenantCacheUsage)
     background: set[asyncio.Task[Any]] = field(default_factory=set)
     """Tasks that must finish even if their caller is cancelled."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -163,8 +163,8 @@ class Context:
     def promised_blocks_default(self, info: EngineInfo, model: str, tenant_id: int) -> int | None:
         """Return the bound on the promises of a model's engine to a tenant that sets none; None for
         the engine's own bound. Promises of the last second may not count yet."""
-        promised = self.holders.promised(model, tenant_id)
-        active = self.registry.active_tenants
+        promised = self.tenant_usage.promised(model, tenant_id)
+        active = self.authenticator.active_tenants
         return promised_default(info.promisable_blocks, self.config.caching, active, promised)
 
     def on_device_default(self, info: EngineInfo, model: str, tenant_id: int) -> int | None:
@@ -172,8 +172,8 @@ class Context:
         engine's own bound, and where no level below keeps promises."""
         if not info.promisable_on_device:
             return None
-        promised = self.holders.promised_on_device(model, tenant_id)
-        active = self.registry.active_tenants
+        promised = self.tenant_usage.promised_on_device(model, tenant_id)
+        active = self.authenticator.active_tenants
         return promised_default(info.promisable_on_device, self.config.caching, active, promised)
 
     def enter(self, tenant_id: int, requests: int = 1) -> None:

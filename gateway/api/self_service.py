@@ -53,7 +53,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     async def state(request: web.BaseRequest) -> web.StreamResponse:
         identity = identity_of(request)
         json_api.query(request)
-        found = gateway.registry.tenant(identity.tenant.tenant_id)
+        found = gateway.authenticator.tenant(identity.tenant.tenant_id)
         assert found is not None, "a key that was just checked has a tenant"
         return json_api.answer(await tenant_state(gateway, found, key_id=identity.key_id))
 

@@ -95,7 +95,7 @@ async def _tenant_state(
     await count_ended(gateway)
     own = [
         (counts[tenant.tenant_id].last_refused_ms, counts[tenant.tenant_id].refusals)
-        for _, counts in gateway.ended.minutes()
+        for _, counts in gateway.ended_requests.minutes()
         if tenant.tenant_id in counts
     ]
     live = [
@@ -103,7 +103,7 @@ async def _tenant_state(
     ]
     refusals = Refusals([*facts.written, *live])
     last_hour = refusals.since(now_ms - HOUR_MS)
-    recent = gateway.ended.last_refused_ms.get(tenant.tenant_id, {})
+    recent = gateway.ended_requests.last_refused_ms.get(tenant.tenant_id, {})
     status, since_ms, reasons = _status(found, facts, refusals, recent, now_ms)
     unwritten = [max(last.values()) for last, _ in own if last]
     return {

@@ -38,10 +38,10 @@ class BudgetAlerts:
         self._alerted = {}
         for state in passed:
             budget = state.budget
-            owner = gateway.registry.tenant(budget.tenant_id)
+            owner = gateway.authenticator.tenant(budget.tenant_id)
             if owner is None:
                 continue  # deleted meanwhile
-            name = gateway.telemetry.tenant_label(owner.tenant.name)
+            name = gateway.metrics.tenant_label(owner.tenant.name)
             counts[name] = counts.get(name, 0) + 1
             key = budget.tenant_id, budget.key_id, budget.window
             self._alerted[key] = state.starts_ms
@@ -56,4 +56,4 @@ class BudgetAlerts:
                     "resets_ms": state.resets_ms,
                 }
                 gateway.log("soft_budget_passed", facts)
-        gateway.telemetry.set_soft_budgets(counts)
+        gateway.metrics.set_soft_budgets(counts)

@@ -110,7 +110,7 @@ async def declare(
     """
     actor = by or Actor("file", "", gateway.wall())
     changes, left = await asyncio.to_thread(_reconcile, gateway, config, actor)
-    gateway.registry.refresh_now()
+    gateway.authenticator.refresh_now()
     for change in changes:
         match change:
             case TenantChange(tenant, what):

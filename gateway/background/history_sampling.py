@@ -55,7 +55,7 @@ async def count_ended(gateway: Context) -> None:
     """Count the requests that have ended, so that a reader of the counts sees them."""
     has_more = True
     while has_more:
-        has_more = gateway.ended.count()
+        has_more = gateway.ended_requests.count()
         await asyncio.sleep(0)  # other requests have their turn
 
 
@@ -67,7 +67,7 @@ async def flush_requests(gateway: Context) -> None:
 
 
 async def _write_records(gateway: Context) -> None:
-    ended = gateway.ended
+    ended = gateway.ended_requests
     async with ended.writing:
         if records := ended.take_records():
             with suppress(StoreError):
@@ -79,18 +79,18 @@ def sample_of(gateway: Context, minute: Minute, tenant_id: int) -> Sample:
     and for all O(tenants)."""
     at_ms, counts = minute
     details = counts[tenant_id].details if tenant_id in counts else SampleDetails()
-    sample = Sample(tenant_id, at_ms, details, gateway=gateway.ended.gateway_id)
+    sample = Sample(tenant_id, at_ms, details, gateway=gateway.ended_requests.gateway_id)
     if all(model.engine.info is None for model in gateway.models):
         return sample
     if tenant_id != ALL_TENANTS:
-        held = gateway.holders.of(tenant_id)
+        held = gateway.tenant_usage.of(tenant_id)
         return replace(
             sample, blocks_promised=held["promised_blocks"], blocks_cached=held["blocks"]
         )
     stats = gateway.models.stats()
     return replace(
         sample,
-        blocks_promised=gateway.holders.total("promised_blocks"),
+        blocks_promised=gateway.tenant_usage.total("promised_blocks"),
         blocks_cached=stats.used_blocks,
         blocks_free=stats.free_blocks,
     )
@@ -100,16 +100,16 @@ def live_samples(gateway: Context, tenant_id: int) -> list[Sample]:
     """Return a tenant's samples, or those of all, of the minutes that the database lacks: the
     running one last. O(changed namespaces), and for all O(tenants)."""
     update_holders(gateway)
-    return [sample_of(gateway, minute, tenant_id) for minute in gateway.ended.minutes()]
+    return [sample_of(gateway, minute, tenant_id) for minute in gateway.ended_requests.minutes()]
 
 
 async def read_at_once(gateway: Context, read: Callable[[], Awaitable[T]]) -> T:
     """Return what `read` finds in the database and in the minutes that it lacks, counted once: it
     reads again if counts moved between the two meanwhile, which takes milliseconds."""
     for _ in range(READS_MAX - 1):
-        moves = gateway.ended.moves
+        moves = gateway.ended_requests.moves
         found = await read()
-        if moves == gateway.ended.moves and not moves % 2:
+        if moves == gateway.ended_requests.moves and not moves % 2:
             return found
     return await read()
 
@@ -162,7 +162,7 @@ class HistorySampling:
         """Stop the task and write the last counts, those of the running minute too."""
         await self._task.close()
         await flush_requests(self._gateway)
-        self._gateway.ended.end_minute()
+        self._gateway.ended_requests.end_minute()
         await self._write_minutes()
 
     async def _sample(self) -> None:
@@ -171,7 +171,7 @@ class HistorySampling:
         if not self._has_begun:
             self._has_begun = True
             with suppress(StoreError):
-                gateway.ended.last_hour = await self._read_last_hour()
+                gateway.ended_requests.last_hour = await self._read_last_hour()
             return
         await count_ended(gateway)
         self._update_rates()
@@ -179,10 +179,10 @@ class HistorySampling:
         if gateway.clock() - self._recorded_s >= RECORDS_INTERVAL_S:
             self._recorded_s = gateway.clock()
             await flush_requests(gateway)
-            if gateway.ended.has_counts and not gateway.ended.ended_minutes:
-                gateway.ended.end_minute()
-        if minutes := gateway.ended.ended_minutes:
-            is_over = minutes[0][0] != gateway.ended.minute_ms
+            if gateway.ended_requests.has_counts and not gateway.ended_requests.ended_minutes:
+                gateway.ended_requests.end_minute()
+        if minutes := gateway.ended_requests.ended_minutes:
+            is_over = minutes[0][0] != gateway.ended_requests.minute_ms
             await self._write_minutes()
             if is_over:
                 await self._clear_old()
@@ -194,7 +194,7 @@ class HistorySampling:
         """Write the minutes, and parts of the running one, that have ended; a failed write is tried
         again. The refusals of the last hour are read anew once a minute; those of a part are known.
         """
-        ended, running_ms = self._gateway.ended, self._gateway.ended.minute_ms
+        ended, running_ms = self._gateway.ended_requests, self._gateway.ended_requests.minute_ms
         minutes, last_hour = list(ended.ended_minutes), ended.last_hour
         written = max(0, len(minutes) - UNWRITTEN_MINUTES_MAX)
         ended.begin_writing()
@@ -211,7 +211,7 @@ class HistorySampling:
     def _samples(self, minute: Minute, *, is_part: bool) -> list[Sample]:
         """Return one sample for all, and one for each tenant that was busiest; of a part of a
         minute for those with requests alone."""
-        holders, (_, counts) = self._gateway.holders, minute
+        holders, (_, counts) = self._gateway.tenant_usage, minute
         most = 0 if is_part else TENANTS_SAMPLED_MAX
         held = {tenant_id for tenant_id, _ in holders.largest(most)}
         nothing = MinuteCounts()
@@ -240,20 +240,20 @@ class HistorySampling:
 
     def _update_rates(self) -> None:
         """Set the metrics of tokens per second, from the engines' counts of the last minute."""
-        gateway, telemetry, now_s = self._gateway, self._gateway.telemetry, self._gateway.clock()
+        gateway, metrics, now_s = self._gateway, self._gateway.metrics, self._gateway.clock()
         found = [
             rates.update(model.engine.stats, now_s)
             for model, rates in zip(gateway.models, self._rates, strict=True)
         ]
         if any(rates is not None for rates in found):
             known = [rates for rates in found if rates is not None]
-            telemetry.prompt_tokens_per_s.set(sum(prompt for prompt, _ in known))
-            telemetry.output_tokens_per_s.set(sum(output for _, output in known))
+            metrics.prompt_tokens_per_s.set(sum(prompt for prompt, _ in known))
+            metrics.output_tokens_per_s.set(sum(output for _, output in known))
 
     def _tell_labels(self) -> None:
         """Log once that metrics name no further tenant."""
-        telemetry = self._gateway.telemetry
-        if telemetry.has_unnamed_tenants and not self._has_told_labels:
+        metrics = self._gateway.metrics
+        if metrics.has_unnamed_tenants and not self._has_told_labels:
             self._has_told_labels = True
             limit = self._gateway.config.tenancy.tenants_as_labels_max
             self._gateway.log("tenant_labels_used_up", {"tenancy.tenants_as_labels_max": limit})

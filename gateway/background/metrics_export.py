@@ -30,10 +30,10 @@ class MetricsExporter(Protocol):
 
 async def refresh_metrics(gateway: Context) -> None:
     """Set the metrics that the engine, the ledger, the cache and the process keep themselves."""
-    telemetry = gateway.telemetry
-    await asyncio.to_thread(telemetry.process.read)
+    metrics = gateway.metrics
+    await asyncio.to_thread(metrics.process.read)
     models = gateway.models
-    telemetry.set_engine_stats(
+    metrics.set_engine_stats(
         models.stats(),
         is_ready=gateway.is_ready(),
         restarts=models.default.restarts(),
@@ -43,17 +43,17 @@ async def refresh_metrics(gateway: Context) -> None:
             if models.are_several
         ],
     )
-    telemetry.ledger_restarts.set(gateway.ledger.restarts)
+    metrics.ledger_restarts.set(gateway.ledger.restarts)
     if (embedder := gateway.embeddings) is not None:
-        encoder, shown = embedder.encoder, telemetry.encoder
+        encoder, shown = embedder.encoder, metrics.encoder
         shown.ready.set(encoder.is_ready)
         shown.waiting_tokens.set(encoder.waiting_tokens)
         shown.cached_bytes.set(embedder.cached_bytes)
         shown.restarts.set(encoder.restarts)
         shown.batches.set(encoder.batches)
     update_churn(gateway)
-    telemetry.inserted_blocks.set(gateway.churn.all.total[0])
-    telemetry.promises.by_class = gateway.contracts.promises.by_class(gateway.clock())
+    metrics.inserted_blocks.set(gateway.churn.all.total[0])
+    metrics.promises.by_class = gateway.contracts.promises.by_class(gateway.clock())
 
 
 class MetricsExport:
@@ -84,5 +84,5 @@ class MetricsExport:
     async def send(self) -> None:
         """Send the metrics of this moment."""
         await refresh_metrics(self._gateway)
-        families = list(self._gateway.telemetry.registry.collect())
+        families = list(self._gateway.metrics.registry.collect())
         await asyncio.to_thread(self._exporter.send, families, self._gateway.wall())

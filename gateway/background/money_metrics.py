@@ -46,14 +46,14 @@ class MoneyMetrics:
             self._set_budgets(states)
 
     def _set_charges(self, totals: list[UsageTotal]) -> None:
-        telemetry = self._gateway.telemetry
+        metrics = self._gateway.metrics
         sums: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
         # Of many tenants, those with the largest bills have names.
         for one in sorted(totals, key=lambda one: one.charge_pico, reverse=True):
-            row = sums[telemetry.tenant_label(one.tenant)]
+            row = sums[metrics.tenant_label(one.tenant)]
             row[0] += one.charge_pico
             row[1] += one.charge_pico + one.saved_pico
-        telemetry.money.dollars = {
+        metrics.money.dollars = {
             tenant: (charged / PICO_PER_DOLLAR, uncached / PICO_PER_DOLLAR)
             for tenant, (charged, uncached) in sums.items()
         }
@@ -67,11 +67,11 @@ class MoneyMetrics:
         rows: list[BudgetGauges] = []
         for state in states:
             budget = state.budget
-            owner = gateway.registry.tenant(budget.tenant_id)
+            owner = gateway.authenticator.tenant(budget.tenant_id)
             if budget.key_id or owner is None:
                 continue
             name = owner.tenant.name
-            if gateway.telemetry.tenant_label(name) != name:
+            if gateway.metrics.tenant_label(name) != name:
                 continue
             hard, soft = budget.hard_micros, budget.soft_micros
             rows.append(
@@ -83,4 +83,4 @@ class MoneyMetrics:
                     soft_usd=None if soft is None else soft * PICO_PER_MICRO / PICO_PER_DOLLAR,
                 )
             )
-        gateway.telemetry.money.budgets = rows
+        gateway.metrics.money.budgets = rows

@@ -32,7 +32,7 @@ class QuotaUpdates:
     def send_changes(self) -> None:
         """Send the quotas changed since the last call. Without changes, it costs one look at the
         registry."""
-        changed = {one.tenant.tenant_id: one for one in self._gateway.registry.take_changed()}
+        changed = {one.tenant.tenant_id: one for one in self._gateway.authenticator.take_changed()}
         self._recent |= changed
         self._send(changed)
         self._log_floor_cut()
@@ -61,7 +61,7 @@ class QuotaUpdates:
 
         A floor may be set where no engine's limit is known: on the command line, or in the file.
         """
-        models, floors = self._gateway.models, self._gateway.registry.floor_blocks()
+        models, floors = self._gateway.models, self._gateway.authenticator.floor_blocks()
         for model in models:
             info = model.engine.info
             if info is None:

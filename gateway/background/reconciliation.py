@@ -73,10 +73,10 @@ class Reconciler:
                 await gateway.ledger.write(totals)
 
     def _totals(self, epoch: str, stats: Stats, at_ms: int, *, is_last: bool) -> EngineTotals:
-        telemetry = self._gateway.telemetry
-        prompt, cached, output = telemetry.epoch_tokens(epoch)
+        metrics = self._gateway.metrics
+        prompt, cached, output = metrics.epoch_tokens(epoch)
         # Tokens after a stop are not charged, whether the engine or the gateway found the stop.
-        unneeded = stats.unneeded_tokens_total + telemetry.epoch_unneeded_tokens(epoch)
+        unneeded = stats.unneeded_tokens_total + metrics.epoch_unneeded_tokens(epoch)
         return EngineTotals(
             epoch=epoch,
             at_ms=at_ms,
@@ -103,7 +103,7 @@ class Reconciler:
             life = await asyncio.to_thread(ledger_epoch, self._gateway.store)
         except StoreError:
             return True  # other tasks report an unreadable store
-        self._gateway.telemetry.ledger_epoch.set(life.number)
+        self._gateway.metrics.ledger_epoch.set(life.number)
         if epoch is None or not epoch.has_mismatch:
             return True
         facts = {"epoch": epoch.epoch, "state": epoch.state}

@@ -138,7 +138,7 @@ def update_holders(gateway: Context) -> None:
     """Update the sums of what each tenant holds of each model. O(namespaces that changed)."""
     for model in gateway.models:
         table = None if model.engine.info is None else model.engine.namespaces
-        gateway.holders.update(table, owner_of, model.name)
+        gateway.tenant_usage.update(table, owner_of, model.name)
 
 
 class StorageMetering:

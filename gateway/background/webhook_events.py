@@ -78,7 +78,7 @@ class WebhookEvents:
         ]
 
     def _name(self, tenant_id: int) -> str:
-        found = self._gateway.registry.tenant(tenant_id)
+        found = self._gateway.authenticator.tenant(tenant_id)
         return f"tenant {tenant_id}" if found is None else found.tenant.name
 
     def _restarted(self, now_ms: int) -> list[WebhookEvent]:

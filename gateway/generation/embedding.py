@@ -202,10 +202,10 @@ class EmbeddingRequest:
         state.prompt_tokens = record.total_in
         state.cached_tokens = record.physical_cached
         state.cache_read_tokens = record.read_tokens()
-        telemetry = self._gateway.telemetry
-        tenant = telemetry.tenant_label(self._identity.tenant.name)
+        metrics = self._gateway.metrics
+        tenant = metrics.tenant_label(self._identity.tenant.name)
         counts = len(lookup.vectors), record.total_in, record.physical_cached
-        telemetry.embeddings.add(tenant, *counts)
+        metrics.embeddings.add(tenant, *counts)
         return settled
 
     async def _send(self, answer: bytes) -> web.StreamResponse:

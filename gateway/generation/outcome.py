@@ -52,7 +52,7 @@ class Outcome:
         if self._records is not None:
             return self._records
         self._records = records = output.records_so_far()
-        usage, state, telemetry = sum_usage(records), self._state, self._gateway.telemetry
+        usage, state, metrics = sum_usage(records), self._state, self._gateway.metrics
         self._place.settle(actual_usage(usage) if is_charged(ending) else NO_DEMAND)
         state.prompt_tokens = usage.total_in
         state.cached_tokens = usage.physical_cached
@@ -62,11 +62,11 @@ class Outcome:
             state.read_fidelity = read_fidelity(self._prepared.contracts)
         if (attention := self._prepared.contracts[0].attention) is not None:
             state.attention = setting_of(attention)
-            telemetry.attention_requests.add(1, "window")
+            metrics.attention_requests.add(1, "window")
         wait = longest_wait(self._prepared.contracts)
         if wait is not None and wait.level is not None:
             state.load_s, state.load_level = wait.load_s, wait.level
-            telemetry.load_s.add(wait.load_s, wait.level)
+            metrics.load_s.add(wait.load_s, wait.level)
         state.cache_read_tokens = read = usage.read_tokens()
         state.cache_write_tokens = written = usage.write_tokens()
         state.output_tokens = usage.out
@@ -75,21 +75,21 @@ class Outcome:
             state.segments = self._prepared.rendered[0].boundaries
         for one in output.usages:
             state.queue_s = max(state.queue_s, one.queue_s)
-        tenant = telemetry.tenant_label(self._tenant)
+        tenant = metrics.tenant_label(self._tenant)
         tokens = usage.total_in, usage.physical_cached, usage.out
-        telemetry.tokens.add(tenant, *tokens)
-        telemetry.count_epoch(state.epoch, *tokens, output.unneeded_tokens)
-        telemetry.output_format_violations.add(output.format_violations)
+        metrics.tokens.add(tenant, *tokens)
+        metrics.count_epoch(state.epoch, *tokens, output.unneeded_tokens)
+        metrics.output_format_violations.add(output.format_violations)
         for label in self._ignored:
-            telemetry.ignored_fields.add(1, label)
-        telemetry.contract_tokens.add(tenant, read, written, usage.breached_tokens)
+            metrics.ignored_fields.add(1, label)
+        metrics.contract_tokens.add(tenant, read, written, usage.breached_tokens)
         for contract in self._prepared.contracts:
             contract.finish(state.response_id)
         for contract in self._prepared.contracts[: len(records)]:
             missed = contract.why_missed()
             self._missed.append(missed)
             if missed:
-                telemetry.misses.add(1, missed)
+                metrics.misses.add(1, missed)
                 if not state.missed:
                     state.missed, state.missed_tokens = missed, contract.missed_tokens
         return records

@@ -195,7 +195,7 @@ class Middleware:
 
         The body has not been read yet: a request without a valid key gets no parser time.
         """
-        registry = self._gateway.registry
+        registry = self._gateway.authenticator
         try:
             if role.startswith(ADMIN):
                 self._authenticate_administrator(request, state)
@@ -231,7 +231,7 @@ class Middleware:
 
     def _former_owner(self, error: KeyRefused) -> KeyOwner | None:
         """Return whose the refused key was, or None for a key that never was a tenant's."""
-        found = self._gateway.registry.tenant(error.tenant_id) if error.tenant_id else None
+        found = self._gateway.authenticator.tenant(error.tenant_id) if error.tenant_id else None
         if found is None:
             return None
         return KeyOwner(error.key_id, error.tenant_id, found.tenant.name)
@@ -243,7 +243,7 @@ class Middleware:
             state.admin_user, state.admin_scopes = user, self._trusted.scopes
             return
         key = bearer_key(request, takes_query=False)
-        administrator = self._gateway.registry.authenticate_admin(key)
+        administrator = self._gateway.authenticator.authenticate_admin(key)
         state.admin_key_id, state.admin_scopes = administrator.key_id, administrator.scopes
 
     def _refuse(
@@ -266,22 +266,22 @@ class Middleware:
     def _report(self, state: RequestState, request: web.BaseRequest, status: int) -> None:
         """Record the request's metrics, its log line and its span, if there is a tracer."""
         total_s = self._gateway.clock() - state.started_s
-        telemetry = self._gateway.telemetry
-        tenant = "none" if state.owner is None else telemetry.tenant_label(state.owner.tenant)
+        metrics = self._gateway.metrics
+        tenant = "none" if state.owner is None else metrics.tenant_label(state.owner.tenant)
         if state.identity is not None:
-            telemetry.duration_s.add(total_s)
-        telemetry.requests.add(1, tenant, state.route, state.ending)
+            metrics.duration_s.add(total_s)
+        metrics.requests.add(1, tenant, state.route, state.ending)
         if state.code:
-            telemetry.refusals.add(1, state.code)
+            metrics.refusals.add(1, state.code)
             if tenant != "none":
-                telemetry.tenant_refusals.add(1, tenant, state.code)
+                metrics.tenant_refusals.add(1, tenant, state.code)
         is_refused = state.ending == "refused"
         has_owner = state.identity is not None or (self._is_public and state.route != "unknown")
         if state.is_generation or (is_refused and has_owner):
-            self._gateway.ended.add((record_of(state, status, total_s), state.segments))
+            self._gateway.ended_requests.add((record_of(state, status, total_s), state.segments))
         if state.first_token_s is not None:
             cached = cache_outcome(state.cached_tokens, state.prompt_tokens)
-            telemetry.first_token_s.add(state.first_token_s, cached)
+            metrics.first_token_s.add(state.first_token_s, cached)
         # Health probes come every second: log only requests of known callers, and failures.
         is_known = (
             state.identity is not None or state.admin_key_id is not None or state.admin_user != ""

@@ -71,7 +71,7 @@ Minute = tuple[int, Mapping[int, MinuteCounts]]
 class EndedRequests:
     """Requests that have ended, until the database has their counts. Belongs to one event loop."""
 
-    def __init__(self, wall: WallClock, telemetry: Metrics, gateway_id: str = "") -> None:
+    def __init__(self, wall: WallClock, metrics: Metrics, gateway_id: str = "") -> None:
         """`gateway_id`: names this gateway's samples among those of one database.
 
         `add`: takes a `RequestRecord` and the parts of its prompt, as a pair. `last_hour`: the
@@ -82,7 +82,7 @@ class EndedRequests:
         self.moves = 0
         """Begun and ended writes of samples: odd while counts move to the database."""
         self._wall = wall
-        self._telemetry = telemetry
+        self._metrics = metrics
         self._queue: deque[tuple[RequestRecord, Sequence[SegmentEnd]]] = deque(maxlen=QUEUE_MAX)
         self.add = self._queue.append
         self._minute_ms = wall() // MINUTE_MS * MINUTE_MS
@@ -196,11 +196,11 @@ class EndedRequests:
     def _measure(self, record: RequestRecord) -> None:
         if record.started_s is not None and record.submitted_s is not None:
             waited_s = record.started_s - record.submitted_s - (record.load_s or 0.0)
-            self._telemetry.queue_s.add(max(0.0, waited_s))
+            self._metrics.queue_s.add(max(0.0, waited_s))
         if record.first_token_s is not None and record.output_tokens > 1:
             end_s = record.total_s if record.settled_s is None else record.settled_s
             each_s = (end_s - record.first_token_s) / (record.output_tokens - 1)
-            self._telemetry.time_per_output_token_s.add(max(0.0, each_s))
+            self._metrics.time_per_output_token_s.add(max(0.0, each_s))
 
 
 def _ends_of(segments: Sequence[SegmentEnd]) -> list[SegmentEnd]:

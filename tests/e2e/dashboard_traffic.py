@@ -101,7 +101,7 @@ async def make_tenants(gateway: GatewayFixture, admin: AdminClient) -> None:
             await ask(admin, "PUT", f"tenants/{name}/budgets", body)
     body = {"window": "day", "hard_micros": 400_000, "soft_micros": 300_000}
     await ask(admin, "PUT", "tenants/onyx-finance/budgets", body)
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
 
 
 async def send(gateway: GatewayFixture, name: str, rng: random.Random) -> None:
@@ -146,7 +146,7 @@ async def play_a_day(gateway: GatewayFixture, wall: EarlierWall, admin: AdminCli
         await asyncio.sleep(max(0.0, TICK_S - (time.monotonic() - began_s)))
     wall.behind_ms = 0
     await ask(admin, "PATCH", "tenants/prairie-farm", {"status": "suspended"})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     for name, count in (("cargo-lane", 45), ("prairie-farm", 12), ("onyx-finance", 6)):
         for _ in range(count):
             await send(gateway, name, rng)

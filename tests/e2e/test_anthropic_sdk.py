@@ -166,7 +166,7 @@ async def test_identical_request_reads_exactly_what_was_written(
     what it may not promise is not written.
     """
     change_tenant(gateway.store, "ada", {"promised_blocks_max": 1_000_000})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     draw = random.Random(seed)
     for _ in range(5):
         prompt = draw_request(draw)

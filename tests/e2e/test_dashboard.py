@@ -116,7 +116,7 @@ async def test_no_page_scrolls_sideways(
     gateway.keys[name] = made["key"]
     card = {"name": "standard", "input": 10**12, "cache_read": 10**11, "output": 10**13}
     await admin.ask("POST", "/admin/v1/rate-cards", card)
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     for _ in range(3):
         await gateway.ask(body=gateway.chat("a question of some length for the cache"), who=name)
     context = gateway.gateway.context
@@ -306,7 +306,7 @@ async def test_sets_prices_and_budgets_in_dollars(entered: tuple[Page, AdminClie
 async def test_offers_only_what_the_scopes_allow(gateway: GatewayFixture, browser: Any) -> None:
     await used(gateway)
     key = create_admin_key(gateway.store, wall_ms, scopes=("read",))
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     page = await signed_in(browser, gateway.admin_url, key)
 
     texts = [
@@ -326,7 +326,7 @@ async def test_lists_and_finds_more_tenants_than_a_page(
     admin = AdminClient(gateway)
     for number in range(1_098):
         create_tenant(gateway.store, wall_ms, f"tenant-{number:04d}")
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     page = await signed_in(browser, gateway.admin_url, admin.key)
     await asyncio.to_thread(page.open, "tenants", "Show all 1,100 rows")
 

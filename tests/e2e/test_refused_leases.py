@@ -24,7 +24,7 @@ LONG = "A handbook of many words that is read again and again. " * 3
 def may_promise_nothing(gateway: GatewayFixture) -> None:
     """Refuse every lease of the tenant."""
     change_tenant(gateway.store, "ada", {"promised_blocks_max": 0})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
 
 
 def is_told(extras: Any, retention: str) -> bool:

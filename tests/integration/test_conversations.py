@@ -146,7 +146,7 @@ async def test_items_of_a_conversation_can_be_referred_to(gateway: GatewayFixtur
 async def test_no_other_tenant_or_workspace_sees_a_conversation(gateway: GatewayFixture) -> None:
     path = await make(gateway, HI)
     gateway.keys["lab"] = create_key(gateway.store, wall_ms, 1, workspace="lab")
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     _, listed = await ask(gateway, f"{path}/items")
     item = f"{path}/items/{listed['data'][0]['id']}"
     other = await make(gateway, who="bob")
@@ -267,7 +267,7 @@ async def test_erasure_deletes_conversations(gateway: GatewayFixture) -> None:
     mine, others = await make(gateway, HI), await make(gateway, HI, who="bob")
     erase = create_key(gateway.store, wall_ms, 1, scopes=frozenset({"cache"}))
     gateway.keys["eraser"] = erase
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     status, _, _ = await gateway.ask("/v1/cache", method="DELETE", who="eraser")
 
     assert status == 200

@@ -435,7 +435,7 @@ async def test_a_client_that_leaves_pays_nothing(
     """Nothing was delivered, and the entry says who left. Its text is not cached, else it would
     cost the price of a cache read when it comes again; its tokens count for the minute's limit."""
     change_tenant(gateway.store, "ada", {"tokens_per_minute": 10})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     encoder.hold()
     running = asyncio.create_task(embed(gateway))
     await gateway.until(lambda: bool(encoder.seen))
@@ -470,7 +470,7 @@ async def test_tokens_per_minute_hold_and_cached_ones_are_free(gateway: GatewayF
     """A text that is found again computes nothing."""
     await embed(gateway, "hello world")
     change_tenant(gateway.store, "ada", {"tokens_per_minute": 8})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
 
     cached = [await embed(gateway, "hello world") for _ in range(3)]
     fresh = await embed(gateway, "the cat sat")

@@ -85,7 +85,7 @@ async def test_failed_step_is_free_and_uses_no_limit(
 ) -> None:
     """The fault is the server's: neither money nor the tenant's minute."""
     change_tenant(gateway.store, "ada", {"tokens_per_minute": 10_000})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     collect, steps = gateway.runner.collect, iter(range(1_000))
 
     def fail_late() -> object:
@@ -97,7 +97,7 @@ async def test_failed_step_is_free_and_uses_no_limit(
     await gateway.ask(body=gateway.chat(max_tokens=50, stream=stream))
     await gateway.quiet()
     context = gateway.gateway.context
-    left = context.limiter.status(context.registry.authenticate(gateway.keys["ada"]))
+    left = context.limiter.status(context.authenticator.authenticate(gateway.keys["ada"]))
 
     assert [(ending, charge) for ending, _, charge in charges(gateway)] == [("internal_error", 0)]
     assert charges(gateway)[0][1] > 0

@@ -247,10 +247,10 @@ async def test_gateways_show_each_others_refusals(
 ) -> None:
     """In a tenant's state, in charts and in the list of requests, once a minute has ended."""
     await asyncio.to_thread(change_tenant, first.store, "ada", {"requests_per_minute": 1})
-    first.gateway.context.registry.refresh_now()
+    first.gateway.context.authenticator.refresh_now()
     await poll_until(first, 429)
     await first.quiet()
-    first.gateway.context.ended.gateway_id = "first"
+    first.gateway.context.ended_requests.gateway_id = "first"
     await HistorySampling(first.gateway.context).close()
     admin = await asyncio.to_thread(AdminClient, second)
     await poll_until_admin(admin)

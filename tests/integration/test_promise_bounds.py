@@ -56,7 +56,7 @@ async def test_default_tenant_promises_itself_a_quarter(gateway: GatewayFixture)
 async def test_tenant_that_is_alone_may_promise_itself_all(gateway: GatewayFixture) -> None:
     """A first hour of trying: there is no other tenant to protect."""
     change_tenant(gateway.store, "bob", {}, "suspended")
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     promised, said = await promise_all(gateway)
 
     assert promised > PROMISABLE * 3 // 4
@@ -72,18 +72,18 @@ async def test_default_tenants_together_leave_room_for_a_tenant_with_a_bound(
     gateway: GatewayFixture,
 ) -> None:
     """Four of a quarter each would take all; a bound that the operator set is kept."""
-    holders = gateway.gateway.context.holders
+    holders = gateway.gateway.context.tenant_usage
     for name in ("cid", "dan", "eve"):
         tenant = create_tenant(gateway.store, wall_ms, name)
         gateway.keys[name] = create_key(gateway.store, wall_ms, tenant.tenant_id)
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     said, promised = "", 0
     for name in ("ada", "bob", "cid", "dan"):
         promised, said = await promise_all(gateway, name)
         counted = partial(holders.total, "promised_blocks")
         await gateway.until(partial(has, counted, promised))
     change_tenant(gateway.store, "eve", {"promised_blocks_max": 50})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     with_bound, _ = await promise_all(gateway, "eve")
 
     assert PROMISABLE * 5 // 8 < promised <= PROMISABLE * 3 // 4

@@ -111,6 +111,6 @@ async def test_lenient_schema_enforces_the_supported_rest(
 
     assert status == 200, said
     assert "1, 1" in str(said)
-    metrics = gateway.gateway.context.telemetry.exposition().decode()
+    metrics = gateway.gateway.context.metrics.exposition().decode()
     assert ("output_format_violations_total 1.0" in metrics) == (spoken == SAID)
     await gateway.check_quiet()

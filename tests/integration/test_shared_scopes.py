@@ -42,7 +42,7 @@ async def shared(gateway: GatewayFixture) -> GatewayFixture:
 def share(gateway: GatewayFixture, terms: ScopeTerms = OURS) -> None:
     """Create the scope as the operator."""
     set_scope(gateway.store, wall_ms, terms, by=TESTER)
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
 
 
 async def cached(gateway: GatewayFixture, *who: str) -> list[int]:
@@ -206,7 +206,7 @@ async def test_owner_pays_for_blocks_and_storage(shared: GatewayFixture) -> None
 async def test_owners_ceiling_bounds_members(shared: GatewayFixture) -> None:
     """A prompt above the owner's quota is refused, also within the member's quota."""
     change_tenant(shared.store, "eve", {"ceiling_blocks": 2})
-    shared.gateway.context.registry.refresh_now()
+    shared.gateway.context.authenticator.refresh_now()
     refused, body, _ = await shared.ask(body=shared.chat(LONG), who="ada")
     taken, _, _ = await shared.ask(body=shared.chat(LONG), who="carol")
 
@@ -217,7 +217,7 @@ async def test_owners_ceiling_bounds_members(shared: GatewayFixture) -> None:
 async def test_ceiling_covers_all_partitions(shared: GatewayFixture) -> None:
     """One cache_salt after the other: the tenant's blocks stay bounded."""
     change_tenant(shared.store, "carol", {"ceiling_blocks": 30})
-    shared.gateway.context.registry.refresh_now()
+    shared.gateway.context.authenticator.refresh_now()
     for number in range(6):
         body = shared.chat(LONG, cache_salt=str(number))
         assert (await shared.ask(body=body, who="carol"))[0] == 200
@@ -244,7 +244,7 @@ async def test_removed_scope_is_erased(shared: GatewayFixture) -> None:
     """It can no longer be read, so storage ends; a new scope of the same name begins empty."""
     await cached(shared, "ada")
     remove_scope(shared.store, "ours", by=TESTER)
-    shared.gateway.context.registry.refresh_now()
+    shared.gateway.context.authenticator.refresh_now()
     before = (await shared.quiet()).cached_blocks
     await erase_removed(shared.gateway.context)
     after = (await shared.engine.get_stats()).cached_blocks

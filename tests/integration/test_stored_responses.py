@@ -176,7 +176,7 @@ async def test_missing_and_foreign_items_are_not_found(gateway: GatewayFixture) 
     answer = await create(gateway)
     unstored = await create(gateway, store=False)
     gateway.keys["lab"] = create_key(gateway.store, wall_ms, 1, workspace="lab")
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     item, gone = answer["output"][0]["id"], unstored["output"][0]["id"]
     turn = [{"role": "user", "content": "Hi"}, {"type": "item_reference"}]
 
@@ -224,7 +224,7 @@ async def test_deleted_response_is_gone_from_its_thread(gateway: GatewayFixture)
 async def test_no_other_tenant_or_workspace_continues_a_response(gateway: GatewayFixture) -> None:
     answer = await create(gateway)
     gateway.keys["lab"] = create_key(gateway.store, wall_ms, 1, workspace="lab")
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
 
     for who in ("bob", "lab"):
         assert await refused(gateway, answer["id"], who) == (400, "previous_response_not_found")
@@ -260,7 +260,7 @@ async def test_erasure_deletes_stored_responses(gateway: GatewayFixture) -> None
 
     erase = create_key(gateway.store, wall_ms, 1, scopes=frozenset({"cache"}))
     gateway.keys["eraser"] = erase
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     status, _, _ = await gateway.ask("/v1/cache", method="DELETE", who="eraser")
 
     assert status == 200

@@ -37,7 +37,7 @@ async def test_ignored_fields_are_named_and_counted(gateway: GatewayFixture, str
     assert response.headers[HEADER] == names
     assert HEADER not in plain.headers
     assert tenant["ignored_fields"] == {"reasoning_effort": 1, "history": 1}
-    text = context.telemetry.exposition().decode()
+    text = context.metrics.exposition().decode()
     assert 'trunkline_ignored_fields_total{field="reasoning_effort"} 1' in text
 
 
@@ -47,10 +47,10 @@ async def test_a_key_overrides_the_servers_tolerance(gateway: GatewayFixture) ->
     by_default, _, _ = await gateway.ask(body=body)
     key = find_key(context.store, gateway.keys["ada"])
     change_key(context.store, str(key.key_id), tolerance="lenient", by=TESTER)
-    context.registry.refresh_now()
+    context.authenticator.refresh_now()
     lenient, _, response = await gateway.ask(body=body)
     change_key(context.store, str(key.key_id), tolerance="strict", by=TESTER)
-    context.registry.refresh_now()
+    context.authenticator.refresh_now()
     strict, answer, _ = await gateway.ask(body=second_turn(gateway))
 
     assert (by_default, lenient, strict) == (400, 200, 400)

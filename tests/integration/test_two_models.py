@@ -189,7 +189,7 @@ async def test_a_quota_holds_in_each_pool(gateway: GatewayFixture) -> None:
     (second,) = [one for one in models if one.name == SECOND]
     second.quota_scale = 0.5
     change_tenant(gateway.store, "bob", {"ceiling_blocks": 4})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     status, _, _ = await gateway.ask(body=chat(gateway, gateway.model, "x" * 20), who="bob")
     small, refused, _ = await gateway.ask(body=chat(gateway, SECOND, "x" * 20), who="bob")
 

@@ -68,8 +68,8 @@ class _AnalyticsHandlers:
                 {
                     "name": one.name,
                     "restarts": one.restarts(),
-                    "promised_blocks": gateway.holders.total("promised_blocks", one.name),
-                    "promised_below": gateway.holders.total("promised_below", one.name),
+                    "promised_blocks": gateway.tenant_usage.total("promised_blocks", one.name),
+                    "promised_below": gateway.tenant_usage.total("promised_below", one.name),
                     **self._engine(one),
                     "ready": one.engine.ready(),
                     "tenants": None if one.tenants is None else sorted(one.tenants),
@@ -93,7 +93,7 @@ class _AnalyticsHandlers:
                         **self._quota(tenant_id),
                         **self._held_by_model(tenant_id),
                     }
-                    for tenant_id, held in gateway.holders.largest(ROWS_MAX)
+                    for tenant_id, held in gateway.tenant_usage.largest(ROWS_MAX)
                 ],
                 "refused_last_hour": self._refused_last_hour(),
                 "taken": await self._evictions(),
@@ -125,7 +125,7 @@ class _AnalyticsHandlers:
                 "context_tokens": info.context_tokens,
                 "kv_bytes_per_block": info.kv_bytes_per_block,
                 "floor_blocks_asked": int(
-                    self._gateway.registry.floor_blocks() * model.quota_scale
+                    self._gateway.authenticator.floor_blocks() * model.quota_scale
                 ),
                 "floor_blocks_max": info.floor_blocks_max,
             }
@@ -135,7 +135,7 @@ class _AnalyticsHandlers:
         """Return the blocks that a tenant holds of each model, where several are served."""
         if not self._gateway.models.are_several:
             return {}
-        held = self._gateway.holders.by_model(tenant_id)
+        held = self._gateway.tenant_usage.by_model(tenant_id)
         return {"blocks_by_model": {name: row["blocks"] for name, row in held.items()}}
 
     async def tenant(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -189,7 +189,7 @@ class _AnalyticsHandlers:
     def _refused_last_hour(self) -> dict[str, Any]:
         """Return the refused requests of the last hour: all, by tenant (the largest) and by
         code."""
-        by_tenant = self._gateway.ended.refusals_last_hour()
+        by_tenant = self._gateway.ended_requests.refusals_last_hour()
         by_code = by_tenant.pop(ALL_TENANTS, {})
         sums = {
             self._name(tenant_id): sum(found.values()) for tenant_id, found in by_tenant.items()
@@ -204,12 +204,12 @@ class _AnalyticsHandlers:
         """Return the tenant's name, or its id if it was deleted."""
         if tenant_id is None:
             return "unknown"
-        found = self._gateway.registry.tenant(tenant_id)
+        found = self._gateway.authenticator.tenant(tenant_id)
         return str(tenant_id) if found is None else found.tenant.name
 
     def _quota(self, tenant_id: int) -> dict[str, int | None]:
         """Return the limits of a tenant's blocks; None for each, if the tenant was deleted."""
-        found = self._gateway.registry.tenant(tenant_id)
+        found = self._gateway.authenticator.tenant(tenant_id)
         names = ("floor_blocks", "ceiling_blocks", "promised_blocks_max")
         return {name: None if found is None else getattr(found.policy, name) for name in names}
 
@@ -258,7 +258,7 @@ class _AnalyticsHandlers:
             if owner is not None:
                 missed = await gateway.analytics.missed_tokens(owner, "evicted_pressure")
             tokens = missed * blocks // lost[owner]
-            found = None if owner is None else gateway.registry.tenant(owner)
+            found = None if owner is None else gateway.authenticator.tenant(owner)
             tier = "" if found is None else found.tenant.tier
             card = cards.in_force(gateway.model, tier, gateway.wall())
             rows.append(

@@ -28,7 +28,7 @@ def note_change(gateway: Context, request: web.BaseRequest, event: str, **facts:
     """Log a change with its administrator, and apply it to the next request."""
     state = request[STATE]
     by = {"by_user": state.admin_user} if state.admin_user else {"by_key_id": state.admin_key_id}
-    gateway.registry.refresh_now()
+    gateway.authenticator.refresh_now()
     gateway.log(event, {**by, **facts})
 
 

@@ -37,7 +37,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         is_csv = json_api.wants_csv(json_api.query(request, "format"))
 
         def name_of(tenant_id: int) -> str:
-            found = gateway.registry.tenant(tenant_id)
+            found = gateway.authenticator.tenant(tenant_id)
             return str(tenant_id) if found is None else found.tenant.name
 
         spaces = (

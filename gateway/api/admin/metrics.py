@@ -15,7 +15,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     async def metrics(request: web.BaseRequest) -> web.StreamResponse:
         await refresh_metrics(gateway)
-        body = gateway.telemetry.exposition()
+        body = gateway.metrics.exposition()
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     return (Route("GET", "/metrics", metrics, "open"),)

@@ -114,7 +114,7 @@ async def _tenant(gateway: Context, name: str) -> TenantRecord:
 
 
 def _name(gateway: Context, tenant_id: int) -> str | None:
-    found = gateway.registry.tenant(tenant_id)
+    found = gateway.authenticator.tenant(tenant_id)
     return None if found is None else found.tenant.name
 
 

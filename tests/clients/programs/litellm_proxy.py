@@ -41,7 +41,7 @@ def proxy() -> Iterator[str]:
         config = Path(folder) / "config.yaml"
         config.write_text(json.dumps(settings))
         command = [str(Path(sys.executable).parent / "litellm"), "--config", str(config)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--telemetry", "False"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--metrics", "False"]
         process = subprocess.Popen(
             command,
             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},

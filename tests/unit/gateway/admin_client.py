@@ -18,7 +18,7 @@ class AdminClient:
     def __init__(self, gateway: GatewayFixture) -> None:
         self.gateway = gateway
         self.key = create_admin_key(gateway.store, wall_ms)
-        gateway.gateway.context.registry.refresh_now()
+        gateway.gateway.context.authenticator.refresh_now()
 
     async def ask(
         self, method: str, path: str, body: object = None, *, key: str | None = ""

@@ -331,7 +331,7 @@ async def test_admin_api_shows_evictions_between_tenants_with_their_cost(
     admin = AdminClient(gateway)
     add_card(gateway.store, wall_ms, RateCard("std", input=3_000_000, cache_read=300_000))
     change_tenant(gateway.store, "bob", {"floor_blocks": 230})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     kept = gateway.chat("words that are kept, " * 16, prompt_cache_retention="in_memory")
     await gateway.ask(body=kept)
     for number in range(24):

@@ -77,7 +77,7 @@ async def test_creates_without_promise_if_the_quota_is_full(
     """A quota bounds promises, not names: the response says so, storage is not billed, and
     requests read it while it is cached."""
     change_tenant(gateway.store, "ada", {"promised_blocks_max": 0})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     status, resource, response = await gateway.ask(ALL, creation(gateway))
     before = gateway.store.query("select cache_write_tokens, fresh_tokens from ledger")
     _, found = await asked(gateway, resource["name"])

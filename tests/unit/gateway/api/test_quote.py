@@ -85,7 +85,7 @@ async def test_quote_tells_what_would_be_promised(gateway: GatewayFixture) -> No
     request["prompt_cache_options"] = {"mode": "implicit", "ttl": "30m"}
     whole = (await quoted(gateway, request))["promise"]
     change_tenant(gateway.store, "ada", {"promised_blocks_max": 4})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     clipped = (await quoted(gateway, request))["promise"]
     _, _, answered = await gateway.ask(CHAT, request)
 

@@ -31,7 +31,7 @@ async def create_key_for(gateway: GatewayFixture, *scopes: str, workspace: str =
     tenant = find_tenant(gateway.store, "ada")
     key = create_key(gateway.store, wall_ms, tenant.tenant_id, scopes=scopes, workspace=workspace)
     gateway.keys["further"] = key
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     return "further"
 
 

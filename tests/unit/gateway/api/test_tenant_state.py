@@ -32,7 +32,7 @@ async def state(admin: AdminClient, name: str = "ada") -> dict[str, Any]:
 def limit(gateway: GatewayFixture, requests: int = 1) -> None:
     """Limit ada's requests per minute."""
     change_tenant(gateway.store, "ada", {"requests_per_minute": requests, "requests_at_once": 5})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
 
 
 def keep_budget(gateway: GatewayFixture, hard_micros: int) -> None:
@@ -232,7 +232,7 @@ async def test_analytics_count_refusals_of_the_last_hour(admin: AdminClient) -> 
     await admin.gateway.ask(body=admin.gateway.chat(), who=None)
     _, before = await admin.ask("GET", "/admin/v1/analytics")
     context = admin.gateway.gateway.context
-    context.ended.end_minute()
+    context.ended_requests.end_minute()
     await HistorySampling(context).close()
     _, after = await admin.ask("GET", "/admin/v1/analytics")
 

@@ -18,7 +18,7 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 def exceeded(gateway: GatewayFixture) -> str:
     """Return the metric."""
-    lines = gateway.gateway.context.telemetry.exposition().decode().splitlines()
+    lines = gateway.gateway.context.metrics.exposition().decode().splitlines()
     return " ".join(line for line in lines if line.startswith("trunkline_soft_budgets_passed"))
 
 

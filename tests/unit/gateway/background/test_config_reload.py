@@ -61,7 +61,7 @@ async def test_applies_declared_tenants_without_a_restart(reloader: Reloader) ->
     """The next request has the new settings; the log has each change."""
     gateway = reloader.gateway
     found = await reloader(ADA + EVE)
-    identity = gateway.gateway.context.registry.authenticate(gateway.keys["ada"])
+    identity = gateway.gateway.context.authenticator.authenticate(gateway.keys["ada"])
 
     assert found == ReloadResult(
         (TenantChange("ada", "adopted"), TenantChange("eve", "created")), ()
@@ -313,10 +313,10 @@ async def test_applies_declared_scopes_without_a_restart(reloader: Reloader) -> 
     gateway = reloader.gateway
     text = '[[tenancy.shared_scopes]]\nname = "ours"\nowner = "ada"\nmembers = ["ada", "bob"]\n'
     made = await reloader(text)
-    shared = gateway.gateway.context.registry.authenticate(gateway.keys["bob"]).scope
+    shared = gateway.gateway.context.authenticator.authenticate(gateway.keys["bob"]).scope
     silent = await reloader("")
     removed = await reloader("[tenancy]\nshared_scopes = []\n")
-    alone = gateway.gateway.context.registry.authenticate(gateway.keys["bob"]).scope
+    alone = gateway.gateway.context.authenticator.authenticate(gateway.keys["bob"]).scope
 
     assert made == ReloadResult((), (), (ScopeChange("ours", "created"),))
     assert shared is not None

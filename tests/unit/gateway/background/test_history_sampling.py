@@ -25,7 +25,7 @@ LONG = "one " * 40
 async def ask_beyond_limit(gateway: GatewayFixture, refusals: int = 1) -> None:
     """Ask once as ada, and then this often above her limit."""
     change_tenant(gateway.store, "ada", {"requests_per_minute": 1})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     for _ in range(1 + refusals):
         await gateway.ask(body=gateway.chat(LONG))
     await gateway.quiet()
@@ -103,11 +103,13 @@ async def test_a_killed_gateway_leaves_the_running_minute(
     for _ in range(2):
         await ask_beyond_limit(gateway, 2)
         await flush_requests(context)  # counts them
-        await gateway.until(lambda: not (context.ended.has_counts or context.ended.ended_minutes))
+        await gateway.until(
+            lambda: not (context.ended_requests.has_counts or context.ended_requests.ended_minutes)
+        )
         samples = read_samples(gateway.store, 1, 0, 2**60)
         left.append(sum(one.refused for one in samples))
     total = sum(one.refused for one in read_samples(gateway.store, ALL_TENANTS, 0, 2**60))
-    last_hour = context.ended.refusals_last_hour()
+    last_hour = context.ended_requests.refusals_last_hour()
     await gateway.close()
 
     assert (left, total) == ([2, 5], 5)
@@ -122,9 +124,9 @@ async def test_a_report_is_read_again_if_counts_moved_meanwhile(gateway: Gateway
         nonlocal reads
         reads += 1
         if reads == 1:
-            context.ended.begin_writing()
+            context.ended_requests.begin_writing()
         if reads == 2:
-            context.ended.wrote_minutes(0, context.ended.last_hour)
+            context.ended_requests.wrote_minutes(0, context.ended_requests.last_hour)
         return reads
 
     assert await read_at_once(context, read) == 3
@@ -139,9 +141,9 @@ async def test_each_minute_has_a_sample(
     monkeypatch.setattr(history_sampling, "RECORDS_INTERVAL_S", 0.0)
     sampling = HistorySampling(gateway.gateway.context)
     wall = gateway.gateway.context.wall
-    gateway.gateway.context.ended.end_minute()
+    gateway.gateway.context.ended_requests.end_minute()
     sampling.start()
-    await gateway.until(lambda: not gateway.gateway.context.ended.ended_minutes)
+    await gateway.until(lambda: not gateway.gateway.context.ended_requests.ended_minutes)
     await sampling.close()
 
     assert read_samples(gateway.store, ALL_TENANTS, wall() - 2 * MINUTE_MS, 2**60)
@@ -157,15 +159,15 @@ async def test_failed_writes_are_tried_again(
     def fail(*_: object) -> None:
         raise StoreError("disk", "full")
 
-    context.ended.end_minute()
+    context.ended_requests.end_minute()
     with monkeypatch.context() as failing:
         failing.setattr(history_sampling, "write_samples", fail)
         await sampling.close()
-        waiting = len(context.ended.ended_minutes)
+        waiting = len(context.ended_requests.ended_minutes)
     await sampling.close()
 
     assert waiting == 2
-    assert not context.ended.ended_minutes
+    assert not context.ended_requests.ended_minutes
     assert read_samples(gateway.store, ALL_TENANTS, 0, 2**60)
 
 
@@ -190,7 +192,7 @@ async def test_money_metrics_have_charges_and_budgets(gateway: GatewayFixture) -
     _, answer, _ = await gateway.ask(body=gateway.chat(LONG))
     await gateway.quiet()
     await MoneyMetrics(gateway.gateway.context).update()
-    text = gateway.gateway.context.telemetry.exposition().decode()
+    text = gateway.gateway.context.metrics.exposition().decode()
     dollars = answer["usage"]["prompt_tokens"] / 1e6
 
     assert f'trunkline_cost_usd_total{{tenant="ada"}} {dollars}' in text
@@ -207,7 +209,7 @@ async def test_tells_once_that_tenants_share_a_label(
         gateway.config, tenancy=replace(gateway.config.tenancy, tenants_as_labels_max=0)
     )
     await gateway.open()
-    gateway.gateway.context.telemetry.tenant_label("ada")
+    gateway.gateway.context.metrics.tenant_label("ada")
     await gateway.until(
         lambda: any(line["event"] == "tenant_labels_used_up" for line in gateway.lines)
     )

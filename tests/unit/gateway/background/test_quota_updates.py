@@ -19,7 +19,7 @@ LONG_PROMPT = BLOCKS // 2 * 16
 async def floor_beyond_the_pool(gateway: GatewayFixture) -> None:
     """Set a floor beyond the pool, as the file or the command line may."""
     change_tenant(gateway.store, "ada", {"floor_blocks": 10**12})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     await gateway.ask(body=gateway.chat())
 
 

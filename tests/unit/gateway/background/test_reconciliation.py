@@ -147,8 +147,8 @@ async def test_shutdown_records_final_counts(gateway: GatewayFixture) -> None:
 async def test_epochs_are_counted_separately(gateway: GatewayFixture) -> None:
     """Metrics continue where the engine restarts at zero; requests of an epoch that ended before
     any record are not counted in the next one."""
-    telemetry = gateway.gateway.context.telemetry
-    telemetry.count_epoch("0", 100, 50, 7)
+    metrics = gateway.gateway.context.metrics
+    metrics.count_epoch("0", 100, 50, 7)
     await gateway.ask(body=gateway.chat())
     first = await settled(gateway)
     await Reconciler(gateway.gateway.context).note()
@@ -172,7 +172,7 @@ async def test_epoch_counts_equal_the_metrics(gateway: GatewayFixture) -> None:
             round(float(line.rpartition(" ")[2])) for line in lines if line.startswith(f"{name}{{")
         )
 
-    assert gateway.gateway.context.telemetry.epoch_tokens("1") == (
+    assert gateway.gateway.context.metrics.epoch_tokens("1") == (
         total("trunkline_prompt_tokens_total"),
         total("trunkline_cached_tokens_total"),
         total("trunkline_output_tokens_total"),
@@ -181,11 +181,11 @@ async def test_epoch_counts_equal_the_metrics(gateway: GatewayFixture) -> None:
 
 def test_old_epochs_are_dropped() -> None:
     """An engine that dies every minute must not grow the gateway's memory."""
-    telemetry = Metrics(1)
+    metrics = Metrics(1)
     for number in range(ENGINE_EPOCHS_MAX + 1):
-        telemetry.count_epoch(str(number), 1, 0, 0)
-    telemetry.count_epoch("16", 1, 0, 0)
+        metrics.count_epoch(str(number), 1, 0, 0)
+    metrics.count_epoch("16", 1, 0, 0)
 
-    assert telemetry.epoch_tokens("0") == (0, 0, 0)
-    assert telemetry.epoch_tokens("1") == (1, 0, 0)
-    assert telemetry.epoch_tokens("16") == (2, 0, 0)
+    assert metrics.epoch_tokens("0") == (0, 0, 0)
+    assert metrics.epoch_tokens("1") == (1, 0, 0)
+    assert metrics.epoch_tokens("16") == (2, 0, 0)

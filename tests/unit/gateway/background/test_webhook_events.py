@@ -151,7 +151,7 @@ async def test_refused_requests_are_counted_by_tenant(unopened_gateway: GatewayF
     gateway.set_limits(requests_per_tenant_max=1)
     await gateway.open()
     context = gateway.gateway.context
-    context.limiter.reserve(context.registry.authenticate(gateway.keys["ada"]))
+    context.limiter.reserve(context.authenticator.authenticate(gateway.keys["ada"]))
     status, _, _ = await gateway.ask(body=gateway.chat())
 
     assert status == 429

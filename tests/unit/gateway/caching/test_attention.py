@@ -249,7 +249,7 @@ async def test_logprobs_of_a_cut_prompt_are_refused(gateway: GatewayFixture) -> 
 def allow(gateway: GatewayFixture, attention: str) -> None:
     """Change the setting of ada, whose key the requests have."""
     change_tenant(gateway.store, "ada", {"attention": attention})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
 
 
 async def test_a_tenant_may_be_denied_windows(gateway: GatewayFixture) -> None:

@@ -65,7 +65,7 @@ async def test_reports_floors_written_elsewhere(gateway: GatewayFixture) -> None
     admin = AdminClient(gateway)
     change_tenant(gateway.store, "ada", {"floor_blocks": 3 * BLOCKS})
     change_tenant(gateway.store, "bob", {"floor_blocks": BLOCKS})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
 
     first = await cut_at(gateway, 4 * BLOCKS)
     _, listed = await admin.ask("GET", "/admin/v1/tenants")
@@ -92,7 +92,7 @@ async def test_floors_leave_room_for_one_longest_sequence(unopened_gateway: Gate
     await unopened_gateway.open()
     try:
         change_tenant(unopened_gateway.store, "ada", {"floor_blocks": 10**9})
-        unopened_gateway.gateway.context.registry.refresh_now()
+        unopened_gateway.gateway.context.authenticator.refresh_now()
         await unopened_gateway.ask(body=unopened_gateway.chat())
 
         longest = {

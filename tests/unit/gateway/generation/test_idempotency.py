@@ -139,7 +139,7 @@ async def test_key_with_other_request_is_refused(gateway: GatewayFixture, what: 
             headers = {"anthropic-beta": "x"}
         case _:
             gateway.keys["lab"] = create_key(gateway.store, wall_ms, 1, workspace="lab")
-            gateway.gateway.context.registry.refresh_now()
+            gateway.gateway.context.authenticator.refresh_now()
             who = "lab"
     status, answer, response = await send(gateway, "n", body, path, who, **headers)
 
@@ -151,7 +151,7 @@ async def test_key_with_other_request_is_refused(gateway: GatewayFixture, what: 
 async def test_keys_are_separate_by_tenant(gateway: GatewayFixture) -> None:
     """Another API key of the same workspace does share them."""
     gateway.keys["second"] = create_key(gateway.store, wall_ms, 1)
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     for who in ("ada", "bob", "second"):
         status, _, response = await send(gateway, "1", gateway.chat(), who=who)
         assert status == 200
@@ -294,7 +294,7 @@ async def test_replay_requires_valid_key_and_active_tenant(gateway: GatewayFixtu
     """A suspension also deletes stored responses."""
     await send(gateway, "n", gateway.chat())
     await asyncio.to_thread(set_status, gateway.store, "ada", "suspended")
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     status, _, _ = await send(gateway, "n", gateway.chat())
 
     assert status == 403
@@ -388,7 +388,7 @@ async def test_replay_counts_as_one_request_without_tokens(gateway: GatewayFixtu
     """It must not bypass the request limit."""
     limits = {"requests_per_minute": 2, "output_tokens_per_minute": 8}
     change_tenant(gateway.store, "ada", limits)
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     found = [await send(gateway, "n", gateway.chat()) for _ in range(3)]
     left = [response.headers["x-ratelimit-remaining-requests"] for _, _, response in found]
 

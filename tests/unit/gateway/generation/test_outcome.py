@@ -69,7 +69,7 @@ def slow(gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch) -> SlowEntrie
 
 def counted(gateway: GatewayFixture) -> tuple[int, int]:
     """Return the prompt and output tokens in the metrics."""
-    prompt, _, output = gateway.gateway.context.telemetry.epoch_tokens("1")
+    prompt, _, output = gateway.gateway.context.metrics.epoch_tokens("1")
     return prompt, output
 
 
@@ -114,7 +114,7 @@ async def test_the_wait_for_a_load_is_told_everywhere(
     line = gateway.lines[-1]
     await gateway.quiet()
     asked = await AdminClient(gateway).ask("GET", f"/admin/v1/requests/{line['id']}")
-    text = gateway.gateway.context.telemetry.exposition().decode()
+    text = gateway.gateway.context.metrics.exposition().decode()
 
     assert (plain, line["load_ms"]) == (None, 250.0)
     assert "; load_ms=250.0" in answer.headers["X-Trunkline-Cache"]
@@ -233,7 +233,7 @@ async def test_several_prompts_are_one_request_in_all_counts(
     _, seen = await admin.ask("GET", "/admin/v1/analytics")
     _, mine = await admin.ask("GET", "/admin/v1/analytics/ada")
     _, used = await admin.ask("GET", "/admin/v1/usage")
-    metrics = gateway.gateway.context.telemetry.exposition().decode()
+    metrics = gateway.gateway.context.metrics.exposition().decode()
 
     counted = (used["totals"]["requests"], used["totals"]["prompt_tokens"])
     assert counted[0] == 2

@@ -39,7 +39,7 @@ def limit(gateway: GatewayFixture, who: str = "ada", **limits: int) -> None:
     """Limit a tenant, from the next request on."""
     change_tenant(gateway.store, who, limits)
     if gateway.url:
-        gateway.gateway.context.registry.refresh_now()
+        gateway.gateway.context.authenticator.refresh_now()
 
 
 async def statuses(gateway: GatewayFixture, count: int, who: str = "ada") -> list[int]:
@@ -176,7 +176,7 @@ async def test_key_limit_applies_beside_tenant_limit(gateway: GatewayFixture) ->
     """The tenant's other key continues."""
     other = create_key(gateway.store, wall_ms, 1)
     change_key(gateway.store, "1", limits=Limits(requests_per_minute=1), by=TESTER)
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     one = await statuses(gateway, 3)
     headers = {"Authorization": f"Bearer {other}"}
     two, _, _ = await gateway.ask(body=gateway.chat(), who=None, headers=headers)
@@ -194,7 +194,7 @@ async def test_raised_limit_applies_to_next_request(
     clock.advance(0.001)
     _, _, response = await gateway.ask("/v1/models", method="GET")
     left = gateway.gateway.context.limiter.status(
-        gateway.gateway.context.registry.authenticate(gateway.keys["ada"])
+        gateway.gateway.context.authenticator.authenticate(gateway.keys["ada"])
     )
 
     assert before == [200, 429, 429]
@@ -242,7 +242,7 @@ async def test_disconnect_returns_unused_reservation(gateway: GatewayFixture) ->
     gateway.runner.release()
     await gateway.quiet()
     limiter = gateway.gateway.context.limiter
-    left = limiter.status(gateway.gateway.context.registry.authenticate(gateway.keys["ada"]))
+    left = limiter.status(gateway.gateway.context.authenticator.authenticate(gateway.keys["ada"]))
 
     assert limiter.running_of(1) == 0
     assert left["output_tokens"].remaining > 900
@@ -255,7 +255,7 @@ async def test_later_refusal_returns_reservation(gateway: GatewayFixture) -> Non
     await gateway.gateway.ledger.close()
     status, _, response = await gateway.ask(body=gateway.chat())
     limiter = gateway.gateway.context.limiter
-    left = limiter.status(gateway.gateway.context.registry.authenticate(gateway.keys["ada"]))
+    left = limiter.status(gateway.gateway.context.authenticator.authenticate(gateway.keys["ada"]))
 
     assert status == 503
     assert left["tokens"].remaining == 1_000

@@ -170,7 +170,7 @@ async def test_revoked_key_gets_401_and_suspended_tenant_403(
     second = create_key(gateway.store, wall_ms, tenant.tenant_id)
     revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id), by=TESTER)
     set_status(gateway.store, "bob", "suspended")
-    gateway.gateway.context.registry.refresh_now()  # as after a write by another process
+    gateway.gateway.context.authenticator.refresh_now()  # as after a write by another process
 
     revoked, error, _ = await gateway.ask(
         "/v1/models", method="GET", who=None, headers={"Authorization": f"Bearer {second}"}
@@ -190,14 +190,16 @@ async def test_refusals_of_a_former_key_belong_to_its_tenant(gateway: GatewayFix
     revoke_key(gateway.store, wall_ms, str(key_id), by=TESTER)
     set_status(gateway.store, "bob", "suspended")
     context = gateway.gateway.context
-    context.registry.refresh_now()
+    context.authenticator.refresh_now()
     for headers in (gateway.headers("bob"), {"Authorization": f"Bearer {dead}"}, {}):
         await gateway.ask(body=gateway.chat(), who=None, headers=headers)
     await count_ended(context)
     lines = [line for line in gateway.lines if line["event"] == "request"]
-    text = context.telemetry.exposition().decode()
+    text = context.metrics.exposition().decode()
 
-    assert {who: dict(codes) for who, codes in context.ended.refusals_last_hour().items()} == {
+    assert {
+        who: dict(codes) for who, codes in context.ended_requests.refusals_last_hour().items()
+    } == {
         0: {"tenant_suspended": 1, "invalid_api_key": 2},
         1: {"invalid_api_key": 1},
         2: {"tenant_suspended": 1},
@@ -244,7 +246,7 @@ async def test_revoked_and_suspended_keys_do_not_count_as_wrong_keys(
     dead = create_key(gateway.store, wall_ms, tenant.tenant_id)
     revoke_key(gateway.store, wall_ms, str(list_keys(gateway.store, "ada")[-1].key_id), by=TESTER)
     set_status(gateway.store, "bob", "suspended")
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     seen = set()
     for headers in (gateway.headers("bob"), {"Authorization": f"Bearer {dead}"}):
         for _ in range(wrong_keys_max + 1):

@@ -20,7 +20,7 @@ LONG = "a prompt of some length " * 4
 def allow(gateway: GatewayFixture, **settings: object) -> int:
     """Change the settings of ada; return her id."""
     change_tenant(gateway.store, "ada", settings)
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     return find_tenant_record(gateway.store, "ada").tenant.tenant_id
 
 

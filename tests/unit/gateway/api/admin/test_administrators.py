@@ -153,7 +153,7 @@ async def test_administrator_hands_out_no_scope_that_it_lacks(
     admin = AdminClient(gateway)
     limited = create_admin_key(gateway.store, wall_ms, scopes=["tenants", "read"])
     ids = [one[0] for one in gateway.store.query("select key_id from keys order by key_id")][-2:]
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     asked = path.format(full=ids[0], own=ids[1])
     status, answer = await admin.ask(method, asked, body, key=limited)
 
@@ -165,7 +165,7 @@ async def test_rotation_keeps_an_administrators_scopes(gateway: GatewayFixture) 
     admin = AdminClient(gateway)
     limited = create_admin_key(gateway.store, wall_ms, scopes=["tenants"])
     own = gateway.store.query("select max(key_id) from keys")[0][0]
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     status, made = await admin.ask("POST", f"/admin/v1/keys/{own}/rotate", {}, key=limited)
     changed = await admin.ask("PATCH", f"/admin/v1/keys/{made['key_id']}", {"scopes": ["read"]})
 

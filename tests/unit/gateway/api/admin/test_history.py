@@ -106,7 +106,7 @@ async def test_shows_tokens_money_and_refusals_of_the_running_minute(admin: Admi
     gateway = admin.gateway
     add_card(gateway.store, wall_ms, RateCard("std", input=1_000_000, output=2_000_000))
     change_tenant(gateway.store, "ada", {"requests_per_minute": 1})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     _, answer, _ = await gateway.ask(body=gateway.chat(LONG))
     await gateway.ask(body=gateway.chat(LONG))
     await gateway.quiet()

@@ -17,7 +17,7 @@ async def test_any_administrator_sees_its_own_scopes(
     """A key without the scope `read`, too: the dashboard asks what it may offer."""
     admin = AdminClient(gateway)
     key = create_admin_key(gateway.store, wall_ms, label="pager", scopes=scopes)
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
 
     status, told = await admin.ask("GET", "/admin/v1/me", key=key)
 

@@ -24,7 +24,7 @@ async def admin(gateway: GatewayFixture) -> AdminClient:
     """A client of a gateway with an answered request of ada, a refused one, and one of bob."""
     add_card(gateway.store, wall_ms, RateCard("std", input=1_000_000, output=2_000_000))
     change_tenant(gateway.store, "ada", {"requests_per_minute": 1})
-    gateway.gateway.context.registry.refresh_now()
+    gateway.gateway.context.authenticator.refresh_now()
     for who in ("ada", "ada", "bob"):
         await gateway.ask(body=gateway.chat(SECRET, stream=who == "bob"), who=who)
         await gateway.quiet()  # a request ends after its answer's last byte
