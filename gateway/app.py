@@ -69,7 +69,7 @@ from gateway.background.webhooks import (
     read_endpoints,
 )
 from gateway.caching import ContractManager
-from gateway.caching.promise_books import PromiseBooks
+from gateway.caching.promise_store import PromiseStore
 from gateway.config import Config, ConfigError, parse_address
 from gateway.context import Context, Log
 from gateway.embeddings.embedder import Embedder
@@ -78,7 +78,7 @@ from gateway.engine_supervisor import EngineSupervisor
 from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 from gateway.errors import Refusal, error_location
-from gateway.findings.books import FindingBooks
+from gateway.findings.finding_store import FindingStore
 from gateway.gc_tuning import freeze_heap, use_large_pages
 from gateway.generation import rate_limits
 from gateway.http.authentication import TrustedHeader
@@ -86,6 +86,7 @@ from gateway.http.descriptors import connections_allowed
 from gateway.http.middleware import Middleware
 from gateway.http.request_context import RequestIds
 from gateway.http.server import Listener, log_accept_errors
+from gateway.ledger.attribution import UserAttribution
 from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.deferred_holds import DeferredHolds
 from gateway.ledger.interface import InProcessLedger, LedgerClient, OpenedLedger
@@ -93,7 +94,6 @@ from gateway.ledger.metering import note_progress
 from gateway.ledger.progress import PROGRESS_FLUSH_REMOTE_S, PROGRESS_FLUSH_S, ProgressJournal
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
-from gateway.ledger.user_notes import UserNotes
 from gateway.levels.report import holds_promises, unkept_tokens
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.logging import LogLines
@@ -150,9 +150,8 @@ class Gateway:
         """Build the parts. `models`: the default one first. `ledger` uses the same store; `close`
         closes `ledger` and `analytics`. `gateway_id`: names this gateway among those of one
         database. `endpoints`: of webhooks; `read_webhooks`: reads them again from a reloaded
-        configuration, None to keep them.
-
-        Without `ledger` or `analytics`, they run in this process. Raises StoreError.
+        configuration, None to keep them. Without `ledger` or `analytics`, they run in this process.
+        Raises StoreError.
         """
         opened: OpenedLedger = ledger or InProcessLedger(Ledger(store, wall))
         _log_found(opened, log)
@@ -164,8 +163,9 @@ class Gateway:
         contracts = _contracts(config, served, store, clock)
         if not store.is_local:
             self._authenticator.start_watching()
+        attribution = UserAttribution(store, wall) if config.billing.attribution == "user" else None
         kept = contracts.entries, contracts.promises
-        books = PromiseBooks(store, gateway_id, *kept, clock, wall, log)
+        promise_store = PromiseStore(store, gateway_id, *kept, clock, wall, log)
         metrics = Metrics(config.tenancy.tenants_as_labels_max, metadata.version("trunkline"))
         self.context = Context(
             config=config,
@@ -180,21 +180,21 @@ class Gateway:
             metrics=metrics,
             ended_requests=EndedRequests(wall, metrics, gateway_id),
             contracts=contracts,
-            books=books,
+            promise_store=promise_store,
             analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),
             clock=clock,
             wall=wall,
             new_id=RequestIds(wall),
             log=log,
             read_config=read_config or (lambda: config),
-            user_notes=UserNotes(store, wall) if config.billing.attribution == "user" else None,
+            attribution=attribution,
         )
         self._reconciler = Reconciler(self.context)
-        self._finding_books = FindingBooks(self.context, gateway_id)
+        self._finding_store = FindingStore(self.context, gateway_id)
         self.webhooks = WebhookSender(self.context, endpoints, read=read_webhooks)
         self._tasks: list[BackgroundTask] = [
             StorageMetering(self.context),
-            self._finding_books,
+            self._finding_store,
             HistorySampling(self.context),
             self.webhooks,
             self._reconciler,
@@ -209,7 +209,7 @@ class Gateway:
         and cannot be.
         """
         context = self.context
-        await context.books.start()
+        await context.promise_store.start()
         context.tracer = await asyncio.to_thread(open_tracer, context.config, context.log)
         exporter = await asyncio.to_thread(open_metrics_exporter, context.config, context.log)
         if exporter is not None:
@@ -247,7 +247,7 @@ class Gateway:
             *cached_contents.routes(context),
             *models.routes(context),
             *self_service.routes(context),
-            *findings.own_routes(context, self._finding_books),
+            *findings.own_routes(context, self._finding_store),
             *(dashboard.public_routes() if context.config.server.dashboard else ()),
             *health.routes(context),
             *openapi.routes("public"),
@@ -266,7 +266,7 @@ class Gateway:
             *billing.routes(context),
             *audit.routes(context),
             *analytics.routes(context),
-            *findings.routes(context, self._finding_books),
+            *findings.routes(context, self._finding_store),
             *history.routes(context),
             *levels.routes(context),
             *requests.routes(context),
@@ -321,16 +321,16 @@ class Gateway:
         All parts are closed. Those that fail are logged, and the first error is raised at the end.
         """
         context = self.context
-        embeddings, user_notes, tracer = context.embeddings, context.user_notes, context.tracer
+        embeddings, attribution, tracer = context.embeddings, context.attribution, context.tracer
         closes: list[Callable[[], Awaitable[None]]] = [
             *(listener.close for listener in self.listeners),
             context.finish_background,
             context.preparations.close,
             *(() if embeddings is None else (embeddings.close,)),
             context.responses.close,
-            *(() if user_notes is None else (user_notes.close,)),
+            *(() if attribution is None else (attribution.close,)),
             *(task.close for task in self._tasks),
-            context.books.close,
+            context.promise_store.close,
             self.ledger.close,
             context.analytics.close,
             partial(asyncio.to_thread, self._authenticator.close),

@@ -21,15 +21,15 @@ from gateway.analytics.interface import AnalyticsClient
 from gateway.analytics.tenant_usage import TenantCacheUsage
 from gateway.caching import ContractManager
 from gateway.caching.namespaces import promised_default
-from gateway.caching.promise_books import PromiseBooks
+from gateway.caching.promise_store import PromiseStore
 from gateway.config import Config
 from gateway.embeddings.embedder import Embedder
 from gateway.engines.served_models import ServedModels
+from gateway.ledger.attribution import UserAttribution
 from gateway.ledger.interface import LedgerClient
 from gateway.ledger.progress import ProgressJournal
 from gateway.ledger.query_pool import QueryPool
 from gateway.ledger.response_writer import ResponseWriter
-from gateway.ledger.user_notes import UserNotes
 from gateway.levels.level_history import LevelHistory
 from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.metrics import Metrics
@@ -101,7 +101,7 @@ class Context:
     ended_requests: EndedRequests
     """Requests that have ended, until the database has their counts."""
     contracts: ContractManager
-    books: PromiseBooks
+    promise_store: PromiseStore
     """The promises in the database."""
     analytics: AnalyticsClient
     clock: Clock
@@ -110,7 +110,7 @@ class Context:
     log: Log
     read_config: Callable[[], Config]
     """Reads the configuration file again; raises ConfigError."""
-    user_notes: UserNotes | None = None
+    attribution: UserAttribution | None = None
     """Set if usage is attributed to users."""
     embeddings: Embedder | None = None
     """Set if an embedding model is configured; closed with the gateway."""

@@ -284,7 +284,7 @@ def _first_use(
     context: PromptContext, record: UsageRecord, reuse: PromptReuse, *, is_counted: bool
 ) -> list[_Waste]:
     """Return the first use of a beginning under a model and a template: a finding if the tenant had
-    another one before, which only the gateway's books know. `is_counted`: as another cause."""
+    another one before, which only the finding store knows. `is_counted`: as another cause."""
     if not reuse.is_new_head and not (reuse.is_new_conversation and not reuse.known):
         return []
     _, _, model, template, *_ = (*namespace_parts(context.namespace), "", "", "", "")

@@ -259,7 +259,7 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
     blocks, levels = await _erase_all(gateway, names, target.lease_id)
     # Again for prefixes added meanwhile: the engine erased these too, so no read may be billed.
     _forget_entries(index, names, target.lease_id)
-    await gateway.books.flush()  # durable before the receipt
+    await gateway.promise_store.flush()  # durable before the receipt
     found = forgotten or any(one.blocks or one.state == "pending" for one in levels.values())
     if target.lease_id is not None and not found:
         raise Refusal(Kind.NOT_FOUND, "lease_unknown", "Lease not found.", param="lease_id")

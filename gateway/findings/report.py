@@ -15,7 +15,6 @@ from typing import Any
 from msgspec import Struct
 
 from gateway.analytics.prompt_findings import KEPT_BY, WORKING_SET
-from gateway.findings.books import TAKER
 from gateway.findings.causes import (
     LEGITIMATE,
     OF_HARDWARE,
@@ -25,6 +24,7 @@ from gateway.findings.causes import (
     CauseWords,
     describe,
 )
+from gateway.findings.finding_store import TAKER
 from tenancy.accounting.usage import UsageTotal, usage
 from tenancy.accounts.tenants import find_tenant, list_tenants
 from tenancy.pricing.charges import PICO_PER_DOLLAR, RateCard

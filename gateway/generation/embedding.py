@@ -118,9 +118,9 @@ class EmbeddingRequest:
             dialect=dialect.SHAPE.name,
             claim=None if self._idempotent is None else self._idempotent.claim,
         )
-        if gateway.user_notes is not None and call.client_user:
+        if gateway.attribution is not None and call.client_user:
             tenant_id = identity.tenant.tenant_id
-            gateway.user_notes.note(state.request_id, tenant_id, call.client_user)
+            gateway.attribution.note(state.request_id, tenant_id, call.client_user)
         demand = Demand(lookup.tokens - lookup.cached_tokens, 0)
         place = rate_limits.reserve(gateway, state, demand)
         gateway.enter(identity.tenant.tenant_id)

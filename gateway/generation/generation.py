@@ -249,8 +249,8 @@ class Generation:
             epoch=now.info.epoch,
             claim=None if self._idempotent is None else self._idempotent.claim,
         )
-        if gateway.user_notes is not None and call.client_user:
-            gateway.user_notes.note(state.request_id, identity.tenant.tenant_id, call.client_user)
+        if gateway.attribution is not None and call.client_user:
+            gateway.attribution.note(state.request_id, identity.tenant.tenant_id, call.client_user)
         wanted = rate_limits.estimate(requests, cached) if cached else most
         place = rate_limits.reserve(gateway, state, wanted)
         outcome, renderer = Outcome(gateway, state, prepared, place), prepared.model.renderer

@@ -18,7 +18,7 @@ from msgspec.structs import asdict, replace
 from engine.api import EngineInfo
 from engine.config import LevelsConfig
 from engine.statistics import FidelityBytes, LevelStats, NamespaceStats, Stats
-from gateway.levels.worth import level_worth
+from gateway.levels.level_worth import level_worth
 from tenancy.types import FIDELITIES, Fidelity
 
 SWITCH_ON = "[engine.levels]\ndisk_gib = 100"

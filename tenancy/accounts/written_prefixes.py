@@ -2,7 +2,7 @@
 
 They outlive the gateway that made the promises: a prefix that was written for an hour, and paid as
 a write, is read after a restart. A row has digests and opaque namespaces, never text. The module
-knows no engine and no clock; `gateway.caching.promise_books` reads and writes the rows.
+knows no engine and no clock; `gateway.caching.promise_store` reads and writes the rows.
 """
 
 from __future__ import annotations

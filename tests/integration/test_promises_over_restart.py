@@ -12,7 +12,7 @@ import pytest
 
 from engine.model_store import ModelCard
 from gateway.background.erasure import ErasureTarget, erase
-from gateway.caching import promise_books
+from gateway.caching import promise_store
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.written_prefixes import take_over
@@ -127,7 +127,7 @@ async def test_erasure_deletes_the_rows_before_its_receipt(deploys: Deploys, sto
     """What a tenant erased must not come back with the next gateway."""
     async with deploys.gateway() as first:
         await ask(first)
-        await first.gateway.context.books.flush()
+        await first.gateway.context.promise_store.flush()
         before = await rows(store)
         await erase(first.gateway.context, ErasureTarget(1, 0))
         at_receipt = await rows(store)
@@ -143,7 +143,7 @@ async def test_deleted_tenant_leaves_no_rows(deploys: Deploys, store: Store) -> 
     async with deploys.gateway() as first:
         await ask(first)
         await first.gateway.context.wait_idle(PATIENCE_S)
-        await first.gateway.context.books.flush()
+        await first.gateway.context.promise_store.flush()
         await asyncio.to_thread(delete_tenant, store, wall_ms, "ada")
         left = await rows(store)
 
@@ -159,7 +159,7 @@ async def test_expired_promise_is_not_taken_over(
     assert await rows(store) == 1
     later = wall_ms() + 301_000
     monkeypatch.setattr(
-        promise_books, "take_over", lambda store, name, _: take_over(store, name, later)
+        promise_store, "take_over", lambda store, name, _: take_over(store, name, later)
     )
     async with deploys.gateway() as second:
         left = await rows(store)

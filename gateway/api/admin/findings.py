@@ -13,7 +13,7 @@ from aiohttp import web
 
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
-from gateway.findings.books import FindingBooks
+from gateway.findings.finding_store import FindingStore
 from gateway.findings.report import WINDOW_MS_DEFAULT, FindingsWindow, find
 from gateway.http import json_api
 from gateway.http.middleware import Route
@@ -22,19 +22,19 @@ from gateway.http.request_context import identity_of
 PARAMETERS = ("tenant", "since", "until")
 
 
-def routes(gateway: Context, books: FindingBooks) -> tuple[Route, ...]:
+def routes(gateway: Context, store: FindingStore) -> tuple[Route, ...]:
     """Return the administrators' route."""
 
     async def findings(request: web.BaseRequest) -> web.StreamResponse:
         given = json_api.query(request, *PARAMETERS)
-        await books.flush()
+        await store.flush()
         query = partial(find, window=_window(gateway, given), tenant=given.get("tenant"))
         return json_api.answer(await gateway.reports.ask(query))
 
     return (Route("GET", "/admin/v1/findings", findings, "admin:read", json_api.SHAPE),)
 
 
-def own_routes(gateway: Context, books: FindingBooks) -> tuple[Route, ...]:
+def own_routes(gateway: Context, store: FindingStore) -> tuple[Route, ...]:
     """Return the route of a tenant's own findings."""
 
     async def findings(request: web.BaseRequest) -> web.StreamResponse:
@@ -44,7 +44,7 @@ def own_routes(gateway: Context, books: FindingBooks) -> tuple[Route, ...]:
         if given.get("tenant", name) != name:
             message = "Tenant not found."
             raise Refusal(Kind.NOT_FOUND, "tenant_unknown", message, param="tenant")
-        await books.flush()
+        await store.flush()
         query = partial(find, window=_window(gateway, given), tenant=name, is_own=True)
         return json_api.answer(await gateway.reports.ask(query, tenant.tenant_id))
 

@@ -19,13 +19,13 @@ from gateway.engines.device_memory import runs_on_device
 from gateway.engines.memory import size_host_levels
 from gateway.levels.compute_speed import measure_flops_per_s
 from gateway.levels.disk_speed import DiskSpeed, measure_disk
+from gateway.levels.level_worth import level_worth
 from gateway.levels.model_cost import (
     find_architecture,
     flops_per_token,
     kv_bytes_per_token,
 )
 from gateway.levels.placement import existing_parent, find_all_problems, levels_dir
-from gateway.levels.worth import level_worth
 from tenancy.accounts.tenants import list_tenant_records
 from tenancy.errors import StoreError
 from tenancy.storage import backends

@@ -14,7 +14,7 @@ async def test_a_part_that_fails_to_close_leaves_no_other_open(
 ) -> None:
     """They close in their order; each failure is logged, and the first error is raised."""
     context = gateway.gateway.context
-    parts = (context.responses, context.books, gateway.gateway.ledger, context.analytics)
+    parts = (context.responses, context.promise_store, gateway.gateway.ledger, context.analytics)
     closed: list[str] = []
 
     def failing(close: Callable[[], Awaitable[None]], name: str) -> Callable[[], Awaitable[None]]:

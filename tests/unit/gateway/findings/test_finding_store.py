@@ -1,4 +1,4 @@
-"""`FindingBooks`: counts reach the database once, also when a write fails on the way."""
+"""`FindingStore`: counts reach the database once, also when a write fails on the way."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from gateway.analytics.prompt_findings import FIRST_USE
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
-from gateway.findings import books
-from gateway.findings.books import TAKER, FindingBooks
+from gateway.findings import finding_store
+from gateway.findings.finding_store import TAKER, FindingStore
 from tenancy.errors import StoreError
 from tenancy.reuse.finding_counts import (
     FindingCount,
@@ -63,7 +63,7 @@ async def rows(context: Context) -> list[FindingCount]:
 
 
 async def test_counts_are_written_with_the_model(context: Context) -> None:
-    kept = FindingBooks(context)
+    kept = FindingStore(context)
     put(context, ONE)
     await kept.flush()
     put(context, ONE)
@@ -80,10 +80,10 @@ async def test_failed_write_is_made_up_for(
     def fail(*_: object) -> None:
         raise StoreError("store_busy", "busy")
 
-    kept = FindingBooks(context)
+    kept = FindingStore(context)
     put(context, ONE, FIRST)
     with monkeypatch.context() as patch:
-        patch.setattr(books, "add_counts", fail)
+        patch.setattr(finding_store, "add_counts", fail)
         with pytest.raises(StoreError):
             await kept.flush()
     put(context, replace(FIRST, place="n/t", first_ms=6))
@@ -104,8 +104,8 @@ async def test_counts_are_written_once_though_the_reader_leaves(
         assert go_on.wait(30)
         add_counts(*arguments)
 
-    monkeypatch.setattr(books, "add_counts", add_slowly)
-    kept = FindingBooks(context)
+    monkeypatch.setattr(finding_store, "add_counts", add_slowly)
+    kept = FindingStore(context)
     put(context, ONE)
     reader = asyncio.create_task(kept.flush())
     assert await asyncio.to_thread(begun.wait, 30)
@@ -119,7 +119,7 @@ async def test_counts_are_written_once_though_the_reader_leaves(
 
 
 async def test_analytics_that_restart_are_asked_again(context: Context) -> None:
-    kept = FindingBooks(context)
+    kept = FindingStore(context)
     taken: Any = context.analytics.take_findings
     taken.error = Refusal(Kind.BUSY, "analytics_away", "later")
     await kept.flush()
@@ -131,7 +131,7 @@ async def test_analytics_that_restart_are_asked_again(context: Context) -> None:
 
 
 async def test_close_writes_the_rest(context: Context) -> None:
-    kept = FindingBooks(context)
+    kept = FindingStore(context)
     kept.start()
     put(context, ONE)
     await kept.close()
@@ -144,10 +144,10 @@ async def test_fault_of_one_round_ends_no_later_one(
     gateway: GatewayFixture, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug of ours in one count must not end all findings until a restart."""
-    monkeypatch.setattr(books, "FLUSH_S", 0.0)
+    monkeypatch.setattr(finding_store, "FLUSH_S", 0.0)
     taken: Any = context.analytics.take_findings
     taken.error = ZeroDivisionError("a bug")
-    kept = FindingBooks(context)
+    kept = FindingStore(context)
     kept.start()
     await gateway.until(lambda: "background_failed" in str(gateway.lines))
     taken.error = None
@@ -171,8 +171,8 @@ async def test_first_use_under_another_origin_is_a_finding(
     context: Context, place: str, at_ms: int, cause: str
 ) -> None:
     put(context, FIRST)
-    await FindingBooks(context).flush()
-    later = FindingBooks(context)  # of the next gateway
+    await FindingStore(context).flush()
+    later = FindingStore(context)  # of the next gateway
     put(context, replace(FIRST, place=place, first_ms=at_ms))
     await later.flush()
 
@@ -184,7 +184,7 @@ async def test_first_use_under_another_origin_is_a_finding(
 
 async def test_first_uses_count_for_an_hour_after_a_change(context: Context) -> None:
     """Then new prompts are new."""
-    kept = FindingBooks(context)
+    kept = FindingStore(context)
     changed = replace(FIRST, place="n/t", first_ms=10)
     later = replace(changed, hour_ms=HOUR_MS, first_ms=HOUR_MS + 9)
     late = replace(changed, hour_ms=HOUR_MS, first_ms=HOUR_MS + 10)
@@ -196,7 +196,7 @@ async def test_first_uses_count_for_an_hour_after_a_change(context: Context) -> 
 
 async def test_gateways_of_one_database_may_serve_other_models(context: Context) -> None:
     """A tenant that uses both has changed nothing."""
-    first, second = FindingBooks(context, "g1"), FindingBooks(context, "g2")
+    first, second = FindingStore(context, "g1"), FindingStore(context, "g2")
     for kept, place in ((first, "m/t"), (second, "n/t"), (first, "m/t"), (second, "n/t")):
         put(context, replace(FIRST, place=place))
         await kept.flush()
@@ -206,7 +206,7 @@ async def test_gateways_of_one_database_may_serve_other_models(context: Context)
 
 async def test_origin_is_one_row_per_tenant(context: Context) -> None:
     put(context, FIRST, replace(FIRST, place="n/t", first_ms=9))
-    await FindingBooks(context).flush()
+    await FindingStore(context).flush()
 
     origins = await asyncio.to_thread(read_origins, context.store)
     assert origins == {1: PromptOrigin(1, "n", "t", 9, "m", "t")}
@@ -225,7 +225,7 @@ async def test_takers_of_blocks_are_named_once(
     evictions = {(space(1), space(2)): 30, (space(1), space(1)): 9, (space(3), space(2)): 5}
     totals = context.engine.cache_events
     monkeypatch.setattr(totals, "evictions_by_taker", lambda: dict(evictions))
-    kept = FindingBooks(context)
+    kept = FindingStore(context)
     evicted = replace(ONE, cause="evicted", place="", facts={"evicted_pressure": 1})
     put(context, evicted)
     await kept.flush()

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from gateway.config import BillingConfig
-from gateway.ledger import user_notes
-from gateway.ledger.user_notes import OTHER, UserNotes
+from gateway.ledger import attribution
+from gateway.ledger.attribution import OTHER, UserAttribution
 from tenancy.errors import StoreError
 from tenancy.types import DAY_MS
 from tests.unit.gateway.admin_client import AdminClient
@@ -28,7 +28,7 @@ async def test_usage_by_user_over_both_apis(unopened_gateway: GatewayFixture) ->
     billing = BillingConfig(attribution="user")
     gateway.config = msgspec.structs.replace(gateway.config, billing=billing)
     await gateway.open()
-    admin, notes = AdminClient(gateway), gateway.gateway.context.user_notes
+    admin, notes = AdminClient(gateway), gateway.gateway.context.attribution
     await gateway.ask(body=gateway.chat(user="alice"))
     message = {
         "model": gateway.model,
@@ -55,7 +55,7 @@ async def test_usage_by_user_over_both_apis(unopened_gateway: GatewayFixture) ->
 async def test_without_the_setting_no_user_is_stored(gateway: GatewayFixture) -> None:
     await gateway.ask(body=gateway.chat(user="alice"))
 
-    assert gateway.gateway.context.user_notes is None
+    assert gateway.gateway.context.attribution is None
     assert noted(gateway) == []
 
 
@@ -63,9 +63,9 @@ async def test_users_of_a_day_are_bounded(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that names a new user with each request must not fill reports."""
-    monkeypatch.setattr(user_notes, "USERS_PER_DAY_MAX", 2)
+    monkeypatch.setattr(attribution, "USERS_PER_DAY_MAX", 2)
     now_ms = 0
-    notes = UserNotes(gateway.store, lambda: now_ms)
+    notes = UserAttribution(gateway.store, lambda: now_ms)
     for number, user in enumerate("abca"):
         notes.note(f"r{number}", 1, user)
     notes.note("r4", 2, "c")
@@ -84,10 +84,10 @@ async def test_a_failed_write_is_tried_again(
     def fail(*_: object) -> None:
         raise StoreError("busy", "busy")
 
-    notes = UserNotes(gateway.store, lambda: 0)
+    notes = UserAttribution(gateway.store, lambda: 0)
     notes.note("r0", 1, "a")
     with monkeypatch.context() as broken:
-        broken.setattr(user_notes, "write_users", fail)
+        broken.setattr(attribution, "write_users", fail)
         await notes.close()
     lost = noted(gateway)
     await notes.close()
@@ -106,10 +106,10 @@ async def test_closing_waits_for_the_write_that_runs(
         assert go.wait(PATIENCE_S), "a test forgot to let the write go on"
         raise StoreError("busy", "busy")
 
-    monkeypatch.setattr(user_notes, "GATHER_S", 0.0)
-    notes = UserNotes(gateway.store, lambda: 0)
+    monkeypatch.setattr(attribution, "GATHER_S", 0.0)
+    notes = UserAttribution(gateway.store, lambda: 0)
     with monkeypatch.context() as broken:
-        broken.setattr(user_notes, "write_users", fail_late)
+        broken.setattr(attribution, "write_users", fail_late)
         notes.note("r0", 1, "a")
         assert await asyncio.to_thread(began.wait, PATIENCE_S)
     closing = asyncio.create_task(notes.close())

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 from engine.model_store import Architecture, Layer, Rope
 from gateway.levels.compute_speed import measure_flops_per_s
 from gateway.levels.disk_speed import PIECE_BYTES, measure_disk
+from gateway.levels.level_worth import level_worth
 from gateway.levels.model_cost import (
     find_architecture,
     flops_per_token,
     has_windows,
     kv_bytes_per_token,
 )
-from gateway.levels.worth import level_worth
 from tests.models import prepared
 
 LLAMA_8B = Architecture(

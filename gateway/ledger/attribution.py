@@ -25,7 +25,7 @@ PENDING_MAX = 100_000
 """Notes that wait while the database cannot be written; further ones are lost."""
 
 
-class UserNotes:
+class UserAttribution:
     """The notes of one gateway. Belongs to one event loop."""
 
     def __init__(self, store: Store, wall: WallClock) -> None:

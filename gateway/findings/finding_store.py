@@ -2,7 +2,7 @@
 
 Analytics count in memory, in a process of their own. A task takes the counts every ten seconds and
 adds them to the tables of `tenancy.reuse.finding_counts`; a report flushes them first. A killed
-gateway loses at most the last ten seconds. `gateway.app` makes the books.
+gateway loses at most the last ten seconds. `gateway.app` makes the store.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TAKER = "taker:"
 """Prefix of the facts that name a tenant by its id, with the blocks that it took."""
 
 
-class FindingBooks:
-    """The books of one gateway. Belongs to one event loop; a thread writes."""
+class FindingStore:
+    """The stored findings of one gateway. Belongs to one event loop; a thread writes."""
 
     def __init__(self, gateway: Context, gateway_id: str = "") -> None:
         """`gateway_id`: names this gateway's origins; "" for a database that has one gateway."""

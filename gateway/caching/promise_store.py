@@ -5,7 +5,7 @@ transaction, off the request path. A renewal is written once it moved the end by
 promise, and at the close. A gateway that starts takes the promises over: a prefix that was written
 for an hour is read, and billed as read, and what the new engine has to compute again is credited as
 a broken promise, as after the death of an engine. A gateway that was killed loses at most the last
-second of writes. `gateway.app` makes the books; an erasure flushes them before its receipt.
+second of writes. `gateway.app` makes the store; an erasure flushes it before its receipt.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class PromiseChanges(Struct, frozen=True):
     gone: Sequence[PrefixClass]
 
 
-class PromiseBooks:
-    """The books of one gateway. Belongs to one event loop; a thread writes."""
+class PromiseStore:
+    """The stored promises of one gateway. Belongs to one event loop; a thread writes."""
 
     def __init__(
         self,

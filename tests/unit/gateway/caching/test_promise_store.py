@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.api import Retention
-from gateway.caching import promise_books
+from gateway.caching import promise_store
 from gateway.caching.prefix_index import PrefixIndex
-from gateway.caching.promise_books import PromiseBooks
+from gateway.caching.promise_store import PromiseStore
 from gateway.caching.promises import PromiseTally
 from tenancy.accounts import written_prefixes
 from tenancy.accounts.tenants import create_tenant
@@ -33,7 +33,8 @@ ENDLESS = Retention("resource", 0, None, "absolute", renewed_on_read=False, pinn
 
 
 class World:
-    """An index with books, at times that the test sets. The wall clock is a million ahead."""
+    """An index and its saved promises, at times that the test sets. The wall clock is a million
+    ahead."""
 
     def __init__(
         self, store: Store, name: str = "", now_s: float = 0.0, flush_s: float = 3_600.0
@@ -43,7 +44,7 @@ class World:
         self.tally = PromiseTally(self.entries, lambda epoch: epoch == "new")
         self.entries.on_drop = self.tally.record_given_up
         self.lines: list[str] = []
-        self.books = PromiseBooks(
+        self.saved = PromiseStore(
             store,
             name,
             self.entries,
@@ -84,16 +85,16 @@ def rows(store: Store) -> dict[tuple[bytes, str], int]:
 async def test_next_gateway_has_the_promises(store: Store) -> None:
     """With their terms, ends, owners and origins, by its own clock."""
     first = World(store, now_s=50.0)
-    await first.books.start()
+    await first.saved.start()
     first.write(b"a")
     first.write(b"a", LAST)
     first.write(b"b", ENDLESS)
     first.write(b"c", granted=False)
     first.now_s += 100
-    await first.books.close()
+    await first.saved.close()
     second = World(store, now_s=150.0)
     second.now_s = 150.0
-    await second.books.start()
+    await second.saved.start()
 
     assert second.promised() == first.promised()
     assert second.promised()[b"a", "1h"] == 3_650
@@ -102,23 +103,23 @@ async def test_next_gateway_has_the_promises(store: Store) -> None:
     assert second.tally.counts(150.0)[1, "12h"]["running"] == 1
     assert second.lines == ["promises_taken_over"]
     second.entries.check()
-    await second.books.close()
+    await second.saved.close()
 
 
 async def test_renewals_are_written_when_they_are_worth_it(store: Store) -> None:
     """A hot prefix is renewed with each read; its end moves a minute before it is written."""
     world = World(store)
-    await world.books.start()
+    await world.saved.start()
     world.write(b"a")
-    await world.books.flush()
+    await world.saved.flush()
     entry = world.entries.owned_by(1)[0]
     ends = []
     for _ in range(13):
         world.now_s += 10
         world.entries.renew(entry, world.now_s)
-        await world.books.flush()
+        await world.saved.flush()
         ends.append(rows(store)[b"a", "1h"])
-    await world.books.close()
+    await world.saved.close()
 
     assert len(set(ends)) == 2
     assert rows(store) == {(b"a", "1h"): 1_000_000 + 3_730_000}
@@ -127,9 +128,9 @@ async def test_renewals_are_written_when_they_are_worth_it(store: Store) -> None
 async def test_failed_write_is_repeated(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a promise nor an erasure is lost to a full disk."""
     world = World(store)
-    await world.books.start()
+    await world.saved.start()
     world.write(b"a")
-    await world.books.flush()
+    await world.saved.flush()
     world.write(b"b")
     world.entries.erase((b"space", b"a"))
 
@@ -137,15 +138,15 @@ async def test_failed_write_is_repeated(store: Store, monkeypatch: pytest.Monkey
         raise StoreBusy("not_written", "the disk is full")
 
     with monkeypatch.context() as full:
-        full.setattr(promise_books, "save", fail)
+        full.setattr(promise_store, "save", fail)
         with pytest.raises(StoreBusy):
-            await world.books.flush()
+            await world.saved.flush()
     before = rows(store)
-    await world.books.flush()
+    await world.saved.flush()
 
     assert before.keys() == {(b"a", "1h")}
     assert rows(store).keys() == {(b"b", "1h")}
-    await world.books.close()
+    await world.saved.close()
 
 
 async def test_fault_of_one_round_ends_no_later_one(
@@ -160,14 +161,14 @@ async def test_fault_of_one_round_ends_no_later_one(
 
     loop = asyncio.get_running_loop()
     with monkeypatch.context() as faulty:
-        faulty.setattr(promise_books, "save", fail)
-        await world.books.start()
+        faulty.setattr(promise_store, "save", fail)
+        await world.saved.start()
         world.write(b"a")
         await tried.wait()
     async with asyncio.timeout(PATIENCE_S):
         while not rows(store):  # noqa: ASYNC110 (the task signals no round)
             await asyncio.sleep(0)
-    await world.books.close()
+    await world.saved.close()
 
     assert "background_failed" in world.lines
 
@@ -177,9 +178,9 @@ async def test_unreadable_terms_are_left_out(store: Store) -> None:
     row = WrittenPrefix(b"space", b"a", "1h", 1, 9, "{", None, 2_000_000, "old", 1, "m", "t", b"")
     written_prefixes.save(store, "", [row], [])
     world = World(store)
-    await world.books.start()
+    await world.saved.start()
     left = world.promised()
-    await world.books.close()
+    await world.saved.close()
 
     assert (left, rows(store)) == ({}, {})
 
@@ -188,17 +189,17 @@ async def test_gateways_of_one_database_have_their_own_books(store: Store) -> No
     """One gateway's promises are not the other's; those of a moved file go to the first."""
     for name, digest in (("", b"file"), ("one", b"one"), ("two", b"two")):
         world = World(store, name)
-        await world.books.start()
+        await world.saved.start()
         world.write(digest)
-        await world.books.close()
+        await world.saved.close()
     third = World(store, "two")
-    await third.books.start()
+    await third.saved.start()
 
     assert {digest for digest, _ in third.promised()} == {b"two"}
     assert rows(store).keys() == {(digest, "1h") for digest in (b"file", b"one", b"two")}
     delete_ended(store, 1_000_000 + 3_600_000)
     assert rows(store) == {}
-    await third.books.close()
+    await third.saved.close()
 
 
 class Act:
@@ -217,9 +218,9 @@ class Act:
 
 
 async def play(store: Store, acts: list[tuple[object, ...]]) -> World:
-    """Run a history on new books, and close them."""
+    """Run a history on a new store, and close it."""
     world = World(store)
-    await world.books.start()
+    await world.saved.start()
     for what, *rest in acts:
         match what, rest:
             case "write", [bytes(digest), Retention() as terms, bool(granted)]:
@@ -237,8 +238,8 @@ async def play(store: Store, acts: list[tuple[object, ...]]) -> World:
             case "pass", [int(seconds)]:
                 world.now_s += seconds
             case _:
-                await world.books.flush()
-    await world.books.close()
+                await world.saved.flush()
+    await world.saved.close()
     return world
 
 
