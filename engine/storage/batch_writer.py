@@ -17,11 +17,9 @@ from engine.api import Namespace
 from engine.moves import ROOT, RecordId, RunToStore, Stored, StoreRuns
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import FOREVER_MS
-from engine.storage.index.names import Scope
+from engine.storage.index.namespace_rows import Scope
 from engine.storage.index.promise_rows import PromiseRows
 from engine.storage.plans import PlannedRun, PlannedStore, WriteBatch
-from engine.storage.room.disk_room import DiskRoom
-from engine.storage.room.quotas import DiskBooks
 from engine.storage.slabs.record import (
     NAME_BYTES_MAX,
     RecordHeader,
@@ -29,6 +27,8 @@ from engine.storage.slabs.record import (
     pack_run,
 )
 from engine.storage.slabs.slabs import Place, SlabFiles
+from engine.storage.space.disk_space import DiskSpace
+from engine.storage.space.quotas import DiskUsage
 
 DAY_MS = 86_400_000
 RunAll = Callable[[list[Callable[[], None]]], None]
@@ -44,8 +44,8 @@ class BatchWriter:
         self,
         index: RecordIndex,
         slabs: SlabFiles,
-        books: DiskBooks,
-        room: DiskRoom,
+        books: DiskUsage,
+        room: DiskSpace,
         promises: PromiseRows,
         view: Callable[[int, int], memoryview],
         *,

@@ -12,7 +12,7 @@ from typing import Literal
 from engine.api import FIDELITIES, Namespace, Payer
 from engine.moves import RecordId, RunToStore, StoreRuns
 from engine.storage.index.index import RecordRow
-from engine.storage.index.names import Scope
+from engine.storage.index.namespace_rows import Scope
 from engine.storage.sealing.seals import RecordSeal
 from engine.storage.slabs.slabs import Place
 

@@ -38,18 +38,18 @@ from engine.statistics import PayerBytes
 from engine.storage.batch_writer import BatchWriter
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import INDEX_NAME
-from engine.storage.index.names import Scope
+from engine.storage.index.namespace_rows import Scope
 from engine.storage.index.promise_rows import PromiseRows
 from engine.storage.index.remote_rows import REMOTE, level_of
 from engine.storage.plans import PlannedRead, PlannedStore
 from engine.storage.reader import RecordReader
 from engine.storage.remote.copies import PUT_PART, RemoteCopies
 from engine.storage.remote.link import RemoteLink
-from engine.storage.room.disk_room import DiskRoom, StoreSettings
-from engine.storage.room.quotas import DiskBooks, DiskQuotas
 from engine.storage.sealing.seals import Seals
 from engine.storage.slabs.record import place_bytes_of
 from engine.storage.slabs.slabs import DiskCalls, Place, SlabFiles
+from engine.storage.space.disk_space import DiskSpace, StoreSettings
+from engine.storage.space.quotas import DiskQuotas, DiskUsage
 
 EXPIRE_BATCH = 2_048
 NOTE_MS = 30_000
@@ -129,10 +129,10 @@ class DiskStore:
             self.clock = StoreClock(wall_ms, uptime_s, int(index.file.meta("last_ms", 0)))
             self._promises = PromiseRows(index)
             self.reader = RecordReader(slabs, view, index.file.store_id, present_sizes[0], uptime_s)
-            self.books = DiskBooks()
+            self.books = DiskUsage()
             self.quotas = DiskQuotas(settings.disk_bytes, present_sizes[0])
             pinned: set[RecordId] = set()
-            self._room = DiskRoom(
+            self._room = DiskSpace(
                 *(settings, index, slabs, self.books, self.quotas, present_sizes),
                 pinned=pinned,
                 now_ms=self.clock.now_ms,

@@ -39,10 +39,10 @@ from engine.storage.client import StorageClient, disk_settings
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import FOREVER_MS, INDEX_NAME
 from engine.storage.memory.arena import HostArena
-from engine.storage.room.disk_room import StoreSettings
 from engine.storage.sealing.master_key import make_key_file
 from engine.storage.slabs.record import pack_run, place_bytes_of
 from engine.storage.slabs.slabs import DiskCalls
+from engine.storage.space.disk_space import StoreSettings
 from engine.storage.store import DiskStore
 from tests.bench.results import spread
 from tests.bench.timing import seconds_of

@@ -24,7 +24,7 @@ from engine.config import EngineConfig, LevelsConfig
 from engine.levels.host.accounts import HostAccounts, HostShare
 from engine.levels.levels import Levels
 from engine.moves import ROOT, SetStoredQuotas
-from engine.storage.room.quotas import DiskQuotas
+from engine.storage.space.quotas import DiskQuotas
 from tests.checkers import World
 from tests.examples import examples
 from tests.fake_levels import FakeStorage, FakeTransferEngine, Weather

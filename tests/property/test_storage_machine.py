@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from engine.moves import ROOT, RecordId
 from engine.storage.index.index import RecordIndex, RecordRow
-from engine.storage.index.names import Scope
+from engine.storage.index.namespace_rows import Scope
 from engine.storage.index.remote_rows import RemoteRows
 from engine.storage.memory.arena import HostArena
 from engine.storage.remote.copies import RemoteCopies

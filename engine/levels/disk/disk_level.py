@@ -13,7 +13,7 @@ from typing import Final
 from engine.api import Namespace, Payer, Quota
 from engine.config import LevelsConfig
 from engine.levels.copies import CopyBook
-from engine.levels.disk.looks import Looks
+from engine.levels.disk.lookups import DiskLookups
 from engine.levels.disk.storing import Storing
 from engine.levels.promises import KeptPromises
 from engine.levels.restarts.recall import PromiseRecall
@@ -49,7 +49,7 @@ class DiskLevel:
         the disk still promises is recalled at once.
         """
         self.storage = storage
-        self.looks = Looks(book, storage, promises, next_id, config.disk_tokens_min)
+        self.looks = DiskLookups(book, storage, promises, next_id, config.disk_tokens_min)
         self.storing = Storing(book, next_id, config.disk_tokens_min, promises.confirm)
         self.recall = PromiseRecall(book, promises, storage, next_id)
         self.stats = StorageStats("off", "the storage process has not answered yet")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from engine.api import FIDELITIES
 from engine.moves import ROOT, Look, Looked, RecordId, StoredRun
 from engine.storage.index.index_file import FOREVER_MS, IndexFile
-from engine.storage.index.names import NameRows, Scope, digest_of
+from engine.storage.index.namespace_rows import NamespaceRows, Scope, digest_of
 from engine.storage.index.remote_rows import REMOTE, level_of
 from engine.storage.sealing.seals import Seals
 from engine.storage.slabs.record import pack_run
@@ -77,7 +77,7 @@ class RecordIndex:
         self.file = IndexFile(path, may_make=may_make, tick=tick, is_sealed=seals is not None)
         self._db = self.file.db
         try:
-            self.names = NameRows(self._db, seals)
+            self.names = NamespaceRows(self._db, seals)
             self._uses: dict[RecordId, tuple[int, int]] = {}  # instant and number, not in rows yet
             self._next_id = self._ids_end = 0
         except BaseException:

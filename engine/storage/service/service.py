@@ -50,12 +50,12 @@ from engine.storage.messages import (
 from engine.storage.plans import PlannedRead
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import RemoteStore
-from engine.storage.room.disk_room import StoreSettings
 from engine.storage.sealing.unlocking import unlock
 from engine.storage.service.erasures import StoredErasures
 from engine.storage.service.log_sync import LogSync
 from engine.storage.service.store_queue import StoreQueue
 from engine.storage.slabs.slabs import DiskCalls
+from engine.storage.space.disk_space import StoreSettings
 from engine.storage.store import DiskError, DiskStore
 
 READ_BYTES = 2**18

@@ -29,11 +29,11 @@ from engine.storage.plans import PlannedRead
 from engine.storage.remote.copies import RemoteCopies
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import RemoteStore
-from engine.storage.room.disk_room import StoreSettings
 from engine.storage.sealing.key_ring import KeyRing
 from engine.storage.sealing.master_key import MasterKey
 from engine.storage.sealing.unlocking import SealSettings
 from engine.storage.slabs.slabs import DiskCalls
+from engine.storage.space.disk_space import StoreSettings
 from engine.storage.store import DiskStore
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.failing_calls import FailingCalls

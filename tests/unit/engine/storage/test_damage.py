@@ -18,7 +18,7 @@ from engine.moves import RecordId
 from engine.storage.folder import FolderLock, FolderRefused
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import INDEX_NAME, IndexUnusable
-from engine.storage.index.names import Scope
+from engine.storage.index.namespace_rows import Scope
 from engine.storage.rebuild import (
     Progress,
     RebuiltIndex,

@@ -15,11 +15,11 @@ from engine.api import Quota
 from engine.moves import ROOT, Fetch, Fetched, SetStoredQuotas
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import INDEX_NAME, LOG_BYTES_MAX, IndexUnusable
-from engine.storage.room.disk_room import NO_SLAB_MS
-from engine.storage.room.drop_order import PAUSE_MS
 from engine.storage.sealing.master_key import MasterKey
 from engine.storage.slabs.record import place_bytes_of
 from engine.storage.slabs.slabs import Place
+from engine.storage.space.disk_space import NO_SLAB_MS
+from engine.storage.space.eviction_order import PAUSE_MS
 from tests.unit.engine.storage.local_storage import LocalRig, MakeRig, run_in_turn
 from tests.unit.engine.storage.storage_rig import (
     LONG,
@@ -617,7 +617,7 @@ def test_what_is_dropped_ahead_of_need_holds_up_no_look(
     make: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There may be much of it: it is dropped over some seconds."""
-    monkeypatch.setattr("engine.storage.room.disk_room.DROP_AHEAD_TURNS", 3)
+    monkeypatch.setattr("engine.storage.space.disk_space.DROP_AHEAD_TURNS", 3)
     rig = make(slab_bytes=64 * PLACE)
     rig.store(A, LONG, promise_s=60.0)  # which keeps the only slab
     fill(rig, range(1_000, 1_020))

@@ -27,7 +27,7 @@ class Scope(Struct, frozen=True):
     seal: RecordSeal | None = None
 
 
-class NameRows:
+class NamespaceRows:
     """The scopes and payers of one index. Every method may raise apsw.Error."""
 
     def __init__(self, db: apsw.Connection, seals: Seals | None) -> None:

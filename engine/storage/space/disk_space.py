@@ -18,9 +18,9 @@ from engine.errors import InvariantViolation
 from engine.moves import ROOT, RecordId
 from engine.storage.index.index import RecordIndex
 from engine.storage.index.remote_rows import REMOTE
-from engine.storage.room.drop_order import DropOrder
-from engine.storage.room.quotas import DiskBooks, DiskQuotas
 from engine.storage.slabs.slabs import Place, SlabFiles
+from engine.storage.space.eviction_order import DiskEvictionOrder
+from engine.storage.space.quotas import DiskQuotas, DiskUsage
 
 HIGH_PART, RESUME_PART = 0.95, 0.90
 """Parts of the disk above which records are dropped ahead of need, and below which a disk that was
@@ -55,7 +55,7 @@ class StoreSettings:
         self.write_bytes_per_day = self.write_bytes_per_day or self.disk_bytes
 
 
-class DiskRoom:
+class DiskSpace:
     """The room of one open store. `full_reason`: why the disk takes nothing new; "" if it does.
     `order`: what goes first.
 
@@ -67,7 +67,7 @@ class DiskRoom:
         settings: StoreSettings,
         index: RecordIndex,
         slabs: SlabFiles,
-        books: DiskBooks,
+        books: DiskUsage,
         quotas: DiskQuotas,
         sizes: Sequence[int],
         *,
@@ -77,11 +77,11 @@ class DiskRoom:
         demote: Callable[[RecordId], bool],
     ) -> None:
         """`sizes`: of the places that this engine's records take, the largest first. Others: as in
-        `DropOrder`."""
+        `DiskEvictionOrder`."""
         self._settings, self._index, self._slabs, self._books = settings, index, slabs, books
         self._sizes, self._now_ms, self._drop = sizes, now_ms, drop
         self._quotas = quotas
-        self.order = DropOrder(
+        self.order = DiskEvictionOrder(
             *(index, slabs, books, quotas, sizes),
             pinned=pinned,
             now_ms=now_ms,
@@ -186,7 +186,7 @@ class DiskRoom:
 
         O(records). Raises InvariantViolation at the first mismatch.
         """
-        names, recount = self._index.names, DiskBooks()
+        names, recount = self._index.names, DiskUsage()
         children: Counter[RecordId] = Counter()
         places: set[Place] = set()
         ids: set[RecordId] = set()

@@ -1,6 +1,6 @@
-"""Looks: the disk is asked which records it has of a request's prompt, and they become copies.
+"""Ask the disk which records it has of a request's prompt; what it finds becomes copies.
 
-A look reads the index of the disk alone. What it finds is known here from then on, so that a load
+A lookup reads the index of the disk alone. What it finds is known here from then on, so that a load
 may bring it; what an erasure has met meanwhile is not taken. Only `disk_level` calls this module.
 """
 
@@ -15,7 +15,7 @@ from engine.levels.stored_prefixes import Copy
 from engine.moves import Look, Looked, Storage, StoredRun
 
 
-class Looks:
+class DiskLookups:
     """The looks that the disk has not answered, and the sequences whose look it has."""
 
     def __init__(

@@ -5,7 +5,7 @@ in, and those of a model that is not served any more. So a whole slab of another
 single records of the wanted one.
 
 It chooses; the store deletes, and its remote copies say which records are demoted instead. Only
-`disk_room` calls it.
+`disk_space` calls it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Final
 from engine.api import Payer
 from engine.moves import RecordId
 from engine.storage.index.index import RecordIndex
-from engine.storage.room.quotas import DiskBooks, DiskQuotas
 from engine.storage.slabs.slabs import SlabFiles
+from engine.storage.space.quotas import DiskQuotas, DiskUsage
 
 DROP_BATCH: Final = 16
 """Records that are dropped at once for room, at most."""
@@ -32,7 +32,7 @@ SHORT_PAUSE_MS: Final = 1_000
 it reads the rows of all of them; the second where the wanted size has no place at all."""
 
 
-class DropOrder:
+class DiskEvictionOrder:
     """What goes first for room. `sizes`: of the places that this engine's records take, the largest
     first; `pinned`: records that a store under way needs. `dropped_total`: records that went.
     """
@@ -41,7 +41,7 @@ class DropOrder:
         self,
         index: RecordIndex,
         slabs: SlabFiles,
-        books: DiskBooks,
+        books: DiskUsage,
         quotas: DiskQuotas,
         sizes: Sequence[int],
         *,

@@ -74,7 +74,7 @@ class DiskQuotas:
         return best
 
 
-class DiskBooks:
+class DiskUsage:
     """Bytes by payer and records by namespace: the sums of the index, kept while it changes.
 
     A store in flight is counted in bytes from its plan on, and in records from its commit on.
