@@ -1,7 +1,7 @@
 """Idempotent requests: an `Idempotency-Key` header replays the response to an earlier request.
 
 A key belongs to its tenant and to one request: path, query, version, body and workspace. The same
-request sent again gets the stored response, byte for byte, and pays nothing
+request sent again gets the first response, byte for byte, and pays nothing
 (`tenancy.ledger.idempotency` stores responses). The module knows no dialect and no engine;
 `gateway.generation.generation` and `gateway.generation.embedding` call it.
 """
@@ -22,7 +22,7 @@ from gateway.errors import Kind, Refusal
 from gateway.generation.rate_limits import report_limits, reserve
 from gateway.http.request_context import STATE
 from gateway.http.response import PIECE_BYTES, begin, send, streamed, write
-from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse, find
+from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord, find
 from tenancy.limits import NO_DEMAND
 from tenancy.types import HOUR_MS, Identity
 
@@ -51,7 +51,7 @@ class IdempotentRequest:
         self._size = 0
 
     async def replay(self, gateway: Context, request: web.BaseRequest) -> web.StreamResponse | None:
-        """Send the stored response again, a stream as a stream; None if there is none.
+        """Send the first response again, a stream as a stream; None if there is none.
 
         It counts as one request and no tokens. Headers that identify a request are this one's.
         Raises IdempotencyConflict, StoreError, Refusal, ClientGone.
@@ -88,7 +88,7 @@ class IdempotentRequest:
         answer = None
         if self._size <= self._settings.result_bytes_max:
             body = b"".join((*self._chunks, self._compressor.flush()))
-            answer = StoredResponse(msgspec.json.encode(head).decode(), body)
+            answer = ReplayedResponse(msgspec.json.encode(head).decode(), body)
         until_ms = now_ms + self._settings.keep_hours * HOUR_MS
         return ReplayRecord(until_ms, self._settings.tenant_bytes_max, answer)
 

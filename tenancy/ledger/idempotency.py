@@ -1,4 +1,4 @@
-"""Idempotency keys: which named requests run, and the stored responses of those that ended.
+"""Idempotency keys: which named requests run, and the responses that those which ended replay.
 
 A name (the `Idempotency-Key` header) belongs to its tenant. It is claimed in the transaction that
 writes the hold; the transaction that writes the entry stores the response or frees the name.
@@ -37,8 +37,8 @@ class Claim(Struct, frozen=True):
     names_max: int
 
 
-class StoredResponse(Struct, frozen=True):
-    """A complete stored response. `head` and `body` have the gateway's encoding."""
+class ReplayedResponse(Struct, frozen=True):
+    """A complete response that is sent again. `head` and `body` have the gateway's encoding."""
 
     head: str
     body: bytes
@@ -48,16 +48,16 @@ class ReplayRecord(Struct, frozen=True):
     """What is stored for replays of a named request that was answered.
 
     `until_ms`: its expiry. `bytes_max`: bound on the tenant's stored bodies. `answer`: None if the
-    response is too large to store.
+    response is too large to keep.
     """
 
     until_ms: int
     bytes_max: int
-    answer: StoredResponse | None
+    answer: ReplayedResponse | None
 
 
-def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> StoredResponse | None:
-    """Return the stored response of this request, or None if its name is free. O(log names).
+def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> ReplayedResponse | None:
+    """Return the response to replay for this request, or None if its name is free. O(log names).
 
     Raises IdempotencyConflict if the name is neither free nor replayable, and StoreError.
     """
@@ -78,7 +78,7 @@ def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> StoredRespo
             "The response to this Idempotency-Key was too large to store. The request does not run"
             " again under the same key; expected another key.",
         )
-    return StoredResponse(head, bytes(body))
+    return ReplayedResponse(head, bytes(body))
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class _NameRow:
     until_ms: int | None
     request_id: str
     size: int = 0
-    answer: StoredResponse | None = None
+    answer: ReplayedResponse | None = None
 
 
 class IdempotencyNames:

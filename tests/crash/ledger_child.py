@@ -17,7 +17,7 @@ from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.errors import TenancyError
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.holds import Progress
-from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
+from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord
 from tenancy.ledger.ledger import Hold, Ledger, NamedEntry, StorageReading, StorageReadings
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import PAYERS, RateCard, is_charged
@@ -98,9 +98,9 @@ def hold(request_id: str) -> Hold:
     return Hold(request_id, 1, 1, "m", 1, 5, 9, epoch="e1", claim=name)
 
 
-def answer(request_id: str) -> StoredResponse:
+def answer(request_id: str) -> ReplayedResponse:
     """Return the response to store."""
-    return StoredResponse("{}", request_id.encode() * 50)
+    return ReplayedResponse("{}", request_id.encode() * 50)
 
 
 def named(request_id: str) -> NamedEntry:

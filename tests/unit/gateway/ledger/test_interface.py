@@ -15,7 +15,7 @@ from gateway.ledger.interface import InProcessLedger, LedgerClient, OpenedLedger
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, IdempotencyConflict, LedgerUnavailable, TenancyError
 from tenancy.ledger.holds import Progress
-from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse, find
+from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord, find
 from tenancy.ledger.ledger import Ledger
 from tenancy.ledger.transactions import (
     EngineTotals,
@@ -143,7 +143,7 @@ async def test_refusals_keep_their_attributes(ledger: LedgerUnderTest) -> None:
 async def test_keeps_large_response_for_replay(ledger: LedgerUnderTest) -> None:
     """Byte for byte; it takes many reads of the socket."""
     body = bytes(range(256)) * 20_000
-    claim, answer = Claim("n", bytes(32), 10), StoredResponse("{}", body)
+    claim, answer = Claim("n", bytes(32), 10), ReplayedResponse("{}", body)
     await ledger.client.write(hold("a", claim))
     await ledger.client.write(NamedEntry(used("a", 10), ReplayRecord(10**15, 10**9, answer)))
 

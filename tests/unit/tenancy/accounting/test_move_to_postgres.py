@@ -31,7 +31,7 @@ from tenancy.history.samples import Sample, SampleDetails, write_samples
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.epochs import begin_ledger_epoch, ledger_epoch
 from tenancy.ledger.holds import Progress
-from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
+from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.transactions import EngineTotals, NamedEntry, StorageReading, StorageReadings
 from tenancy.pricing.budgets import Budget, set_budget
@@ -93,7 +93,7 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
         with store.change() as db:
             begin_ledger_epoch(db, wall(), "marked")
         ledger.hold(Hold("n", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(PATIENCE_S)
-        kept = ReplayRecord(10**15, 10**6, StoredResponse("head", b"\0body"))
+        kept = ReplayRecord(10**15, 10**6, ReplayedResponse("head", b"\0body"))
         ledger.settle(NamedEntry(used("n", wall()), kept)).result(PATIENCE_S)
         readings = StorageReadings("meter", 1, wall(), (StorageReading(1, "5m", 7),))
         ledger.write(readings).result(PATIENCE_S)

@@ -28,7 +28,7 @@ from tenancy.errors import BadName, KeyRefused
 from tenancy.history.request_records import RequestRecord, write_records
 from tenancy.history.request_users import UserNote, write_users
 from tenancy.history.samples import Sample, write_samples
-from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
+from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.transactions import NamedEntry
 from tenancy.pricing.budgets import Budget, set_budget
@@ -50,7 +50,7 @@ def furnish(store: Store, wall: Wall) -> str:
     set_budget(store, Budget(1, "day", hard_micros=10**9))
     ledger = Ledger(store, wall)
     ledger.hold(Hold("r", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(60)
-    keeping = ReplayRecord(10**15, 10**6, StoredResponse("head", b"what ada was told"))
+    keeping = ReplayRecord(10**15, 10**6, ReplayedResponse("head", b"what ada was told"))
     ledger.settle(NamedEntry(ENTRY, keeping)).result(60)
     ledger.close()
     create_cached_content(store, CONTENT, b"ada's words", CachedContentQuota())

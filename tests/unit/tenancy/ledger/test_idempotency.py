@@ -23,8 +23,8 @@ from tenancy.errors import IdempotencyConflict
 from tenancy.ledger.idempotency import (
     SWEPT_AT_ONCE,
     Claim,
+    ReplayedResponse,
     ReplayRecord,
-    StoredResponse,
     find,
     forget,
     sweep,
@@ -42,7 +42,7 @@ from tests.unit.tenancy.storage.postgres_server import Server
 
 KEPT_MS = 100
 ROOM = 1_000
-ANSWER = StoredResponse("head", b"body")
+ANSWER = ReplayedResponse("head", b"body")
 
 
 def claim(name: str = "n", body: str = "one", names_max: int = 50) -> Claim:
@@ -60,7 +60,7 @@ def entry(request_id: str, ending: str = "done", tenant_id: int = 1) -> UsageEnt
 
 
 def replay_record(
-    at_ms: int, answer: StoredResponse | None = ANSWER, bytes_max: int = ROOM
+    at_ms: int, answer: ReplayedResponse | None = ANSWER, bytes_max: int = ROOM
 ) -> ReplayRecord:
     return ReplayRecord(at_ms + KEPT_MS, bytes_max, answer)
 
@@ -73,7 +73,7 @@ def refusal(future: Future[None]) -> str:
 
 def found(
     store: Store, asked: Claim, at_ms: int, tenant_id: int = 1
-) -> StoredResponse | str | None:
+) -> ReplayedResponse | str | None:
     """Return the stored response, or the refusal's code."""
     try:
         return find(store, tenant_id, asked, at_ms)
@@ -188,7 +188,9 @@ def test_batches_equal_single_items(steps: list[tuple[Any, ...]], step_ms: int) 
                 holds = [item for item in items if isinstance(item, Hold)] or [hold("no", None, 1)]
                 ended = holds[which % len(holds)]
                 answer = (
-                    None if size is None else replay_record(at_ms, StoredResponse("h", b"." * size))
+                    None
+                    if size is None
+                    else replay_record(at_ms, ReplayedResponse("h", b"." * size))
                 )
                 done_now = entry(ended.request_id, tenant_id=ended.tenant_id)
                 items.append(NamedEntry(done_now, answer))
@@ -320,7 +322,7 @@ class Named(Struct):
     digest: bytes
     request_id: str
     until_ms: int | None = None
-    answer: StoredResponse | None = None
+    answer: ReplayedResponse | None = None
 
 
 class Clients(BookMachine):
@@ -337,7 +339,7 @@ class Clients(BookMachine):
         self.charged: set[str] = set()
         self.count = 0
 
-    def expected(self, tenant_id: int, asked: Claim) -> StoredResponse | str | None:
+    def expected(self, tenant_id: int, asked: Claim) -> ReplayedResponse | str | None:
         named = self.model.get((tenant_id, asked.name))
         if named is None or (named.until_ms is not None and named.until_ms <= self.wall()):
             return None
@@ -368,7 +370,7 @@ class Clients(BookMachine):
     def answer(self, which: int, size: int | None, twice: bool) -> None:
         request_id = sorted(self.running)[which % len(self.running)]
         tenant_id, name = self.running.pop(request_id)
-        answer = None if size is None else StoredResponse("h", request_id.encode() + b"." * size)
+        answer = None if size is None else ReplayedResponse("h", request_id.encode() + b"." * size)
         item = NamedEntry(
             entry(request_id, tenant_id=tenant_id), replay_record(self.wall(), answer)
         )

@@ -14,7 +14,7 @@ from tenancy.errors import BudgetExceeded, IdempotencyConflict, LimitExceeded, T
 from tenancy.ledger.child_process import FrameReader, encode_frame
 from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.holds import Progress, ProgressNote
-from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
+from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord
 from tenancy.ledger.protocol import (
     BatchResult,
     FromWriter,
@@ -63,7 +63,7 @@ def structs_of(kind: type[T], **more: st.SearchStrategy[object]) -> st.SearchStr
 
 
 CLAIM = st.none() | st.builds(Claim, TEXT, st.binary(max_size=40), NUMBER)
-ANSWER = st.none() | st.builds(StoredResponse, TEXT, st.binary(max_size=500))
+ANSWER = st.none() | st.builds(ReplayedResponse, TEXT, st.binary(max_size=500))
 KEEPING = st.none() | st.builds(ReplayRecord, NUMBER, NUMBER, ANSWER)
 ENTRY = structs_of(UsageEntry, ttft_ms=st.none() | NUMBER)
 PROGRESS = st.builds(Progress, COUNTS, COUNTS, *[st.integers(0, 2**63 - 1)] * 4)
@@ -167,7 +167,7 @@ def test_large_response_is_one_frame() -> None:
     body = bytes(20 * 2**20)
     item = NamedEntry(
         UsageEntry("a", 1, 1, "m", "done", 1, 2, 0, 0, 0, 0, 0, 0),
-        ReplayRecord(1, 2, StoredResponse("{}", body)),
+        ReplayRecord(1, 2, ReplayedResponse("{}", body)),
     )
     data, reader = encode_frame([item]), FrameReader()
     frames = [

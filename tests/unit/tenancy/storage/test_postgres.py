@@ -22,7 +22,7 @@ from tenancy.errors import (
     StoreError,
     TryAgain,
 )
-from tenancy.ledger.idempotency import Claim, ReplayRecord, StoredResponse
+from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.transactions import Item, LedgerTransactions, NamedEntry
 from tenancy.pricing.budgets import Budget, budget_states, set_budget
@@ -306,7 +306,7 @@ def test_batch_takes_few_round_trips(
     for size in (1, 1, 100):
         ids = [f"{len(found)}-{number}" for number in range(size)]
         claims = [Claim(name, bytes(32), 999) for name in ids]
-        kept = ReplayRecord(2_000_000, 10_000, StoredResponse("head", b"body"))
+        kept = ReplayRecord(2_000_000, 10_000, ReplayedResponse("head", b"body"))
         batches: list[list[Item]] = [
             [Hold(name, 1, 1, "m", wall()) for name in ids],
             [used(name, wall()) for name in ids],
