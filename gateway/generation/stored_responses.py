@@ -40,7 +40,7 @@ from tenancy.responses.conversations import (
 )
 from tenancy.responses.stored_responses import (
     LOADED_AT_ONCE,
-    ResponseRecord,
+    StoredResponse,
     delete_response,
     load_parts,
     load_thread,
@@ -239,7 +239,7 @@ class StoredAnswer:
         """
         self._encoder.is_stored = self._thread.store
         turn = await self._turn() if self._thread.conversation_id else None
-        record = ResponseRecord(
+        record = StoredResponse(
             response_id=self._response_id,
             tenant_id=self._identity.tenant.tenant_id,
             workspace=self._identity.workspace,

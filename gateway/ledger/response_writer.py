@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 
 from gateway.config import Config
-from tenancy.responses.stored_responses import ResponseRecord, store_responses
+from tenancy.responses.stored_responses import StoredResponse, store_responses
 from tenancy.responses.stored_sums import Obstacle, StorageQuota
 from tenancy.storage.interface import Store
 
@@ -26,7 +26,7 @@ def storage_quota(config: Config) -> StorageQuota:
     return StorageQuota(config.responses.per_tenant_max, config.responses.tenant_bytes_max)
 
 
-Waiting = tuple[ResponseRecord, asyncio.Future[Obstacle]]
+Waiting = tuple[StoredResponse, asyncio.Future[Obstacle]]
 
 
 class ResponseWriter:
@@ -39,7 +39,7 @@ class ResponseWriter:
         self._waiting: deque[Waiting] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    async def write(self, record: ResponseRecord) -> Obstacle:
+    async def write(self, record: StoredResponse) -> Obstacle:
         """Store a response; return why it is not stored, or an empty text once it is durable.
 
         A cancelled caller does not stop the write. Raises StoreError, and any other error of the

@@ -37,7 +37,7 @@ RENEWALS_PER_LIFETIME = 24
 """A thread's expiry is renewed this often at most: a renewal writes each of its rows."""
 
 
-class ResponseRecord(Struct, frozen=True):
+class StoredResponse(Struct, frozen=True):
     """A response to store.
 
     `previous_id`: the response that it continues. `input`: the request's own items; `response`: the
@@ -76,7 +76,7 @@ class StoredTurn(Struct, frozen=True):
 
 
 def store_responses(
-    store: Store, records: Sequence[ResponseRecord], quota: StorageQuota, thread_bytes_max: int
+    store: Store, records: Sequence[StoredResponse], quota: StorageQuota, thread_bytes_max: int
 ) -> list[Obstacle]:
     """Store responses in one transaction; return the obstacle of each that is not stored.
 
@@ -207,7 +207,7 @@ _LIVE = "response_id = ? and tenant_id = ? and workspace = ? and expires_ms > ?"
 
 
 def _store_response(
-    db: Transaction, sums: Sums, record: ResponseRecord, thread_bytes_max: int
+    db: Transaction, sums: Sums, record: StoredResponse, thread_bytes_max: int
 ) -> Obstacle:
     tenant_id, size = record.tenant_id, record.size
     obstacle: Obstacle = obstacle_of_owner(db, tenant_id, record.workspace, record.created_ms)
@@ -254,7 +254,7 @@ def _store_response(
     return ""
 
 
-def _renew(db: Transaction, thread_id: str, record: ResponseRecord) -> None:
+def _renew(db: Transaction, thread_id: str, record: StoredResponse) -> None:
     """Keep the earlier responses of a thread as long as the new one, and some of that longer, so
     that the next turns need not renew them."""
     slack_ms = (record.expires_ms - record.created_ms) // RENEWALS_PER_LIFETIME

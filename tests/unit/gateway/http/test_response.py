@@ -10,7 +10,7 @@ from msgspec.json import decode, encode
 
 from gateway.http.response import PIECE_BYTES
 from tenancy.accounts.tenants import find_tenant
-from tenancy.responses.stored_responses import ResponseRecord
+from tenancy.responses.stored_responses import StoredResponse
 from tenancy.types import HOUR_MS, wall_ms
 from tests.unit.gateway.gateway_fixture import (
     PATIENCE_S,
@@ -129,7 +129,7 @@ async def test_head_of_a_long_response_sends_no_body(gateway: GatewayFixture) ->
     body = encode({"output": [], "text": "x" * 2 * PIECE_BYTES})
     name, workspace = "resp_1", "default"
     owner = tenant.tenant_id, workspace
-    record = ResponseRecord(name, *owner, now_ms, now_ms + HOUR_MS, b"[]", body)
+    record = StoredResponse(name, *owner, now_ms, now_ms + HOUR_MS, b"[]", body)
     assert not await gateway.gateway.context.responses.write(record)
     async with gateway.connection() as (reader, writer):
         key = f"Authorization: Bearer {gateway.keys['ada']}"

@@ -10,12 +10,12 @@ import pytest
 from gateway.config import Config
 from gateway.ledger import response_writer
 from gateway.ledger.response_writer import ResponseWriter
-from tenancy.responses.stored_responses import ResponseRecord
+from tenancy.responses.stored_responses import StoredResponse
 from tenancy.responses.stored_sums import Obstacle
 from tenancy.storage.sqlite import SqliteStore
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
-RECORD = ResponseRecord(
+RECORD = StoredResponse(
     response_id="resp_1",
     tenant_id=1,
     workspace="",
@@ -39,7 +39,7 @@ async def test_unexpected_error_reaches_the_caller_and_the_next_write_succeeds(
 ) -> None:
     errors = [ZeroDivisionError("a fault of the program")]
 
-    def store_all(_: object, records: Sequence[ResponseRecord], *bounds: object) -> list[Obstacle]:
+    def store_all(_: object, records: Sequence[StoredResponse], *bounds: object) -> list[Obstacle]:
         if errors:
             raise errors.pop()
         return ["" for _ in records]

@@ -42,7 +42,7 @@ from tenancy.responses.conversations import (
     ItemRecord,
     create_conversation,
 )
-from tenancy.responses.stored_responses import ResponseRecord, store_responses
+from tenancy.responses.stored_responses import StoredResponse, store_responses
 from tenancy.responses.stored_sums import StorageQuota
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.sqlite import SqliteStore
@@ -77,7 +77,7 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
             b"\0\xff",
             CachedContentQuota(),
         )
-        turn = ResponseRecord("r1", 1, "lab", 1, 10**15, b"[]", b"{}")
+        turn = StoredResponse("r1", 1, "lab", 1, 10**15, b"[]", b"{}")
         talk = ConversationRecord("c1", 1, "lab", 1, 10**15, b"{}")
         create_conversation(store, talk, [ItemRecord("i1", b"{}")], StorageQuota(), 10**6)
         store_responses(store, [turn], StorageQuota(), 10**6)

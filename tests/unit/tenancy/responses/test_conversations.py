@@ -25,7 +25,7 @@ from tenancy.responses.conversations import (
     sweep_conversations,
 )
 from tenancy.responses.stored_responses import (
-    ResponseRecord,
+    StoredResponse,
     find_response,
     store_responses,
 )
@@ -39,7 +39,7 @@ OTHERS = ((2, "default"), (1, "other"))
 HI, YES = ItemRecord("i1", b"hi"), ItemRecord("i2", b"yes")
 ITEM_BYTES = 2 + ITEM_OVERHEAD_BYTES
 SUMS = "select tenant_id, responses, bytes from stored_sums order by 1"
-ANSWER = ResponseRecord("r1", 1, "default", 2_000, 62_000, b"in", b"out")
+ANSWER = StoredResponse("r1", 1, "default", 2_000, 62_000, b"in", b"out")
 
 
 def make(

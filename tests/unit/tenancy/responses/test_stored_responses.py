@@ -9,7 +9,7 @@ from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import ErasureReceipt, write_receipt
 from tenancy.responses.stored_responses import (
     SWEPT_AT_ONCE,
-    ResponseRecord,
+    StoredResponse,
     StoredTurn,
     delete_response,
     erase_stored,
@@ -23,14 +23,14 @@ from tenancy.responses.stored_sums import NO_QUOTA, StorageQuota
 from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall
 
-ONE = ResponseRecord("r1", 1, "default", 1_000, 61_000, b"in1", b"out1")
+ONE = StoredResponse("r1", 1, "default", 1_000, 61_000, b"in1", b"out1")
 TWO = replace(
     ONE, response_id="r2", previous_id="r1", created_ms=31_000, expires_ms=91_000, input=b"in2"
 )
 SUMS = "select tenant_id, responses, bytes from stored_sums order by 1"
 
 
-def keep(store: Store, *records: ResponseRecord, quota: StorageQuota = NO_QUOTA) -> list[str]:
+def keep(store: Store, *records: StoredResponse, quota: StorageQuota = NO_QUOTA) -> list[str]:
     """Store the records; return the obstacles."""
     return list(store_responses(store, records, quota, 1_000))
 
