@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from engine.model_store import DEFAULT_MODEL
-from tests.attacks.house import House
+from tests.attacks.attacked_server import AttackedServer
 from tests.e2e.real_core import real_card
 from tests.models import write_folder
 from tests.unit.gateway.gateway_fixture import card, gateway, unopened_gateway
 
 __all__ = ["card", "gateway", "unopened_gateway"]
 
-MakeHouse = Callable[..., House]
+StartServer = Callable[..., AttackedServer]
 
 
 @pytest.fixture(scope="session")
@@ -26,40 +26,42 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def make_house(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeHouse]:
+def start_server(
+    tiny_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartServer]:
     """Return a function that starts a server of the tiny model with settings as TOML."""
-    houses: list[House] = []
+    servers: list[AttackedServer] = []
 
-    def make(settings: str = "", *, descriptors: int = 0) -> House:
-        folder = tmp_path_factory.mktemp("house")
-        house = House(folder, tiny_model, settings, descriptors=descriptors)
-        house.start()
-        houses.append(house)
-        return house
+    def make(settings: str = "", *, descriptors: int = 0) -> AttackedServer:
+        folder = tmp_path_factory.mktemp("server")
+        server = AttackedServer(folder, tiny_model, settings, descriptors=descriptors)
+        server.start()
+        servers.append(server)
+        return server
 
     yield make
-    for house in houses:
-        house.stop()
+    for server in servers:
+        server.stop()
 
 
 @pytest.fixture(scope="module")
-def house(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def server(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]:
     """Yield a server of the tiny model with default settings, shared by a file's tests."""
-    yield from _running(House(tmp_path_factory.mktemp("house"), tiny_model))
+    yield from _running(AttackedServer(tmp_path_factory.mktemp("server"), tiny_model))
 
 
 @pytest.fixture(scope="module")
-def default_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def default_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedServer]:
     """Yield a server of the default model; skips the test if the model was not fetched."""
     real_card()
     data = Path(os.environ.get("TRUNKLINE_DATA_DIR", "data"))
-    folder = tmp_path_factory.mktemp("house")
-    yield from _running(House(folder, DEFAULT_MODEL, "[engine]\n", data=data))
+    folder = tmp_path_factory.mktemp("server")
+    yield from _running(AttackedServer(folder, DEFAULT_MODEL, "[engine]\n", data=data))
 
 
-def _running(house: House) -> Iterator[House]:
-    house.start()
+def _running(server: AttackedServer) -> Iterator[AttackedServer]:
+    server.start()
     try:
-        yield house
+        yield server
     finally:
-        house.stop()
+        server.stop()

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from tests.attacks.house import ANSWER_S, House
+from tests.attacks.attacked_server import ANSWER_S, AttackedServer
 
 HEALTH_INTERVAL_S = 0.005
 """Between two health checks."""
@@ -105,11 +105,13 @@ def check_undisturbed(
 
 
 class Probe:
-    """A quiet tenant of a house."""
+    """A quiet tenant of a server."""
 
-    def __init__(self, house: House, key: str, text: str = "hello there, how are you") -> None:
+    def __init__(
+        self, server: AttackedServer, key: str, text: str = "hello there, how are you"
+    ) -> None:
         """`text`: what the tenant sends each time; after the first chat its prefix is cached."""
-        self._house = house
+        self._server = server
         self._key = key
         self._text = text
 
@@ -127,10 +129,10 @@ class Probe:
     def observing(self, chats: int = 50) -> Iterator[subprocess.Popen[bytes]]:
         """Start to send chats, and yield the process whose result `finished` waits for."""
         asked = {
-            "port": self._house.port,
+            "port": self._server.port,
             "key": self._key,
             "chats": chats,
-            "body": self._house.chat(
+            "body": self._server.chat(
                 self._text, max_tokens=4, stream=True, stream_options={"include_usage": True}
             ),
         }

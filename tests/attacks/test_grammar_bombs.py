@@ -8,19 +8,19 @@ import time
 
 import pytest
 
-from tests.attacks.conftest import MakeHouse
-from tests.attacks.house import Answer, House, flood
+from tests.attacks.attacked_server import Answer, AttackedServer, flood
+from tests.attacks.conftest import StartServer
 
 TIMES = 4.0
 """Most times that another tenant's new schema may take, of the time alone."""
 NOISE_S = 0.1
 
 
-def constrained(house: House, schema: object, **more: object) -> dict[str, object]:
+def constrained(server: AttackedServer, schema: object, **more: object) -> dict[str, object]:
     """Return a chat whose answer follows a schema."""
     wanted = {"name": "n", "schema": schema, "strict": True}
     response_format = {"type": "json_schema", "json_schema": wanted}
-    return {**house.chat(max_tokens=4, response_format=response_format), **more}
+    return {**server.chat(max_tokens=4, response_format=response_format), **more}
 
 
 def bomb(number: int) -> dict[str, object]:
@@ -42,8 +42,8 @@ def small(number: int) -> dict[str, object]:
 class NewSchemas:
     """A quiet tenant that sends a new schema each time."""
 
-    def __init__(self, house: House, name: str) -> None:
-        self._house, self._key = house, house.tenant(name)
+    def __init__(self, server: AttackedServer, name: str) -> None:
+        self._server, self._key = server, server.tenant(name)
         self._numbers = itertools.count()
 
     def median_s(self, count: int = 7) -> float:
@@ -52,25 +52,25 @@ class NewSchemas:
 
     def _ask(self) -> float:
         began_s = time.monotonic()
-        body = constrained(self._house, small(next(self._numbers)))
-        answer = self._house.ask(self._key, "/v1/chat/completions", body)
+        body = constrained(self._server, small(next(self._numbers)))
+        answer = self._server.ask(self._key, "/v1/chat/completions", body)
         assert answer.status == 200, answer
         return time.monotonic() - began_s
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", ["one namespace", "a namespace for each"])
-def test_bombs_delay_no_other_tenant(house: House, spread: str) -> None:
+def test_bombs_delay_no_other_tenant(server: AttackedServer, spread: str) -> None:
     """`prompt_cache_key` makes namespaces, which must not make turns."""
     name = spread.replace(" ", "-")
-    quiet, attacker = NewSchemas(house, f"quiet-{name}"), house.tenant(f"attacker-{name}")
+    quiet, attacker = NewSchemas(server, f"quiet-{name}"), server.tenant(f"attacker-{name}")
     numbers = itertools.count(0 if spread == "one namespace" else 10_000)
 
     def attack() -> Answer:
         number = next(numbers)
         more = {} if spread == "one namespace" else {"prompt_cache_key": f"p{number}"}
-        body = constrained(house, bomb(number), **more)
-        return house.ask(attacker, "/v1/chat/completions", body)
+        body = constrained(server, bomb(number), **more)
+        return server.ask(attacker, "/v1/chat/completions", body)
 
     quiet.median_s()  # the compiler's processes have started
     alone_s = quiet.median_s()
@@ -85,20 +85,22 @@ def test_bombs_delay_no_other_tenant(house: House, spread: str) -> None:
 
 
 @pytest.mark.slow
-def test_waiting_for_grammars_does_not_make_the_engine_look_stuck(make_house: MakeHouse) -> None:
+def test_waiting_for_grammars_does_not_make_the_engine_look_stuck(
+    start_server: StartServer,
+) -> None:
     """No step is taken while all requests wait for a grammar, for longer than a step may take."""
-    house = make_house("[engine]\nthreads = 1\nkv_blocks = 256\nstep_timeout_s = 2.0\n")
-    attacker = house.tenant("attacker")
+    server = start_server("[engine]\nthreads = 1\nkv_blocks = 256\nstep_timeout_s = 2.0\n")
+    attacker = server.tenant("attacker")
     numbers = itertools.count()
 
     def attack() -> Answer:
-        body = constrained(house, bomb(next(numbers)))
-        return house.ask(attacker, "/v1/chat/completions", body)
+        body = constrained(server, bomb(next(numbers)))
+        return server.ask(attacker, "/v1/chat/completions", body)
 
     until_s = time.monotonic() + 8.0
     with flood(attack, 4) as done:
         while time.monotonic() < until_s or not done:
-            assert house.ask("", "/healthz", method="GET").status == 200
+            assert server.ask("", "/healthz", method="GET").status == 200
 
-    assert house.log_events("engine_stuck") == []
-    assert house.log_events("engine_died") == []
+    assert server.log_events("engine_stuck") == []
+    assert server.log_events("engine_died") == []

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.attacks.house import House, flood
+from tests.attacks.attacked_server import AttackedServer, flood
 from tests.attacks.probe import Probe, check_undisturbed
 
 pytestmark = pytest.mark.slow
@@ -18,54 +18,54 @@ PAUSE_BETWEEN_S = 0.3
 """Between two bodies: their client shares the machine with the server that it attacks."""
 
 
-def chat_of(house: House, content: object, **more: object) -> dict[str, object]:
-    return {**house.chat(), "messages": [{"role": "user", "content": content}], **more}
+def chat_of(server: AttackedServer, content: object, **more: object) -> dict[str, object]:
+    return {**server.chat(), "messages": [{"role": "user", "content": content}], **more}
 
 
-def brackets(house: House) -> tuple[str, object]:
+def brackets(server: AttackedServer) -> tuple[str, object]:
     """Row 1: a pattern of open brackets, tried from each one to the end (10.8 s)."""
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "[" * 20_000}}}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    return "/v1/chat/completions", house.chat(response_format=form)
+    return "/v1/chat/completions", server.chat(response_format=form)
 
 
-def long_text(house: House) -> tuple[str, object]:
+def long_text(server: AttackedServer) -> tuple[str, object]:
     """Row 2: a long text that was tokenized without letting other threads run (1.9 s)."""
     words = "".join(f"the quick brown fox {number} " for number in range(110_000))
-    return "/v1/messages/count_tokens", chat_of(house, words)
+    return "/v1/messages/count_tokens", chat_of(server, words)
 
 
-def empty_parts(house: House) -> tuple[str, object]:
+def empty_parts(server: AttackedServer) -> tuple[str, object]:
     """Row 16: parts of a message (1.7 s)."""
-    return "/v1/chat/completions", chat_of(house, [{"type": "text", "text": ""}] * 380_000)
+    return "/v1/chat/completions", chat_of(server, [{"type": "text", "text": ""}] * 380_000)
 
 
-def many_keys(house: House) -> tuple[str, object]:
+def many_keys(server: AttackedServer) -> tuple[str, object]:
     """Row 16: JSON values that mean nothing (0.25 to 0.42 s)."""
-    return "/v1/chat/completions", house.chat(metadata={f"k{n:06x}": 0 for n in range(500_000)})
+    return "/v1/chat/completions", server.chat(metadata={f"k{n:06x}": 0 for n in range(500_000)})
 
 
-def many_prompts(house: House) -> tuple[str, object]:
+def many_prompts(server: AttackedServer) -> tuple[str, object]:
     """Row 16: prompts just short enough to be tokenized on the loop (0.73 s)."""
     prompts = ["".join(f"{n}x{word} " for word in range(800))[:4_000] for n in range(128)]
-    return "/v1/completions", {"model": house.model, "prompt": prompts, "max_tokens": 1}
+    return "/v1/completions", {"model": server.model, "prompt": prompts, "max_tokens": 1}
 
 
-BODIES: dict[str, Callable[[House], tuple[str, object]]] = {
+BODIES: dict[str, Callable[[AttackedServer], tuple[str, object]]] = {
     made.__name__: made for made in (brackets, long_text, empty_parts, many_keys, many_prompts)
 }
 
 
 @pytest.mark.parametrize("shape", BODIES)
-def test_a_body_of_any_shape_stops_no_other_tenant(house: House, shape: str) -> None:
+def test_a_body_of_any_shape_stops_no_other_tenant(server: AttackedServer, shape: str) -> None:
     """The attacker has no limit of requests; each body is answered or refused by its size."""
-    quiet, key = Probe(house, house.tenant(f"quiet-{shape}")), house.tenant(f"shape-{shape}")
-    path, asked = BODIES[shape](house)
+    quiet, key = Probe(server, server.tenant(f"quiet-{shape}")), server.tenant(f"shape-{shape}")
+    path, asked = BODIES[shape](server)
     packed = gzip.compress(json.dumps(asked).encode())
     headers = {"Content-Encoding": "gzip", "anthropic-version": "2023-06-01"}
 
     def send() -> int:
-        status = house.ask(key, path, packed, headers=headers).status
+        status = server.ask(key, path, packed, headers=headers).status
         time.sleep(PAUSE_BETWEEN_S)
         return status
 

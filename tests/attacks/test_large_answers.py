@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.attacks.house import Answer, House, flood
+from tests.attacks.attacked_server import Answer, AttackedServer, flood
 from tests.attacks.probe import Probe
 from tests.models import tiny_config, write_folder
 
@@ -18,18 +18,18 @@ LOGPROBS = 20
 
 
 @pytest.fixture
-def long_context(tmp_path: Path) -> Iterator[House]:
+def long_context(tmp_path: Path) -> Iterator[AttackedServer]:
     """Yield a server whose model has room for a prompt with more than a frame of logprobs."""
     model = write_folder(tmp_path / "long", tiny_config(context=4_096))
     settings = "[engine]\nthreads = 1\nkv_blocks = 1024\nprefill_chunk_tokens_max = 2048\n"
-    house = House(tmp_path, str(model), settings)
-    house.start()
-    yield house
-    house.stop()
+    server = AttackedServer(tmp_path, str(model), settings)
+    server.start()
+    yield server
+    server.stop()
 
 
 @pytest.mark.slow
-def test_prompts_with_logprobs_leave_other_streams_whole(long_context: House) -> None:
+def test_prompts_with_logprobs_leave_other_streams_whole(long_context: AttackedServer) -> None:
     """1.9 MB of logprobs for each answer; the quiet tenant's streams end as ever."""
     quiet = Probe(long_context, long_context.tenant("quiet"))
     attacker = long_context.tenant("attacker")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.attacks.house import House, flood
+from tests.attacks.attacked_server import AttackedServer, flood
 from tests.attacks.probe import Probe, check_undisturbed
 
 pytestmark = pytest.mark.slow
@@ -34,21 +34,23 @@ BODY_BYTES = 10 * 2**20
 
 
 @contextlib.contextmanager
-def held(house: House, count: int) -> Iterator[list[socket.socket]]:
+def held(server: AttackedServer, count: int) -> Iterator[list[socket.socket]]:
     """Yield this many connections, closed at the end."""
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(house.connect(f"127.0.0.{2 + n % 50}")) for n in range(count)]
+        yield [stack.enter_context(server.connect(f"127.0.0.{2 + n % 50}")) for n in range(count)]
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_calls_beyond_a_tenants_minute_leave_others_alone(house: House, call: str) -> None:
+def test_calls_beyond_a_tenants_minute_leave_others_alone(
+    server: AttackedServer, call: str
+) -> None:
     """One request a minute is one of any kind; all the others are refused unread."""
     name = call.replace(" ", "-")
-    quiet = Probe(house, house.tenant(f"quiet-{name}"))
-    key = house.tenant(f"flood-{name}", requests_per_minute=1, requests_at_once=1)
+    quiet = Probe(server, server.tenant(f"quiet-{name}"))
+    key = server.tenant(f"flood-{name}", requests_per_minute=1, requests_at_once=1)
     method, path, body = CALLS[call]
     alone = quiet.observe_alone()
-    with flood(lambda: house.ask(key, path, body, method=method).status, 4) as done:
+    with flood(lambda: server.ask(key, path, body, method=method).status, 4) as done:
         beside = quiet.observe()
     seen = Counter(done)
 
@@ -58,17 +60,17 @@ def test_calls_beyond_a_tenants_minute_leave_others_alone(house: House, call: st
     assert seen[429] > 10
 
 
-def test_bodies_of_one_tenant_fill_its_share_and_no_more(house: House) -> None:
+def test_bodies_of_one_tenant_fill_its_share_and_no_more(server: AttackedServer) -> None:
     """Sixty uploads that nearly end, of a tenant without limits: 64 MiB of them are taken, and the
     others are told why not while they still send."""
-    quiet, key = Probe(house, house.tenant("quiet-bodies")), house.tenant("uploads")
-    alone, before_mib = quiet.observe_alone(), house.resident_mib()
-    head = house.head(key, "/v1/chat/completions", f"Content-Length: {BODY_BYTES}")
+    quiet, key = Probe(server, server.tenant("quiet-bodies")), server.tenant("uploads")
+    alone, before_mib = quiet.observe_alone(), server.resident_mib()
+    head = server.head(key, "/v1/chat/completions", f"Content-Length: {BODY_BYTES}")
     piece, refused = b" " * (BODY_BYTES - 100), 0
-    with held(house, 60) as connections:
+    with held(server, 60) as connections:
         for connection in connections:
             connection.sendall(head + piece)
-        beside, most_mib = quiet.observe(), house.resident_mib()
+        beside, most_mib = quiet.observe(), server.resident_mib()
         for connection in connections:
             connection.settimeout(0.01)
             with contextlib.suppress(TimeoutError):
@@ -79,21 +81,21 @@ def test_bodies_of_one_tenant_fill_its_share_and_no_more(house: House) -> None:
     assert most_mib < before_mib + 160
 
 
-def test_pipelined_answers_without_a_reader_are_not_made(house: House) -> None:
+def test_pipelined_answers_without_a_reader_are_not_made(server: AttackedServer) -> None:
     """Answers of 60 kB, replayed again and again: a connection holds a few of them."""
-    quiet, key = Probe(house, house.tenant("quiet-pipeline")), house.tenant("pipeline")
-    asked = {"model": house.model, "prompt": [[7, 8, 9]] * 56, "max_tokens": 4, "logprobs": 5}
+    quiet, key = Probe(server, server.tenant("quiet-pipeline")), server.tenant("pipeline")
+    asked = {"model": server.model, "prompt": [[7, 8, 9]] * 56, "max_tokens": 4, "logprobs": 5}
     body = json.dumps({**asked, "temperature": 0, "ignore_eos": True, "echo": True}).encode()
-    first = house.ask(key, "/v1/completions", body, headers={"Idempotency-Key": "k"})
+    first = server.ask(key, "/v1/completions", body, headers={"Idempotency-Key": "k"})
     lines = ("Idempotency-Key: k", f"Content-Length: {len(body)}")
-    one = house.head(key, "/v1/completions", *lines) + body
-    alone, before_mib = quiet.observe_alone(), house.resident_mib()
-    with held(house, 4) as connections:
+    one = server.head(key, "/v1/completions", *lines) + body
+    alone, before_mib = quiet.observe_alone(), server.resident_mib()
+    with held(server, 4) as connections:
         for connection in connections:
             connection.settimeout(2.0)
             with contextlib.suppress(OSError):  # the server receives no more
                 connection.sendall(one * 4_000)
-        beside, most_mib = quiet.observe(), house.resident_mib()
+        beside, most_mib = quiet.observe(), server.resident_mib()
 
     assert (first.status, len(first.body) > 20_000) == (200, True)
     check_undisturbed(alone, beside, pause_s=None)

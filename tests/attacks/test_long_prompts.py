@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.attacks.house import House, flood
+from tests.attacks.attacked_server import AttackedServer, flood
 from tests.attacks.probe import Probe, check_undisturbed
 
 pytestmark = pytest.mark.slow
@@ -19,17 +19,17 @@ request that computes 24 tokens (2.1 and 2.2 times); 71 before the steps were bo
 QUIET_TEXT = "You are a librarian who knows each book. " * 60
 
 
-def test_long_prompts_leave_the_quiet_tenant_its_time(default_house: House) -> None:
+def test_long_prompts_leave_the_quiet_tenant_its_time(default_server: AttackedServer) -> None:
     """Four clients have prompts computed without end (twelve made it 71 times the time alone)."""
-    house = default_house
-    quiet = Probe(house, house.tenant("quiet", floor_blocks=200), QUIET_TEXT)
-    key, serial = house.tenant("flood"), itertools.count()
+    server = default_server
+    quiet = Probe(server, server.tenant("quiet", floor_blocks=200), QUIET_TEXT)
+    key, serial = server.tenant("flood"), itertools.count()
 
     def send() -> int:
         number = next(serial)
         ids = [100 + (number * 7_919 + place * 31) % 48_000 for place in range(PROMPT_TOKENS)]
-        body = {"model": house.model, "prompt": ids, "max_tokens": 4, "temperature": 0}
-        return house.ask(key, "/v1/completions", body).status
+        body = {"model": server.model, "prompt": ids, "max_tokens": 4, "temperature": 0}
+        return server.ask(key, "/v1/completions", body).status
 
     alone = quiet.observe_alone(20)
     with flood(send, threads=4) as statuses:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.attacks.house import Answer, House, flood
+from tests.attacks.attacked_server import Answer, AttackedServer, flood
 from tests.attacks.probe import Observed, Probe, check_undisturbed
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -26,7 +26,7 @@ TEXTS_BETWEEN = 20
 caches still hold the vocabulary's entries for the words."""
 
 
-def attack(house: House, name: str, number: int) -> tuple[str, dict[str, object]]:
+def attack(server: AttackedServer, name: str, number: int) -> tuple[str, dict[str, object]]:
     """Return the path and the body of one request of an attack; each has a text of its own."""
     said = [{"role": "user", "content": f"{number}"}]
     match name:
@@ -60,16 +60,16 @@ ATTACKS = ("long counts", "text that cannot fit", "messages", "tools", "values",
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
-def test_long_work_leaves_the_quiet_tenant_alone(house: House, name: str) -> None:
+def test_long_work_leaves_the_quiet_tenant_alone(server: AttackedServer, name: str) -> None:
     """Four connections of one tenant, whose requests are refused or only counted."""
     word = name.replace(" ", "-")
-    quiet, key = Probe(house, house.tenant(f"quiet-{word}")), house.tenant(f"attacker-{word}")
+    quiet, key = Probe(server, server.tenant(f"quiet-{word}")), server.tenant(f"attacker-{word}")
     numbers = itertools.count()
 
     def act() -> Answer:
-        path, body = attack(house, name, next(numbers))
-        data = gzip.compress(json.dumps({"model": house.model, **body}).encode(), 1)
-        return house.ask(key, path, data, headers=HEADERS)
+        path, body = attack(server, name, next(numbers))
+        data = gzip.compress(json.dumps({"model": server.model, **body}).encode(), 1)
+        return server.ask(key, path, data, headers=HEADERS)
 
     alone = quiet.observe_alone()
     with flood(act) as done:

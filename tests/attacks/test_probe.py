@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.attacks.house import House, flood
+from tests.attacks.attacked_server import AttackedServer, flood
 from tests.attacks.probe import Observed, Probe, check_undisturbed
 
 FAST = tuple(0.005 for _ in range(100))
@@ -30,12 +30,12 @@ def test_each_fault_is_found(fault: str) -> None:
 
 
 @pytest.mark.slow
-def test_small_requests_of_another_tenant_do_not_disturb(house: House) -> None:
+def test_small_requests_of_another_tenant_do_not_disturb(server: AttackedServer) -> None:
     """The harness: two tenants, one of which sends small requests from two connections."""
-    quiet = Probe(house, house.tenant("quiet-probe"))
-    busy = house.tenant("busy-probe")
+    quiet = Probe(server, server.tenant("quiet-probe"))
+    busy = server.tenant("busy-probe")
     alone = quiet.observe_alone()
-    with flood(lambda: house.ask(busy, "/v1/chat/completions", house.chat()).status, 2) as done:
+    with flood(lambda: server.ask(busy, "/v1/chat/completions", server.chat()).status, 2) as done:
         beside = quiet.observe()
 
     check_undisturbed(alone, beside, pause_s=None)

@@ -8,50 +8,50 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.house import House
+from tests.attacks.attacked_server import AttackedServer
 
 
-def body(house: House, first: int, words: int, **more: Any) -> dict[str, Any]:
+def body(server: AttackedServer, first: int, words: int, **more: Any) -> dict[str, Any]:
     """Return a chat of a prompt that no other request has."""
     text = " ".join(str(first + number) for number in range(words))
-    return {**house.chat(), "messages": [{"role": "user", "content": text}], **more}
+    return {**server.chat(), "messages": [{"role": "user", "content": text}], **more}
 
 
 @pytest.mark.slow
-def test_promises_leave_the_quiet_tenant_its_prompts(house: House) -> None:
+def test_promises_leave_the_quiet_tenant_its_prompts(server: AttackedServer) -> None:
     """The attacker renews its promises; the quiet tenant's long prompts are still admitted."""
-    quiet, attacker = house.tenant("quiet-promises"), house.tenant("attacker-promises")
+    quiet, attacker = server.tenant("quiet-promises"), server.tenant("attacker-promises")
     path, ttl = "/v1/chat/completions", {"mode": "implicit", "ttl": "12h"}
     told = []
     for number in range(40):
-        asked = body(house, 1_000 + 100 * number, 60, prompt_cache_options=ttl)
-        answer = house.ask(attacker, path, asked)
+        asked = body(server, 1_000 + 100 * number, 60, prompt_cache_options=ttl)
+        answer = server.ask(attacker, path, asked)
         assert answer.status == 200
         told.append(json.loads(answer.body)["usage"].get("trunkline"))
-    longest = [body(house, 90_000 + 100 * number, 60) for number in range(10)]
+    longest = [body(server, 90_000 + 100 * number, 60) for number in range(10)]
 
-    assert [house.ask(quiet, path, one).status for one in longest] == [200] * 10
+    assert [server.ask(quiet, path, one).status for one in longest] == [200] * 10
     assert told[0] is None
     assert told[-1]["cache"]["bound"] == "quota"
 
 
 @pytest.mark.slow
-def test_deploy_keeps_what_was_written(make_house: Callable[..., House]) -> None:
+def test_deploy_keeps_what_was_written(start_server: Callable[..., AttackedServer]) -> None:
     """A clean stop and start, with another engine: read and billed as read, not written again."""
-    house = make_house()
-    key = house.tenant("kept")
+    server = start_server()
+    key = server.tenant("kept")
     mark = {"type": "ephemeral", "ttl": "1h"}
     text = " ".join(map(str, range(1_000, 1_060)))
     asked = {
-        **house.chat(),
+        **server.chat(),
         "system": [{"type": "text", "text": text, "cache_control": mark}],
     }
     usages = []
     for _ in range(2):
-        answer = house.ask(key, "/v1/messages", asked, headers={"anthropic-version": "2023-06-01"})
+        answer = server.ask(key, "/v1/messages", asked, headers={"anthropic-version": "2023-06-01"})
         usages.append(json.loads(answer.body)["usage"])
-        assert house.stop() == 0
-        house.start()
+        assert server.stop() == 0
+        server.start()
     written = usages[0]["cache_creation_input_tokens"]
 
     assert written > 60

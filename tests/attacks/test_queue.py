@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from engine.statistics import Stats
-from tests.attacks.conftest import MakeHouse
-from tests.attacks.house import Answer, flood
+from tests.attacks.attacked_server import Answer, flood
+from tests.attacks.conftest import StartServer
 from tests.attacks.probe import Probe, check_undisturbed
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -27,14 +27,14 @@ queue_requests_max = 24
 
 
 @pytest.mark.slow
-def test_a_full_queue_refuses_the_tenant_that_fills_it(make_house: MakeHouse) -> None:
+def test_a_full_queue_refuses_the_tenant_that_fills_it(start_server: StartServer) -> None:
     """Calls of many prompts count as many; each refusal comes at once and has a retry time."""
-    house = make_house(SETTINGS)
-    quiet = Probe(house, house.tenant("quiet"))
-    key = house.tenant("attacker")
-    body = {"model": house.model, "prompt": ["count on"] * 8, "max_tokens": 40, "ignore_eos": True}
+    server = start_server(SETTINGS)
+    quiet = Probe(server, server.tenant("quiet"))
+    key = server.tenant("attacker")
+    body = {"model": server.model, "prompt": ["count on"] * 8, "max_tokens": 40, "ignore_eos": True}
     alone = quiet.observe_alone()
-    with flood(lambda: house.ask(key, "/v1/completions", body), threads=12) as answers:
+    with flood(lambda: server.ask(key, "/v1/completions", body), threads=12) as answers:
         beside = quiet.observe()
     refused = [a for a in answers if isinstance(a, Answer) and a.status == 503]
 

@@ -1,8 +1,8 @@
 """A server under attack: `trunkline serve` as a process, its tenants, and what it uses.
 
 The engine is real. The model is tiny unless a test names another one. Calls block: attackers are
-threads (`flood`) or bare sockets (`House.connect`), and the quiet tenant is a process of its own
-(`tests.attacks.probe`), so that no attacker's Python slows the measurement down.
+threads (`flood`) or bare sockets (`AttackedServer.connect`), and the quiet tenant is a process of
+its own (`tests.attacks.probe`), so that no attacker's Python slows the measurement down.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Answer:
         return ""
 
 
-class House:
+class AttackedServer:
     """A server process with its data directory, and an operator that makes tenants."""
 
     def __init__(
