@@ -10,8 +10,12 @@ It knows no tensor and no clock. Rules:
    ignores them is still correct.
 4. A step never reads the value of a token sampled by a step not yet collected: such a row has
    `token_ids=None`, and its one token is the last one its sequence sampled, which the runner keeps.
-5. A sequence with a mask samples no token that the mask excludes, for any logits; masks are not
-   written after the launch.
+   Such a row was planned as if the step before samples one token of its sequence. So a runner may
+   sample several (where it verifies drafts) only of a sequence with no row in a later step in
+   flight: at a `pipeline_depth` of 1, or where core plans none before the step is collected. The KV
+   of no sampled token is computed: later rows compute it, scheduled as those of a prompt.
+5. The first token that a sequence with a mask samples is one that the mask allows, for any logits;
+   masks are not written after the launch. A further one that the grammar excludes ends its request.
 6. No token is sampled from a row of logits that has a NaN or nothing above minus infinity: the
    sequences that would sample from it are in `failed`.
 """
@@ -31,6 +35,9 @@ Mask = npt.NDArray[np.int32]
 """The tokens that may be sampled: bit i % 32 of word i // 32 is 1 where token i may. int32
 [words].
 """
+
+TokensBySequence = dict[int, tuple[SampledToken, ...]]
+"""Tokens of sequences by their ids, each sequence's in order."""
 
 
 class BlockCopy(Struct, frozen=True, gc=False):
@@ -64,7 +71,7 @@ class Row(Struct, frozen=True, gc=False):
     the window groups of KV, as long as the first; an entry behind the window may be a hole (-1),
     which no query reads. `table_version` changes when an entry of any table changes to another
     block; appended entries and holes do not change it. `samples`: the ids of the
-    sequences that each sample a next token from the logits of the last position (several right
+    sequences that each sample next tokens from the logits of the last position (several right
     after a fork, none in the middle of a prompt). `prompt_logprobs`: report logprobs of the tokens
     that follow each computed position within `token_ids` + `next_token_id`. `attention`: what the
     row reads of `block_ids` where that is not all before it; what no token of the row reads may be
@@ -114,15 +121,16 @@ class StepPlan(Struct, frozen=True):
 class StepResult(Struct, frozen=True):
     """The results of one step.
 
-    `sampled` maps a sequence to the token that it sampled. `failed` maps a sequence to a stable
-    error code (`nan_logits`): only that sequence ends. `prompt_logprobs` maps a sequence to entries
-    for the positions it computed. `elapsed_s`: seconds that the device took, without the time in
-    which it waited for earlier steps or for the host; 0 where that is not measured.
+    `sampled` maps a sequence to the tokens that it sampled, one or more (rule 4). `failed` maps a
+    sequence to a stable error code (`nan_logits`): only that sequence ends. `prompt_logprobs` maps
+    a sequence to entries for the positions it computed. `elapsed_s`: seconds that the device took,
+    without the time in which it waited for earlier steps or for the host; 0 where that is not
+    measured.
     """
 
     step: int
-    sampled: dict[int, SampledToken] = {}
-    prompt_logprobs: dict[int, tuple[SampledToken, ...]] = {}
+    sampled: TokensBySequence = {}
+    prompt_logprobs: TokensBySequence = {}
     failed: dict[int, str] = {}
     elapsed_s: float = 0.0
 

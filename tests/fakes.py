@@ -17,7 +17,7 @@ import xxhash
 from engine.api import AttentionWindow, EngineInfo, SampledToken, Sampling
 from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
-from engine.plan import BegunSequence, BlockCopy, Mask, Row, StepPlan, StepResult
+from engine.plan import BegunSequence, BlockCopy, Mask, Row, StepPlan, StepResult, TokensBySequence
 
 Slot = tuple[bytes, int, int]
 """The content of a slot of the fake KV: its namespace, its KV group and the exact prefix."""
@@ -97,9 +97,10 @@ class FakeRunner:
     `fail_launch` and `fail_collect`: step numbers that raise there; `nan_steps`: step numbers whose
     first sampling sequence is reported as failed. A broken step writes broken slots, which no row
     may read later. `spares_smoke_test`: steps of the engine's own smoke test do not break. `words`:
-    tokens that every sequence samples first. `computed_tokens` counts all computed tokens. With
-    `windows`, a row reads in each window group the keys in its window, and fails at a hole or a
-    slot of another group. `attention_of` returns a sequence's attention
+    tokens that every sequence samples first. `tokens_per_draw`: tokens that a sequence samples in a
+    step, all under its mask; several only at a `pipeline_depth` of 1. `computed_tokens` counts all
+    computed tokens. With `windows`, a row reads in each window group the keys in its window, and
+    fails at a hole or a slot of another group. `attention_of` returns a sequence's attention
     window: each token must read the keys that this allows it, no more and no less, and what is
     computed beyond its shared blocks is another sequence's KV for all others. Single-threaded;
     every call is O(tokens), with an attention window O(tokens * tokens).
@@ -124,6 +125,7 @@ class FakeRunner:
         self.nan_steps: set[int] = set()
         self.spares_smoke_test = False
         self.words: Sequence[int] = ()
+        self.tokens_per_draw = 1
         self._results: deque[StepResult] = deque()
         self._broken: dict[int, set[int]] = {}
 
@@ -166,9 +168,9 @@ class FakeRunner:
                 broken.update((row.sequence_id, *row.samples))
         self._broken[plan.step] = broken
         written: set[int] = set()
-        sampled: dict[int, SampledToken] = {}
+        sampled: TokensBySequence = {}
         failed: dict[int, str] = {}
-        logprobs: dict[int, tuple[SampledToken, ...]] = {}
+        logprobs: TokensBySequence = {}
         for row in plan.rows:
             self._write(row, written, is_broken=row.sequence_id in broken)
             if row.prompt_logprobs is not None:
@@ -281,19 +283,23 @@ class FakeRunner:
                 self.slots[slot] = BROKEN if is_broken else (namespace, group, contents[position])
         self.computed_tokens += row.count
 
-    def _draw(self, sequence_id: int, row: Row, mask: Mask | None) -> SampledToken:
+    def _draw(self, sequence_id: int, row: Row, mask: Mask | None) -> tuple[SampledToken, ...]:
         if sequence_id not in self.begun:
             raise OracleError(f"sequence {sequence_id} draws and has not begun")
         begun, own = self.begun[sequence_id], self.tokens[sequence_id]
         if len(own) != row.start + row.count:
             raise OracleError(f"{sequence_id}: draws from another sequence's last position")
         logprob = None if begun.sampling.logprobs is None else -1.0
-        output, tag = len(own) - begun.prompt_tokens, self.tags[sequence_id][-1]
-        token = next_token(tag, begun.sampling, begun.sample_index, output, self.vocab_size, mask)
-        if output < len(self.words):
-            token = self.words[output]
-        self._append(sequence_id, token)
-        return SampledToken(token, logprob)
+        drawn: list[SampledToken] = []
+        for _ in range(self.tokens_per_draw):
+            output, tag = len(own) - begun.prompt_tokens, self.tags[sequence_id][-1]
+            sample, vocab = begun.sample_index, self.vocab_size
+            token = next_token(tag, begun.sampling, sample, output, vocab, mask)
+            if output < len(self.words):
+                token = self.words[output]
+            self._append(sequence_id, token)
+            drawn.append(SampledToken(token, logprob))
+        return tuple(drawn)
 
     def _next_tokens(self, row: Row) -> tuple[SampledToken, ...]:
         following = [*(row.token_ids or ())[1:]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from engine.api import SampledToken
 from engine.moves import Move, Moved, SlotFormat, SlotLayout, stride_of
-from engine.plan import StepPlan, StepResult
+from engine.plan import StepPlan, StepResult, TokensBySequence
 from tests.fakes import FakeClock
 
 SLAB_BLOCKS = 16
@@ -54,7 +54,7 @@ class PacedRunner:
         prompt = sum(row.count for row in plan.rows if row.count > 1)
         took_s = speeds.step_s + prompt * speeds.prompt_token_s + len(plan.rows) * speeds.row_s
         self._ends_s = max(self._ends_s, self._clock()) + took_s
-        drawn = {s: token for row in plan.rows for s in row.samples}
+        drawn: TokensBySequence = {s: (token,) for row in plan.rows for s in row.samples}
         result = StepResult(step=plan.step, sampled=drawn, elapsed_s=took_s)
         self._results.append((self._ends_s, result))
         self.prompt_tokens += prompt

@@ -480,35 +480,45 @@ class Core:
             self._events.append(PromptLogprobs(request.request_id, fresh))
 
     def _accept_tokens(self, in_flight: InFlightStep, result: StepResult, now_s: float) -> None:
-        """Append the output tokens of a step, and end each sample at its last one; a token after
-        that is dropped. First tokens go first: the gateway takes milliseconds for the tokens of a
+        """Append the output tokens of a step, and end each sample at its last one; tokens after
+        that are dropped. First tokens go first: the gateway takes milliseconds for the tokens of a
         large batch.
         """
         events, sampled, accepted = self._events, result.sampled, 0
-        for sequence_id, sequence in sorted(in_flight.sampling.items(), key=_has_output):
+        sampling = in_flight.sampling.values()
+        first = [sequence for sequence in sampling if not sequence.output_tokens]
+        for sequence in first + [sequence for sequence in sampling if sequence.output_tokens]:
             sequence.in_flight -= 1
             if sequence.is_ended:
                 continue
-            if (token := sampled.get(sequence_id)) is None:
-                raise InvariantViolation(f"sequence {sequence_id} sampled no token")
-            active, request, token_id = sequence.parent, sequence.parent.request, token.token_id
+            tokens = sampled.get(sequence.sequence_id, ())
+            if len(tokens) != 1 and (sequence.in_flight or not tokens):
+                found = f"sequence {sequence.sequence_id} sampled {len(tokens)} tokens"
+                wanted = "1" if sequence.in_flight else "1 or more"
+                raise InvariantViolation(f"{found}; expected {wanted}")
+            active = sequence.parent
+            request = active.request
             is_constrained = sequence.matcher is not None
-            if is_constrained and (code := self.constraints.consume(sequence, token_id)):
-                self._fail(active, code)
-                continue
-            sequence.tokens.append(token_id)
-            sequence.output_tokens = count = sequence.output_tokens + 1
-            accepted += 1
-            if token.logprob is not None:
-                sequence.cumulative_logprob += token.logprob
-            if active.first_token_at_s is None:
-                active.first_token_at_s = now_s
-            events.append(Tokens(request.request_id, sequence.index, (token,)))
-            is_stop = token_id in request.stop_token_ids and count >= request.min_tokens
-            if is_stop or (is_constrained and self.constraints.is_complete(sequence)):
-                self._finish_sample(sequence, "stop")
-            elif count >= request.max_tokens:
-                self._finish_sample(sequence, "length")
+            for token in tokens:
+                token_id = token.token_id
+                if is_constrained and (code := self.constraints.consume(sequence, token_id)):
+                    self._fail(active, code)
+                    break
+                sequence.tokens.append(token_id)
+                sequence.output_tokens = count = sequence.output_tokens + 1
+                accepted += 1
+                if token.logprob is not None:
+                    sequence.cumulative_logprob += token.logprob
+                if active.first_token_at_s is None:
+                    active.first_token_at_s = now_s
+                events.append(Tokens(request.request_id, sequence.index, (token,)))
+                is_stop = token_id in request.stop_token_ids and count >= request.min_tokens
+                if is_stop or (is_constrained and self.constraints.is_complete(sequence)):
+                    self._finish_sample(sequence, "stop")
+                    break
+                if count >= request.max_tokens:
+                    self._finish_sample(sequence, "length")
+                    break
         self.engine_stats.output_tokens += accepted
 
     # -- endings ------------------------------------------------------------------------------
@@ -686,10 +696,6 @@ class Core:
             busy = self._in_flight or any(s.is_schedulable for s in self.scheduler.running)
             for sequence, code in self.constraints.fill_masks(self.clock, is_idle=not busy):
                 self._fail(sequence.parent, code)
-
-
-def _has_output(item: tuple[int, Sequence]) -> bool:
-    return item[1].output_tokens > 0
 
 
 def _retry_after_s(refusal: EngineError) -> float | None:

@@ -32,7 +32,7 @@ from engine.models.cpu_decoder import CpuDecoder, Kernels, load_kernels
 from engine.models.decoder import DecoderModel
 from engine.models.interface import Model
 from engine.models.layers import TorchOps
-from engine.plan import BegunSequence, BlockCopy, Row, StepPlan, StepResult
+from engine.plan import BegunSequence, BlockCopy, Row, StepPlan, StepResult, TokensBySequence
 from engine.runner.loaded_model import LoadedModel, blocks_of, context_of
 from engine.sampling.logprobs import logprob_entries
 from engine.sampling.sampler import Sampler
@@ -135,14 +135,14 @@ class CpuRunner:
 
     def _sample(
         self, plan: StepPlan, logits: torch.Tensor
-    ) -> tuple[dict[int, SampledToken], dict[int, str], dict[int, tuple[SampledToken, ...]]]:
+    ) -> tuple[TokensBySequence, dict[int, str], TokensBySequence]:
         """Return the drawn tokens, the failed sequences and the prompt logprobs of a step.
 
         logits [rows, vocab] fp32: the plan's rows that need logits, in order.
         """
         drawing: list[int] = []
         source_rows: list[int] = []
-        prompt_logprobs: dict[int, tuple[SampledToken, ...]] = {}
+        prompt_logprobs: TokensBySequence = {}
         failed: dict[int, str] = {}
         end = 0
         for row in plan.rows:
@@ -157,14 +157,14 @@ class CpuRunner:
             return {}, failed, prompt_logprobs
         if source_rows != list(range(len(logits))):
             logits = logits[source_rows]
-        sampled: dict[int, SampledToken] = {}
+        sampled: TokensBySequence = {}
         tokens = self.sampler.sample(logits, drawing, plan.masks)
         for sequence_id, token in zip(drawing, tokens, strict=True):
             if token.token_id < 0:
                 failed[sequence_id] = "nan_logits"
                 continue
             self._last[sequence_id] = token.token_id
-            sampled[sequence_id] = token
+            sampled[sequence_id] = (token,)
         return sampled, failed, prompt_logprobs
 
     def _prompt_logprobs(self, row: Row, logits: torch.Tensor) -> tuple[SampledToken, ...]:

@@ -158,7 +158,7 @@ class GpuRunner:
             pairs = list(zip(launched.draws.drawing, tokens, strict=True))
         return StepResult(
             step=launched.step,
-            sampled={s: token for s, token in pairs if token.token_id >= 0},
+            sampled={s: (token,) for s, token in pairs if token.token_id >= 0},
             prompt_logprobs=launched.prompt_logprobs,
             failed={s: "nan_logits" for s, token in pairs if token.token_id < 0},
             elapsed_s=elapsed_s,

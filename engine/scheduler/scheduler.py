@@ -59,8 +59,8 @@ its throughput on a slow machine.
 class Slice(Struct, frozen=True, gc=False):
     """Compute `count` tokens of a sequence from position `start`, on its table.
 
-    `is_plain`: the last output token alone, of a sequence that decodes plainly; one token is
-    sampled after it.
+    `is_plain`: the last output token alone, of a sequence that decodes plainly and samples
+    after it.
     """
 
     sequence: Sequence

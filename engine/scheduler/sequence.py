@@ -106,7 +106,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Return the number of tokens, including those in flight."""
+        """Return the number of tokens, including those in flight, one a step (plan's rule 4)."""
         return len(self.tokens) + self.in_flight
 
     @property

@@ -38,12 +38,12 @@ class IdleRunner:
     def __init__(self) -> None:
         self.results: deque[StepResult] = deque()
         self.spent_s = 0.0
-        self._token = SampledToken(1)
+        self._tokens: tuple[SampledToken, ...] = (SampledToken(1),)
 
     def launch(self, plan: StepPlan) -> None:
         """Record the step; its result is ready at once."""
         began_s = time.process_time()
-        drawn = {s: self._token for row in plan.rows for s in row.samples}
+        drawn = {s: self._tokens for row in plan.rows for s in row.samples}
         self.results.append(StepResult(step=plan.step, sampled=drawn))
         self.spent_s = time.process_time() - began_s
 

@@ -214,7 +214,8 @@ def compared(
     """Return a line that compares two runs of two steps each, and the KV that they have left."""
     out = []
     for eager, graph in zip(*results, strict=True):
-        pairs = list(zip(eager.sampled.values(), graph.sampled.values(), strict=True))
+        sampled = zip(eager.sampled.values(), graph.sampled.values(), strict=True)
+        pairs = [(a, b) for (a,), (b,) in sampled]
         equal = sum(a.token_id == b.token_id for a, b in pairs)
         errors = [
             abs(a.logprob - b.logprob)

@@ -90,18 +90,23 @@ def run(runner: CpuRunner, plan: StepPlan) -> StepResult:
     return runner.collect()
 
 
+def drawn(result: StepResult) -> dict[int, SampledToken]:
+    """Return the one token that each sequence sampled."""
+    return {sequence_id: token for sequence_id, (token,) in result.sampled.items()}
+
+
 def test_chunked_prompt_then_decoding_equals_dense(runner: CpuRunner, dense: Dense) -> None:
     """While it decodes, only the runner knows the sequence's last token."""
     prompt, table = tokens_of(1, 50), [5, 1, 8, 3, 7]
     plan = StepPlan(0, (Row(1, 0, 33, table, 0, prompt[:33]),), begun=(begun(1, prompt),))
     assert run(runner, plan).sampled == {}
-    token = run(runner, StepPlan(1, (Row(1, 33, 17, table, 0, prompt[33:], (1,)),))).sampled[1]
+    token = drawn(run(runner, StepPlan(1, (Row(1, 33, 17, table, 0, prompt[33:], (1,)),))))[1]
     history = list(prompt)
     for step in range(2, 20):
         dense.check(history, token)
         history.append(token.token_id)
         row = Row(1, len(history) - 1, 1, table, 0, None, (1,))
-        token = run(runner, StepPlan(step, (row,))).sampled[1]
+        token = drawn(run(runner, StepPlan(step, (row,))))[1]
 
     dense.check(history, token)
 
@@ -134,7 +139,7 @@ def test_shared_runs_at_several_levels_equal_dense(runner: CpuRunner, dense: Den
     result = run(runner, StepPlan(1, tuple(rows), groups, begun=(begun(9, prompt),)))
 
     for i, history in enumerate([*histories, prompt]):
-        dense.check(history, result.sampled[i if i < 4 else 9])
+        dense.check(history, drawn(result)[i if i < 4 else 9])
 
 
 def prefill(runner: CpuRunner, histories: list[list[int]], tables: list[list[int]]) -> None:
@@ -150,7 +155,7 @@ def test_forked_sequences_sample_from_same_logits(runner: CpuRunner, dense: Dens
     both = tuple(begun(s, prompt) for s in (1, 2))
     plan = StepPlan(0, (Row(1, 0, 20, [0, 1], 0, prompt, (1, 2)),), begun=both)
 
-    tokens = run(runner, plan).sampled
+    tokens = drawn(run(runner, plan))
 
     assert tokens[1] == tokens[2]
     dense.check(prompt, tokens[1])
@@ -167,7 +172,7 @@ def test_copied_block_is_independent_of_source(runner: CpuRunner, dense: Dense) 
     )
     plan = StepPlan(1, rows, begun=(begun(2, [*prompt, 22]),), copies=(BlockCopy(1, 6, 4),))
 
-    tokens = run(runner, plan).sampled
+    tokens = drawn(run(runner, plan))
 
     dense.check([*prompt, 11], tokens[1])
     dense.check([*prompt, 22], tokens[2])
@@ -177,7 +182,7 @@ def test_preempted_sequence_resumes(runner: CpuRunner, dense: Dense) -> None:
     """One step ends it, begins it again with its outputs, and recomputes it into other blocks."""
     prompt = tokens_of(6, 30)
     plan = StepPlan(0, (Row(1, 0, 30, [0, 1], 0, prompt, (1,)),), begun=(begun(1, prompt),))
-    history = [*prompt, run(runner, plan).sampled[1].token_id]
+    history = [*prompt, drawn(run(runner, plan))[1].token_id]
     plan = StepPlan(
         1,
         (Row(1, 0, 31, [7, 8], 0, history, (1,)),),
@@ -185,7 +190,7 @@ def test_preempted_sequence_resumes(runner: CpuRunner, dense: Dense) -> None:
         ended=(1,),
     )
 
-    token = run(runner, plan).sampled[1]
+    token = drawn(run(runner, plan))[1]
 
     dense.check(history, token)
 
@@ -222,7 +227,7 @@ def test_sequence_with_nan_kv_fails_alone(runner: CpuRunner, dense: Dense) -> No
 
     assert result.failed == {1: "nan_logits"}
     assert list(result.sampled) == [0]
-    dense.check(prompts[0], result.sampled[0])
+    dense.check(prompts[0], drawn(result)[0])
 
 
 @pytest.mark.parametrize("config", [AUTO, INT8], ids=["auto", "int8"])
@@ -237,9 +242,9 @@ def test_slots_of_other_sequences_are_never_read(config: EngineConfig, make: Mak
         if config is INT8:
             reference_int8.scales_of(runner.kv.data.flatten(-2)).fill_(abs(sign) * 65504.0)
         plan = StepPlan(0, (Row(1, 0, 37, [4, 2, 6], 0, prompt, (1,)),), begun=(begun(1, prompt),))
-        first = run(runner, plan).sampled[1]
+        first = drawn(run(runner, plan))[1]
         plan = StepPlan(1, (Row(1, 37, 1, [4, 2, 6], 0, None, (1,)),), copies=(BlockCopy(6, 5, 5),))
-        outcomes.append((first, run(runner, plan).sampled[1]))
+        outcomes.append((first, drawn(run(runner, plan))[1]))
         run(runner, StepPlan(2, (), ended=(1,)))
 
     assert outcomes[1] == outcomes[0]
@@ -303,7 +308,7 @@ def draws(runner: CpuRunner, plan: StepPlan) -> list[SampledToken]:
     )
     starting = tuple(begun(r.sequence_id, [0]) for r in rows)
     result = run(runner, StepPlan(0, rows, plan.groups, begun=starting))
-    return list(result.sampled.values())
+    return list(drawn(result).values())
 
 
 def test_built_runner_is_warm_and_has_requested_size(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.unit.engine.runner.test_cpu_runner import (
     GREEDY,
     INT8,
     begun,
+    drawn,
     run,
     tokens_of,
 )
@@ -51,12 +52,12 @@ def test_copied_block_is_independent_of_source(runner: CpuRunner) -> None:
     run(runner, StepPlan(0, (Row(1, 0, 20, [0, 1], 0, prompt),), begun=(begun(1, prompt),)))
     rows = (Row(1, 20, 1, [0, 1], 0, [11], (1,)), Row(2, 20, 1, [0, 6], 0, [22], (2,)))
     plan = StepPlan(1, rows, begun=(begun(2, [*prompt, 22]),), copies=(BlockCopy(1, 6, 4),))
-    together = run(runner, plan).sampled
+    together = drawn(run(runner, plan))
 
     for sequence_id, token in ((1, 11), (2, 22)):
         history = [*prompt, token]
         row = Row(9, 0, 21, [30, 31], 0, history, (9,))
-        alone = run(runner, StepPlan(2, (row,), begun=(begun(9, history),))).sampled[9]
+        alone = drawn(run(runner, StepPlan(2, (row,), begun=(begun(9, history),))))[9]
         run(runner, StepPlan(3, (), ended=(9,)))
 
         assert together[sequence_id].token_id == alone.token_id
@@ -69,7 +70,7 @@ def test_blocks_come_back_from_a_level_bit_for_bit(in_c: CpuRunner) -> None:
     runner = in_c
     prompt = tokens_of(6, 49)
     row = Row(1, 0, 49, [0, 1, 2, 3], 0, prompt, (1,))
-    first = run(runner, StepPlan(0, (row,), begun=(begun(1, prompt),))).sampled[1]
+    first = drawn(run(runner, StepPlan(0, (row,), begun=(begun(1, prompt),))))[1]
     layout = SlotLayout.uniform(4, runner.kv.format.block_bytes)
     arena, ended = HostArena.create(layout), threading.Semaphore(0)
     transfer = CpuTransferEngine(runner.kv, arena, on_moved=ended.release)
@@ -89,7 +90,7 @@ def test_blocks_come_back_from_a_level_bit_for_bit(in_c: CpuRunner) -> None:
         arena.close()
 
     row = Row(2, 48, 1, [10, 11, 12, 13], 0, prompt[48:], (2,))
-    again = run(runner, StepPlan(1, (row,), begun=(begun(2, prompt),), ended=(1,))).sampled[2]
+    again = drawn(run(runner, StepPlan(1, (row,), begun=(begun(2, prompt),), ended=(1,))))[2]
 
     assert again == first
 
