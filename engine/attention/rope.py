@@ -11,11 +11,11 @@ import torch
 
 from engine.model_store import Architecture, Rope
 
-Table = tuple[torch.Tensor, torch.Tensor]
+RopeTable = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, each [context, channels / 2] fp32."""
 
 
-def rope_tables(config: Architecture, context: int) -> dict[str, Table]:
+def rope_tables(config: Architecture, context: int) -> dict[str, RopeTable]:
     """Return the tables that layers name; that of layers without rotation is named "".
 
     Tables have D / 2 columns: the loader puts the channels that rotate where rotation by halves of
@@ -23,14 +23,14 @@ def rope_tables(config: Architecture, context: int) -> dict[str, Table]:
     tables have the rotating channels alone, which come first.
     """
     width = config.head_dim // 2 if config.latent is None else config.latent.rope // 2
-    still = torch.ones(context, width), torch.zeros(context, width)
+    no_rotation = torch.ones(context, width), torch.zeros(context, width)
     return {
-        name: rope_table(config.ropes[name], context, width) if name else still
+        name: rope_table(config.ropes[name], context, width) if name else no_rotation
         for name in {layer.rope for layer in config.layers}
     }
 
 
-def rope_table(rope: Rope, context: int, width: int) -> Table:
+def rope_table(rope: Rope, context: int, width: int) -> RopeTable:
     """Return cos and sin, each [context, width], columns behind the rotating channels 1 and 0."""
     angles = torch.outer(torch.arange(context, dtype=torch.float64), frequencies(rope, context))
     cos, sin = torch.ones(context, width), torch.zeros(context, width)

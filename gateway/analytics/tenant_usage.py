@@ -69,7 +69,8 @@ class TenantCacheUsage:
         return own[_PROMISED], self._promised[model]
 
     def promised_on_device(self, model: str, tenant_id: int) -> tuple[int, int]:
-        """Return the same of those that promises hold on the device. O(1)."""
+        """Return the blocks of a model that promises to a tenant, and to all, hold on the device.
+        O(1)."""
         own = self._sums.get(model, {}).get(tenant_id, _NOTHING)
         return own[_PROMISED] - own[_BELOW], self._promised[model] - self._below[model]
 
