@@ -27,7 +27,7 @@ PRINTED = {
         r"^ok +disk level worth",
         r"^device +open",
         r"^disk +open +2\.0 GiB",
-        r"^\d+ records read, 0 damaged",
+        r"^\d+ records read, 0 dropped",
         r"/levels is empty",
     ),
     "docker": (r'"completion_tokens":\d', r"default +1 "),

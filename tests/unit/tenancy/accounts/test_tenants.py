@@ -339,8 +339,8 @@ def _answers(registry: KeyAuthenticator, keys: list[str]) -> list[object]:
             answers.append(registry.authenticate(key))
         except KeyRefused as refusal:
             answers.append(refusal.code)
-    tenants = [registry.tenant(number) for number in range(1, 9)]
-    return [*answers, registry.floor_blocks(), registry.active_tenants, tenants]
+    answers += registry.floor_blocks(), registry.active_tenants  # checks for changes first
+    return [*answers, *(registry.tenant(number) for number in range(1, 9))]
 
 
 def test_policy_applies_from_the_next_check(other: Store, server: Server) -> None:
