@@ -1,7 +1,6 @@
 """A step's rows as tensors: token ids, positions and KV slots.
 
-Made anew each step from a `StepPlan`. It knows no model and no attention backend. The CPU runner
-calls it.
+Made anew each step from a `StepPlan`. It knows no model and no attention backend.
 """
 
 from __future__ import annotations

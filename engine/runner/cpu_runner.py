@@ -2,8 +2,8 @@
 
 In torch it also runs on a GPU, operation by operation: models whose attention or experts the GPU
 kernels lack run there, right and slow. It owns the KV storage, the model, the sampler and the last
-token of each sequence, and decides nothing: the plan says everything. `engine.server.service` calls
-`build_runner`; core calls `launch` and `collect`.
+token of each sequence, and decides nothing: the plan says everything. `engine.server.composition`
+calls `build_runner`; core calls `launch` and `collect`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Builds a warmed-up runner on a GPU from a model card.
 
 Dense models run in fused kernels under CUDA graphs; others run in torch on the device. It knows no
-step. `engine.server.service` calls `build_gpu_runner`.
+step. `engine.server.composition` calls `build_gpu_runner`.
 """
 
 from __future__ import annotations

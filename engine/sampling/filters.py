@@ -2,7 +2,7 @@
 
 Tokens are ordered by falling logit, then rising id. Each filter keeps a prefix of that order, so
 the shortest prefix applies. Top-p's total is over the tokens that top-k keeps. The module knows no
-sequence and no penalty. `engine.sampling.sampler` calls it, row by row: a row fits the CPU's cache.
+sequence and no penalty. The draw goes row by row: a row fits the CPU's cache.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Of one payer, short prompts go before long ones, within bounds: a question of fo
 waits for a document of its own payer is answered late for nothing, since the document is hardly
 delayed if the question goes first.
 
-The queue knows no block and no clock. Only the scheduler calls it.
+The queue knows no block and no clock.
 """
 
 from __future__ import annotations

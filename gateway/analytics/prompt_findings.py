@@ -3,7 +3,6 @@
 Each finished prompt is compared with the tenant's earlier ones (`tenancy.reuse.prompt_changes`).
 What it adds to a cause is counted until `take` hands the counts over to the gateway, which stores
 them. The counts hold names of causes and fields, numbers and request ids; never tokens or text.
-`gateway.analytics.aggregates` calls it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A reload applies declared tenants, their keys and shared scopes, which tenants may use a model, and
 webhooks with their secrets. Other settings need a restart; the result lists those that differ. An
-unreadable or wrong file changes nothing. This module knows no HTTP; `gateway.app` and
-`gateway.api.admin.tenants` call it.
+unreadable or wrong file changes nothing. This module knows no HTTP.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Erasure of cached prefixes: of a tenant, a workspace, a shared scope or one lease.
 
 An erasure returns after the engine has confirmed it, and leaves a receipt. Namespaces map to
-tenants by `gateway.caching.namespaces`. This module knows no HTTP; the admin API, self-service and
-the minutely task of `storage_metering` call it.
+tenants by `gateway.caching.namespaces`. This module knows no HTTP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A streaming client that records when each piece of text arrives.
 
 One request gives one `Measurement`: times on the client's clock, counts from the endpoint's usage.
-It knows no workload. `workloads` and `trace` call it.
+It knows no workload.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Before a call runs, its contract is resolved: the written prefixes it may read, 
 writes, and the leases that the engine is asked for. When the engine reports the cached tokens, two
 counts differ: logical (read and written by contract, and billed) and physical (not recomputed). A
 written prefix can be read once the call that wrote it has its first token. The module knows no
-dialect and no HTTP; `gateway.generation.preparation` and the quote handler call it.
+dialect and no HTTP.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The engine's tree knows which blocks are cached; this index knows what was agreed. An entry is found
 by its namespace and a digest of its tokens. Several dialects share an entry, each with its own
 lease. The index is bounded: a tenant with too many entries loses its least recently used one. The
-module knows no dialect and reads no clock; `gateway.caching.contract` calls it.
+module knows no dialect and reads no clock.
 """
 
 from __future__ import annotations

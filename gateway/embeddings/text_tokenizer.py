@@ -1,7 +1,7 @@
 """Tokens of texts to embed: WordPiece, cut to the model's limit, between [CLS] and [SEP].
 
 A text that is much too long is tokenized only as far as its first tokens need. Thread-safe. It
-knows no tenant and no cache; `embedder` calls it.
+knows no tenant and no cache.
 """
 
 from __future__ import annotations

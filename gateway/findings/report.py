@@ -1,8 +1,7 @@
 """Findings of a window: sums of stored counts with prices, thresholds and words, by dollars.
 
 A finding is stable: the same cause of the same tenant at the same place has the same id. Whether it
-is worth a line is decided here, when it is read. The module reads the database and no engine;
-`gateway.api` and `trunkline advise` call it.
+is worth a line is decided here, when it is read. The module reads the database and no engine.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A request that ends between the hold and the last byte (by a refusal, an engine failure or a
 disconnect) is cancelled in the engine and settled in the ledger exactly once. The last bytes of a
 complete answer wait until its ledger entry is durable. A unary answer is the fold of the stream.
-The module knows no dialect by name; `gateway.api.generate` calls it.
+The module knows no dialect by name.
 """
 
 from __future__ import annotations

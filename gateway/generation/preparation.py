@@ -1,7 +1,6 @@
 """Prepare a parsed call for admission: token ids, admission context, caching contracts.
 
-Requests that run and requests that are only quoted share this path. Preparation changes no state;
-`gateway.generation.generation` and the quote handler call it.
+Requests that run and requests that are only quoted share this path. Preparation changes no state.
 """
 
 from __future__ import annotations

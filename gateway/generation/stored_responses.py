@@ -4,7 +4,7 @@
 
 The response is stored before its ledger entry and its last bytes, so the answer says truthfully
 whether it is. It is deleted again if the entry cannot be written. The module knows no dialect by
-name; `gateway.generation.generation` and the quote handler call it.
+name.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Most shells and service managers start a process with a soft limit of 1,024 descriptors, and let it
 raise the limit itself. Each connection takes one. A process without a free one cannot accept, start
-an engine or open its database, so connections stop short of the limit. `gateway.app` calls this
-module at the start.
+an engine or open its database, so connections stop short of the limit.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Every segment and tool is a `TemplatePart`: text of some message, a call's arguments, or a tool. For
 templates that support no tools (`tool_styles.FALLBACK`) tools, calls and results become text, and
-the template sees plain messages. The module knows no template source and no tokens;
-`gateway.prompt.renderer` calls it.
+the template sees plain messages. The module knows no template source and no tokens.
 """
 
 from __future__ import annotations

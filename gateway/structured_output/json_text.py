@@ -1,7 +1,6 @@
 """Parse JSON that clients send as text: tool schemas, call arguments, output schemas.
 
-Size and depth are bounded; members keep their order. The module knows no tools and no templates;
-`gateway.prompt` and the grammar modules call it.
+Size and depth are bounded; members keep their order. The module knows no tools and no templates.
 """
 
 from __future__ import annotations

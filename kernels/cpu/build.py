@@ -1,7 +1,7 @@
 """Builds the C kernels on the machine they run on, once, and calls them through ctypes.
 
-It knows tensors and C structs, but no model and no request. `engine.models.cpu_decoder` calls it.
-The structure classes mirror `cpu.h`, which documents their fields.
+It knows tensors and C structs, but no model and no request. The structure classes mirror `cpu.h`,
+which documents their fields.
 """
 
 from __future__ import annotations

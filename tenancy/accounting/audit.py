@@ -1,8 +1,7 @@
 """Audit of the books: every sum, chain, close, charge, seal, budget and epoch, from the entries up.
 
-It reads in pages and by days, so its memory does not grow with the ledger, and changes nothing. The
-command line calls it, also beside a running server. A finding is a sentence that says where a value
-is wrong and by how much.
+It reads in pages and by days, so its memory does not grow with the ledger, and changes nothing. It
+may run beside a server. A finding is a sentence that says where a value is wrong and by how much.
 """
 
 from __future__ import annotations

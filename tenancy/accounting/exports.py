@@ -1,8 +1,8 @@
 """Exports of the ledger: entries as CSV or Parquet, usage as CloudEvents.
 
 Rows come in pages, so an export of millions keeps few in memory. Ids derive from request ids, so a
-receiver can detect duplicates. The module writes nothing to the ledger and sends nothing; the
-command line calls it. `focus_export` has the cost rows.
+receiver can detect duplicates. The module writes nothing to the ledger and sends nothing.
+`focus_export` has the cost rows.
 """
 
 from __future__ import annotations

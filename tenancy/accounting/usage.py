@@ -2,7 +2,7 @@
 
 Whole days and hours come from sums that are written with the entries; only the partial hours at the
 ends of a period are summed from entries. So a query over ten million entries reads thousands of
-rows. The module writes nothing. The command line, the admin API and self-service call it.
+rows. The module writes nothing.
 """
 
 from __future__ import annotations

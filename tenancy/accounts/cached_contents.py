@@ -2,8 +2,7 @@
 
 The content survives eviction and restart: the gateway computes it again when the cache has lost it.
 An ended cached content loses its content and keeps its row, so that its storage can be billed. The
-module knows no dialect; the content is opaque bytes. `gateway.generation.cached_contents`,
-`gateway.api.cached_contents` and the storage meter call it.
+module knows no dialect; the content is opaque bytes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Ledger rows refer to the tenant's number forever and never change. Everything that identifies the
 tenant, and everything it stored, is deleted; its name is free again. The module knows no engine:
-the gateway erases the tenant's cache. The admin API and the command line call it.
+the gateway erases the tenant's cache.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A key is `tl-` and 43 characters of base 62: 256 random bits. The database store
 hashes (argon2) protect passwords that can be guessed; 256 bits cannot be guessed, and a slow hash
 on each request would allow a denial of service. A rotated key and its successors are one line: they
 share limits and budgets. A tenant's key has scopes; an administrator's key belongs to no tenant and
-has the scope `admin`. The module knows no HTTP. The admin API, the command line and `tenants` call
-it; `key_index` finds keys.
+has the scope `admin`. The module knows no HTTP. `key_index` finds keys.
 """
 
 from __future__ import annotations

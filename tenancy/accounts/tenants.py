@@ -1,7 +1,6 @@
 """Tenants and their settings: find, create, change and suspend them.
 
-The module knows no HTTP and no engine. The admin API and the command line call it, and
-`authentication`, which keeps all tenants in memory.
+The module knows no HTTP and no engine. `authentication` keeps all tenants in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The end users that requests name, for usage by user.
 
 A note is beside the ledger, not in it: sums of money never depend on it, and an entry without a
-note counts for no user. The gateway writes notes of running requests in batches; `usage` reads
-them.
+note counts for no user. The gateway writes notes of running requests in batches;
+`tenancy.accounting.usage` reads them.
 """
 
 from __future__ import annotations

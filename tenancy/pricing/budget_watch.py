@@ -2,7 +2,7 @@
 
 A version number in the database changes with every change of budgets, by any process; the budgets
 of the last version are kept here. The module decides nothing about money: the ledger's writer does,
-in its transactions. `gateway.ledger.deferred_holds` calls it.
+in its transactions.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A conversation belongs to a tenant's workspace and is kept until it was not changed for its
 lifetime. The items of one response are appended together, in the response's own transaction. The
-module knows no dialect; items and metadata are opaque bytes. `gateway.api.conversations` and
-`stored_responses` call it.
+module knows no dialect; items and metadata are opaque bytes.
 """
 
 from __future__ import annotations

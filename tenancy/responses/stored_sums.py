@@ -1,7 +1,7 @@
 """Sums of what each tenant stores, within its quota: responses, conversations and their items.
 
 A request is admitted by its tenant's sums and counts no rows. Each change of stored rows changes
-the sums in the same transaction. `stored_responses` and `conversations` call this module.
+the sums in the same transaction.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ For each class, a prompt token is either read again in time or written anew, and
 use or the end of the class; for each cache size, it hits or misses. Savings are against no caching,
 in pico-dollars per million prompt tokens, with the curve's standard error. Below `PROMPTS_MIN`
 prompts there is no verdict, and a class that was not observed for as long as it keeps is never said
-to lose. Pure functions; `gateway.analytics.aggregates` calls them.
+to lose. Pure functions.
 """
 
 from __future__ import annotations

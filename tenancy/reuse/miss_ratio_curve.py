@@ -7,8 +7,7 @@ Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC Construction with SHARDS
 misses are estimated from the sample: all uses are counted and the rest are hits, because a few
 blocks at the beginning of all prompts may have most of the hits and no place in the sample. Deep in
 a prompt one block represents its neighbours (`hash_units`), so counts there are rounded to an
-eighth of the depth. The module knows no engine and no clock; `gateway.analytics.aggregates` calls
-it.
+eighth of the depth. The module knows no engine and no clock.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ A prompt is a chain of segment boundaries, and a tree node is a prefix of some p
 boundary. A prompt that leaves the tree where another prompt went on differently is a *break* there:
 everything behind it had to be computed again. A prompt that only extends the tree is not. The tree
 contains digests and counts, no text. It is bounded: the least recently used leaves are evicted and
-their counts added to their parents. The module knows no engine and no clock;
-`gateway.analytics.aggregates` calls it.
+their counts added to their parents. The module knows no engine and no clock.
 """
 
 from __future__ import annotations

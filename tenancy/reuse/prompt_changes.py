@@ -5,8 +5,7 @@ A prompt is a chain of parts (all tools, a system text, a message). Of each part
 keyed digests, its length, and, of system texts and first messages, keyed digests of twelve tokens
 in a row, which show where a text changes and how much of the rest is the same. It keeps no token
 and no text, and the key never leaves the process. Memory is bounded: some hundred prompts of the
-latest namespaces. The module knows no engine and no clock;
-`gateway.analytics.prompt_findings` calls it.
+latest namespaces. The module knows no engine and no clock.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Counts are exact at each retention; buckets would round, and many prompts may return just after 300
 seconds. A retention is judged by the uses that came after it had been observed for its own length:
 before that, a miss might have been a hit on an earlier use. Until there are enough such uses, all
-uses count, which gives a lower bound of the hit ratio. `miss_ratio_curve` calls the module.
+uses count, which gives a lower bound of the hit ratio.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ An address is a URL, `postgresql://[USER@][HOST[:PORT]]/DATABASE[?host=FOLDER]`.
 show it, so it may not contain a password; the password is in the environment (PGPASSWORD) or in a
 password file (PGPASSFILE, ~/.pgpass), as for PostgreSQL's own programs. asyncpg's own parsing is
 not used: it accepts passwords and unchecked certificates, ignores `?host=` beside a port, and keeps
-the escapes of a password file. This module connects to nothing; `tenancy.storage.backends` calls
-it.
+the escapes of a password file. This module connects to nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The disk as a level: whether it is there, what it is told of payers, and what it promises.
 
 It sends the storage process what the levels decide, and takes the outcomes of stores, looks,
-renewals and recalls. The outcomes of fetches are for `loads`, those of erasures for `levels`, the
-only caller of this module. It reads no clock: callers pass `now_s`.
+renewals and recalls. The outcomes of fetches are for `loads`, those of erasures for `levels`. It
+reads no clock: callers pass `now_s`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 They are entries of the slot table. What has changed is noted once a turn, so that a copy is noted
 with its limit, or not at all; what must not outlast the call is noted at once: that a slot is
 empty, and that a lease ends at a copy. Limits and promises only lengthen, so that a note that is a
-turn old says less than is true. Only this folder calls the module.
+turn old says less than is true.
 """
 
 from __future__ import annotations

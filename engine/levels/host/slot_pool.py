@@ -2,7 +2,7 @@
 
 All slots of a slab have one format. A slab whose slots are all free has none, and takes that of the
 next slot wanted from it. The pool knows no copy, no payer and no byte: it deals numbers, as
-`engine.moves.SlotLayout` has them. Only `accounts` calls it.
+`engine.moves.SlotLayout` has them.
 """
 
 from __future__ import annotations

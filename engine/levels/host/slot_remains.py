@@ -2,7 +2,6 @@
 
 A copy that is dropped, or a move that has failed, leaves its bytes in the slot until the next move
 fills it. An erasure has to reach these too: their slots are *soiled* until they have been wiped.
-Only `copies` and `levels` call this module.
 """
 
 from __future__ import annotations

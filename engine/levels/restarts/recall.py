@@ -3,7 +3,7 @@
 The disk tells them page by page, from the root on, whenever it has opened. Each record becomes a
 copy that is known here, and its promise is charged, kept, renewed, ended and erased like one that
 this engine has made. An erasure during a page makes the engine ask for that page again: its answer
-may name what is gone. Only `levels` calls this module.
+may name what is gone.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The table is read once, before the engine serves: all namespaces are known then,
 misses none, and the slots of copies are taken. The copies enter the tree in turns, the root first.
 What was being written, hangs on a copy that is gone, or is over its limit, is dropped. The bytes of
 a copy are verified when it is loaded for the first time. Where a level keeps promises, those of
-copies go on. Only `levels` calls this module.
+copies go on.
 """
 
 from __future__ import annotations

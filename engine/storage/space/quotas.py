@@ -2,7 +2,7 @@
 
 The arithmetic of `engine.cache.tree.fair_share`: the payer that is furthest over its floor,
 relative to its weight, gives first, and nothing is taken inside a floor. This module knows no index
-and no clock. `engine.storage.store` calls it.
+and no clock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Translation of input items, functions and the tool choice to a prompt with breakpoints.
 
-`openai.responses` calls it. Clients may send the output items of an answer back unchanged: a
-message, the calls after it and the text behind them are one assistant turn; reasoning items before
-it are its thoughts.
+Clients may send the output items of an answer back unchanged: a message, the calls after it and the
+text behind them are one assistant turn; reasoning items before it are its thoughts.
 """
 
 from __future__ import annotations
