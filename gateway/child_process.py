@@ -1,10 +1,10 @@
-"""Child processes of the gateway, kept running: engine, ledger and analytics.
+"""Child processes of the gateway, kept running: engines, ledger, encoder and analytics.
 
 `ChildProcess` starts a process, reports what happens to it, reaps it when it is lost, pauses, and
 starts the next one. The standard input of each is a socket; the end of that socket tells the
 process that the gateway is gone, and the process exits. `FrameWire` is the gateway's end for the
-ledger and analytics (their end: `tenancy.ledger.child_process`); `engine.client.client` has its
-own. This module knows no message. All objects belong to one event loop and do not block it.
+ledger, the encoder and analytics; `engine.client.client` has its own. This module knows no message.
+All objects belong to one event loop and do not block it.
 """
 
 from __future__ import annotations
