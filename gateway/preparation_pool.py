@@ -33,7 +33,7 @@ def threads_default() -> int:
     return max(2, min(8, (os.cpu_count() or 2) // 2))
 
 
-class _Job(Generic[T]):
+class _QueuedWork(Generic[T]):
     """One piece of a tenant's work and the future that its caller awaits."""
 
     def __init__(self, tenant_id: int, work: Work[T], future: asyncio.Future[T]) -> None:
@@ -62,7 +62,7 @@ class PreparationPool:
     def __init__(self, threads: int = 0) -> None:
         self._threads_max = threads or threads_default()
         self._threads = ThreadPoolExecutor(self._threads_max, "prepare")
-        self._waiting: OrderedDict[int, deque[_Job[Any]]] = OrderedDict()
+        self._waiting: OrderedDict[int, deque[_QueuedWork[Any]]] = OrderedDict()
         """Waiting work by tenant; the tenants in the order of their turns."""
         self._running: Counter[int] = Counter()
 
@@ -81,26 +81,26 @@ class PreparationPool:
             )
             raise Refusal(Kind.RATE, "rate_limit_exceeded", message, retry_after_s=1.0)
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        job = _Job(tenant_id, work, future)
-        queue.append(job)
+        queued = _QueuedWork(tenant_id, work, future)
+        queue.append(queued)
         self._start_waiting()
         try:
             return await future
         except asyncio.CancelledError:
-            if job in queue:
-                queue.remove(job)
+            if queued in queue:
+                queue.remove(queued)
             raise
 
     def _start_waiting(self) -> None:
         while self._running.total() < self._threads_max:
-            job = self._take_next()
-            if job is None:
+            queued = self._take_next()
+            if queued is None:
                 return
-            self._running[job.tenant_id] += 1
-            running = asyncio.get_running_loop().run_in_executor(self._threads, job.run)
-            running.add_done_callback(partial(self._finish, job))
+            self._running[queued.tenant_id] += 1
+            running = asyncio.get_running_loop().run_in_executor(self._threads, queued.run)
+            running.add_done_callback(partial(self._finish, queued))
 
-    def _take_next(self) -> _Job[Any] | None:
+    def _take_next(self) -> _QueuedWork[Any] | None:
         """Take the next work from the tenants whose turn it is; None if no tenant may start."""
         most = max(1, self._threads_max - 1)
         for tenant_id in list(self._waiting):
@@ -114,17 +114,17 @@ class PreparationPool:
                 return queue.popleft()
         return None
 
-    def _finish(self, job: _Job[Any], done: asyncio.Future[Any]) -> None:
-        self._running[job.tenant_id] -= 1
-        if not self._running[job.tenant_id]:
-            del self._running[job.tenant_id]
-        job.finish(done)
+    def _finish(self, queued: _QueuedWork[Any], done: asyncio.Future[Any]) -> None:
+        self._running[queued.tenant_id] -= 1
+        if not self._running[queued.tenant_id]:
+            del self._running[queued.tenant_id]
+        queued.finish(done)
         self._start_waiting()
 
     async def close(self) -> None:
         """Wait for the running work; waiting work is cancelled."""
         for queue in self._waiting.values():
-            for job in queue:
-                job.future.cancel()
+            for queued in queue:
+                queued.future.cancel()
         self._waiting.clear()
         await asyncio.to_thread(self._threads.shutdown)

@@ -138,7 +138,7 @@ class CompiledCache:
 
 
 @dataclass(slots=True)
-class _CompileJob:
+class _Compilation:
     """One grammar to compile, and the requests that wait for it.
 
     `sandbox`: the child process that tries it, as long as it does. `is_erased`: its namespace was
@@ -161,10 +161,10 @@ class GrammarCompiler:
         self._clock = clock
         self._lock = threading.Condition()
         self._cache = CompiledCache()
-        self._queues: OrderedDict[Payer, deque[_CompileJob]] = OrderedDict()
-        self._compiling: dict[Payer, _CompileJob] = {}  # the payers that have a thread
+        self._queues: OrderedDict[Payer, deque[_Compilation]] = OrderedDict()
+        self._compiling: dict[Payer, _Compilation] = {}  # the payers that have a thread
         self._mean_s: OrderedDict[Payer, float] = OrderedDict()
-        self._waiting: dict[str, _CompileJob] = {}
+        self._waiting: dict[str, _Compilation] = {}
         self._ready: deque[tuple[str, Outcome]] = deque()
         self._threads: list[threading.Thread] = []
         self._sandboxes: list[GrammarSandbox] = []
@@ -182,25 +182,27 @@ class GrammarCompiler:
             if outcome is not None:
                 self._ready.append((request_id, outcome))
                 return
-            jobs = [*self._queues.get(payer, ()), *self._jobs_compiling(payer)]
-            job = next((j for j in jobs if j.namespace == namespace and j.grammar == grammar), None)
-            self._check_queue(payer, jobs, is_new=job is None)
+            compilations = [*self._queues.get(payer, ()), *self._compiling_of(payer)]
+            compilation = next(
+                (c for c in compilations if c.namespace == namespace and c.grammar == grammar), None
+            )
+            self._check_queue(payer, compilations, is_new=compilation is None)
             self._start_threads()
-            if job is None:
-                job = _CompileJob(payer, namespace, grammar, [])
-                self._queues.setdefault(payer, deque()).append(job)
-            job.request_ids.append(request_id)
-            self._waiting[request_id] = job
+            if compilation is None:
+                compilation = _Compilation(payer, namespace, grammar, [])
+                self._queues.setdefault(payer, deque()).append(compilation)
+            compilation.request_ids.append(request_id)
+            self._waiting[request_id] = compilation
             self._lock.notify()
 
-    def _check_queue(self, payer: Payer, jobs: list[_CompileJob], *, is_new: bool) -> None:
+    def _check_queue(self, payer: Payer, compilations: list[_Compilation], *, is_new: bool) -> None:
         """Raise EngineUnavailable if the payer's queue is full."""
-        waiting = sum(len(job.request_ids) for job in jobs)
+        waiting = sum(len(compilation.request_ids) for compilation in compilations)
         if waiting >= WAITING_MAX:
             message = f"{waiting} requests of this tenant wait for a grammar; limit {WAITING_MAX}."
             raise EngineUnavailable("queue_full", message)
-        queue_s = self._mean_s.get(payer, 0.0) * (len(jobs) + 1)
-        if is_new and jobs and queue_s > QUEUE_S_MAX:
+        queue_s = self._mean_s.get(payer, 0.0) * (len(compilations) + 1)
+        if is_new and compilations and queue_s > QUEUE_S_MAX:
             message = (
                 f"This tenant's waiting grammars take about {queue_s:.0f} s to compile;"
                 f" limit {QUEUE_S_MAX:.0f} s."
@@ -213,19 +215,19 @@ class GrammarCompiler:
             stale = [pair for pair in self._ready if pair[0] == request_id]
             for pair in stale:
                 self._ready.remove(pair)
-            job = self._waiting.pop(request_id, None)
-            if job is None:
+            compilation = self._waiting.pop(request_id, None)
+            if compilation is None:
                 return
-            job.request_ids.remove(request_id)
-            if job.request_ids:
+            compilation.request_ids.remove(request_id)
+            if compilation.request_ids:
                 return
-            queue = self._queues.get(job.payer)
-            if queue is not None and job in queue:
-                queue.remove(job)
+            queue = self._queues.get(compilation.payer)
+            if queue is not None and compilation in queue:
+                queue.remove(compilation)
                 if not queue:
-                    del self._queues[job.payer]
-            elif job.sandbox is not None:
-                job.sandbox.kill()
+                    del self._queues[compilation.payer]
+            elif compilation.sandbox is not None:
+                compilation.sandbox.kill()
 
     def take_ready(self) -> list[tuple[str, Outcome]]:
         """See `GrammarSource`."""
@@ -246,8 +248,8 @@ class GrammarCompiler:
         """See `GrammarSource`. O(waiting grammars)."""
         with self._lock:
             self._cache.erase(namespace)
-            for job in chain(self._compiling.values(), *self._queues.values()):
-                job.is_erased |= job.namespace == namespace
+            for compilation in chain(self._compiling.values(), *self._queues.values()):
+                compilation.is_erased |= compilation.namespace == namespace
 
     def close(self) -> None:
         """End the threads and their processes; queued grammars get no outcome."""
@@ -282,12 +284,12 @@ class GrammarCompiler:
     def _work(self, sandbox: GrammarSandbox) -> None:
         try:
             self._prepare(sandbox)
-            while (job := self._next(sandbox)) is not None:
+            while (compilation := self._next(sandbox)) is not None:
                 began_s = self._clock()
-                size, outcome = self._compile(sandbox, job)
-                self._finish(job, outcome, size)
+                size, outcome = self._compile(sandbox, compilation)
+                self._finish(compilation, outcome, size)
                 self._prepare(sandbox)  # where the grammar ended the process, its payer waits
-                self._release(job.payer, self._clock() - began_s)
+                self._release(compilation.payer, self._clock() - began_s)
         finally:
             sandbox.close()
 
@@ -297,7 +299,7 @@ class GrammarCompiler:
             if not self._is_closed:
                 sandbox.prepare()
 
-    def _next(self, sandbox: GrammarSandbox) -> _CompileJob | None:
+    def _next(self, sandbox: GrammarSandbox) -> _Compilation | None:
         """Return the next grammar of the payer that waited longest without a thread; None at the
         end.
         """
@@ -306,22 +308,22 @@ class GrammarCompiler:
                 payer = next((p for p in self._queues if p not in self._compiling), None)
                 if payer is not None:
                     queue = self._queues.pop(payer)
-                    job = queue.popleft()
+                    compilation = queue.popleft()
                     if queue:
                         self._queues[payer] = queue  # behind the other payers
-                    self._compiling[payer] = job
-                    job.sandbox = sandbox
-                    return job
+                    self._compiling[payer] = compilation
+                    compilation.sandbox = sandbox
+                    return compilation
                 self._lock.wait()
             return None
 
-    def _compile(self, sandbox: GrammarSandbox, job: _CompileJob) -> tuple[int, Outcome]:
+    def _compile(self, sandbox: GrammarSandbox, compilation: _Compilation) -> tuple[int, Outcome]:
         """Return the size and outcome of a grammar. Any error becomes a refusal."""
-        grammar = job.grammar
+        grammar = compilation.grammar
         try:
             size = sandbox.check(grammar)
             with self._lock:
-                job.sandbox = None  # a cancellation from here on stops nothing
+                compilation.sandbox = None  # a cancellation from here on stops nothing
             return size, compile_grammar(grammar, self._load())
         except EngineError as refusal:
             return len(grammar.text), refusal
@@ -338,21 +340,22 @@ class GrammarCompiler:
                 )
             return self._vocabulary
 
-    def _finish(self, job: _CompileJob, outcome: Outcome, size: int) -> None:
+    def _finish(self, compilation: _Compilation, outcome: Outcome, size: int) -> None:
         """Publish an outcome. Without a request left the process may have been killed for that, so
         a refusal is not the grammar's.
         """
         with self._lock:
-            job.sandbox = None
+            compilation.sandbox = None
             is_final = isinstance(outcome, CompiledGrammar) or (
-                bool(job.request_ids) and outcome.code in ("grammar_invalid", "grammar_too_big")
+                bool(compilation.request_ids)
+                and outcome.code in ("grammar_invalid", "grammar_too_big")
             )
-            if is_final and not job.is_erased:
-                self._cache.add(job.namespace, job.grammar, outcome, size)
-            for request_id in job.request_ids:
+            if is_final and not compilation.is_erased:
+                self._cache.add(compilation.namespace, compilation.grammar, outcome, size)
+            for request_id in compilation.request_ids:
                 del self._waiting[request_id]
                 self._ready.append((request_id, outcome))
-            job.request_ids = []
+            compilation.request_ids = []
 
     def _release(self, payer: Payer, took_s: float) -> None:
         """Let a thread take the payer's next grammar; remember how long this one took."""
@@ -364,7 +367,7 @@ class GrammarCompiler:
                 self._mean_s.popitem(last=False)
             self._lock.notify()
 
-    def _jobs_compiling(self, payer: Payer) -> list[_CompileJob]:
+    def _compiling_of(self, payer: Payer) -> list[_Compilation]:
         """Return the payer's grammar that is being compiled and has no outcome yet."""
-        job = self._compiling.get(payer)
-        return [] if job is None or not job.request_ids else [job]
+        compilation = self._compiling.get(payer)
+        return [] if compilation is None or not compilation.request_ids else [compilation]

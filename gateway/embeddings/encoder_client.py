@@ -135,13 +135,13 @@ class EncoderProcess:
         """See `TextEncoder`. A cancelled caller leaves the queue at once."""
         if not self._is_serving:
             raise self._starting()
-        job = self._queue.add(tenant_id, texts)
+        request = self._queue.add(tenant_id, texts)
         self._schedule()
         try:
-            await job.future
+            await request.future
         finally:
-            self._queue.remove(job)
-        return job.vectors
+            self._queue.remove(request)
+        return request.vectors
 
     async def close(self) -> None:
         """See `TextEncoder`."""
@@ -178,10 +178,10 @@ class EncoderProcess:
         self.batches += 1
         for text, vector in zip(batch, encoded.vectors, strict=True):
             if vector:
-                text.job.set_vector(text.place, vector)
+                text.request.set_vector(text.place, vector)
             else:
-                self._queue.remove(text.job)
-                text.job.fail(_not_finite())
+                self._queue.remove(text.request)
+                text.request.fail(_not_finite())
         self._send_batch()
 
     def _stop_deadline(self) -> None:
@@ -206,12 +206,12 @@ class EncoderProcess:
             self._wire.close()
             self._wire = None
         batch, self._in_flight = self._in_flight, []
-        for job in dict.fromkeys(text.job for text in batch):
-            job.deaths += 1
-            if reason != DIED or job.deaths >= DEATHS_MAX:
-                self._queue.remove(job)
-                job.fail(self._died())
-        self._queue.put_back([text for text in batch if not text.job.future.done()])
+        for request in dict.fromkeys(text.request for text in batch):
+            request.deaths += 1
+            if reason != DIED or request.deaths >= DEATHS_MAX:
+                self._queue.remove(request)
+                request.fail(self._died())
+        self._queue.put_back([text for text in batch if not text.request.future.done()])
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(EncoderRejected("", reason))
         self._lost_reason = reason

@@ -21,7 +21,7 @@ BYTES_PER_TOKEN = 4
 RETRY_AFTER_S = 5.0
 
 
-class TextJob:
+class TextRequest:
     """The texts of one request, and the future of their vectors. Belongs to the event loop."""
 
     def __init__(
@@ -34,13 +34,13 @@ class TextJob:
         self.taken = 0
         """How many of the texts have left in a batch; they leave in order."""
         self.deaths = 0
-        """How many processes were lost with a text of this job."""
+        """How many processes were lost with a text of this request."""
         self.is_suspect = False
         """No vector has arrived since the last of them: its texts leave in batches of their own."""
         self._missing = len(texts)
 
     def set_vector(self, index: int, vector: bytes) -> None:
-        """Take a text's vector; the last one ends the job."""
+        """Take a text's vector; the last one ends the request."""
         self.vectors[index] = vector
         self.is_suspect = False
         self._missing -= 1
@@ -48,60 +48,60 @@ class TextJob:
             self.future.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """End the job with an error, unless it has ended."""
+        """End the request with an error, unless it has ended."""
         if not self.future.done():
             self.future.set_exception(error)
 
 
 class QueuedText(NamedTuple):
-    """One text of a job. `place`: its index there."""
+    """One text of a request. `place`: its index there."""
 
-    job: TextJob
+    request: TextRequest
     place: int
 
     @property
     def data(self) -> bytes:
         """The packed token ids."""
-        return self.job.texts[self.place]
+        return self.request.texts[self.place]
 
 
 class TextQueue:
-    """Waiting jobs by tenant. Belongs to one event loop."""
+    """Waiting requests by tenant. Belongs to one event loop."""
 
     def __init__(self, tokens_max: int) -> None:
         self.tokens_max = tokens_max
         self.tokens = 0
-        self._jobs: OrderedDict[int, deque[TextJob]] = OrderedDict()
-        """The jobs of each tenant that waits; the tenants in the order of their turns."""
+        self._requests: OrderedDict[int, deque[TextRequest]] = OrderedDict()
+        """The requests of each tenant that waits; the tenants in the order of their turns."""
         self._tokens_of: Counter[int] = Counter()
 
-    def add(self, tenant_id: int, texts: Sequence[bytes]) -> TextJob:
+    def add(self, tenant_id: int, texts: Sequence[bytes]) -> TextRequest:
         """Append the texts of a request. O(texts). Raises Refusal without room for them."""
         tokens = _tokens(texts)
         own = self._tokens_of[tenant_id] + tokens
         others = self.tokens - self._tokens_of[tenant_id]
         if own * SHARE_PARTS > self.tokens_max - others:
             raise self._refusal(tokens, own)
-        job = TextJob(tenant_id, texts, asyncio.get_running_loop().create_future())
-        self._jobs.setdefault(tenant_id, deque()).append(job)
+        request = TextRequest(tenant_id, texts, asyncio.get_running_loop().create_future())
+        self._requests.setdefault(tenant_id, deque()).append(request)
         self._count(tenant_id, tokens)
-        return job
+        return request
 
     def take(self, tokens_max: int) -> list[QueuedText]:
         """Take a batch of at most `tokens_max` tokens, or of one longer text; empty if no text
         waits.
 
-        Each tenant gives a text in turn, of each of its jobs in turn. O(texts taken).
+        Each tenant gives a text in turn, of each of its requests in turn. O(texts taken).
         """
         batch: list[QueuedText] = []
         room = tokens_max
-        while self._jobs:
-            tenant_id, jobs = next(iter(self._jobs.items()))
-            text = QueuedText(jobs[0], jobs[0].taken)
+        while self._requests:
+            tenant_id, requests = next(iter(self._requests.items()))
+            text = QueuedText(requests[0], requests[0].taken)
             if (
                 batch
-                and text.job is not (first := batch[0].job)
-                and (text.job.is_suspect or first.is_suspect)
+                and text.request is not (first := batch[0].request)
+                and (text.request.is_suspect or first.is_suspect)
             ):
                 break
             size = len(text.data) // BYTES_PER_TOKEN
@@ -109,60 +109,60 @@ class TextQueue:
                 break
             room -= size
             batch.append(text)
-            jobs[0].taken += 1
+            requests[0].taken += 1
             self._count(tenant_id, -size)
-            if jobs[0].taken == len(jobs[0].texts):
-                jobs.popleft()
+            if requests[0].taken == len(requests[0].texts):
+                requests.popleft()
             else:
-                jobs.rotate(-1)
-            if jobs:
-                self._jobs.move_to_end(tenant_id)
+                requests.rotate(-1)
+            if requests:
+                self._requests.move_to_end(tenant_id)
             else:
-                del self._jobs[tenant_id]
+                del self._requests[tenant_id]
         return batch
 
     def put_back(self, batch: Sequence[QueuedText]) -> None:
         """Let texts of a lost process wait again, before all others of their tenants.
 
-        Their jobs are suspects until a vector of theirs arrives. O(texts of the jobs).
+        Their requests are suspects until a vector of theirs arrives. O(texts of the requests).
         """
-        for job in dict.fromkeys(text.job for text in reversed(batch)):
-            first = min(text.place for text in batch if text.job is job)
-            jobs = self._jobs.setdefault(job.tenant_id, deque())
-            if job in jobs:
-                jobs.remove(job)
-            jobs.appendleft(job)
-            self._count(job.tenant_id, _tokens(job.texts[first : job.taken]))
-            job.taken, job.is_suspect = first, True
+        for request in dict.fromkeys(text.request for text in reversed(batch)):
+            first = min(text.place for text in batch if text.request is request)
+            requests = self._requests.setdefault(request.tenant_id, deque())
+            if request in requests:
+                requests.remove(request)
+            requests.appendleft(request)
+            self._count(request.tenant_id, _tokens(request.texts[first : request.taken]))
+            request.taken, request.is_suspect = first, True
 
-    def remove(self, job: TextJob) -> None:
-        """Drop the texts of a job that have not been taken. Safe to repeat. O(jobs of the
+    def remove(self, request: TextRequest) -> None:
+        """Drop the texts of a request that have not been taken. Safe to repeat. O(requests of the
         tenant)."""
-        jobs = self._jobs.get(job.tenant_id)
-        if jobs is None or job not in jobs:
+        requests = self._requests.get(request.tenant_id)
+        if requests is None or request not in requests:
             return
-        jobs.remove(job)
-        self._count(job.tenant_id, -_tokens(job.texts[job.taken :]))
-        if not jobs:
-            del self._jobs[job.tenant_id]
+        requests.remove(request)
+        self._count(request.tenant_id, -_tokens(request.texts[request.taken :]))
+        if not requests:
+            del self._requests[request.tenant_id]
 
     def fail_all(self, error: Exception) -> None:
-        """End every waiting job with an error."""
-        for jobs in self._jobs.values():
-            for job in jobs:
-                job.fail(error)
-        self._jobs.clear()
+        """End every waiting request with an error."""
+        for requests in self._requests.values():
+            for request in requests:
+                request.fail(error)
+        self._requests.clear()
         self._tokens_of.clear()
         self.tokens = 0
 
     def check(self) -> None:
         """Raise AssertionError if the counts disagree. O(texts)."""
-        for tenant_id, jobs in self._jobs.items():
-            assert jobs, f"tenant {tenant_id} waits without a job"
-            left = sum(_tokens(job.texts[job.taken :]) for job in jobs)
+        for tenant_id, requests in self._requests.items():
+            assert requests, f"tenant {tenant_id} waits without a request"
+            left = sum(_tokens(request.texts[request.taken :]) for request in requests)
             assert left == self._tokens_of[tenant_id], f"tenant {tenant_id} has {left} tokens"
         assert self.tokens == self._tokens_of.total()
-        assert self._tokens_of.keys() == self._jobs.keys()
+        assert self._tokens_of.keys() == self._requests.keys()
 
     def _count(self, tenant_id: int, tokens: int) -> None:
         self.tokens += tokens

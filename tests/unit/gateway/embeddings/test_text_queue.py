@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.embeddings.text_queue import TextJob, TextQueue
+from gateway.embeddings.text_queue import TextQueue, TextRequest
 from gateway.errors import Kind, Refusal
 
 
@@ -18,7 +18,7 @@ def text(tokens: int) -> bytes:
 
 def taken(queue: TextQueue, tokens_max: int) -> list[tuple[int, int]]:
     """Return (tenant, place) of a batch's texts."""
-    return [(one.job.tenant_id, one.place) for one in queue.take(tokens_max)]
+    return [(one.request.tenant_id, one.place) for one in queue.take(tokens_max)]
 
 
 async def test_tenants_give_a_text_in_turn() -> None:
@@ -36,9 +36,9 @@ async def test_requests_of_a_tenant_give_a_text_in_turn() -> None:
     first = queue.add(1, [text(10)] * 20)
     second = queue.add(1, [text(10)] * 2)
 
-    jobs = [one.job for one in queue.take(50)]
+    requests = [one.request for one in queue.take(50)]
 
-    assert jobs == [first, second, first, second, first]
+    assert requests == [first, second, first, second, first]
 
 
 async def test_a_batch_has_at_most_its_tokens_or_one_text() -> None:
@@ -53,29 +53,29 @@ async def test_a_batch_has_at_most_its_tokens_or_one_text() -> None:
 async def test_a_removed_job_leaves_no_text() -> None:
     """Its client has gone; what was taken already is not counted twice."""
     queue = TextQueue(1_000)
-    job = queue.add(1, [text(10)] * 4)
+    request = queue.add(1, [text(10)] * 4)
     queue.add(2, [text(10)])
     queue.take(10)
 
-    queue.remove(job)
-    queue.remove(job)
+    queue.remove(request)
+    queue.remove(request)
 
     assert (queue.tokens, taken(queue, 100)) == (10, [(2, 0)])
     queue.check()
 
 
 async def test_texts_that_were_put_back_leave_first_and_without_others() -> None:
-    """Until a vector of their job arrives."""
+    """Until a vector of their request arrives."""
     queue = TextQueue(1_000)
     first = queue.add(1, [text(1)] * 4)
     second = queue.add(2, [text(1)] * 2)
     queue.add(3, [text(1)])
-    queue.put_back([one for one in queue.take(4) if one.job.tenant_id < 3])
+    queue.put_back([one for one in queue.take(4) if one.request.tenant_id < 3])
     queue.check()
 
-    left = [[(one.job.tenant_id, one.place) for one in queue.take(4)] for _ in range(2)]
-    for job in (first, second):
-        job.set_vector(0, b"")
+    left = [[(one.request.tenant_id, one.place) for one in queue.take(4)] for _ in range(2)]
+    for request in (first, second):
+        request.set_vector(0, b"")
 
     assert sorted(left) == [[(1, 0)], [(2, 0)]]
     assert sorted(taken(queue, 10)) == [(1, 1), (1, 2), (1, 3), (2, 1)]
@@ -102,25 +102,25 @@ async def test_a_tenant_may_hold_half_of_what_the_others_leave() -> None:
 async def test_all_jobs_end_with_the_queue() -> None:
     """Every request ends."""
     queue = TextQueue(100)
-    jobs = [queue.add(tenant, [text(5)]) for tenant in (1, 2)]
+    requests = [queue.add(tenant, [text(5)]) for tenant in (1, 2)]
 
     queue.fail_all(ValueError("closed"))
 
-    assert [type(job.future.exception()) for job in jobs] == [ValueError] * 2
+    assert [type(request.future.exception()) for request in requests] == [ValueError] * 2
     assert (queue.tokens, queue.take(100)) == (0, [])
     queue.check()
 
 
 async def test_a_job_ends_with_its_last_vector() -> None:
     """In the order of its texts, for any order of batches."""
-    job = TextQueue(100).add(1, [text(1), text(2)])
+    request = TextQueue(100).add(1, [text(1), text(2)])
 
-    job.set_vector(1, b"two")
-    assert not job.future.done()
-    job.set_vector(0, b"one")
+    request.set_vector(1, b"two")
+    assert not request.future.done()
+    request.set_vector(0, b"one")
 
-    assert job.future.done()
-    assert job.vectors == [b"one", b"two"]
+    assert request.future.done()
+    assert request.vectors == [b"one", b"two"]
 
 
 STEPS = st.lists(
@@ -144,29 +144,29 @@ def test_each_text_leaves_once_unless_its_job_was_removed(
 
     async def run() -> None:
         queue = TextQueue(40)
-        jobs: list[TextJob] = []
+        requests: list[TextRequest] = []
         waiting: set[tuple[int, int]] = set()
         for kind, number, sizes in steps:
             if kind == "add":
                 assert isinstance(sizes, list)
                 try:
-                    job = queue.add(number, [text(size) for size in sizes])
+                    request = queue.add(number, [text(size) for size in sizes])
                 except Refusal:
                     continue
-                waiting |= {(id(job), place) for place in range(len(sizes))}
-                jobs.append(job)
+                waiting |= {(id(request), place) for place in range(len(sizes))}
+                requests.append(request)
             elif kind == "take":
                 for one in queue.take(number):
-                    waiting.remove((id(one.job), one.place))
+                    waiting.remove((id(one.request), one.place))
             elif kind == "lose":
                 queue.put_back(queue.take(number))
-            elif number < len(jobs):
-                queue.remove(jobs[number])
-                waiting = {pair for pair in waiting if pair[0] != id(jobs[number])}
+            elif number < len(requests):
+                queue.remove(requests[number])
+                waiting = {pair for pair in waiting if pair[0] != id(requests[number])}
             queue.check()
         while batch := queue.take(4):
             for one in batch:
-                waiting.remove((id(one.job), one.place))
+                waiting.remove((id(one.request), one.place))
         assert waiting == set()
         assert queue.tokens == 0
 
