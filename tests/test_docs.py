@@ -10,7 +10,8 @@ import pytest
 from tests.tools import model_tables
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("docs", "examples", "gateway", "engine", "kernels", "tenancy", "tests")
+PRODUCT = ("gateway", "engine", "kernels", "tenancy")
+FOLDERS = ("docs", "examples", *PRODUCT, "tests")
 DOCUMENTS = sorted(
     path
     for pattern in ("*.md", *(f"{folder}/**/*.md" for folder in FOLDERS))
@@ -40,6 +41,19 @@ def test_make_targets_exist(path: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in re.findall(r"`make ([a-z]+)", path.read_text()):
         assert target in targets, target
+
+
+@pytest.mark.parametrize(
+    "path", [one for folder in PRODUCT for one in (ROOT / folder).rglob("README.md")], ids=name_of
+)
+def test_modules_that_a_readme_names_exist(path: Path) -> None:
+    """A newcomer reads the table of a folder's files first."""
+    text = path.read_text()
+    rows = re.findall(r"^\| (`[a-z_0-9]+`(?:, `[a-z_0-9]+`)*) \|", text, re.MULTILINE)
+    modules = {f"{name}.*" for row in rows for name in re.findall(r"\w+", row)}
+    named = modules | set(re.findall(r"`([a-z_0-9]+\.py)`", text))
+
+    assert {name for name in named if not any(path.parent.rglob(name))} == set()
 
 
 def test_the_index_names_every_document() -> None:
@@ -104,7 +118,7 @@ FORBIDDEN = {
 @pytest.mark.parametrize("word", FORBIDDEN)
 def test_code_uses_the_words_of_the_glossary(word: str) -> None:
     """A search for a word finds every place that means it."""
-    for folder in ("gateway", "engine", "kernels", "tenancy"):
+    for folder in PRODUCT:
         for path in (ROOT / folder).rglob("*.py"):
             assert not re.search(word, path.read_text()), f"{name_of(path)}: say {FORBIDDEN[word]}"
 
