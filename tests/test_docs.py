@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -121,6 +122,91 @@ def test_code_uses_the_words_of_the_glossary(word: str) -> None:
     for folder in PRODUCT:
         for path in (ROOT / folder).rglob("*.py"):
             assert not re.search(word, path.read_text()), f"{name_of(path)}: say {FORBIDDEN[word]}"
+
+
+GLOSSARY_ROWS = re.findall(
+    r"^\| (?!word |---)(.*?) \| .* \| (.*?) \|$", (ROOT / "docs/glossary.md").read_text(), re.M
+)
+AVOIDED = {
+    (word, qualifier): use
+    for use, words in GLOSSARY_ROWS
+    for word, qualifier in re.findall(r"([^,(–]+?)(?: \((.*?)\))?(?:, |$)", words)
+}
+"""Words to avoid, with their qualifiers, and what to say."""
+
+SAY_IT_ANYWAY = {
+    "session": "the dashboard's: a browser that has signed in",
+}
+"""Names that have one of these words, each with its reason."""
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a name or phrase, in small letters."""
+    found = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+", name)
+    return [word.lower() for word in found]
+
+
+def says(name: str, avoided: str, qualifier: str) -> bool:
+    """Whether a name has the avoided words, the last one in any form, and a noun of the qualifier
+    where there is one."""
+    words, phrase = words_of(name), words_of(avoided)
+    forms = {phrase[-1] + end for end in ("", "s", "es", "d", "ed", "r", "er", "ing")}
+    is_there = any(
+        words[at : at + len(phrase) - 1] == phrase[:-1] and words[at + len(phrase) - 1] in forms
+        for at in range(len(words) - len(phrase) + 1)
+    )
+    nouns = {noun.removesuffix("s") for noun in words_of(qualifier)}
+    return is_there and (not nouns or any(word.removesuffix("s") in nouns for word in words))
+
+
+def public_names() -> set[str]:
+    """The names of the product's files and public classes."""
+    names = set()
+    for folder in PRODUCT:
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".py", ".js", ".c", ".h") and "vendor" not in path.parts:
+                names.add(path.stem)
+            if path.suffix == ".py":
+                nodes = ast.parse(path.read_text()).body
+                names.update(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    return {name for name in names if not name.startswith("_")}
+
+
+def test_each_word_of_the_glossary_has_one_row() -> None:
+    """A word with two rows has two meanings; a qualifier tells them apart."""
+    words = [word for use, _ in GLOSSARY_ROWS for word in re.split(r", (?![^(]*\))", use)]
+
+    assert len(GLOSSARY_ROWS) > 100
+    assert sorted(set(words)) == sorted(words)
+
+
+def test_no_name_has_a_word_that_the_glossary_avoids() -> None:
+    """A reader who meets two words looks for two things."""
+    found = {
+        name: f"{word}; say {use}"
+        for name in public_names()
+        for (word, qualifier), use in AVOIDED.items()
+        if says(name, word, qualifier)
+    }
+
+    assert found.keys() == SAY_IT_ANYWAY.keys(), found
+
+
+@pytest.mark.parametrize(
+    ("name", "avoided", "qualifier", "expected"),
+    [
+        ("KvPages", "page", "of KV", True),
+        ("KeyPage", "page", "of KV", False),
+        ("block_page_tables", "page table", "", True),
+        ("CompileJob", "job", "", True),
+        ("jobless", "job", "", False),
+    ],
+)
+def test_an_avoided_word_is_found_in_its_sense(
+    name: str, avoided: str, qualifier: str, expected: bool
+) -> None:
+    """In any form, within a longer name, and only with its qualifier."""
+    assert says(name, avoided, qualifier) is expected
 
 
 def test_tables_of_models_come_from_the_code() -> None:
