@@ -2,7 +2,7 @@
 
 A frame is four bytes of length, little-endian, then one msgpack message. A prompt's token ids take
 four bytes each, in the machine's byte order. Pure: bytes in, messages out. Server and client share
-this module.
+this module; the encoder's and the storage process's messages have the same frames.
 
     client                               server
       Hello(version, model) ───────────▶
@@ -116,12 +116,17 @@ class FrameError(EngineError):
         super().__init__("unsupported", message)
 
 
-def encode(message: Upward | Downward) -> bytes:
-    """Encode one frame. Raises FrameError if it exceeds FRAME_BYTES_MAX."""
-    body = msgspec.msgpack.encode(_pack_submit(message) if type(message) is Submit else message)
+def frame_body(body: bytes) -> bytes:
+    """Return the frame of an encoded message. Raises FrameError if it exceeds FRAME_BYTES_MAX."""
     if len(body) > FRAME_BYTES_MAX:
         raise FrameError(f"message of {len(body)} bytes; limit {FRAME_BYTES_MAX}")
     return _LENGTH.pack(len(body)) + body
+
+
+def encode(message: Upward | Downward) -> bytes:
+    """Encode one frame. Raises FrameError if it exceeds FRAME_BYTES_MAX."""
+    packed = _pack_submit(message) if type(message) is Submit else message
+    return frame_body(msgspec.msgpack.encode(packed))
 
 
 def encode_step(
@@ -141,12 +146,12 @@ def encode_step(
     """
     body = msgspec.msgpack.encode(Frame(number, step, messages))
     if len(body) <= frame_bytes:
-        return [_LENGTH.pack(len(body)) + body]
+        return [frame_body(body)]
     halves = _halve(messages)
     if halves is None:
         if len(body) > frame_bytes_max:
             body = msgspec.msgpack.encode(Frame(number, step, _failure_of(messages[0])))
-        return [_LENGTH.pack(len(body)) + body]
+        return [frame_body(body)]
     frames: list[bytes] = []
     for half in halves:
         frames += encode_step(

@@ -6,12 +6,11 @@
       EncodeBatch ─────────────────────▶
                              ◀─────────── EncodedBatch    one per batch, in order
 
-Each message is one msgpack body behind four bytes of length, little-endian.
+The frames are those of `engine.protocol`.
 """
 
 from __future__ import annotations
 
-import struct
 import sys
 from array import array
 from collections.abc import Callable, Sequence
@@ -19,7 +18,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec import Struct
 
-_LENGTH = struct.Struct("<I")
+from engine.protocol import frame_body
+
 _SWAPS = sys.byteorder == "big"
 _ID = "I"
 assert array(_ID).itemsize == 4, "token ids take four bytes"
@@ -70,9 +70,8 @@ read_from_encoder: Callable[[bytes], FromEncoder] = msgspec.msgpack.Decoder(From
 
 
 def encode_message(message: ToEncoder | FromEncoder) -> bytes:
-    """Encode one frame."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    """Encode one frame. Raises FrameError."""
+    return frame_body(msgspec.msgpack.encode(message))
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:

@@ -1,7 +1,7 @@
 """What the engine and the storage process say to each other: frames over the process's socket.
 
-A frame is four bytes of length, little-endian, then one msgpack message of `engine.moves` or of
-this module. The first frame is `DiskSettings`. Pure: bytes in, messages out.
+The frames are those of `engine.protocol`, with one message of `engine.moves` or of this module. The
+first is `DiskSettings`. Pure: bytes in, messages out.
 
     engine                               storage process
       DiskSettings ──────────────────▶
@@ -15,14 +15,12 @@ this module. The first frame is `DiskSettings`. Pure: bytes in, messages out.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 
 import msgspec
 from msgspec import Struct
 
 from engine.api import Count, Namespace
-from engine.errors import EngineError
 from engine.moves import (
     EraseStored,
     Fetch,
@@ -42,15 +40,13 @@ from engine.moves import (
     StoredErased,
     StoreRuns,
 )
-from engine.protocol import Decoder
+from engine.protocol import Decoder, frame_body
 from engine.storage.remote.address import RemoteSettings
 from engine.storage.sealing.unlocking import SealSettings
 
-FRAME_BYTES_MAX = 64 * 2**20
 NAMESPACES_PER_FRAME = 4_096
 STORAGE_VERSION = 3
 """Version of these messages: both ends come from one installation."""
-_LENGTH = struct.Struct("<I")
 
 
 class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fields=True):
@@ -98,11 +94,8 @@ _decode_upward = msgspec.msgpack.Decoder(Upward).decode
 
 
 def encode_frame(message: Downward | Upward) -> bytes:
-    """Encode one frame. Raises EngineError if it exceeds FRAME_BYTES_MAX."""
-    body = _encoder.encode(message)
-    if len(body) > FRAME_BYTES_MAX:
-        raise EngineError("unsupported", f"message of {len(body)} bytes; limit {FRAME_BYTES_MAX}")
-    return _LENGTH.pack(len(body)) + body
+    """Encode one frame. Raises FrameError."""
+    return frame_body(_encoder.encode(message))
 
 
 def command_decoder() -> Decoder[Downward]:

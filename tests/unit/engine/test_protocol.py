@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import protocol
 from engine.api import (
     AttentionWindow,
     CacheGrant,
@@ -33,6 +35,7 @@ from engine.api import (
     Usage,
 )
 from engine.client.request_stream import RequestStream
+from engine.encoder.protocol import EncodedBatch, encode_message
 from engine.errors import EngineError
 from engine.protocol import (
     FRAME_BYTES_MAX,
@@ -46,9 +49,11 @@ from engine.protocol import (
     downward_decoder,
     encode,
     encode_step,
+    frame_body,
     upward_decoder,
 )
 from engine.statistics import CacheNews, Gain, Loss, NamespaceStats, Stats
+from engine.storage.messages import HeldNamespaces, encode_frame
 
 COMMANDS: list[Upward] = [
     Hello(PROTOCOL_VERSION, "/models/m", {"heartbeat_s": 0.5}),
@@ -90,7 +95,7 @@ def test_half_a_token_id_is_a_frame_error() -> None:
     body = msgspec.msgpack.encode(packed)
 
     with pytest.raises(FrameError):
-        list(upward_decoder().feed(struct.pack("<I", len(body)) + body))
+        list(upward_decoder().feed(frame_body(body)))
 
 
 def test_a_frame_carries_a_whole_step() -> None:
@@ -208,7 +213,7 @@ def test_a_message_that_fits_no_frame_fails_its_own_request_alone() -> None:
 @given(st.binary(min_size=1, max_size=64))
 def test_garbage_is_one_typed_error_and_breaks_the_decoder(body: bytes) -> None:
     """No byte after garbage can be trusted, and no other exception leaves the codec."""
-    data = struct.pack("<I", len(body)) + body
+    data = frame_body(body)
     decoder = upward_decoder()
     try:
         list(decoder.feed(data))
@@ -224,7 +229,7 @@ def test_an_error_does_not_repeat_the_input() -> None:
     body = msgspec.msgpack.encode({"type": "PLANTED-SECRET", "PLANTED-SECRET": 1})
 
     with pytest.raises(FrameError) as caught:
-        list(upward_decoder().feed(struct.pack("<I", len(body)) + body))
+        list(upward_decoder().feed(frame_body(body)))
 
     assert "PLANTED" not in str(caught.value)
     assert isinstance(caught.value, EngineError)
@@ -234,6 +239,24 @@ def test_a_length_over_the_limit_is_refused_before_its_bytes_arrive() -> None:
     """A peer must not make the codec buffer 4 GiB."""
     with pytest.raises(FrameError):
         list(upward_decoder().feed(struct.pack("<I", FRAME_BYTES_MAX + 1)))
+
+
+@pytest.mark.parametrize(
+    "encode_one",
+    [
+        lambda: encode(Cancel("a" * 99)),
+        lambda: encode_message(EncodedBatch(1, [b"a" * 99])),
+        lambda: encode_frame(HeldNamespaces((b"a" * 99,))),
+    ],
+)
+def test_no_process_sends_a_frame_that_its_peer_would_refuse(
+    encode_one: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender knows which message was too large; the receiver can only close the connection."""
+    monkeypatch.setattr(protocol, "FRAME_BYTES_MAX", 64)
+
+    with pytest.raises(FrameError):
+        encode_one()
 
 
 def test_a_client_does_not_accept_a_command() -> None:
@@ -249,7 +272,7 @@ def test_deep_nesting_is_a_frame_error() -> None:
     body = b"\x91" * 100_000 + b"\x01"
 
     with pytest.raises(FrameError):
-        list(upward_decoder().feed(struct.pack("<I", len(body)) + body))
+        list(upward_decoder().feed(frame_body(body)))
 
 
 def test_a_newer_hello_is_still_understood() -> None:
@@ -258,4 +281,4 @@ def test_a_newer_hello_is_still_understood() -> None:
         {"type": "hello", "version": 99, "model_dir": "m", "compression": "zstd"}
     )
 
-    assert list(upward_decoder().feed(struct.pack("<I", len(body)) + body)) == [Hello(99, "m")]
+    assert list(upward_decoder().feed(frame_body(body))) == [Hello(99, "m")]
