@@ -480,7 +480,7 @@ async def test_opens_without_a_key_behind_a_trusted_proxy(
 async def test_several_models_are_shown_apart(
     unopened_gateway: GatewayFixture, browser: Any
 ) -> None:
-    """The pool of each, its engine, who may use it, and which of them is down."""
+    """The pool of each, its engine, who may use it, which a tenant uses, and which is down."""
     gateway = unopened_gateway
     gateway.more = {"second": GatedRunner(gateway.card.config.vocab)}
     await gateway.open()
@@ -491,6 +491,7 @@ async def test_several_models_are_shown_apart(
     page = await signed_in(browser, gateway.admin_url, admin.key, WORDS["overview"])
     browser.get_log("browser")
     cache = await asyncio.to_thread(page.open, "cache", "The pool of second")
+    await asyncio.to_thread(page.open, "tenants/ada", f"the present memory of {gateway.model}.")
     faults = await asyncio.to_thread(page.faults)
     await gateway.engines["second"].close()
     engine = await asyncio.to_thread(page.open, "engine", "The engine of second takes no requests")

@@ -6,10 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.background.storage_metering import StorageMetering
 from tenancy.accounting.reconcile import reconcile_living
 from tenancy.accounts.tenants import change_tenant
+from tenancy.pricing.charges import RateCard
+from tenancy.pricing.rate_cards import add_card
+from tenancy.types import wall_ms
 from tests.fakes import FakeClock
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatedRunner, GatewayFixture
@@ -337,6 +341,53 @@ async def test_storage_is_metered_by_model(gateway: GatewayFixture) -> None:
         for name, engine in gateway.engines.items()
     }
     assert {str(name): seconds for name, seconds in rows} == held
+
+
+def price(gateway: GatewayFixture) -> None:
+    """Set a price for each model."""
+    for name, dollars in ((gateway.model, 1), (SECOND, 7)):
+        add_card(gateway.store, wall_ms, RateCard(name, model=name, input=dollars * 1_000_000))
+
+
+async def test_advice_is_on_the_model_that_a_tenant_uses(gateway: GatewayFixture) -> None:
+    """Another model's pool and prices say nothing of its requests."""
+    price(gateway)
+    pool = gateway.engines[SECOND].info
+    assert pool is not None
+    gateway.engines[SECOND].info = replace(pool, blocks=4_096, kv_bytes_per_block=3)
+    admin, found = AdminClient(gateway), []
+    for model in (gateway.model, SECOND):
+        await gateway.ask(body=chat(gateway, model))
+        await gateway.quiet()
+        await gateway.gateway.context.models.refresh_all()
+        _, advice = await admin.ask("GET", "/admin/v1/analytics/ada")
+        found.append((advice["model"], advice["rate_card"], advice["size_advice"][-2]["bytes"]))
+        await admin.ask("POST", "/admin/v1/erase", {"tenant": "ada"})
+    close(gateway, "ada")
+    await gateway.ask(body=chat(gateway, gateway.model), who="bob")
+    _, other = await admin.ask("GET", "/admin/v1/analytics/bob")
+
+    assert found == [(gateway.model, f"{gateway.model}@1", 256), (SECOND, f"{SECOND}@1", 12_288)]
+    assert other["model"] == gateway.model
+
+
+async def test_evictions_cost_the_price_of_the_model(gateway: GatewayFixture) -> None:
+    price(gateway)
+    change_tenant(gateway.store, "bob", {"floor_blocks": 230})
+    gateway.gateway.context.authenticator.refresh_now()
+    text, retention = "words that are kept, " * 16, "in_memory"
+    kept = gateway.chat(text, model=SECOND, prompt_cache_retention=retention)
+    await gateway.ask(body=kept)
+    for number in range(24):
+        await gateway.ask(body=chat(gateway, SECOND, f"{number} noise, " * 30), who="bob")
+    events = gateway.engines[SECOND].cache_events
+    await gateway.until(lambda: bool(events.evictions_by_taker()))  # sent with a heartbeat
+    await gateway.ask(body=kept)
+    await gateway.quiet()
+    _, overview = await AdminClient(gateway).ask("GET", "/admin/v1/analytics")
+
+    (row,) = (one for one in overview["taken"] if one["owner"] == "ada")
+    assert row["cost_pico"] == 7_000_000 * row["recomputed_tokens"] > 0
 
 
 async def test_each_engines_counts_agree_with_the_ledger(gateway: GatewayFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -22,9 +23,9 @@ from gateway.http.middleware import Handler, Route
 from gateway.http.request_context import STATE
 from tenancy.accounts import tenants
 from tenancy.history.samples import ALL_TENANTS
-from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.storage.interface import Store
+from tenancy.types import Tenant
 
 BRANCHES_MAX = 400
 """Most branches of one prefix tree in a response."""
@@ -142,8 +143,12 @@ class _AnalyticsHandlers:
         """Return one tenant's analytics. Raises BadName for a name that no tenant has."""
         json_api.query(request)
         gateway, name = self._gateway, request[STATE].parameters["name"]
-        info = gateway.engine.info
-        tenant_id, card = await self._tenant_and_card(name)
+        tenant, cards = await gateway.reports.ask(partial(_find_tenant_and_cards, name=name))
+        tenant_id = tenant.tenant_id
+        update_holders(gateway)
+        model = self._model_of(tenant_id)
+        info = model.engine.info
+        card = cards.in_force(model.name, tenant.tier, gateway.wall())
         blocks = 0 if info is None else info.blocks
         seen = await gateway.analytics.tenant(tenant_id, card, blocks)
         if seen is None:
@@ -156,7 +161,8 @@ class _AnalyticsHandlers:
             for one in seen["size_advice"]:
                 one["tokens"] = one["blocks"] * info.block_size
                 one["bytes"] = one["blocks"] * info.kv_bytes_per_block
-        return json_api.answer({"tenant": name, **seen, "leases": leases, "churn": churn})
+        own = {"model": model.name} if gateway.models.are_several else {}
+        return json_api.answer({"tenant": name, **own, **seen, "leases": leases, "churn": churn})
 
     async def tree(self, request: web.BaseRequest) -> web.StreamResponse:
         """Return the shape of a tenant's prefix trees, one per namespace, largest first.
@@ -213,15 +219,18 @@ class _AnalyticsHandlers:
         names = ("floor_blocks", "ceiling_blocks", "promised_blocks_max")
         return {name: None if found is None else getattr(found.policy, name) for name in names}
 
-    async def _tenant_and_card(self, name: str) -> tuple[int, RateCard]:
-        """Return the id of a tenant, and its rate card in force. Raises BadName."""
-        gateway, now_ms = self._gateway, self._gateway.wall()
+    def _model_of(self, tenant_id: int | None) -> ServedModel:
+        """Return the model whose prices and pool a tenant's estimates are for: of those that are
+        open to it, the one that holds most of its blocks, else the first."""
+        gateway = self._gateway
+        held = {} if tenant_id is None else gateway.tenant_usage.by_model(tenant_id)
+        name = self._name(tenant_id)
 
-        def find(store: Store) -> tuple[int, RateCard]:
-            tenant, cards = tenants.find_tenant(store, name), RateCards(load_cards(store))
-            return tenant.tenant_id, cards.in_force(gateway.model, tenant.tier, now_ms)
+        def rank(model: ServedModel) -> tuple[bool, int]:
+            row = held.get(model.name, {"blocks": 0})
+            return model.is_open_to(name), row["blocks"]
 
-        return await gateway.reports.ask(find)
+        return max(gateway.models, key=rank)
 
     def _leases(self, tenant_id: int | None = None) -> list[dict[str, Any]]:
         """Return the outcomes of promises by tenant and class.
@@ -260,7 +269,7 @@ class _AnalyticsHandlers:
             tokens = missed * blocks // lost[owner]
             found = None if owner is None else gateway.authenticator.tenant(owner)
             tier = "" if found is None else found.tenant.tier
-            card = cards.in_force(gateway.model, tier, gateway.wall())
+            card = cards.in_force(self._model_of(owner).name, tier, gateway.wall())
             rows.append(
                 {
                     "owner": self._name(owner),
@@ -271,3 +280,8 @@ class _AnalyticsHandlers:
                 }
             )
         return rows
+
+
+def _find_tenant_and_cards(store: Store, name: str) -> tuple[Tenant, RateCards]:
+    """Return a tenant and all rate cards. Raises BadName."""
+    return tenants.find_tenant(store, name), RateCards(load_cards(store))

@@ -181,7 +181,8 @@ function Advice({ one }) {
           { head: "saving", get: (a) => gain(writeClass, a.saving_pico, a.error_pico) },
           column.text("verdict", "verdict", { show: verdict })]} /><//>
     <${Panel} title="Value of more KV memory" wide
-      note="Dollars per million prompt tokens, against no cache and the present memory.">
+      note=${`Dollars per million prompt tokens, against no cache and the present memory${
+        one.model ? ` of ${one.model}` : ""}.`}>
       <${Table} caption="By KV memory" isHidden isPlain rows=${one.size_advice}
         id=${(a) => a.bytes} none="The engine is not running." columns=${[
           column.text("KV memory", (a) => bytes(a.bytes)), column.figure("tokens", "tokens", about),
