@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 from msgspec import Struct
 
 from engine.api import Clock, EngineInfo
-from engine.client.client import Engine
 from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.interface import AnalyticsClient
 from gateway.analytics.tenant_usage import TenantCacheUsage
@@ -131,16 +130,6 @@ class Context:
     reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a configuration is read and applied."""
 
-    @property
-    def model(self) -> str:
-        """The default model's name."""
-        return self.models.default.name
-
-    @property
-    def engine(self) -> Engine:
-        """The default model's engine; requests and reports use those of `models`."""
-        return self.models.default.engine
-
     def is_ready(self) -> bool:
         """Whether the gateway accepts requests now."""
         return self.obstacle() is None
@@ -152,8 +141,9 @@ class Context:
         """
         if self.is_draining:
             return Obstacle("draining", "The server is shutting down.")
-        if not self.engine.ready():
-            if self.models.default.restarts():
+        default = self.models.default
+        if not default.engine.ready():
+            if default.restarts():
                 return Obstacle("starting", "The engine was lost and is being restarted.")
             return Obstacle("starting", "The engine is starting.")
         if not self.ledger.is_well:

@@ -16,7 +16,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
     async def health(request: web.BaseRequest) -> web.StreamResponse:
         # 200 without an engine, too: it is restarted until it serves, and the gateway answers.
-        if gateway.engine.ready():
+        if gateway.models.default.engine.ready():
             return web.json_response({"status": "ok"})
         return web.json_response({"status": "ok", "engine": "not ready"})
 

@@ -111,10 +111,11 @@ class FindingStore:
         turns from one served model to another has changed nothing.
         """
         served = {one.origin() for one in self._gateway.models}
+        default = self._gateway.models.default.name
         found, changed = [], dict[int, PromptOrigin]()
         for one in sorted(counts, key=lambda count: count.first_ms):
             if one.cause != FIRST_USE:
-                found.append(structs.replace(one, model=one.model or self._gateway.model))
+                found.append(structs.replace(one, model=one.model or default))
                 continue
             model, _, template = one.place.partition("/")
             origin = changed.get(one.tenant_id) or origins.get(one.tenant_id)
@@ -136,7 +137,7 @@ class FindingStore:
                         place="",
                         requests=requests,
                         facts={},
-                        model=one.model or self._gateway.model,
+                        model=one.model or default,
                     )
                 )
         return found, changed

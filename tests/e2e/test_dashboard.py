@@ -120,7 +120,7 @@ async def test_no_page_scrolls_sideways(
     for _ in range(3):
         await gateway.ask(body=gateway.chat("a question of some length for the cache"), who=name)
     context = gateway.gateway.context
-    context.models.default.engine = ReportedEngine(context.engine, STATS)
+    context.models.default.engine = ReportedEngine(gateway.engine, STATS)
     screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     pages = WORDS | {"memory": "Load or compute", "requests": "rate_limit_exceeded"}
@@ -141,7 +141,7 @@ async def test_memory_shows_levels_their_owners_and_why_one_is_off(
     """Each level with its bytes, and the reason of one that is off; without a fault."""
     page, _ = entered
     context = gateway.gateway.context
-    engine = ReportedEngine(context.engine, STATS)
+    engine = ReportedEngine(gateway.engine, STATS)
     engine.set_level("disk", state="off", reason="read-only file system")
     context.models.default.engine = engine
     text = await asyncio.to_thread(page.open, "memory", "Load or compute")
@@ -162,7 +162,7 @@ async def test_memory_shows_what_a_remote_store_has(
     context = gateway.gateway.context
     remote = LevelStats("remote", "open", payers=(PayerBytes(b"1", 7 * 2**20, 2**20),))
     stats = msgspec.structs.replace(STATS, levels=(*STATS.levels, remote))
-    context.models.default.engine = ReportedEngine(context.engine, stats)
+    context.models.default.engine = ReportedEngine(gateway.engine, stats)
     await asyncio.to_thread(page.open, "memory", "Load or compute")
     text = await asyncio.to_thread(page.see, "ada")
 

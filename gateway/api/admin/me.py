@@ -36,7 +36,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
                 "scopes": sorted(state.admin_scopes),
                 "server": {
                     "version": version,
-                    "model": gateway.model,
+                    "model": gateway.models.default.name,
                     "models": gateway.models.names,
                     "public": config.server.listen,
                     "classes": sorted(config.caching.all_classes()),

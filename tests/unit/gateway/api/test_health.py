@@ -38,7 +38,7 @@ async def test_says_why_there_is_no_engine(
 ) -> None:
     """The process is alive, since the engine is restarted until it serves."""
     context = gateway.gateway.context
-    monkeypatch.setattr(context.engine, "ready", lambda: False)
+    monkeypatch.setattr(gateway.engine, "ready", lambda: False)
     first = await probe(gateway, "/readyz")
     monkeypatch.setattr(context.models.default, "restarts", lambda: 3)
     later = await probe(gateway, "/readyz")

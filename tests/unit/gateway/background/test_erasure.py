@@ -116,7 +116,7 @@ class LevelledEngine(ReportedEngine):
 
 def with_levels(gateway: GatewayFixture) -> LevelledEngine:
     context = gateway.gateway.context
-    engine = LevelledEngine(context.engine, STATS)
+    engine = LevelledEngine(gateway.engine, STATS)
     context.models.default.engine = engine
     return engine
 

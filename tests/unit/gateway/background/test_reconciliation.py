@@ -102,7 +102,7 @@ async def test_requests_in_the_engine_have_holds_when_compared(
             await begin()
         return Stats(prompt_tokens_total=7)
 
-    monkeypatch.setattr(gateway.gateway.context.engine, "get_stats", counted)
+    monkeypatch.setattr(gateway.engine, "get_stats", counted)
     if is_early:
         await begin()
     await gateway.gateway._reconciler.note()

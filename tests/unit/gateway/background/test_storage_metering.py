@@ -169,7 +169,7 @@ def test_tenants_blocks_add_up_to_the_pools_use(prompts: list[tuple[int, list[in
 async def begin_metering(gateway: GatewayFixture) -> tuple[StorageMetering, FakeClock]:
     """Return a meter that has read once what the cache keeps, and its clock."""
     context, clock = gateway.gateway.context, FakeClock()
-    await gateway.until(lambda: context.engine.stats.cached_blocks > 0)
+    await gateway.until(lambda: gateway.engine.stats.cached_blocks > 0)
     context.clock = clock
     watch = StorageMetering(context)
     await watch.close()
@@ -216,7 +216,7 @@ async def test_failed_writes_are_part_of_the_next_reading(
     await watch.close()
 
     ((seconds,),) = gateway.store.query("select sum(token_seconds) from storage_hours")
-    assert seconds == 10 * 16 * sum(one.blocks for one in context.engine.namespaces) > 0
+    assert seconds == 10 * 16 * sum(one.blocks for one in gateway.engine.namespaces) > 0
 
 
 async def test_a_reading_whose_answer_was_lost_counts_once(
@@ -240,7 +240,7 @@ async def test_a_reading_whose_answer_was_lost_counts_once(
     await watch.close()
 
     ((seconds,),) = gateway.store.query("select sum(token_seconds) from storage_hours")
-    assert seconds == 15 * 16 * sum(one.blocks for one in context.engine.namespaces) > 0
+    assert seconds == 15 * 16 * sum(one.blocks for one in gateway.engine.namespaces) > 0
 
 
 class _Unavailable:

@@ -71,7 +71,7 @@ async def test_counts_are_written_with_the_model(context: Context) -> None:
     await kept.flush()
 
     (found,) = await rows(context)
-    assert (found.requests, found.model) == (2, context.model)
+    assert (found.requests, found.model) == (2, context.models.default.name)
 
 
 async def test_failed_write_is_made_up_for(
@@ -223,7 +223,7 @@ async def test_takers_of_blocks_are_named_once(
         return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
     evictions = {(space(1), space(2)): 30, (space(1), space(1)): 9, (space(3), space(2)): 5}
-    totals = context.engine.cache_events
+    totals = context.models.default.engine.cache_events
     monkeypatch.setattr(totals, "evictions_by_taker", lambda: dict(evictions))
     kept = FindingStore(context)
     evicted = replace(ONE, cause="evicted", place="", facts={"evicted_pressure": 1})

@@ -353,7 +353,7 @@ async def test_a_connection_error_of_ours_is_an_internal_error(
     def refuse(_: object) -> None:
         raise ConnectionRefusedError("the planted address")
 
-    monkeypatch.setattr(gateway.gateway.context.engine, "submit", refuse)
+    monkeypatch.setattr(gateway.engine, "submit", refuse)
     status, answer, _ = await gateway.ask(body=gateway.chat())
     await gateway.until(lambda: any(line["event"] == "request" for line in gateway.lines))
 

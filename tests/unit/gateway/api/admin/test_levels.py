@@ -16,7 +16,7 @@ LEVELS = "/admin/v1/levels"
 def report(gateway: GatewayFixture) -> ReportedEngine:
     """Let the gateway see an engine with levels."""
     context = gateway.gateway.context
-    engine = ReportedEngine(context.engine, STATS)
+    engine = ReportedEngine(gateway.engine, STATS)
     context.models.default.engine = engine
     return engine
 
