@@ -242,6 +242,7 @@ def test_refuses_a_password_in_the_address_without_repeating_it(
     assert "no password" in err
 
 
+@pytest.mark.usefixtures("no_periodic_tasks")
 async def test_gateways_show_each_others_refusals(
     first: GatewayFixture, second: GatewayFixture
 ) -> None:

@@ -40,6 +40,7 @@ from gateway.background.webhooks import WebhookEndpoint
 from gateway.config import Config, LimitsConfig, ServerConfig
 from gateway.embeddings.embedder import Embedder
 from gateway.engines.served_models import ServedModel
+from gateway.periodic_task import PeriodicTask
 from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant, list_tenants
@@ -463,6 +464,13 @@ async def gateway(unopened_gateway: GatewayFixture) -> AsyncIterator[GatewayFixt
     await unopened_gateway.open()
     yield unopened_gateway
     await unopened_gateway.close()
+
+
+@pytest.fixture
+def no_periodic_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No task of a gateway that opens later runs by itself, however slow the machine. For
+    `usefixtures`, which pytest sets up before the arguments of a test."""
+    monkeypatch.setattr(PeriodicTask, "start", lambda _: None)
 
 
 @pytest.fixture

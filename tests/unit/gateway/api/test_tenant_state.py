@@ -100,6 +100,7 @@ async def test_a_changed_limit_ends_the_state(
     assert again["status"] == "limited"
 
 
+@pytest.mark.usefixtures("no_periodic_tasks")
 async def test_a_refusal_after_the_change_counts_once_its_minute_is_written(
     admin: AdminClient,
 ) -> None:
@@ -224,6 +225,7 @@ async def test_a_tenant_sees_its_own_state(admin: AdminClient) -> None:
     assert body.keys() == operators.keys()
 
 
+@pytest.mark.usefixtures("no_periodic_tasks")
 async def test_analytics_count_refusals_of_the_last_hour(admin: AdminClient) -> None:
     """By tenant and code; a stranger's too in the total."""
     limit(admin.gateway)

@@ -134,22 +134,23 @@ async def test_a_report_is_read_again_if_counts_moved_meanwhile(gateway: Gateway
 
 
 async def test_each_minute_has_a_sample(
-    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quiet minute too: a chart tells a quiet server from one that was down."""
     monkeypatch.setattr(history_sampling, "POLL_INTERVAL_S", 0.001)
     monkeypatch.setattr(history_sampling, "RECORDS_INTERVAL_S", 0.0)
-    sampling = HistorySampling(gateway.gateway.context)
-    wall = gateway.gateway.context.wall
+    gateway = unopened_gateway
+    await gateway.open()
     gateway.gateway.context.ended_requests.end_minute()
-    sampling.start()
     await gateway.until(lambda: not gateway.gateway.context.ended_requests.ended_minutes)
-    await sampling.close()
+    samples = read_samples(gateway.store, ALL_TENANTS, wall_ms() - 2 * MINUTE_MS, 2**60)
+    await gateway.close()
 
-    assert read_samples(gateway.store, ALL_TENANTS, wall() - 2 * MINUTE_MS, 2**60)
+    assert samples
     assert refused_since(gateway.store, 0) == []
 
 
+@pytest.mark.usefixtures("no_periodic_tasks")
 async def test_failed_writes_are_tried_again(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
