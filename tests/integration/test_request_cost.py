@@ -18,7 +18,6 @@ import pytest
 
 from engine.client.client import EngineConnection
 from engine.config import EngineConfig
-from gateway.background import history_sampling, reconciliation, storage_metering
 from gateway.http.connection import Connection
 from gateway.ledger import deferred_holds
 from tenancy.accounts.tenants import change_tenant
@@ -83,15 +82,9 @@ async def counted(gateway: GatewayFixture) -> tuple[Counter[str], int, Counter[s
 
 @pytest.fixture
 async def gateway(
-    unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    no_periodic_tasks: None, unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[GatewayFixture]:
-    """A gateway without periodic jobs: a busy host would count more of them."""
-    for module, name in (
-        (history_sampling, "POLL_INTERVAL_S"),
-        (reconciliation, "POLL_INTERVAL_S"),
-        (storage_metering, "POLL_INTERVAL_S"),
-    ):
-        monkeypatch.setattr(module, name, 3_600.0)
+    """A gateway without what runs by time: a busy host would count more of it."""
     monkeypatch.setattr(deferred_holds, "DEFER_S", 3_600.0)
     unopened_gateway.engine_config = EngineConfig(heartbeat_s=3_600.0)
     await unopened_gateway.open()

@@ -11,7 +11,6 @@ from types import FrameType
 import pytest
 
 from engine.config import EngineConfig
-from gateway.background import history_sampling, reconciliation, storage_metering
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 ROOT = Path(__file__).parents[2]
@@ -61,13 +60,11 @@ def recorder() -> Iterator[CallRecorder]:
     recorder.remove()
 
 
+@pytest.mark.usefixtures("no_periodic_tasks")
 async def test_a_completion_crosses_fewer_than_60_files_of_the_gateways_process(
-    recorder: CallRecorder, unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    recorder: CallRecorder, unopened_gateway: GatewayFixture
 ) -> None:
-    """With engine and ledger, which run elsewhere, it crosses no more files than last time.
-    Periodic jobs, which a busy host would count too, are off."""
-    for module in (history_sampling, reconciliation, storage_metering):
-        monkeypatch.setattr(module, "POLL_INTERVAL_S", 3_600.0)
+    """With engine and ledger, which run elsewhere, it crosses no more files than last time."""
     gateway = unopened_gateway
     gateway.engine_config = EngineConfig(heartbeat_s=3_600.0)
     await gateway.open()

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from msgspec import structs
 
-from gateway.background import reconciliation
 from gateway.ledger import deferred_holds
 from gateway.ledger.deferred_holds import DEFER_S, TOKENS_MAX, DeferredHolds
 from gateway.ledger.interface import InProcessLedger
@@ -348,12 +347,12 @@ TestBudgetMachine = BudgetMachine.TestCase
 # --- in a complete gateway -----------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_periodic_tasks")
 async def test_gateway_writes_no_hold_for_short_request(
     unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One item for the ledger. On a busy host no answer is short: here everything is."""
     monkeypatch.setattr(deferred_holds, "DEFER_S", 3_600.0)
-    monkeypatch.setattr(reconciliation, "POLL_INTERVAL_S", 3_600.0)
     await unopened_gateway.open()
     handed = _record_items(unopened_gateway)
     await unopened_gateway.ask(body=unopened_gateway.chat("one two"))
