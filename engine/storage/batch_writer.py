@@ -44,8 +44,8 @@ class BatchWriter:
         self,
         index: RecordIndex,
         slabs: SlabFiles,
-        books: DiskUsage,
-        room: DiskSpace,
+        usage: DiskUsage,
+        space: DiskSpace,
         promises: PromiseRows,
         view: Callable[[int, int], memoryview],
         *,
@@ -60,7 +60,7 @@ class BatchWriter:
         """`view` returns a slot's bytes, of a size; `place_sizes`: of places, by the bytes of their
         slots. `bytes_per_day`: of unpromised stores. `drop` deletes records with all under them.
         `committed` is told of stores in the transaction that commits them."""
-        self._index, self._slabs, self._books, self._room = index, slabs, books, room
+        self._index, self._slabs, self._usage, self._space = index, slabs, usage, space
         self._promises, self._view, self._place_sizes = promises, view, place_sizes
         self._run_tokens, self._bytes_per_day = run_tokens, bytes_per_day
         self._now_ms, self._drop, self._committed = now_ms, drop, committed
@@ -141,7 +141,7 @@ class BatchWriter:
         written = self.written_today + self._planned_bytes + place_bytes
         if not promise_ms and written > self._bytes_per_day:
             return "write_budget"
-        place = self._room.take(store.payer, place_bytes)
+        place = self._space.take(store.payer, place_bytes)
         if isinstance(place, str):
             return place
         record_id = planned[key] = self._index.next_id()
@@ -160,7 +160,7 @@ class BatchWriter:
             limit_ms,
             promise_ms,
         )
-        self._books.add_bytes(store.payer, place_bytes, store.fidelity)
+        self._usage.add_bytes(store.payer, place_bytes, store.fidelity)
         self._planned_bytes += place_bytes
         return PlannedRun(
             run, record_id, packed, limit_ms, promise_ms, place, encode_header(header), scope.seal
@@ -206,7 +206,7 @@ class BatchWriter:
             self._index.file.set_meta("written_day", self._written_day)
             self._index.file.set_meta("written_today", self._written_today)
         if batch.error is not None:
-            self._room.note_write_error(batch.error)
+            self._space.note_write_error(batch.error)
         return outcomes
 
     def _commit_store(self, store: PlannedStore) -> Stored:
@@ -250,7 +250,7 @@ class BatchWriter:
                 run.promise_ms,
             )
             self._index.insert(row, scope, self._now_ms())
-            self._books.add_records(command.namespace, 1)
+            self._usage.add_records(command.namespace, 1)
             self._count_write(row.place_bytes)
         self._index.add_leases(scope, run.record_id, command.lease_ids)
         self._promises.set((run.record_id,), run.run.terms)
@@ -294,6 +294,6 @@ class BatchWriter:
     def _give_up(self, store: PlannedStore, run: PlannedRun) -> None:
         if run.place is not None:
             size = self._place_sizes[store.command.slot_bytes]
-            self._books.add_bytes(store.payer, -size, store.fidelity)
+            self._usage.add_bytes(store.payer, -size, store.fidelity)
             self._slabs.give_back(run.place)
             run.place = None

@@ -88,7 +88,7 @@ class StoreClock:
 
 class DiskStore:
     """An open store. `writer`: of records, `reader`: of their bytes, `slabs`: of their places;
-    `quotas`: who may have how much, `books`: who has; `remote`: None without a remote store.
+    `quotas`: who may have how much, `usage`: who has; `remote`: None without a remote store.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class DiskStore:
             self.clock = StoreClock(wall_ms, uptime_s, int(index.file.meta("last_ms", 0)))
             self._promises = PromiseRows(index)
             self.reader = RecordReader(slabs, view, index.file.store_id, present_sizes[0], uptime_s)
-            self.books = DiskUsage()
+            self.usage = DiskUsage()
             self.quotas = DiskQuotas(settings.disk_bytes, present_sizes[0])
             pinned: set[RecordId] = set()
-            self._room = DiskSpace(
-                *(settings, index, slabs, self.books, self.quotas, present_sizes),
+            self._space = DiskSpace(
+                *(settings, index, slabs, self.usage, self.quotas, present_sizes),
                 pinned=pinned,
                 now_ms=self.clock.now_ms,
                 drop=self._drop,
@@ -141,7 +141,7 @@ class DiskStore:
             )
             self._take_stock()
             self.writer = BatchWriter(
-                *(index, slabs, self.books, self._room, self._promises, view),
+                *(index, slabs, self.usage, self._space, self._promises, view),
                 place_sizes=place_sizes,
                 run_tokens=settings.run_tokens,
                 bytes_per_day=settings.write_bytes_per_day,
@@ -163,8 +163,8 @@ class DiskStore:
         for number in sizes:
             self.slabs.set_used(number, index.used_places(number))
         for scope_id, payer_id, fidelity, count, places, size in index.sums():
-            self.books.add_bytes(names.payer_name(payer_id), size, fidelity, places)
-            self.books.add_records(names.scope_of(scope_id).namespace, count)
+            self.usage.add_bytes(names.payer_name(payer_id), size, fidelity, places)
+            self.usage.add_records(names.scope_of(scope_id).namespace, count)
         with index.file.change():
             self._remove_scopes(lambda scope: True)
             self._note_time()
@@ -182,7 +182,7 @@ class DiskStore:
             store_name=self._seals.store_name,
             bytes_max=self._settings.remote_bytes,
             give_up_place=self._give_up_place,
-            cold=self._room.order.next_dropped,
+            cold=self._space.order.next_dropped,
             drop=self._drop,
             now_ms=self.clock.now_ms,
             uptime_s=self._uptime_s,
@@ -225,7 +225,7 @@ class DiskStore:
 
     def _give_up_place(self, row: RecordRow) -> None:
         payer = self._index.names.payer_name(row.payer_id)
-        self.books.add_bytes(payer, -row.place_bytes, row.fidelity)
+        self.usage.add_bytes(payer, -row.place_bytes, row.fidelity)
         self.slabs.give_back(row.place)
 
     def _drop(self, tops: Sequence[RecordId]) -> int:
@@ -235,7 +235,7 @@ class DiskStore:
     def _drop_rows(self, tops: Sequence[RecordId]) -> list[RecordRow]:
         rows = self._index.delete_under(tops)
         for row in rows:
-            self.books.add_records(self._index.names.scope_of(row.scope_id).namespace, -1)
+            self.usage.add_records(self._index.names.scope_of(row.scope_id).namespace, -1)
             if row.slab != REMOTE:
                 self._give_up_place(row)
         return rows
@@ -345,19 +345,19 @@ class DiskStore:
         scope = self._index.names.scope(command.namespace)
         is_all = command.lease_id is None and not command.tokens
         seals = self._seals if is_all else None
-        rows, before = list[RecordRow](), self.books.used_bytes
+        rows, before = list[RecordRow](), self.usage.used_bytes
         if scope is not None:
             with self._index.file.change():
                 rows = self._drop_rows(self._tops_to_erase(scope, command))
                 if command.lease_id is not None:
                     self._index.remove_lease(scope, command.lease_id)
-                is_needed = self.books.has(command.namespace) or self.writer.is_planned(scope)
+                is_needed = self.usage.has(command.namespace) or self.writer.is_planned(scope)
                 if seals is not None or not is_needed:
                     self._index.names.remove_scope(command.namespace)
             self._index.file.empty_log()
         if seals is not None:
             seals.destroy(command.namespace)  # also a key that is older than the scope
-        gone = before - self.books.used_bytes
+        gone = before - self.usage.used_bytes
         places.update(row.place for row in rows if row.slab != REMOTE)
         is_shredded = seals is not None
         return StoredErased(command.call_id, len(rows), gone, is_shredded=is_shredded), places
@@ -385,19 +385,19 @@ class DiskStore:
             if one not in self.writer.pinned
         ]
         is_due = now_ms - self._noted_ms >= NOTE_MS
-        is_over = self._room.is_over and self.writer.batch is None
-        if expired or is_due or is_over or self._room.is_high:
+        is_over = self._space.is_over and self.writer.batch is None
+        if expired or is_due or is_over or self._space.is_high:
             with self._index.file.change():
                 self._index.write_uses()
                 self._note_time()
                 self.expired_total += self._drop(expired)
                 self._remove_scopes(lambda scope: not self.writer.is_planned(scope))
                 if is_over:
-                    self._room.shrink()
-                self._room.drop_ahead()
+                    self._space.shrink()
+                self._space.drop_ahead()
         if self.remote is not None:
             room = self._settings.disk_bytes - self._index.file.file_bytes
-            self.remote.tick(self.books.used_bytes > PUT_PART * room)
+            self.remote.tick(self.usage.used_bytes > PUT_PART * room)
         if now_ms >= self._count_promised_at_ms:
             began_s = self._uptime_s()
             self._promised = self._index.promised(now_ms)
@@ -408,7 +408,7 @@ class DiskStore:
         """Remove the scopes of namespaces without records, in the caller's transaction. A key of
         theirs stays until the store is opened again. O(scopes)."""
         for scope in self._index.names.scopes:
-            if not self.books.has(scope.namespace) and may_go(scope):
+            if not self.usage.has(scope.namespace) and may_go(scope):
                 self._index.names.remove_scope(scope.namespace)
 
     def _note_time(self) -> None:
@@ -423,33 +423,33 @@ class DiskStore:
             self._index.names.payer_name(number): size for number, size in self._promised.items()
         }
         return StorageStats(
-            "full" if self._room.full_reason else "open",
-            self._room.full_reason,
+            "full" if self._space.full_reason else "open",
+            self._space.full_reason,
             capacity_bytes=self._settings.disk_bytes,
-            used_bytes=self.books.used_bytes,
+            used_bytes=self.usage.used_bytes,
             promised_bytes=sum(promised.values()),
-            records=self.books.records,
+            records=self.usage.records,
             stored_total=self.writer.stored_total,
             fetched_total=self.fetched_total,
-            dropped_total=self.writer.replaced_total + self._room.order.dropped_total,
+            dropped_total=self.writer.replaced_total + self._space.order.dropped_total,
             expired_total=self.writer.expired_total + self.expired_total,
             damaged_total=self.damaged_total,
             written_bytes_total=self.writer.written_bytes_total,
             written_bytes_today=self.writer.written_today,
             read_bytes_per_s=self.read_bytes / self.read_seconds if self.read_seconds else 0.0,
-            namespaces=len(self.books.namespaces),
+            namespaces=len(self.usage.namespaces),
             payers=tuple(
                 PayerBytes(payer, size, promised.get(payer, 0))
-                for payer, size in self.books.used.items()
+                for payer, size in self.usage.used.items()
             ),
-            copies=self.books.copies(),
+            copies=self.usage.copies(),
             remote=None if self.remote is None else self.remote.stats(),
         )
 
     def check(self) -> None:
-        """Recount books, places and children from the index; no batch may be under way.
+        """Recount usage, places and children from the index; no batch may be under way.
 
         O(records). Raises InvariantViolation at the first mismatch.
         """
-        assert self.writer.batch is None, "planned bytes are in the books, and not in the index"
-        self._room.check()
+        assert self.writer.batch is None, "planned bytes count as used, and are not in the index"
+        self._space.check()

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from engine.statistics import Stats
 from gateway.background.money_metrics import MoneyMetrics
-from gateway.background.storage_metering import update_holders
+from gateway.background.storage_metering import update_tenant_usage
 from gateway.context import Context
 from gateway.observability.ended_requests import Minute, MinuteCounts
 from gateway.periodic_task import PeriodicTask
@@ -99,7 +99,7 @@ def sample_of(gateway: Context, minute: Minute, tenant_id: int) -> Sample:
 def live_samples(gateway: Context, tenant_id: int) -> list[Sample]:
     """Return a tenant's samples, or those of all, of the minutes that the database lacks: the
     running one last. O(changed namespaces), and for all O(tenants)."""
-    update_holders(gateway)
+    update_tenant_usage(gateway)
     return [sample_of(gateway, minute, tenant_id) for minute in gateway.ended_requests.minutes()]
 
 
@@ -211,14 +211,14 @@ class HistorySampling:
     def _samples(self, minute: Minute, *, is_part: bool) -> list[Sample]:
         """Return one sample for all, and one for each tenant that was busiest; of a part of a
         minute for those with requests alone."""
-        holders, (_, counts) = self._gateway.tenant_usage, minute
+        usage, (_, counts) = self._gateway.tenant_usage, minute
         most = 0 if is_part else TENANTS_SAMPLED_MAX
-        held = {tenant_id for tenant_id, _ in holders.largest(most)}
+        held = {tenant_id for tenant_id, _ in usage.largest(most)}
         nothing = MinuteCounts()
 
         def rank(tenant_id: int) -> tuple[int, int, int]:
             one = counts.get(tenant_id, nothing)
-            return one.refusals.total(), one.requests, holders.of(tenant_id)["blocks"]
+            return one.refusals.total(), one.requests, usage.of(tenant_id)["blocks"]
 
         busiest = sorted({*counts, *held} - {ALL_TENANTS}, key=rank, reverse=True)
         return [

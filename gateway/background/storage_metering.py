@@ -134,7 +134,7 @@ def update_churn(gateway: Context) -> None:
     gateway.level_history.update(gateway.models.stats(), now_ms)
 
 
-def update_holders(gateway: Context) -> None:
+def update_tenant_usage(gateway: Context) -> None:
     """Update the sums of what each tenant holds of each model. O(namespaces that changed)."""
     for model in gateway.models:
         table = None if model.engine.info is None else model.engine.namespaces
@@ -194,7 +194,7 @@ class StorageMetering:
 
     def _update_meter(self) -> None:
         now_ns = int(self._gateway.clock() * NS_PER_S)
-        update_holders(self._gateway)
+        update_tenant_usage(self._gateway)
         for model in self._gateway.models:
             info, meter = model.engine.info, self._meters[model.name]
             if info is None:

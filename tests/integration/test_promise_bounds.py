@@ -72,7 +72,7 @@ async def test_default_tenants_together_leave_room_for_a_tenant_with_a_bound(
     gateway: GatewayFixture,
 ) -> None:
     """Four of a quarter each would take all; a bound that the operator set is kept."""
-    holders = gateway.gateway.context.tenant_usage
+    usage = gateway.gateway.context.tenant_usage
     for name in ("cid", "dan", "eve"):
         tenant = create_tenant(gateway.store, wall_ms, name)
         gateway.keys[name] = create_key(gateway.store, wall_ms, tenant.tenant_id)
@@ -80,7 +80,7 @@ async def test_default_tenants_together_leave_room_for_a_tenant_with_a_bound(
     said, promised = "", 0
     for name in ("ada", "bob", "cid", "dan"):
         promised, said = await promise_all(gateway, name)
-        counted = partial(holders.total, "promised_blocks")
+        counted = partial(usage.total, "promised_blocks")
         await gateway.until(partial(has, counted, promised))
     change_tenant(gateway.store, "eve", {"promised_blocks_max": 50})
     gateway.gateway.context.authenticator.refresh_now()

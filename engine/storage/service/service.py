@@ -101,7 +101,7 @@ class StorageService:
         self._store: DiskStore | None = None
         self._dying: DiskStore | None = None  # lost, and still read or written by a thread
         self._reason = "the store is being opened"
-        self._retry_at_s = self._beat_at_s = monotonic_s()
+        self._retry_at_s = self._heartbeat_at_s = monotonic_s()
         self._log_sync = LogSync(self._io, self._send)
         self._queue = StoreQueue(self._io, self._log_sync, self._send_stored)
         self._erasures = StoredErasures(self._io, self._send)
@@ -119,7 +119,7 @@ class StorageService:
         try:
             self._try_open(self._settings.wait_s)
             self._tell_changes()
-            self._beat()
+            self._send_heartbeat()
             for message in early:
                 self._guard(partial(self._handle, message))
             self._loop(decoder)
@@ -155,7 +155,7 @@ class StorageService:
             if now_s >= tick_at_s:
                 tick_at_s = now_s + TICK_S
                 self._guard(self._tick)
-            self._beat_if_due()
+            self._send_heartbeat_if_due()
 
     def _turn_link(self, link: RemoteLink) -> None:
         """Take what the remote store has done, and fail what is late."""
@@ -187,13 +187,13 @@ class StorageService:
         if self._ticks % WIPE_TICKS == 0:
             self._erasures.wipe()
 
-    def _beat_if_due(self) -> None:
+    def _send_heartbeat_if_due(self) -> None:
         """Send a heartbeat if it is time, also in the middle of a long query or change."""
-        if self._monotonic_s() >= self._beat_at_s:
-            self._beat()
+        if self._monotonic_s() >= self._heartbeat_at_s:
+            self._send_heartbeat()
 
-    def _beat(self) -> None:
-        self._beat_at_s = self._monotonic_s() + self._settings.heartbeat_s
+    def _send_heartbeat(self) -> None:
+        self._heartbeat_at_s = self._monotonic_s() + self._settings.heartbeat_s
         if self._io.oldest_s > JOB_S_MAX:
             return  # a disk that hangs: silence makes the engine replace this process
         if self._store is not None:
@@ -209,7 +209,7 @@ class StorageService:
     def _tell_changes(self) -> None:
         if self._store is None:
             return
-        gained, lost = self._store.books.take_changes()
+        gained, lost = self._store.usage.take_changes()
         for at in range(0, max(len(gained), len(lost)), NAMESPACES_PER_FRAME):
             end = at + NAMESPACES_PER_FRAME
             self._send(HeldNamespaces(gained[at:end], lost[at:end]))
@@ -261,7 +261,7 @@ class StorageService:
                 self._wall_ms,
                 self._uptime_s,
                 self._calls,
-                self._beat_if_due,
+                self._send_heartbeat_if_due,
                 seals,
                 self._link,
             )
@@ -272,7 +272,7 @@ class StorageService:
 
     def _pause(self, seconds: float) -> None:
         self._reason = "waiting for the folder's last owner to end"
-        self._beat()
+        self._send_heartbeat()
         time.sleep(seconds)
 
     def _lose(self, reason: str) -> None:

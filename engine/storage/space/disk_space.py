@@ -67,7 +67,7 @@ class DiskSpace:
         settings: StoreSettings,
         index: RecordIndex,
         slabs: SlabFiles,
-        books: DiskUsage,
+        usage: DiskUsage,
         quotas: DiskQuotas,
         sizes: Sequence[int],
         *,
@@ -78,11 +78,11 @@ class DiskSpace:
     ) -> None:
         """`sizes`: of the places that this engine's records take, the largest first. Others: as in
         `DiskEvictionOrder`."""
-        self._settings, self._index, self._slabs, self._books = settings, index, slabs, books
+        self._settings, self._index, self._slabs, self._usage = settings, index, slabs, usage
         self._sizes, self._now_ms, self._drop = sizes, now_ms, drop
         self._quotas = quotas
         self.order = DiskEvictionOrder(
-            *(index, slabs, books, quotas, sizes),
+            *(index, slabs, usage, quotas, sizes),
             pinned=pinned,
             now_ms=now_ms,
             drop=drop,
@@ -99,7 +99,7 @@ class DiskSpace:
         if self.full_reason:
             return "full"
         ceiling = self._quotas.ceiling(payer)
-        while ceiling is not None and self._books.used.get(payer, 0) + size > ceiling:
+        while ceiling is not None and self._usage.used.get(payer, 0) + size > ceiling:
             others = set(self._slabs.place_sizes().values()).difference(self._sizes)
             if not self.order.drop_leaves(payer, 1, [*sorted(others), *self._sizes]):
                 return "over_quota"
@@ -148,7 +148,7 @@ class DiskSpace:
     @property
     def is_high(self) -> bool:
         """Whether `drop_ahead` has something to do."""
-        high = self._books.used_bytes > HIGH_PART * self._settings.disk_bytes
+        high = self._usage.used_bytes > HIGH_PART * self._settings.disk_bytes
         return high or bool(self.full_reason)
 
     def shrink(self) -> None:
@@ -172,7 +172,7 @@ class DiskSpace:
             room = sum(self._slabs.places(size) * size for size in self._sizes)
             part = RESUME_PART
         turns = 0
-        while self._books.used_bytes > part * room:
+        while self._usage.used_bytes > part * room:
             turns += 1
             if turns > DROP_AHEAD_TURNS or not self.order.make_room(b""):
                 return
@@ -182,7 +182,7 @@ class DiskSpace:
     # -- the checker ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Recount books, places and children from the index.
+        """Recount usage, places and children from the index.
 
         O(records). Raises InvariantViolation at the first mismatch.
         """
@@ -197,8 +197,8 @@ class DiskSpace:
             if row.slab != REMOTE:
                 recount.add_bytes(names.payer_name(row.payer_id), row.place_bytes, row.fidelity)
                 places.add(row.place)
-        if self._books.sums() != recount.sums():
-            raise InvariantViolation(f"books {self._books.sums()}, recounted: {recount.sums()}")
+        if self._usage.sums() != recount.sums():
+            raise InvariantViolation(f"usage {self._usage.sums()}, recounted: {recount.sums()}")
         if not children.keys() <= ids | {ROOT}:
             raise InvariantViolation(f"parents {children.keys() - ids} have no row")
         if wrong := self._index.wrong_children():

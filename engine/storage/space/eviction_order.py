@@ -41,7 +41,7 @@ class DiskEvictionOrder:
         self,
         index: RecordIndex,
         slabs: SlabFiles,
-        books: DiskUsage,
+        usage: DiskUsage,
         quotas: DiskQuotas,
         sizes: Sequence[int],
         *,
@@ -52,7 +52,7 @@ class DiskEvictionOrder:
     ) -> None:
         """`drop` deletes records with all under them, and returns how many. `demote` gives up a
         record's place if it has an object, and returns whether it did."""
-        self._index, self._slabs, self._books, self._quotas = index, slabs, books, quotas
+        self._index, self._slabs, self._usage, self._quotas = index, slabs, usage, quotas
         self._sizes = sizes
         self._pinned, self._now_ms = pinned, now_ms
         self._drop, self._demote = drop, demote
@@ -67,8 +67,8 @@ class DiskEvictionOrder:
         places = sum(map(self._slabs.places, sizes))
         batch = max(1, min(DROP_BATCH, int(places * DROP_PART)))
         without: set[Payer] = set()
-        while (victim := self._quotas.victim(self._books.used, taker, without)) is not None:
-            over = self._books.used[victim] - self._quotas.floor(victim)
+        while (victim := self._quotas.victim(self._usage.used, taker, without)) is not None:
+            over = self._usage.used[victim] - self._quotas.floor(victim)
             most = batch if victim == taker else -(-over // self._sizes[0])
             if self.drop_leaves(victim, max(1, min(batch, most)), sizes):
                 return True
@@ -90,7 +90,7 @@ class DiskEvictionOrder:
 
     def next_dropped(self, count: int) -> list[RecordId]:
         """Return records that go next for room, of the payer that gives next."""
-        payer = self._quotas.victim(self._books.used, b"", ())
+        payer = self._quotas.victim(self._usage.used, b"", ())
         if payer is None:
             return []
         return next(filter(None, (self._leaves(payer, size, count) for size in self._sizes)), [])
@@ -154,5 +154,5 @@ class DiskEvictionOrder:
             if row.promise_ms > now_ms or row.record_id in self._pinned:
                 return False
             lost[self._index.names.payer_name(row.payer_id)] += row.place_bytes
-        used, floor = self._books.used, self._quotas.floor
+        used, floor = self._usage.used, self._quotas.floor
         return all(one == taker or used[one] - lost[one] >= floor(one) for one in lost)

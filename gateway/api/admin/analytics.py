@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 
 from gateway.background.erasure import list_holdings, scope_names
 from gateway.background.history_sampling import count_ended
-from gateway.background.storage_metering import update_churn, update_holders
+from gateway.background.storage_metering import update_churn, update_tenant_usage
 from gateway.caching.namespaces import namespaces_of, owner_of, parts_of
 from gateway.context import Context
 from gateway.engines.served_models import ServedModel
@@ -63,7 +63,7 @@ class _AnalyticsHandlers:
         gateway = self._gateway
         update_churn(gateway)
         await count_ended(gateway)
-        update_holders(gateway)
+        update_tenant_usage(gateway)
         models = {
             "models": [
                 {
@@ -145,7 +145,7 @@ class _AnalyticsHandlers:
         gateway, name = self._gateway, request[STATE].parameters["name"]
         tenant, cards = await gateway.reports.ask(partial(_find_tenant_and_cards, name=name))
         tenant_id = tenant.tenant_id
-        update_holders(gateway)
+        update_tenant_usage(gateway)
         model = self._model_of(tenant_id)
         info = model.engine.info
         card = cards.in_force(model.name, tenant.tier, gateway.wall())

@@ -222,10 +222,8 @@ class _TenantHandlers:
 
     def _body(self, one: TenantRecord) -> dict[str, Any]:
         """Return a tenant as responses show it, with the floor that this engine grants."""
-        most, asked = (
-            self._gateway.models.floor_blocks_max(),
-            self._gateway.authenticator.floor_blocks(),
-        )
+        most = self._gateway.models.floor_blocks_max()
+        asked = self._gateway.authenticator.floor_blocks()
         floor = floor_blocks_of(one)
         kept = None if most is None else guaranteed_blocks(floor, asked, most)
         return {**tenant_body(one), "floor_blocks_kept": kept}

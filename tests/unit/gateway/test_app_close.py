@@ -1,4 +1,4 @@
-"""The end of a gateway: each part is closed, whatever happens to the others."""
+"""A gateway that ends closes each of its parts, also after one that fails to close."""
 
 from __future__ import annotations
 

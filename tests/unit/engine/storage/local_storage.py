@@ -139,11 +139,11 @@ class LocalStorage:
 
     def has_records(self, namespace: bytes) -> bool:
         """See `Storage`."""
-        return not self._is_closed and namespace in self.store.books.namespaces
+        return not self._is_closed and namespace in self.store.usage.namespaces
 
     def namespaces(self) -> set[bytes]:
         """See `Storage`."""
-        return set() if self._is_closed else set(self.store.books.namespaces)
+        return set() if self._is_closed else set(self.store.usage.namespaces)
 
     def take_changed(self) -> set[bytes]:
         """See `Storage`."""

@@ -90,7 +90,7 @@ def test_a_reopened_store_knows_what_it_knew(make: MakeRig, master: MasterKey | 
         content_of(A, LONG),
         content_of(A, (*LONG, *path_of(9))),
     ]
-    assert sorted(rig.disk.books.namespaces) == [A, B]
+    assert sorted(rig.disk.usage.namespaces) == [A, B]
     assert rig.disk.stats().used_bytes == 11 * PLACE
     assert rig.erase(A, lease_id="one").records == 6
     rig.disk.check()
