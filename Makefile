@@ -10,7 +10,7 @@ CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: all setup hooks clients older linters buckets bounds serve check test slow ci fmt lint bench sim crash attacks gpu pull clean
+.PHONY: all setup hooks clients older linters buckets bounds serve check test slow ci fmt lint bench cost sim crash attacks gpu pull clean
 
 all: check test
 
@@ -103,6 +103,9 @@ gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m tests.bench.gpu_levels
 	$(BIN)/python -m tests.bench.gpu_mixed --only check,start,steps,traffic,cold
 	$(BIN)/python -m tests.bench.gpu_http --rates 20,50,100,150 --mixture 40,80 --cold
+
+cost: setup            ## calls, turns, statements and files of one answer, here and at the merge base
+	$(BIN)/python -m tests.bench.request_cost
 
 fmt: setup
 	$(BIN)/ruff format .

@@ -50,12 +50,17 @@ def folders_of(changed: Iterable[str]) -> list[str]:
     ]
 
 
-def changed_files(base: str | None) -> list[str]:
-    """Files that differ from `base`, committed or not, and files that git does not track yet."""
+def merge_base(base: str | None = None) -> str:
+    """The commit at which this branch left `base`, by default `origin/main` or `main`."""
     if base is None:
         names = ("origin/main", "main", "HEAD")
         base = next(name for name in names if _git("rev-parse", "--verify", "--quiet", name))
-    fork = (_git("merge-base", base, "HEAD") or [base])[0]
+    return (_git("merge-base", base, "HEAD") or [base])[0]
+
+
+def changed_files(base: str | None) -> list[str]:
+    """Files that differ from `base`, committed or not, and files that git does not track yet."""
+    fork = merge_base(base)
     untracked = _git("ls-files", "--others", "--exclude-standard")
     return [*_git("diff", "--name-only", fork), *untracked]
 
