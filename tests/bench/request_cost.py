@@ -38,7 +38,6 @@ from gateway.http.connection import Connection
 from gateway.ledger import deferred_holds
 from gateway.periodic_task import PeriodicTask
 from tests.models import prepared
-from tests.tools.changed_tests import merge_base
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 
 ROOT = Path(gateway.__file__).parents[1]
@@ -244,6 +243,9 @@ def main(arguments: list[str]) -> int:
     if asked.counts:
         print(json.dumps(asyncio.run(_measure())))
         return 0
+    # Not above: the base, in which this file counts too, may not have it.
+    from tests.tools.changed_tests import merge_base
+
     commit = merge_base(asked.base)
     with TemporaryDirectory() as folder:
         asked_for = ["git", "archive", "--format=tar", commit]
