@@ -29,7 +29,7 @@ from gateway.prompt.detokenizer import Detokenizer
 from gateway.structured_output.grammars import callable_tools
 from gateway.structured_output.output_check import satisfies
 from gateway.structured_output.thinking import HarmonySplitter, ThinkingSplitter
-from gateway.structured_output.tool_call_parser import ParsedPiece, ToolCallParser
+from gateway.structured_output.tool_call_parser import Cut, ParsedPiece, ToolCallParser
 
 _ANY_FORMAT = OutputFormat()
 
@@ -222,6 +222,7 @@ class OutputParser:
         self.parallel = prompt.tool_choice.parallel
         # With the choice "none", tools stay in the prompt and calls in the answer are plain text.
         self.reads_calls = bool(prompt.tools) and prompt.tool_choice.mode != "none"
+        self._must_call = self.reads_calls and prompt.tool_choice.mode == "required"
         self._thoughts: ThinkingSplitter | HarmonySplitter | None = None
         if thought and renderer.thinking.kind == "harmony":
             style = renderer.tool_style
@@ -291,16 +292,22 @@ class OutputParser:
         self._tokens.extend(text.tokens)
         return self._deltas(self._parser.push(text.text))
 
-    def finish(self, *, is_cut_off: bool) -> list[Delta]:
-        """Return the deltas that were held back; no more text follows. `is_cut_off`: a limit or a
-        stop string ended the output."""
+    def finish(self, cut: Cut = "") -> list[Delta]:
+        """Return the deltas that were held back; no more text follows. `cut`: what ended the output
+        before the model did. An answer that must be a call has no text, however it was cut."""
+        if cut and self._must_call:
+            cut = "limit"
         deltas: list[Delta] = []
         if self._thoughts is not None:
-            thought, rest = self._thoughts.finish(is_cut_off=is_cut_off)
+            thought, rest = self._thoughts.finish(cut)
             deltas += self._thought(thought)
             if rest or self._undecided:
                 deltas += self._push_text(Text(self._index, rest, self._undecided))
-        deltas += [] if self._parser is None else self._deltas(self._parser.finish())
+        if self._parser is not None:
+            was_idle = self._parser.is_idle
+            deltas += self._deltas(self._parser.finish(cut))
+            if cut and not was_idle:
+                self._tokens.clear()  # these tokens are part of a call that was cut off
         if self._tokens and not self.has_calls:
             deltas.append(Text(self._index, "", self._take_tokens()))
         return deltas

@@ -49,6 +49,7 @@ from gateway.generation.usage import sum_usage
 from gateway.http.error_mapping import engine_refusal
 from gateway.prompt import Renderer
 from gateway.structured_output.grammars import schema_field
+from gateway.structured_output.tool_call_parser import Cut
 
 _is_over = attrgetter("is_over")
 _tokens = attrgetter("tokens")
@@ -342,8 +343,8 @@ class OutputStream:
         if rest is not None:
             deltas += choice.output.push(rest)
         stopped_by = choice.stopped_by
-        is_cut_off = reason == "length" or stopped_by is not None
-        deltas += choice.output.finish(is_cut_off=is_cut_off)
+        cut: Cut = "stop_string" if stopped_by is not None else ""
+        deltas += choice.output.finish("limit" if reason == "length" else cut)
         if stopped_by is not None:
             reason = "stop"
         self.format_violations += reason == "stop" and not choice.output.satisfies_format()

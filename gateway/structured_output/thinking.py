@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from msgspec import Struct
 
 from gateway.dialects.canonical import Thinking
-from gateway.structured_output.tool_call_parser import overlap
+from gateway.structured_output.tool_call_parser import Cut, overlap
 
 OFF_EFFORTS = frozenset({"none", "minimal"})
 """Efforts at which a model that can answer at once does so."""
@@ -177,11 +177,16 @@ class ThinkingSplitter(_HeldOutput):
         thought = self._take_thought() if self._place == "thought" else ""
         return Split(thought, self._take_text())
 
-    def finish(self, *, is_cut_off: bool) -> Split:
-        """Return what was held back; no more text follows. A thought may be cut off."""
-        rest = self._release(self._held)
+    def finish(self, cut: Cut = "") -> Split:
+        """Return what was held back; no more text follows. A thought may be cut off.
+
+        At a limit, a part of a tag is dropped: it is markup.
+        """
+        rest, place = self._release(self._held), self._place
         self._held = ""
-        return Split(thought=rest) if self._place == "thought" else Split(text=rest)
+        if cut == "limit" and place in ("start", "thought"):
+            return Split()
+        return Split(thought=rest) if place == "thought" else Split(text=rest)
 
     def _begin(self) -> bool:
         """Decide whether the answer begins with a thought; False while that is not certain."""
@@ -269,18 +274,19 @@ class HarmonySplitter(_HeldOutput):
             pass
         return Split("".join(thoughts), "".join(texts))
 
-    def finish(self, *, is_cut_off: bool) -> Split:
+    def finish(self, cut: Cut = "") -> Split:
         """Return what was held back; no more text follows.
 
         A call is closed, since the token that ends it is silent, unless the output is cut off: a
-        brace would make the part of the arguments that was written look complete.
+        brace would make the part of the arguments that was written look complete. At a limit, a
+        part of a marker is dropped.
         """
-        rest, self._held = self._release(self._held), ""
+        rest, self._held = self._release("" if cut == "limit" else self._held), ""
         place, self._place = self._place, "text"
         if place == "thought":
             return Split(thought=rest)
         if place == "call":
-            return Split(text=rest if is_cut_off else rest + "}" + self._closing)
+            return Split(text=rest if cut else rest + "}" + self._closing)
         return Split(text="" if place == "header" else rest)
 
     def _advance(self, thoughts: list[str], texts: list[str]) -> bool:

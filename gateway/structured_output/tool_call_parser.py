@@ -2,13 +2,16 @@
 
 A call's arguments are passed on while the model still writes them. Text that only resembles a call
 (broken JSON, a function that was not offered) is returned as text; text that may become a call
-waits until it cannot. The result does not depend on how the text is cut into pieces. The module
-knows no events and no tokens; `gateway.generation.output_stream` has one parser per choice.
+waits until it cannot. Where a limit ends the output inside a call, what was read of the call before
+its arguments is dropped: it is markup, not text. The result does not depend on how the text is cut
+into pieces. The module knows no events and no tokens; `gateway.generation.output_stream` has one
+parser per choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Literal
 
 from msgspec import Struct
 
@@ -35,6 +38,9 @@ class ParsedCall(Struct, frozen=True):
 
 ParsedPiece = str | ParsedCall
 """A piece of text, or of a call."""
+
+Cut = Literal["", "limit", "stop_string"]
+"""What ended an output before its model did: a limit of tokens, a stop string, or nothing."""
 
 
 class ToolCallParser:
@@ -85,10 +91,14 @@ class ToolCallParser:
         is_between = self._state in (self._in_text, self._after_call)
         return is_between and not self._text and not self._held
 
-    def finish(self) -> list[ParsedPiece]:
-        """Return the pieces that were held back; no more text follows."""
+    def finish(self, cut: Cut = "") -> list[ParsedPiece]:
+        """Return the pieces that were held back; no more text follows.
+
+        In an output that was cut off, the beginning of a call is dropped; a part of the opening
+        marker only at a limit, because before a stop string it was text.
+        """
         found = self.push("")
-        if self.calls and self._is_cut_off():
+        if (self.calls and self._is_cut_off()) or (cut and self._is_in_call(cut)):
             return found
         self._is_finishing = True
         found += self.push("")
@@ -204,6 +214,19 @@ class ToolCallParser:
         if self._state == self._after_call:
             return self._opening.startswith(self._text)
         return self._state != self._in_text
+
+    def _is_in_call(self, cut: Cut) -> bool:
+        """Whether the held text is the beginning of a call that was cut off."""
+        if self._state == self._in_text:
+            return cut == "limit"
+        if self._state == self._in_object and not self._has_opening():
+            scanner = self._scanner
+            assert scanner is not None, "an object is read by a scanner"
+            return any(name.startswith(scanner.name_so_far) for name in self._names)
+        return self._state in (self._before_list, self._before_object, self._in_object)
+
+    def _has_opening(self) -> bool:
+        return "".join(self._held[:2]).lstrip(_SPACE).startswith(self._opening)
 
     def _close(self) -> bool:
         self._drop_held()

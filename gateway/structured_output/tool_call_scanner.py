@@ -38,6 +38,13 @@ class ToolCallScanner:
         self._arguments: str | None = None
         self._ready: list[str] = []
 
+    @property
+    def name_so_far(self) -> str:
+        """The function's name, or what was written of it."""
+        if self._key == "name" and self._place == "inside":
+            return "".join(self._kept).removeprefix('"')
+        return self.name
+
     def push(self, text: str) -> int:
         """Scan more text; return how many characters belong to the object. O(characters)."""
         at = 0

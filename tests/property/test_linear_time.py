@@ -316,7 +316,7 @@ def test_thoughts_are_split_in_linear_time(name: str, before: str, piece: str) -
         splitter.push(before)
         for _ in range(count):
             splitter.push(piece)
-        splitter.finish(is_cut_off=True)
+        splitter.finish("limit")
 
     assert growth(run, lambda count: count, start=1_024) < GROWTH_MAX
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 
@@ -20,6 +20,7 @@ from gateway.dialects.canonical import (
 from gateway.generation.choice import OutputParser, call_id_generator
 from gateway.prompt import Renderer
 from gateway.structured_output.thinking import ThinkingFormat
+from gateway.structured_output.tool_call_parser import Cut
 from gateway.structured_output.tool_styles import HERMES
 
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
@@ -29,7 +30,7 @@ TOOLS = (Tool("get"),)
 def check(renderer: Renderer, text: str, prompt: Prompt) -> tuple[list[Delta], OutputParser]:
     """Return all deltas of a text pushed at once."""
     output = OutputParser(3, prompt, renderer, lambda: "call_1")
-    return output.push(Text(3, text)) + output.finish(is_cut_off=False), output
+    return output.push(Text(3, text)) + output.finish(), output
 
 
 def test_separates_call_from_text(renderer: Renderer) -> None:
@@ -59,6 +60,31 @@ def test_call_stays_text_if_not_allowed(renderer: Renderer, prompt: Prompt) -> N
     assert not output.has_calls
 
 
+@pytest.mark.parametrize("cut", ["limit", "stop_string"])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_call_that_is_cut_off_has_neither_text_nor_logprobs(
+    renderer: Renderer, mode: Literal["auto", "required"], cut: Cut
+) -> None:
+    """Markup would be shown as the answer. Logprobs list the tokens of the shown text."""
+    prompt = Prompt(tools=TOOLS, tool_choice=ToolChoice(mode))
+    tokens = tuple(TokenText(byte, bytes([byte]), -1.0) for byte in b"<tool_call>\n")
+    output = OutputParser(0, prompt, renderer, lambda: "call_1")
+
+    assert output.push(Text(0, "<tool_call>\n", tokens)) + output.finish(cut) == []
+
+
+@pytest.mark.parametrize(("mode", "shown"), [("auto", "<tool"), ("required", "")])
+def test_forced_call_has_no_text_before_a_stop_string(
+    renderer: Renderer, mode: Literal["auto", "required"], shown: str
+) -> None:
+    """A stop string that is part of the marker ends such an answer inside it."""
+    prompt = Prompt(tools=TOOLS, tool_choice=ToolChoice(mode))
+    output = OutputParser(0, prompt, renderer, lambda: "call_1")
+    deltas = output.push(Text(0, "<tool")) + output.finish("stop_string")
+
+    assert "".join(delta.text for delta in deltas if isinstance(delta, Text)) == shown
+
+
 def test_is_full_after_one_call_if_not_parallel(renderer: Renderer) -> None:
     choice = ToolChoice("auto", parallel=False)
     deltas, output = check(renderer, f"{CALL}\n{CALL}", Prompt(tools=TOOLS, tool_choice=choice))
@@ -75,7 +101,7 @@ def test_logprobs_stay_with_their_text(renderer: Renderer) -> None:
 
     output = OutputParser(0, Prompt(tools=TOOLS), renderer, lambda: "id")
     deltas = [d for text in ("Hm", " <to", "ast>", CALL, " so") for d in output.push(token(text))]
-    deltas += output.finish(is_cut_off=False)
+    deltas += output.finish()
     kept = [t.data for d in deltas if isinstance(d, Text) for t in d.tokens]
 
     assert kept == [b"Hm", b" <to", b"ast>", b" so"]
@@ -149,7 +175,7 @@ def test_logprobs_follow_the_text_of_an_answer_that_may_think(
         for number, text in enumerate(texts)
         for delta in parser.push(Text(0, text, (TokenText(number, text.encode(), -1.0),)))
     ]
-    found += parser.finish(is_cut_off=False)
+    found += parser.finish()
     tokens = [token for delta in found if isinstance(delta, Text) for token in delta.tokens]
 
     assert [token.data.decode() for token in tokens] == reported

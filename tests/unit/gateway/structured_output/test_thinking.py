@@ -20,7 +20,7 @@ from gateway.structured_output.thinking import (
     ThinkingSplitter,
     detect_thinking,
 )
-from gateway.structured_output.tool_call_parser import ParsedCall, ToolCallParser
+from gateway.structured_output.tool_call_parser import Cut, ParsedCall, ToolCallParser
 from gateway.structured_output.tool_styles import HERMES
 from tests.tiny_tokenizer import tokenizer_document
 
@@ -87,7 +87,7 @@ def split_whole(
     """Return thought and text of an output that comes in pieces."""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     found = [splitter.push(text[a:b]) for a, b in pairwise(places)]
-    found.append(splitter.finish(is_cut_off=False))
+    found.append(splitter.finish())
     return "".join(f.thought for f in found), "".join(f.text for f in found)
 
 
@@ -254,7 +254,7 @@ def test_call_in_harmony_is_read_by_the_parser_of_calls() -> None:
     splitter = harmony()
     parser = ToolCallParser(HERMES, ["get_weather"], lambda: "call_1")
     pieces = [piece for at in HARMONY for piece in parser.push(splitter.push(at).text)]
-    pieces += parser.push(splitter.finish(is_cut_off=False).text) + parser.finish()
+    pieces += parser.push(splitter.finish().text) + parser.finish()
     calls = [piece for piece in pieces if isinstance(piece, ParsedCall)]
 
     assert calls[0].name == "get_weather"
@@ -262,16 +262,38 @@ def test_call_in_harmony_is_read_by_the_parser_of_calls() -> None:
     assert "".join(piece for piece in pieces if isinstance(piece, str)) == "I look."
 
 
-@pytest.mark.parametrize("is_cut_off", [False, True])
-def test_call_in_harmony_that_is_cut_off_has_no_complete_arguments(*, is_cut_off: bool) -> None:
+@pytest.mark.parametrize("cut", ["", "limit", "stop_string"])
+def test_call_in_harmony_that_is_cut_off_has_no_complete_arguments(cut: Cut) -> None:
     """A client would run it with half of its arguments; `<|call|>` itself is silent."""
     splitter = harmony()
     parser = ToolCallParser(HERMES, ["move"], lambda: "call_1")
     head = "<|channel|>commentary to=functions.move<|message|>"
     pieces = parser.push(splitter.push(head + '{"from": "a"').text)
-    if not is_cut_off:
+    if not cut:
         pieces += parser.push(splitter.push(', "to": "b"}').text)
-    pieces += parser.push(splitter.finish(is_cut_off=is_cut_off).text) + parser.finish()
+    pieces += parser.push(splitter.finish(cut).text) + parser.finish()
     arguments = "".join(piece.arguments for piece in pieces if isinstance(piece, ParsedCall))
 
-    assert arguments == ('{"from": "a"' if is_cut_off else '{"from": "a", "to": "b"}')
+    assert arguments == ('{"from": "a"' if cut else '{"from": "a", "to": "b"}')
+
+
+@pytest.mark.parametrize("is_harmony", [False, True])
+def test_limit_leaves_no_part_of_a_marker(*, is_harmony: bool) -> None:
+    """Neither of the tags around a thought, nor of the messages of harmony, at any length."""
+    text = "<think>hm</think>Yes" if not is_harmony else "".join(HARMONY)
+    for end in range(len(text) + 1):
+        splitter = harmony() if is_harmony else ThinkingSplitter(TAGS, is_open=False)
+        split = splitter.push(text[:end])
+        last = splitter.finish("limit")
+        shown = split.thought + last.thought + split.text + last.text
+
+        assert shown.count("<") == shown.count("<tool_call>") + shown.count("</tool_call>")
+
+
+def test_stop_string_leaves_the_bracket_before_it() -> None:
+    """It was no part of a tag: the stop string followed."""
+    splitter = ThinkingSplitter(TAGS, is_open=True)
+
+    assert splitter.push("a ").thought == "a"
+    assert splitter.push("<").thought == ""
+    assert splitter.finish("stop_string").thought == " <"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.structured_output.tool_call_parser import ParsedCall, ToolCallParser
+from gateway.structured_output.tool_call_parser import Cut, ParsedCall, ToolCallParser
 from gateway.structured_output.tool_styles import HERMES, LLAMA3, MISTRAL, ToolStyle
 
 STYLES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
@@ -17,11 +17,11 @@ STYLES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
 Folded = list[str | tuple[str, str, str]]
 
 
-def read(style: ToolStyle, *pieces: str, parallel: bool = True) -> Folded:
+def read(style: ToolStyle, *pieces: str, parallel: bool = True, cut: Cut = "") -> Folded:
     """Return text and calls (id, name, arguments) with neighbours joined."""
     numbers = itertools.count()
     reader = ToolCallParser(style, ("get", "put"), lambda: f"id{next(numbers)}", parallel=parallel)
-    found = [piece for text in pieces for piece in reader.push(text)] + reader.finish()
+    found = [piece for text in pieces for piece in reader.push(text)] + reader.finish(cut)
     folded: Folded = []
     for piece in found:
         last = folded[-1] if folded else None
@@ -78,6 +78,52 @@ def test_separates_calls_from_text(style: str, text: str, folded: Folded) -> Non
     """Text that only resembles a call stays text: at once, and character by character."""
     assert read(STYLES[style], text) == folded
     assert read(STYLES[style], *text) == folded
+
+
+@pytest.mark.parametrize(
+    ("style", "before", "call"),
+    [
+        ("hermes", "", ONE),
+        ("hermes", "Let me see.", ONE + "\n" + TWO),
+        (
+            "llama3",
+            "",
+            '{"name": "get", "parameters": {"a": 1}}; {"name": "put", "parameters": {}}',
+        ),
+        ("llama3", "So: ", '<|python_tag|>{"type": "function", "name": "get", "parameters": {}}'),
+        ("mistral", "", '[TOOL_CALLS] [{"name": "get", "arguments": {}}, {"name": "put"}]'),
+    ],
+)
+@pytest.mark.parametrize("is_in_pieces", [False, True])
+def test_limit_leaves_no_markup_of_a_call(
+    style: str, before: str, call: str, *, is_in_pieces: bool
+) -> None:
+    """A limit may end the output at any character of a call: what a client shows as text, and
+    sends back as text, is the text before the call alone."""
+    for end in range(len(call) + 1):
+        text = before + call[:end]
+        found = read(STYLES[style], *(text if is_in_pieces else [text]), cut="limit")
+
+        assert "".join(piece for piece in found if isinstance(piece, str)) == before
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "cut"),
+    [
+        ("hermes", "if a <", "stop_string"),
+        ("hermes", "if a < b", "limit"),
+        ("llama3", '{"name": "Ann', "limit"),
+        ("llama3", '{"name": "Ann", "age": 3', "limit"),
+        ("mistral", "a[0", "limit"),
+    ],
+)
+def test_text_that_was_no_call_stays_when_cut(style: str, text: str, cut: Cut) -> None:
+    """A truncated answer loses nothing but what could only have been a call."""
+    assert read(STYLES[style], text, cut=cut) == [text]
+
+
+def test_stop_string_inside_a_call_leaves_no_markup() -> None:
+    assert read(HERMES, 'Hm. <tool_call>\n{"na', cut="stop_string") == ["Hm. "]
 
 
 @given(
