@@ -151,8 +151,7 @@ class Gateway:
         closes `ledger` and `analytics`. `gateway_id`: names this gateway among those of one
         database. `endpoints`: of webhooks; `read_webhooks`: reads them again from a reloaded
         configuration, None to keep them. Without `ledger` or `analytics`, they run in this process.
-        Raises StoreError.
-        """
+        Raises StoreError."""
         opened: OpenedLedger = ledger or InProcessLedger(Ledger(store, wall))
         _log_found(opened, log)
         self.ledger: LedgerClient = opened
@@ -175,6 +174,7 @@ class Gateway:
             journal=_journal(self.ledger, store),
             store=store,
             reports=QueryPool(store),
+            contents=QueryPool(store),
             responses=ResponseWriter(store, config),
             limiter=Limiter(clock),
             metrics=metrics,
@@ -335,6 +335,7 @@ class Gateway:
             context.analytics.close,
             partial(asyncio.to_thread, self._authenticator.close),
             context.reports.close,
+            context.contents.close,
             *(() if tracer is None else (partial(asyncio.to_thread, tracer.close),)),
         ]
         errors: list[Exception] = []

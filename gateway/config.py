@@ -64,12 +64,13 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     `header_timeout_s`: for the head of a request. `body_timeout_s`: for its body, which must then
     arrive at `body_rate_min_bytes_per_s` or faster. `write_timeout_s`: for a client to read written
-    bytes. `body_bytes_in_flight_max`: bodies that are received or parsed at a time, of all clients;
-    one tenant may hold a quarter of what the others leave. `body_values_max`: values in a JSON
-    body, counted by its braces, brackets and commas. `connections_per_address_max`: of clients that
-    have shown no valid key; 0 is no limit. `tolerance`: how requests with fields that the server
-    does not honour are treated, unless their key says otherwise (docs/dialects.md). `dashboard`:
-    whether tenants have a page of their own at /dashboard.
+    bytes. `body_bytes_in_flight_max`: bodies that are received or parsed at a time, and stored
+    content that requests name, of all clients; one tenant may hold a quarter of what the others
+    leave. `body_values_max`: values in a JSON body, counted by its braces, brackets and commas.
+    `connections_per_address_max`: of clients that have shown no valid key; 0 is no limit.
+    `tolerance`: how requests with fields that the server does not honour are treated, unless their
+    key says otherwise (docs/dialects.md). `dashboard`: whether tenants have a page of their own at
+    /dashboard.
     """
 
     listen: str = "127.0.0.1:8080"

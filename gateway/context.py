@@ -93,6 +93,8 @@ class Context:
     store: Store
     reports: QueryPool
     """Connections for long queries."""
+    contents: QueryPool
+    """Connections for what requests name: stored items, kept answers, cached contents."""
     responses: ResponseWriter
     """Writes the stored responses."""
     limiter: Limiter

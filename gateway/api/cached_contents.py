@@ -7,7 +7,6 @@ its content is stored in the database and computed again when a request needs it
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ from gateway.generation.cached_contents import (
 from gateway.generation.generation import Generation
 from gateway.generation.preparation import Prepared, check_model, parse_body, prepare
 from gateway.http.middleware import Handler, Route
-from gateway.http.request_body import SMALL_VALUES_MAX, check_values, read_body
+from gateway.http.request_body import BODY_SHARE, SMALL_VALUES_MAX, check_values, read_body
 from gateway.http.request_context import STATE, identity_of
 from gateway.http.response import send_json
 from gateway.retention_classes import RESOURCE
@@ -54,6 +53,7 @@ from tenancy.accounts.cached_contents import (
     sweep_cached_contents,
 )
 from tenancy.errors import BadName, StoreError
+from tenancy.storage.interface import Store
 from tenancy.types import Identity
 
 SHAPE = gemini.DIALECT
@@ -164,7 +164,10 @@ async def _store_and_compute(
     content = msgspec.msgpack.encode(prompt)
     reply = Reply(PREFIX + resource.resource_id, resource.model, resource.created_ms // 1000)
     try:
-        await gateway.run_to_completion(asyncio.to_thread(_store, gateway, resource, content))
+        storing = gateway.contents.ask(
+            lambda _: _store(gateway, resource, content), resource.tenant_id
+        )
+        await gateway.run_to_completion(storing)
         return await generation.execute(made, identity, _CreationEncoder(resource), reply)
     except BadName as error:
         raise Refusal(Kind.QUOTA, error.code, f"{error.message}.") from None
@@ -199,9 +202,8 @@ def _quota(gateway: Context) -> CachedContentQuota:
 
 async def _end_resource(gateway: Context, identity: Identity, resource_id: str) -> None:
     tenant_id, now_ms = identity.tenant.tenant_id, gateway.wall()
-    await asyncio.to_thread(
-        end_cached_content, gateway.store, tenant_id, identity.workspace, resource_id, now_ms
-    )
+    asked = gateway.store, tenant_id, identity.workspace, resource_id, now_ms
+    await gateway.contents.ask(lambda _: end_cached_content(*asked), tenant_id)
 
 
 async def _is_last_reference(gateway: Context, identity: Identity, content: Prompt) -> bool:
@@ -209,14 +211,15 @@ async def _is_last_reference(gateway: Context, identity: Identity, content: Prom
 
     False in a shared scope: the content may belong to another tenant too.
     """
-    return identity.scope is None and not await asyncio.to_thread(
-        has_cached_content,
-        gateway.store,
-        identity.tenant.tenant_id,
-        identity.workspace,
-        msgspec.msgpack.encode(content),
-        gateway.wall(),
-    )
+    if identity.scope is not None:
+        return False
+    tenant_id, now_ms = identity.tenant.tenant_id, gateway.wall()
+
+    def is_held(store: Store) -> bool:
+        data = msgspec.msgpack.encode(content)
+        return has_cached_content(store, tenant_id, identity.workspace, data, now_ms)
+
+    return not await gateway.contents.ask(is_held, tenant_id)
 
 
 async def _list(
@@ -226,14 +229,9 @@ async def _list(
         request.query.get("pageSize", request.query.get("page_size", "")),
         request.query.get("pageToken", request.query.get("page_token", "")),
     )
-    found = await asyncio.to_thread(
-        list_cached_contents,
-        gateway.store,
-        identity.tenant.tenant_id,
-        identity.workspace,
-        gateway.wall(),
-        after,
-        size + 1,
+    asked = identity.tenant.tenant_id, identity.workspace, gateway.wall(), after, size + 1
+    found = await gateway.contents.ask(
+        lambda store: list_cached_contents(store, *asked), identity.tenant.tenant_id
     )
     is_more = len(found) > size
     page = [_view(resource) for resource in found[:size]]
@@ -245,7 +243,8 @@ async def _list(
 async def _get(
     gateway: Context, request: web.BaseRequest, identity: Identity
 ) -> web.StreamResponse:
-    resource, _ = await load_cached_content(gateway, request[STATE].parameters["name"], identity)
+    name = request[STATE].parameters["name"]
+    resource, _ = await load_cached_content(gateway, name, identity, request[BODY_SHARE])
     return await send_json(request, gemini_cached.resource(_view(resource)))
 
 
@@ -258,18 +257,12 @@ async def _change(
     check_values(body, SMALL_VALUES_MAX)
     change = gemini_cached.parse_update(body, mask, now_ms)
     name = request[STATE].parameters["name"]
-    kept, _ = await load_cached_content(gateway, name, identity)
+    kept, _ = await load_cached_content(gateway, name, identity, request[BODY_SHARE])
     change.check(kept.model, kept.display_name)
-    await asyncio.to_thread(
-        set_expiry,
-        gateway.store,
-        identity.tenant.tenant_id,
-        identity.workspace,
-        name,
-        change.expires_ms,
-        now_ms,
-    )
-    resource, _ = await load_cached_content(gateway, name, identity)
+    owner = identity.tenant.tenant_id, identity.workspace
+    changed = gateway.store, *owner, name, change.expires_ms, now_ms
+    await gateway.contents.ask(lambda _: set_expiry(*changed), identity.tenant.tenant_id)
+    resource, _ = await load_cached_content(gateway, name, identity, request[BODY_SHARE])
     return await send_json(request, gemini_cached.resource(_view(resource)))
 
 
@@ -282,7 +275,7 @@ async def _delete(
     the lease ends, since other tenants may use them.
     """
     name = request[STATE].parameters["name"]
-    resource, stored = await load_cached_content(gateway, name, identity)
+    resource, stored = await load_cached_content(gateway, name, identity, request[BODY_SHARE])
     call = Call(
         resource.model,
         (with_breakpoint(stored),),

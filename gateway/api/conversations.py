@@ -6,9 +6,9 @@ a conversation by `gateway.generation.stored_responses`.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -20,7 +20,7 @@ from gateway.errors import Kind, Refusal
 from gateway.generation.preparation import parse_body
 from gateway.generation.stored_responses import conversation_not_found
 from gateway.http.middleware import Handler, Route
-from gateway.http.request_body import read_body
+from gateway.http.request_body import BODY_SHARE, read_body
 from gateway.http.request_context import STATE, identity_of, request_metadata
 from gateway.http.response import send_json
 from gateway.ledger.response_writer import storage_quota
@@ -38,9 +38,11 @@ from tenancy.responses.conversations import (
     set_metadata,
 )
 from tenancy.responses.stored_sums import Obstacle
+from tenancy.storage.interface import Store
 from tenancy.types import HOUR_MS
 
 Item = dict[str, Any]
+T = TypeVar("T")
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
@@ -105,7 +107,7 @@ class ConversationRequest:
             kept, quota = self._named(items), storage_quota(self._gateway.config)
             return create_conversation(self._gateway.store, record, kept, quota, self._bytes_max())
 
-        self._check(await asyncio.to_thread(store))
+        self._check(await self._write(store))
         return await self._answer(record)
 
     async def show(self) -> web.StreamResponse:
@@ -122,16 +124,14 @@ class ConversationRequest:
             expires_ms=max(found.expires_ms, self._expires_ms()),
         )
         store = self._gateway.store
-        if not await asyncio.to_thread(set_metadata, store, record, self._now_ms):
+        if not await self._write(partial(set_metadata, store, record, self._now_ms)):
             raise conversation_not_found(self._id)
         return await self._answer(record)
 
     async def delete(self) -> web.StreamResponse:
         """Delete the conversation with its items."""
-        store = self._gateway.store
-        if not await asyncio.to_thread(
-            delete_conversation, store, self._owner, self._id, self._now_ms
-        ):
+        owned = self._gateway.store, self._owner, self._id
+        if not await self._write(partial(delete_conversation, *owned, self._now_ms)):
             raise conversation_not_found(self._id)
         deleted = {"id": self._id, "object": "conversation.deleted", "deleted": True}
         return await send_json(self._request, deleted)
@@ -149,7 +149,7 @@ class ConversationRequest:
             obstacle = append_items(self._gateway.store, change, quota, self._bytes_max())
             return conversations.shown_list([one.item for one in kept]), obstacle
 
-        shown, obstacle = await asyncio.to_thread(store)
+        shown, obstacle = await self._write(store)
         self._check(obstacle)
         return await send_json(self._request, shown)
 
@@ -158,30 +158,28 @@ class ConversationRequest:
         page = stored_items.parse_page(self._request.query)
         await self._find()
 
-        def load() -> bytes:
+        def load(store: Store) -> bytes:
             bounds = page.after, page.limit + 1
-            owned = self._gateway.store, self._id
-            found = page_items(*owned, *bounds, is_descending=page.is_descending)
+            found = page_items(store, self._id, *bounds, is_descending=page.is_descending)
             if found is None:
                 raise stored_items.unknown_after(page.after)
             return conversations.shown_list(found[: page.limit], has_more=len(found) > page.limit)
 
-        return await send_json(self._request, await asyncio.to_thread(load))
+        return await self._send_loaded(await self._read(load))
 
     async def show_item(self) -> web.StreamResponse:
         """Send one item."""
         await self._find()
-        store = self._gateway.store
-        found = await asyncio.to_thread(find_item, store, self._id, self._item_id)
+        found = await self._read(lambda store: find_item(store, self._id, self._item_id))
         if found is None:
             raise stored_items.item_not_found(self._item_id)
-        return await send_json(self._request, found)
+        return await self._send_loaded(found)
 
     async def delete_item(self) -> web.StreamResponse:
         """Delete one item; send its conversation, as OpenAI's API does."""
         found, store = await self._find(), self._gateway.store
         owned = store, self._owner, self._id
-        if not await asyncio.to_thread(delete_items, *owned, [self._item_id], self._now_ms):
+        if not await self._write(partial(delete_items, *owned, [self._item_id], self._now_ms)):
             raise stored_items.item_not_found(self._item_id)
         return await self._answer(found)
 
@@ -192,12 +190,24 @@ class ConversationRequest:
         return await parse_body(gateway, self._owner[0], parse, body, mode)
 
     async def _find(self) -> ConversationRecord:
-        found = await asyncio.to_thread(
-            find_conversation, self._gateway.store, self._owner, self._id, self._now_ms
-        )
+        owned = self._owner, self._id, self._now_ms
+        found = await self._read(lambda store: find_conversation(store, *owned))
         if found is None:
             raise conversation_not_found(self._id)
         return found
+
+    async def _read(self, question: Callable[[Store], T]) -> T:
+        """Read from a connection apart when it is the tenant's turn."""
+        return await self._gateway.contents.ask(question, self._owner[0])
+
+    async def _write(self, change: Callable[[], T]) -> T:
+        """Write to the database when it is the tenant's turn."""
+        return await self._gateway.contents.ask(lambda _: change(), self._owner[0])
+
+    async def _send_loaded(self, data: bytes) -> web.StreamResponse:
+        """Send stored content; it counts as if the request had sent it. Raises Refusal."""
+        self._request[BODY_SHARE].take(len(data))
+        return await send_json(self._request, data)
 
     async def _answer(self, record: ConversationRecord) -> web.StreamResponse:
         shown = conversations.shown_conversation(

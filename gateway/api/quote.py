@@ -34,7 +34,7 @@ from gateway.generation.preparation import Prepared, check_model, parse_body, pr
 from gateway.generation.stored_responses import parse_with_history
 from gateway.generation.usage import sum_usage
 from gateway.http.middleware import Handler, Route
-from gateway.http.request_body import read_body
+from gateway.http.request_body import BODY_SHARE, read_body
 from gateway.http.request_context import identity_of, request_metadata
 from gateway.http.response import send_json
 from gateway.levels.fidelity import FIDELITY_HEADER, parse_fidelity
@@ -81,11 +81,10 @@ def _quote_handler(gateway: Context) -> Handler:
         call = await parse_body(gateway, tenant.tenant_id, endpoint.dialect.parse, sent, metadata)
         model = check_model(gateway, call, identity)
         if call.thread.is_pending:
-            call = await parse_with_history(
-                gateway, endpoint.dialect, sent, metadata, call, identity
-            )
+            continued = gateway, endpoint.dialect, sent, metadata, call, identity
+            call = await parse_with_history(*continued, request[BODY_SHARE])
         call = with_attention(replace(call, fidelity=fidelity), attention)
-        made = await prepare(gateway, model, call, identity)
+        made = await prepare(gateway, model, call, identity, share=request[BODY_SHARE])
         output_tokens(made.call, made.rendered, identity, made.now)
         namespace, shared = made.scope.namespace, made.scope.shared_tokens
         quota = quota_now(identity, made.now)

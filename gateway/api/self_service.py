@@ -101,8 +101,8 @@ async def _cache(gateway: Context, identity: Identity) -> dict[str, Any]:
     entries = erasure.live_entries(gateway, tenant.tenant_id, identity.workspace, LEASES_MAX + 1)
     window = usage_report.whole_hours(json_api.window({}, gateway.wall()))
     totals = await usage_report.own_totals(gateway, window, tenant)
-    receipts = await asyncio.to_thread(
-        list_receipts, gateway.store, tenant.tenant_id, RECEIPTS_SHOWN
+    receipts = await gateway.contents.ask(
+        lambda store: list_receipts(store, tenant.tenant_id, RECEIPTS_SHOWN), tenant.tenant_id
     )
     blocks = sum(one.blocks for one in namespaces)
     return {

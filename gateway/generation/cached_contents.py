@@ -6,7 +6,7 @@ expires. `gateway.generation.preparation` and the cached-contents handlers call 
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 
 import msgspec
 from msgspec.structs import replace
@@ -16,6 +16,7 @@ from gateway.context import Context
 from gateway.dialects.canonical import Prompt, Segment
 from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
+from gateway.http.request_body import BodyShare
 from gateway.retention_classes import RESOURCE
 from tenancy.accounts.cached_contents import CachedContentRecord, find_cached_content
 from tenancy.types import Identity
@@ -30,35 +31,37 @@ def retention_until(expires_ms: int, now_ms: int) -> Retention:
 
 
 async def load_cached_content(
-    gateway: Context, name: str, identity: Identity
+    gateway: Context, name: str, identity: Identity, share: BodyShare
 ) -> tuple[CachedContentRecord, Prompt]:
     """Load a live resource of this identity's workspace and its stored prompt.
 
-    Runs in a thread, because the database may be remote and the content large. Raises Refusal if
-    the resource does not exist or belongs to another workspace; StoreError.
+    Runs in threads, because the database may be remote and the content large; its bytes are taken
+    from `share` before they are decoded. Raises Refusal if the resource does not exist or belongs
+    to another workspace, and without room; StoreError.
     """
-    found = await asyncio.to_thread(
-        find_cached_content,
-        gateway.store,
-        identity.tenant.tenant_id,
-        identity.workspace,
-        name.removeprefix(PREFIX),
-        gateway.wall(),
-    )
+    tenant_id = identity.tenant.tenant_id
+    asked = tenant_id, identity.workspace, name.removeprefix(PREFIX), gateway.wall()
+    found = await gateway.contents.ask(lambda store: find_cached_content(store, *asked), tenant_id)
     if found is None:
         message = f"Cached content not found: {name[:80]}."
         raise Refusal(Kind.PERMISSION, "cached_content_not_found", message, param="cachedContent")
-    return found[0], msgspec.msgpack.decode(found[1], type=Prompt)
+    record, content = found
+    share.take(len(content))
+
+    def decode(_is_abandoned: Callable[[], bool]) -> Prompt:
+        return msgspec.msgpack.decode(content, type=Prompt)
+
+    return record, await gateway.preparations.run(tenant_id, decode)
 
 
 async def expand_cached_content(
-    gateway: Context, model: ServedModel, prompt: Prompt, identity: Identity
+    gateway: Context, model: ServedModel, prompt: Prompt, identity: Identity, share: BodyShare
 ) -> tuple[Prompt, Retention]:
     """Return the full prompt and the retention of its stored part.
 
     Raises Refusal for content of another model than `model`: its tokens differ.
     """
-    resource, stored = await load_cached_content(gateway, prompt.resource, identity)
+    resource, stored = await load_cached_content(gateway, prompt.resource, identity, share)
     owner = gateway.models.by_name.get(resource.model)
     if owner is not model:
         fact = "which is not served" if owner is None else f"not to {model.name}"

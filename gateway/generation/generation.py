@@ -130,13 +130,15 @@ class Generation:
         if replayed is not None:
             return replayed
         if call.thread.is_pending:
-            call = await parse_with_history(gateway, self._dialect, body, metadata, call, identity)
+            asked = gateway, self._dialect, body, metadata, call, identity
+            call = await parse_with_history(*asked, self._request[BODY_SHARE])
             call = self._without_honoured(model, call)
         del body
         call = call if fidelity is None else replace(call, fidelity=fidelity)
         call = call if attention is None else with_attention(call, attention)
-        prepared = await prepare(gateway, model, call, identity)
-        self._request[BODY_SHARE].release()
+        share = self._request[BODY_SHARE]
+        prepared = await prepare(gateway, model, call, identity, share=share)
+        share.release()
         call = prepared.call
         if call.operation == "count":
             state.is_generation = False

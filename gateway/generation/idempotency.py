@@ -8,7 +8,6 @@ request sent again gets the first response, byte for byte, and pays nothing
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import zlib
 from collections.abc import Mapping
@@ -20,10 +19,12 @@ from gateway.config import IdempotencyConfig
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.generation.rate_limits import report_limits, reserve
+from gateway.http.request_body import BODY_SHARE
 from gateway.http.request_context import STATE
 from gateway.http.response import PIECE_BYTES, begin, send, streamed, write
 from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord, find
 from tenancy.limits import NO_DEMAND
+from tenancy.storage.interface import Store
 from tenancy.types import HOUR_MS, Identity
 
 KEY_HEADER = "Idempotency-Key"
@@ -56,17 +57,24 @@ class IdempotentRequest:
         It counts as one request and no tokens. Headers that identify a request are this one's.
         Raises IdempotencyConflict, StoreError, Refusal, ClientGone.
         """
-        asked = (gateway.store, self._tenant_id, self.claim, gateway.wall())
-        stored = await asyncio.to_thread(find, *asked)
-        if stored is None:
+        asked = (self._tenant_id, self.claim, gateway.wall())
+
+        def load(store: Store) -> tuple[str, bytes] | None:
+            stored = find(store, *asked)
+            # The size was bounded when it was recorded.
+            return None if stored is None else (stored.head, zlib.decompress(stored.body))
+
+        found = await gateway.contents.ask(load, self._tenant_id)
+        if found is None:
             return None
+        stored_head, body = found
+        request[BODY_SHARE].take(len(body))
         state = request[STATE]
         reserve(gateway, state, NO_DEMAND).settle(NO_DEMAND)
         report_limits(gateway, state)
         state.is_generation, state.ending = False, "replayed"
         ids = {**state.shape.headers(state.request_id), REPLAYED_HEADER: "true"}
-        head = {**msgspec.json.decode(stored.head, type=dict[str, str]), **ids}
-        body = zlib.decompress(stored.body)  # its size was bounded when it was recorded
+        head = {**msgspec.json.decode(stored_head, type=dict[str, str]), **ids}
         if not state.is_stream:
             return await send(request, 200, body, head)
         response = streamed(request, head)

@@ -24,7 +24,7 @@ from gateway.engines.served_models import ServedModel
 from gateway.errors import TOO_LONG, Kind, Refusal
 from gateway.generation.admission import AdmissionContext
 from gateway.generation.cached_contents import expand_cached_content
-from gateway.http.request_body import check_values
+from gateway.http.request_body import BodyShare, check_values
 from gateway.levels.fidelity import check_fidelity
 from gateway.prompt import Renderer
 from gateway.prompt.token_budget import UNLIMITED, TokenBudget, TooManyTokensError
@@ -110,10 +110,12 @@ async def prepare(
     call: Call,
     identity: Identity,
     classes: Mapping[str, Retention] | None = None,
+    share: BodyShare | None = None,
 ) -> Prepared:
     """Return the tokens and contracts of a call, with its cached content put before it.
 
-    `classes`: retention classes of this call only. Raises Refusal, and EngineUnavailable while
+    `classes`: retention classes of this call only. `share`: what cached content that the call names
+    counts for; None for a call that names none. Raises Refusal, and EngineUnavailable while
     there is no engine.
     """
     held: set[str] = set()
@@ -121,7 +123,9 @@ async def prepare(
     prompts = []
     for prompt in call.prompts:
         if prompt.resource:
-            prompt, retention = await expand_cached_content(gateway, model, prompt, identity)
+            assert share is not None, "a call that names cached content has a share of bodies"
+            asked = gateway, model, prompt, identity
+            prompt, retention = await expand_cached_content(*asked, share)
             classes[retention.name] = retention
             held.add(retention.name)
         prompts.append(prompt)

@@ -1,6 +1,6 @@
 """Stored responses of running requests: load what a request continues, store what it answered.
 
-    body ─ parse ─ thread of stored items ─ parse again ─ run ─ store ─ ledger ─ last bytes
+    body ─ parse ─ measure, load ─ decode, parse again ─ run ─ store ─ ledger ─ last bytes
 
 The response is stored before its ledger entry and its last bytes, so the answer says truthfully
 whether it is. It is deleted again if the entry cannot be written. The module knows no dialect by
@@ -9,7 +9,6 @@ name.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -18,7 +17,6 @@ from msgspec.structs import replace
 
 from gateway.context import Context
 from gateway.dialects.canonical import (
-    NO_EARLIER_ITEMS,
     Call,
     Delta,
     EarlierItems,
@@ -30,6 +28,8 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.protocol import Dialect, Encoder, StoredEncoder
 from gateway.errors import Kind, Refusal
+from gateway.http.request_body import SHARE_PARTS, BodyShare
+from gateway.structured_output.json_text import count_values
 from tenancy.errors import StoreError
 from tenancy.responses.conversations import (
     ItemRecord,
@@ -37,29 +37,31 @@ from tenancy.responses.conversations import (
     delete_items,
     find_items,
     load_items,
+    measure_conversation,
+    measure_items,
 )
 from tenancy.responses.stored_responses import (
-    LOADED_AT_ONCE,
+    ItemsColumn,
     StoredResponse,
     delete_response,
     load_parts,
     load_thread,
+    measure_parts,
+    measure_thread,
 )
 from tenancy.responses.stored_sums import Obstacle
+from tenancy.storage.interface import Store
 from tenancy.types import HOUR_MS, Identity
 
-REFERENCED_BODIES_MAX = 4
-"""Bytes of the responses that one request may refer to, in bodies of the largest size."""
+NAMED_BODIES_MAX = 4
+"""Bytes of the stored items that one request may name, in bodies of the largest size."""
 
 CONVERSATION_ITEMS_MAX = 10_001
 """Items of a conversation that a request loads: one more than any request may have."""
 
 Item = dict[str, Any]
 Part = Literal["input", "output"]
-COLUMNS: tuple[tuple[Part, Literal["input", "response"]], ...] = (
-    ("input", "input"),
-    ("output", "response"),
-)
+COLUMNS: dict[Part, ItemsColumn] = {"input": "input", "output": "response"}
 """The parts of a stored response that hold items, and their columns in the database."""
 
 
@@ -70,103 +72,144 @@ async def parse_with_history(
     metadata: RequestMetadata,
     call: Call,
     identity: Identity,
+    share: BodyShare,
 ) -> Call:
     """Return the call of a body with the items that it continues; `call`: as first parsed.
 
-    Raises Refusal if what it continues is missing, and StoreError.
+    What a request names counts as what it sends: its bytes are taken from `share` before they are
+    loaded, and its values are counted before they are decoded. Raises Refusal if what it continues
+    is missing, expired or another's, or if what it names is too large or finds no room; StoreError.
     """
-    earlier = await load_earlier_items(gateway, call.thread, identity)
+    named = NamedItems(gateway, call.thread, identity)
+    if not gateway.config.responses.keep_hours:
+        if call.thread.previous_id:
+            raise _previous_not_found(call.thread.previous_id)
+        if call.thread.conversation_id:
+            raise conversation_not_found(call.thread.conversation_id)
+    else:
+        tenant_id = identity.tenant.tenant_id
+        share.take(await gateway.contents.ask(named.measure, tenant_id))
+        await gateway.contents.ask(named.load, tenant_id)
 
     def parse(_is_abandoned: Callable[[], bool]) -> Call:
-        return dialect.parse(body, replace(metadata, earlier=earlier))
+        return dialect.parse(body, replace(metadata, earlier=named.decode()))
 
     return await gateway.preparations.run(identity.tenant.tenant_id, parse)
 
 
-async def load_earlier_items(
-    gateway: Context, thread: ThreadDirectives, identity: Identity
-) -> EarlierItems:
-    """Return the stored items that a call needs. Runs in a thread: they may be many.
+class NamedItems:
+    """The stored items that one call continues and refers to: measured, loaded, then decoded."""
 
-    Raises Refusal if the response or the conversation that the call continues is missing, expired
-    or another's, or if the referenced responses are too large together; StoreError.
-    """
-    if not gateway.config.responses.keep_hours:
+    def __init__(self, gateway: Context, thread: ThreadDirectives, identity: Identity) -> None:
+        self._thread = thread
+        self._owner = identity.tenant.tenant_id, identity.workspace
+        self._now_ms = gateway.wall()
+        server = gateway.config.server
+        self._values_max = server.body_values_max
+        # With the largest body itself, a tenant that is alone finds room for as much.
+        quarter = server.body_bytes_in_flight_max // SHARE_PARTS
+        self._bytes_max = min(
+            NAMED_BODIES_MAX * server.body_bytes_max, quarter - server.body_bytes_max
+        )
+        self._parts: dict[Part, dict[str, list[ItemReference]]] = {"input": {}, "output": {}}
+        """References to stored responses, by the part and the response that have the items."""
+        for one in thread.references:
+            if one.response_id:
+                self._parts[one.part].setdefault(one.response_id, []).append(one)
+        self._history: list[tuple[Part | None, bytes]] = []
+        self._items: dict[str, bytes] = {}
+        self._responses: dict[tuple[Part, str], bytes] = {}
+
+    def measure(self, store: Store) -> int:
+        """Return the bytes of what the call names. O(references).
+
+        Raises Refusal if what it continues is missing, or if they are too many; StoreError.
+        """
+        thread, now_ms, size = self._thread, self._now_ms, 0
         if thread.previous_id:
-            raise _previous_not_found(thread.previous_id)
+            found = measure_thread(store, *self._owner, thread.previous_id, now_ms)
+            if found is None:
+                raise _previous_not_found(thread.previous_id)
+            size += found
         if thread.conversation_id:
-            raise conversation_not_found(thread.conversation_id)
-        return NO_EARLIER_ITEMS
+            found = measure_conversation(store, self._owner, thread.conversation_id, now_ms)
+            if found is None:
+                raise conversation_not_found(thread.conversation_id)
+            size += found
+        if thread.references:
+            ids = [one.item_id for one in thread.references]
+            size += sum(measure_items(store, self._owner, ids, now_ms).values())
+        for part, wanted in self._parts.items():
+            if wanted:
+                column = COLUMNS[part]
+                sizes = measure_parts(store, self._owner, column, list(wanted), now_ms)
+                size += sum(sizes.values())
+        if size > self._bytes_max:
+            message = (
+                f"input: the stored items that this request names have {size} bytes together, limit"
+                f" {self._bytes_max}; expected fewer references, or a shorter conversation."
+            )
+            raise Refusal(Kind.BAD, "invalid_value", message, param="input")
+        return size
 
-    def load() -> EarlierItems:
-        history = _load_history(gateway, thread.previous_id, identity)
+    def load(self, store: Store) -> None:
+        """Load what was measured. O(bytes). Raises Refusal if it is gone meanwhile; StoreError."""
+        thread, now_ms = self._thread, self._now_ms
+        if thread.previous_id:
+            turns = load_thread(store, *self._owner, thread.previous_id, now_ms)
+            if turns is None:
+                raise _previous_not_found(thread.previous_id)
+            for turn in turns:
+                self._history += ("input", turn.input), ("output", turn.response)
         if thread.conversation_id:
-            history = _load_conversation(gateway, thread.conversation_id, identity)
-        return EarlierItems(history, _load_referenced(gateway, thread.references, identity))
+            most = CONVERSATION_ITEMS_MAX
+            items = load_items(store, self._owner, thread.conversation_id, now_ms, most)
+            if items is None:
+                raise conversation_not_found(thread.conversation_id)
+            self._history = [(None, item) for item in items]
+        if thread.references:
+            ids = [one.item_id for one in thread.references]
+            self._items = find_items(store, self._owner, ids, now_ms)
+        for part, wanted in self._parts.items():
+            if wanted:
+                found = load_parts(store, self._owner, COLUMNS[part], list(wanted), now_ms)
+                self._responses |= {(part, one): data for one, data in found.items()}
 
-    return await asyncio.to_thread(load)
-
-
-def _load_history(gateway: Context, previous_id: str, identity: Identity) -> tuple[Item, ...]:
-    if not previous_id:
-        return ()
-    owner = identity.tenant.tenant_id, identity.workspace
-    turns = load_thread(gateway.store, *owner, previous_id, gateway.wall())
-    if turns is None:
-        raise _previous_not_found(previous_id)
-    items: list[Item] = []
-    for turn in turns:
-        items += _items_of("input", turn.input)
-        items += _items_of("output", turn.response)
-    return tuple(items)
-
-
-def _load_conversation(
-    gateway: Context, conversation_id: str, identity: Identity
-) -> tuple[Item, ...]:
-    owner = identity.tenant.tenant_id, identity.workspace
-    items = load_items(
-        gateway.store, owner, conversation_id, gateway.wall(), CONVERSATION_ITEMS_MAX
-    )
-    if items is None:
-        raise conversation_not_found(conversation_id)
-    return tuple(msgspec.json.decode(item, type=dict[str, Any]) for item in items)
+    def decode(self) -> EarlierItems:
+        """Return the items that were loaded. O(bytes). Raises Refusal for too many values."""
+        kept = [data for _, data in self._history]
+        loaded = [*kept, *self._items.values(), *self._responses.values()]
+        check_named_values(loaded, self._values_max)
+        history: list[Item] = []
+        for part, data in self._history:
+            history += [_decode_item(data)] if part is None else _items_of(part, data)
+        referenced = {name: _decode_item(data) for name, data in self._items.items()}
+        for (part, name), data in self._responses.items():
+            items = _items_of(part, data)
+            for one in self._parts[part][name]:
+                if one.number < len(items):
+                    referenced[one.item_id] = items[one.number]
+        return EarlierItems(tuple(history), referenced)
 
 
-def _load_referenced(
-    gateway: Context, references: Sequence[ItemReference], identity: Identity
-) -> dict[str, Item]:
-    """Return the referenced items that are stored, by id. Cost: O(bytes of their responses)."""
-    owner = identity.tenant.tenant_id, identity.workspace
-    room = bytes_max = REFERENCED_BODIES_MAX * gateway.config.server.body_bytes_max
-    found: dict[str, Item] = {}
-    names = [one.item_id for one in references]
-    for first in range(0, len(names), LOADED_AT_ONCE):
-        kept = names[first : first + LOADED_AT_ONCE]
-        for name, data in find_items(gateway.store, owner, kept, gateway.wall()).items():
-            found[name] = msgspec.json.decode(data, type=dict[str, Any])
-    for part, column in COLUMNS:
-        wanted: dict[str, list[ItemReference]] = {}
-        for one in references:
-            if one.part == part and one.response_id:
-                wanted.setdefault(one.response_id, []).append(one)
-        names = list(wanted)
-        for first in range(0, len(names), LOADED_AT_ONCE):
-            ids = names[first : first + LOADED_AT_ONCE]
-            loaded = load_parts(gateway.store, owner, column, ids, gateway.wall(), room)
-            if loaded is None:
-                message = (
-                    "input: the responses whose items are referenced have more than"
-                    f" {bytes_max} bytes together; expected fewer references."
-                )
-                raise Refusal(Kind.BAD, "invalid_value", message, param="input")
-            for name, data in loaded.items():
-                room -= len(data)
-                items = _items_of(part, data)
-                for one in wanted[name]:
-                    if one.number < len(items):
-                        found[one.item_id] = items[one.number]
-    return found
+def check_named_values(loaded: Sequence[bytes], values_max: int) -> None:
+    """Refuse stored content of too many JSON values, before it is decoded. O(bytes).
+
+    Raises Refusal, TOO_BIG.
+    """
+    count = 0
+    for data in loaded:
+        count += count_values(data, values_max - count)
+        if count > values_max:
+            message = (
+                f"The stored items that this request names have more than {values_max} JSON values"
+                " together; expected fewer references, or a shorter conversation."
+            )
+            raise Refusal(Kind.TOO_BIG, "request_too_large", message, param="input")
+
+
+def _decode_item(data: bytes) -> Item:
+    return msgspec.json.decode(data, type=dict[str, Any])
 
 
 def _items_of(part: Part, data: bytes) -> list[Item]:
@@ -265,7 +308,9 @@ class StoredAnswer:
 
     async def _turn(self) -> ItemsChange:
         """Return the items to append to the conversation. In a thread: they may be many."""
-        items = await asyncio.to_thread(self._encoder.turn)
+        items = await self._gateway.preparations.run(
+            self._identity.tenant.tenant_id, lambda _: self._encoder.turn(), is_admitted=True
+        )
         return ItemsChange(
             owner=(self._identity.tenant.tenant_id, self._identity.workspace),
             conversation_id=self._thread.conversation_id,
@@ -284,13 +329,14 @@ class StoredAnswer:
             return
         tenant_id = self._identity.tenant.tenant_id
         try:
-            await asyncio.to_thread(self._delete, (tenant_id, self._identity.workspace))
+            await self._gateway.contents.ask(lambda _: self._delete(), tenant_id)
         except StoreError as error:
             facts = {"tenant_id": tenant_id, "reason": error.code}
             self._gateway.log("response_not_withdrawn", facts)
 
-    def _delete(self, owner: tuple[int, str]) -> None:
+    def _delete(self) -> None:
         store, now_ms = self._gateway.store, self._gateway.wall()
+        owner = self._identity.tenant.tenant_id, self._identity.workspace
         if self._encoder.is_stored:
             delete_response(store, *owner, self._response_id, now_ms)
         if self._appended:

@@ -1,9 +1,10 @@
-"""Connections for long database queries.
+"""Connections for database calls that may take long, with a share for each tenant.
 
 A long query must delay neither authentication, which uses the store's only reading connection, nor
 short queries. So there are more connections, each with a thread, opened on first use. Operators
 leave one connection to tenants, tenants leave one to operators, and a tenant uses one at a time.
-This module knows no query; `gateway.api` runs its reports here.
+This module knows no query. The gateway has two pools: `gateway.api` runs its reports in one; what
+requests name (stored items, kept answers, cached contents) is read and written in the other.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CONNECTIONS = 3
 
 
 class QueryPool:
-    """Additional reading connections to a database. Belongs to one event loop."""
+    """Additional connections to a database. Belongs to one event loop."""
 
     def __init__(self, store: Store) -> None:
         """`store`: the open store of the same database."""

@@ -8,7 +8,7 @@ it the responses; it knows no dialect.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 
 from gateway.config import Config
 from tenancy.responses.stored_responses import StoredResponse, store_responses
@@ -30,13 +30,14 @@ Waiting = tuple[StoredResponse, asyncio.Future[Obstacle]]
 
 
 class ResponseWriter:
-    """Writes responses, first come, first served. Belongs to one event loop."""
+    """Writes responses; each tenant's first come, first served. Belongs to one event loop."""
 
     def __init__(self, store: Store, config: Config) -> None:
         self._store = store
         self._quota = storage_quota(config)
         self._thread_bytes_max = config.server.body_bytes_max
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: OrderedDict[int, deque[Waiting]] = OrderedDict()
+        """Waiting responses by tenant; the tenants in the order of their turns."""
         self._task: asyncio.Task[None] | None = None
 
     async def write(self, record: StoredResponse) -> Obstacle:
@@ -46,7 +47,7 @@ class ResponseWriter:
         write.
         """
         written: asyncio.Future[Obstacle] = asyncio.get_running_loop().create_future()
-        self._waiting.append((record, written))
+        self._waiting.setdefault(record.tenant_id, deque()).append((record, written))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._write_waiting())
         return await written
@@ -76,11 +77,17 @@ class ResponseWriter:
                     written.set_result(found[number])
 
     def _take_batch(self) -> list[Waiting]:
-        batch = [self._waiting.popleft()]
-        size = batch[0][0].total_size
+        """Take a response of each tenant in turn: one with many or large ones delays no other."""
+        batch: list[Waiting] = []
+        size = 0
         while self._waiting and len(batch) < BATCH_RECORDS_MAX:
-            size += self._waiting[0][0].total_size
-            if size > BATCH_BYTES_MAX:
+            tenant_id, queue = next(iter(self._waiting.items()))
+            size += queue[0][0].total_size
+            if batch and size > BATCH_BYTES_MAX:
                 break
-            batch.append(self._waiting.popleft())
+            batch.append(queue.popleft())
+            if queue:
+                self._waiting.move_to_end(tenant_id)
+            else:
+                del self._waiting[tenant_id]
         return batch

@@ -8,6 +8,7 @@ module knows no dialect; items and metadata are opaque bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from msgspec import Struct
 
@@ -180,6 +181,16 @@ def append_items_in(db: Transaction, sums: Sums, change: ItemsChange, bytes_max:
     return ""
 
 
+def measure_conversation(
+    store: Store, owner: Owner, conversation_id: str, now_ms: int
+) -> int | None:
+    """Return the bytes of a live conversation of the owner, or None. O(1)."""
+    rows = store.query(
+        f"select bytes from conversations where {_LIVE}", (conversation_id, *owner, now_ms)
+    )
+    return rows[0][0] if rows else None
+
+
 def load_items(
     store: Store, owner: Owner, conversation_id: str, now_ms: int, items_max: int
 ) -> list[bytes] | None:
@@ -229,18 +240,20 @@ def find_item(store: Store, conversation_id: str, item_id: str) -> bytes | None:
     return bytes(rows[0][0]) if rows else None
 
 
+def measure_items(
+    store: Store, owner: Owner, item_ids: Sequence[str], now_ms: int
+) -> dict[str, int]:
+    """Return the bytes of the items of these ids, in any conversation of the owner. O(ids): at
+    least one."""
+    return dict(_owned_items(store, "bytes", owner, item_ids, now_ms))
+
+
 def find_items(
     store: Store, owner: Owner, item_ids: Sequence[str], now_ms: int
 ) -> dict[str, bytes]:
     """Return the items of these ids, in any conversation of the owner. O(ids): at least one."""
-    ids = pad_to_power_of_two(item_ids)
-    rows = store.query(
-        "select item_id, item from conversation_items join conversations using (conversation_id)"
-        f" where item_id in {placeholders(len(ids))} and tenant_id = ? and workspace = ?"
-        " and expires_ms > ?",
-        [*ids, *owner, now_ms],
-    )
-    return {row[0]: bytes(row[1]) for row in rows}
+    rows = _owned_items(store, "item", owner, item_ids, now_ms)
+    return {item_id: bytes(item) for item_id, item in rows}
 
 
 def delete_items(
@@ -325,6 +338,19 @@ def sweep_conversations(store: Store, now_ms: int) -> bool:
         )
         subtract(db, deleted)
     return len(deleted) == SWEPT_AT_ONCE
+
+
+def _owned_items(
+    store: Store, column: Literal["bytes", "item"], owner: Owner, ids: Sequence[str], now_ms: int
+) -> list[Row]:
+    ids = pad_to_power_of_two(ids)
+    return store.query(
+        f"select item_id, conversation_items.{column} from conversation_items"
+        " join conversations using (conversation_id)"
+        f" where item_id in {placeholders(len(ids))} and tenant_id = ? and workspace = ?"
+        " and expires_ms > ?",
+        [*ids, *owner, now_ms],
+    )
 
 
 _LIVE = "conversation_id = ? and tenant_id = ? and workspace = ? and expires_ms > ?"

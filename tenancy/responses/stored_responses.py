@@ -22,19 +22,21 @@ from tenancy.responses.stored_sums import (
     subtract,
 )
 from tenancy.storage.interface import (
+    Row,
     Store,
     Transaction,
-    Value,
     pad_to_power_of_two,
     placeholders,
 )
 
 SWEPT_AT_ONCE = 200
 """Rows that one transaction sweeps, so that other transactions wait only briefly."""
-LOADED_AT_ONCE = 16
-"""Most responses that one query loads, so that few are in memory at a time."""
 RENEWALS_PER_LIFETIME = 24
 """A thread's expiry is renewed this often at most: a renewal writes each of its rows."""
+
+
+ItemsColumn = Literal["input", "response"]
+"""A column of a stored response that holds items."""
 
 
 class StoredResponse(Struct, frozen=True):
@@ -102,6 +104,17 @@ def find_response(
     return bytes(rows[0][0]) if rows else None
 
 
+def measure_thread(
+    store: Store, tenant_id: int, workspace: str, response_id: str, now_ms: int
+) -> int | None:
+    """Return the bytes of a stored response and of those that it continues, or None. O(1)."""
+    rows = store.query(
+        f"select thread_bytes from stored_responses where {_LIVE}",
+        (response_id, tenant_id, workspace, now_ms),
+    )
+    return rows[0][0] if rows else None
+
+
 def load_thread(
     store: Store, tenant_id: int, workspace: str, response_id: str, now_ms: int
 ) -> list[StoredTurn] | None:
@@ -126,29 +139,33 @@ def load_thread(
     return [StoredTurn(row[0], bytes(row[2]), bytes(row[3])) for row in rows]
 
 
+def measure_parts(
+    store: Store,
+    owner: tuple[int, str],
+    part: ItemsColumn,
+    response_ids: Sequence[str],
+    now_ms: int,
+) -> dict[str, int]:
+    """Return the bytes of the own items or the response of each stored response that there is.
+
+    `owner`: tenant and workspace. `response_ids`: at least one. O(ids). Raises StoreError.
+    """
+    return dict(_owned_parts(store, f"length({part})", owner, response_ids, now_ms))
+
+
 def load_parts(
     store: Store,
     owner: tuple[int, str],
-    part: Literal["input", "response"],
+    part: ItemsColumn,
     response_ids: Sequence[str],
     now_ms: int,
-    bytes_max: int,
-) -> dict[str, bytes] | None:
+) -> dict[str, bytes]:
     """Return the own items or the response of each stored response that there is, by its id.
 
-    `owner`: tenant and workspace. `response_ids`: at least one, at most `LOADED_AT_ONCE`. None if
-    they have more than `bytes_max` bytes together. Cost: O(ids + bytes). Raises StoreError.
+    See `measure_parts`. Cost: O(ids + bytes). Raises StoreError.
     """
-    ids = pad_to_power_of_two(response_ids)
-    where = (
-        f"from stored_responses where response_id in {placeholders(len(ids))}"
-        " and tenant_id = ? and workspace = ? and expires_ms > ?"
-    )
-    values: list[Value] = [*ids, *owner, now_ms]
-    if store.query(f"select coalesce(sum(length({part})), 0) {where}", values)[0][0] > bytes_max:
-        return None
-    rows = store.query(f"select response_id, {part} {where}", values)
-    return {row[0]: bytes(row[1]) for row in rows}
+    rows = _owned_parts(store, part, owner, response_ids, now_ms)
+    return {response_id: bytes(data) for response_id, data in rows}
 
 
 def delete_response(
@@ -201,6 +218,18 @@ def sweep_stored(store: Store, now_ms: int) -> bool:
         )
         subtract(db, deleted)
     return len(deleted) == SWEPT_AT_ONCE
+
+
+def _owned_parts(
+    store: Store, selected: str, owner: tuple[int, str], response_ids: Sequence[str], now_ms: int
+) -> list[Row]:
+    ids = pad_to_power_of_two(response_ids)
+    return store.query(
+        f"select response_id, {selected} from stored_responses"
+        f" where response_id in {placeholders(len(ids))}"
+        " and tenant_id = ? and workspace = ? and expires_ms > ?",
+        [*ids, *owner, now_ms],
+    )
 
 
 _LIVE = "response_id = ? and tenant_id = ? and workspace = ? and expires_ms > ?"

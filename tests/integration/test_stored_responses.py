@@ -202,7 +202,7 @@ async def test_referenced_responses_are_bounded(unopened_gateway: GatewayFixture
     status, found, _ = await gateway.ask(PATH, {"model": gateway.model, "input": turn})
 
     assert (status, found["error"]["param"]) == (400, "input")
-    assert "16384 bytes together" in found["error"]["message"]
+    assert "limit 12288" in found["error"]["message"]
     await gateway.close()
 
 

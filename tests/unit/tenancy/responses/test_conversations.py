@@ -20,6 +20,8 @@ from tenancy.responses.conversations import (
     find_conversation,
     find_items,
     load_items,
+    measure_conversation,
+    measure_items,
     page_items,
     set_metadata,
     sweep_conversations,
@@ -69,10 +71,14 @@ def test_conversation_is_private_and_expires(owned: Store) -> None:
     assert load_items(owned, MINE, "c1", 2_000, 9) == [b"hi"]
     assert find_items(owned, MINE, ["i1", "i9", "i1"], 2_000) == {"i1": b"hi"}
     assert find_items(owned, MINE, ["i1"], 61_000) == {}
+    assert measure_conversation(owned, MINE, "c1", 2_000) == HI.size + len(ONE.metadata)
+    assert measure_items(owned, MINE, ["i1", "i9"], 2_000) == {"i1": HI.size}
     for other in OTHERS:
         assert find_conversation(owned, other, "c1", 2_000) is None
         assert load_items(owned, other, "c1", 2_000, 9) is None
         assert find_items(owned, other, ["i1"], 2_000) == {}
+        assert measure_conversation(owned, other, "c1", 2_000) is None
+        assert measure_items(owned, other, ["i1"], 2_000) == {}
         assert delete_items(owned, other, "c1", ["i1"], 2_000) == 0
         assert not delete_conversation(owned, other, "c1", 2_000)
         foreign = replace(ONE, tenant_id=other[0], workspace=other[1])

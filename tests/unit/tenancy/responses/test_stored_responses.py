@@ -16,6 +16,8 @@ from tenancy.responses.stored_responses import (
     find_response,
     load_parts,
     load_thread,
+    measure_parts,
+    measure_thread,
     store_responses,
     sweep_stored,
 )
@@ -65,18 +67,28 @@ def test_thread_has_its_turns_in_order(owned: Store) -> None:
     ]
 
 
-def test_parts_of_responses_are_loaded_within_a_bound(owned: Store) -> None:
+def test_parts_of_responses_are_measured_and_loaded(owned: Store) -> None:
     """Of the workspace, and only of responses that are there."""
     keep(owned, ONE, TWO)
     ids = ["r1", "r2", "r9"]
 
     mine = 1, "default"
-    assert load_parts(owned, mine, "input", ids, 2_000, 6) == {"r1": b"in1", "r2": b"in2"}
-    assert load_parts(owned, mine, "response", ["r1"], 2_000, 4) == {"r1": b"out1"}
-    assert load_parts(owned, mine, "input", ids, 2_000, 5) is None
-    assert load_parts(owned, (2, "default"), "input", ids, 2_000, 6) == {}
-    assert load_parts(owned, (1, "other"), "input", ids, 2_000, 6) == {}
-    assert load_parts(owned, mine, "input", ids, 99_000, 6) == {}
+    assert measure_parts(owned, mine, "input", ids, 2_000) == {"r1": 3, "r2": 3}
+    assert measure_parts(owned, mine, "response", ["r1"], 2_000) == {"r1": 4}
+    assert load_parts(owned, mine, "input", ids, 2_000) == {"r1": b"in1", "r2": b"in2"}
+    assert load_parts(owned, mine, "response", ["r1"], 2_000) == {"r1": b"out1"}
+    for other, now_ms in (((2, "default"), 2_000), ((1, "other"), 2_000), (mine, 99_000)):
+        assert load_parts(owned, other, "input", ids, now_ms) == {}
+        assert measure_parts(owned, other, "input", ids, now_ms) == {}
+
+
+def test_a_thread_is_measured_with_all_its_turns(owned: Store) -> None:
+    """A request that continues it loads all of them; another's thread has no size."""
+    keep(owned, ONE, TWO)
+
+    assert measure_thread(owned, 1, "default", "r1", 2_000) == 7
+    assert measure_thread(owned, 1, "default", "r2", 2_000) == 14
+    assert measure_thread(owned, 2, "default", "r2", 2_000) is None
 
 
 def test_earlier_responses_live_as_long_as_the_latest(owned: Store) -> None:
