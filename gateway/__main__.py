@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.cli.arguments import UsageError, build_parser, find_entry
@@ -62,19 +63,25 @@ def _run(options: argparse.Namespace) -> int:
     from engine.errors import EngineError
     from gateway.cli.result import CommandCall, CommandError
     from gateway.config import ConfigError, load_config
+    from gateway.config_file import ConfigSource, find_config_file
     from tenancy.errors import BadName, BadPrice, TenancyError
 
-    def read() -> tuple[Config, Origin]:
-        return load_config(options.config, os.environ, _flags(options))
+    def find() -> Path | None:
+        return find_config_file(options.config, os.environ, Path.cwd())
+
+    def read(file: Path | None) -> tuple[Config, Origin]:
+        return load_config(file, os.environ, _flags(options))
 
     try:
-        config, origin = read()
+        file = find()
+        config, origin = read(file)
         with _ProgressBar(not is_terminal()) as bar:
             call = CommandCall(
                 options=options,
                 config=config,
                 origin=origin,
-                read_config=lambda: read()[0],
+                # A file that was read and is gone is an error, not a server of defaults.
+                source=ConfigSource(file, lambda: read(find() or file)[0]),
                 say=lambda line: print(line, flush=True),
                 warn=_print_error,
                 write=sys.stdout.buffer.write,

@@ -71,6 +71,7 @@ from gateway.background.webhooks import (
 from gateway.caching import ContractManager
 from gateway.caching.promise_store import PromiseStore
 from gateway.config import Config, ConfigError, parse_address
+from gateway.config_file import ConfigSource
 from gateway.context import Context, Log
 from gateway.embeddings.embedder import Embedder
 from gateway.embeddings.encoder_client import EncoderProcess
@@ -140,7 +141,7 @@ class Gateway:
         *,
         clock: Clock = time.monotonic,
         wall: WallClock = wall_ms,
-        read_config: Callable[[], Config] | None = None,
+        source: ConfigSource | None = None,
         gateway_id: str = "",
         ledger: OpenedLedger | None = None,
         analytics: AnalyticsClient | None = None,
@@ -186,7 +187,7 @@ class Gateway:
             wall=wall,
             new_id=RequestIds(wall),
             log=log,
-            read_config=read_config or (lambda: config),
+            source=source or ConfigSource(None, lambda: config),
             attribution=attribution,
         )
         self._reconciler = Reconciler(self.context)
@@ -471,7 +472,7 @@ async def serve(
     supervisors: Sequence[EngineSupervisor],
     log: LogLines,
     announce: Callable[[list[str]], None],
-    read_config: Callable[[], Config],
+    source: ConfigSource,
     encoder: EncoderCard | None,
     stop: asyncio.Event,
     hangup: asyncio.Event,
@@ -502,7 +503,7 @@ async def serve(
             await loaded,
             store,
             log,
-            read_config=read_config,
+            source=source,
             gateway_id=read_gateway_id(config, store),
             ledger=ledger,
             analytics=analytics,

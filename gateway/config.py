@@ -374,14 +374,13 @@ Origin = dict[str, str]
 def load_config(
     file: Path | None, environment: Mapping[str, str], flags: Mapping[str, object]
 ) -> tuple[Config, Origin]:
-    """Return the effective settings and the source of each. `flags`: given ones, by key path.
+    """Return the effective settings and the source of each. `file`: `find_config_file` finds it.
+    `flags`: given ones, by key path.
 
     Raises ConfigError.
     """
     origin: Origin = {}
     tree: dict[str, Any] = {}
-    if file is None and environment.get("TRUNKLINE_CONFIG"):
-        file = Path(environment["TRUNKLINE_CONFIG"])
     if file is not None:
         tree = _read(file)
         _decode(tree, str(file))  # here, so that errors name the file

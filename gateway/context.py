@@ -22,6 +22,7 @@ from gateway.caching import ContractManager
 from gateway.caching.namespaces import promised_default
 from gateway.caching.promise_store import PromiseStore
 from gateway.config import Config
+from gateway.config_file import ConfigSource
 from gateway.embeddings.embedder import Embedder
 from gateway.engines.served_models import ServedModels
 from gateway.ledger.attribution import UserAttribution
@@ -109,8 +110,8 @@ class Context:
     wall: WallClock
     new_id: Callable[[], str]
     log: Log
-    read_config: Callable[[], Config]
-    """Reads the configuration file again; raises ConfigError."""
+    source: ConfigSource
+    """Of `config`; reads the file again."""
     attribution: UserAttribution | None = None
     """Set if usage is attributed to users."""
     embeddings: Embedder | None = None

@@ -15,6 +15,7 @@ from engine.statistics import Stats
 from gateway.caching.promises import OUTCOMES
 from gateway.cli.arguments import build_parser
 from gateway.config import load_config
+from gateway.config_file import find_config_file
 from gateway.observability.metrics import CounterGroup, DurationHistogram, LabelledCounter, Metrics
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -65,7 +66,7 @@ def test_the_systemd_unit_starts_the_command(tmp_path: Path) -> None:
     (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
     (tmp_path / "trunkline.toml").touch()
     settings["TRUNKLINE_CONFIG"] = str(tmp_path / "trunkline.toml")
-    config, _ = load_config(None, settings, {})
+    config, _ = load_config(find_config_file(None, settings, tmp_path), settings, {})
 
     assert build_parser((command,)).parse_args([command]).command == "serve"
     assert str(config.data) == "/var/lib/trunkline"

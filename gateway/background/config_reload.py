@@ -61,7 +61,7 @@ async def reload(
 async def _reload(gateway: Context, webhooks: WebhookSender, by: Actor | None) -> ReloadResult:
     async with gateway.reloading:
         try:
-            config = await asyncio.to_thread(gateway.read_config)
+            config = await asyncio.to_thread(gateway.source.read)
             endpoints = await asyncio.to_thread(webhooks.read, config)
             changes, left = await declare(gateway, config, by)
         except (ConfigError, TenancyError) as error:

@@ -66,7 +66,9 @@ def find_entry(name: str) -> Entry:
 def shared_options() -> Parser:
     """Return the options that every command has."""
     shared = Parser(add_help=False)
-    shared.add_argument("--config", type=Path, metavar="FILE", help="TOML settings")
+    shared.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML settings (default: trunkline.toml)"
+    )
     text = "models, database and keys (default: data)"
     shared.add_argument("--data-dir", metavar="DIR", help=text)
     shared.add_argument("--json", action="store_true", help="print JSON")

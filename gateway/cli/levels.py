@@ -29,6 +29,7 @@ from gateway.cli.arguments import UsageError, add_actions
 from gateway.cli.database import ADMIN_KEY_FILE, prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_text
 from gateway.config import Config, ConfigError, parse_address
+from gateway.config_file import describe
 from gateway.levels.placement import ServerLock, levels_dir, model_folders
 from gateway.levels.report import SWITCH_ON
 from tenancy.types import wall_ms
@@ -177,7 +178,11 @@ def levels_show(config: Config) -> CommandResult:
             text += f"\nthe {one['name']} level is {one['state']}: {one['reason']}"
     if not found["is_on"]:
         lines = SWITCH_ON.replace("\n", "\n  ")
-        text += f"\nnothing is kept below the device; these lines give the cache a disk:\n  {lines}"
+        text += (
+            "\nnothing is kept below the device; these lines of the configuration file give the"
+            f" cache a disk, from the next start on:\n  {lines}\n"
+            f"configuration file of the server: {describe(found['config_file'])}"
+        )
     return CommandResult(text, found, has_heading=bool(rows))
 
 

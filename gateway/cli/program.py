@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from gateway.cli.arguments import build_parser
 from gateway.cli.commands import COMMANDS as ALL
 from gateway.cli.commands import version_text
@@ -17,6 +19,7 @@ from gateway.cli.result import (
     table_result,
 )
 from gateway.config import effective
+from gateway.config_file import describe
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -32,7 +35,8 @@ def _check_config(call: CommandCall) -> CommandResult:
         {"setting": path, "from": source, "value": value}  # the value is last: it may be long
         for path, value, source in effective(call.config, call.origin)
     ]
-    return table_result(rows)
+    table = table_result(rows)
+    return replace(table, text=f"{table.text}\nconfiguration file: {describe(call.source.file)}")
 
 
 def _add_completion(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from gateway.config import Config, Origin
+from gateway.config_file import ConfigSource
 
 Table = list[dict[str, object]]
 """Rows by column name."""
@@ -38,15 +39,15 @@ class CommandResult(Struct, frozen=True):
 class CommandCall(Struct, frozen=True):
     """A call of a command: its options, the settings with their sources, and the ways out.
 
-    `read_config`: reads the settings anew. `say` and `warn`: print a line to standard output and
-    standard error. `write`: writes bytes to standard output. `columns`: the terminal's width.
+    `source`: of the settings. `say` and `warn`: print a line to standard output and standard error.
+    `write`: writes bytes to standard output. `columns`: the terminal's width.
     `has_colours`: standard output is a terminal that shows colours.
     """
 
     options: argparse.Namespace
     config: Config
     origin: Origin
-    read_config: Callable[[], Config]
+    source: ConfigSource
     say: Callable[[str], None]
     warn: Callable[[str], None]
     write: Callable[[bytes], object]

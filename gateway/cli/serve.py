@@ -28,6 +28,7 @@ from gateway.cli.database import (
 )
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.config import Config, ConfigError
+from gateway.config_file import ConfigSource, describe
 from gateway.engines.memory import lacking_memory
 from gateway.engines.supervisors import supervise_engines
 from gateway.http.descriptors import raise_descriptor_limit
@@ -40,13 +41,13 @@ Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
 
-def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], Config]) -> None:
+def run(config: Config, say: Say, progress: Progress, source: ConfigSource) -> None:
     """Serve until a signal. Fetches missing built-in models.
 
-    `read_config` returns the settings as they are now, for a reload. Raises, before a model is
-    fetched, CommandError for an address or a data directory that cannot be used, ConfigError for
-    levels that this machine cannot have, and StoreError for an unusable database; and CommandError
-    for several models that do not fit into memory together, before one is loaded.
+    `source`: of the settings, for a reload. Raises, before a model is fetched, CommandError for an
+    address or a data directory that cannot be used, ConfigError for levels that this machine cannot
+    have, and StoreError for an unusable database; and CommandError for several models that do not
+    fit into memory together, before one is loaded.
     """
     check_address(config.server.listen, "server.listen")
     check_address(config.admin.listen, "admin.listen")
@@ -64,10 +65,10 @@ def run(config: Config, say: Say, progress: Progress, read_config: Callable[[], 
         key = create_first_keys(config, store)
 
         def announce(urls: list[str]) -> None:
-            for line in banner(names, urls, config, key):
+            for line in banner(names, urls, config, key, source.file):
                 say(line)
 
-        asyncio.run(serve(config, cards, store, announce, read_config, encoder))
+        asyncio.run(serve(config, cards, store, announce, source, encoder))
 
 
 async def serve(
@@ -75,7 +76,7 @@ async def serve(
     cards: Sequence[ModelCard],
     store: Store,
     announce: Callable[[list[str]], None],
-    read_config: Callable[[], Config],
+    source: ConfigSource,
     encoder: EncoderCard | None = None,
 ) -> None:
     """Start the engines, which are the slowest part to be ready, and import the gateway meanwhile.
@@ -105,16 +106,18 @@ async def serve(
             from gateway import app
 
             parts = cards, store, supervisors, log
-            await app.serve(config, *parts, announce, read_config, encoder, stop, hangup)
+            await app.serve(config, *parts, announce, source, encoder, stop, hangup)
         finally:
             await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
 
 
-def banner(model: str, urls: list[str], config: Config, key: str | None) -> list[str]:
+def banner(
+    model: str, urls: list[str], config: Config, key: str | None, config_file: Path | None
+) -> list[str]:
     """Return the lines that say where the server is. `model`: the names of the served models.
     `urls`: of the public and admin listeners.
 
-    `key`: the default tenant's, at the first start.
+    `key`: the default tenant's, at the first start. `config_file`: the file that was read.
     """
     public, admin = urls
     shown = [] if key is None else [f"  key of the tenant 'default' (shown once): {key}"]
@@ -125,6 +128,7 @@ def banner(model: str, urls: list[str], config: Config, key: str | None) -> list
         *shown,
         f"  key file:            {config.data / KEY_FILE}",
         f"  administrator's key: {config.data / ADMIN_KEY_FILE}",
+        f"  configuration file:  {describe(config_file)}",
     ]
 
 
@@ -191,7 +195,7 @@ def _serve(call: CommandCall) -> CommandResult:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
-        run(call.config, call.say, partial(call.show, "model"), call.read_config)
+        run(call.config, call.say, partial(call.show, "model"), call.source)
     return CommandResult("", None)
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nlargest
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -75,10 +76,12 @@ def levels_report(
     folder: str,
     engines: Sequence[EngineLevels],
     since_ms: Callable[[str], int | None],
+    config_file: Path | None = None,
 ) -> dict[str, Any]:
     """Return the levels of all engines together, with their sizes, counts and worth.
 
-    `folder`: of the disk level. `since_ms`: when a level got its present state.
+    `folder`: of the disk level. `since_ms`: when a level got its present state. `config_file`:
+    the file that was read at the start.
     """
     levels: list[dict[str, Any]] = []
     known = [one for one in engines if one.info is not None]
@@ -95,6 +98,7 @@ def levels_report(
     return {
         "is_on": is_on,
         "switch_on": None if is_on else SWITCH_ON,
+        "config_file": None if config_file is None else str(config_file),
         "folder": folder if config.disk_gib else None,
         "is_sealed": bool(config.disk_gib) and config.seal,
         "remote": config.remote.url or None,

@@ -34,6 +34,7 @@ from engine.model_store import Architecture, ModelCard, load_card
 from gateway.cli.database import KEY_FILE, open_store
 from gateway.cli.serve import serve as serve_models
 from gateway.config import AdminConfig, Config, LimitsConfig, LogConfig, ServerConfig
+from gateway.config_file import ConfigSource
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.types import wall_ms
@@ -105,7 +106,11 @@ def serve(data: Path, sequences: int, gap_target_shared_ms: float) -> None:
     other = create_tenant(store, wall_ms, "other")
     (data / OTHER_KEY_FILE).write_text(create_key(store, wall_ms, other.tenant_id))
     card = load_card(data / "model")
-    asyncio.run(serve_models(config, [card], store, lambda _: print_line("ready"), lambda: config))
+    asyncio.run(
+        serve_models(
+            config, [card], store, lambda _: print_line("ready"), ConfigSource(None, lambda: config)
+        )
+    )
 
 
 async def send_arrivals() -> None:

@@ -22,17 +22,13 @@ MODEL = "smollm2-135m-instruct"
 SHELL_S = 120.0
 
 SETTINGS = """
-[server]
-listen = "127.0.0.1:{public}"
-hosts = ["*"]
 [admin]
 listen = "127.0.0.1:{admin}"
-[model]
-aliases = ["{model}"]
-[engine]
-threads = 1
-kv_blocks = 512
+[server]
+listen = "127.0.0.1:{public}"
 """
+"""Of the folder's `trunkline.toml`, which every command finds by itself. It ends with the table
+that a page adds lines to."""
 
 STAND_INS = {
     # A new key works from the next second on, which is less than a reader takes.
@@ -50,13 +46,13 @@ echo "$key"
     "systemctl": """
 case "$1 $2" in
 "start trunkline" | "enable --now")
-    "$PYTHON" -m gateway serve "$HOWTO/tiny" >> "$HOWTO/server.out" 2>> "$HOWTO/server.log" &
+    "$PYTHON" -m gateway serve "$HOWTO/$MODEL" >> "$HOWTO/server.out" 2>> "$HOWTO/server.log" &
     echo $! > "$HOWTO/server.pid"
     curl --silent --fail --output /dev/null --retry 60 --retry-connrefused --retry-delay 1 \
         --retry-all-errors "http://127.0.0.1:$PUBLIC_PORT/readyz" ;;
 "stop trunkline")
     pid=$(cat "$HOWTO/server.pid")
-    kill "$pid"
+    kill "$pid" || true
     while grep -qs 'State:.[^Z]' "/proc/$pid/status"; do :; done ;;
 esac
 """,
@@ -88,9 +84,8 @@ class HowToShell:
         self.ports = {"8080": public, "8081": admin}
         for name in ("deploy", "examples", "compose.yaml", "Dockerfile", "constraints.txt"):
             (folder / name).symlink_to(ROOT / name)
-        write_folder(folder / "tiny", tiny_config(context=2048))
-        settings = SETTINGS.format(public=public, admin=admin, model=MODEL)
-        (folder / "settings.toml").write_text(settings)
+        write_folder(folder / MODEL, tiny_config(context=2048))
+        (folder / "trunkline.toml").write_text(SETTINGS.format(public=public, admin=admin))
         for name in ("data", "bin"):
             (folder / name).mkdir(mode=0o700)
         for name in ("nginx/conf.d", "systemd/system", "grafana/provisioning/dashboards"):
@@ -124,7 +119,7 @@ class HowToShell:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of the commands."""
+        """The environment of the commands: no variable of ours, as in a reader's shell."""
         return clean_environment(
             PATH=f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
             PYTHON=sys.executable,
@@ -132,8 +127,7 @@ class HowToShell:
             HOWTO=str(self.folder),
             HOME=str(self.folder),
             PUBLIC_PORT=str(self.ports["8080"]),
-            TRUNKLINE_DATA_DIR=str(self.folder / "data"),
-            TRUNKLINE_CONFIG=str(self.folder / "settings.toml"),
+            MODEL=MODEL,
         )
 
     def run(self, commands: str) -> subprocess.CompletedProcess[str]:
@@ -148,8 +142,9 @@ class HowToShell:
             root.sub(str(self.root), line) if line.startswith("sudo ") else line
             for line in commands.splitlines()
         )
-        commands = commands.replace("/models/some-folder", str(self.folder / "tiny"))
-        commands = commands.replace("/models/llama-3.1-8b", str(self.folder / "tiny"))
+        commands = commands.replace("\n[server]\nhosts", "\nhosts")  # the file has the table
+        for model in ("/models/some-folder", "/models/llama-3.1-8b"):
+            commands = commands.replace(model, str(self.folder / MODEL))
         return subprocess.run(
             ["sh", "-eu", "-c", commands],
             cwd=self.folder,

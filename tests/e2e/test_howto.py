@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.howto_shell import HowToShell
+from gateway.config import load_config
+from tests.e2e.howto_shell import MODEL, HowToShell
 from tests.e2e.installed_wheel import ROOT
 from tests.ports import free_ports
 
@@ -17,12 +18,13 @@ LINES_MAX = 40
 
 PRINTED = {
     "another-model": (
-        r"model\.name +environment .*tiny",
-        r"^(ok +)?model +\S*/tiny",
+        rf"model\.name +environment .*{MODEL}",
+        rf"^(ok +)?model +\S*/{MODEL}",
         "gpt-4o-mini",
     ),
     "budget": (r'"completion_tokens":\d', r"acme .*month .*20\.000000.*16\.000000"),
     "disk": (
+        r"^ok +configuration +\S*/trunkline.toml is valid",
         r"^ok +disk level speed +[0-9,]+ MB/s written",
         r"^ok +disk level worth",
         r"^device +open",
@@ -78,8 +80,11 @@ ASKED = {
 """Beginnings of what the stand-ins of a page were asked."""
 
 
-STOPPED = ("another-model", "disk", "gpu", "systemd", "two-models")
+STOPPED = ("another-model", "disk", "gpu", "remote-store", "sealed-disk", "systemd", "two-models")
 """Pages that begin without a server."""
+BEFORE = {"sealed-disk": ("disk",), "remote-store": ("disk", "sealed-disk")}
+"""Pages that a page builds on, in order."""
+CONFIG_FILE = "trunkline.toml"
 
 
 def blocks(page: Path) -> str:
@@ -104,6 +109,9 @@ def test_commands_of_a_page_work(page: Path, shell: HowToShell) -> None:
     """A reader types them in this order; each has to succeed and to print what the page says."""
     if page.stem in STOPPED:
         shell.run("systemctl stop trunkline")
+    for name in BEFORE.get(page.stem, ()):
+        before = shell.run(blocks(page.with_stem(name)))
+        assert before.returncode == 0, before.stderr
     done = shell.run(blocks(page))
     said = f"{done.stdout}\n{done.stderr}"
 
@@ -123,6 +131,27 @@ def test_pages_are_short_and_in_the_index() -> None:
         assert f"]({page.name})" in index, page.name
         assert blocks(page), f"{page.name} has no commands"
     assert PRINTED.keys() == {page.stem for page in PAGES}
+
+
+def test_pages_add_to_the_configuration_file_and_overwrite_none(tmp_path: Path) -> None:
+    """A reader follows one after another: a page must not erase what the one before has written,
+    nor write a table a second time."""
+    written = ""
+    for page in PAGES:
+        assert not re.search(rf"[^>]> *{CONFIG_FILE}", blocks(page)), page.name
+        added = re.findall(
+            rf"cat >> {CONFIG_FILE} <<'?END'?\n(.*?)^END$", blocks(page), re.MULTILINE | re.DOTALL
+        )
+        written += "".join(added)
+    sealed = 'gib = 2\nseal = true\nkey_file = "levels.key"\n'  # sealed-disk.md adds lines by sed
+    (tmp_path / CONFIG_FILE).write_text(
+        written.replace("gib = 2\n", sealed).replace("$HOME", "/home/reader")
+    )
+    _, origin = load_config(tmp_path / CONFIG_FILE, {}, {})
+
+    assert {"model.name", "engine.device", "server.hosts", "engine.levels.remote.url"} <= set(
+        origin
+    )
 
 
 def test_files_that_commands_name_exist() -> None:

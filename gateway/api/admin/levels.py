@@ -30,7 +30,9 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         ]
         folder = str(configured_dir(gateway.config))
         since_ms, minutes = gateway.level_history.since_ms, gateway.level_history.minutes()
-        report = levels_report(gateway.config.engine.levels, folder, engines, since_ms)
+        report = levels_report(
+            gateway.config.engine.levels, folder, engines, since_ms, gateway.source.file
+        )
         return json_api.answer({**report, "minutes": minutes, "at_ms": gateway.wall()})
 
     async def tenants(request: web.BaseRequest) -> web.StreamResponse:

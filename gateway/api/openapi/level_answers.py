@@ -69,12 +69,14 @@ class LevelAnswer(Struct, frozen=True, omit_defaults=True):
 
 class LevelsAnswer(Struct, frozen=True):
     """All levels. `switch_on`: the lines of the configuration that give the cache a disk, while
-    there is no level below the device. `is_sealed`: what the disk keeps is encrypted; `remote`: the
-    address of the store below it. `minutes`: by name, one value for each of the last minutes:
-    `minute` since the epoch, tokens found by level, blocks moved by flow."""
+    there is no level below the device. `config_file`: the file that the server read at its start.
+    `is_sealed`: what the disk keeps is encrypted; `remote`: the address of the store below it.
+    `minutes`: by name, one value for each of the last minutes: `minute` since the epoch, tokens
+    found by level, blocks moved by flow."""
 
     is_on: bool
     switch_on: str | None
+    config_file: str | None
     folder: str | None
     is_sealed: bool
     remote: str | None

@@ -30,7 +30,8 @@ from gateway.cli.doctor.check import Check
 from gateway.cli.doctor.levels import check_levels
 from gateway.cli.doctor.pools import check_pools
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, add_nothing
-from gateway.config import Config, ConfigError, Origin, parse_address
+from gateway.config import Config, ConfigError, parse_address
+from gateway.config_file import PLACES
 from gateway.engines.memory import plan_device_memory, plan_memory
 from gateway.http.descriptors import (
     DESCRIPTORS_KEPT,
@@ -65,7 +66,7 @@ def _run(call: CommandCall) -> CommandResult:
         *(check_levels, _keys, _webhooks),
     ):
         checks += check(config)
-    checks += _config_file(call.origin)
+    checks += _config_file(call.source.file)
     rows: list[dict[str, object]] = [structs.asdict(one) for one in checks]
     status = 0 if all(one.ok for one in checks) else 1
     return CommandResult(checks_text(checks, has_colours=call.has_colours), rows, status)
@@ -322,13 +323,12 @@ def _webhooks(config: Config) -> list[Check]:
     return [Check("webhooks", True, f"{len(config.webhooks)} valid")]
 
 
-def _config_file(origin: Origin) -> list[Check]:
+def _config_file(path: Path | None) -> list[Check]:
     """Check that no other user can change the configuration file."""
-    names = sorted({name for name in origin.values() if Path(name).is_file()})
-    if not names:
-        return [Check("configuration", True, "no file: defaults, variables and options")]
-    path = Path(names[0])
-    if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if path is None:
+        found = f"no file ({PLACES}): defaults, variables and options"
+        return [Check("configuration", True, found)]
+    if path.is_file() and path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         fix = f"chmod go-w {path}: it names keys, prices and addresses"
         return [Check("configuration", True, f"{path} can be changed by other users", fix)]
     return [Check("configuration", True, f"{path} is valid")]

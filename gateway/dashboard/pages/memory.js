@@ -22,13 +22,15 @@ export function Memory() {
   const names = levels.some((one) => one.name === "remote") ? [...NAMES, "remote"] : NAMES;
   const found = levels.reduce((sum, one) => sum + one.loaded_tokens_total, 0) || 1;
   return html`<${Warnings} levels=${levels} />
-    ${!all.is_on && html`<${Off} lines=${all.switch_on} />`}
+    ${!all.is_on && html`<${Off} lines=${all.switch_on} file=${all.config_file} />`}
     <${Tiles}>${levels.map((one) => html`<${Tile} label=${`Found on ${one.name}`}
       value=${share(one.loaded_tokens_total / found)}
       note=${`${about(one.loaded_tokens_total)} cached tokens since the engine's start`} />`)}
       ${all.is_on && html`<${Tile} label="Loading" value=${count(all.loading)} unit="requests"
         note="wait for host memory or disk" />`}
     <//>
+    ${all.is_on && all.config_file && html`<p class="note">Configured in
+      <code>${all.config_file}</code>.</p>`}
     <div class="grid">${levels.map((one) => html`<${Level} level=${one} />`)}
       <${Panel} title="Bytes by tenant" wide>${instead(tenants, "bytes by tenant")
         ?? html`<${Owners} rows=${tenants.data.tenants} names=${names} />`}<//>
@@ -44,11 +46,14 @@ function Warnings({ levels }) {
     one.since_ms ? `, since ${time(one.since_ms)}` : ""}.<//>`);
 }
 
-function Off({ lines }) {
+function Off({ lines, file }) {
   return html`<${Panel} title="Nothing is kept below the device" wide
     note=${"What leaves the pool is computed again, and promises end with the engine. Two lines of"
       + " the configuration file give the cache a disk; a restart applies them."}>
     <pre>${lines}</pre>
+    <p class="note">${file ? html`This server read <code>${file}</code>.`
+      : html`This server read no file: <code>trunkline.toml</code> in the folder that it is started
+        in is read at the next start.`}</p>
     <p class="note"><code>trunkline doctor</code> measures the disk and says what it is good for on
       this model.</p><//>`;
 }

@@ -43,12 +43,8 @@ def test_flags_override_environment_file_and_defaults(tmp_path: Path) -> None:
     """Each value's origin is recorded."""
     file = tmp_path / "trunkline.toml"
     file.write_text('data_dir = "from-file"\n[model]\nname = "m"\n[limits]\nchoices_max = 4\n')
-    environment = {
-        "TRUNKLINE_CONFIG": str(file),
-        "TRUNKLINE_DATA_DIR": "from-environment",
-        "TRUNKLINE_MODEL": "n",
-    }
-    config, origin = load_config(None, environment, {"model.name": "o"})
+    environment = {"TRUNKLINE_DATA_DIR": "from-environment", "TRUNKLINE_MODEL": "n"}
+    config, origin = load_config(file, environment, {"model.name": "o"})
     shown = {path: (value, source) for path, value, source in effective(config, origin)}
 
     assert shown["limits.choices_max"] == (4, str(file))
@@ -59,7 +55,7 @@ def test_flags_override_environment_file_and_defaults(tmp_path: Path) -> None:
 
 def test_empty_environment_variable_is_ignored() -> None:
     """`TRUNKLINE_DATA_DIR= trunkline serve` means the default."""
-    config, origin = load_config(None, {"TRUNKLINE_DATA_DIR": "", "TRUNKLINE_CONFIG": ""}, {})
+    config, origin = load_config(None, {"TRUNKLINE_DATA_DIR": ""}, {})
 
     assert (config, origin) == (Config(), {})
 

@@ -14,6 +14,7 @@ import pytest
 from gateway.background.config_reload import ReloadResult, changed_settings, declare, reload
 from gateway.background.webhooks import WebhookSender, read_endpoints
 from gateway.config import Config, ServedModelSettings, load_config
+from gateway.config_file import ConfigSource
 from gateway.errors import Refusal
 from tenancy.accounts.declared_keys import KeyChange
 from tenancy.accounts.declared_tenants import TenantChange
@@ -34,7 +35,7 @@ class Reloader:
         self.gateway = gateway
         self.file = file
         context = gateway.gateway.context
-        context.read_config = lambda: load_config(file, {}, {})[0]
+        context.source = ConfigSource(file, lambda: load_config(file, {}, {})[0])
         self.webhooks = WebhookSender(
             context,
             [],
@@ -215,8 +216,8 @@ class SlowFile:
 
     def __init__(self, reloader: Reloader) -> None:
         self._context = reloader.gateway.gateway.context
-        self._read = self._context.read_config
-        self._context.read_config = self
+        self._read = self._context.source.read
+        self._context.source = ConfigSource(reloader.file, self)
         self.began, self.go = threading.Event(), threading.Event()
         self.reads: list[str] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from tests.unit.gateway.cli.command_output import Run
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the data directory that commands use; a file overrides it to configure them."""
-    for name in ("TRUNKLINE_CONFIG", "TRUNKLINE_MODEL"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRUNKLINE_CONFIG", os.devnull)
+    monkeypatch.delenv("TRUNKLINE_MODEL", raising=False)
     monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(tmp_path / "data"))
     return tmp_path / "data"
 

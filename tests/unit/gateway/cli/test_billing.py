@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -377,7 +378,7 @@ def test_refuses_a_missing_database(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """A misspelt folder would otherwise get a new, correct, empty ledger."""
-    monkeypatch.delenv("TRUNKLINE_CONFIG")
+    monkeypatch.setenv("TRUNKLINE_CONFIG", os.devnull)
     folder = tmp_path / "misspelt"
     error = error_line(run, *command.split(), "--data-dir", str(folder))
 

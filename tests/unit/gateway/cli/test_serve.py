@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -20,15 +21,25 @@ URLS = ["http://127.0.0.1:8080", "http://127.0.0.1:8081"]
 
 def test_banner_names_the_dashboard() -> None:
     """An operator opens it first, and its listener is not the clients'."""
-    lines = banner("smol", URLS, Config(), None)
+    lines = banner("smol", URLS, Config(), None, None)
 
     assert lines[0] == "trunkline serves smol at http://127.0.0.1:8080/v1"
     assert "  dashboard:           http://127.0.0.1:8081/dashboard" in lines
 
 
+def test_banner_names_the_configuration_file() -> None:
+    """Or the places of one: a table that was added elsewhere has no effect."""
+    named, without = (
+        banner("smol", URLS, Config(), None, file)[-1] for file in (Path("/etc/t.toml"), None)
+    )
+
+    assert named == "  configuration file:  /etc/t.toml"
+    assert "./trunkline.toml" in without
+
+
 def test_banner_shows_a_new_key_once() -> None:
     """Later starts have none to show."""
-    first, later = (banner("smol", URLS, Config(), key) for key in ("tl-new", None))
+    first, later = (banner("smol", URLS, Config(), key, None) for key in ("tl-new", None))
 
     assert [line for line in first if line not in later] == [
         "  key of the tenant 'default' (shown once): tl-new"
@@ -75,7 +86,7 @@ def test_an_embedding_model_is_refused_for_chats_before_it_is_fetched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message names the setting."""
-    monkeypatch.delenv("TRUNKLINE_CONFIG", raising=False)
+    monkeypatch.setenv("TRUNKLINE_CONFIG", os.devnull)
     monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(tmp_path / "data"))
     listen = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -25,7 +26,7 @@ LONG = "a-tenant-with-a-name-that-no-table-has-room-for"
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data directory with a ledger of three tenants, at `NOW_MS`."""
-    monkeypatch.delenv("TRUNKLINE_CONFIG", raising=False)
+    monkeypatch.setenv("TRUNKLINE_CONFIG", os.devnull)
     monkeypatch.setenv("TRUNKLINE_DATA_DIR", str(tmp_path))
     monkeypatch.setattr("gateway.cli.ledger.usage.wall_ms", lambda: NOW_MS)
     store = new_sqlite(tmp_path / "trunkline.db")

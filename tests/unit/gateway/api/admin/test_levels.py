@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from msgspec.structs import replace
 
+from gateway.config_file import ConfigSource
 from gateway.levels.report import SWITCH_ON
 from tenancy.accounts.tenants import find_tenant_record
 from tests.unit.gateway.admin_client import AdminClient
@@ -28,6 +31,16 @@ async def test_without_levels_it_says_how_to_switch_them_on(gateway: GatewayFixt
     assert (found["is_on"], found["switch_on"]) == (False, SWITCH_ON)
     assert [one["name"] for one in found["levels"]] == ["device"]
     assert found["minutes"]["minute"] == []
+
+
+async def test_names_the_file_that_the_server_read(gateway: GatewayFixture) -> None:
+    """An operator who adds the lines to another file sees why nothing changed."""
+    context, admin = gateway.gateway.context, AdminClient(gateway)
+    _, without = await admin.ask("GET", LEVELS)
+    context.source = ConfigSource(Path("/etc/trunkline.toml"), context.source.read)
+    _, found = await admin.ask("GET", LEVELS)
+
+    assert (without["config_file"], found["config_file"]) == (None, "/etc/trunkline.toml")
 
 
 async def test_shows_levels_and_what_moved(gateway: GatewayFixture) -> None:
