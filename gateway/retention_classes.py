@@ -16,7 +16,7 @@ from engine.api import Retention
 from tenancy.errors import BadName, BadPrice
 from tenancy.pricing.charges import ANY, RateCard
 from tenancy.reuse.advice import ClassTerms
-from tenancy.types import TenantSettings
+from tenancy.types import CacheKeyMode, TenantSettings
 
 RESOURCE = "resource"
 """The class of cached contents: it expires with its content and cannot be requested by name."""
@@ -85,6 +85,9 @@ _CLASSES, _PROFILES = default_classes(), default_profiles()
 class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Caching settings. `classes` and `profiles` extend or replace the built-in ones.
 
+    `cache_key`: what OpenAI's `prompt_cache_key` means, unless the request's key says otherwise. A
+    hint separates nothing: agents send their session's id, and their sessions begin alike.
+
     `honour_broken_promises`: a promised prefix that was lost is still billed as read; the operator
     pays for the recomputation. `promised_share_default`: the share of the promisable blocks that a
     tenant without `promised_blocks_max` may promise itself beside other tenants;
@@ -97,6 +100,7 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     classes: dict[str, RetentionClass] = {}
     profiles: dict[str, CacheProfile] = {}
+    cache_key: CacheKeyMode = "hint"
     honour_broken_promises: bool = True
     promised_share_default: Annotated[float, Meta(gt=0, le=1)] = 0.25
     promised_together_default: Annotated[float, Meta(gt=0, le=1)] = 0.75

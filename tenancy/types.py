@@ -40,6 +40,11 @@ ToleranceMode = Literal["standard", "strict", "lenient"]
 
 TOLERANCE_MODES: tuple[ToleranceMode, ...] = get_args(ToleranceMode)
 
+CacheKeyMode = Literal["hint", "namespace"]
+"""What `prompt_cache_key` means: a hint, which separates nothing, or a part of the namespace."""
+
+CACHE_KEY_MODES: tuple[CacheKeyMode, ...] = get_args(CacheKeyMode)
+
 Fidelity = Literal["exact", "near", "rough"]
 """How far a copy of a tenant's KV may be from what the model computed; strictest first."""
 
@@ -165,7 +170,8 @@ class Identity(Struct, frozen=True, forbid_unknown_fields=True):
     `line_id`: the id of the first key in the rotation chain of `key_id` (or `key_id` itself); keys
     of one line share their rate limits and budgets. `scopes`: the scopes of the key. `limits`: the
     tenant's; `key_limits`: the key's. `scope`: the shared scope that holds the workspace's cache;
-    None when the workspace shares nothing. `tolerance`: the key's; None leaves it to the server.
+    None when the workspace shares nothing. `tolerance`, `cache_key`: the key's; None leaves it to
+    the server.
     """
 
     tenant: Tenant
@@ -178,6 +184,7 @@ class Identity(Struct, frozen=True, forbid_unknown_fields=True):
     key_limits: Limits = Limits()
     scope: SharedScope | None = None
     tolerance: ToleranceMode | None = None
+    cache_key: CacheKeyMode | None = None
 
     @property
     def blocks_policy(self) -> CachePolicy:

@@ -186,7 +186,7 @@ class ConversationRequest:
     async def _parse(self, parse: Callable[..., Any]) -> Any:
         gateway = self._gateway
         body = await read_body(self._request, gateway.config.server)
-        mode = request_metadata(self._request, gateway.config.server.tolerance).tolerance
+        mode = request_metadata(self._request, gateway.config).tolerance
         return await parse_body(gateway, self._owner[0], parse, body, mode)
 
     async def _find(self) -> ConversationRecord:

@@ -75,8 +75,10 @@ def _quote_handler(gateway: Context) -> Handler:
             )
             raise Refusal(Kind.BAD, "invalid_value", message, param="endpoint")
         endpoint, metadata = found
-        tolerance = request_metadata(request, gateway.config.server.tolerance).tolerance
-        metadata = replace(metadata, tolerance=tolerance)
+        modes = request_metadata(request, gateway.config)
+        metadata = replace(
+            metadata, tolerance=modes.tolerance, separates_cache_key=modes.separates_cache_key
+        )
         sent = bytes(body.request)
         call = await parse_body(gateway, tenant.tenant_id, endpoint.dialect.parse, sent, metadata)
         model = check_model(gateway, call, identity)

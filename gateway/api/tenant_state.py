@@ -307,6 +307,7 @@ def key_body(key: Key) -> dict[str, Any]:
         "scopes": key.scopes,
         "limits": msgspec.to_builtins(key.limits),
         "tolerance": key.tolerance,
+        "cache_key": key.cache_key,
         "replaced_by": key.replaced_by,
         "declared": key.is_declared,
         **instants,

@@ -81,7 +81,14 @@ def _check_prompt(call: CommandCall) -> CommandResult:
     try:
         renderer = _renderer(config)
         name = options.dialect or guess_dialect(bodies[0])
-        found = compare_prompts(renderer, bodies[0], bodies[1], name, config.server.tolerance)
+        found = compare_prompts(
+            renderer,
+            bodies[0],
+            bodies[1],
+            name,
+            config.server.tolerance,
+            separates_cache_key=config.caching.cache_key == "namespace",
+        )
     except Refusal as error:
         where = f"{error.param}: " if error.param else ""
         raise UsageError(f"cannot render: {where}{error.message}") from error

@@ -343,16 +343,18 @@ NO_EARLIER_ITEMS = EarlierItems()
 
 
 class RequestMetadata(Struct, frozen=True):
-    """Path and header fields of a request that a dialect may read, and its key's tolerance.
+    """Path and header fields of a request that a dialect may read, and its key's modes.
 
     `model` and `action` come from the path, `version` from a header. `earlier`: the stored items
-    that the request needs (`ThreadDirectives`); None before they are loaded.
+    that the request needs (`ThreadDirectives`); None before they are loaded. `separates_cache_key`:
+    OpenAI's `prompt_cache_key` narrows the namespace.
     """
 
     model: str = ""
     action: str = ""
     version: str = ""
     tolerance: Mode = "standard"
+    separates_cache_key: bool = False
     earlier: EarlierItems | None = None
 
 

@@ -236,8 +236,10 @@ PLAIN: Mapping[str, CauseWords] = {
         "The cache key changes",
         "prompt_cache_key (or cache_salt) is another one than before {share}, though the prompt"
         " begins as one sent before",
-        "Send one prompt_cache_key with all requests that begin alike, or none: requests with"
-        " different keys share nothing. Keep keys that separate users on purpose.",
+        "If the client sends prompt_cache_key of itself (Codex and opencode send their session's"
+        ' id), leave caching.cache_key at "hint" on the server or for this API key; if it sends'
+        " cache_salt, send one with all requests that begin alike, or none. Keep values that"
+        " separate users on purpose.",
         0.95,
     ),
     "restarted": CauseWords(

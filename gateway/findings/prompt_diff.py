@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -88,10 +89,14 @@ def compare_prompts(
     second: bytes,
     dialect: DialectName,
     tolerance: Mode = "standard",
+    *,
+    separates_cache_key: bool = False,
 ) -> PromptDifference:
     """Compare two request bodies. CPU-bound: about 1 ms per 1,000 words. Raises Refusal for a body
-    that the server would refuse, or that depends on what the server has stored."""
-    calls = [_parse(dialect, body, renderer.card.name, tolerance) for body in (first, second)]
+    that the server would refuse, or that depends on what the server has stored.
+    `separates_cache_key`: as of `RequestMetadata`."""
+    parse = partial(_parse, dialect, renderer.card.name, tolerance, separates_cache_key)
+    calls = [parse(body) for body in (first, second)]
     prompts = [_only_prompt(call) for call in calls]
     before, after = (renderer.render(prompt) for prompt in prompts)
     sizes = len(before.token_ids), len(after.token_ids)
@@ -120,10 +125,14 @@ def compare_prompts(
     )
 
 
-def _parse(name: DialectName, body: bytes, model: str, tolerance: Mode) -> Call:
+def _parse(
+    name: DialectName, model: str, tolerance: Mode, separates_cache_key: bool, body: bytes
+) -> Call:
     action = "generateContent" if name == "gemini" else ""
     named = model if name == "gemini" else ""
-    metadata = RequestMetadata(named, action, ANTHROPIC_VERSION, tolerance=tolerance)
+    metadata = RequestMetadata(
+        *(named, action, ANTHROPIC_VERSION, tolerance), separates_cache_key=separates_cache_key
+    )
     call = _dialect(name, body).parse(body, metadata)
     if call.thread.is_pending:
         message = "The request continues a stored response; expected all messages in its body."

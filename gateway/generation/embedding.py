@@ -79,7 +79,7 @@ class EmbeddingRequest:
             raise shutting_down()
         state.is_generation = True
         body = await read_body(self._request, gateway.config.server)
-        metadata = request_metadata(self._request, gateway.config.server.tolerance)
+        metadata = request_metadata(self._request, gateway.config)
         call = await parse_body(gateway, tenant_id, dialect.parse, body, metadata)
         state.model = embedder.name
         check_embedding_model(gateway, embedder, call.model)

@@ -115,7 +115,7 @@ class Generation:
         if ATTENTION_HEADER in headers:
             attention = parse_attention(headers.getall(ATTENTION_HEADER), identity.policy.attention)
         body = await read_body(self._request, gateway.config.server)
-        metadata = request_metadata(self._request, gateway.config.server.tolerance)
+        metadata = request_metadata(self._request, gateway.config)
         call = await parse_body(
             gateway, identity.tenant.tenant_id, self._dialect.parse, body, metadata
         )

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from aiohttp import web
 from msgspec import Struct
 
+from gateway.config import Config
 from gateway.dialects.canonical import NO_METADATA, Boundary, RequestMetadata
 from gateway.dialects.openai import wire as openai_wire
 from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import CompletedRequest, operation_name
 from tenancy.history.request_records import RequestRecord
 from tenancy.limits import Reservation
-from tenancy.types import Fidelity, Identity, ToleranceMode, WallClock
+from tenancy.types import Fidelity, Identity, WallClock
 
 BASE_HEADERS = {
     "Server": "trunkline",
@@ -268,22 +269,28 @@ def _phases(state: RequestState) -> tuple[float | None, float | None, float | No
     return submitted_s, first_token_s, settled_s
 
 
-def request_metadata(request: web.BaseRequest, tolerance: ToleranceMode) -> RequestMetadata:
-    """Return the path and header fields that dialects read beside the body.
+def request_metadata(request: web.BaseRequest, config: Config) -> RequestMetadata:
+    """Return the path and header fields that dialects read beside the body, and the modes of the
+    request's key, or else of the server.
 
-    The path parameter `target` is "model:action" in Gemini's paths. `tolerance`: the server's mode,
-    which the request's key may override.
+    The path parameter `target` is "model:action" in Gemini's paths.
     """
     state, headers = request[STATE], request.headers
-    target = state.parameters.get("target")
-    if state.identity is not None and state.identity.tolerance is not None:
-        tolerance = state.identity.tolerance
+    target, identity = state.parameters.get("target"), state.identity
+    tolerance, cache_key = config.server.tolerance, config.caching.cache_key
+    if identity is not None:
+        tolerance = identity.tolerance or tolerance
+        cache_key = identity.cache_key or cache_key
+    separates = cache_key == "namespace"
     if target is None and "anthropic-version" not in headers:
-        return NO_METADATA if tolerance == "standard" else RequestMetadata(tolerance=tolerance)
+        if tolerance == "standard" and not separates:
+            return NO_METADATA
+        return RequestMetadata(tolerance=tolerance, separates_cache_key=separates)
     model, _, action = (target or "").rpartition(":")
     return RequestMetadata(
         model=model,
         action=action,
         version=headers.get("anthropic-version", ""),
         tolerance=tolerance,
+        separates_cache_key=separates,
     )

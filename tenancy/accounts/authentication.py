@@ -100,6 +100,7 @@ class KeyAuthenticator:
             facts.limits,
             self._scope_of(facts.tenant_id, facts.workspace),
             facts.tolerance,
+            facts.cache_key,
         )
 
     def authenticate_admin(self, key: str) -> Administrator:

@@ -31,7 +31,7 @@ from tenancy.accounts.keys import (
 from tenancy.errors import BadName
 from tenancy.limits import check_limits
 from tenancy.storage.interface import Row, Store, Transaction
-from tenancy.types import Limits, ToleranceMode, WallClock
+from tenancy.types import CacheKeyMode, Limits, ToleranceMode, WallClock
 
 KEYS_DECLARED_MAX = 10_000
 """The most keys that a configuration file may declare."""
@@ -42,7 +42,7 @@ class DeclaredKey(Limits, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """One `[[tenants.keys]]` table: the settings of `trunkline key create`, with limits inlined.
 
     `sha256`: the digest of the whole key, in hexadecimal. `file`: alternatively, the file from
-    which the gateway reads the key. `tolerance`: None leaves it to the server.
+    which the gateway reads the key. `tolerance`, `cache_key`: None leaves it to the server.
     """
 
     label: str
@@ -52,6 +52,7 @@ class DeclaredKey(Limits, frozen=True, forbid_unknown_fields=True, kw_only=True)
     scopes: tuple[str, ...] = SCOPES
     expires: Annotated[datetime, Meta(tz=True)] | None = None
     tolerance: ToleranceMode | None = None
+    cache_key: CacheKeyMode | None = None
 
     @property
     def limits(self) -> Limits:
@@ -77,6 +78,7 @@ class _Terms(Struct, frozen=True):
     expires_ms: int | None
     limits: str
     tolerance: ToleranceMode | None
+    cache_key: CacheKeyMode | None
 
 
 _KeyPath = tuple[str, str]
@@ -172,9 +174,12 @@ def _apply_change(
         return _insert(db, now_ms, at, new), "created"
     if old.digest == new.digest:
         db.execute(
-            "update keys set workspace = ?, scopes = ?, expires_ms = ?, limits = ?, tolerance = ?"
-            " where key_id = ?",
-            (new.workspace, new.scopes, new.expires_ms, new.limits, new.tolerance, key_id),
+            "update keys set workspace = ?, scopes = ?, expires_ms = ?, limits = ?, tolerance = ?,"
+            " cache_key = ? where key_id = ?",
+            (
+                *(new.workspace, new.scopes, new.expires_ms, new.limits, new.tolerance),
+                *(new.cache_key, key_id),
+            ),
         )
         return key_id, "changed"
     _revoke(db, now_ms, key_id)
@@ -193,12 +198,12 @@ def _insert(
     shown = DIGEST_PREFIX + new.digest.hex()[:SHOWN_CHARS]
     made = db.rows(
         "insert into keys (digest, shown, tenant_id, workspace, label, created_ms, expires_ms,"
-        " scopes, limits, tolerance, line_id, is_declared)"
-        " values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)"
+        " scopes, limits, tolerance, cache_key, line_id, is_declared)"
+        " values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)"
         " returning key_id",
         (
             *(new.digest, shown, tenant_id, new.workspace, label, now_ms, new.expires_ms),
-            *(new.scopes, new.limits, new.tolerance, line_id),
+            *(new.scopes, new.limits, new.tolerance, new.cache_key, line_id),
         ),
     )
     return int(made[0][0])
@@ -251,8 +256,8 @@ def _describe(at: _KeyPath) -> str:
 
 _TENANTS = "select name, tenant_id from tenants where is_declared = 1"
 _DECLARED = (
-    "select name, label, key_id, digest, workspace, scopes, expires_ms, keys.limits, tolerance"
-    " from keys"
+    "select name, label, key_id, digest, workspace, scopes, expires_ms, keys.limits, tolerance,"
+    " cache_key from keys"
     " join tenants using (tenant_id) where keys.is_declared = 1 and tenants.is_declared = 1"
 )
 
@@ -274,6 +279,7 @@ def _wanted_terms(wanted: DeclaredKeys) -> dict[_KeyPath, _Terms]:
             None if key.expires is None else round(key.expires.timestamp() * 1000),
             encode_limits(key.limits),
             key.tolerance,
+            key.cache_key,
         )
         for tenant, keys in wanted.items()
         for key in keys

@@ -16,7 +16,7 @@ from msgspec import Struct
 from tenancy.accounts.keys import ADMIN, ADMIN_SCOPES, decode_limits, digest_of
 from tenancy.errors import KeyRefused
 from tenancy.storage.interface import Row, Store
-from tenancy.types import Limits, ToleranceMode
+from tenancy.types import CacheKeyMode, Limits, ToleranceMode
 
 
 class KeyFacts(Struct, frozen=True):
@@ -36,6 +36,7 @@ class KeyFacts(Struct, frozen=True):
     limits: Limits
     line_id: int
     tolerance: ToleranceMode | None = None
+    cache_key: CacheKeyMode | None = None
 
 
 _NO_KEY = KeyFacts(bytes(32), 0, 0, "", None, None, frozenset(), Limits(), 0)
@@ -94,7 +95,8 @@ def load_keys(store: Store, key_ids: Sequence[int] | None = None) -> list[KeyFac
 
 _FACTS = (
     "select digest, key_id, coalesce(tenant_id, 0), workspace, expires_ms, revoked_ms, scopes,"
-    " limits, coalesce(line_id, key_id), admin_scopes, tolerance from keys"
+    " limits, coalesce(line_id, key_id), admin_scopes, tolerance,"
+    " cache_key from keys"
 )
 
 
@@ -111,4 +113,4 @@ def _facts_of(row: Row) -> KeyFacts:
     scopes = _scopes(row[6])
     if ADMIN in scopes:
         scopes |= _ALL_ADMIN_SCOPES if row[9] is None else _scopes(row[9])
-    return KeyFacts(*(*row[:6], scopes, decode_limits(row[7]), row[8], row[10]))
+    return KeyFacts(*(*row[:6], scopes, decode_limits(row[7]), row[8], *row[10:]))

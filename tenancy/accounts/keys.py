@@ -13,7 +13,7 @@ import hashlib
 import re
 import secrets
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
@@ -23,7 +23,14 @@ from tenancy.limits import check_limits
 from tenancy.pseudonyms import check_not_deleted
 from tenancy.storage.audit_log import Actor, record
 from tenancy.storage.interface import ALL_ROWS, Row, Store, Transaction, Value, placeholders
-from tenancy.types import TOLERANCE_MODES, Limits, ToleranceMode, WallClock
+from tenancy.types import (
+    CACHE_KEY_MODES,
+    TOLERANCE_MODES,
+    CacheKeyMode,
+    Limits,
+    ToleranceMode,
+    WallClock,
+)
 
 PREFIX = "tl-"
 DIGEST_PREFIX = "sha256:"
@@ -56,8 +63,8 @@ class Key(Struct, frozen=True):
 
     `tenant` is None for an administrator's key, whose scopes are `admin` for all, or some of
     `ADMIN_SCOPES`. `shown`: the beginning of the key, never more. `replaced_by`: the id of the key
-    it was rotated to. `is_declared`: the configuration file declares the key. `tolerance`: None
-    leaves it to the server.
+    it was rotated to. `is_declared`: the configuration file declares the key. `tolerance`,
+    `cache_key`: None leaves it to the server.
     """
 
     key_id: int
@@ -73,6 +80,7 @@ class Key(Struct, frozen=True):
     replaced_by: int | None = None
     is_declared: bool = False
     tolerance: ToleranceMode | None = None
+    cache_key: CacheKeyMode | None = None
 
 
 def digest_of(key: str) -> bytes:
@@ -98,17 +106,18 @@ def create_key(
     scopes: Iterable[str] = SCOPES,
     limits: Limits = _FREE,
     tolerance: ToleranceMode | None = None,
+    cache_key: CacheKeyMode | None = None,
     by: Actor | None = None,
 ) -> str:
     """Create a tenant's key and return it; it cannot be shown again. `by`: for the audit log.
 
-    Raises BadName if the workspace, label, life, scopes or limits are invalid, or the tenant is
-    unknown or deleted.
+    Raises BadName if the workspace, label, life, scopes, limits or modes are invalid, or the
+    tenant is unknown or deleted.
     """
     check_name(workspace, "workspace")
     text = encode_scopes(scopes)
     check_limits(limits)
-    _check_tolerance(tolerance)
+    modes = _checked_modes(tolerance, cache_key)
     expires_ms = _expiry(clock, label, lives_ms)
     key = _new_key()
     with store.change() as db:
@@ -126,7 +135,7 @@ def create_key(
             expires_ms=expires_ms,
             scopes=text,
             limits=encode_limits(limits),
-            tolerance=tolerance,
+            **modes,
         )
         _record(db, by, "key.create", key_id)
     return key
@@ -214,6 +223,7 @@ def change_key(
     scopes: Iterable[str] | None = None,
     limits: Limits | None = None,
     tolerance: ToleranceMode | UnsetType | None = UNSET,
+    cache_key: CacheKeyMode | UnsetType | None = UNSET,
     by: Actor,
 ) -> Key:
     """Change the given fields of a key, from the next request. Raises BadName."""
@@ -240,9 +250,8 @@ def change_key(
                 old.key_id,
             ),
         )
-        if tolerance is not UNSET:
-            _check_tolerance(tolerance)
-            db.execute("update keys set tolerance = ? where key_id = ?", (tolerance, old.key_id))
+        for column, mode in _checked_modes(tolerance, cache_key).items():
+            db.execute(f"update keys set {column} = ? where key_id = ?", (mode, old.key_id))
         _record(db, by, "key.change", old.key_id, old)
         return _read(db, old.key_id)
 
@@ -355,7 +364,10 @@ def _expiry(clock: WallClock, label: str, lives_ms: int | None) -> int | None:
     return None if lives_ms is None else clock() + lives_ms
 
 
-_KEPT = ("tenant_id", "workspace", "label", "scopes", "admin_scopes", "limits", "tolerance")
+_MODES: Mapping[str, tuple[str, ...]] = {"tolerance": TOLERANCE_MODES, "cache_key": CACHE_KEY_MODES}
+"""Columns of a key that replace a mode of the server, and their values."""
+
+_KEPT = ("tenant_id", "workspace", "label", "scopes", "admin_scopes", "limits", *_MODES)
 """Columns that a rotated key's successor has from it."""
 
 
@@ -369,24 +381,32 @@ def _insert(db: Transaction, key: str, **columns: Value) -> int:
     return int(made[0][0])
 
 
-def _check_tolerance(tolerance: ToleranceMode | None) -> None:
-    """Raise BadName for an unknown mode."""
-    if tolerance not in (None, *TOLERANCE_MODES):
-        known = ", ".join(TOLERANCE_MODES)
-        raise BadName("bad_setting", f"invalid tolerance: {tolerance!r}; expected one of {known}")
+def _checked_modes(
+    tolerance: ToleranceMode | UnsetType | None, cache_key: CacheKeyMode | UnsetType | None
+) -> dict[str, str | None]:
+    """Return the given modes by column. Raises BadName for an unknown mode."""
+    given: dict[str, str | None] = {}
+    for (column, known), mode in zip(_MODES.items(), (tolerance, cache_key), strict=True):
+        if mode is UNSET:
+            continue
+        if mode not in (None, *known):
+            message = f"invalid {column}: {mode!r}; expected one of {', '.join(known)}"
+            raise BadName("bad_setting", message)
+        given[column] = mode
+    return given
 
 
 _KEYS = (
     "select key_id, name, workspace, label, shown, keys.created_ms, expires_ms, revoked_ms,"
     " coalesce(admin_scopes, scopes), keys.limits, replaced_by,"
-    " keys.is_declared * tenants.is_declared, tolerance from keys"
+    " keys.is_declared * tenants.is_declared, tolerance, cache_key from keys"
     " left join tenants using (tenant_id)"
 )
 
 
 def _key_of(row: Row) -> Key:
     return Key(
-        *(*row[:8], tuple(row[8].split()), decode_limits(row[9]), row[10], bool(row[11]), row[12])
+        *(*row[:8], tuple(row[8].split()), decode_limits(row[9]), row[10], bool(row[11]), *row[12:])
     )
 
 

@@ -61,14 +61,14 @@ class NewSchemas:
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", ["one namespace", "a namespace for each"])
 def test_bombs_delay_no_other_tenant(server: AttackedServer, spread: str) -> None:
-    """`prompt_cache_key` makes namespaces, which must not make turns."""
+    """`cache_salt` makes namespaces, which must not make turns."""
     name = spread.replace(" ", "-")
     quiet, attacker = NewSchemas(server, f"quiet-{name}"), server.tenant(f"attacker-{name}")
     numbers = itertools.count(0 if spread == "one namespace" else 10_000)
 
     def attack() -> Answer:
         number = next(numbers)
-        more = {} if spread == "one namespace" else {"prompt_cache_key": f"p{number}"}
+        more = {} if spread == "one namespace" else {"cache_salt": f"p{number}"}
         body = constrained(server, bomb(number), **more)
         return server.ask(attacker, "/v1/chat/completions", body)
 

@@ -71,7 +71,7 @@ class Swarm:
         if chance.random() < 0.3:
             body["stop"] = chance.choices("etaoin", k=2)
         if chance.random() < 0.3:
-            body["prompt_cache_key"] = f"partition {chance.randint(1, 5)}"
+            body["cache_salt"] = f"partition {chance.randint(1, 5)}"
         await self._send(session, chance, "/v1/chat/completions", body)
 
     async def completion(self, session: aiohttp.ClientSession, chance: random.Random) -> None:

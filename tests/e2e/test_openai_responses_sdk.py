@@ -165,7 +165,7 @@ async def test_diagnosis_compares_with_an_earlier_response(
         return answer.prompt_cache_diagnostics
 
     other = await compared(first.id, instructions="Be brief.")
-    keyed = await compared(first.id, prompt_cache_key="k")
+    keyed = await compared(first.id, extra_body={"cache_salt": "k"})
     unknown = await compared("resp_nobody")
     warm = await client.responses.create(
         **response_request(gateway, prompt_cache_options={"ttl": "30m"})

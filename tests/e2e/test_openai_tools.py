@@ -392,8 +392,7 @@ async def test_sdk_passes_every_caching_field(gateway: GatewayFixture, client: A
 
     narrowings: list[Any] = [
         {},
-        {"prompt_cache_key": "a"},
-        {"prompt_cache_key": "b"},
+        {"extra_body": {"cache_salt": "b"}},
         {"extra_body": {"cache_salt": "a"}},
         {"extra_body": {"extra_key": "a"}},
     ]

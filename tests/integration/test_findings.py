@@ -14,9 +14,11 @@ import pytest
 
 from engine.model_store import ModelCard
 from gateway.retention_classes import CacheProfile, CachingConfig, RetentionClass
+from tenancy.accounts.keys import change_key, find_key
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.types import wall_ms
+from tests.actors import TESTER
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -287,20 +289,39 @@ def plain(mark: str = "") -> list[Turns]:
 
 
 @pytest.mark.parametrize("is_one_key", [False, True])
-async def test_a_cache_key_that_changes_is_named(findings: Findings, *, is_one_key: bool) -> None:
+@pytest.mark.parametrize("field", ["cache_salt", "prompt_cache_key"])
+async def test_a_cache_key_that_changes_is_named(
+    findings: Findings, field: str, *, is_one_key: bool
+) -> None:
     """A key of each request's own shares nothing; one key for all is no finding."""
     gateway = findings.gateway
+    context = gateway.gateway.context
+    key_id = str(find_key(context.store, gateway.keys["ada"]).key_id)
+    change_key(context.store, key_id, cache_key="namespace", by=TESTER)
+    context.authenticator.refresh_now()
     for number, question in enumerate(QUESTIONS):
         _, body = body_of("chat", gateway.model, Turns((question,)))
         key = "one" if is_one_key else f"request {number}"
-        status, _, _ = await gateway.ask(body={**body, "prompt_cache_key": key})
+        status, _, _ = await gateway.ask(body={**body, field: key})
         assert status == 200
     faults = [one for one in await findings.read() if not one["legitimate"]]
 
     assert [one["cause"] for one in faults] == ([] if is_one_key else ["cache_key_changes"])
     for one in faults:
         assert (one["requests"], one["of_requests"]) == (7, 8)
-        assert "prompt_cache_key" in one["advice"]
+        assert "caching.cache_key" in one["advice"]
+
+
+async def test_a_cache_key_of_each_session_separates_nothing(findings: Findings) -> None:
+    """Coding agents send their session's id; the second session reads the first one's prompt."""
+    gateway = findings.gateway
+    _, body = body_of("chat", gateway.model, Turns((QUESTIONS[0],)))
+    answers = [
+        await gateway.ask(body={**body, "prompt_cache_key": session}) for session in ("one", "two")
+    ]
+    usage = answers[1][1]["usage"]
+
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 0.9 * usage["prompt_tokens"]
 
 
 async def test_repeated_prompts_without_breakpoints_are_named(findings: Findings) -> None:

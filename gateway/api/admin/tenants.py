@@ -32,7 +32,7 @@ from tenancy.accounts import keys, tenants
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import Key
 from tenancy.accounts.tenants import TenantRecord, floor_blocks_of
-from tenancy.types import Limits, TenantSettings, ToleranceMode
+from tenancy.types import CacheKeyMode, Limits, TenantSettings, ToleranceMode
 
 PAGE = ("after", "limit")
 """Parameters of a page: the last row of the one before, and the most rows."""
@@ -58,6 +58,7 @@ class NewKey(Struct, frozen=True, forbid_unknown_fields=True):
     scopes: tuple[str, ...] = keys.SCOPES
     limits: Limits = Limits()
     tolerance: ToleranceMode | None = None
+    cache_key: CacheKeyMode | None = None
 
 
 class NewAdminKey(Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,6 +76,7 @@ class KeyUpdate(Struct, frozen=True, forbid_unknown_fields=True):
     scopes: tuple[str, ...] | UnsetType = UNSET
     limits: Limits | UnsetType = UNSET
     tolerance: ToleranceMode | UnsetType | None = UNSET
+    cache_key: CacheKeyMode | UnsetType | None = UNSET
 
 
 class Rotation(Struct, frozen=True, forbid_unknown_fields=True):
@@ -250,6 +252,7 @@ class _TenantHandlers:
             limits=body.limits,
             by=actor_of(self._gateway, request),
             tolerance=body.tolerance,
+            cache_key=body.cache_key,
         )
         return await self._made(request, secret)
 

@@ -127,6 +127,7 @@ class KeyAnswer(Struct, frozen=True):
     scopes: tuple[str, ...]
     limits: Limits
     tolerance: str | None
+    cache_key: str | None
     replaced_by: int | None
     declared: bool
     created: str | None

@@ -29,7 +29,7 @@ from tenancy.accounts.keys import (
 )
 from tenancy.accounts.tenants import find_tenant
 from tenancy.errors import BadName
-from tenancy.types import TOLERANCE_MODES, Limits, ToleranceMode, wall_ms
+from tenancy.types import CACHE_KEY_MODES, TOLERANCE_MODES, Limits, wall_ms
 
 
 def _add_actions(command: argparse.ArgumentParser) -> None:
@@ -61,10 +61,15 @@ def _add_actions(command: argparse.ArgumentParser) -> None:
     create.add_argument("--scopes", metavar="NAMES", help=f"{scopes} (default: all)")
     text = f"{tolerance} (default: as the server)"
     create.add_argument("--tolerance", choices=TOLERANCE_MODES, help=text)
+    cache_key = "what prompt_cache_key means: a hint, or a namespace of its own"
+    text = f"{cache_key} (default: as the server)"
+    create.add_argument("--cache-key", choices=CACHE_KEY_MODES, help=text)
     add_limits(create)
     change.add_argument("--scopes", metavar="NAMES", help=scopes)
     text = f"{tolerance}; server: as the server"
     change.add_argument("--tolerance", choices=(*TOLERANCE_MODES, "server"), help=text)
+    text = f"{cache_key}; server: as the server"
+    change.add_argument("--cache-key", choices=(*CACHE_KEY_MODES, "server"), help=text)
     add_limits(change)
     actions["list"].add_argument("--tenant", metavar="NAME")
     text = "grace period of the old key: 30m, 24h, 7d (default: 24h)"
@@ -101,6 +106,7 @@ def _create(call: CommandCall) -> CommandResult:
                 limits=_limits(Limits(), limits),
                 by=by,
                 tolerance=options.tolerance,
+                cache_key=options.cache_key,
             )
         return CommandResult(key, {"key": key, **_key_row(find_key(store, key))})
 
@@ -123,20 +129,17 @@ def _list(call: CommandCall) -> CommandResult:
     return table_result([_key_row(key) for key in keys], shown=shown)
 
 
-_KEY_TOLERANCES: Mapping[str | None, ToleranceMode | UnsetType | None] = {
-    None: UNSET,
-    "server": None,
-    **{mode: mode for mode in TOLERANCE_MODES},
-}
-"""The change of a key's tolerance by the option's value; no option changes nothing."""
+_NO_MODE: Mapping[str | None, UnsetType | None] = {None: UNSET, "server": None}
+"""The change of a key's mode by an option's value that names none: no option changes nothing."""
 
 
 def _set(call: CommandCall) -> CommandResult:
-    """Change the given settings. The tolerance "server" removes the key's own."""
+    """Change the given settings. "server" removes the key's own tolerance or meaning of
+    `prompt_cache_key`."""
     options = call.options
-    label, scopes, tolerance = options.label, options.scopes, options.tolerance
-    limits = changes(options, LIMITS)
-    if label is None and scopes is None and tolerance is None and not limits:
+    label, scopes, limits = options.label, options.scopes, changes(options, LIMITS)
+    modes = options.tolerance, options.cache_key
+    if {label, scopes, *modes} == {None} and not limits:
         raise BadName("nothing_to_set", "nothing to change: see `trunkline key set --help`")
     with open_database(call.config) as store:
         old = find_key(store, options.key)
@@ -147,7 +150,8 @@ def _set(call: CommandCall) -> CommandResult:
             scopes=None if scopes is None else scopes.split(","),
             limits=_limits(old.limits, limits) if limits else None,
             by=command_actor(),
-            tolerance=_KEY_TOLERANCES[tolerance],
+            tolerance=_NO_MODE.get(modes[0], modes[0]),
+            cache_key=_NO_MODE.get(modes[1], modes[1]),
         )
     return CommandResult(f"key {key.shown}… changed", _key_row(key))
 

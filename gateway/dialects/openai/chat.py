@@ -163,7 +163,7 @@ class ChatDialect(wire.OpenAIDialect):
             stream=bool(fields.stream),
             include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
             continuous_usage=wire.wants_continuous_usage(fields),
-            partition=wire.partition(fields),
+            partition=wire.partition(fields, metadata),
             client_user=fields.user or "",
             priority=fields.priority or 0,
             cache=directives,

@@ -111,7 +111,7 @@ class CompletionDialect(wire.OpenAIDialect):
             stream=bool(fields.stream),
             include_usage=bool(fields.stream_options and fields.stream_options.include_usage),
             continuous_usage=wire.wants_continuous_usage(fields),
-            partition=wire.partition(fields),
+            partition=wire.partition(fields, metadata),
             client_user=fields.user or "",
             priority=fields.priority or 0,
             ignored=tolerance.ignored,

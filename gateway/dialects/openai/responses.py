@@ -196,7 +196,7 @@ class ResponsesDialect(wire.OpenAIDialect):
             operation=operation,
             stream=bool(fields.stream),
             include_usage=True,
-            partition=wire.partition(fields),
+            partition=wire.partition(fields, metadata),
             client_user=fields.user or (fields.metadata or {}).get("user_id", ""),
             priority=fields.priority or 0,
             digests=_digests(fields),

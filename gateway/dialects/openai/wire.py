@@ -25,6 +25,7 @@ from gateway.dialects.canonical import (
     GenerationParameters,
     OutputCount,
     Reply,
+    RequestMetadata,
     Thought,
     TokenText,
     ToolCall,
@@ -371,11 +372,12 @@ def _text_or_ids(value: Any, path: str, noun: str) -> TextOrIds:
     return found
 
 
-def partition(fields: SamplingFields) -> str:
+def partition(fields: SamplingFields, metadata: RequestMetadata) -> str:
     """Return the fields that narrow the namespace, joined without ambiguity; "" if none is set."""
-    if not (fields.cache_salt or fields.prompt_cache_key or fields.extra_key):
+    cache_key = fields.prompt_cache_key if metadata.separates_cache_key else None
+    parts = (fields.cache_salt or "", cache_key or "", fields.extra_key or "")
+    if not any(parts):
         return ""
-    parts = (fields.cache_salt or "", fields.prompt_cache_key or "", fields.extra_key or "")
     return "".join(f"{len(part)}:{part}" for part in parts)
 
 

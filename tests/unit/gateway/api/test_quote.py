@@ -142,14 +142,12 @@ async def test_refuses_to_quote_a_request_that_could_never_run(gateway: GatewayF
 
 
 async def test_miss_cause_names_another_partition(gateway: GatewayFixture) -> None:
-    """The same prompt is cached under another cache key of the tenant."""
-    await gateway.ask(CHAT, {**body(gateway, "Hello"), "prompt_cache_key": "one"})
+    """The same prompt is cached under another cache salt of the tenant."""
+    await gateway.ask(CHAT, {**body(gateway, "Hello"), "cache_salt": "one"})
 
-    other = await quoted(gateway, {**body(gateway, "Hello"), "prompt_cache_key": "two"})
-    stranger = await quoted(
-        gateway, {**body(gateway, "Hello"), "prompt_cache_key": "two"}, who="bob"
-    )
-    new = await quoted(gateway, {**body(gateway, "Bye"), "prompt_cache_key": "one"})
+    other = await quoted(gateway, {**body(gateway, "Hello"), "cache_salt": "two"})
+    stranger = await quoted(gateway, {**body(gateway, "Hello"), "cache_salt": "two"}, who="bob")
+    new = await quoted(gateway, {**body(gateway, "Bye"), "cache_salt": "one"})
 
     assert other["miss"]["cause"] == "other_namespace"
     assert stranger["miss"]["cause"] is None
@@ -159,11 +157,11 @@ async def test_miss_cause_names_another_partition(gateway: GatewayFixture) -> No
 async def test_cache_header_names_another_partition(
     gateway: GatewayFixture,
 ) -> None:
-    """The breakpoint was written under one cache key and requested under another."""
+    """The breakpoint was written under one cache salt and requested under another."""
     asked = {**body(gateway, "Hello"), "prompt_cache_options": {"ttl": "30m"}}
     headers = []
     for key, who in (("one", "ada"), ("two", "ada"), ("two", "bob")):
-        request = {**asked, "prompt_cache_key": key}
+        request = {**asked, "cache_salt": key}
         _, _, response = await gateway.ask(CHAT, request, who=who)
         headers.append(response.headers["X-Trunkline-Cache"])
 

@@ -125,7 +125,7 @@ async def test_receipt_tells_what_each_level_lost(gateway: GatewayFixture) -> No
     """Copies of several namespaces are summed; nothing of it can be found by a later start."""
     with_levels(gateway)
     for salt in ("a", "b"):
-        await gateway.ask(body=gateway.chat(LONG, prompt_cache_key=salt))
+        await gateway.ask(body=gateway.chat(LONG, cache_salt=salt))
     receipt = await erase(gateway.gateway.context, ErasureTarget(1, 7))
 
     assert receipt.namespaces == 2
@@ -142,13 +142,13 @@ async def test_receipt_says_shredded_where_every_key_is_destroyed(gateway: Gatew
     """One namespace that was only wiped makes it `gone`: a backup may have it."""
     engine, context = with_levels(gateway), gateway.gateway.context
     for salt in ("a", "b"):
-        await gateway.ask(body=gateway.chat(LONG, prompt_cache_key=salt))
+        await gateway.ask(body=gateway.chat(LONG, cache_salt=salt))
     await context.models.refresh_all()
     names = {one.namespace for one in context.models.namespaces()}
     engine.shredded = names
     all_of_it = await erase(context, ErasureTarget(1, 7))
     for salt in ("a", "b"):
-        await gateway.ask(body=gateway.chat(LONG, prompt_cache_key=salt))
+        await gateway.ask(body=gateway.chat(LONG, cache_salt=salt))
     engine.shredded = {min(names)}
     some_of_it = await erase(context, ErasureTarget(1, 7))
 

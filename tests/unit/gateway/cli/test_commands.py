@@ -255,7 +255,7 @@ def test_creates_shows_and_removes_a_shared_scope(run: Run) -> None:
 def test_changes_and_rotates_a_key(run: Run) -> None:
     """Rotation prints the new key alone."""
     words = "key create --tenant default --scopes usage --requests-per-minute 5 --label a"
-    run(*words.split(), "--tolerance", "strict")
+    run(*words.split(), "--tolerance", "strict", "--cache-key", "namespace")
     words = "key set 3 --label b --tokens-per-minute 7 --requests-per-minute none"
     run(*words.split())
     new = run("key", "rotate", "3", "--grace", "1h")[1].strip()
@@ -266,7 +266,10 @@ def test_changes_and_rotates_a_key(run: Run) -> None:
     assert (rows[4]["label"], rows[4]["scopes"]) == ("b", ["usage"])
     assert (rows[3]["replaced_by"], rows[4]["expires_ms"]) == (4, None)
     assert rows[4]["tolerance"] == rows[3]["tolerance"] == "strict"
+    assert rows[4]["cache_key"] == rows[3]["cache_key"] == "namespace"
     assert data_of(run, "key", "set", "4", "--tolerance", "server")["tolerance"] is None
+    changed = data_of(run, "key", "set", "4", "--cache-key", "server")
+    assert (changed["tolerance"], changed["cache_key"]) == (None, None)
     assert "tokens_per_minute:7" in run("key", "list")[1]
 
 

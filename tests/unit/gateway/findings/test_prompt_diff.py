@@ -118,9 +118,7 @@ def test_another_question_is_no_fault(renderer: Renderer) -> None:
     assert (found.path, found.character, found.repeated_tokens) == ("input", 0, 0)
 
 
-@pytest.mark.parametrize(
-    ("field", "cause"), [("model", "model"), ("prompt_cache_key", "partition")]
-)
+@pytest.mark.parametrize(("field", "cause"), [("model", "model"), ("cache_salt", "partition")])
 def test_requests_of_other_scopes_share_nothing(renderer: Renderer, field: str, cause: str) -> None:
     _, _, shape = BODIES["chat"]
     first, second = [filled(shape, STABLE, **{field: value}) for value in ("a", "b")]

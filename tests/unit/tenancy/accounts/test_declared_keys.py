@@ -69,7 +69,7 @@ def test_declared_key_authenticates(store: Store, wall: Wall) -> None:
     """By its digest, with its declared settings; omitted settings have the defaults of `key
     create`."""
     lab = keyed("lab", APP, workspace="lab", scopes=("usage",), expires=LATER, requests_at_once=3)
-    lab = replace(lab, tolerance="strict")
+    lab = replace(lab, tolerance="strict", cache_key="namespace")
     made = told(store, wall, ada(keyed(), lab))
     of_lab, of_web = list_keys(store)
     by_hand = create_key(store, wall, 1, label="web")
@@ -80,6 +80,7 @@ def test_declared_key_authenticates(store: Store, wall: Wall) -> None:
     assert (of_lab.scopes, of_lab.expires_ms) == (("usage",), LATER_MS)
     assert of_lab.limits == Limits(requests_at_once=3)
     assert (of_lab.tolerance, of_web.tolerance) == ("strict", None)
+    assert (of_lab.cache_key, of_web.cache_key) == ("namespace", None)
     assert (of_web.scopes, of_web.expires_ms, of_web.limits) == (plain.scopes, None, plain.limits)
     assert (of_web.is_declared, plain.is_declared) == (True, False)
 
@@ -137,6 +138,7 @@ def test_expired_key_can_be_replaced(store: Store, wall: Wall) -> None:
         ({"tokens_per_minute": 7}, "limits", Limits(tokens_per_minute=7)),
         ({"workspace": "lab"}, "workspace", "lab"),
         ({"tolerance": "lenient"}, "tolerance", "lenient"),
+        ({"cache_key": "namespace"}, "cache_key", "namespace"),
     ],
 )
 def test_changed_settings_change_the_key(

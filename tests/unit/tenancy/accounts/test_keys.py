@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -226,18 +227,24 @@ def test_change_keeps_fields_not_named(store: Store, wall: Wall, tenant_id: int)
     assert KeyIndex(load_keys(store)).find(key, wall()).limits == Limits(requests_per_minute=2)
 
 
-def test_a_key_has_its_own_tolerance(store: Store, wall: Wall, tenant_id: int) -> None:
+@pytest.mark.parametrize(("field", "mode"), [("tolerance", "lenient"), ("cache_key", "namespace")])
+def test_a_key_has_its_own_modes(
+    store: Store, wall: Wall, tenant_id: int, field: str, mode: Any
+) -> None:
     """One application can be strict beside another that cannot be changed. None: the server's."""
-    key = create_key(store, wall, tenant_id, tolerance="lenient")
+    key = create_key(store, wall, tenant_id, **{field: mode})
     other = create_key(store, wall, tenant_id)
     ring = KeyIndex(load_keys(store))
-    found = ring.find(key, wall()).tolerance, ring.find(other, wall()).tolerance
-    kept = change_key(store, "1", label="b", by=TESTER).tolerance
+    found = [getattr(ring.find(one, wall()), field) for one in (key, other)]
+    kept = change_key(store, "1", label="b", by=TESTER)
     _, rotated, _ = rotate_key(store, wall, "1", 0, by=TESTER)
-    cleared = change_key(store, str(rotated.key_id), tolerance=None, by=TESTER).tolerance
+    cleared = change_key(store, str(rotated.key_id), **{field: None}, by=TESTER)
 
-    assert found == ("lenient", None)
-    assert (kept, rotated.tolerance, cleared) == ("lenient", "lenient", None)
+    assert found == [mode, None]
+    assert [getattr(one, field) for one in (kept, rotated, cleared)] == [mode, mode, None]
+    wrong: Any = "loose"
+    with pytest.raises(BadName, match=field):
+        create_key(store, wall, tenant_id, **{field: wrong})
 
 
 # --- rotation ------------------------------------------------------------------------------------

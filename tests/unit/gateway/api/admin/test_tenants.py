@@ -327,7 +327,7 @@ async def test_creates_limits_and_revokes_a_key(admin: AdminClient) -> None:
     )
     worked = await chat_status(gateway, made["key"])
     path = f"/admin/v1/keys/{made['key_id']}"
-    await admin.ask("PATCH", path, {"tolerance": "lenient"})
+    await admin.ask("PATCH", path, {"tolerance": "lenient", "cache_key": "namespace"})
     _, shown = await admin.ask("GET", path)
     _, revoked = await admin.ask("POST", f"{path}/revoke")
 
@@ -335,6 +335,7 @@ async def test_creates_limits_and_revokes_a_key(admin: AdminClient) -> None:
     assert (shown["tenant"], shown["workspace"], shown["label"]) == ("ada", "lab", "ci")
     assert shown["scopes"] == ["inference"]
     assert (made["tolerance"], shown["tolerance"]) == (None, "lenient")
+    assert (made["cache_key"], shown["cache_key"]) == (None, "namespace")
     assert revoked["revoked"] is not None
     assert await chat_status(gateway, made["key"]) == 401
 

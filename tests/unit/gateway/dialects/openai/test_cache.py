@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
-from gateway.dialects.canonical import CacheDirectives, Call
+from gateway.dialects.canonical import CacheDirectives, Call, RequestMetadata
 from tests.golden.transcripts import refusal_of
-from tests.unit.gateway.dialects.requests import CHAT, HI, RESPONSES
+from tests.unit.gateway.dialects.requests import CHAT, COMPLETIONS, HI, RESPONSES, Endpoint
 
 NATIVE = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 FOREIGN = {"cache_control": {"type": "ephemeral"}}
@@ -165,6 +167,24 @@ def test_breakpoints_never_change_the_prompt() -> None:
     ]
 
 
+def partition_of(endpoint: Endpoint, *, separates: bool = True, **fields: Any) -> str:
+    body = msgspec.json.encode({**endpoint.smallest, **fields})
+    metadata = RequestMetadata(separates_cache_key=separates)
+    return endpoint.dialect.parse(body, metadata).partition
+
+
+@pytest.mark.parametrize("separates", [False, True])
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, RESPONSES])
+def test_a_cache_key_is_a_hint_unless_it_separates(endpoint: Endpoint, *, separates: bool) -> None:
+    """Sessions of one agent begin alike, and each has a key of its own; a salt always separates."""
+    parse = partial(partition_of, endpoint, separates=separates)
+    keys = {parse(prompt_cache_key=key) for key in ("one", "two")}
+    salted = parse(prompt_cache_key="one", cache_salt="s")
+
+    assert len(keys) == (2 if separates else 1)
+    assert salted not in {*keys, ""}
+
+
 def test_each_partition_field_narrows_the_namespace() -> None:
     """Plain concatenation would let ("ab", "c") read what ("a", "bc") wrote."""
     fields: list[dict[str, Any]] = [
@@ -176,10 +196,10 @@ def test_each_partition_field_narrows_the_namespace() -> None:
         {"cache_salt": "a", "prompt_cache_key": "b"},
         {"user": "somebody"},
     ]
-    *found, of_user = [chat(**field).partition for field in fields]
+    *found, of_user = [partition_of(CHAT, **field) for field in fields]
 
     assert len({*found, ""}) == 8
-    assert chat(cache_salt="ab", prompt_cache_key="").partition == found[0]
+    assert partition_of(CHAT, cache_salt="ab", prompt_cache_key="") == found[0]
     assert of_user == ""
 
 
