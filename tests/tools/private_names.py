@@ -10,11 +10,24 @@ from __future__ import annotations
 import ast
 import importlib
 from collections.abc import Iterator
+from functools import cache
 
 OWN = frozenset(("gateway", "engine", "kernels", "tenancy", "tests"))
 
 IMPORTERS = ("import_module", "importorskip", "find_spec", "__import__")
 ACCESSORS = ("getattr", "setattr")
+
+
+SEARCHED = (
+    *(ast.Attribute, ast.Call, ast.ClassDef, ast.Import, ast.ImportFrom),
+    *(ast.FunctionDef, ast.AsyncFunctionDef),
+)
+
+
+@cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """The nodes of the kinds in `SEARCHED`. Each tree is walked once, a second for all."""
+    return tuple(node for node in ast.walk(tree) if isinstance(node, SEARCHED))
 
 
 def is_private(name: str) -> bool:
@@ -24,7 +37,7 @@ def is_private(name: str) -> bool:
 
 def imported(tree: ast.Module) -> Iterator[str]:
     """Private modules and names that are imported from outside, by statement or by call."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -42,7 +55,7 @@ def inherited(tree: ast.Module) -> Iterator[str]:
     """Private names in classes that derive from a dependency's: those that the base has too, and
     those that the class uses but does not define."""
     origins = _origins(tree)
-    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    classes = {node.name: node for node in nodes(tree) if isinstance(node, ast.ClassDef)}
     for node in classes.values():
         bases = [base for base in (_resolved(one, origins) for one in node.bases) if base]
         if bases:
@@ -58,7 +71,7 @@ def inherited(tree: ast.Module) -> Iterator[str]:
 def reached_into(tree: ast.Module) -> Iterator[str]:
     """Private attributes of anything but `self` and `cls`, also where named by a string. `os._exit`
     is documented as public."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             is_own = ast.unparse(node.value) in ("self", "cls", "super()")
             if not is_own and ast.unparse(node) != "os._exit":
@@ -77,7 +90,7 @@ def _last_name(function: ast.expr) -> str:
 def _origins(tree: ast.Module) -> dict[str, tuple[str, str]]:
     """Names that imports bind: (module, name in it), the latter empty for a module."""
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 bound = alias.asname or alias.name.split(".")[0]
