@@ -27,12 +27,13 @@ from engine.config import EngineConfig, LevelsConfig
 from engine.model_store import DEFAULT_MODEL
 from engine.storage.remote.address import check_remote_url
 from gateway.retention_classes import CachingConfig
+from gateway.web_addresses import is_origin, is_web_address
 from tenancy.accounts.declared_keys import DeclaredKey
 from tenancy.accounts.declared_tenants import DeclaredTenant, check_declared
 from tenancy.accounts.keys import check_name
 from tenancy.accounts.shared_scopes import ScopeTerms, check_scopes
 from tenancy.errors import BadName, BadPrice, StoreError
-from tenancy.pricing.charges import RateCard
+from tenancy.pricing.charges import ANY, RateCard
 from tenancy.storage.backends import check_place
 from tenancy.types import ToleranceMode
 
@@ -45,6 +46,8 @@ _OTHER_HEADERS = ("authorization", "cookie", "host", "x-api-key", "x-goog-api-ke
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 PositiveInt = Annotated[int, Meta(ge=1, le=2**40)]
 
+ANY_NAME = "*"
+"""The alias of the model that takes every name which no model has."""
 DEFAULT_DATA_DIR = Path("data")
 KEEP_HOURS_MIN = 24
 """Fewest hours for which stored responses are kept, if they are kept."""
@@ -70,7 +73,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `connections_per_address_max`: of clients that have shown no valid key; 0 is no limit.
     `tolerance`: how requests with fields that the server does not honour are treated, unless their
     key says otherwise (docs/dialects.md). `dashboard`: whether tenants have a page of their own at
-    /dashboard.
+    /dashboard. `cors_origins`: origins of web pages that may call this listener; "*" allows all.
     """
 
     listen: str = "127.0.0.1:8080"
@@ -89,6 +92,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     stream_keep_alive_s: Seconds = 15.0
     tolerance: ToleranceMode = "standard"
     dashboard: bool = True
+    cors_origins: tuple[str, ...] = ()
 
 
 class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,7 +124,7 @@ class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """`name`: a built-in model, a GGUF file, a Hugging Face folder, or a pulled hub id.
 
-    `aliases`: further names that clients may request.
+    `aliases`: further names that clients may request; "*": every name.
     """
 
     name: str = DEFAULT_MODEL
@@ -131,11 +135,11 @@ class ServedModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """One of several models, each in an engine of its own.
 
     `name`: what clients send; prices, usage and metrics name the model so. `path`: as `model.name`;
-    empty: `name`. `aliases`: further names. `default`: the model that decides on readiness and that
-    commands without a model's name use; the first one, if none is. `quota_scale`: factor of
-    tenants' floors, ceilings and promises, which are in blocks, in this model's pool. `tenants`:
-    names of those that may use the model; without the key, all. `engine`: settings of [engine] that
-    differ for this model.
+    empty: `name`. `aliases`: further names; "*": every name that no model has. `default`: the model
+    that decides on readiness and that commands without a model's name use; the first one, if none
+    is. `quota_scale`: factor of tenants' floors, ceilings and promises, which are in blocks, in
+    this model's pool. `tenants`: names of those that may use the model; without the key, all.
+    `engine`: settings of [engine] that differ for this model.
     """
 
     name: str
@@ -362,7 +366,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
         """
         self.caching.check_card(card)
         aliases = [alias for one in self.served_models() for alias in one.aliases]
-        if card.model in (*aliases, *self.embeddings.aliases):
+        if card.model != ANY and card.model in (*aliases, *self.embeddings.aliases):
             message = f"model: {card.model!r} is an alias; expected the model's own name"
             raise BadPrice("bad_rate_card", message)
 
@@ -480,7 +484,7 @@ def _check_models(config: Config, what: str) -> None:
     seen: dict[str, str] = {}
     for one in config.models:
         for name in dict.fromkeys((one.name, *one.aliases)):
-            if not _MODEL_NAME.fullmatch(name):
+            if not _MODEL_NAME.fullmatch(name) and (name == one.name or name != ANY_NAME):
                 raise ConfigError(
                     f"{what}: invalid name {name[:80]!r}: expected up to 128 letters, digits and"
                     " . _ : / - , beginning with a letter or a digit"
@@ -621,17 +625,27 @@ def _check_values(config: Config, origin: Origin) -> Config:
             f"{at('idempotency.keep_hours')}: {hours} is not allowed; expected 0, or"
             f" {KEEP_HOURS_MIN} or more"
         )
-    server = config.server
+    _check_server(config.server, at)
+    _check_engine(config.engine, at)
+    _check_levels(config.engine.levels, at)
+    _check_models(config, at("models"))
+    return config
+
+
+def _check_server(server: ServerConfig, at: Callable[[str], str]) -> None:
+    """Check the public listener's origins, and that its bodies fit in their memory."""
+    for one in server.cors_origins:
+        if one != "*" and not is_origin(one):
+            raise ConfigError(
+                f"{at('server.cors_origins')}: {one[:80]!r}; expected an origin as browsers"
+                ' send it, such as https://app.example.com, or "*"'
+            )
     if server.body_bytes_in_flight_max < BODIES_IN_FLIGHT_MIN * server.body_bytes_max:
         raise ConfigError(
             f"{at('server.body_bytes_in_flight_max')}: {server.body_bytes_in_flight_max} is too"
             f" small for server.body_bytes_max ({server.body_bytes_max}); expected at least"
             f" {BODIES_IN_FLIGHT_MIN * server.body_bytes_max}"
         )
-    _check_engine(config.engine, at)
-    _check_levels(config.engine.levels, at)
-    _check_models(config, at("models"))
-    return config
 
 
 def _check_levels(levels: LevelsConfig, at: Callable[[str], str]) -> None:
@@ -680,16 +694,8 @@ def _check_remote(levels: LevelsConfig, at: Callable[[str], str]) -> None:
 
 def check_web_address(text: str, what: str) -> None:
     """Check an address of a webhook, without quoting it: it may be a secret. Raises ConfigError."""
-    if not _is_web_address(text) or "@" in urlsplit(text).netloc:
+    if not is_web_address(text) or "@" in urlsplit(text).netloc:
         raise ConfigError(f"{what}: not an address; expected https://HOST/PATH without a password")
-
-
-def _is_web_address(text: str) -> bool:
-    try:
-        url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:  # a port that is not a number, a malformed IPv6 address
-        return False
 
 
 def _check_webhooks(webhooks: tuple[WebhookConfig, ...], what: str) -> None:
@@ -756,7 +762,7 @@ def _check_endpoint(text: str, what: str) -> None:
             f"{what}: a user, password or query is not allowed; set headers of the collector in"
             " the environment variable OTEL_EXPORTER_OTLP_HEADERS"
         )
-    if not _is_web_address(text):
+    if not is_web_address(text):
         raise ConfigError(
             f"{what}: invalid address {text!r}: expected http://HOST:PORT, such as"
             " http://127.0.0.1:4318"

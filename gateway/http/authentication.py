@@ -1,4 +1,4 @@
-"""Checks the Host header, extracts the API key or a proxy's user, and counts wrong keys.
+"""Checks the Host header and origins, extracts the API key or a proxy's user, counts wrong keys.
 
 It knows no handler and no store. `gateway.http.middleware` calls it before a body is read.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 
 from aiohttp import web
@@ -33,6 +33,13 @@ ACT_HEADER = "X-Trunkline-Request"
 USER_CHARS_MAX = 200
 """Longest name of a proxy's user, in characters."""
 
+
+ANY_ORIGIN = "*"
+CORS_METHODS = "GET, HEAD, POST, PATCH, DELETE"
+"""The methods of the public listener."""
+CORS_HEADERS = "Authorization, Content-Type"
+PREFLIGHT_MAX_AGE_S = 600
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]{1,64}(\s*,\s*[A-Za-z0-9_-]{1,64}){0,63}")
 
 ALL_ADDRESSES = (str(ipaddress.IPv4Address(0)), f"[{ipaddress.IPv6Address(0)}]")
 """Names among the allowed hosts that allow every address, and no other name."""
@@ -189,3 +196,45 @@ class WrongKeys:
         if len(self._seen) > _ADDRESSES_MAX:
             self._seen.popitem(last=False)
         return count > WRONG_KEYS_PER_MINUTE_MAX
+
+
+class CrossOrigin:
+    """The origins whose pages may call the listener; `ANY_ORIGIN` among them admits all.
+
+    Keys travel in headers and never in cookies, so no answer allows credentials: a page can only
+    use a key that it was given.
+    """
+
+    def __init__(self, origins: Collection[str]) -> None:
+        self._origins = frozenset(origins)
+
+    def headers(self, request: web.BaseRequest) -> dict[str, str]:
+        """Return the headers that every answer to the request needs, errors too: without them a
+        page cannot even read why it was refused. O(1); empty if no origin is allowed."""
+        if not self._origins:
+            return {}
+        allowed = ANY_ORIGIN
+        if ANY_ORIGIN not in self._origins:
+            allowed = request.headers.get("Origin", "")
+            if allowed not in self._origins:
+                return {"Vary": "Origin"}
+        found = {"Access-Control-Allow-Origin": allowed, "Access-Control-Expose-Headers": "*"}
+        if allowed != ANY_ORIGIN:
+            found["Vary"] = "Origin"
+        if self.is_preflight(request):
+            asked = request.headers.get("Access-Control-Request-Headers", "")
+            names = asked if _HEADER_NAMES.fullmatch(asked) else CORS_HEADERS
+            found["Access-Control-Allow-Methods"] = CORS_METHODS
+            found["Access-Control-Allow-Headers"] = names
+            found["Access-Control-Max-Age"] = str(PREFLIGHT_MAX_AGE_S)
+        return found
+
+    def is_preflight(self, request: web.BaseRequest) -> bool:
+        """Return whether a browser asks if a page may send a request; the answer names no path's
+        methods, so that the request itself tells what is wrong with it."""
+        return (
+            bool(self._origins)
+            and request.method == "OPTIONS"
+            and "Origin" in request.headers
+            and "Access-Control-Request-Method" in request.headers
+        )

@@ -24,6 +24,7 @@ from gateway.errors import Kind, Refusal, error_location
 from gateway.http.authentication import (
     NO_TRUSTED_HEADER,
     WRONG_KEYS_PER_MINUTE_MAX,
+    CrossOrigin,
     TrustedHeader,
     WrongKeys,
     bearer_key,
@@ -103,6 +104,7 @@ class Middleware:
         self._gateway = gateway
         self._hosts, self._is_public = hosts, is_public
         self._hosts_setting = "server.hosts" if is_public else "admin.hosts"
+        self._cross_origin = CrossOrigin(gateway.config.server.cors_origins if is_public else ())
         self._shape_of = shape_of
         self._take_place = take_place
         self._trusted = trusted
@@ -120,6 +122,7 @@ class Middleware:
         """
         gateway = self._gateway
         state = RequestState(gateway.new_id(), gateway.clock())
+        state.headers.update(self._cross_origin.headers(request))
         request[STATE] = state
         request[RESPONSE_HEADERS] = state.response_headers
         status = 0
@@ -159,11 +162,14 @@ class Middleware:
     ) -> Awaitable[web.StreamResponse]:
         """Check route, Host, key and the tenant's limits, then start the handler.
 
-        OPTIONS is answered with the methods of the path, and with no header that lets a page of
-        another origin call it.
+        OPTIONS is answered with the methods of the path; a browser's preflight at any path, with
+        what `server.cors_origins` allows.
 
         Raises Refusal, and web.HTTPNotFound or web.HTTPMethodNotAllowed for an undeclared route.
         """
+        if self._cross_origin.is_preflight(request):
+            check_host(request, self._hosts, self._hosts_setting)
+            return _no_content()
         try:
             (route, path), state.parameters = self._table.find(request)
         except web.HTTPException as error:

@@ -145,6 +145,16 @@ SCOPE = '[[tenancy.shared_scopes]]\nname = "ours"\nowner = "ada"\n'
         (f'{SCOPE}members = ["../bob"]', "invalid tenant name: '..'"),
         ("[tenancy]\nshared_scopes = 1", "tenancy.shared_scopes"),
         ("[model]\nname = 'm'\n[[models]]\nname = 'a'", "[model] and [[models]] are both set"),
+        ("[[models]]\nname = '*'", "invalid name '*'"),
+        (
+            "[[models]]\nname = 'a'\naliases = ['*']\n[[models]]\nname = 'b'\naliases = ['*']",
+            "'*' names both 'a' and 'b'",
+        ),
+        ("[[models]]\nname = 'a'\naliases = ['gpt*']", "invalid name 'gpt*'"),
+        ("[server]\ncors_origins = ['https://a.example/']", "server.cors_origins: 'https://a."),
+        ("[server]\ncors_origins = ['a.example']", "server.cors_origins: 'a.example'; expected"),
+        ("[server]\ncors_origins = ['https://a:443']", "server.cors_origins: 'https://a:443'"),
+        ("[server]\ncors_origins = '*'", "server.cors_origins: Expected `array`"),
         ("[[models]]\npath = 'a'", "models[0]: Object missing required field `name`"),
         ("[[models]]\nname = ''", "invalid name ''"),
         ("[[models]]\nname = 'a b'", "invalid name 'a b'"),
@@ -324,6 +334,24 @@ def test_reads_shared_scopes(tmp_path: Path) -> None:
     assert load(tmp_path, "").tenancy.shared_scopes is None
     assert config.tenancy.shared_scopes is not None
     assert config.tenancy.shared_scopes[0].members == ("ada", "bob/lab")
+
+
+def test_a_card_of_all_models_is_none_of_an_alias(tmp_path: Path) -> None:
+    """Both are written `*`: the alias takes all names of clients, the card prices all models."""
+    config = load(tmp_path, "[model]\nname = 'a'\naliases = ['*']")
+
+    config.check_card(RateCard("list@1", "*", "*", input=1, cache_read=1, output=1))
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["*", "https://app.example.com", "http://localhost:5173", "http://[::1]:8000", "app://x"],
+)
+def test_takes_origins_as_browsers_send_them(tmp_path: Path, origin: str) -> None:
+    """They are compared as texts."""
+    config = load(tmp_path, f"[server]\ncors_origins = ['{origin}']")
+
+    assert config.server.cors_origins == (origin,)
 
 
 @pytest.mark.parametrize(
