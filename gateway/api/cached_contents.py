@@ -115,7 +115,7 @@ async def _create(
         # All tokens are billed as written, even if they are cached: the tenant buys retention.
         cache=CacheDirectives(profile="gemini", lookup="none"),
     )
-    model = check_model(gateway, call, identity)
+    model = check_model(gateway, call.model, identity)
     if (replay := await generation.find_replay(body, identity)) is not None:
         return replay
     terms = retention_until(creation.expires_ms, now_ms)

@@ -22,6 +22,7 @@ from gateway.dialects.model_lists import (
     openai_list,
     openai_model,
 )
+from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.http.middleware import Route
 from gateway.http.request_context import STATE, identity_of
@@ -43,14 +44,15 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     """Return the model routes, also without /v1: clients often omit it from the base URL."""
     created_s = gateway.wall() // 1000
 
+    def listed(model: ServedModel, name: str) -> ListedModel:
+        info = model.engine.info
+        context = 0 if info is None else info.context_tokens
+        output = min(context, gateway.config.limits.output_tokens_default)
+        return ListedModel(name, created_s, context, output)
+
     def list_chat(tenant: str) -> list[ListedModel]:
-        listed = []
-        for model in gateway.models.open_to(tenant):
-            info = model.engine.info
-            context = 0 if info is None else info.context_tokens
-            output = min(context, gateway.config.limits.output_tokens_default)
-            listed += [ListedModel(name, created_s, context, output) for name in model.names]
-        return listed
+        models = gateway.models.open_to(tenant)
+        return [listed(model, name) for model in models for name in model.names]
 
     def list_for(request: web.BaseRequest) -> list[ListedModel]:
         """Return the models that a tenant may use by its API: only OpenAI's has embeddings."""
@@ -68,6 +70,9 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     async def get_model(request: web.BaseRequest) -> web.StreamResponse:
         name = request[STATE].parameters["name"].removeprefix("models/")
         found = next((model for model in list_for(request) if model.name == name), None)
+        any_name = gateway.models.find(name, identity_of(request).tenant.name)
+        if found is None and any_name is not None:
+            found = listed(any_name, name)
         if found is None:
             message = f"Model not found: the model `{name[:200]}` does not exist."
             raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")

@@ -81,7 +81,7 @@ def _quote_handler(gateway: Context) -> Handler:
         )
         sent = bytes(body.request)
         call = await parse_body(gateway, tenant.tenant_id, endpoint.dialect.parse, sent, metadata)
-        model = check_model(gateway, call, identity)
+        model = check_model(gateway, call.model, identity)
         if call.thread.is_pending:
             continued = gateway, endpoint.dialect, sent, metadata, call, identity
             call = await parse_with_history(*continued, request[BODY_SHARE])

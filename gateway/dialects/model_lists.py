@@ -35,13 +35,16 @@ def openai_list(models: Sequence[ListedModel], query: Mapping[str, str]) -> dict
 
 
 def openai_model(model: ListedModel) -> dict[str, Any]:
-    """Return one model in OpenAI's shape."""
-    return {
+    """Return one model in OpenAI's shape, with its context under vLLM's name once it is known."""
+    found: dict[str, Any] = {
         "id": model.name,
         "object": "model",
         "created": model.created_s,
         "owned_by": "trunkline",
     }
+    if model.context_tokens:
+        found["max_model_len"] = model.context_tokens
+    return found
 
 
 # --- Anthropic -----------------------------------------------------------------------------------

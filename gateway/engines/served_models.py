@@ -19,6 +19,7 @@ from engine.client.client import Engine
 from engine.errors import EngineError, EngineUnavailable
 from engine.statistics import NamespaceStats, Stats
 from gateway.caching.namespaces import parts_of
+from gateway.config import ANY_NAME
 from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 from gateway.levels.report import sum_levels
 from gateway.prompt import Renderer
@@ -40,11 +41,11 @@ def _no_restarts() -> int:
 class ServedModel:
     """One model and what serves it.
 
-    `name`: what clients send, and what usage and prices name. `aliases`: further names. `restarts`:
-    of its engine. `quota_scale`: factor of tenants' floors, ceilings and promises in this model's
-    pool. `tenants`: names of those that may use it; None: all. `waiting`: requests that its engine
-    has not started. `suffix`: tells its namespaces from those of another served model of the same
-    digest.
+    `name`: what clients send, and what usage and prices name. `aliases`: further names; `ANY_NAME`:
+    every name that no model has. `restarts`: of its engine. `quota_scale`: factor of tenants'
+    floors, ceilings and promises in this model's pool. `tenants`: names of those that may use it;
+    None: all. `waiting`: requests that its engine has not started. `suffix`: tells its namespaces
+    from those of another served model of the same digest.
     """
 
     name: str
@@ -61,8 +62,9 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names under which clients may address the model, its own first."""
-        return tuple(dict.fromkeys((self.name, *self.aliases)))
+        """The names under which clients may address the model, its own first; no `ANY_NAME`."""
+        own = (self.name, *self.aliases)
+        return tuple(dict.fromkeys(name for name in own if name != ANY_NAME))
 
     def is_open_to(self, tenant: str) -> bool:
         """Return whether a tenant, by its name, may use the model."""
@@ -91,11 +93,11 @@ class ServedModels:
         self._models = tuple(models)
         self.default = self._models[0]
         self.by_name: dict[str, ServedModel] = {}
-        """Each model by its name and its aliases."""
+        """Each model by its name and its aliases, `ANY_NAME` included."""
         self._by_key: dict[str, ServedModel] = {}
         digests: set[str] = set()
         for model in self._models:
-            for name in model.names:
+            for name in dict.fromkeys((model.name, *model.aliases)):
                 if name in self.by_name:
                     raise ValueError(f"two models have the name {name!r}; expected one")
                 self.by_name[name] = model
@@ -116,8 +118,17 @@ class ServedModels:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of all models."""
-        return tuple(self.by_name)
+        """All names of all models, without `ANY_NAME`."""
+        return tuple(name for model in self._models for name in model.names)
+
+    def find(self, name: str, tenant: str) -> ServedModel | None:
+        """Return the model that a tenant means by a name: the one that has it, else the one that
+        takes any name; None if neither is open to the tenant. O(1)."""
+        for known in (name, ANY_NAME):
+            model = self.by_name.get(known)
+            if model is not None and model.is_open_to(tenant):
+                return model
+        return None
 
     def open_to(self, tenant: str) -> list[ServedModel]:
         """Return the models that a tenant, by its name, may use."""

@@ -120,7 +120,7 @@ class Generation:
             gateway, identity.tenant.tenant_id, self._dialect.parse, body, metadata
         )
         state.is_stream = call.stream
-        model = check_model(gateway, call, identity)
+        model = check_model(gateway, call.model, identity)
         state.model = model.name
         if call.ignored:
             call = self._without_honoured(model, call)

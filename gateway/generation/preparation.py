@@ -84,22 +84,24 @@ def shutting_down() -> Refusal:
     return Refusal(Kind.BUSY, "shutting_down", message, retry_after_s=5.0)
 
 
-def check_model(gateway: Context, call: Call, identity: Identity) -> ServedModel:
-    """Return the model that a call names. Raises Refusal if it is not served, or not to this
+def check_model(gateway: Context, name: str, identity: Identity) -> ServedModel:
+    """Return the model that a request names. Raises Refusal if it is not served, or not to this
     tenant, which then sees no difference."""
-    model = gateway.models.by_name.get(call.model)
     tenant = identity.tenant.name
-    if model is None or (model.tenants is not None and tenant not in model.tenants):
-        if gateway.embeddings is not None and call.model in gateway.embeddings.names:
+    model = gateway.models.find(name, tenant)
+    is_embedding = gateway.embeddings is not None and name in gateway.embeddings.names
+    if model is None or (is_embedding and name not in model.names):
+        if is_embedding:
             message = (
-                f"model: {call.model[:80]!r} is an embedding model; expected a chat model, or the"
+                f"model: {name[:80]!r} is an embedding model; expected a chat model, or the"
                 " path /v1/embeddings."
             )
             raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
-        found = [name for one in gateway.models.open_to(tenant) for name in one.names]
+        found = [own for one in gateway.models.open_to(tenant) for own in one.names]
         names = ", ".join(found) or "none, as no model is open to this tenant"
-        name = call.model[:80]
-        message = f"Model not found: the model `{name}` does not exist; expected one of: {names}."
+        message = (
+            f"Model not found: the model `{name[:80]}` does not exist; expected one of: {names}."
+        )
         raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
     return model
 

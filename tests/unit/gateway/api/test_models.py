@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from gateway.config import ModelSettings
 from gateway.dialects.model_lists import ListedModel, anthropic_list, gemini_list
 from gateway.errors import Refusal
 from tests.unit.gateway.gateway_fixture import GatewayFixture
@@ -32,6 +34,32 @@ async def test_headers_select_the_format(gateway: GatewayFixture) -> None:
     assert (anthropic["data"][0]["type"], anthropic["has_more"]) == ("model", False)
     assert gemini == beta
     assert gemini["models"][0]["name"] == f"models/{gateway.model}"
+
+
+async def test_every_format_tells_the_context(gateway: GatewayFixture) -> None:
+    """Clients cut histories by it; OpenAI's format has vLLM's name for it."""
+    openai = await list_models(gateway, "/v1/models", {})
+    anthropic = await list_models(gateway, "/v1/models", {"anthropic-version": "2023-06-01"})
+    gemini = await list_models(gateway, "/v1beta/models", {})
+
+    assert openai["data"][0]["max_model_len"] == gateway.context_tokens
+    assert anthropic["data"][0]["max_input_tokens"] == gateway.context_tokens
+    assert gemini["models"][0]["inputTokenLimit"] == gateway.context_tokens
+
+
+async def test_a_model_may_take_every_name(unopened_gateway: GatewayFixture) -> None:
+    """Agents ask for small models by names of their own. The list has no such name."""
+    gateway = unopened_gateway
+    gateway.config = replace(gateway.config, model=ModelSettings(aliases=("*",)))
+    await gateway.open()
+    status, answer, _ = await gateway.ask(body=gateway.chat(model="gpt-5.4-nano"))
+    one = await list_models(gateway, "/v1/models/gpt-5.4-nano", {})
+    listed = await list_models(gateway, "/v1/models", {})
+    await gateway.close()
+
+    assert (status, answer["model"], one["id"]) == (200, "gpt-5.4-nano", "gpt-5.4-nano")
+    assert [model["id"] for model in listed["data"]] == [gateway.model]
+    assert list(gateway.store.query("select distinct model from ledger")) == [(gateway.model,)]
 
 
 async def test_shows_a_model_by_id_with_or_without_prefix(

@@ -93,6 +93,21 @@ def test_a_name_belongs_to_one_model(renderer: Renderer) -> None:
         ServedModels([one, other])
 
 
+def test_any_other_name_belongs_to_the_model_that_takes_all(renderer: Renderer) -> None:
+    """A name that is served, but not to the tenant, is like any other to it."""
+    one = ServedModel("a", SilentEngine(ENGINE_INFO), renderer, ("x",))
+    other = ServedModel("b", SilentEngine(ENGINE_INFO), renderer, ("*", "y"))
+    closed = ServedModel("c", SilentEngine(ENGINE_INFO), renderer, tenants=frozenset({"bob"}))
+    models = ServedModels([one, other, closed])
+    found = [models.find(name, "ada") for name in ("a", "x", "b", "y", "c", "gpt-5.4-nano")]
+
+    assert found == [one, one, other, other, other, other]
+    assert models.find("c", "bob") is closed
+    assert models.names == ("a", "x", "b", "y", "c")
+    other.tenants = frozenset()
+    assert models.find("gpt-5.4-nano", "ada") is None
+
+
 def test_statistics_are_sums_over_the_engines(renderer: Renderer) -> None:
     each = [Stats(blocks=8, running=1, steps_per_s=2.5), Stats(blocks=4, running=2, call_id=9)]
     models = served(renderer, [SilentEngine(ENGINE_INFO, stats) for stats in each])
