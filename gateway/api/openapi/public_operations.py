@@ -16,6 +16,13 @@ from gateway.dialects.openai.chat import ChatBody
 from gateway.dialects.openai.completions import CompletionBody
 from gateway.dialects.openai.embeddings import EmbeddingBody
 from gateway.dialects.openai.responses import ResponsesBody
+from gateway.dialects.openai.tokenizer import (
+    DetokenizeAnswer,
+    DetokenizeBody,
+    TokenizeAnswer,
+    TokenizeBody,
+    TokenizerInfoAnswer,
+)
 from gateway.levels.fidelity import FIDELITY_HEADER
 
 BOTH = (JSON, SSE)
@@ -30,7 +37,7 @@ PAGE = ("pageSize", "page_size", "pageToken", "page_token")
 
 def operations() -> tuple[Operation, ...]:
     """Return the operations of the public listener."""
-    dialects = (*_openai(), *_stored(), *_anthropic(), *_gemini(), *_models())
+    dialects = (*_openai(), *_tokenizer(), *_stored(), *_anthropic(), *_gemini(), *_models())
     return (*dialects, *_conversations(), *_own(), *open_operations())
 
 
@@ -45,6 +52,21 @@ def _openai() -> Iterator[Operation]:
         yield _post(base + "/embeddings", "Embed texts.", EmbeddingBody, "openai")
         text = "Count the tokens of a request to /responses."
         yield _post(base + "/responses/input_tokens", text, ResponsesBody, "openai")
+
+
+def _tokenizer() -> Iterator[Operation]:
+    yield Operation(
+        "POST", "/tokenize", "inference", "Show the token ids of a text or a chat, as vLLM does.",
+        TokenizeBody, TokenizeAnswer, family="openai",
+    )  # fmt: skip
+    yield Operation(
+        "POST", "/detokenize", "inference", "Show the text of token ids, as vLLM does.",
+        DetokenizeBody, DetokenizeAnswer, family="openai",
+    )  # fmt: skip
+    yield Operation(
+        "GET", "/tokenizer_info", "inference", "Show a tokenizer's settings, as vLLM does.",
+        answer=TokenizerInfoAnswer, query=("model",), family="openai",
+    )  # fmt: skip
 
 
 def _stored() -> Iterator[Operation]:

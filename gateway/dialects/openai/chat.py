@@ -149,7 +149,7 @@ class ChatDialect(wire.OpenAIDialect):
             raise invalid_field("top_logprobs", problem)
         if fields.max_tokens == 0:
             raise invalid_field("max_tokens", "Expected `int` >= 1; received 0.")
-        prompt, directives = _prompt(fields, tolerance)
+        prompt, directives = prompt_of(fields, tolerance)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         return Call(
             model=fields.model,
@@ -175,7 +175,8 @@ class ChatDialect(wire.OpenAIDialect):
         return ChatEncoder(call, reply)
 
 
-def _prompt(fields: ChatBody, tolerance: Tolerance) -> tuple[Prompt, CacheDirectives]:
+def prompt_of(fields: ChatBody, tolerance: Tolerance) -> tuple[Prompt, CacheDirectives]:
+    """Return the prompt of a body and its breakpoints. Raises Refusal."""
     settings = cache.CacheSettings(
         fields.prompt_cache_options,
         fields.prompt_cache_retention,

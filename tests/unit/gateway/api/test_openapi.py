@@ -164,7 +164,7 @@ async def test_answers_of_the_admin_api_are_as_described(
 async def test_answers_of_self_service_are_as_described(
     gateway: GatewayFixture, validator: Any
 ) -> None:
-    """Usage, state, cache, quote and probes."""
+    """Usage, state, cache, quote, tokenizer and probes."""
     await gateway.ask(body=gateway.chat())
     quote = {"endpoint": "/v1/chat/completions", "request": gateway.chat()}
     for method, path, body in (
@@ -174,6 +174,9 @@ async def test_answers_of_self_service_are_as_described(
         ("GET", "/v1/cache", None),
         ("POST", "/v1/cache/quote", quote),
         ("DELETE", "/v1/cache", None),
+        ("POST", "/tokenize", {"prompt": "hello", "return_token_strs": True}),
+        ("POST", "/detokenize", {"tokens": [1]}),
+        ("GET", "/tokenizer_info", None),
         ("GET", "/healthz", None),
         ("GET", "/readyz", None),
     ):
@@ -212,6 +215,8 @@ async def test_bodies_of_requests_are_as_described(gateway: GatewayFixture, vali
         ("public", "/v1/chat/completions", "post", gateway.chat()),
         ("public", "/v1/messages", "post", message),
         ("public", "/v1/responses", "post", response),
+        ("public", "/tokenize", "post", {"messages": message["messages"]}),
+        ("public", "/detokenize", "post", {"tokens": [1, 2]}),
         ("public", "/{version}/models/{target}", "post", gemini),
         *(
             ("admin", name.split()[1], name.split()[0].lower(), body)

@@ -106,6 +106,9 @@ async def test_concurrency_limit_counts_running_requests(gateway: GatewayFixture
 
 EVERY_CALL: dict[str, tuple[str, str, Any]] = {
     "count": ("POST", "/v1/messages/count_tokens", {"messages": TURN}),
+    "tokenize": ("POST", "/tokenize", {"prompt": "hello"}),
+    "detokenize": ("POST", "/detokenize", {"tokens": [1]}),
+    "tokenizer": ("GET", "/tokenizer_info", None),
     "quote": ("POST", "/v1/cache/quote", {"endpoint": "/v1/completions", "request": {}}),
     "malformed body": ("POST", "/v1/chat/completions", {"messages": 1}),
     "erasure": ("DELETE", "/v1/cache", None),

@@ -58,7 +58,7 @@ def test_known_errors_map_to_a_kind(error: Exception, kind: Kind) -> None:
         ("/v1/messages/batches/x/results", "batches"),
         ("/v1/chat/completions/id/messages", "stored"),
         ("/metrics", "admin.listen"),
-        ("/tokenize", "count"),
+        ("/v1/tokenize", "without /v1"),
         ("/v1/rerank", "ranking"),
         ("/api/chat", "ollama"),
         ("/v1/fine_tuning/jobs", "training"),

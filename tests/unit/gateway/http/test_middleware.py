@@ -67,6 +67,9 @@ DECLARED = {
             ("GET", "/{id}/input_items"),
         )
     },
+    ("POST", "/tokenize"): 401,
+    ("POST", "/detokenize"): 401,
+    ("GET", "/tokenizer_info"): 401,
     ("GET", "/v1/usage"): 401,
     ("GET", "/v1/state"): 401,
     ("GET", "/v1/findings"): 401,
