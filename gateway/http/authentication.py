@@ -10,6 +10,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 from aiohttp import web
 
@@ -26,6 +27,10 @@ _ADDRESSES_MAX = 4_096
 
 _NONE: list[str] = []
 
+T = TypeVar("T")
+
+KEYS_MAX = 4
+"""Most different keys of one request: one for each place that SDKs use."""
 KEY_HEADERS = ("X-Api-Key", "X-Goog-Api-Key")
 """Headers that hold a key, beside Authorization."""
 ACT_HEADER = "X-Trunkline-Request"
@@ -85,22 +90,15 @@ def _host_name(host: str) -> str | None:
     return None if match is None else match[1].lower()
 
 
-def bearer_key(request: web.BaseRequest, *, takes_query: bool = True) -> str:
-    """Return the API key of a request.
+def request_keys(request: web.BaseRequest, *, takes_query: bool = True) -> list[str]:
+    """Return the different API keys of a request, the one of `Authorization` first.
 
-    SDKs send it as `Authorization: Bearer`, `X-Api-Key` (Anthropic), `X-Goog-Api-Key` or `?key=`
-    (Gemini). `takes_query`: false for administrators' keys, which proxies must not write down.
-    Raises KeyRefused if there is none, Refusal if two differ or the query has one that may not.
+    SDKs send a key as `Authorization: Bearer`, `X-Api-Key` (Anthropic), `X-Goog-Api-Key` or `?key=`
+    (Gemini). An empty value is no key, and neither is another scheme, such as a proxy's Basic.
+    `takes_query`: false for administrators' keys, which proxies must not write down.
+    Raises Refusal if the query has one that may not, or if there are too many.
     """
-    found = []
-    headers = request.headers
-    authorized = headers.getall("Authorization", _NONE)
-    for value in authorized:
-        scheme, _, key = value.partition(" ")
-        found.append(key.strip() if scheme.lower() == "bearer" else "")
-    for header in KEY_HEADERS:
-        if header in headers:
-            found += [value.strip() for value in headers.getall(header)]
+    found = _header_keys(request)
     if request.rel_url.raw_query_string and "key" in request.query:
         if not takes_query:
             raise Refusal(
@@ -111,20 +109,73 @@ def bearer_key(request: web.BaseRequest, *, takes_query: bool = True) -> str:
                 param="key",
             )
         found += request.query.getall("key", [])
-    if len(authorized) > 1 or len(set(found)) > 1:
-        raise Refusal(Kind.BAD, "ambiguous_key", "Two different keys; expected one.")
-    if not found or not found[0]:
-        raise KeyRefused("key_unknown", "Missing API key; expected Authorization: Bearer <key>.")
-    return found[0]
+    keys = [key for key in dict.fromkeys(found) if key]
+    if len(keys) > KEYS_MAX or len(request.headers.getall("Authorization", _NONE)) > 1:
+        raise Refusal(
+            Kind.BAD,
+            "ambiguous_key",
+            f"Several Authorization headers or {len(keys)} different keys; expected one.",
+        )
+    return keys
 
 
 def has_key(request: web.BaseRequest) -> bool:
     """Return whether a header of the request has a key, valid or not."""
-    headers = request.headers
-    return any(name in headers for name in KEY_HEADERS) or any(
-        value.partition(" ")[0].lower() == "bearer"
-        for value in headers.getall("Authorization", _NONE)
-    )
+    return any(_header_keys(request))
+
+
+def _header_keys(request: web.BaseRequest) -> list[str]:
+    """Return the keys in the headers, which may be empty or equal."""
+    found, headers = [], request.headers
+    for value in headers.getall("Authorization", _NONE):
+        scheme, _, key = value.partition(" ")
+        if scheme.lower() == "bearer":
+            found.append(key.strip())
+    for header in KEY_HEADERS:
+        if header in headers:
+            found += [value.strip() for value in headers.getall(header)]
+    return found
+
+
+class CheckedKeys(Generic[T]):
+    """The keys of one request after all were checked: the `valid` identities, and the others.
+
+    A request may have keys of other services: an agent behind a gateway sends a key that it
+    remembers beside the one that it was given, and frameworks send placeholders. `unknown`: keys
+    that are or were none of this server; `error`: why a request without a valid key is refused.
+    """
+
+    def __init__(self, keys: Iterable[str], authenticate: Callable[[str], T]) -> None:
+        """Check every key, valid or not, so that the time tells nothing of their order."""
+        self.valid: list[T] = []
+        self.unknown: list[str] = []
+        message = "Missing API key; expected Authorization: Bearer <key>."
+        self.error = KeyRefused("key_unknown", message)
+        errors = []
+        for key in keys:
+            try:
+                self.valid.append(authenticate(key))
+            except KeyRefused as error:
+                errors.append(error)
+                if error.code == "key_unknown":
+                    self.unknown.append(key)
+        if errors:
+            self.error = min(errors, key=lambda error: error.code == "key_unknown")
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether no key of the request is or was one of this server."""
+        return not self.valid and self.error.code == "key_unknown"
+
+    def one(self, same: Callable[[T], object], suits: Callable[[T], bool] = bool) -> T:
+        """Return the first valid identity that suits, or else the first. Raises the error if none
+        is valid, and Refusal if two valid ones are not the same."""
+        if not self.valid:
+            raise self.error
+        if len({same(identity) for identity in self.valid}) > 1:
+            message = "Two different keys, and both are valid; expected one."
+            raise Refusal(Kind.BAD, "ambiguous_key", message)
+        return next(filter(suits, self.valid), self.valid[0])
 
 
 class TrustedHeader:
@@ -186,16 +237,31 @@ class WrongKeys:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seen: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._beside: OrderedDict[int, int] = OrderedDict()
+        """Minutes of the latest wrong keys beside known ones, by hashes of address and key."""
 
     def record(self, address: str) -> bool:
         """Count one more wrong key of an address; return whether it exceeds the limit. O(1)."""
-        minute = int(self._clock() // 60)
+        minute = self._minute()
         since, count = self._seen.pop(address, (minute, 0))
         count = count + 1 if since == minute else 1
         self._seen[address] = (minute, count)
         if len(self._seen) > _ADDRESSES_MAX:
             self._seen.popitem(last=False)
         return count > WRONG_KEYS_PER_MINUTE_MAX
+
+    def record_beside(self, address: str, key: str) -> bool:
+        """Do as `record` for a wrong key beside a known one, but count it once in a minute: a
+        client that sends another service's key with each request guesses none. O(1)."""
+        minute, pair = self._minute(), hash((address, key))
+        is_repeated = self._beside.pop(pair, None) == minute
+        self._beside[pair] = minute
+        if len(self._beside) > _ADDRESSES_MAX:
+            self._beside.popitem(last=False)
+        return not is_repeated and self.record(address)
+
+    def _minute(self) -> int:
+        return int(self._clock() // 60)
 
 
 class CrossOrigin:

@@ -14,7 +14,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from aiohttp import web
 
@@ -24,11 +24,12 @@ from gateway.errors import Kind, Refusal, error_location
 from gateway.http.authentication import (
     NO_TRUSTED_HEADER,
     WRONG_KEYS_PER_MINUTE_MAX,
+    CheckedKeys,
     CrossOrigin,
     TrustedHeader,
     WrongKeys,
-    bearer_key,
     check_host,
+    request_keys,
 )
 from gateway.http.connection import CONNECTION
 from gateway.http.error_mapping import refusal_of
@@ -49,7 +50,9 @@ from gateway.observability.metrics import cache_outcome
 from tenancy.accounts.keys import ADMIN
 from tenancy.errors import KeyRefused
 from tenancy.limits import NO_DEMAND
+from tenancy.types import Identity
 
+T = TypeVar("T")
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Role = Literal[
     "open",
@@ -211,8 +214,10 @@ class Middleware:
                     message = f"This {who} does not have the {scope!r} scope."
                     raise KeyRefused("scope_missing", message)
                 return
-            key = bearer_key(request)
-            identity = state.identity = registry.authenticate(key)
+            checked = CheckedKeys(request_keys(request), registry.authenticate)
+            self._count_guesses(request, checked)
+            identity = checked.one(_cache_owner, lambda found: role in found.scopes)
+            state.identity = identity
             tenant = identity.tenant
             state.owner = KeyOwner(identity.key_id, tenant.tenant_id, tenant.name)
             if role not in identity.scopes:
@@ -221,19 +226,28 @@ class Middleware:
             if error.code == "scope_missing":
                 raise Refusal(Kind.PERMISSION, error.code, error.message) from error
             state.owner = self._former_owner(error)
-            # A revoked or suspended key is no guess: it always gets its own error, never a 429.
-            is_guess = error.code == "key_unknown"
-            if is_guess and self._wrong_keys.record(request.remote or "local"):
-                raise Refusal(
-                    Kind.RATE,
-                    "too_many_wrong_keys",
-                    "Wrong-key limit reached for this address: limit"
-                    f" {WRONG_KEYS_PER_MINUTE_MAX} per minute.",
-                    retry_after_s=60.0,
-                ) from error
             if error.code == "tenant_suspended":
                 raise Refusal(Kind.PERMISSION, error.code, "This tenant is suspended.") from error
             raise Refusal(Kind.AUTH, "invalid_api_key", error.message) from error
+
+    def _count_guesses(self, request: web.BaseRequest, checked: CheckedKeys[T]) -> None:
+        """Count unknown keys. Raises Refusal beyond the limit of the request's address.
+
+        A revoked or suspended key is no guess: alone it always gets its own error, never a 429.
+        """
+        address = request.remote or "local"
+        if checked.is_guess:
+            exceeded = [self._wrong_keys.record(address) for _ in checked.unknown or ("",)]
+        else:
+            exceeded = [self._wrong_keys.record_beside(address, key) for key in checked.unknown]
+        if any(exceeded):
+            raise Refusal(
+                Kind.RATE,
+                "too_many_wrong_keys",
+                "Wrong-key limit reached for this address: limit"
+                f" {WRONG_KEYS_PER_MINUTE_MAX} per minute.",
+                retry_after_s=60.0,
+            )
 
     def _former_owner(self, error: KeyRefused) -> KeyOwner | None:
         """Return whose the refused key was, or None for a key that never was a tenant's."""
@@ -248,8 +262,10 @@ class Middleware:
         if user is not None:
             state.admin_user, state.admin_scopes = user, self._trusted.scopes
             return
-        key = bearer_key(request, takes_query=False)
-        administrator = self._gateway.authenticator.authenticate_admin(key)
+        keys = request_keys(request, takes_query=False)
+        checked = CheckedKeys(keys, self._gateway.authenticator.authenticate_admin)
+        self._count_guesses(request, checked)
+        administrator = checked.one(lambda found: found.key_id)
         state.admin_key_id, state.admin_scopes = administrator.key_id, administrator.scopes
 
     def _refuse(
@@ -306,6 +322,11 @@ class Middleware:
             traceparent = request.headers.get("traceparent", "")
             span = span_facts(state, status, total_s, self._gateway.wall(), traceparent)
             tracer.record(span)
+
+
+def _cache_owner(identity: Identity) -> object:
+    """Return what two keys of one request must have in common: bill and cache."""
+    return identity.tenant.tenant_id, identity.workspace
 
 
 async def _no_content() -> web.StreamResponse:

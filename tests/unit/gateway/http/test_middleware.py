@@ -240,6 +240,43 @@ async def test_wrong_key_limit_does_not_affect_good_keys(
     assert statuses == [*[401] * wrong_keys_max, 429, 200]
 
 
+async def test_wrong_keys_beside_a_good_one_are_guesses_too(
+    gateway: GatewayFixture, wrong_keys_max: int
+) -> None:
+    """Otherwise a tenant could guess its neighbours' keys without a limit."""
+    statuses = []
+    for guess in [*["placeholder"] * 4, *map(str, range(wrong_keys_max))]:
+        headers = {**gateway.headers("ada"), "x-api-key": guess}
+        status, _, _ = await gateway.ask("/v1/models", method="GET", who=None, headers=headers)
+        statuses.append(status)
+
+    assert statuses == [*[200] * (4 + wrong_keys_max - 1), 429]
+
+
+async def test_valid_key_beside_another_services_key_is_served(gateway: GatewayFixture) -> None:
+    """Claude Code behind a gateway sends a cached x-api-key; a proxy adds its own login."""
+    ada, bob = gateway.keys["ada"], gateway.keys["bob"]
+    for headers, expected in (
+        ({"Authorization": f"Bearer {ada}", "x-api-key": "sk-old"}, 200),
+        ({"Authorization": "Bearer dummy", "x-api-key": ada}, 200),
+        ({"Authorization": "Bearer ", "x-api-key": ada}, 200),
+        ({"Authorization": "Basic dTpw", "x-goog-api-key": ada}, 200),
+        ({"Authorization": f"Bearer {ada}", "x-api-key": bob}, 400),
+        ({"Authorization": "Bearer dummy", "x-api-key": "sk-old"}, 401),
+    ):
+        status, _, _ = await gateway.ask("/v1/models", method="GET", who=None, headers=headers)
+
+        assert status == expected, headers
+
+
+async def test_administrators_key_counts_beside_a_tenants(gateway: GatewayFixture) -> None:
+    url = f"{gateway.admin_url}/admin/v1/tenants"
+    administrator = f"Bearer {AdminClient(gateway).key}"
+    headers = {"Authorization": administrator, "x-api-key": gateway.keys["ada"]}
+    async with gateway.session.get(url, headers=headers) as response:
+        assert response.status == 200
+
+
 async def test_revoked_and_suspended_keys_do_not_count_as_wrong_keys(
     gateway: GatewayFixture, wrong_keys_max: int
 ) -> None:
