@@ -197,9 +197,9 @@ class GenerationParameters(Struct, frozen=True):
 
     The engine computes `samples` and the gateway returns the best `choices` of them by mean
     logprob; `choices_field` is the request's field for that number. `max_tokens` None: the server's
-    limit. `is_output_capped`: `max_tokens` beyond the room that the prompt leaves is reduced to
-    that room instead of being refused. `echo`: the answer begins with the prompt's text.
-    `report_logprobs`: the client asked for logprobs; False where only ranking needs them.
+    limit; one beyond the room that the prompt leaves is cut to that room. `echo`: the answer begins
+    with the prompt's text. `report_logprobs`: the client asked for logprobs; False where only
+    ranking needs them.
     """
 
     max_tokens: int | None = None
@@ -211,7 +211,6 @@ class GenerationParameters(Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    is_output_capped: bool = False
     echo: bool = False
     prompt_logprobs: int | None = None
     report_logprobs: bool = True

@@ -192,21 +192,21 @@ def check_ids(param: str, token_ids: tuple[int, ...], info: EngineInfo) -> None:
 
 
 def _output_tokens(prompt: Rendered, call: Call, identity: Identity, now: AdmissionContext) -> int:
-    """Return the output tokens of one prompt: the requested number, or the room that is left."""
-    generation, given = call.generation, len(prompt.token_ids)
+    """Return the output tokens of one prompt: the requested number, cut to the room that is left.
+
+    A refusal would be about the prompt, which clients then shorten: agents compact their history,
+    and ask for as many output tokens again. Raises Refusal if the prompt alone leaves no room.
+    """
+    wanted, given = call.generation.max_tokens, len(prompt.token_ids)
     room, reason = _room(identity, now, call.attention)
-    if generation.max_tokens is None:
-        if given >= room:
-            what = f"the prompt has {given}, which leaves no room for the answer"
-            raise _too_long(what, reason, call, (given + 1, room))
-        return min(now.limits.output_tokens_default, room - given)
-    if generation.is_output_capped and generation.max_tokens and given < room:
-        return min(generation.max_tokens, room - given)
-    if given + generation.max_tokens > room:
-        wanted = f"{given} prompt tokens and {generation.max_tokens} output tokens"
-        total = given + generation.max_tokens
-        raise _too_long(f"{wanted} make {total}", reason, call, (total, room))
-    return generation.max_tokens
+    if given + (wanted != 0) > room:
+        what = f"the prompt has {given}"
+        if given == room:
+            what += ", which leaves no room for the answer"
+        field = call.prompts[0].field if call.prompts else "prompt"
+        size = (given + (wanted != 0), room)
+        raise Refusal(Kind.BAD, TOO_LONG, f"{reason}, and {what}.", param=field, size=size)
+    return min(now.limits.output_tokens_default if wanted is None else wanted, room - given)
 
 
 def _room(
@@ -226,11 +226,6 @@ def _room(
     if memory < context and not is_bounded:
         return memory, f"The available cache memory holds {memory} tokens"
     return context, f"This model's maximum context length is {context} tokens"
-
-
-def _too_long(what: str, reason: str, call: Call, size: tuple[int, int]) -> Refusal:
-    field = call.prompts[0].field if call.prompts else "prompt"
-    return Refusal(Kind.BAD, TOO_LONG, f"{reason}, and {what}.", param=field, size=size)
 
 
 # --- calls that cannot run now -------------------------------------------------------------------

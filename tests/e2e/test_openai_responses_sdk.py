@@ -252,9 +252,7 @@ async def test_errors_raise_the_sdks_exceptions(
     with pytest.raises(openai.NotFoundError) as unknown_model:
         await client.responses.create(model="gpt-9", input="hello")
     with pytest.raises(openai.BadRequestError) as too_long:
-        await client.responses.create(
-            **response_request(gateway, input="word " * 1_500, max_output_tokens=1_500)
-        )
+        await client.responses.create(**response_request(gateway, input="word " * 3_000))
 
     assert unknown_model.value.code == "model_not_found"
     assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "input")

@@ -135,7 +135,7 @@ async def test_errors_raise_the_sdks_exceptions(
         await client.chat.completions.create(model="gpt-9", messages=question())
     with pytest.raises(openai.BadRequestError) as too_long:
         await client.chat.completions.create(
-            **chat_request(gateway, messages=question("word " * 400), max_tokens=100)
+            **chat_request(gateway, messages=question("word " * 600))
         )
 
     assert unknown_key.value.code == "invalid_api_key"

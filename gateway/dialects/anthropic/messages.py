@@ -176,7 +176,6 @@ def _check_prewarm(fields: wire.Body) -> None:
 def _generation(fields: wire.Body) -> GenerationParameters:
     return GenerationParameters(
         max_tokens=fields.max_tokens,
-        is_output_capped=True,
         sampling=Sampling(
             temperature=temperature_of(fields.temperature, fields.top_p),
             top_k=fields.top_k or 0,

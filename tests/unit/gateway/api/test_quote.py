@@ -133,7 +133,7 @@ async def test_refuses_invalid_quotes(gateway: GatewayFixture) -> None:
 
 
 async def test_refuses_to_quote_a_request_that_could_never_run(gateway: GatewayFixture) -> None:
-    too_long = {**body(gateway, "Hello"), "max_tokens": 10**9}
+    too_long = body(gateway, "Hello " * 2_000)
     status, quote, _ = await gateway.ask(QUOTE, {"endpoint": CHAT, "request": too_long})
     direct = await gateway.ask(CHAT, too_long)
 

@@ -140,14 +140,15 @@ def refused(**asked: object) -> Refusal:
 
 
 def test_admits_exactly_the_full_context() -> None:
-    """D2: the edge itself runs; the refusal names both numbers."""
+    """D2: the edge itself runs; the refusal is about the prompt and names both numbers."""
     (request,) = ask((1,) * 54, max_tokens=10)
-    refusal = refused(tokens=(1,) * 55, max_tokens=10)
+    refusal = refused(tokens=(1,) * 65, max_tokens=10)
 
     assert request.max_tokens == 10
     assert refusal.code == "context_length_exceeded"
-    assert "55 prompt tokens and 10 output tokens make 65" in refusal.message
-    assert "64" in refusal.message
+    assert refusal.message == (
+        "This model's maximum context length is 64 tokens, and the prompt has 65."
+    )
 
 
 def test_window_groups_of_the_model_take_memory_too() -> None:
@@ -157,20 +158,22 @@ def test_window_groups_of_the_model_take_memory_too() -> None:
     )
     few = identity(ceiling_blocks=6)
 
-    assert ask((1,) * 38, max_tokens=10, who=few, now=windowed)[0].max_tokens == 10
-    refusal = refused(tokens=(1,) * 39, max_tokens=10, who=few, now=windowed)
+    assert ask((1,) * 39, max_tokens=10, who=few, now=windowed)[0].max_tokens == 9
+    refusal = refused(tokens=(1,) * 48, max_tokens=10, who=few, now=windowed)
     assert "holds 48 tokens" in refusal.message
 
 
-def test_capped_output_takes_the_room_that_is_left() -> None:
-    """Clients of some APIs choose more output tokens than a small context has."""
-    (request,) = ask((1,) * 54, max_tokens=10_000, is_output_capped=True)
-    refusal = refused(tokens=(1,) * 64, max_tokens=10_000, is_output_capped=True)
+def test_output_limit_is_cut_to_the_room_that_is_left() -> None:
+    """Clients choose more output tokens than a small context has. If that were refused as a request
+    that is too long, agents would shorten a prompt that fits, again and again."""
+    (request,) = ask((1,) * 54, max_tokens=10_000)
+    refusal = refused(tokens=(1,) * 64, max_tokens=10_000)
 
     assert request.max_tokens == 10
-    assert ask((1,) * 54, max_tokens=9, is_output_capped=True)[0].max_tokens == 9
-    assert ask((1,) * 64, max_tokens=0, is_output_capped=True)[0].max_tokens == 0
+    assert ask((1,) * 54, max_tokens=9)[0].max_tokens == 9
+    assert ask((1,) * 64, max_tokens=0)[0].max_tokens == 0
     assert refusal.code == "context_length_exceeded"
+    assert "leaves no room for the answer" in refusal.message
 
 
 def test_max_tokens_defaults_to_remaining_context() -> None:
@@ -185,7 +188,7 @@ def test_refuses_request_larger_than_ceiling_or_pool() -> None:
     small = msgspec.structs.replace(NOW, info=msgspec.structs.replace(ENGINE_INFO, blocks=2))
 
     assert ask((1,) * 20, now=small, max_tokens=12)[0].max_tokens == 12
-    assert refused(tokens=(1,) * 20, now=small, max_tokens=13).kind is Kind.BAD
+    assert refused(tokens=(1,) * 32, now=small, max_tokens=1).kind is Kind.BAD
     assert refused(tokens=(1,) * 17, who=identity(ceiling_blocks=1)).kind is Kind.BAD
 
 
