@@ -156,7 +156,7 @@ class CheckedKeys(Generic[T]):
             try:
                 self.valid.append(authenticate(key))
             except KeyRefused as error:
-                errors.append(error)
+                errors.append(error.with_traceback(None))  # which would hold the request
                 if error.code == "key_unknown":
                     self.unknown.append(key)
         if errors:

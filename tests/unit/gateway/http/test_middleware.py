@@ -343,7 +343,10 @@ def _live_calls_and_refusals() -> list[object]:
     return [found for found in gc.get_objects() if type(found) in (Refusal, Call)]
 
 
-@pytest.mark.parametrize("more", [{"temperature": 99}, {"model": "none"}, {"max_tokens": 10**6}])
+TOO_LONG = [{"role": "user", "content": "hello " * 999}]
+
+
+@pytest.mark.parametrize("more", [{"temperature": 99}, {"model": "none"}, {"messages": TOO_LONG}])
 async def test_refused_request_is_freed_without_the_garbage_collector(
     gateway: GatewayFixture, more: dict[str, object]
 ) -> None:
