@@ -406,6 +406,11 @@ def effective(config: Config, origin: Origin) -> list[tuple[str, object, str]]:
     return [(p, v, origin.get(p, "default")) for p, v in _paths(tree).items()]
 
 
+def is_model_name(text: str) -> bool:
+    """Return whether a text could be the name of a model."""
+    return _MODEL_NAME.fullmatch(text) is not None
+
+
 def parse_address(text: str, what: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT, an IPv6 host in brackets. Raises ConfigError."""
     host, _, port = text.rpartition(":")
@@ -484,7 +489,7 @@ def _check_models(config: Config, what: str) -> None:
     seen: dict[str, str] = {}
     for one in config.models:
         for name in dict.fromkeys((one.name, *one.aliases)):
-            if not _MODEL_NAME.fullmatch(name) and (name == one.name or name != ANY_NAME):
+            if not is_model_name(name) and (name == one.name or name != ANY_NAME):
                 raise ConfigError(
                     f"{what}: invalid name {name[:80]!r}: expected up to 128 letters, digits and"
                     " . _ : / - , beginning with a letter or a digit"

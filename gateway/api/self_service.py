@@ -46,7 +46,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
             message = "Tenant not found."
             raise Refusal(Kind.NOT_FOUND, "tenant_unknown", message, param="tenant")
         found = await usage_report.report(gateway, given, name, own_id=own_id)
-        query = partial(budget_states, clock=gateway.wall, tenant_id=own_id)
+        query = partial(budget_states, clock=gateway.wall, tenant_ids=(own_id,))
         budgets = map(usage_report.budget_body, await gateway.reports.ask(query, own_id))
         return json_api.answer({"tenant": name, **found, "budgets": list(budgets)})
 

@@ -8,8 +8,8 @@ budget or limit shows at once. The admin API and self-service show it; the modul
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from typing import Any, Literal
@@ -21,13 +21,13 @@ from gateway.api.usage_report import budget_body, budget_share
 from gateway.background.history_sampling import count_ended, read_at_once
 from gateway.context import Context
 from gateway.http import json_api
-from tenancy.accounts.keys import Key, list_keys
+from tenancy.accounts.keys import Key, list_keys, tenants_with_keys
 from tenancy.accounts.tenants import TenantRecord
 from tenancy.history.request_records import last_request_ms
 from tenancy.history.samples import read_samples
 from tenancy.pricing.budgets import BudgetState, budget_states
 from tenancy.pricing.charges import PICO_PER_MICRO
-from tenancy.storage.audit_log import AuditFilter, list_changes
+from tenancy.storage.audit_log import AuditFilter, all_changes, list_changes
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, Limits
 
@@ -37,9 +37,9 @@ LIMITED_MS = 5 * MINUTE_MS
 BUDGET_CODES = ("budget_exceeded",)
 LIMIT_CODES = ("rate_limit_exceeded", "request_exceeds_limit")
 """Codes of refusals by a tenant's or a key's own limits."""
+MODEL_CODE = "model_not_found"
 LIMIT_FIELDS = frozenset({*Limits.__struct_fields__, "limits", "what"})
 """Values of the audit log that are limits: a tenant's, a key's, or both as the file declares."""
-CHANGES_READ_MAX = 1_000
 
 
 class Refusals(Struct, frozen=True):
@@ -65,17 +65,63 @@ class Refusals(Struct, frozen=True):
         ]
 
 
-class _Facts(Struct, frozen=True):
-    """What the database knows of a tenant's state. `budget_set_ms`, `limits_set_ms`,
-    `suspended_ms`: when that was changed last; 0 or None if the audit log does not tell."""
+class _Accounts(Struct, frozen=True):
+    """What the database knows that decides a tenant's status. `budget_set_ms`, `limits_set_ms`:
+    when that was changed in the last hour; 0 if it was not."""
 
-    budgets: list[BudgetState]
+    budgets: Sequence[BudgetState]
+    has_key: bool
+    budget_set_ms: int
+    limits_set_ms: int
+
+
+class _Facts(Struct, frozen=True):
+    """What the database knows of a tenant's state beside `accounts`. `suspended_ms`: None if the
+    audit log does not tell."""
+
+    accounts: _Accounts
     keys: list[Key]
     written: list[tuple[int, Mapping[str, int]]]
     last_request_ms: int | None
-    budget_set_ms: int
-    limits_set_ms: int
     suspended_ms: int | None
+
+
+class _Seen(Struct, frozen=True):
+    """What this gateway has seen of a tenant's refused requests. `recent`: the exact time of the
+    last refusal by each code, of which a written minute tells the start alone. `asked_models`:
+    those that are not served, the last one first."""
+
+    refusals: Refusals
+    recent: Mapping[str, int]
+    asked_models: Sequence[str]
+
+
+async def tenant_summaries(gateway: Context, found: Sequence[TenantRecord]) -> list[dict[str, Any]]:
+    """Return the status of each tenant, why, its refusals of the last hour and the most frequent
+    code, as a list of tenants shows them: the status and the reasons of `tenant_state`. Raises
+    StoreError."""
+    now_ms = gateway.wall()
+    read = partial(_read_accounts, tenant_ids={one.tenant.tenant_id for one in found})
+    accounts = await gateway.reports.ask(partial(read, now_ms=now_ms))
+    await count_ended(gateway)
+    written: defaultdict[int, list[tuple[int, Mapping[str, int]]]] = defaultdict(list)
+    for sample in gateway.ended_requests.last_hour:
+        written[sample.tenant_id].append((sample.at_ms, sample.details.refusals))
+    shown = []
+    for one in found:
+        tenant_id = one.tenant.tenant_id
+        seen = _seen(gateway, tenant_id, written[tenant_id])
+        status, _, reasons = _status(one, accounts[tenant_id], seen, now_ms)
+        last_hour = seen.refusals.since(now_ms - HOUR_MS)
+        shown.append(
+            {
+                "status": status,
+                "reasons": reasons,
+                "refused_last_hour": sum(last_hour.values()),
+                "top_code": max(sorted(last_hour), key=last_hour.__getitem__, default=None),
+            }
+        )
+    return shown
 
 
 async def tenant_state(
@@ -93,25 +139,17 @@ async def _tenant_state(
     read = partial(_read, tenant_id=tenant.tenant_id, name=tenant.name, now_ms=now_ms)
     facts = await gateway.reports.ask(read, None if key_id is None else tenant.tenant_id)
     await count_ended(gateway)
-    own = [
-        (counts[tenant.tenant_id].last_refused_ms, counts[tenant.tenant_id].refusals)
-        for _, counts in gateway.ended_requests.minutes()
-        if tenant.tenant_id in counts
-    ]
-    live = [
-        (at_ms, {code: refusals[code]}) for last, refusals in own for code, at_ms in last.items()
-    ]
-    refusals = Refusals([*facts.written, *live])
+    seen = _seen(gateway, tenant.tenant_id, facts.written)
+    refusals, last_refused = seen.refusals, _unwritten(gateway, tenant.tenant_id)
     last_hour = refusals.since(now_ms - HOUR_MS)
-    recent = gateway.ended_requests.last_refused_ms.get(tenant.tenant_id, {})
-    status, since_ms, reasons = _status(found, facts, refusals, recent, now_ms)
-    unwritten = [max(last.values()) for last, _ in own if last]
+    status, since_ms, reasons = _status(found, facts.accounts, seen, now_ms)
+    unwritten = [max(last.values()) for last, _ in last_refused if last]
     return {
         "tenant": tenant.name,
         "status": status,
-        "since_ms": since_ms,
+        "since_ms": facts.suspended_ms if status == "suspended" else since_ms,
         "reasons": reasons,
-        "budgets": [_budget(one) for one in facts.budgets],
+        "budgets": [_budget(one) for one in facts.accounts.budgets],
         "limits": _limits(gateway, found),
         "keys": [key_body(one) for one in facts.keys if key_id in (None, one.key_id)],
         "refusals_last_hour": last_hour,
@@ -123,10 +161,32 @@ async def _tenant_state(
     }
 
 
+def _unwritten(
+    gateway: Context, tenant_id: int
+) -> list[tuple[Mapping[str, int], Mapping[str, int]]]:
+    """Return when a tenant was refused last and how often, by code, in each of the minutes that
+    the database lacks."""
+    minutes = [counts for _, counts in gateway.ended_requests.minutes() if tenant_id in counts]
+    return [(one[tenant_id].last_refused_ms, one[tenant_id].refusals) for one in minutes]
+
+
+def _seen(
+    gateway: Context, tenant_id: int, written: Sequence[tuple[int, Mapping[str, int]]]
+) -> _Seen:
+    """Return what was seen of a tenant's refusals. `written`: those that the database has."""
+    live = [
+        (at_ms, {code: refusals[code]})
+        for last, refusals in _unwritten(gateway, tenant_id)
+        for code, at_ms in last.items()
+    ]
+    ended = gateway.ended_requests
+    recent = ended.last_refused_ms.get(tenant_id, {})
+    return _Seen(Refusals([*written, *live]), recent, ended.asked_models.get(tenant_id, ()))
+
+
 def _read(store: Store, tenant_id: int, name: str, now_ms: int) -> _Facts:
     since_ms = min(now_ms // DAY_MS * DAY_MS, now_ms - HOUR_MS)
     samples = read_samples(store, tenant_id, since_ms, now_ms + 1)
-    budget_set = list_changes(store, AuditFilter(tenant_id=tenant_id, action="budget.set"), limit=1)
     suspended_ms = next(
         (
             change.at_ms
@@ -138,28 +198,35 @@ def _read(store: Store, tenant_id: int, name: str, now_ms: int) -> _Facts:
         None,
     )
     return _Facts(
-        budgets=budget_states(store, lambda: now_ms, tenant_id),
+        accounts=_read_accounts(store, {tenant_id}, now_ms)[tenant_id],
         keys=list_keys(store, name),
         written=[(one.at_ms, one.details.refusals) for one in samples if one.refused],
         last_request_ms=last_request_ms(store, tenant_id),
-        budget_set_ms=budget_set[0].at_ms if budget_set else 0,
-        limits_set_ms=_limits_set_ms(store, tenant_id, now_ms),
         suspended_ms=suspended_ms,
     )
 
 
-def _limits_set_ms(store: Store, tenant_id: int, now_ms: int) -> int:
-    """Return when a limit of the tenant or its keys was changed last; 0 if not in the last hour."""
-    recent = AuditFilter(tenant_id=tenant_id, since_ms=now_ms - HOUR_MS)
-    return next(
-        (
-            change.at_ms
-            for change in list_changes(store, recent, limit=CHANGES_READ_MAX)
-            if change.action.startswith(("tenant.", "key."))
-            and not LIMIT_FIELDS.isdisjoint((*(change.before or ()), *(change.after or ())))
-        ),
-        0,
-    )
+def _read_accounts(store: Store, tenant_ids: Collection[int], now_ms: int) -> dict[int, _Accounts]:
+    """Return what decides the status of each tenant. Raises StoreError."""
+    budgets: defaultdict[int, list[BudgetState]] = defaultdict(list)
+    for state in budget_states(store, lambda: now_ms, tenant_ids):
+        budgets[state.budget.tenant_id].append(state)
+    budget_set_ms, limits_set_ms = dict[int | None, int](), dict[int | None, int]()
+    only = next(iter(tenant_ids)) if len(tenant_ids) == 1 else None
+    for change in all_changes(store, AuditFilter(tenant_id=only, since_ms=now_ms - HOUR_MS)):
+        if change.action == "budget.set":
+            budget_set_ms.setdefault(change.tenant_id, change.at_ms)  # the newest comes first
+        elif change.action.startswith(("tenant.", "key.")) and not LIMIT_FIELDS.isdisjoint(
+            (*(change.before or ()), *(change.after or ()))
+        ):
+            limits_set_ms.setdefault(change.tenant_id, change.at_ms)
+    with_keys = tenants_with_keys(store, now_ms)
+    return {
+        one: _Accounts(
+            budgets[one], one in with_keys, budget_set_ms.get(one, 0), limits_set_ms.get(one, 0)
+        )
+        for one in tenant_ids
+    }
 
 
 def _refused(
@@ -174,18 +241,15 @@ def _refused(
 
 
 def _status(
-    found: TenantRecord,
-    facts: _Facts,
-    refusals: Refusals,
-    recent: Mapping[str, int],
-    now_ms: int,
+    found: TenantRecord, facts: _Accounts, seen: _Seen, now_ms: int
 ) -> tuple[TenantStatus, int | None, list[str]]:
-    """Return the status, since when it holds, and sentences that say why. `recent`: the exact time
-    of the last refusal by each code, of which a written minute tells the start alone."""
+    """Return the status, since when it holds (None for a suspension), and sentences that say
+    why."""
+    refusals, recent = seen.refusals, seen.recent
     last_hour, reasons = refusals.since(now_ms - HOUR_MS), list[str]()
     states: list[tuple[TenantStatus, int | None]] = []
     if found.tenant.status == "suspended":
-        states.append(("suspended", facts.suspended_ms))
+        states.append(("suspended", None))
         reasons.append("The tenant is suspended: each request is refused with 403.")
     changed_ms = max([facts.budget_set_ms, *(one.starts_ms for one in facts.budgets)], default=0)
     hard = [one for one in facts.budgets if one.budget.hard_micros is not None]
@@ -203,13 +267,15 @@ def _status(
         reasons += _counted(last_hour, LIMIT_CODES, "exceeded a limit")
     known = (*BUDGET_CODES, *LIMIT_CODES)
     for code in sorted(set(last_hour) - set(known)):
-        reasons += _counted(last_hour, (code,), f"got the error {code}")
+        asked = ", ".join(seen.asked_models) if code == MODEL_CODE else ""
+        what = f"got the error {code} (asks for {asked})" if asked else f"got the error {code}"
+        reasons += _counted(last_hour, (code,), what)
     reasons += [
         f"The soft budget of {_dollars(soft * PICO_PER_MICRO)} a {one.budget.window} is passed."
         for one in facts.budgets
         if one.is_over_soft and (soft := one.budget.soft_micros) is not None
     ]
-    if not any(_is_live(key, now_ms) for key in facts.keys):
+    if not facts.has_key:
         reasons.append("The tenant has no valid key.")
     status, since_ms = states[0] if states else ("ok", None)
     return status, since_ms, reasons
@@ -246,10 +312,6 @@ def _streak_began_ms(times: Sequence[int]) -> int:
             break
         began_ms = at_ms
     return began_ms
-
-
-def _is_live(key: Key, now_ms: int) -> bool:
-    return key.revoked_ms is None and (key.expires_ms is None or key.expires_ms > now_ms)
 
 
 def _dollars(pico: int) -> str:

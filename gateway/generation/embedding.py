@@ -81,8 +81,9 @@ class EmbeddingRequest:
         body = await read_body(self._request, gateway.config.server)
         metadata = request_metadata(self._request, gateway.config)
         call = await parse_body(gateway, tenant_id, dialect.parse, body, metadata)
-        state.model = embedder.name
+        state.asked_model = call.model
         check_embedding_model(gateway, embedder, call.model)
+        state.model = embedder.name
         _check_dimensions(embedder, call.dimensions)
         if KEY_HEADER in self._request.headers:
             asked = gateway, self._request, body, self._identity

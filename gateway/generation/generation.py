@@ -120,6 +120,7 @@ class Generation:
             gateway, identity.tenant.tenant_id, self._dialect.parse, body, metadata
         )
         state.is_stream = call.stream
+        state.asked_model = call.model
         model = check_model(gateway, call.model, identity)
         state.model = model.name
         if call.ignored:

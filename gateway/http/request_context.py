@@ -14,7 +14,7 @@ from collections.abc import Callable
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.config import Config
+from gateway.config import Config, is_model_name
 from gateway.dialects.canonical import NO_METADATA, Boundary, RequestMetadata
 from gateway.dialects.openai import wire as openai_wire
 from gateway.dialects.protocol import ErrorShape
@@ -92,6 +92,8 @@ class RequestState(Struct):
     ending: str = "done"
     code: str = ""
     model: str = ""
+    asked_model: str = ""
+    """The name that the client sent. It may be any text, so neither logs nor spans have it."""
     is_generation: bool = False
     """Whether a model runs for the request, so that it has a record and a span."""
     is_stream: bool = False
@@ -189,6 +191,11 @@ def log_facts(
     }
 
 
+def _model_name(text: str) -> str:
+    """Return a text that could be a model's name, else ""."""
+    return text if is_model_name(text) else ""
+
+
 def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord:
     """Return the record of an ended request: counts, times and codes."""
     owner = state.owner
@@ -199,7 +206,7 @@ def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord
         key_id=0 if owner is None else owner.key_id,
         endpoint=state.route,
         dialect=state.shape.name,
-        model=state.model,
+        model=state.model or _model_name(state.asked_model),
         is_stream=state.is_stream,
         status=status,
         ending=state.ending,

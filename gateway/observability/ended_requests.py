@@ -30,6 +30,8 @@ RECORDS_PER_WRITE_MAX = 500
 """Records of requests that were not refused, in one write; the ledger has the rest."""
 REFUSED_PER_WRITE_MAX, REFUSED_PER_TENANT_MAX = 1_000, 100
 """Records of refused requests in one write, of all tenants and of each."""
+ASKED_MODELS_MAX = 3
+"""Models that are not served, of those that a tenant has asked for; the last ones."""
 SEGMENTS_EACH_END = 8
 """Parts of a prompt that a record names, from its beginning and from its end."""
 
@@ -95,6 +97,9 @@ class EndedRequests:
         self.writing = asyncio.Lock()
         self.last_refused_ms: dict[int, dict[str, int]] = {}
         """When each tenant was refused last, by code; kept for an hour."""
+        self.asked_models: dict[int, tuple[str, ...]] = {}
+        """Models that a tenant has asked for and that are not served to it, the last one first;
+        kept as long as `last_refused_ms`."""
 
     def count(self) -> bool:
         """Count up to `COUNTED_AT_ONCE` of the ended requests, and begin a minute when one is over.
@@ -110,6 +115,8 @@ class EndedRequests:
                 if record.code in own.last_refused_ms:
                     last = self.last_refused_ms.setdefault(record.tenant_id, {})
                     last[record.code] = own.last_refused_ms[record.code]
+                if record.code == "model_not_found" and record.model:
+                    self._note_asked(record.tenant_id, record.model)
             self._keep(record, segments)
             self._measure(record)
         minute_ms = self._wall() // MINUTE_MS * MINUTE_MS
@@ -138,6 +145,11 @@ class EndedRequests:
             tenant_id: last
             for tenant_id, last in self.last_refused_ms.items()
             if max(last.values()) > since_ms
+        }
+        self.asked_models = {
+            tenant_id: names
+            for tenant_id, names in self.asked_models.items()
+            if tenant_id in self.last_refused_ms
         }
 
     @property
@@ -192,6 +204,10 @@ class EndedRequests:
         ):
             self._refused_by_tenant[record.tenant_id] += 1
             self._refused.append(record)
+
+    def _note_asked(self, tenant_id: int, model: str) -> None:
+        others = [one for one in self.asked_models.get(tenant_id, ()) if one != model]
+        self.asked_models[tenant_id] = (model, *others)[:ASKED_MODELS_MAX]
 
     def _measure(self, record: RequestRecord) -> None:
         if record.started_s is not None and record.submitted_s is not None:

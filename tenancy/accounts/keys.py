@@ -274,6 +274,16 @@ def list_keys(
     return [_key_of(row) for row in rows]
 
 
+def tenants_with_keys(store: Store, now_ms: int) -> set[int]:
+    """Return the ids of the tenants that have a valid key. Raises StoreError."""
+    rows = store.query(
+        "select distinct tenant_id from keys where tenant_id is not null and revoked_ms is null"
+        " and (expires_ms is null or expires_ms > ?)",
+        (now_ms,),
+    )
+    return {tenant_id for (tenant_id,) in rows}
+
+
 def find_key(store: Store, which: str) -> Key:
     """Return a key by its id, by its shown beginning, or by the whole key.
 

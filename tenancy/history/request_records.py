@@ -30,7 +30,8 @@ _ENTRIES = ", ".join(f"ledger.{name}" for name in ROW_FIELDS)
 class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     """One ended request. Times are seconds after it was received; None where not reached.
 
-    `tenant_id` 0: no valid key. `endpoint`: the declared route. `submitted_s`: the engine accepted
+    `tenant_id` 0: no valid key. `model`: as it is served; where it is not, as the client asked for
+    it, if that could be a name. `endpoint`: the declared route. `submitted_s`: the engine accepted
     the request; `started_s`: its first step began; `settled_s`: the ledger entry was durable.
     `missed`: the cause of the first miss; `missed_tokens`: prompt tokens written before and not
     read. `segments`: parts of the prompt as (path in the request, token at which it ends), in order

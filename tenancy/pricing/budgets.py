@@ -154,13 +154,14 @@ def list_budgets(db: Transaction) -> list[Budget]:
 
 
 def budget_states(
-    store: Store, clock: WallClock, tenant_id: int | None = None
+    store: Store, clock: WallClock, tenant_ids: Collection[int] | None = None
 ) -> list[BudgetState]:
-    """Return each budget in its present window, as of the last commit."""
+    """Return each budget, or those of some tenants, in its present window, as of the last
+    commit."""
     now_ms, states = clock(), []
     with store.snapshot() as db:
         for budget in list_budgets(db):
-            if tenant_id in (None, budget.tenant_id):
+            if tenant_ids is None or budget.tenant_id in tenant_ids:
                 start_ms, end_ms = window_of(budget.window, now_ms)
                 key = (budget.tenant_id, budget.key_id, budget.window, start_ms)
                 kept = _read_windows(db, [key]).get(key)

@@ -72,6 +72,27 @@ async def test_every_page_shows_the_apis_numbers(entered: tuple[Page, AdminClien
     assert [error for error in errors if "401" not in error and "404" not in error] == []
 
 
+async def test_overview_list_and_page_agree_on_a_tenants_state(
+    entered: tuple[Page, AdminClient], gateway: GatewayFixture
+) -> None:
+    """Wrong requests limit no tenant, and each page says which they were."""
+    page, admin = entered
+    await admin.ask("POST", "/admin/v1/tenants", {"name": "constructor"})
+    for _ in range(2):
+        await gateway.ask(body={**gateway.chat(), "model": "gpt-4o"})
+    why = "2 requests got the error model_not_found (asks for gpt-4o) in the last hour."
+    texts = {
+        name: await asyncio.to_thread(page.open, name, words)
+        for name, words in (
+            ("overview", why),
+            ("tenants", "2 × model_not_found"),
+            ("tenants/ada", why),
+        )
+    }
+
+    assert not any("limited" in text for text in texts.values())
+
+
 async def test_refuses_a_wrong_key_and_shows_no_data(gateway: GatewayFixture, browser: Any) -> None:
     page = Page(browser, gateway.admin_url)
     await asyncio.to_thread(page.sign_in, "tl-wrong")

@@ -288,20 +288,6 @@ async def test_an_answer_that_is_no_json_is_an_error(page: Page) -> None:
     assert found == [True, True, "The answer is no JSON: it is not this server's."]
 
 
-async def test_a_name_of_the_language_is_a_tenants_like_any_other(page: Page) -> None:
-    """Every object of the language has a `constructor`."""
-    body = """
-      const now = { refused_last_hour: { tenants: { ada: 2 } } };
-      const budgets = [{ tenant: "ada", hard_usd: "1", spent_usd: "1", reserved_usd: "0" }];
-      const tenants = ["constructor", "ada"].map((name) => ({ name, status: "active" }));
-      const found = tenant_status.withStatus(tenants, budgets, now);
-      return found.map((one) => [one.refused, one.status]);
-    """
-    found = await in_page(page, body, tenant_status="accounts/tenant_status")
-
-    assert found == [[0, "ok"], [2, "over_budget"]]
-
-
 async def test_a_range_beyond_all_times_is_the_usual_one(page: Page) -> None:
     """An address that was written by hand must not leave an empty page."""
     body = """

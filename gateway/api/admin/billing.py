@@ -80,7 +80,8 @@ async def _budgets(gateway: Context, tenant_id: int | None) -> list[dict[str, An
         one.tenant.tenant_id: one.tenant.name
         for one in await gateway.reports.ask(list_tenant_records)
     }
-    query = partial(budget_states, clock=gateway.wall, tenant_id=tenant_id)
+    wanted = None if tenant_id is None else (tenant_id,)
+    query = partial(budget_states, clock=gateway.wall, tenant_ids=wanted)
     states = await gateway.reports.ask(query)
     return [{"tenant": names.get(one.budget.tenant_id), **budget_body(one)} for one in states]
 

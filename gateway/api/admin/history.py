@@ -361,7 +361,7 @@ def _budget(store: Store, wanted: HistoryFilter) -> BudgetState | None:
     """Return the tenant's own budget of a month, or else of a day."""
     if wanted.tenant is None:
         return None
-    states = budget_states(store, lambda: wanted.now_ms, wanted.tenant.tenant_id)
+    states = budget_states(store, lambda: wanted.now_ms, (wanted.tenant.tenant_id,))
     own = {one.budget.window: one for one in states if not one.budget.key_id}
     return own.get("month") or own.get("day")
 

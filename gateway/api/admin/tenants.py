@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from engine.errors import EngineError
 from gateway.api.admin.audit import actor_of, note_change
-from gateway.api.tenant_state import key_body, tenant_state
+from gateway.api.tenant_state import key_body, tenant_state, tenant_summaries
 from gateway.background.config_reload import reload
 from gateway.background.erasure import erase_removed
 from gateway.background.webhooks import WebhookSender
@@ -133,7 +133,11 @@ class _TenantHandlers:
         limit, after = json_api.positive_int(given, "limit", 100, PAGE_MAX), given.get("after", "")
         find = partial(tenants.list_tenant_records, after=after, limit=limit + 1)
         found = await self._gateway.reports.ask(find)
-        page, has_more = [self._body(one) for one in found[:limit]], len(found) > limit
+        has_more, found = len(found) > limit, found[:limit]
+        states = await tenant_summaries(self._gateway, found)
+        page = [
+            {**self._body(one), "state": state} for one, state in zip(found, states, strict=True)
+        ]
         if is_csv:
             next_page = json_api.page_url(request, after=page[-1]["name"]) if has_more else ""
             return json_api.csv_answer(page, "tenants", next_page)

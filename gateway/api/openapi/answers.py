@@ -101,10 +101,26 @@ class TenantAnswer(Struct, frozen=True):
     requests_at_once: int | None
 
 
+class TenantSummary(Struct, frozen=True):
+    """What a tenant may do now, and why not, as its state says in full. `reasons`: sentences.
+    `top_code`: the most frequent error of the refused requests; null without one."""
+
+    status: Literal["ok", "limited", "over_budget", "suspended"]
+    reasons: list[str]
+    refused_last_hour: int
+    top_code: str | None
+
+
+class ListedTenant(TenantAnswer, frozen=True, kw_only=True):
+    """A tenant of a list."""
+
+    state: TenantSummary
+
+
 class TenantPage(Struct, frozen=True):
     """Tenants by name. `has_more`: ask again with `after`, the last name."""
 
-    tenants: list[TenantAnswer]
+    tenants: list[ListedTenant]
     has_more: bool
 
 

@@ -68,7 +68,7 @@ def _budget(call: CommandCall) -> CommandResult:
             budget = Budget(tenant_id, options.window, key_id=options.key, **given)
             keeps = () if options.remove else {"hard_micros", "soft_micros"} - given.keys()
             set_budget(store, budget, command_actor(), keeps)
-        states = budget_states(store, wall_ms, tenant_id)
+        states = budget_states(store, wall_ms, None if tenant_id is None else (tenant_id,))
     rows: Table = [
         {
             "tenant": names[state.budget.tenant_id],

@@ -1,18 +1,18 @@
 // Overview: four figures that matter, the history, the costliest findings, tenants to look after.
 
 import { html } from "../parts/html.js";
-import { SLOW_POLL_MS, useData, useTenants } from "../parts/api.js";
+import { useData, useTenants } from "../parts/api.js";
 import * as column from "../parts/tables/columns.js";
 import { Warnings, enginesOf } from "../parts/engines.js";
 import { FindingList, savingOf, useFindings } from "../parts/findings.js";
-import { count, dollars } from "../parts/format.js";
+import { dollars } from "../parts/format.js";
 import { HistoryCharts, HistoryTiles, useHistory } from "../parts/charts/history.js";
 import { Empty, Panel, instead } from "../parts/pieces.js";
 import { href } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
 import { Endings, FirstToken, IgnoredFields, Misses } from "../parts/tables/since_start.js";
 import { Table } from "../parts/tables/table.js";
-import { withStatus } from "../parts/accounts/tenant_status.js";
+import { needsCare } from "../parts/accounts/tenant_status.js";
 
 const FINDINGS_SHOWN = 3, TENANTS_SHOWN = 8;
 
@@ -20,7 +20,6 @@ export function Overview() {
   const { range } = useSession(), now = useData("/admin/v1/analytics");
   const found = useHistory(range), findings = useFindings();
   const tenants = useTenants();
-  const budgets = useData("/admin/v1/budgets", SLOW_POLL_MS);
   const all = now.data, waste = savingOf(findings.data);
   return html`<${Warnings} engines=${enginesOf(all)} />
     <${HistoryTiles} found=${found} refusedHour=${all?.refused_last_hour.total} />
@@ -31,7 +30,7 @@ export function Overview() {
       <${Panel} title="Tenants to look after"
         tools=${html`<a href=${href(["tenants"])}>All tenants</a>`}>
         ${instead(tenants, "tenants") ?? html`<${LookAfter}
-          tenants=${withStatus(tenants.data.tenants, budgets.data?.budgets, all)} />`}<//>
+          tenants=${tenants.data.tenants} />`}<//>
     </div>
     <${HistoryCharts} found=${found} />
     ${all && html`<h2 class="divider">Since the gateway's start</h2>
@@ -40,17 +39,12 @@ export function Overview() {
         <${IgnoredFields} counts=${all.ignored_fields} /></div>`}`;
 }
 
-function whyOf({ status, refused, spent, soft }) {
-  return [refused && `${count(refused)} refused in the last hour`,
-    spent && `the ${spent.window}'s budget of ${dollars(spent.hard_usd)} is spent`,
-    !spent && soft && `over the soft limit of ${dollars(soft.soft_usd)} a ${soft.window}`,
-    status === "suspended" && "suspended by an administrator"].filter(Boolean).join("; ");
-}
-
-// tenants: of `withStatus`.
+// tenants: of `/admin/v1/tenants`. Those that are refused come first, then those with most errors.
 function LookAfter({ tenants }) {
-  const rows = tenants.map((one) => ({ ...one, why: whyOf(one) })).filter((one) => one.why)
-    .sort((a, b) => b.refused - a.refused).slice(0, TENANTS_SHOWN);
+  const rows = tenants.filter(needsCare)
+    .map(({ name, state }) => ({ name, ...state, why: state.reasons.join(" ") }))
+    .sort((a, b) => (b.status !== "ok") - (a.status !== "ok")
+      || b.refused_last_hour - a.refused_last_hour).slice(0, TENANTS_SHOWN);
   if (!rows.length) {
     return html`<${Empty}>All tenants are well: no refusal in the last hour, no budget spent.<//>`;
   }

@@ -10,23 +10,23 @@ import { Bar, Filter, Panel, Search, instead } from "../../parts/pieces.js";
 import { href, setQuery, windowOf } from "../../parts/route.js";
 import { useSession } from "../../parts/session.js";
 import { Table } from "../../parts/tables/table.js";
-import { withStatus } from "../../parts/accounts/tenant_status.js";
+import { needsCare } from "../../parts/accounts/tenant_status.js";
 import { settingsFields, settingsOf } from "./tenant_dialogs.js";
 
-const SHOWN = { all: () => true, attention: (one) => one.status !== "ok",
+const SHOWN = { all: () => true, attention: needsCare,
   suspended: (one) => one.status === "suspended" };
 const TEXTS = [["all", "all"], ["attention", "to look after"], ["suspended", "suspended"]];
 
 export function Tenants() {
   const { range, query, can } = useSession(), [isMaking, setMaking] = useState(false);
   const tenants = useTenants();
-  const now = useData("/admin/v1/analytics"), budgets = useData("/admin/v1/budgets", SLOW_POLL_MS);
+  const now = useData("/admin/v1/analytics");
   const used = useData(address("/admin/v1/usage", { group_by: "tenant", ...windowOf(range) }),
     range.isLive ? SLOW_POLL_MS : 0);
   const q = query.get("q") ?? "", shown = query.get("show") ?? "all";
   const byTenant = (list = []) => new Map(list.map((row) => [row.tenant, row]));
   const sums = byTenant(used.data?.rows), held = byTenant(now.data?.holdings);
-  const rows = withStatus(tenants.data?.tenants ?? [], budgets.data?.budgets, now.data)
+  const rows = (tenants.data?.tenants ?? [])
     .filter((one) => one.name.includes(q.toLowerCase())).filter(SHOWN[shown] ?? SHOWN.all)
     .map((one) => ({ ...one, used: sums.get(one.name),
       blocks: held.get(one.name)?.blocks ?? 0 }));
@@ -43,24 +43,24 @@ export function Tenants() {
     ${isMaking && html`<${NewTenant} close=${() => setMaking(false)} />`}`;
 }
 
-// rows: of `withStatus`, each with `used` (its row of a usage report, if any) and `blocks`.
+// rows: of `/admin/v1/tenants`, each with `used` (its row of a usage report, if any) and `blocks`.
 function TenantTable({ rows, q }) {
   const usd = (head, field) => column.figure(head,
     (row) => (row.used ? Number(row.used[field]) : null),
     dollarsOf(rows.map((row) => row.used?.[field])));
   const hits = (row) => row.used?.hit_ratio;
-  const refused = (row) => (row.refused ? html`<a class="bad"
-    href=${href(["requests"], { tenant: row.name, code: "refused" })}>${count(row.refused)}</a>`
-    : count(row.refused));
+  const refused = ({ name, state: { refused_last_hour: n, top_code: code } }) => (n ? html`<a
+    class="bad" href=${href(["requests"], { tenant: name, code: "refused" })}>${count(n)} × ${
+    code}</a>` : count(n));
   return html`<${Table} caption="Tenants in the range" isHidden rows=${rows} id=${(row) => row.name}
     file="tenants" down="requests" none=${q ? `No tenant has “${q}” in its name.` : "No tenant."}
-    columns=${[column.tenant("tenant", "name"), column.status(),
+    columns=${[column.tenant("tenant", "name"), column.status("status", (row) => row.state.status),
       column.figure("requests", (row) => row.used?.requests ?? 0),
       column.figure("prompt tokens", (row) => row.used?.prompt_tokens ?? 0, about),
       { head: "hit ratio", get: hits,
         show: (row) => (isKnown(hits(row)) ? html`<${Bar} part=${hits(row)} />` : NONE) },
       usd("charged", "charge_usd"), usd("saved", "saved_usd"),
-      { head: "refused, 1 h", get: (row) => row.refused, show: refused },
+      { head: "refused, 1 h", get: (row) => row.state.refused_last_hour, show: refused },
       column.figure("blocks now", "blocks"), column.text("tier")]} />`;
 }
 

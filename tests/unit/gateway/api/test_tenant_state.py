@@ -213,6 +213,80 @@ async def test_a_tenant_without_a_valid_key_says_so(admin: AdminClient) -> None:
     assert (await admin.ask("GET", "/admin/v1/tenants/nobody/state"))[0] == 404
 
 
+async def test_a_wrong_request_is_named_and_limits_nothing(admin: AdminClient) -> None:
+    """An operator sees the cure at once: an alias for the name that the tenant asks for."""
+    gateway = admin.gateway
+    for model in ("gpt-4o", "claude-x", "gpt-4o"):
+        await gateway.ask(body={**gateway.chat(), "model": model})
+    await gateway.ask(body={**gateway.chat(), "n": -1})
+    found = await state(admin)
+
+    assert found["status"] == "ok"
+    assert found["reasons"][-1] == (
+        "3 requests got the error model_not_found (asks for gpt-4o, claude-x) in the last hour."
+    )
+    assert len(found["reasons"]) == 2
+
+
+async def listed(admin: AdminClient) -> dict[str, dict[str, Any]]:
+    """Return the states of the list of tenants, by name."""
+    _, page = await admin.ask("GET", "/admin/v1/tenants")
+    return {one["name"]: one["state"] for one in page["tenants"]}
+
+
+async def test_the_list_says_what_each_tenants_state_says(admin: AdminClient) -> None:
+    """Status and reasons: limited, over budget, suspended, without a key, wrong requests, well, and
+    a name that every object of a page's language has."""
+    gateway, store = admin.gateway, admin.gateway.store
+    limit(gateway)
+    for _ in range(3):
+        await gateway.ask(body=gateway.chat())
+    await gateway.ask(who="bob", body={**gateway.chat(), "model": "gpt-4o"})
+    for name in ("constructor", "spent", "gone", "keyless", "well"):
+        await admin.ask("POST", "/admin/v1/tenants", {"name": name})
+        if name != "keyless":
+            await admin.ask("POST", f"/admin/v1/tenants/{name}/keys", {})
+    budget = {"window": "month", "hard_micros": 0}
+    await admin.ask("PUT", "/admin/v1/tenants/spent/budgets", budget)
+    set_status(store, "gone", "suspended")
+    found = await listed(admin)
+    own = {name: await state(admin, name) for name in found}
+
+    assert {name: (one["status"], one["reasons"]) for name, one in found.items()} == {
+        name: (one["status"], one["reasons"]) for name, one in own.items()
+    }
+    assert {name: one["status"] for name, one in found.items()} == {
+        **dict.fromkeys(("bob", "constructor", "keyless", "well"), "ok"),
+        "ada": "limited",
+        "spent": "over_budget",
+        "gone": "suspended",
+    }
+    assert found["keyless"]["reasons"] == ["The tenant has no valid key."]
+    assert found["constructor"]["reasons"] == found["well"]["reasons"] == []
+
+
+async def test_the_list_names_the_most_frequent_error(admin: AdminClient) -> None:
+    gateway = admin.gateway
+    await gateway.ask(body={**gateway.chat(), "n": -1})
+    for _ in range(2):
+        await gateway.ask(body={**gateway.chat(), "model": "gpt-4o"})
+    found = await listed(admin)
+
+    assert (found["ada"]["refused_last_hour"], found["ada"]["top_code"]) == (3, "model_not_found")
+    assert (found["bob"]["refused_last_hour"], found["bob"]["top_code"]) == (0, None)
+
+
+async def test_a_changed_limit_ends_the_state_in_the_list_too(admin: AdminClient) -> None:
+    """By the same records of the audit log, of all tenants at once."""
+    limit(admin.gateway)
+    for _ in range(2):
+        await admin.gateway.ask(body=admin.gateway.chat())
+    before = await listed(admin)
+    await admin.ask("PATCH", "/admin/v1/tenants/ada", {"requests_per_minute": 100})
+
+    assert (before["ada"]["status"], (await listed(admin))["ada"]["status"]) == ("limited", "ok")
+
+
 async def test_a_tenant_sees_its_own_state(admin: AdminClient) -> None:
     """With the asking key alone."""
     await admin.ask("POST", "/admin/v1/tenants/ada/keys", {})

@@ -272,12 +272,12 @@ def test_soft_budget_refuses_nothing(store: Store, ledger: Ledger, wall: Wall) -
     over = []
     for request_id, tokens in (("a", 5), ("b", 1)):
         ledger.settle(entry(request_id, wall(), tokens)).result(PATIENCE_S)
-        (state,) = budget_states(store, wall, 1)
+        (state,) = budget_states(store, wall, (1,))
         over.append(state.is_over_soft)
 
     assert held
     assert over == [False, True]
-    assert budget_states(store, wall, 2) == []
+    assert budget_states(store, wall, (2,)) == []
 
 
 def test_dead_process_frees_its_reservations(store: Store, ledger: Ledger, wall: Wall) -> None:
