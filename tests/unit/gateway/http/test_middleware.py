@@ -343,7 +343,7 @@ def _live_calls_and_refusals() -> list[object]:
     return [found for found in gc.get_objects() if type(found) in (Refusal, Call)]
 
 
-TOO_LONG = [{"role": "user", "content": "hello " * 999}]
+TOO_LONG = [{"role": "user", "content": "hello " * 120}]
 
 
 @pytest.mark.parametrize("more", [{"temperature": 99}, {"model": "none"}, {"messages": TOO_LONG}])
