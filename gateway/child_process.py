@@ -21,6 +21,7 @@ from math import inf
 from msgspec import Struct
 
 from engine.errors import EngineError
+from engine.processes import child_environment
 from tenancy.errors import TenancyError
 from tenancy.ledger.child_process import FrameReader
 
@@ -72,11 +73,15 @@ class ChildProcess:
         report: Report,
         run_process: Callable[[], Awaitable[str]],
         on_pause: Callable[[], None] = lambda: None,
+        variables: Sequence[str] = (),
     ) -> None:
+        """`variables`: patterns of those that the process gets of this one's environment beside
+        `engine.processes.BASE`."""
         assert policy.pauses_s[-1] > 0, "restarts without a pause would keep the loop busy"
         self._name = name
         self._command = command
         self._policy = policy
+        self._variables = variables
         self._report = report
         self._run_process, self._on_pause = run_process, on_pause
         self._loop = asyncio.get_running_loop()
@@ -143,8 +148,8 @@ class ChildProcess:
     ) -> socket.socket:
         """Start the command in a new session, with one end of a socket pair as its standard input.
 
-        The process inherits the descriptors `pass_fds`, and the environment changed by `variables`.
-        Returns the other end. Raises OSError.
+        The process inherits the descriptors `pass_fds`, and the variables that it needs, changed
+        by `variables`. Returns the other end. Raises OSError.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -155,7 +160,7 @@ class ChildProcess:
                     pass_fds=pass_fds,
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
-                    env={**os.environ, **variables} if variables else None,
+                    env={**child_environment(os.environ, *self._variables), **(variables or {})},
                 )
         except BaseException:
             ours.close()

@@ -26,8 +26,9 @@ from engine.client.host_memory import HostMemoryFiles
 from engine.client.namespace_stats import NamespaceTable
 from engine.client.request_stream import RequestStream
 from engine.client.step_record import StepRecord
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LevelsConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError
+from engine.processes import CLOUD, COMPUTING
 from engine.protocol import PROTOCOL_VERSION, Hello
 from engine.statistics import Stats
 from gateway.caching.namespaces import owner_of
@@ -60,7 +61,10 @@ class EngineSupervisor:
         self._model_dir = model_dir
         self._config = config
         self._report = report
-        self._child = ChildProcess("engine", command, restarts, report, self._run_process)
+        self._child = ChildProcess(
+            *("engine", command, restarts, report, self._run_process),
+            variables=_variables(config.levels),
+        )
         self._engine: SocketEngine | None = None
         self._is_draining = False
         self._last_stats = Stats()
@@ -240,3 +244,11 @@ class EngineSupervisor:
 
     def _retry_after_s(self) -> float:
         return LOAD_S + self._child.pause_left_s
+
+
+def _variables(levels: LevelsConfig) -> tuple[str, ...]:
+    """Return which variables an engine gets beside those of any process. Its storage process needs
+    the master key and the credentials of a remote store, where they are configured."""
+    sealing = (levels.key_env,) if levels.is_on and levels.key_env else ()
+    remote = CLOUD if levels.is_on and levels.remote.url else ()
+    return (*COMPUTING, *sealing, *remote)

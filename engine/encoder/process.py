@@ -36,6 +36,7 @@ from engine.encoder.protocol import (
     unpack_ids,
 )
 from engine.errors import ModelError
+from engine.processes import end_with_parent
 from engine.protocol import Decoder
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def _send(wire: socket.socket, message: FromEncoder) -> None:
 
 def main() -> int:
     """Serve the gateway that started this process. An error is one line, without its message."""
+    end_with_parent(sys.stdin.fileno())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:

@@ -22,6 +22,7 @@ from msgspec import Struct
 from engine.api import Clock, Grammar
 from engine.errors import EngineUnavailable, RequestRefused
 from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
+from engine.processes import child_environment, end_with_parent
 
 READ_BYTES: Final = 1 << 16
 LOAD_S_MAX: Final = 60.0
@@ -127,6 +128,7 @@ class GrammarSandbox:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,  # only the gateway handles a terminal's interrupt
+            env=child_environment(os.environ),
         )
         self._write(msgspec.json.encode(self.settings))
         if self._line(LOAD_S_MAX) is None:
@@ -163,6 +165,7 @@ class GrammarSandbox:
 
 def main() -> None:
     """Read the settings, then one grammar per line; write a verdict for each."""
+    end_with_parent(sys.stdin.fileno())
     lines = sys.stdin.buffer
     settings = msgspec.json.decode(lines.readline(), type=SandboxSettings)
     vocabulary = Vocabulary.load(

@@ -2,9 +2,9 @@
 
 Its standard input is a socket, over which it speaks `engine.protocol` with the gateway; the first
 message names the model. When the socket ends, the gateway is gone and the process exits, even while
-a step hangs. SIGTERM drains: no new requests are accepted, running ones may finish; a second
-SIGTERM ends the process at once. Log lines are JSON, one per event, on standard error, and contain
-no prompt.
+a step hangs; the kernel kills it with the gateway, even while it loads. SIGTERM drains: no new
+requests are accepted, running ones may finish; a second SIGTERM ends the process at once. Log lines
+are JSON, one per event, on standard error, and contain no prompt.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.errors import EngineError
+from engine.processes import end_with_parent
 from engine.protocol import (
     PROTOCOL_VERSION,
     FrameError,
@@ -324,6 +325,7 @@ def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]
         gc.enable()
         return made
 
+    end_with_parent(sys.stdin.fileno())
     wire = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     with Path(os.devnull).open() as nothing:
         # The engine's compilers inherit its standard input and must not keep the socket open.

@@ -1,6 +1,7 @@
 """The storage process: `python -m engine.storage.process`, started by an engine.
 
 Its standard input is a socket (`engine.storage.messages`), which `engine.storage.service` serves.
+After the engine's end it finishes what it was given, for `END_S` at most, wherever it waits.
 It logs JSON lines on standard error, without tokens.
 """
 
@@ -10,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,12 +19,17 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from engine.processes import has_ended
 from engine.protocol import FrameError
 from engine.storage.memory.arena import HostArena
 from engine.storage.messages import STORAGE_VERSION, DiskSettings, Downward, command_decoder
 from engine.storage.remote.address import open_remote
 from engine.storage.service.service import READ_BYTES, Log, OpenRemote, StorageService
 from engine.storage.slabs.slabs import DiskCalls
+
+END_S = 15.0
+"""Longer than the service needs to finish its stores, or to find that it cannot."""
+LOOK_S = 60.0
 
 
 def serve(
@@ -76,6 +83,15 @@ def serve(
     return 0
 
 
+def end_after_parent(wire: int, end_s: float) -> None:
+    """End this process so many seconds after the other end of `wire` was closed, whatever its main
+    thread waits for. For a thread that is never joined."""
+    while not has_ended(wire, LOOK_S):
+        pass
+    time.sleep(end_s)
+    os._exit(1)
+
+
 def attach_arena(settings: DiskSettings) -> HostArena:
     """Map the arena whose descriptor this process has inherited, and lock it for as long as the
     process lives. Raises OSError, ValueError."""
@@ -96,6 +112,8 @@ def main() -> int:
     """Serve the engine that started this process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    watched = os.dup(sys.stdin.fileno()), END_S
+    threading.Thread(target=end_after_parent, args=watched, daemon=True).start()
     try:
         with socket.socket(fileno=sys.stdin.fileno()) as wire:
             return serve(

@@ -12,6 +12,7 @@ import socket
 import sys
 from itertools import chain
 
+from engine.processes import end_with_parent
 from gateway.analytics.aggregates import Analytics
 from gateway.analytics.protocol import (
     CompletedRequests,
@@ -60,6 +61,7 @@ def serve(wire: socket.socket) -> int:
 
 def main() -> int:
     """Serve the gateway that started this process."""
+    end_with_parent(sys.stdin.fileno())
     return run("analytics", serve)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,17 +26,43 @@ KEY_FILE = "default.key"
 ADMIN_KEY_FILE = "admin.key"
 
 
-def prepare_data_dir(config: Config) -> None:
-    """Create the data directory with mode 0700. An existing one keeps its mode. Raises
-    CommandError."""
-    if config.data.is_dir():
-        return
+OTHERS = stat.S_IRWXO | stat.S_IWGRP
+"""Rights in the data directory by which others read its names or change its files."""
+
+
+def prepare_data_dir(config: Config) -> str:
+    """Create the data directory with mode 0700, or take from others what they may do in it.
+
+    Returns a sentence for the operator if the mode was changed. One of root is taken as it is,
+    unless all may write to it: a mounted volume may be so. Raises CommandError, also for one of
+    another user.
+    """
+    folder = config.data
     try:
-        config.data.mkdir(mode=0o700, parents=True)
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, parents=True)
+            return ""
+        found = folder.stat()
+        mode = stat.S_IMODE(found.st_mode)
+        if found.st_uid not in (os.geteuid(), 0):
+            raise CommandError(
+                f"the data directory {folder} belongs to the user {found.st_uid}, who could read"
+                f" and change what it holds; expected one of this user: chown {os.geteuid()}"
+                f" {folder}"
+            )
+        if found.st_uid != os.geteuid():
+            if mode & stat.S_IWOTH:
+                raise CommandError(
+                    f"the data directory {folder} of root has mode {mode:04o}, in which any user"
+                    f" could change its files; expected none of others: chmod o-rwx {folder}"
+                )
+            return ""
+        if not mode & OTHERS:
+            return ""
+        folder.chmod(mode & ~OTHERS)
     except OSError as error:
-        raise CommandError(
-            f"cannot use the data directory {config.data}: {error.strerror}"
-        ) from error
+        raise CommandError(f"cannot use the data directory {folder}: {error.strerror}") from error
+    return f"the data directory {folder} had mode {mode:04o}; it has {mode & ~OTHERS:04o} now"
 
 
 def database_file(config: Config) -> Path | None:

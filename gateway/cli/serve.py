@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -51,12 +52,14 @@ def run(config: Config, say: Say, progress: Progress, source: ConfigSource) -> N
     """
     check_address(config.server.listen, "server.listen")
     check_address(config.admin.listen, "admin.listen")
-    prepare_data_dir(config)
+    changed_mode = prepare_data_dir(config)
     check_levels(config)
     with ExitStack() as opened:
         if config.engine.levels.disk_gib:
             opened.callback(ServerLock(levels_dir(config)).close)
         store = opened.enter_context(closing(connect(config)))
+        if changed_mode:
+            say(changed_mode)
         cards = prepared_models(config, say, progress)
         encoder = prepared_encoder(config, say, progress)
         if lack := lacking_memory(config):
@@ -86,6 +89,8 @@ async def serve(
     """
     log = LogLines(sys.stderr.fileno(), wall_ms)
     raise_descriptor_limit()
+    # A core has keys and prompts. Inherited by the engines and all other children.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     stop, hangup = asyncio.Event(), asyncio.Event()
 
     def end() -> None:

@@ -25,6 +25,7 @@ from engine.encoder.protocol import (
     read_from_encoder,
 )
 from engine.errors import ModelError
+from engine.processes import COMPUTING
 from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
 from gateway.embeddings.text_queue import QueuedText, TextQueue
 from gateway.errors import Kind, Refusal
@@ -90,7 +91,9 @@ class EncoderProcess:
     ) -> None:
         self._start = start
         self._loop = asyncio.get_running_loop()
-        self._child = ChildProcess("encoder", command, restarts, report, self._run_process)
+        self._child = ChildProcess(
+            "encoder", command, restarts, report, self._run_process, variables=COMPUTING
+        )
         self._report, self._batch_s = report, batch_s
         self._queue = TextQueue(waiting_tokens_max)
         self._wire: FrameWire | None = None

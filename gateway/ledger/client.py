@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from engine.processes import DATABASE
 from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
 from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
 from tenancy.ledger.child_process import encode_frame
@@ -25,6 +26,7 @@ from tenancy.ledger.holds import Progress, ProgressNote
 from tenancy.ledger.protocol import BatchResult, NotOpened, Open, Opened, error_of, read_from_writer
 from tenancy.ledger.transactions import Hold, Item, NamedEntry, entry_in
 from tenancy.ledger.writer import NOT_DURABLE, is_written
+from tenancy.storage.backends import is_server
 from tenancy.types import UsageEntry
 
 COMMAND = (sys.executable, "-m", "tenancy.ledger.process")
@@ -60,7 +62,8 @@ class LedgerProcessClient:
         self._place, self._folder = place, folder
         self._loop = asyncio.get_running_loop()
         self._child = ChildProcess(
-            "ledger", command, restarts, report, self._run_process, self._on_pause
+            *("ledger", command, restarts, report, self._run_process, self._on_pause),
+            variables=DATABASE if is_server(place) else (),
         )
         self._opening: asyncio.Future[Opened] = self._loop.create_future()
         self._lost = asyncio.Event()

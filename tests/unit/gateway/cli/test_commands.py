@@ -17,6 +17,9 @@ import pytest
 
 from gateway.__main__ import main
 from gateway.cli.commands import COMMANDS
+from gateway.cli.database import prepare_data_dir
+from gateway.cli.result import CommandError
+from gateway.config import Config
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.declared_keys import DeclaredKey
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
@@ -418,6 +421,33 @@ def test_error_names_an_unusable_data_directory(run: Run, tmp_path: Path) -> Non
     for command in (("serve", *free), ("tenant", "create", "ada"), ("levels", "init")):
         line = error_line(run, *command, "--data-dir", place, status=1)
         assert f"cannot use the data directory {place}: not a directory" in line.lower()
+
+
+@pytest.mark.parametrize(("mode", "left"), [(0o777, 0o750), (0o755, 0o750), (0o770, 0o750)])
+def test_others_lose_their_rights_in_the_data_directory(
+    tmp_path: Path, mode: int, left: int
+) -> None:
+    """Its files are their owner's alone; a folder that others may write to lets them be replaced.
+    The operator is told, once."""
+    data = tmp_path / "data"
+    data.mkdir()
+    data.chmod(mode)
+    config = Config(data_dir=str(data))
+
+    assert f"had mode {mode:04o}; it has {left:04o} now" in prepare_data_dir(config)
+    assert stat.S_IMODE(data.stat().st_mode) == left
+    assert prepare_data_dir(config) == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
+def test_a_data_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    """Its owner could read keys and prompts, and change the books."""
+    data = tmp_path / "data"
+    data.mkdir()
+    os.chown(data, 12_345, -1)
+
+    with pytest.raises(CommandError, match="belongs to the user 12345"):
+        prepare_data_dir(Config(data_dir=str(data)))
 
 
 def test_serve_refuses_an_unusable_database_before_it_looks_for_the_model(

@@ -1,0 +1,73 @@
+"""What a child process takes from the one that started it: its environment, and its end.
+
+Children get the variables that they need and no others: what parses model files and grammars needs
+no passwords. A child that can hang in a call ends with its parent all the same, by the kernel's
+hand. The gateway and the engine start their children with it; it knows none of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Final
+
+BASE: Final = (
+    *("HOME", "LOGNAME", "PATH", "TEMP", "TMP", "TMPDIR", "USER", "VIRTUAL_ENV"),
+    *("LANG", "LANGUAGE", "LC_*", "TZ"),
+    *("COV_CORE_*", "COVERAGE_*", "GLIBC_TUNABLES", "LD_*", "MALLOC_*", "PYTHON*", "XDG_*"),
+)
+"""What every process needs: its folders, its language, its interpreter and its allocator."""
+COMPUTING: Final = (
+    *("CC", "CFLAGS", "CPATH", "CPPFLAGS", "CXX", "C_INCLUDE_PATH", "LDFLAGS", "LIBRARY_PATH"),
+    *("CUDA_*", "NCCL_*", "NVIDIA_*", "PYTORCH_*", "TORCH*", "TRITON_*"),
+    *("GOMP_*", "KMP_*", "MKL_*", "OMP_*", "OPENBLAS_*", "TOKENIZERS_*"),
+)
+"""What a process that computes needs beside: compilers, devices and threads."""
+CLOUD: Final = (
+    *("AWS_*", "AZURE_*", "GOOGLE_*"),
+    *("*_PROXY", "*_proxy", "SSL_CERT_*"),
+)
+"""What a process that speaks to a remote store needs beside: credentials and the way there."""
+DATABASE: Final = ("PG*",)
+"""What a process that speaks to PostgreSQL needs beside."""
+
+PR_SET_PDEATHSIG: Final = 1
+
+
+def child_environment(environment: Mapping[str, str], *patterns: str) -> dict[str, str]:
+    """Return the variables whose names match `BASE` or one of the patterns."""
+    allowed = *BASE, *patterns
+    return {
+        name: value
+        for name, value in environment.items()
+        if any(fnmatchcase(name, pattern) for pattern in allowed)
+    }
+
+
+def end_with_parent(wire: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends.
+
+    `wire`: the descriptor of the socket or pipe to the parent, whose end is closed if the parent
+    ended before this call: then the process ends here. A library that holds the interpreter's lock
+    in a call that waits, such as the opening of a file, stops every thread, so none of them could
+    see the end of the socket. For processes that owe nothing to anyone after their parent's end.
+    Without effect beside Linux.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if has_ended(wire, 0.0):
+        os._exit(1)
+
+
+def has_ended(wire: int, wait_s: float) -> bool:
+    """Return whether the other end of a socket or pipe is closed, also if bytes of it are unread;
+    wait for it for at most `wait_s`."""
+    poll = select.poll()
+    poll.register(wire, getattr(select, "POLLRDHUP", 0))
+    return any(event & ~select.POLLNVAL for _, event in poll.poll(wait_s * 1_000))
