@@ -166,7 +166,7 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     """The parameters that choose a token from logits.
 
-    Temperature 0 is greedy; every default changes nothing. Order: grammar, logit bias, penalties,
+    Temperature 0 is greedy; every default changes nothing. Order: logit bias, penalties, grammar,
     temperature, top-k, top-p, min-p. Presence and frequency count output tokens; repetition counts
     prompt and output. With a `seed` the choice depends only on (seed, sample index, output
     position) and the logits, not on the rest of the batch. `logprobs`: how many alternatives to
@@ -178,7 +178,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     presence_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] = 0.0
     logit_bias: Annotated[

@@ -122,8 +122,10 @@ class StepResult(Struct, frozen=True):
     """The results of one step.
 
     `sampled` maps a sequence to the tokens that it sampled, one or more (rule 4). `failed` maps a
-    sequence to a stable error code (`nan_logits`): only that sequence ends. `prompt_logprobs` maps
-    a sequence to entries for the positions it computed. `elapsed_s`: seconds that the device took,
+    sequence to a stable error code: only that sequence ends. `nan_logits` says that the model
+    itself gave it no token, so a block that it read is at fault; `grammar_dead_end`, that its own
+    mask, bias and penalties left none. `prompt_logprobs` maps a sequence to entries for the
+    positions it computed. `elapsed_s`: seconds that the device took,
     without the time in which it waited for earlier steps or for the host; 0 where that is not
     measured.
     """

@@ -398,15 +398,12 @@ class Core:
             )
         for sequence_id, code in result.failed.items():
             if (sequence := self.requests.sequence(sequence_id)) is not None:
-                # The block at fault is unknown, and later requests that match it would fail too.
-                beginning = sequence.tokens[: self.cache.block_size]
-                namespace = sequence.parent.request.grant.namespace
-                call = Erase(0, namespace, tokens=tuple(beginning))
-                self._erasures.erase(call, lambda erased: None)
+                if code == "nan_logits":
+                    self._erase_prefix(sequence)
                 self._fail(sequence.parent, code)
         if result.sampled:
             self._barren_steps = 0
-        elif result.failed:
+        elif "nan_logits" in result.failed.values():
             self._count_barren_step()
         computed = self._commit_slices(in_flight, result, now_s)
         self._accept_tokens(in_flight, result, now_s)
@@ -417,6 +414,17 @@ class Core:
             lambda: work_of(in_flight.slices),
             result.elapsed_s,
         )
+
+    def _erase_prefix(self, sequence: Sequence) -> None:
+        """Erase what a sequence has read, from its first block: the block that gave it no logits is
+        unknown, and later requests that match it would fail too.
+
+        Only the model's own logits lead here, never a request's settings: those would let a client
+        erase promises, its own or those of a shared scope.
+        """
+        beginning = sequence.tokens[: self.cache.block_size]
+        call = Erase(0, sequence.parent.request.grant.namespace, tokens=tuple(beginning))
+        self._erasures.erase(call, lambda erased: None)
 
     def _commit_slices(self, in_flight: InFlightStep, result: StepResult, now_s: float) -> int:
         """Commit what a step has computed; return how many tokens that is."""

@@ -35,7 +35,7 @@ from engine.models.layers import TorchOps
 from engine.plan import BegunSequence, BlockCopy, Row, StepPlan, StepResult, TokensBySequence
 from engine.runner.loaded_model import LoadedModel, blocks_of, context_of
 from engine.sampling.logprobs import logprob_entries
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import FAILURES, Sampler
 from engine.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -161,7 +161,7 @@ class CpuRunner:
         tokens = self.sampler.sample(logits, drawing, plan.masks)
         for sequence_id, token in zip(drawing, tokens, strict=True):
             if token.token_id < 0:
-                failed[sequence_id] = "nan_logits"
+                failed[sequence_id] = FAILURES[token.token_id]
                 continue
             self._last[sequence_id] = token.token_id
             sampled[sequence_id] = (token,)

@@ -33,6 +33,7 @@ from engine.runner.gpu_inputs import StepAttention, StepInputs, StepShape
 from engine.runner.seats import Seats, StepRows
 from engine.runner.warmup import WarmupLimits, warmup_plans
 from engine.sampling.gpu_sampler import Draws, GpuSampler
+from engine.sampling.sampler import FAILURES
 
 BUCKETS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
@@ -160,7 +161,7 @@ class GpuRunner:
             step=launched.step,
             sampled={s: (token,) for s, token in pairs if token.token_id >= 0},
             prompt_logprobs=launched.prompt_logprobs,
-            failed={s: "nan_logits" for s, token in pairs if token.token_id < 0},
+            failed={s: FAILURES[token.token_id] for s, token in pairs if token.token_id < 0},
             elapsed_s=elapsed_s,
         )
 

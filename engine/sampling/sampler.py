@@ -54,7 +54,17 @@ _INVERSE_TEMPERATURE_MAX: Final = 1e30
 """Finite in fp32, so that 0 times it is 0 and not NaN."""
 
 _PEAK_MAX: Final = 3e38
-"""Nearly the largest fp32: an infinite best logit is taken to be this."""
+"""Nearly the largest fp32: an infinite best logit is taken to be this, and penalties leave every
+logit at most so far from 0."""
+
+NO_LOGIT: Final = -1
+"""The token of a row that contains a NaN, or nothing above minus infinity: the model's fault."""
+
+NONE_ALLOWED: Final = -2
+"""The token of a row whose mask, bias and penalties left nothing: the request's own doing."""
+
+FAILURES: Final = {NO_LOGIT: "nan_logits", NONE_ALLOWED: "grammar_dead_end"}
+"""The code with which a sequence without a token ends."""
 
 _WEIGHT_MIN: Final = 2e-35
 """Just above exp(-80); smaller weights are set to 0, where the best token's weight is 1."""
@@ -134,7 +144,10 @@ class _SequenceState:
         self.adjusts = len(self.bias_ids) > 0 or self.token_counts is not None
 
     def adjust(self, row: Float32) -> None:
-        """Apply logit bias, then penalties. row: [vocab], written. O(tokens counted)."""
+        """Apply logit bias, then penalties. row: [vocab], written. O(tokens counted).
+
+        No parameter makes a NaN: a token at minus infinity stays there, the others stay finite.
+        """
         if len(self.bias_ids):
             row[self.bias_ids] += self.bias_values
         if self.token_counts is None or self.token_counts.size == 0:
@@ -143,13 +156,14 @@ class _SequenceState:
         ids = self.token_counts.ids[: self.token_counts.size]
         counts = self.token_counts.counts[: self.token_counts.size]
         values = row[ids]
-        with np.errstate(over="ignore"):
+        is_possible = values > -math.inf
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             if sampling.repetition_penalty != 1:
                 penalty = np.float32(sampling.repetition_penalty)
                 values = np.where(values > 0, values / penalty, values * penalty)
             values -= np.float32(sampling.frequency_penalty) * counts
             values -= np.float32(sampling.presence_penalty) * (counts > 0)
-        row[ids] = values
+        row[ids] = np.where(is_possible, np.clip(values, -_PEAK_MAX, _PEAK_MAX), -math.inf)
 
     def next_uniform(self) -> float:
         """Return the uniform number of the next draw."""
@@ -194,9 +208,9 @@ class Sampler:
         """Return one token per sequence: row i samples for `sequence_ids[i]`, within its mask if it
         has one.
 
-        logits: [rows, vocab] fp32 on the CPU, not written. A row that contains a NaN, or nothing
-        above minus infinity that its mask allows, gives token id -1. Every other token is appended
-        to its sequence's history. Cost per row: see the table in the module's docstring.
+        logits: [rows, vocab] fp32 on the CPU, not written. A row without a token gives `NO_LOGIT`
+        or `NONE_ALLOWED` as its id. Every other token is appended to its sequence's history. Cost
+        per row: see the table in the module's docstring.
         """
         assert logits.shape == (len(sequence_ids), self._vocab_size), tuple(logits.shape)
         states = [self._states[sequence_id] for sequence_id in sequence_ids]
@@ -205,7 +219,8 @@ class Sampler:
         # numpy's search takes a tenth of torch's time, and stops at a NaN.
         best = logits.numpy().argmax(axis=1)
         peaks = logits.numpy()[np.arange(len(states)), best]
-        has_token = (peaks > -math.inf).tolist()  # a comparison with NaN is false
+        has_logit = peaks > -math.inf  # a comparison with NaN is false
+        has_token = has_logit.tolist()
         rows = list(logits)
         changed = [
             i
@@ -224,7 +239,7 @@ class Sampler:
             if has_token[i]:
                 state.append(chosen[i])
             else:
-                sampled[i] = SampledToken(-1)
+                sampled[i] = SampledToken(NONE_ALLOWED if has_logit[i] else NO_LOGIT)
         return sampled
 
     def _report(
@@ -253,12 +268,12 @@ def _changed_rows(
     logits: Tensor, states: list[_SequenceState], sequence_ids: Sequence[int],
     masks: Mapping[int, Mask], changed: list[int],
 ) -> Tensor:  # fmt: skip
-    """Return copies of some rows after their masks, biases and penalties."""
-    copies = apply_masks(logits[changed], [sequence_ids[i] for i in changed], masks)
+    """Return copies of some rows after their biases, penalties and masks."""
+    copies = logits[changed]
     for row, i in zip(copies.numpy(), changed, strict=True):
         if states[i].adjusts:
             states[i].adjust(row)
-    return copies
+    return apply_masks(copies, [sequence_ids[i] for i in changed], masks)
 
 
 def _choose(

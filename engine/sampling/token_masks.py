@@ -1,7 +1,7 @@
 """Token masks on logits: minus infinity for tokens that a grammar forbids.
 
-It knows no grammar and no sampler state. `engine.sampling.sampler` applies masks before every other
-change of a row.
+It knows no grammar and no sampler state. `engine.sampling.sampler` applies masks after biases and
+penalties: a forbidden token is minus infinity, whatever those are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.plan import Mask
 
 ALLOWED_LOGIT_MIN: Final = -1e30
 """Lower logits of allowed tokens become this, so that an allowed token beats forbidden ones even
-where the model gives it probability 0; a hundredfold penalty on it is still finite."""
+where the model gives it probability 0."""
 
 ALLOWED_LOGIT_MAX: Final = 3e38
 """Infinite logits of allowed tokens become this, because infinity minus infinity is NaN."""

@@ -66,6 +66,10 @@ PEAK_MAX = tl.constexpr(3e38)
 WEIGHT_MIN = tl.constexpr(2e-35)
 """Smaller weights are 0 in a draw without filters, as in the twin."""
 
+NO_LOGIT = tl.constexpr(-1)
+NONE_ALLOWED = tl.constexpr(-2)
+"""Ids of rows without a token, as in the twin."""
+
 ALLOWED_MIN = tl.constexpr(-1e30)
 """Lower logits of allowed tokens become this, as in `engine.sampling.token_masks`."""
 
@@ -113,15 +117,9 @@ def _float_at(entry, COLUMN: tl.constexpr):
 
 @triton.jit
 def _changed(x, bias, token, present, entry, masks, counts, V: tl.constexpr, WORDS: tl.constexpr):
-    """Return logits x of tokens after mask, bias and penalties; a NaN stays."""
+    """Return logits x of tokens after bias, penalties and mask; a NaN stays, and none is made."""
     flags = tl.load(entry)
-    mask_row = tl.load(entry + MASK_ROW).to(tl.int64)
-    masked = (flags & MASKED) != 0
-    wanted = present & (token < tl.where(masked, V, 0))
-    word = tl.load(masks + mask_row * WORDS + token // 32, mask=wanted, other=-1)
-    bounded = tl.minimum(tl.maximum(x, ALLOWED_MIN), PEAK_MAX)
-    bounded = tl.where(((word >> (token % 32)) & 1) == 1, bounded, float("-inf"))
-    y = tl.where(masked, bounded, x) + bias
+    y = x + bias
     slot = tl.load(entry + SLOT).to(tl.int64)
     wanted = present & (token < tl.where((flags & PENALISED) != 0, V, 0))
     count = tl.load(counts + slot * V + token, mask=wanted, other=0).to(tl.int32)
@@ -131,6 +129,15 @@ def _changed(x, bias, token, present, entry, masks, counts, V: tl.constexpr, WOR
     y = tl.where(count > 0, repeated, y)
     y = tl.where(count > 1, y - _float_at(entry, FREQUENCY) * times, y)
     y = tl.where(count > 1, y - _float_at(entry, PRESENCE), y)
+    finite = tl.minimum(tl.maximum(y, -PEAK_MAX), PEAK_MAX)
+    y = tl.where((count > 0) & (x > float("-inf")), finite, x + bias)
+    mask_row = tl.load(entry + MASK_ROW).to(tl.int64)
+    masked = (flags & MASKED) != 0
+    wanted = present & (token < tl.where(masked, V, 0))
+    word = tl.load(masks + mask_row * WORDS + token // 32, mask=wanted, other=-1)
+    bounded = tl.minimum(tl.maximum(y, ALLOWED_MIN), PEAK_MAX)
+    bounded = tl.where(((word >> (token % 32)) & 1) == 1, bounded, float("-inf"))
+    y = tl.where(masked, bounded, y)
     return tl.where(x != x, x, y)
 
 
@@ -487,7 +494,8 @@ def _token(
     logits, flags, entry, candidates,
     V: tl.constexpr, STEP: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Return the token of a row of logits, or -1."""
+    """Return the token of a row of logits; NO_LOGIT if one is NaN, NONE_ALLOWED if none is above
+    minus infinity."""
     top, token, nan_count = _best(logits, V, STEP)
     has_token = (nan_count == 0) & (top > float("-inf"))
     if has_token & ((flags & DRAWS) != 0):
@@ -501,7 +509,7 @@ def _token(
             )
         else:
             token = _unfiltered(logits, peak, inverse, uniform, V, STEP)
-    return tl.where(has_token, token, -1)
+    return tl.where(has_token, token, tl.where(nan_count == 0, NONE_ALLOWED, NO_LOGIT))
 
 
 @triton.jit
@@ -515,7 +523,8 @@ def _draw(
     if (flags & (ACTIVE | ADJUSTED)) == ACTIVE:
         logits += tl.load(entry + SOURCE).to(tl.int64) * V
         candidates += row * CANDIDATES
-        tl.store(out + row, _token(logits, flags, entry, candidates, V, STEP, CANDIDATES))
+        token = _token(logits, flags, entry, candidates, V, STEP, CANDIDATES)
+        tl.store(out + row, tl.maximum(token, NO_LOGIT))
 
 
 @triton.jit
@@ -533,7 +542,7 @@ def _draw_adjusted(
         token = _token(adjusted, flags, entry, candidates + row * CANDIDATES, V, STEP, CANDIDATES)
         split = tl.arange(0, SPLITS_P2)
         had_logit = tl.load(alive + place * SPLITS + split, mask=split < SPLITS, other=0)
-        token = tl.where(tl.max(had_logit, 0) > 0, token, -1)
+        token = tl.where(tl.max(had_logit, 0) > 0, token, NO_LOGIT)
         tl.store(out + row, token)
         if (token >= 0) & ((flags & PENALISED) != 0):
             at = counts + tl.load(entry + SLOT).to(tl.int64) * V + token
@@ -660,9 +669,9 @@ def draw(
     """Write a token to out [R] int32 for each active row of the table that is not adjusted.
 
     logits [S, V] fp32 or bf16; table [R, COLUMNS] int32; candidates [R, CANDIDATES] int32 is
-    scratch. A row that contains a NaN, or nothing above minus infinity, gives -1. If logits are
-    plus infinity, the draw is among these tokens, equally likely. Cost: greedy rows one pass over
-    V, temperature three, filters about 5 to 15, from L2.
+    scratch. A row that contains a NaN, or nothing above minus infinity, gives NO_LOGIT. If logits
+    are plus infinity, the draw is among these tokens, equally likely. Cost: greedy rows one pass
+    over V, temperature three, filters about 5 to 15, from L2.
     """
     constants, options = launch_options(_draw, logits.shape[1])
     _draw[(len(table),)](logits, table, candidates, out, **constants, **options)
@@ -695,7 +704,8 @@ def draw_adjusted(
 ) -> None:  # fmt: skip
     """Write the tokens of adjusted rows, and count them where the row has penalties.
 
-    Arguments as of `adjust` and `draw`. The unadjusted logits decide whether there is a token.
+    Arguments as of `adjust` and `draw`. A row whose unadjusted logits have a token, and whose
+    adjusted ones have none, gives NONE_ALLOWED.
     """
     constants, options = launch_options(_draw_adjusted, adjusted.shape[1], len(adjusted))
     _draw_adjusted[(len(table),)](

@@ -178,7 +178,7 @@ class SamplingFields(Struct, frozen=True, kw_only=True):
     # Fields that self-hosted engines added.
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     min_p: Fraction | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: (

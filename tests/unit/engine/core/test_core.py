@@ -443,6 +443,28 @@ def test_nan_logits_erase_the_cached_prefix() -> None:
     assert run(world, ask("again"))[0].ending == "done"
 
 
+def test_only_logits_of_the_model_erase_a_prefix() -> None:
+    """With any other ending a client could erase promises: its own for a credit, or those of a
+    shared scope."""
+    config = structs.replace(CONFIG, prefill_chunk_tokens_max=4)
+    world = make_world(1, config=config)
+    run(world, ask("before"))
+    cached = world.peek(b"n", (*PROMPT, 0))
+    collect = world.runner.collect
+
+    def without_token() -> StepResult:
+        result = collect()
+        ended = dict.fromkeys(result.sampled, "kv_promised")
+        return structs.replace(result, sampled={}, failed=ended)
+
+    world.runner.collect = without_token  # type: ignore[method-assign]
+
+    endings = [run(world, ask(f"own {i}", tokens=(*PROMPT, 0, 1, 1)))[0] for i in range(8)]
+
+    assert {(one.ending, one.code) for one in endings} == {("failed", "kv_promised")}
+    assert world.peek(b"n", (*PROMPT, 0)) >= cached > 0
+
+
 @pytest.mark.parametrize(
     ("added", "reason"),
     [(98, "returned step 99; expected step 1"), (0, "sampled 0 tokens; expected 1")],

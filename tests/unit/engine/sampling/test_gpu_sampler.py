@@ -346,7 +346,7 @@ def test_prompt_logprobs_are_of_given_tokens() -> None:
         top_k=st.sampled_from([0, 1, 3, 2**31 - 1]),
         top_p=st.sampled_from([1e-9, 0.3, 0.97, 1.0]),
         min_p=st.sampled_from([0.0, 1e-30, 0.07, 1.0]),
-        repetition_penalty=st.sampled_from([1e-3, 1.0, 1.7, 100.0]),
+        repetition_penalty=st.sampled_from([5e-324, 1e-3, 1.0, 1.7, 100.0]),
         presence_penalty=st.sampled_from([-100.0, 0.0, 0.5]),
         frequency_penalty=st.sampled_from([0.0, 0.9, 100.0]),
         logit_bias=st.dictionaries(st.integers(0, 11), st.sampled_from([-100.0, 1.3, 100.0])),

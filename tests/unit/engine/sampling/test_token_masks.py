@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.api import SampledToken, Sampling
 from engine.plan import BegunSequence
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import NONE_ALLOWED, Sampler
 from engine.sampling.token_masks import apply_masks, mask_bias
 from tests.examples import examples
 from tests.unit.engine.sampling.mask_bits import mask_of
@@ -87,6 +87,38 @@ def test_rows_without_mask_are_unchanged() -> None:
     assert apply_masks(logits, [5, 6], {9: mask_of(VOCAB, 1)}) is logits
 
 
+@pytest.mark.parametrize("seed", range(600))
+def test_no_settings_of_a_request_leave_it_without_a_token(seed: int) -> None:
+    """A client could otherwise end its request at the operator's cost, with or without a grammar.
+
+    Every penalty is tried, also those that the engine's interface refuses: 5e-324 is 0 in fp32, and
+    0 times a forbidden token's minus infinity is no number.
+    """
+    rng = random.Random(seed)
+    sampling = Sampling(
+        temperature=rng.choice([0.0, 5e-324, 1e-38, 1.0, 100.0]),
+        top_k=rng.choice([0, 1, 2**31 - 1]),
+        top_p=rng.choice([5e-324, 1e-30, 0.5, 1.0]),
+        min_p=rng.choice([0.0, 1e-320, 0.5, 1.0]),
+        repetition_penalty=rng.choice([0.0, 5e-324, 1e-45, 1e-38, 0.01, 1.0, 100.0, 3e38]),
+        presence_penalty=rng.choice([-100.0, 0.0, 100.0]),
+        frequency_penalty=rng.choice([-100.0, 0.0, 100.0]),
+        logit_bias={rng.randrange(VOCAB): rng.choice([-100.0, 5e-324, 100.0]) for _ in range(9)},
+        seed=rng.choice([None, -(2**63), 2**63 - 1]),
+    )
+    allowed = rng.sample(range(VOCAB), rng.choice([1, 2, 200]))
+    masks = {0: mask_of(VOCAB, *allowed)} if rng.random() < 0.7 else {}
+    history = rng.choices(range(VOCAB), k=40)
+    sampler = Sampler(VOCAB, random.Random(seed))
+    sampler.begin(BegunSequence(0, sampling, history, 20))
+    logits = noise(seed, 1) * rng.choice([1.0, 1e30, 1e37])
+    logits[0, rng.randrange(VOCAB)] = rng.choice([0.0, float("-inf"), float("inf")])
+
+    drawn = [sampler.sample(logits, [0], masks)[0].token_id for _ in range(3)]
+
+    assert set(drawn) <= set(allowed if masks else range(VOCAB))
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_forbidden_token_is_never_drawn(name: str) -> None:
     """With any bias, penalty, temperature or filter."""
@@ -124,7 +156,7 @@ def test_mask_without_tokens_does_not_change_other_rows() -> None:
 
     both = sampler.sample(logits, [0, 1], {0: mask_of(VOCAB)})
 
-    assert both == [SampledToken(-1), alone[0]]
+    assert both == [SampledToken(NONE_ALLOWED), alone[0]]
 
 
 def test_mask_of_all_tokens_changes_nothing() -> None:

@@ -103,6 +103,15 @@ def test_honoured_fields_reach_the_call() -> None:
     assert not call.prompts[0].add_generation_prompt
 
 
+def test_a_penalty_that_no_logit_survives_is_refused() -> None:
+    """In fp32 a smaller one may be 0, and 0 times minus infinity is no number."""
+    refusal = CHAT.refused("standard", repetition_penalty=5e-324)
+
+    assert (refusal.kind, refusal.param) == (Kind.BAD, "repetition_penalty")
+    assert "0.01" in refusal.message
+    assert parse(repetition_penalty=0.01).generation.sampling.repetition_penalty == 0.01
+
+
 def test_null_equals_an_omitted_field() -> None:
     """SDKs and gateways send null for unset fields."""
     names = [
