@@ -102,6 +102,7 @@ from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
 from gateway.prompt import Renderer
+from gateway.template_date import calendar_of
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.ledger.epochs import has_history, ledger_epoch
 from tenancy.ledger.ledger import Ledger
@@ -522,7 +523,7 @@ def _served_models(
 ) -> list[ServedModel]:
     """Return the served models, the default one first. Loads their tokenizers: call it in a
     thread."""
-    found = []
+    found, calendar = [], calendar_of(config.templates)
     for settings, card, supervisor in zip(config.served_models(), cards, supervisors, strict=True):
         engine = config.engine_of(settings)
         bounds = WaitingBounds(engine.queue_requests_max, engine.queue_tokens_max)
@@ -530,7 +531,7 @@ def _served_models(
             ServedModel(
                 name=settings.name or card.name,
                 engine=supervisor,
-                renderer=Renderer(card),
+                renderer=Renderer(card, calendar),
                 aliases=settings.aliases,
                 restarts=partial(getattr, supervisor, "restarts"),
                 quota_scale=settings.quota_scale,

@@ -27,6 +27,7 @@ from engine.config import EngineConfig, LevelsConfig
 from engine.model_store import DEFAULT_MODEL
 from engine.storage.remote.address import check_remote_url
 from gateway.retention_classes import CachingConfig
+from gateway.template_date import TemplatesConfig
 from gateway.web_addresses import is_origin, is_web_address
 from tenancy.accounts.declared_keys import DeclaredKey
 from tenancy.accounts.declared_tenants import DeclaredTenant, check_declared
@@ -317,6 +318,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     admin: AdminConfig = AdminConfig()
     model: ModelSettings = ModelSettings()
     models: tuple[ServedModelSettings, ...] = ()
+    templates: TemplatesConfig = TemplatesConfig()
     embeddings: EmbeddingsConfig = EmbeddingsConfig()
     limits: LimitsConfig = LimitsConfig()
     caching: CachingConfig = CachingConfig()

@@ -28,6 +28,7 @@ from gateway.findings.prompt_diff import (
 )
 from gateway.findings.report import FindingsWindow, dollars, find
 from gateway.prompt import Renderer
+from gateway.template_date import calendar_of
 from tenancy.pricing.charges import FREE_CARD, RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.types import DAY_MS, wall_ms
@@ -144,7 +145,8 @@ def _read(path: Path) -> bytes:
 
 def _renderer(config: Config) -> Renderer:
     name = config.served_models()[0].source
-    return Renderer(prepare(name, resolve(name, config.models_dir), config.models_dir))
+    card = prepare(name, resolve(name, config.models_dir), config.models_dir)
+    return Renderer(card, calendar_of(config.templates))
 
 
 def _card(config: Config, model: str) -> RateCard:

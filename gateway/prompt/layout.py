@@ -226,7 +226,8 @@ class ToolOffsets:
     def _cached_ends(self, head: TemplateInput, owner: int) -> tuple[tuple[int, ...], str]:
         """Return the tools' end offsets and the text up to the last of them."""
         # As JSON: a schema may have numbers of more than 64 bits.
-        key = hashlib.sha256(msgspec.json.encode((head.tools, head.messages))).digest()
+        written = head.tools, head.messages, head.variables
+        key = hashlib.sha256(msgspec.json.encode(written)).digest()
         known = self._known.get(owner, key)
         if known is not None:
             return known

@@ -58,6 +58,7 @@ from gateway.structured_output.harmony_grammar import harmony_grammar
 from gateway.structured_output.json_text import collect_strings, parse_json
 from gateway.structured_output.thinking import ThinkingFormat, detect_thinking
 from gateway.structured_output.tool_styles import ToolStyle, detect_style
+from gateway.template_date import Calendar
 
 SHAPES_SEGMENTS_MAX, SHAPE_SEGMENTS_MAX = 32_768, 128
 """How many segments the cached chat shapes have together, and the most of one, each a few hundred
@@ -68,7 +69,9 @@ _is_thought = attrgetter("is_thought")
 Laid = TypeVar("Laid", Piece, ShapeStep)
 SegmentShape = tuple[Role, str, str | None, int, str | None]
 """A segment without its text: (role, path, name, message, retention)."""
-_ShapeKey = tuple[tuple[SegmentShape, ...], bool, bool, Thinking]
+Variables = tuple[tuple[str, object], ...]
+"""Further variables of a template, by name."""
+_ShapeKey = tuple[tuple[SegmentShape, ...], bool, bool, Thinking, Variables]
 
 
 class Encode(Protocol):
@@ -92,11 +95,12 @@ class ChatShape(Struct, frozen=True):
 class Renderer:
     """The chat template and tokenizer of one model. Thread-safe."""
 
-    def __init__(self, card: ModelCard) -> None:
+    def __init__(self, card: ModelCard, calendar: Calendar | None = None) -> None:
+        """`calendar`: says what day it is to templates that ask; None: by the machine's clock."""
         self.card = card
         self.tokenizer = PieceTokenizer(card.tokenizer_path, card.special_token_ids)
         source = self.template_source = card.template_path.read_text()
-        self._template = ChatTemplate(source)
+        self._template = ChatTemplate(source, calendar=calendar)
         self.tool_style: ToolStyle = detect_style(source, self._template.variables)
         self.thinking: ThinkingFormat = detect_thinking(source, self._template.variables)
         self._token_texts = self.tokenizer.special_texts()
@@ -235,7 +239,8 @@ class Renderer:
             return None
         bare = tuple([(s.role, s.path, s.name, s.message, s.retention) for s in segments])
         wanted = prompt.thinking if self.thinking.kind != "none" else DEFAULT_THINKING
-        key = (bare, prompt.add_generation_prompt, prompt.continues, wanted)
+        dated = self._template.date_variables()
+        key = (bare, prompt.add_generation_prompt, prompt.continues, wanted, dated)
         known = self._shapes.get(owner, key)
         if known is None:
             known = (self._shape(*key, encode),)
@@ -248,6 +253,7 @@ class Renderer:
         opens_turn: bool,
         continues: bool,
         thinking: Thinking,
+        dated: Variables,
         encode: Encode,
     ) -> ChatShape | None:
         """Render opaque texts; None if the template reads them or refuses."""
@@ -269,7 +275,7 @@ class Renderer:
                 messages,
                 None,
                 opens_turn=opens_turn and not _is_open_ended(prompt),
-                variables=template_input.variables,
+                variables=(*template_input.variables, *dated),
             )
         except Refusal:
             return None
@@ -288,6 +294,8 @@ class Renderer:
     def _render_full(self, prompt: Prompt, owner: int, encode: Encode) -> tuple[Rendered, str]:
         """Return the rendered prompt, and its text as the template writes it."""
         template_input = build_template_input(prompt, self.tool_style, self.thinking)
+        variables = (*template_input.variables, *self._template.date_variables())
+        template_input = replace(template_input, variables=variables)
         self._check_tools(prompt, template_input)
         texts = [part.text or "" for part in template_input.parts]
         opens_turn = prompt.add_generation_prompt and not _is_open_ended(prompt)
@@ -393,7 +401,7 @@ class Renderer:
         tools: list[TemplateTool] | None,
         *,
         opens_turn: bool,
-        variables: Sequence[tuple[str, object]],
+        variables: Variables,
     ) -> str:
         return self._template.render(
             messages,

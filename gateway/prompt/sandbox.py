@@ -2,9 +2,10 @@
 
 Jinja's own sandbox keeps a template away from the program, but not from doubling a string thirty
 times or from looping. Here every operation that can make a value larger than its parts is counted
-before it runs: operators, calls, filters, literals, captured output. Operations that cannot be
-counted (padding, formatting, most filters) are not available. A thread cannot be killed, so every
-loop iteration and every macro call checks the clock. `gateway.prompt.template` uses it.
+before it runs: operators, calls, filters, literals, captured output (`gateway.prompt.result_sizes`
+says how large a result may be). Operations that cannot be counted are not available. A thread
+cannot be killed, so every loop iteration and every macro call checks the clock. All else is as in
+transformers' environment. `gateway.prompt.template` uses it.
 """
 
 from __future__ import annotations
@@ -16,39 +17,55 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from jinja2 import nodes, pass_context
+from jinja2 import Environment, nodes, pass_context
 from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from gateway.prompt.opaque_text import OpaqueText, concatenate, output_value, trim_opaque
+from gateway.prompt.result_sizes import (
+    ITEM_SIZE,
+    VALUE_MAX,
+    estimate_size,
+    filter_result,
+    format_result,
+    method_result,
+    percent_result,
+)
 
-VALUE_MAX = 20_000_000
-"""Maximum size of one value, in characters; lists and numbers count about as their text."""
 TOTAL_MAX = 100_000_000
 """Maximum size of all values that one rendering makes, in characters: bounds its memory."""
-ITEM_SIZE = 100
-"""Size counted for each item of a new list: an object takes at least that much."""
 ITEMS_MAX = VALUE_MAX // ITEM_SIZE
 """Maximum number of items of one list."""
 INTEGER_BITS_MAX = 1_024
 
 FILTERS = frozenset(
     (
-        "abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "indent",
-        "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min",
-        "reject", "rejectattr", "replace", "reverse", "safe", "select", "selectattr", "sort",
-        "string", "title", "tojson", "trim", "truncate", "unique", "upper",
+        "abs", "attr", "batch", "capitalize", "center", "count", "d", "default", "dictsort", "e",
+        "escape", "filesizeformat", "first", "float", "forceescape", "format", "groupby", "indent",
+        "int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject",
+        "rejectattr", "replace", "reverse", "round", "safe", "select", "selectattr", "slice",
+        "sort", "string", "sum", "title", "tojson", "trim", "truncate", "unique", "upper",
+        "urlencode", "wordcount",
     )
 )  # fmt: skip
+"""Jinja's filters but those whose time or size has no bound (`pprint`, `striptags`, `urlize`,
+`wordwrap`, `xmlattr`), and `random`, with which no prompt would be found again."""
+GLOBALS = ("range", "namespace", "dict", "cycler", "joiner")
 STRING_METHODS = frozenset(
     (
-        "capitalize", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdigit",
-        "islower", "isnumeric", "isspace", "isupper", "join", "lower", "lstrip", "partition",
-        "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit",
-        "rstrip", "split", "splitlines", "startswith", "strip", "title", "upper",
+        "capitalize", "casefold", "center", "count", "endswith", "expandtabs", "find", "index",
+        "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower",
+        "isnumeric", "isprintable", "isspace", "istitle", "isupper", "join", "ljust", "lower",
+        "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex",
+        "rjust", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip",
+        "swapcase", "title", "upper", "zfill",
     )
 )  # fmt: skip
+"""The methods of texts; `format` and `format_map` are available too, in Jinja's own safe form."""
+NUMBER_METHODS = frozenset(("bit_length", "conjugate", "is_integer"))
 _CAPTURES = (nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)
 
 
@@ -57,6 +74,21 @@ class _RenderingBudget(threading.local):
 
     total = 0
     ends_s = float("inf")
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` … `{% endgeneration %}`, which mark the text that a training learns: the
+    body is rendered in a scope of its own, as in transformers."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the tag and its body. Raises TemplateSyntaxError."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
@@ -70,7 +102,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             autoescape=False,
             finalize=self._finalize,
-            extensions=["jinja2.ext.loopcontrols"],
+            extensions=["jinja2.ext.loopcontrols", GenerationTag],
         )
         self._clock = clock
         self._work = _RenderingBudget()
@@ -91,7 +123,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         )
         self.tests = {**self.tests, "string": lambda value: isinstance(value, str | OpaqueText)}
         own = self.globals
-        self.globals = {name: own[name] for name in ("range", "namespace", "dict")}
+        self.globals = {name: own[name] for name in GLOBALS}
 
     def begin(self, seconds: float) -> None:
         """Reset this thread's size counter and allow the rendering `seconds` from now."""
@@ -147,23 +179,35 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             self._spend(len(left) + len(right))
             return left + right
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if operator == "**" or (operator == "%" and not numbers):
-            raise SecurityError(f"operator not available in templates: {operator}")
-        if not numbers:
+        if numbers:
+            bits = _bits(left) * abs(right) if operator == "**" else _bits(left) + _bits(right)
+            if bits > INTEGER_BITS_MAX:
+                raise SecurityError("the template builds a number that is too large")
+        elif operator == "%" and isinstance(left, str):
+            self._spend(percent_result(left, right))
+        else:
             sizes = [estimate_size(v) for v in (left, right) if not isinstance(v, int)]
             times = [max(0, v) for v in (left, right) if isinstance(v, int)]
             self._spend(sum(sizes) * (times[0] if operator == "*" and times else 1))
-        elif _bits(left) + _bits(right) > INTEGER_BITS_MAX:
-            raise SecurityError("the template builds a number that is too large")
         return super().call_binop(context, operator, left, right)
 
-    def wrap_str_format(self, value: Any) -> None:
-        """Disable `format`: its width is an uncounted size. `format` is an ordinary attribute."""
-        return
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Count what `format` makes before Jinja's safe form of it runs."""
+        made = super().wrap_str_format(value)
+        if made is None:
+            return None
+
+        def counted(*args: Any, **kwargs: Any) -> str:
+            self._spend(format_result(value.__self__, (args, kwargs)))
+            return made(*args, **kwargs)
+
+        return counted
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Allow only the string methods that neither pad nor format."""
+        """Allow only the methods of texts and numbers whose results can be counted."""
         if isinstance(obj, str) and attr not in STRING_METHODS:
+            return False
+        if isinstance(obj, int | float | complex) and attr not in NUMBER_METHODS:
             return False
         return super().is_safe_attribute(obj, attr, value)
 
@@ -173,7 +217,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         if isinstance(owner, str):
             if name == "join" and args and not isinstance(args[0], str):
                 args = (list(islice(args[0], ITEMS_MAX)), *args[1:])
-            __self._spend(_string_result(owner, name, args))
+            __self._spend(method_result(owner, name, (*args, *kwargs.values())))
         return __self._count_value(super().call(__context, __obj, *args, **kwargs))
 
     def _counting_filter(self, name: str, made: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,21 +227,11 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         @functools.wraps(made)
         def counted(*args: Any, **kwargs: Any) -> Any:
             before, value, rest = args[:first], args[first], args[first + 1 :]
-            if name == "join":
+            is_listed = name == "list" and not isinstance(value, str | Mapping)
+            if name == "join" or is_listed:
                 value = list(islice(value, ITEMS_MAX))
-                separator = rest[0] if rest else kwargs.get("d", "")
-                self._spend(estimate_size(value) + len(value) * estimate_size(separator))
-            elif name == "replace":
-                old, new = str(rest[0]), str(rest[1])
-                self._spend(_string_result(str(value), "replace", (old, new)))
-            elif name == "indent":
-                width = rest[0] if rest else kwargs.get("width", 4)
-                lines = str(value).count("\n") + 1
-                self._spend(estimate_size(value) + lines * _width(width))
-            elif name == "list" and not isinstance(value, str | Mapping):
-                value = list(islice(value, ITEMS_MAX))
-            elif name in ("string", "tojson"):
-                self._spend(estimate_size(value))
+            if bound := filter_result(name, value, rest, kwargs):
+                self._spend(bound)
             return self._count_value(made(*before, value, *rest, **kwargs))
 
         return counted
@@ -260,55 +294,23 @@ def _filtered(name: str, node: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None)
 
 
-def estimate_size(value: Any) -> int:
-    """Return the approximate length of a value as text. O(items), and stops above VALUE_MAX.
-
-    A list that holds another list twice counts it twice, because its text contains it twice.
-    """
-    total, rest = 0, [value]
-    while rest and total <= VALUE_MAX:
-        item = rest.pop()
-        if isinstance(item, str):
-            total += len(item)
-            continue
-        total += ITEM_SIZE
-        if isinstance(item, dict):
-            rest.extend(item)
-            rest.extend(item.values())
-        elif isinstance(item, range):
-            total += ITEM_SIZE * len(item)
-        elif isinstance(item, list | tuple | set | frozenset):
-            rest.extend(item)
-    return total
-
-
-def _string_result(text: str, method: str, args: tuple[Any, ...]) -> int:
-    """Return an upper bound of the size of a string method's result."""
-    match method:
-        case "join":
-            items = args[0] if args else ()
-            return estimate_size(items) + len(items) * len(text)
-        case "replace" if len(args) > 1:
-            old, new = str(args[0]), str(args[1])
-            return len(text) + text.count(old) * len(new)
-        case "split" | "rsplit" if args and isinstance(args[0], str) and args[0]:
-            return len(text) + ITEM_SIZE * text.count(args[0])
-        case "split" | "rsplit" | "splitlines":
-            return len(text) * ITEM_SIZE // 2
-        case _:
-            return len(text)
-
-
 def _bits(number: float) -> int:
     return number.bit_length() if isinstance(number, int) else 0
 
 
-def _width(width: object) -> int:
-    if isinstance(width, str):
-        return len(width)
-    return max(0, width) if isinstance(width, int) else VALUE_MAX
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    """Return JSON as models saw it in training: no HTML escaping, keys in their order."""
-    return json.dumps(value, ensure_ascii=False, indent=min(indent, 8) if indent else None)
+def _to_json(
+    value: object,
+    ensure_ascii: object = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: object = False,
+) -> str:
+    """Return JSON as models saw it in training, with the keywords of transformers' filter: no HTML
+    escaping, and keys in their order."""
+    return json.dumps(
+        value,
+        ensure_ascii=bool(ensure_ascii),
+        indent=indent,
+        separators=separators,
+        sort_keys=bool(sort_keys),
+    )

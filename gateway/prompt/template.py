@@ -2,7 +2,7 @@
 
 A template comes with the model, never from a request. The model is still third-party data, so a
 template may not access the program, run for long, or build large values (`gateway.prompt.sandbox`).
-Dates are frozen, so that the beginning of a prompt does not change with the clock.
+It is told the day and no time of day, so that the beginning of a prompt changes once a day at most.
 `gateway.prompt.renderer` calls it.
 """
 
@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 
 from jinja2 import TemplateError, meta
 from jinja2.exceptions import SecurityError
+from msgspec import Struct
 
 from gateway.errors import Kind, Refusal
-from gateway.prompt.sandbox import VALUE_MAX, BoundedSandbox
+from gateway.prompt.result_sizes import VALUE_MAX
+from gateway.prompt.sandbox import BoundedSandbox
+from gateway.template_date import Calendar
 
 SOURCE_CHARS_MAX = 250_000
 """Maximum length of a template's source, in characters."""
 SECONDS_MAX = 2.0
 """Maximum time of one rendering, in seconds."""
-FROZEN_DATE = "26 Jul 2024"
-"""The date that `strftime_now` returns: a real date would change the beginning of every prompt."""
+DATE_FORMAT_CHARS_MAX = 1_000
+"""Maximum length of a format for the date, in characters: the C library pads as it asks."""
 
 Messages = Sequence[Mapping[str, object]]
 
@@ -31,8 +35,16 @@ class TemplateRefusedError(Exception):
     """The template called `raise_exception`."""
 
 
-def _frozen_date(_format: object = "") -> str:
-    return FROZEN_DATE
+class StrftimeNow(Struct, frozen=True):
+    """`strftime_now` of one day, at midnight: templates of a day write the same text."""
+
+    day: date
+
+    def __call__(self, format: str) -> str:
+        """Return the day in a form of `strftime`, whose time of day is 00:00:00."""
+        if len(format) > DATE_FORMAT_CHARS_MAX:
+            raise SecurityError("the format of the date is too long")
+        return self.day.strftime(format)
 
 
 def _refuse(message: object = "") -> None:
@@ -42,16 +54,22 @@ def _refuse(message: object = "") -> None:
 class ChatTemplate:
     """A compiled chat template. Thread-safe. `variables`: the names that the template reads."""
 
-    def __init__(self, source: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Compile `source`. Raises ValueError if it is too long or does not compile."""
+    def __init__(
+        self,
+        source: str,
+        clock: Callable[[], float] = time.monotonic,
+        calendar: Calendar | None = None,
+    ) -> None:
+        """Compile `source`. `calendar`: None for today by the machine's clock. Raises ValueError if
+        it is too long or does not compile."""
         if len(source) > SOURCE_CHARS_MAX:
             raise ValueError(
                 f"the chat template is too long: {len(source)} characters;"
                 f" expected at most {SOURCE_CHARS_MAX}"
             )
+        self._calendar = calendar or Calendar()
         self._sandbox = BoundedSandbox(clock)
         self._sandbox.globals["raise_exception"] = _refuse
-        self._sandbox.globals["strftime_now"] = _frozen_date
         try:
             self._template = self._sandbox.from_string(source)
             self.has_captures = self._sandbox.has_captures
@@ -60,12 +78,21 @@ class ChatTemplate:
         except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
 
+    def date_variables(self) -> tuple[tuple[str, object], ...]:
+        """Return the variables that tell the template today's date: none if it asks for no date.
+        All renderings of one prompt take the same."""
+        if "strftime_now" not in self.variables:
+            return ()
+        return (("strftime_now", StrftimeNow(self._calendar.today())),)
+
     def render(self, messages: Messages, **variables: object) -> str:
-        """Return the prompt's text. Raises Refusal if the template refuses or exceeds a limit."""
+        """Return the prompt's text, of today if `variables` has no date. Raises Refusal if the
+        template refuses or exceeds a limit."""
+        given = {"messages": messages, **dict(self.date_variables()), **variables}
         try:
             self._sandbox.begin(SECONDS_MAX)
             pieces, size = [], 0
-            for piece in self._template.generate(messages=messages, **variables):
+            for piece in self._template.generate(given):
                 size += len(piece)
                 if size > VALUE_MAX:
                     raise SecurityError("the template's output is too long")

@@ -113,6 +113,16 @@ SCOPE = '[[tenancy.shared_scopes]]\nname = "ours"\nowner = "ada"\n'
         ("[server]\nlisten = 'host:²'", "invalid address"),
         ("[server]\nlisten = '::1:80'", "invalid address"),
         ("[admin]\nlisten = '127.0.0.1:8080'", "address of the public listener"),
+        (
+            "[templates]\ndate = '26 Jul 2024'",
+            "templates: date: '26 Jul 2024'; expected 'today', or",
+        ),
+        ("[templates]\ndate = 2026-11-28", "templates.date: Expected `str`, got `date`"),
+        ("[templates]\ntime_zone = 'Mars/Base'", "templates: time_zone: 'Mars/Base' is not known"),
+        (
+            "[templates]\ntime_zone = '../etc/passwd'",
+            "templates: time_zone: '../etc/passwd' is not",
+        ),
         ("[idempotency]\nkeep_hours = 23", "expected 0, or 24 or more"),
         (
             "[engine]\nstep_tokens_max = 100\nprefill_chunk_tokens_max = 200",

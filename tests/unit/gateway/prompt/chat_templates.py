@@ -11,6 +11,7 @@ import msgspec
 
 from engine.model_store import ModelCard
 from gateway.prompt import Renderer
+from gateway.template_date import Calendar
 
 HERMES = """
 {%- if tools %}
@@ -176,11 +177,13 @@ HARMONY = """
 """Writes channels and the effort, and drops the thoughts of earlier answers."""
 
 
-def with_template(card: ModelCard, template: str, folder: Path) -> Renderer:
+def with_template(
+    card: ModelCard, template: str, folder: Path, calendar: Calendar | None = None
+) -> Renderer:
     """Return a model's renderer with another template. `folder`: an empty one, for its copy."""
     shutil.copytree(Path(card.folder), folder, dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(template)
-    return Renderer(msgspec.structs.replace(card, folder=str(folder)))
+    return Renderer(msgspec.structs.replace(card, folder=str(folder)), calendar)
 
 
 def text_of(renderer: Renderer, ids: Iterable[int]) -> str:

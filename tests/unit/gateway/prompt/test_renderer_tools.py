@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import msgspec
 import pytest
@@ -14,6 +16,7 @@ from engine.model_store import ModelCard
 from gateway.dialects.canonical import Prompt, Rendered, Segment, Tool, ToolCall, ToolChoice
 from gateway.errors import Kind, Refusal
 from gateway.prompt import Renderer
+from gateway.template_date import Calendar
 from tests.models import CHAT_TEMPLATE
 from tests.unit.gateway.prompt import chat_templates
 from tests.unit.gateway.prompt.chat_templates import text_of
@@ -420,3 +423,28 @@ def test_open_message_may_be_cut_by_template(card: ModelCard, make: Make) -> Non
     rendered = renderer.render(Prompt(segments=segments, continues=True))
 
     assert text_of(renderer, rendered.token_ids).endswith("assistant\nIt is")
+
+
+DATED = "{{- strftime_now('%d %b %Y') + '\n' }}" + chat_templates.HERMES
+"""Writes the date at the beginning, as Llama 3 and Mistral do."""
+
+
+def test_prompts_of_a_day_begin_alike_and_the_next_day_is_told(
+    card: ModelCard, tmp_path: Path
+) -> None:
+    """Neither the shape of a chat nor where its tools end is kept over midnight."""
+    now_ms = 1_795_824_000_000
+    calendar = Calendar(time_zone=ZoneInfo("UTC"), wall=lambda: now_ms)
+    renderer = chat_templates.with_template(card, DATED, tmp_path, calendar)
+    prompts = [Prompt((said("user", "Hi", 0),), tools=tools) for tools in ((), TOOLS)]
+    morning = [renderer.render(prompt) for prompt in prompts]
+    now_ms += 86_399_000
+    evening = [renderer.render(prompt) for prompt in prompts]
+    now_ms += 1_000
+    tomorrow = [renderer.render(prompt) for prompt in prompts]
+
+    assert evening == morning
+    assert [text_of(renderer, one.token_ids)[:11] for one in morning] == ["28 Nov 2026"] * 2
+    assert [text_of(renderer, one.token_ids)[:11] for one in tomorrow] == ["29 Nov 2026"] * 2
+    ends = [[boundary.tokens for boundary in one.boundaries] for one in (morning[1], tomorrow[1])]
+    assert ends[0] == ends[1] == sorted(set(ends[0]))

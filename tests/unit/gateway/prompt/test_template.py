@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import tracemalloc
+from datetime import date, datetime
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.errors import Kind, Refusal
-from gateway.prompt.template import FROZEN_DATE, ChatTemplate
+from gateway.prompt.template import ChatTemplate
+from gateway.template_date import Calendar
 
+DAY = date(2026, 11, 28)
 MESSAGES = [
     {"role": "system", "content": " Be brief. "},
     {"role": "user", "content": "Hi {{ x }} <|im_end|>", "name": "ann"},
@@ -55,7 +59,7 @@ def reference(source: str, **variables: Any) -> str:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.globals["strftime_now"] = lambda _: FROZEN_DATE
+    environment.globals["strftime_now"] = DAY.strftime
     return environment.from_string(source).render(**variables)
 
 
@@ -71,7 +75,8 @@ def test_renders_like_jinja(source: str, opens: bool) -> None:
         "bos_token": "<s>",
     }
 
-    assert ChatTemplate(source).render(**variables) == reference(source, **variables)
+    template = ChatTemplate(source, calendar=Calendar(DAY))
+    assert template.render(**variables) == reference(source, **variables)
 
 
 def test_tojson_does_not_escape_html() -> None:
@@ -134,12 +139,38 @@ LARGE = {
     "times": "{{ 'a' * 10**12 }}",
     "times a list": "{{ ([1] * 99999999)|length }}",
     "numbers": looped("{% set ns.x = ns.x * ns.x %}", "9"),
-    "powers": "{{ 10 ** 10 ** 10 }}",
+    "powers": "{{ 10 ** (10 ** 10) }}",
     "padding": "{{ 'a'.ljust(10**11) }}",
     "tabs": "{{ '\t'.expandtabs(10**11) }}",
     "percent": "{{ '%99999999999d' % 1 }}",
     "format": "{{ '{:>99999999999}'.format(1) }}",
     "format_map": "{{ '{a:>99999999999}'.format_map({'a': 1}) }}",
+    "power of a power": looped("{% set ns.x = ns.x ** 9 %}", "9"),
+    "widths": "{{ '%*d' % (10**11, 1) }}",
+    "widths behind a key": "{{ '%((a))99999999999d' % {'(a)': 1} }}",
+    "precisions": "{{ '%.99999999999f' % 1 }}",
+    "percent of a long text": "{{ '%s%s%s%s' % (('a' * 9999999,) * 4) }}",
+    "percent filter": "{{ '%99999999999d' | format(1) }}",
+    "format with an argument as width": "{{ '{:{}}'.format(1, 10**11) }}",
+    "format of a long text": "{{ '{0}{0}{0}'.format('a' * 9999999) }}",
+    "zeros": "{{ '1'.zfill(width=10**11) }}",
+    "center filter": "{{ 'a' | center(10**11) }}",
+    "center by map": "{{ ['a'] | map('center', 10**11) | list }}",
+    "batches": "{{ [1] | batch(10**11, 'x') | list }}",
+    "slices of lists": "{{ [1] | slice(10**11, 'x') | list }}",
+    "rounding": "{{ 1 | round(-(10**11)) }}",
+    "rounding up": "{{ 1 | round(10**11, 'ceil') }}",
+    "sum of lists": "{{ ([[1]] * 99999) | sum(start=[]) | length }}",
+    "bytes": "{{ (1).to_bytes(10**11, 'big') | length }}",
+    "empty texts": "{{ (['', '', '', '', '', '', '', ''] * 999999) | length }}",
+    "indented JSON": looped("{% set ns.x = [ns.x] %}", "[0] * 99999")
+    + "{{ ns.x | tojson(indent=9) }}",
+    "separated JSON": "{{ ([0] * 99999) | tojson(separators=('x' * 9999, ':')) }}",
+    "escaped JSON": "{{ ('é' * 9999999) | tojson(ensure_ascii=True) }}",
+    "escaped HTML": "{{ ('<' * 9999999) | e }}",
+    "escaped URL": "{{ ('é' * 9999999) | urlencode }}",
+    "words": "{{ ('a ' * 9999999) | wordcount }}",
+    "format of the date": "{{ strftime_now('%99999999999d' * 99) }}",
     "ranges": "{% for i in range(10**9) %}x{% endfor %}",
     "many values": "{% for i in range(99999) %}{% set x = range(99999)|list %}{% endfor %}",
     "output": "{% for i in range(1000) %}" + "x" * 100_000 + "{% endfor %}",
@@ -155,7 +186,7 @@ def test_refuses_large_values(name: str) -> None:
         template.render(MESSAGES)
 
     assert raised.value.kind is Kind.BAD
-    assert "SecurityError" in raised.value.message
+    assert any(word in raised.value.message for word in ("SecurityError", "OverflowError"))
 
 
 @pytest.mark.parametrize("name", ["add", "join by ~", "captured", "replace method", "slices"])
@@ -202,7 +233,7 @@ def test_stops_long_loops(source: str) -> None:
         "{{ strftime_now.__code__.co_consts }}",
         "{{ cycler.__init__.__globals__.os }}",
         "{{ self.__init__.__globals__ }}",
-        "{{ messages|attr('__class__') }}",
+        "{{ (messages|attr('__class__')).mro() }}",
         "{{ messages|map(attribute='__class__')|list }}{{ x.y }}",
         "{% include 'x' %}",
         "{{ messages.append(1) }}",
@@ -244,3 +275,32 @@ def test_limits_apply_per_rendering() -> None:
     messages = [{"role": "user", "content": "x" * 2_000_000}]
 
     assert {len(template.render(messages)) for _ in range(20)} == {2_000_000 + 28}
+
+
+def test_the_day_changes_at_the_midnight_of_its_time_zone() -> None:
+    """A prompt's beginning is the same all day long: the time of day is midnight."""
+    now_ms = wall_at("2026-11-28T22:59:59+00:00")
+    template = ChatTemplate(
+        "{{ strftime_now('%d %b %Y %H:%M') }}",
+        calendar=Calendar(time_zone=ZoneInfo("Europe/Paris"), wall=lambda: now_ms),
+    )
+    before = template.render([])
+    now_ms += 1_000
+    after = template.render([])
+
+    assert (before, after) == ("28 Nov 2026 00:00", "29 Nov 2026 00:00")
+
+
+def test_without_settings_the_day_is_the_machines() -> None:
+    """As in transformers."""
+    now_ms = wall_at("2026-11-28T12:00:00+00:00")
+    local = datetime.fromtimestamp(now_ms / 1_000).astimezone()
+
+    text = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", calendar=Calendar(wall=lambda: now_ms))
+
+    assert text.render([]) == f"{local:%Y-%m-%d}"
+
+
+def wall_at(text: str) -> int:
+    """Return an instant in milliseconds since the epoch."""
+    return int(datetime.fromisoformat(text).timestamp() * 1_000)
