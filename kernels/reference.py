@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
 
 def paged_attention(
@@ -63,7 +65,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (normed.to(x.dtype).float() * weight.float()).to(x.dtype)
 
 
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(x[:, :C]) * x[:, C:] for x [T, 2C]."""
+def gated_mul(x: torch.Tensor, activation: Literal["silu", "gelu_tanh"]) -> torch.Tensor:
+    """Return activation(x[:, :C]) * x[:, C:] for x [T, 2C]."""
     gate, up = x.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh") * up

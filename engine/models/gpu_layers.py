@@ -1,4 +1,4 @@
-"""The layers on a GPU: fused kernels around cuBLAS matrix products.
+"""The layers on a GPU: fused kernels around cuBLAS matrix products, and experts.
 
 It knows no architecture and no attention. Runner builders pass `GpuOps` to a model's constructor.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.models.layers import Activation, Linear
+from engine.models.gpu_experts import GpuExperts
+from engine.models.layers import Activation, ExpertWeights, Linear, MixedExperts
 from kernels.gpu import fused_ops
+from kernels.reference_experts import ExpertActivation, Routing
 
 SPLIT_ROWS = 256
 """Batch size, in tokens, at which wide products are split in two.
@@ -61,6 +63,11 @@ class GpuOps:
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
         fused_ops.gated_mul(x, out, gelu=activation == "gelu_tanh")
         return out
+
+    def experts(
+        self, weights: ExpertWeights, routing: Routing, activation: ExpertActivation
+    ) -> MixedExperts:
+        return GpuExperts(weights, routing, activation)
 
 
 def split_linear(x: torch.Tensor, weight: torch.Tensor, split: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Layer operations between attentions: linear maps, norms, gated activations.
+"""Layer operations between attentions: linear maps, norms, gated activations, experts.
 
 `Ops` is the set of operations of one device; a model's constructor receives one and builds its
 layers from it. `TorchOps` here is plain torch; `engine.models.gpu_layers` launches fused kernels.
@@ -7,16 +7,36 @@ layers from it. `TorchOps` here is plain torch; `engine.models.gpu_layers` launc
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from engine.weights import Weights
-from kernels import reference
+from kernels import reference, reference_experts
+from kernels.reference_experts import ExpertActivation, Routing
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 Activation = Literal["silu", "gelu_tanh"]
+MixedExperts = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""Maps x [T, C], and the output [T, C] of an MLP that all tokens take, to their sum."""
+
+
+class ExpertWeights(NamedTuple):
+    """A layer's experts, E of I channels, and their router. Biases are None where there are none.
+
+    Takes no part in a step: operations copy what they need in their own layout.
+    """
+
+    router: torch.Tensor  # [E, C]
+    router_bias: torch.Tensor | None  # [E]
+    choice_bias: torch.Tensor | None  # [E] fp32, added to the scores for the choice alone
+    gate: torch.Tensor  # [E, I, C]
+    gate_bias: torch.Tensor | None  # [E, I]
+    up: torch.Tensor  # [E, I, C]
+    up_bias: torch.Tensor | None  # [E, I]
+    down: torch.Tensor  # [E, C, I]
+    down_bias: torch.Tensor | None  # [E, C]
 
 
 class Ops(Protocol):
@@ -42,6 +62,11 @@ class Ops(Protocol):
     def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """Return activation(x[:, :C]) * x[:, C:], x [T, 2C]."""
 
+    def experts(
+        self, weights: ExpertWeights, routing: Routing, activation: ExpertActivation
+    ) -> MixedExperts:
+        """Return the mixture of experts that `kernels.reference_experts` specifies."""
+
 
 class TorchOps:
     """`Ops` in plain torch, on any device."""
@@ -63,15 +88,27 @@ class TorchOps:
             part.copy_(F.rms_norm(part, weight.shape, weight, eps))
 
     def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        return gated(x, activation)
+        return reference.gated_mul(x, activation)
 
+    def experts(
+        self, weights: ExpertWeights, routing: Routing, activation: ExpertActivation
+    ) -> MixedExperts:
+        w = weights
+        gate_up, gate_up_bias = torch.cat([w.gate, w.up], 1), None
+        if w.gate_bias is not None and w.up_bias is not None:
+            gate_up_bias = torch.cat([w.gate_bias, w.up_bias], 1)
+        router, down, down_bias, choice_bias = w.router, w.down, w.down_bias, w.choice_bias
+        router_bias = None if w.router_bias is None else w.router_bias.float()
 
-def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return activation(x[:, :C]) * x[:, C:], x [T, 2C], in torch."""
-    if activation == "silu":
-        return reference.silu_mul(x)
-    gate, up = x.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
+        def mixed(x: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+            logits = F.linear(x.float(), router.float(), router_bias)
+            chosen, factors = reference_experts.route(logits, routing, choice_bias)
+            out = reference_experts.experts(
+                x, chosen, factors, gate_up, gate_up_bias, down, down_bias, activation
+            )
+            return out if shared is None else out + shared
+
+        return mixed
 
 
 def mean_norm(

@@ -1,6 +1,7 @@
 """Builds a warmed-up runner on a GPU from a model card.
 
-Dense models run in fused kernels under CUDA graphs; others run in torch on the device. It knows no
+Models with grouped-query attention, dense or with experts, run in fused kernels under CUDA graphs;
+others run in torch on the device. It knows no
 step. `engine.server.composition` calls `build_gpu_runner`.
 """
 
@@ -78,8 +79,6 @@ def lacking_kernel(model: Architecture) -> str:
     spec = attention_spec(model)
     if model.latent is not None:
         return "attention is over latents"
-    if model.moe is not None:
-        return "layers have experts, whose choice the host must see"
     if spec.head_dim % HEAD_DIM_STEP or not HEAD_DIM_MIN <= spec.head_dim <= HEAD_DIM_MAX:
         return (
             f"head_dim is {spec.head_dim}; kernels take multiples of {HEAD_DIM_STEP} from"

@@ -1,9 +1,9 @@
 """Families on a GPU, whole and by the layer: python -m tests.bench.gpu_families [--json FILE]
 
 Random weights in bf16, in the shapes of Qwen3-8B, Gemma-3-12B and gpt-oss-20b. Whole models run W1
-and W2 of `tests.bench.gpu_workloads`, then a step of a few rows at 32k. gpt-oss's experts have no
-kernel on a GPU, so of it the attention alone is timed, as it is of the others: one layer with a
-window and one without, decoding, under a CUDA graph, with the worst error against the reference.
+and W2 of `tests.bench.gpu_workloads`, then a step of a few rows at 32k; gpt-oss's whole model is
+`tests.bench.gpu_experts`'s. Of all, the attention of one layer with a window and of one without is
+timed alone, decoding, under a CUDA graph, with the worst error against the reference.
 
 Floors: the unique bytes of weights and keys over the measured copy rate. A layer with a window of W
 reads W keys a row whatever the context, so at 32k Gemma 3's (W = 1,024) should take 1/32 of a full

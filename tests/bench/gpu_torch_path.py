@@ -1,10 +1,10 @@
 """Models without kernels of their own on a GPU: python -m tests.bench.gpu_torch_path [--json FILE]
 
-DeepSeek-V2-Lite's shape (latent attention, experts) and gpt-oss-20b's (experts) run in torch, step
-by step. Random weights in bf16, built as the server builds them; prompts of 2,048 shared tokens and
-64 of their own, 32 tokens out, greedy, 1 and 32 at once. `hits`: cached tokens of a warm run over
-its prompts' tokens but the last ones. The floor of a step is all weights but the embedding, and the
-keys, over the copy rate: with 32 rows nearly every expert is chosen by one of them.
+DeepSeek-V2-Lite's shape (latent attention, experts) runs in torch, step by step. Random weights in
+bf16, built as the server builds them; prompts of 2,048 shared tokens and 64 of their own, 32 tokens
+out, greedy, 1 and 32 at once. `hits`: cached tokens of a warm run over its prompts' tokens but the
+last ones. The floor of a step is all weights but the embedding, and the keys, over the copy rate:
+with 32 rows nearly every expert is chosen by one of them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from engine.runner.gpu_build import build_gpu_runner
 from engine.weights import expected_shapes
 from tests.bench.device import copy_rate, describe
 from tests.bench.gpu_workloads import CoreBench, Workload
-from tests.bench.models import BLOCK, GPT_OSS_20B, V2_LITE
+from tests.bench.models import BLOCK, V2_LITE
 from tests.bench.results import Results, print_line
 
 OUTPUT = 32
-SHAPES = {"V2-Lite": V2_LITE, "gpt-oss-20b": GPT_OSS_20B}
+SHAPES = {"V2-Lite": V2_LITE}
 
 
 class TorchPathBench(CoreBench):

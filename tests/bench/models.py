@@ -73,6 +73,16 @@ GPT_OSS_WITHOUT_EXPERTS = replace(
     moe=None,
     context=LONG_CONTEXT,
 )
+QWEN3_30B_A3B = architecture_of(
+    {
+        "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
+        "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
+        "tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True,
+    }
+)  # fmt: skip
 V2_LITE = architecture_of(
     {
         "model_type": "deepseek_v2", "num_hidden_layers": 27, "hidden_size": 2048,

@@ -22,6 +22,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SAMPLING = "tests.unit.kernels.gpu.compile_sampling"
 PACKING = "tests.unit.kernels.gpu.compile_kv_formats"
 INT8 = "tests.unit.kernels.gpu.compile_int8"
+EXPERTS = "tests.unit.kernels.gpu.compile_experts"
 PLAIN, BY_HAND = (
     "tests.unit.kernels.gpu.compile_for_hopper",
     "tests.unit.kernels.gpu.compile_hand_scheduled",
@@ -43,6 +44,9 @@ CASES = {
     ("big 256", True),
     ("big 256 of Gemma 2", True),
 }
+
+SHARED_BYTES_MAX = 232_448
+"""Shared memory of a block on Hopper; more fails at the launch, not in the compiler."""
 
 CAN_COMPILE_GLUON = hasattr(gluon, "GluonASTSource")
 """Public from Triton 3.9 on; a kernel itself needs less."""
@@ -171,3 +175,15 @@ def test_kernels_over_int8_kv_compile_and_hardly_spill() -> None:
         assert one["spills"] <= INT8_SPILLS_MAX.get(one["class"], 0), one
         if one["class"] != "write":
             assert one["mma" if one["class"] == "small" else "wgmma"] > 0, one
+
+
+def test_products_of_experts_fit_their_multiprocessor() -> None:
+    """Weights enter the matrix units from registers or shared memory, fetched ahead, unspilled."""
+    reports = reports_of(EXPERTS)
+
+    assert len(reports) == 12
+    for report in reports:
+        assert report["spills"] == 0, report
+        assert report["shared_bytes"] <= SHARED_BYTES_MAX, report
+        assert report["wgmma"] > 0, report
+        assert report["async_copies"] > 0, report
