@@ -29,6 +29,7 @@ class Kind(Enum):
     TOO_BIG = 413
     MEDIA = 415
     EXPECTATION = 417
+    UPGRADE = 426
     RATE = 429
     QUOTA = 4290  # 429, as RATE: a spent budget
     INTERNAL = 500

@@ -26,6 +26,7 @@ from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.http.middleware import Route
 from gateway.http.request_context import STATE, identity_of
+from gateway.http.route_table import tidy
 
 
 class ModelListFormat(NamedTuple):
@@ -87,7 +88,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 def _format_for(request: web.BaseRequest) -> ModelListFormat:
     is_goog = any(name in request.headers for name in ("x-goog-api-key", "x-goog-api-client"))
-    if is_goog or "key" in request.query or request.path.startswith("/v1beta/"):
+    if is_goog or "key" in request.query or tidy(request.path).startswith("/v1beta/"):
         return GEMINI
     return ANTHROPIC if "anthropic-version" in request.headers else OPENAI
 

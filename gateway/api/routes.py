@@ -17,7 +17,7 @@ from gateway.dialects.openai import completions as openai_completions
 from gateway.dialects.openai import responses as openai_responses
 from gateway.dialects.protocol import Dialect, ErrorShape
 from gateway.http.request_context import PLAIN
-from gateway.http.route_table import pattern_of
+from gateway.http.route_table import pattern_of, tidy
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ _SHAPES_BY_HEADER: tuple[tuple[str, ErrorShape], ...] = (
 
 def error_shape(request: web.BaseRequest) -> ErrorShape:
     """Return the error format of a request whose route has none: by its path, then its headers."""
-    path = request.path + "/"
+    path = tidy(request.path) + "/"
     for prefix, shape in _SHAPES_BY_PATH:
         if path.startswith(prefix):
             return shape

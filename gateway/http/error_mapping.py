@@ -11,6 +11,7 @@ from aiohttp import web
 
 from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from gateway.errors import Kind, Refusal
+from gateway.http.route_table import PathNotFound
 from tenancy.errors import (
     BadName,
     BadPrice,
@@ -20,9 +21,11 @@ from tenancy.errors import (
     StoreError,
 )
 
+_PATH_CHARS_MAX = 100
+"""Most characters of a path that a message quotes."""
+
 _HTTP_KINDS = {
     404: (Kind.NOT_FOUND, "not_found", "Path not found."),
-    405: (Kind.METHOD, "method_not_allowed", "Method not allowed for this path."),
     413: (Kind.TOO_BIG, "request_too_large", "Request body too large."),
     417: (
         Kind.EXPECTATION,
@@ -32,9 +35,10 @@ _HTTP_KINDS = {
 }
 
 _TOKENIZES = "The tokenizer is at /tokenize, /detokenize and /tokenizer_info, without /v1."
-_STORES = "Reading stored objects is not supported: nothing is stored."
+_STORES = "Chat completions are not stored, so none can be read; POST /v1/responses stores answers."
 _GENERATES = "{} is not supported; this server generates text."
 _NOT_SERVED = {
+    "admin": "Administration is on the admin listener (`admin.listen`).",
     "metrics": "Metrics are on the admin listener (`admin.listen`), as GET /metrics.",
     "embeddings": "Embeddings are made by POST /v1/embeddings, and not stored.",
     "rerank": _GENERATES.format("Ranking"),
@@ -74,8 +78,6 @@ _NOT_SERVED = {
 version: the message. Only paths of which this server has no method are found here."""
 
 _NOT_SERVED_METHODS = {
-    ("GET", "chat/completions"): _STORES,
-    ("GET", "responses"): _STORES,
     ("POST", "responses/compact"): _NOT_SERVED["responses/compact"],
     ("DELETE", "models"): "Training models is not supported, so there is none to delete.",
 }
@@ -122,10 +124,22 @@ def refusal_of(error: Exception, method: str = "", path: str = "") -> Refusal | 
     match error:
         case Refusal():
             return error
+        case PathNotFound(similar=similar) if similar:
+            message = (
+                f"Path not found: {path[:_PATH_CHARS_MAX]!r}; expected"
+                f" {similar[:_PATH_CHARS_MAX]!r}. Check the client's base URL."
+            )
+            return Refusal(Kind.NOT_FOUND, "not_found", message)
         case web.HTTPException():
             missing = _not_served(error.status, method, path)
             if missing is not None:
                 return missing
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                allowed = " or ".join(sorted(error.allowed_methods))
+                message = (
+                    f"Method {method[:16]!r} is not allowed for this path; expected {allowed}."
+                )
+                return Refusal(Kind.METHOD, "method_not_allowed", message)
             kind, code, message = _HTTP_KINDS.get(
                 error.status, (Kind.BAD, "bad_http", "Invalid HTTP request.")
             )

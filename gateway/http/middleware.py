@@ -168,16 +168,19 @@ class Middleware:
         OPTIONS is answered with the methods of the path; a browser's preflight at any path, with
         what `server.cors_origins` allows.
 
-        Raises Refusal, and web.HTTPNotFound or web.HTTPMethodNotAllowed for an undeclared route.
+        Raises Refusal, and PathNotFound or web.HTTPMethodNotAllowed for an undeclared route.
         """
         if self._cross_origin.is_preflight(request):
             check_host(request, self._hosts, self._hosts_setting)
             return _no_content()
         try:
+            _check_no_websocket(request, state)
             (route, path), state.parameters = self._table.find(request)
-        except web.HTTPException as error:
+        except (web.HTTPException, Refusal) as error:
             state.shape = self._shape_of(request)
             check_host(request, self._hosts, self._hosts_setting)
+            if isinstance(error, web.HTTPNotFound) and not self._is_public:
+                raise Refusal(Kind.NOT_FOUND, "not_found", _NO_ADMIN_PATH) from None
             if isinstance(error, web.HTTPMethodNotAllowed):
                 state.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
                 if request.method == "OPTIONS":
@@ -327,6 +330,22 @@ class Middleware:
 def _cache_owner(identity: Identity) -> object:
     """Return what two keys of one request must have in common: bill and cache."""
     return identity.tenant.tenant_id, identity.workspace
+
+
+_NO_ADMIN_PATH = (
+    "Path not found on the admin listener; models are served on the public one (`server.listen`)."
+)
+
+
+def _check_no_websocket(request: web.BaseRequest, state: RequestState) -> None:
+    """Raise Refusal for a handshake: with this status clients fall back to streaming at once."""
+    if request.method == "GET" and "websocket" in request.headers.get("Upgrade", "").lower():
+        state.headers["Upgrade"] = "HTTP/1.1"
+        raise Refusal(
+            Kind.UPGRADE,
+            "websocket_not_supported",
+            "WebSocket mode is not supported; use streaming: POST with `stream` true.",
+        )
 
 
 async def _no_content() -> web.StreamResponse:

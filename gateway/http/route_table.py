@@ -14,6 +14,9 @@ from aiohttp import web
 
 T = TypeVar("T")
 
+_STEPS_MAX = 12
+"""Most steps of a path for which a similar one is sought."""
+
 _PARAMETER = re.compile(r"\{(\w+)(?::([^{}]+))?\}")
 
 
@@ -37,8 +40,19 @@ def canonical(path: str) -> str:
     return _PARAMETER.sub(r"{\1}", path)
 
 
+class PathNotFound(web.HTTPNotFound):
+    """No route has the path. `similar`: a declared path that the client may have meant, or ""."""
+
+    def __init__(self, similar: str = "") -> None:
+        super().__init__()
+        self.similar = similar
+
+
 class RouteTable(Generic[T]):
-    """Declared values by method and path; paths with a longer fixed prefix match first."""
+    """Declared values by method and path; paths with a longer fixed prefix match first.
+
+    A slash too many, which a base URL may end with, changes no path. Declared paths end without.
+    """
 
     def __init__(self) -> None:
         self._exact: dict[str, dict[str, T]] = {}
@@ -46,6 +60,7 @@ class RouteTable(Generic[T]):
 
     def add(self, method: str, path: str, value: T) -> None:
         """Declare a value for a method and path; each pair may be declared once."""
+        assert tidy(path) == path, f"{path} has a slash too many"
         if "{" not in path:
             by_method = self._exact.setdefault(path, {})
         else:
@@ -60,20 +75,15 @@ class RouteTable(Generic[T]):
     def find(self, request: web.BaseRequest) -> tuple[T, dict[str, str]]:
         """Return (value, decoded parameters). HEAD finds what GET finds, unless it is declared.
 
-        Cost: O(1) for a path without parameters, else O(patterns). Raises web.HTTPNotFound, and
+        Cost: O(1) for a path without parameters, else O(patterns). Raises PathNotFound, and
         web.HTTPMethodNotAllowed with the methods that the path takes.
         """
         method, url = request.method, request.rel_url
         exact = self._exact.get(url.raw_path)
         if exact is not None and (found := _method_for(method, exact)) is not None:
             return exact[found], {}
-        path, allowed = url.path_safe, set[str]()
-        candidates = [(self._exact.get(path, {}), dict[str, str]())]
-        for _, pattern, by_method in self._patterns:
-            match = pattern.fullmatch(path)
-            if match is not None:
-                candidates.append((by_method, match.groupdict()))
-        for by_method, parameters in candidates:
+        path, allowed = tidy(url.path_safe), set[str]()
+        for by_method, parameters in self._matches(path):
             if (found := _method_for(method, by_method)) is not None:
                 return by_method[found], {name: _decoded(v) for name, v in parameters.items()}
             allowed.update(by_method)
@@ -81,7 +91,28 @@ class RouteTable(Generic[T]):
             allowed.add("HEAD")
         if allowed:
             raise web.HTTPMethodNotAllowed(method, allowed)
-        raise web.HTTPNotFound
+        raise PathNotFound(self._similar(path))
+
+    def _matches(self, path: str) -> list[tuple[dict[str, T], dict[str, str]]]:
+        """Return what is declared for a path, by method, and the path's parameters."""
+        found = [(self._exact[path], dict[str, str]())] if path in self._exact else []
+        for _, pattern, by_method in self._patterns:
+            match = pattern.fullmatch(path)
+            if match is not None:
+                found.append((by_method, match.groupdict()))
+        return found
+
+    def _similar(self, path: str) -> str:
+        """Return the declared path that the given one ends with, behind what a wrong base URL adds,
+        or to which it lacks the version; "" for none."""
+        steps = path.split("/")[1 : _STEPS_MAX + 1]
+        shorter = ("/" + "/".join(steps[at:]) for at in range(1, len(steps)))
+        return next(filter(self._matches, (*shorter, f"/v1{path}")), "")
+
+
+def tidy(path: str) -> str:
+    """Return a path without empty steps: with one slash before each step, and none at the end."""
+    return "/" + "/".join(filter(None, path.split("/")))
 
 
 def _method_for(method: str, declared: Container[str]) -> str | None:

@@ -286,6 +286,7 @@ _STATUS: dict[Kind, tuple[int, str]] = {
     Kind.METHOD: (404, "NOT_FOUND"),
     Kind.CONFLICT: (409, "ABORTED"),
     Kind.TOO_BIG: (413, "INVALID_ARGUMENT"),
+    Kind.UPGRADE: (426, "INVALID_ARGUMENT"),
     Kind.RATE: (429, "RESOURCE_EXHAUSTED"),
     Kind.QUOTA: (429, "RESOURCE_EXHAUSTED"),
     Kind.INTERNAL: (500, "INTERNAL"),

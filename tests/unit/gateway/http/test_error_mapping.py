@@ -15,6 +15,7 @@ from engine.errors import EngineError, EngineUnavailable, RequestRefused
 from engine.model_store import ModelCard
 from gateway.errors import Kind, Refusal, error_location
 from gateway.http.error_mapping import engine_refusal, refusal_of
+from gateway.http.route_table import PathNotFound
 from tenancy.errors import LedgerUnavailable
 from tests.crash.power_cut import Disk, disk_of
 from tests.unit.gateway.admin_client import AdminClient
@@ -60,6 +61,7 @@ def test_known_errors_map_to_a_kind(error: Exception, kind: Kind) -> None:
         ("/metrics", "admin.listen"),
         ("/v1/tokenize", "without /v1"),
         ("/v1/rerank", "ranking"),
+        ("/admin/v1/tenants", "admin.listen"),
         ("/api/chat", "ollama"),
         ("/v1/fine_tuning/jobs", "training"),
         ("/v1/moderations", "moderation"),
@@ -81,8 +83,8 @@ def test_unsupported_endpoint_of_a_hosted_api_is_named(path: str, word: str | No
 @pytest.mark.parametrize(
     ("method", "path", "code"),
     [
-        ("GET", "/v1/chat/completions", "not_served"),
-        ("GET", "/chat/completions", "not_served"),
+        ("GET", "/v1/chat/completions", "method_not_allowed"),
+        ("GET", "/v1/responses", "method_not_allowed"),
         ("POST", "/v1/responses/compact", "not_served"),
         ("DELETE", "/v1/models/m", "not_served"),
         ("PUT", "/v1/chat/completions", "method_not_allowed"),
@@ -98,6 +100,16 @@ def test_hosted_endpoint_at_a_path_with_another_method_is_named(
 
     assert refusal is not None
     assert refusal.code == code
+    assert code == "not_served" or "expected POST" in refusal.message
+
+
+def test_path_of_a_wrong_base_url_names_the_right_one() -> None:
+    """What is wrong is the client's base URL, not the endpoint."""
+    refusal = refusal_of(PathNotFound("/v1/messages"), "POST", "/v1/v1/messages")
+
+    assert refusal is not None
+    assert (refusal.kind, refusal.code) == (Kind.NOT_FOUND, "not_found")
+    assert "expected '/v1/messages'" in refusal.message
 
 
 @pytest.mark.parametrize("error", [ValueError("secret"), EngineError("invariant", "secret")])

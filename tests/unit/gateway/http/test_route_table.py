@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from gateway.http.route_table import RouteTable, canonical
+from gateway.http.route_table import PathNotFound, RouteTable, canonical
 
 DECLARED = (
     ("POST", "/{version:v1|v1beta}/models/{target:.+}"),
@@ -33,6 +33,14 @@ def table() -> RouteTable[str]:
         ("GET", "/v1/m%6fdels", "GET /v1/models", {}),
         ("GET", "/v1/models/a%2Fb%25c", "GET /v1/models/{name}", {"name": "a/b%c"}),
         ("GET", "/v1/models/%C3%A4", "GET /v1/models/{name}", {"name": "ä"}),
+        ("GET", "/v1/models/", "GET /v1/models", {}),
+        ("GET", "/v1//models//a/", "GET /v1/models/{name}", {"name": "a"}),
+        (
+            "POST",
+            "/v1//models/a:go/",
+            "POST /{version}/models/{target}",
+            {"version": "v1", "target": "a:go"},
+        ),
         (
             "POST",
             "/v1beta/models/a/b:go",
@@ -44,17 +52,40 @@ def table() -> RouteTable[str]:
 def test_path_matches_its_declared_route(
     table: RouteTable[str], method: str, path: str, found: str, parameters: dict[str, str]
 ) -> None:
-    """Parameters are decoded once, and an encoded slash stays within its segment."""
+    """Parameters are decoded once, and an encoded slash stays within its segment. A slash too many,
+    from the end of a base URL, changes nothing."""
     assert table.find(make_mocked_request(method, path)) == (found, parameters)
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/models/", "/V1/models", "/v2/models/x:go", "//v1/models", "*"]
+    "path", ["/V1/models", "/v2/models/x:go", "/v1%2Fmodels", "/v1/models%2F", "*", "/", "//"]
 )
 def test_undeclared_path_is_not_found(table: RouteTable[str], path: str) -> None:
-    """The whole path must match, including case and slashes."""
+    """The whole path must match, including case."""
     with pytest.raises(web.HTTPNotFound):
         table.find(make_mocked_request("GET", path))
+
+
+@pytest.mark.parametrize(
+    ("path", "similar"),
+    [
+        ("/v1/v1/models", "/v1/models"),
+        ("/v1/v1beta/models/a:go", "/v1beta/models/a:go"),
+        ("/api//v1/models/", "/v1/models"),
+        ("/v1/chat/v1/models", "/v1/models"),
+        ("/models", "/v1/models"),
+        ("/v2/models", ""),
+        ("/" + "x/" * 4_000 + "v1/models", ""),
+    ],
+)
+def test_path_of_a_wrong_base_url_has_a_similar_one(
+    table: RouteTable[str], path: str, similar: str
+) -> None:
+    """The commonest mistakes: the version twice, another server's prefix, no version."""
+    with pytest.raises(PathNotFound) as missing:
+        table.find(make_mocked_request("GET", path))
+
+    assert missing.value.similar == similar
 
 
 def test_wrong_method_lists_methods_of_every_matching_route(table: RouteTable[str]) -> None:

@@ -72,6 +72,39 @@ async def test_path_variants_reach_no_handler_without_a_key(
     assert gateway.entries() == []
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/", "//v1/chat/completions", "/v1//chat///completions//"]
+)
+async def test_slash_too_many_is_served(gateway: GatewayFixture, path: str) -> None:
+    """Base URLs end with one; behind `messages` clients add their own."""
+    status, answer, _ = await gateway.ask(path, gateway.chat())
+
+    assert (status, answer["object"]) == (200, "chat.completion")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/responses", "/x"])
+async def test_websocket_handshake_gets_426(gateway: GatewayFixture, path: str) -> None:
+    """Codex tries a handshake seven times unless it is told that the mode is not supported."""
+    upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
+    answer = await gateway.raw(head(f"GET {path} HTTP/1.1", *upgrade))
+
+    assert status_of(answer) == 426, answer
+    assert b"use streaming" in answer
+    assert b"\r\nupgrade: http/1.1\r\n" in answer.lower()
+
+
+async def test_path_of_the_other_listener_names_it(gateway: GatewayFixture) -> None:
+    """A client with the wrong port otherwise looks for a fault in its path."""
+    url = f"{gateway.admin_url}/v1/chat/completions"
+    async with gateway.session.post(url, json=gateway.chat()) as response:
+        on_admin = response.status, (await response.json())["error"]["message"]
+    status, answer, _ = await gateway.ask("/admin/v1/tenants", method="GET")
+
+    assert on_admin[0] == status == 404
+    assert "server.listen" in on_admin[1]
+    assert "admin.listen" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize("method", ["PUT", "DELETE", "TRACE"])
 async def test_wrong_method_gets_405_with_allow(gateway: GatewayFixture, method: str) -> None:
     """A14: Allow tells the client the supported methods."""
@@ -198,7 +231,7 @@ async def test_upgrade_header_is_ignored(gateway: GatewayFixture, lines: tuple[s
         writer.write(head("GET /v1/chat/completions HTTP/1.1", *lines))
         answer = await read_answer(reader)
 
-    assert status_of(answer) in (400, 404)
+    assert status_of(answer) in (405, 426)
 
 
 async def test_connect_method_is_refused(gateway: GatewayFixture) -> None:
