@@ -35,6 +35,17 @@ def long_text(server: AttackedServer) -> tuple[str, object]:
     return "/v1/messages/count_tokens", chat_of(server, words)
 
 
+def long_text_to_show(server: AttackedServer) -> tuple[str, object]:
+    """The same text, with each of its tokens in the answer."""
+    words = "".join(f"the quick brown fox {number} " for number in range(110_000))
+    return "/tokenize", {"prompt": words, "return_token_strs": True}
+
+
+def many_ids(server: AttackedServer) -> tuple[str, object]:
+    """As many token ids as a body may have values."""
+    return "/detokenize", {"tokens": [*range(1_000)] * 199}
+
+
 def empty_parts(server: AttackedServer) -> tuple[str, object]:
     """Row 16: parts of a message (1.7 s)."""
     return "/v1/chat/completions", chat_of(server, [{"type": "text", "text": ""}] * 380_000)
@@ -52,7 +63,16 @@ def many_prompts(server: AttackedServer) -> tuple[str, object]:
 
 
 BODIES: dict[str, Callable[[AttackedServer], tuple[str, object]]] = {
-    made.__name__: made for made in (brackets, long_text, empty_parts, many_keys, many_prompts)
+    made.__name__: made
+    for made in (
+        brackets,
+        long_text,
+        long_text_to_show,
+        many_ids,
+        empty_parts,
+        many_keys,
+        many_prompts,
+    )
 }
 
 

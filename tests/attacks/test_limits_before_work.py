@@ -22,6 +22,7 @@ CALLS: dict[str, tuple[str, str, dict[str, object] | None]] = {
         "/v1/messages/count_tokens",
         {"messages": [{"role": "user", "content": WORDS}]},
     ),
+    "tokenize": ("POST", "/tokenize", {"prompt": WORDS, "return_token_strs": True}),
     "quote": (
         "POST",
         "/v1/cache/quote",
