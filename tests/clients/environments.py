@@ -21,11 +21,16 @@ INSTALL_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of clients: its name, its program, and the environment that it shares, if any."""
+    """A family of clients: its name, its program, and the environment that it shares, if any.
+
+    `is_scripted`: it is run against the scripted model, for clients whose loops need a model that
+    calls tools as it is told.
+    """
 
     name: str
     program: str
     shares: str = ""
+    is_scripted: bool = False
 
     @property
     def packages(self) -> Path:
@@ -49,6 +54,8 @@ FAMILIES = (
     Family("agents-sdk", "agents_sdk.py"),
     Family("guidellm", "guidellm_load.py"),
     Family("aiperf", "aiperf_load.py"),
+    Family("agents-sdk-js", "agents_sdk.mjs", is_scripted=True),
+    Family("coding-agents", "coding_agents.mjs", is_scripted=True),
 )
 
 

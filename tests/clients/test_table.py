@@ -9,6 +9,7 @@ OUTPUT = """noise of a client
 {"versions": {"litellm": "1.106.2"}}
 {"case": "unary", "passed": true, "reason": "", "theirs": ""}
 {"case": "turn", "passed": false, "reason": "BadRequestError: no", "theirs": ""}
+{"case": "session", "passed": true, "reason": "", "theirs": "", "told": "read 9 of 10"}
 {"case": "stored", "passed": false, "reason": "400", "theirs": "nothing is stored"}
 """
 
@@ -29,9 +30,10 @@ def test_table_has_versions_counts_and_reasons() -> None:
     """A failure's reason is below the table."""
     text = table([result()])
 
-    assert "| litellm | litellm 1.106.2 | 3 | 1 | 1 | 1 | 2 |" in text
+    assert "| litellm | litellm 1.106.2 | 4 | 2 | 1 | 1 | 2 |" in text
     assert "FAILED litellm, turn: BadRequestError: no" in text
     assert "known litellm, stored: nothing is stored" in text
+    assert "measured litellm, session: read 9 of 10" in text
 
 
 def test_a_program_that_breaks_off_has_failed() -> None:

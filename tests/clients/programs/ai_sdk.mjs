@@ -1,12 +1,6 @@
 // The AI SDK's four providers against a gateway: unary, streams, tools, objects and settings.
-// Arguments: the gateway's URL, a key and a model's name. The packages are in the working folder.
-import { createRequire } from 'node:module';
-import { readFileSync } from 'node:fs';
-import { pathToFileURL } from 'node:url';
+import { assert, check, key, load, model, url, versions } from './cases.mjs';
 
-const [url, key, model] = process.argv.slice(2);
-const require = createRequire(process.cwd() + '/');
-const load = (name) => import(pathToFileURL(require.resolve(name)));
 const { APICallError, generateObject, generateText, stepCountIs, streamText, tool } =
   await load('ai');
 const { createOpenAI } = await load('@ai-sdk/openai');
@@ -14,27 +8,7 @@ const { createOpenAICompatible } = await load('@ai-sdk/openai-compatible');
 const { createAnthropic } = await load('@ai-sdk/anthropic');
 const { createGoogleGenerativeAI } = await load('@ai-sdk/google');
 const { z } = await load('zod');
-
-const tell = (found) => console.log('\n' + JSON.stringify(found));
-const versions = {};
-for (const name of ['ai', '@ai-sdk/openai', '@ai-sdk/anthropic', '@ai-sdk/google']) {
-  const file = `${process.cwd()}/node_modules/${name}/package.json`;
-  versions[name] = JSON.parse(readFileSync(file)).version;
-}
-tell({ versions });
-
-async function check(name, work, theirs = '') {
-  let reason = '';
-  try {
-    await work();
-  } catch (error) {
-    reason = `${error?.name}: ${error?.message ?? error} ${error?.responseBody ?? ''}`.slice(0, 600);
-  }
-  tell({ case: name, passed: reason === '', reason, theirs });
-}
-function assert(truth, what) {
-  if (!truth) throw new Error(what);
-}
+versions('ai', '@ai-sdk/openai', '@ai-sdk/anthropic', '@ai-sdk/google');
 
 const openai = createOpenAI({ baseURL: `${url}/v1`, apiKey: key });
 const compatible = createOpenAICompatible({
