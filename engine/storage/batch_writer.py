@@ -13,7 +13,7 @@ from functools import partial
 
 import xxhash
 
-from engine.api import Namespace
+from engine.api import Namespace, Payer
 from engine.moves import ROOT, RecordId, RunToStore, Stored, StoreRuns
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import FOREVER_MS
@@ -29,8 +29,8 @@ from engine.storage.slabs.record import (
 from engine.storage.slabs.slabs import Place, SlabFiles
 from engine.storage.space.disk_space import DiskSpace
 from engine.storage.space.quotas import DiskUsage
+from engine.storage.space.write_budget import WriteBudget
 
-DAY_MS = 86_400_000
 RunAll = Callable[[list[Callable[[], None]]], None]
 
 
@@ -49,34 +49,32 @@ class BatchWriter:
         promises: PromiseRows,
         view: Callable[[int, int], memoryview],
         *,
+        budget: WriteBudget,
         place_sizes: Mapping[int, int],
         run_tokens: int,
-        bytes_per_day: int,
         pinned: set[RecordId],
         now_ms: Callable[[], int],
         drop: Callable[[Sequence[RecordId]], int],
         committed: Callable[[Sequence[PlannedStore]], None],
     ) -> None:
         """`view` returns a slot's bytes, of a size; `place_sizes`: of places, by the bytes of their
-        slots. `bytes_per_day`: of unpromised stores. `drop` deletes records with all under them.
+        slots. `drop` deletes records with all under them.
         `committed` is told of stores in the transaction that commits them."""
         self._index, self._slabs, self._usage, self._space = index, slabs, usage, space
         self._promises, self._view, self._place_sizes = promises, view, place_sizes
-        self._run_tokens, self._bytes_per_day = run_tokens, bytes_per_day
+        self._run_tokens, self._budget = run_tokens, budget
         self._now_ms, self._drop, self._committed = now_ms, drop, committed
         self._store_id = index.file.store_id
         self.batch: WriteBatch | None = None
         self.pinned = pinned
-        self._planned_bytes = 0  # of the batch under way
-        self._written_day = int(index.file.meta("written_day", 0))
-        self._written_today = int(index.file.meta("written_today", 0))
         self.stored_total = self.written_bytes_total = 0
         self.replaced_total = self.expired_total = 0
 
     def plan(self, commands: Sequence[StoreRuns]) -> WriteBatch:
         """Take places for the runs that have no record yet. At most one batch is under way."""
         assert self.batch is None, "one batch at a time: no run is planned twice"
-        batch, self._planned_bytes = WriteBatch(), 0
+        batch = WriteBatch()
+        self._budget.begin_batch()
         planned: dict[tuple[int, RecordId, bytes], RecordId] = {}
         self._index.reserve_ids()
         with self._index.file.change():
@@ -138,8 +136,7 @@ class BatchWriter:
                 self.replaced_total += self._drop([row.record_id])
         if found:
             return PlannedRun(run, found, packed, limit_ms, promise_ms)
-        written = self.written_today + self._planned_bytes + place_bytes
-        if not promise_ms and written > self._bytes_per_day:
+        if not promise_ms and not self._budget.may_write(store.payer, place_bytes, now_ms):
             return "write_budget"
         place = self._space.take(store.payer, place_bytes)
         if isinstance(place, str):
@@ -161,7 +158,7 @@ class BatchWriter:
             promise_ms,
         )
         self._usage.add_bytes(store.payer, place_bytes, store.fidelity)
-        self._planned_bytes += place_bytes
+        self._budget.plan(store.payer, place_bytes)
         return PlannedRun(
             run, record_id, packed, limit_ms, promise_ms, place, encode_header(header), scope.seal
         )
@@ -200,11 +197,11 @@ class BatchWriter:
         assert batch is self.batch, "the batch that was planned last"
         self.batch = None
         self.pinned.clear()
+        self._budget.begin_batch()
         with self._index.file.change():
             outcomes = [self._commit_store(store) for store in batch.stores]
             self._committed(batch.stores)
-            self._index.file.set_meta("written_day", self._written_day)
-            self._index.file.set_meta("written_today", self._written_today)
+            self._budget.save(self._index.file)
         if batch.error is not None:
             self._space.note_write_error(batch.error)
         return outcomes
@@ -251,7 +248,7 @@ class BatchWriter:
             )
             self._index.insert(row, scope, self._now_ms())
             self._usage.add_records(command.namespace, 1)
-            self._count_write(row.place_bytes)
+            self._count_write(store.payer, row.place_bytes)
         self._index.add_leases(scope, run.record_id, command.lease_ids)
         self._promises.set((run.record_id,), run.run.terms)
         return ""
@@ -259,7 +256,7 @@ class BatchWriter:
     @property
     def written_today(self) -> int:
         """Bytes that were written on this day of the store's clock."""
-        return self._written_today if self._written_day == self._now_ms() // DAY_MS else 0
+        return self._budget.written(self._now_ms())
 
     def is_planned(self, scope: Scope) -> bool:
         """Return whether the batch under way has a store of this scope."""
@@ -283,11 +280,8 @@ class BatchWriter:
     def _stores(self) -> list[PlannedStore]:
         return [] if self.batch is None else self.batch.stores
 
-    def _count_write(self, size: int) -> None:
-        day = self._now_ms() // DAY_MS
-        if day != self._written_day:
-            self._written_day, self._written_today = day, 0
-        self._written_today += size
+    def _count_write(self, payer: Payer, size: int) -> None:
+        self._budget.count(payer, size, self._now_ms())
         self.written_bytes_total += size
         self.stored_total += 1
 

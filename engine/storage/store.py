@@ -50,6 +50,7 @@ from engine.storage.slabs.record import place_bytes_of
 from engine.storage.slabs.slabs import DiskCalls, Place, SlabFiles
 from engine.storage.space.disk_space import DiskSpace, StoreSettings
 from engine.storage.space.quotas import DiskQuotas, DiskUsage
+from engine.storage.space.write_budget import WriteBudget
 
 EXPIRE_BATCH = 2_048
 NOTE_MS = 30_000
@@ -144,7 +145,9 @@ class DiskStore:
                 *(index, slabs, self.usage, self._space, self._promises, view),
                 place_sizes=place_sizes,
                 run_tokens=settings.run_tokens,
-                bytes_per_day=settings.write_bytes_per_day,
+                budget=WriteBudget(
+                    index.file, self.quotas, self.usage, settings.write_bytes_per_day
+                ),
                 pinned=pinned,
                 now_ms=self.clock.now_ms,
                 drop=self._drop,

@@ -31,6 +31,16 @@ class DiskQuotas:
             self._by_payer[quota.payer] = quota
         self._floors = sum(one.floor_blocks for one in self._by_payer.values()) * self._place_bytes
 
+    @property
+    def payers(self) -> Iterable[Payer]:
+        """The payers that have a quota."""
+        return self._by_payer.keys()
+
+    def weight(self, payer: Payer) -> float:
+        """Return the payer's weight. O(1)."""
+        quota = self._by_payer.get(payer)
+        return quota.weight if quota is not None else 1.0
+
     def floor(self, payer: Payer) -> int:
         """Return the bytes that others never take from this payer. O(1)."""
         quota = self._by_payer.get(payer)
@@ -48,9 +58,7 @@ class DiskQuotas:
 
     def _overage(self, payer: Payer, used: int) -> float:
         """Return how far `used` bytes are over the payer's floor, relative to its weight."""
-        quota = self._by_payer.get(payer)
-        weight = quota.weight if quota is not None else 1.0
-        return (used - self.floor(payer)) / weight
+        return (used - self.floor(payer)) / self.weight(payer)
 
     def victim(
         self, used: Mapping[Payer, int], taker: Payer, without: Container[Payer]
