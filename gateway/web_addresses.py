@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[1-9][0-9]{0,4})?")
+_ORIGIN = re.compile(
+    r"[a-z][a-z0-9+.-]{0,31}://(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,253})(:[1-9][0-9]{0,4})?"
+)
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 

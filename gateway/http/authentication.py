@@ -44,7 +44,7 @@ CORS_METHODS = "GET, HEAD, POST, PATCH, DELETE"
 """The methods of the public listener."""
 CORS_HEADERS = "Authorization, Content-Type"
 PREFLIGHT_MAX_AGE_S = 600
-_HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]{1,64}(\s*,\s*[A-Za-z0-9_-]{1,64}){0,63}")
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]{1,64}(, ?[A-Za-z0-9_-]{1,64}){0,63}")
 
 ALL_ADDRESSES = (str(ipaddress.IPv4Address(0)), f"[{ipaddress.IPv6Address(0)}]")
 """Names among the allowed hosts that allow every address, and no other name."""
