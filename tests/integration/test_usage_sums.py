@@ -160,7 +160,8 @@ def chat_counts(usage: dict[str, Any]) -> Counted:
 
 def responses_counts(usage: dict[str, Any]) -> Counted:
     details = usage["input_tokens_details"]
-    assert sum(details["cache_write_tokens_details"].values()) == details["cache_write_tokens"]
+    split = details.get("cache_write_tokens_details", {})
+    assert sum(split.values()) == details["cache_write_tokens"]
     return Counted(usage["input_tokens"], details["cached_tokens"], details["cache_write_tokens"])
 
 

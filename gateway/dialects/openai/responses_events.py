@@ -139,11 +139,12 @@ class ResponsesEncoder:
     def _last(self, record: UsageRecord) -> Event:
         status = "incomplete" if self._is_truncated else "completed"
         details = {"reason": "max_output_tokens"} if self._is_truncated else None
+        found = diagnostics(self._diagnosis, record)
         response = self._response(
             status,
             incomplete_details=details,
             usage=usage(record),
-            prompt_cache_diagnostics=diagnostics(self._diagnosis, record),
+            **({} if found is None else {"prompt_cache_diagnostics": found}),
         )
         return {"type": f"response.{status}", "response": response}
 
@@ -307,17 +308,19 @@ _CODES = {Kind.RATE: "rate_limit_exceeded", Kind.QUOTA: "rate_limit_exceeded"}
 
 
 def usage(record: UsageRecord) -> dict[str, Any]:
-    """Return the usage object. Writes of a class other than 30m and 12h count as 30m."""
-    long = record.write.get("12h", 0)
+    """Return the usage object. Writes of a class other than 30m and 12h count as 30m.
+
+    The written tokens are split by class only if there are any: clients read the details as a
+    record of numbers, in which an object has no place.
+    """
+    long, written = record.write.get("12h", 0), record.write_tokens()
+    split = {"ttl_30m_tokens": written - long, "ttl_12h_tokens": long}
     return {
         "input_tokens": record.total_in,
         "input_tokens_details": {
             "cached_tokens": record.read_tokens(),
-            "cache_write_tokens": record.write_tokens(),
-            "cache_write_tokens_details": {
-                "ttl_30m_tokens": record.write_tokens() - long,
-                "ttl_12h_tokens": long,
-            },
+            "cache_write_tokens": written,
+            **({"cache_write_tokens_details": split} if written else {}),
         },
         "output_tokens": record.out,
         "output_tokens_details": {"reasoning_tokens": record.thinking},

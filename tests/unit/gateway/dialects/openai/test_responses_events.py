@@ -124,6 +124,27 @@ def test_prewarm_reports_its_write_and_has_no_output() -> None:
     assert found["usage"]["input_tokens_details"]["cache_write_tokens"] == 12
 
 
+@pytest.mark.parametrize(
+    ("record", "split"),
+    [
+        (UsageRecord(20, {"30m": 16}, {}, 4, 5, 16), None),
+        (UsageRecord(20, {}, {"30m": 12}, 20, 5, 0), {"ttl_30m_tokens": 12, "ttl_12h_tokens": 0}),
+        (UsageRecord(20, {}, {"12h": 12}, 20, 5, 0), {"ttl_30m_tokens": 0, "ttl_12h_tokens": 12}),
+    ],
+)
+def test_written_tokens_are_split_only_if_there_are_any(
+    record: UsageRecord, split: dict[str, int] | None
+) -> None:
+    """OpenAI's agents in JS read the details as a record of numbers: an object in each of them
+    ended every streamed run."""
+    details = unary(complete_answer(ChoiceEnd(0, "stop"), usage=record))["usage"][
+        "input_tokens_details"
+    ]
+
+    assert details.get("cache_write_tokens_details") == split
+    assert ("cache_write_tokens_details" in details) == (split is not None)
+
+
 def test_answer_repeats_the_requests_settings() -> None:
     """Applications read settings from the answer; defaults are filled in."""
     fields: dict[str, Any] = {
@@ -206,7 +227,8 @@ def test_diagnosis_uses_openais_reasons(
     deltas: list[Delta] = [Begin(record, diagnosis), ChoiceEnd(0, "stop"), End(record)]
     found = unary(deltas)
 
-    assert found["prompt_cache_diagnostics"] == expected
+    assert found.get("prompt_cache_diagnostics") == expected
+    assert ("prompt_cache_diagnostics" in found) == (expected is not None)
     Response.model_validate(found)
 
 
