@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -58,6 +59,10 @@ class Authenticator(Protocol):
 
     def refresh_now(self) -> None:
         """Reload tenants and keys before the next call, because they changed."""
+
+    def read_now(self) -> Future[None]:
+        """Read tenants and keys as they are now; the result is done when the next call sees
+        them."""
 
     def take_changed(self) -> list[TenantRecord]:
         """Return the tenants that were added or changed since the last call; at first, all."""

@@ -15,8 +15,9 @@ from time import sleep
 
 from gateway.cli.result import CommandError
 from gateway.config import Config
+from tenancy.accounts import authentication
 from tenancy.accounts.tenants import bootstrap, bootstrap_admin
-from tenancy.pricing.budget_watch import REFRESH_S
+from tenancy.pricing import budget_watch
 from tenancy.storage import backends
 from tenancy.storage.audit_log import Actor
 from tenancy.storage.interface import Store
@@ -127,6 +128,6 @@ def open_database(config: Config, *, create: bool = False) -> Iterator[Store]:
     try:
         yield store
         if store.is_local and store.changes != before:
-            sleep(REFRESH_S)
+            sleep(max(authentication.REFRESH_S, budget_watch.REFRESH_S))
     finally:
         store.close()

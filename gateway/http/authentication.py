@@ -22,6 +22,13 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,
 WRONG_KEYS_PER_MINUTE_MAX = 300
 """Wrong keys from one address within a minute before they get 429."""
 
+LOOKUPS_PER_MINUTE_MAX = 30
+"""Unknown keys from one address within a minute for which the database is read again."""
+LOOKUPS_PER_SECOND_MAX = 10
+"""The same, of all addresses within a second."""
+LOOKUP_S_MAX = 1.0
+"""Longest time for which the answer to an unknown key waits for the database."""
+
 _ADDRESSES_MAX = 4_096
 """Addresses counted at once; the one unseen for longest is dropped first."""
 
@@ -231,24 +238,57 @@ NO_TRUSTED_HEADER = TrustedHeader("", (), ())
 """Believes no header: administrators sign in with keys."""
 
 
-class WrongKeys:
-    """Counts wrong keys by address and minute, for at most 4,096 addresses."""
+class _CountsByAddress:
+    """Counts of the running minute by address, for at most 4,096 addresses."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._seen: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        self._beside: OrderedDict[int, int] = OrderedDict()
-        """Minutes of the latest wrong keys beside known ones, by hashes of address and key."""
 
-    def record(self, address: str) -> bool:
-        """Count one more wrong key of an address; return whether it exceeds the limit. O(1)."""
-        minute = self._minute()
+    def add(self, address: str, minute: int) -> int:
+        """Count one more of an address; return how many it has in the minute. O(1)."""
         since, count = self._seen.pop(address, (minute, 0))
         count = count + 1 if since == minute else 1
         self._seen[address] = (minute, count)
         if len(self._seen) > _ADDRESSES_MAX:
             self._seen.popitem(last=False)
-        return count > WRONG_KEYS_PER_MINUTE_MAX
+        return count
+
+
+class KeyLookups:
+    """Bounds how often unknown keys make the server read the database's newest keys.
+
+    A key works from the moment in which it is made, by another process too, and a flood of unknown
+    keys must not cost a query each. Beyond the bounds a new key waits for the next regular read.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._by_address = _CountsByAddress()
+        self._second, self._count = -1, 0
+
+    def admit(self, address: str) -> bool:
+        """Count one lookup; return whether the bounds of its address and of all allow it. O(1)."""
+        now_s = self._clock()
+        if self._by_address.add(address, int(now_s // 60)) > LOOKUPS_PER_MINUTE_MAX:
+            return False  # before it takes one of the others'
+        if self._second != int(now_s):
+            self._second, self._count = int(now_s), 0
+        self._count += 1
+        return self._count <= LOOKUPS_PER_SECOND_MAX
+
+
+class WrongKeys:
+    """Counts wrong keys by address and minute, for at most 4,096 addresses."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._by_address = _CountsByAddress()
+        self._beside: OrderedDict[int, int] = OrderedDict()
+        """Minutes of the latest wrong keys beside known ones, by hashes of address and key."""
+
+    def record(self, address: str) -> bool:
+        """Count one more wrong key of an address; return whether it exceeds the limit. O(1)."""
+        return self._by_address.add(address, self._minute()) > WRONG_KEYS_PER_MINUTE_MAX
 
     def record_beside(self, address: str, key: str) -> bool:
         """Do as `record` for a wrong key beside a known one, but count it once in a minute: a

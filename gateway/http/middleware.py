@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -22,10 +23,12 @@ from gateway.context import Context
 from gateway.dialects.protocol import ErrorShape
 from gateway.errors import Kind, Refusal, error_location
 from gateway.http.authentication import (
+    LOOKUP_S_MAX,
     NO_TRUSTED_HEADER,
     WRONG_KEYS_PER_MINUTE_MAX,
     CheckedKeys,
     CrossOrigin,
+    KeyLookups,
     TrustedHeader,
     WrongKeys,
     check_host,
@@ -47,7 +50,7 @@ from gateway.http.response import RESPONSE_HEADERS, ClientGone, abort, finish
 from gateway.http.route_table import RouteTable, canonical
 from gateway.observability.logging import RefusalLines
 from gateway.observability.metrics import cache_outcome
-from tenancy.accounts.keys import ADMIN
+from tenancy.accounts.keys import ADMIN, is_key
 from tenancy.errors import KeyRefused
 from tenancy.limits import NO_DEMAND
 from tenancy.types import Identity
@@ -116,6 +119,7 @@ class Middleware:
         for route in routes:
             self._table.add(route.method, route.path, (route, canonical(route.path)))
         self._wrong_keys = WrongKeys(lambda: gateway.clock())
+        self._lookups = KeyLookups(lambda: gateway.clock())
         self._refusal_lines = RefusalLines(gateway.log, lambda: gateway.clock())
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -130,7 +134,7 @@ class Middleware:
         request[RESPONSE_HEADERS] = state.response_headers
         status = 0
         try:
-            handled = await self._dispatch(request, state)
+            handled = await (await self._dispatch(request, state))
             status = handled.status
             await _finish(request, handled, state)
             return handled
@@ -160,7 +164,7 @@ class Middleware:
                 share.release()
             self._report(state, request, status)
 
-    def _dispatch(
+    async def _dispatch(
         self, request: web.BaseRequest, state: RequestState
     ) -> Awaitable[web.StreamResponse]:
         """Check route, Host, key and the tenant's limits, then start the handler.
@@ -192,7 +196,7 @@ class Middleware:
         check_host(request, self._hosts, self._hosts_setting)
         state.route = path
         if route.role != "open":
-            self._authenticate(request, route.role, state)
+            await self._authenticate(request, route.role, state)
             identity, connection = state.identity, request[CONNECTION]
             payer = ADMINISTRATOR if identity is None else identity.tenant.tenant_id
             if connection.payer != payer:
@@ -202,7 +206,9 @@ class Middleware:
                 self._take_place(self._gateway, state)
         return route.handler(request)
 
-    def _authenticate(self, request: web.BaseRequest, role: Role, state: RequestState) -> None:
+    async def _authenticate(
+        self, request: web.BaseRequest, role: Role, state: RequestState
+    ) -> None:
         """Record the key's identity in `state`. Raises Refusal.
 
         The body has not been read yet: a request without a valid key gets no parser time.
@@ -210,15 +216,14 @@ class Middleware:
         registry = self._gateway.authenticator
         try:
             if role.startswith(ADMIN):
-                self._authenticate_administrator(request, state)
+                await self._authenticate_administrator(request, state)
                 scope = role.removeprefix(ADMIN).removeprefix(":")
                 if scope and scope not in state.admin_scopes:
                     who = "administrator" if state.admin_user else "administrator's key"
                     message = f"This {who} does not have the {scope!r} scope."
                     raise KeyRefused("scope_missing", message)
                 return
-            checked = CheckedKeys(request_keys(request), registry.authenticate)
-            self._count_guesses(request, checked)
+            checked = await self._check(request, request_keys(request), registry.authenticate)
             identity = checked.one(_cache_owner, lambda found: role in found.scopes)
             state.identity = identity
             tenant = identity.tenant
@@ -232,6 +237,21 @@ class Middleware:
             if error.code == "tenant_suspended":
                 raise Refusal(Kind.PERMISSION, error.code, "This tenant is suspended.") from error
             raise Refusal(Kind.AUTH, "invalid_api_key", error.message) from error
+
+    async def _check(
+        self, request: web.BaseRequest, keys: list[str], authenticate: Callable[[str], T]
+    ) -> CheckedKeys[T]:
+        """Check the keys of a request; where none is valid and one is unknown, once more with the
+        keys that the database has now. Raises Refusal for too many wrong ones."""
+        checked = CheckedKeys(keys, authenticate)
+        is_looked_up = not checked.valid and any(map(is_key, checked.unknown))
+        if is_looked_up and self._lookups.admit(request.remote or "local"):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOKUP_S_MAX):
+                    await asyncio.wrap_future(self._gateway.authenticator.read_now())
+            checked = CheckedKeys(keys, authenticate)
+        self._count_guesses(request, checked)
+        return checked
 
     def _count_guesses(self, request: web.BaseRequest, checked: CheckedKeys[T]) -> None:
         """Count unknown keys. Raises Refusal beyond the limit of the request's address.
@@ -259,15 +279,16 @@ class Middleware:
             return None
         return KeyOwner(error.key_id, error.tenant_id, found.tenant.name)
 
-    def _authenticate_administrator(self, request: web.BaseRequest, state: RequestState) -> None:
+    async def _authenticate_administrator(
+        self, request: web.BaseRequest, state: RequestState
+    ) -> None:
         """Record the administrator of a key, or the one that a trusted proxy names."""
         user = self._trusted.user_of(request)
         if user is not None:
             state.admin_user, state.admin_scopes = user, self._trusted.scopes
             return
         keys = request_keys(request, takes_query=False)
-        checked = CheckedKeys(keys, self._gateway.authenticator.authenticate_admin)
-        self._count_guesses(request, checked)
+        checked = await self._check(request, keys, self._gateway.authenticator.authenticate_admin)
         administrator = checked.one(lambda found: found.key_id)
         state.admin_key_id, state.admin_scopes = administrator.key_id, administrator.scopes
 

@@ -31,14 +31,7 @@ listen = "127.0.0.1:{public}"
 that a page adds lines to."""
 
 STAND_INS = {
-    # A new key works from the next second on, which is less than a reader takes.
-    "trunkline": """
-[ "${1-} ${2-}" = "key create" ] || exec "$PYTHON" -m gateway "$@"
-key=$("$PYTHON" -m gateway "$@")
-curl --silent --fail --output /dev/null --retry 60 --retry-delay 1 --retry-all-errors \
-    "http://127.0.0.1:$PUBLIC_PORT/v1/models" -H "Authorization: Bearer $key"
-echo "$key"
-""",
+    "trunkline": 'exec "$PYTHON" -m gateway "$@"',
     "python": 'exec "$PYTHON" "$@"',
     # The rest of a command under sudo; `-u NAME` names a user.
     "sudo": 'if [ "$1" = -u ]; then shift 2; fi\nexec "$@"',

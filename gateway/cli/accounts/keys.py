@@ -1,6 +1,6 @@
 """`trunkline key`: keys of tenants and of administrators.
 
-The commands work while a server runs, which sees a change within a second. A key is named by its
+The commands work while a server runs, which knows a change when they return. A key is named by its
 number, `key_id`, or by the prefix that lists show.
 """
 

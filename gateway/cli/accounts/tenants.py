@@ -1,6 +1,6 @@
 """`trunkline tenant`: tenants and their settings.
 
-The commands work while a server runs, which sees a change within a second.
+The commands work while a server runs, which knows a change when they return.
 """
 
 from __future__ import annotations

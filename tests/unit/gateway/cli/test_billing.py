@@ -13,6 +13,7 @@ import pytest
 
 from gateway.__main__ import main
 from gateway.cli import database as commands_database
+from tenancy.accounts.authentication import REFRESH_S as KEYS_REFRESH_S
 from tenancy.ledger.ledger import EngineTotals, Ledger
 from tenancy.pricing.budget_watch import REFRESH_S
 from tenancy.storage.backends import open_store
@@ -223,16 +224,17 @@ def test_a_limit_that_is_not_given_stays(run: Run) -> None:
     assert data_of(run, "budget", "ada", "--soft", "none") == []
 
 
-def test_returns_after_a_server_knows_a_new_budget(
+def test_returns_after_a_server_knows_a_change(
     run: Run, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server polls a file; on PostgreSQL it asks each time. Reading changes nothing."""
+    """A server polls a file, for budgets and keys; a remote store it asks. Reading changes
+    nothing."""
     waits: list[float] = []
     monkeypatch.setattr(commands_database, "sleep", waits.append)
     run("budget", "ada", "--hard", "1")
     run("budget", "ada")
 
-    assert waits == ([REFRESH_S] if database == "books.db" else [])
+    assert waits == ([max(REFRESH_S, KEYS_REFRESH_S)] if database == "books.db" else [])
 
 
 @pytest.mark.parametrize(

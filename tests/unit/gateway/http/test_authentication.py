@@ -12,8 +12,11 @@ from multidict import CIMultiDict
 from gateway.errors import Refusal
 from gateway.http.authentication import (
     KEYS_MAX,
+    LOOKUPS_PER_MINUTE_MAX,
+    LOOKUPS_PER_SECOND_MAX,
     WRONG_KEYS_PER_MINUTE_MAX,
     CheckedKeys,
+    KeyLookups,
     WrongKeys,
     has_key,
     request_keys,
@@ -151,3 +154,30 @@ def test_address_that_was_not_seen_for_longest_is_forgotten() -> None:
         over.append(counts.record("a"))
 
     assert over == [True, False]
+
+
+def test_one_address_looks_a_bounded_number_of_times_in_a_minute() -> None:
+    """And takes no lookup of the others' afterwards."""
+    clock = FakeClock()
+    lookups = KeyLookups(clock)
+    admitted = 0
+    for _ in range(10 * LOOKUPS_PER_MINUTE_MAX):
+        clock.advance(0.05)
+        admitted += lookups.admit("10.0.0.1")
+    other = lookups.admit("10.0.0.2")
+    clock.advance(60.0)
+
+    assert 0 < admitted <= LOOKUPS_PER_MINUTE_MAX
+    assert other
+    assert lookups.admit("10.0.0.1")
+
+
+def test_all_addresses_together_look_a_bounded_number_of_times_in_a_second() -> None:
+    """A flood from many addresses costs the database no more."""
+    clock = FakeClock()
+    lookups = KeyLookups(clock)
+    admitted = sum(lookups.admit(f"10.0.{n // 250}.{n % 250}") for n in range(5_000))
+    clock.advance(1.0)
+
+    assert admitted == LOOKUPS_PER_SECOND_MAX
+    assert lookups.admit("10.9.9.9")

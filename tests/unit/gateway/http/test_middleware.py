@@ -12,7 +12,15 @@ from gateway.dialects.canonical import Call
 from gateway.errors import Refusal
 from gateway.http import authentication
 from gateway.http.route_table import canonical
-from tenancy.accounts.keys import create_key, list_keys, revoke_key
+from tenancy.accounts import authentication as registry
+from tenancy.accounts.keys import (
+    create_admin_key,
+    create_key,
+    find_key,
+    is_key,
+    list_keys,
+    revoke_key,
+)
 from tenancy.accounts.tenants import find_tenant, set_status
 from tenancy.types import wall_ms
 from tests.actors import TESTER
@@ -215,12 +223,66 @@ async def test_refusals_of_a_former_key_belong_to_its_tenant(gateway: GatewayFix
     assert 'trunkline_tenant_refusals_total{code="tenant_suspended",tenant="bob"} 1.0' in text
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
 @pytest.fixture
 def wrong_keys_max(gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return a small limit of wrong keys, in a minute that does not end."""
     monkeypatch.setattr(authentication, "WRONG_KEYS_PER_MINUTE_MAX", 3)
     gateway.gateway.context.clock = lambda: 1_000.0
     return 3
+
+
+@pytest.fixture
+def rare_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry reads changes an hour later, unless it is asked to."""
+    monkeypatch.setattr(registry, "REFRESH_S", 3_600.0)
+
+
+def unannounced_key(gateway: GatewayFixture, listener: str) -> tuple[str, str]:
+    """Make a key as another process does; return it and an address that asks for one."""
+    if listener == "admin":
+        made = create_admin_key(gateway.store, wall_ms, by=TESTER)
+        return made, f"{gateway.admin_url}/admin/v1/tenants"
+    ada = find_tenant(gateway.store, "ada").tenant_id
+    return create_key(gateway.store, wall_ms, ada), f"{gateway.url}/v1/models"
+
+
+@pytest.mark.usefixtures("rare_reads")
+@pytest.mark.parametrize("listener", ["public", "admin"])
+async def test_a_key_works_from_the_moment_in_which_it_is_made(
+    gateway: GatewayFixture, listener: str
+) -> None:
+    """A script makes one and asks with it in the next line."""
+    key, url = unannounced_key(gateway, listener)
+    revoked = create_key(gateway.store, wall_ms, 1)
+    revoke_key(gateway.store, wall_ms, str(find_key(gateway.store, revoked).key_id), by=TESTER)
+    headers = {"Authorization": f"Bearer {key}", "x-api-key": revoked}
+    async with gateway.session.get(url, headers=headers) as response:
+        assert response.status == 200
+
+
+@pytest.mark.usefixtures("rare_reads")
+async def test_a_flood_of_unknown_keys_reads_the_database_a_bounded_number_of_times(
+    gateway: GatewayFixture, wrong_keys_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the bound a new key waits for the next regular read."""
+    monkeypatch.setattr(authentication, "LOOKUPS_PER_SECOND_MAX", 2)
+    monkeypatch.setattr(authentication, "WRONG_KEYS_PER_MINUTE_MAX", 100)
+    unknown = [f"tl-{number:043}" for number in range(2)]
+    for wrong in unknown:
+        await gateway.ask("/v1/models", method="GET", who=None, headers=bearer(wrong))
+    key, url = unannounced_key(gateway, "public")
+    statuses = []
+    for _ in range(2):
+        async with gateway.session.get(url, headers=bearer(key)) as response:
+            statuses.append(response.status)
+        gateway.gateway.context.authenticator.refresh_now()
+
+    assert all(map(is_key, unknown))
+    assert statuses == [401, 200]
 
 
 @pytest.mark.parametrize("listener", ["public", "admin"])

@@ -64,6 +64,31 @@ def test_thread_sees_changes_without_a_query_on_the_caller(
     assert first == "active"
 
 
+def test_a_new_key_is_known_once_it_was_read(
+    store: Store, wall: Wall, registry: KeyAuthenticator
+) -> None:
+    """A caller with an unknown key waits for one round trip, not for the thread's next period."""
+    key = create_key(store, wall, create_tenant(store, wall, "ada").tenant_id)
+    gone = registry.read_now()
+    gone.cancel()  # by a client that has left; the thread goes on
+    registry.read_now().result(PATIENCE_S)
+
+    assert registry.authenticate(key).tenant.name == "ada"
+
+
+def test_a_read_ends_without_a_database(
+    store: Store, registry: KeyAuthenticator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller then answers by what it knows."""
+
+    def away() -> int:
+        raise StoreError("unusable", "test")
+
+    monkeypatch.setattr(store, "registry_version", away)
+
+    assert registry.read_now().result(PATIENCE_S) is None
+
+
 def test_thread_survives_an_unreachable_database(
     store: Store, wall: Wall, registry: KeyAuthenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
