@@ -19,6 +19,7 @@ from engine.api import Clock, EngineInfo
 from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.interface import AnalyticsClient
 from gateway.analytics.tenant_usage import TenantCacheUsage
+from gateway.analytics.unserved_models import UnservedModels
 from gateway.caching import ContractManager
 from gateway.caching.namespaces import promised_default
 from gateway.caching.promise_store import PromiseStore
@@ -132,6 +133,8 @@ class Context:
     churn: BlockChurn = field(default_factory=BlockChurn)
     level_history: LevelHistory = field(default_factory=LevelHistory)
     tenant_usage: TenantCacheUsage = field(default_factory=TenantCacheUsage)
+    unserved: UnservedModels = field(default_factory=UnservedModels)
+    """Requests for models that are not served, until findings take them."""
     background: set[asyncio.Task[Any]] = field(default_factory=set)
     """Tasks that must finish even if their caller is cancelled."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from gateway.caching.namespaces import parts_of as namespace_parts
 from gateway.dialects.canonical import Boundary, UsageRecord
+from gateway.retention_classes import BEST_EFFORT
 from tenancy.reuse.advice import ClassTerms
 from tenancy.reuse.finding_counts import FindingCount
 from tenancy.reuse.prefix_statistics import fold_indexes
@@ -24,6 +25,7 @@ from tenancy.reuse.prompt_changes import (
     PromptPart,
     PromptReuse,
     Tier,
+    ToolDigest,
     parts_of,
 )
 from tenancy.types import HOUR_MS
@@ -36,10 +38,19 @@ LOST_PREFIXES_MAX = 1_024
 WORKING_SET = "working_set_tokens"
 """The fact that counts the tokens of different lost prefixes in one hour."""
 
+OTHER_TOOLS = "other_tools"
+"""The fact that counts changes of the tools by which some were added, left out or replaced."""
+
 KEPT_BY = "kept_by:"
 """Prefix of the facts that name a retention class which would have kept a lost prefix."""
 
 NEW_CONVERSATION, FIRST_USE = "new_conversation", "first_use"
+
+WRITTEN_NEVER_READ = "written_never_read"
+WRITE, READ_BACK = "write:", "read_back_tokens"
+"""`WRITE`: prefix of the facts that say how many of the wasted tokens were charged as written, by
+class. `READ_BACK`: the tokens that were read of what had been written."""
+
 CONTRACT_CAUSES = {
     "expired": "expired",
     "evicted_own_quota": "evicted",
@@ -63,7 +74,7 @@ class PromptContext(Struct, frozen=True, array_like=True, gc=False):
     and it has none. `min_tokens`: shorter prefixes are not read. `losses`: blocks that the
     namespace has lost, by cause; None for a prompt that was cached. `started_s`: when the engine
     took it, on the gateway's clock. `model`: the name that findings give its model. `level_miss`:
-    why a level below the device did not bring what it had."""
+    why a level below the device did not bring what it had. `tools`: digests of its tools."""
 
     tenant_id: int
     request_id: str
@@ -75,6 +86,7 @@ class PromptContext(Struct, frozen=True, array_like=True, gc=False):
     losses: dict[str, int] | None
     model: str = ""
     level_miss: str = ""
+    tools: tuple[ToolDigest, ...] = ()
 
 
 class _Waste(Struct, frozen=True):
@@ -84,6 +96,7 @@ class _Waste(Struct, frozen=True):
     place: str
     tokens: int
     facts: dict[str, int] = {}
+    requests: int = 1
 
 
 class PromptFindings:
@@ -129,6 +142,7 @@ class PromptFindings:
             ended_s=ended_s,
             epoch=context.epoch,
             losses=context.losses,
+            tools=context.tools,
         )
         reuse = changes.note(context.namespace, observed, _siblings(context.namespace))
         for waste in self._wastes(context, record, reuse, missed, missed_tokens, ended_ms):
@@ -142,7 +156,8 @@ class PromptFindings:
     def _add(self, context: PromptContext, waste: _Waste, at_ms: int) -> None:
         hour_ms, ids = at_ms // HOUR_MS * HOUR_MS, (context.request_id,)
         place = context.tenant_id, hour_ms, waste.cause, waste.place
-        count = FindingCount(*place, 1, waste.tokens, at_ms, at_ms, ids, waste.facts, context.model)
+        sums = waste.requests, waste.tokens, at_ms, at_ms
+        count = FindingCount(*place, *sums, ids, waste.facts, context.model)
         key = count.key
         before = self._counts.get(key)
         if before is not None:
@@ -170,17 +185,30 @@ class PromptFindings:
                 context, cause, missed, missed_tokens, record, reuse, at_ms
             )
         waste = waste or _other_key(record, reuse)
+        # A cause of the request's own explains what is new.
+        is_new = waste is None and reuse.is_new_conversation
+        waste = waste or self._past_waste(context, record, reuse, at_ms)
+        found = [_Waste(NEW_CONVERSATION, "", 0)] if is_new else []
+        found += _writes(record, waste)
+        found += _first_use(context, record, reuse, is_counted=waste is not None)
         if waste is not None:
-            return [waste, *_first_use(context, record, reuse, is_counted=True)]
-        found = [_Waste(NEW_CONVERSATION, "", 0)] if reuse.is_new_conversation else []
+            written = _charged_as_written(record, waste.tokens)
+            facts = {f"{WRITE}{name}": tokens for name, tokens in written.items()}
+            found.append(structs.replace(waste, facts={**waste.facts, **facts}))
+        return found
+
+    def _past_waste(
+        self, context: PromptContext, record: UsageRecord, reuse: PromptReuse, at_ms: int
+    ) -> _Waste | None:
+        """Return what only the comparison with earlier prompts shows, or None."""
         unread = min(reuse.known, record.total_in - 1) - record.read_tokens()
         if context.is_unmarked and unread >= max(LOST_TOKENS_MIN, context.min_tokens):
-            found.append(_Waste("unmarked", "", unread))
-        elif reuse.lost and "erased" not in reuse.lost_by:
-            found.append(self._loss(context, reuse, at_ms))
-        elif LOST_TOKENS_MIN <= reuse.known < context.min_tokens and not record.read_tokens():
-            found.append(_Waste("below_minimum", "", reuse.known, _shortfall(context)))
-        return [*found, *_first_use(context, record, reuse, is_counted=False)]
+            return _Waste("unmarked", "", unread)
+        if reuse.lost and "erased" not in reuse.lost_by:
+            return self._loss(context, reuse, at_ms)
+        if LOST_TOKENS_MIN <= reuse.known < context.min_tokens and not record.read_tokens():
+            return _Waste("below_minimum", "", reuse.known, _shortfall(context))
+        return None
 
     def _contract_waste(
         self,
@@ -262,8 +290,32 @@ def _change(record: UsageRecord, reuse: PromptReuse) -> _Waste | None:
         "changed": change.changed,
         "shortened": int(change.is_shortened),
         "behind": int(change.is_repetition),
+        OTHER_TOOLS: int(change.has_other_tools),
     }
     return _Waste(change.cause, fold_indexes(change.path), tokens, facts)
+
+
+def _charged_as_written(record: UsageRecord, tokens: int) -> dict[str, int]:
+    """Return how many of a prompt's wasted tokens were charged as written, by class: what is
+    written comes before what is fresh."""
+    found = {}
+    for name, written in record.write.items():
+        found[name] = min(written, tokens)
+        tokens -= found[name]
+    return {name: number for name, number in found.items() if number}
+
+
+def _writes(record: UsageRecord, waste: _Waste | None) -> list[_Waste]:
+    """Return what a prompt wrote, unless another cause explains why it was written again, and what
+    it read of what had been written."""
+    written, kept = record.write_tokens(), record.read_tokens() - record.read.get(BEST_EFFORT, 0)
+    if waste is not None or written < LOST_TOKENS_MIN:
+        written = 0
+    if not written and not kept:
+        return []
+    own = _charged_as_written(record, written)
+    facts = {READ_BACK: kept} | {f"{WRITE}{name}": tokens for name, tokens in own.items()}
+    return [_Waste(WRITTEN_NEVER_READ, "", written, facts, requests=1 if written else 0)]
 
 
 def _other_key(record: UsageRecord, reuse: PromptReuse) -> _Waste | None:

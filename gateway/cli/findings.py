@@ -20,6 +20,7 @@ from gateway.cli.database import database_file, open_database
 from gateway.cli.result import CommandCall, CommandResult, Entry
 from gateway.config import Config
 from gateway.errors import Refusal
+from gateway.findings.causes import ONE_TIME
 from gateway.findings.prompt_diff import (
     DIALECTS,
     PromptDifference,
@@ -42,8 +43,8 @@ REQUESTS = 1_000
 
 def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tenant", metavar="NAME", help="only this tenant's findings")
-    text = f"of the last N days, at most {DAYS_MAX} (default: 1)"
-    parser.add_argument("--days", type=int, default=1, metavar="N", help=text)
+    text = f"of the last N days, at most {DAYS_MAX} (default: 7)"
+    parser.add_argument("--days", type=int, default=7, metavar="N", help=text)
 
 
 def _add_check_prompt(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +67,13 @@ def _advise(call: CommandCall) -> CommandResult:
     with open_database(config) as store:
         found = find(store, window, options.tenant)
     faults = [one for one in found["findings"] if not one["legitimate"]]
-    blocks = [_finding_text(one) for one in faults]
+    blocks = [_finding_text(one, found["pace"]) for one in faults]
     if not blocks:
-        blocks = ["No finding: no tenant pays for the same tokens twice, as far as was seen."]
+        days = f"{options.days} days" if options.days > 1 else "day"
+        blocks = [
+            f"No finding in the last {days}: no cause wastes more than 5% of a tenant's computed"
+            " tokens, as far as was seen."
+        ]
     return CommandResult("\n\n".join(blocks), found)
 
 
@@ -114,11 +119,12 @@ def _check_prompt(call: CommandCall) -> CommandResult:
     return CommandResult(text, data, 0 if is_enough else 1)
 
 
-def _finding_text(one: dict[str, Any]) -> str:
+def _finding_text(one: dict[str, Any], pace: str) -> str:
     lines = textwrap.wrap(one["sentence"], COLUMNS, subsequent_indent="  ")
     advice = one["advice"]
     if float(one["saving_usd_month"]) > 0:
-        advice += f" Saves about ${one['saving_usd_month']} a month."
+        when = "once" if one["cause"] in ONE_TIME else f"a month, {pace}"
+        advice += f" Saves about ${one['saving_usd_month']} {when}."
     indent = "  "
     lines += textwrap.wrap(advice, COLUMNS, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines)

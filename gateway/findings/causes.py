@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
+from gateway.analytics.prompt_findings import OTHER_TOOLS, READ_BACK, WRITE, WRITTEN_NEVER_READ
+
 NEAR_TOKENS = 64
 """A change in the first so many tokens of a text is near its beginning."""
 NEAR_SHARE = 0.1
@@ -19,12 +21,17 @@ SHORT_CHANGE_SHARE = 0.03
 """A change of at most so many tokens looks like a date, a time, an id or a counter; of a long text
 the extent is known less exactly."""
 
+NOT_SERVED = "not_served"
 ONE_TIME = frozenset({"restarted", "model_changed", "template_changed"})
 """Causes that end by themselves: their cost does not return every month."""
 LEGITIMATE = frozenset({"new_conversation"})
 """Causes that cost what they must."""
-OF_TRAFFIC = frozenset({"expired", "evicted", "level_failed"})
-"""Causes that even healthy traffic has now and then: they count from a share of the tokens on."""
+OF_REQUESTS = frozenset(
+    {"system_changes", "prompt_changes", "tools_changed", "tools_reordered", "history_edited"}
+)
+"""Causes that the tenant's requests show, and that it can cure alone."""
+WITHOUT_TOKENS = frozenset({NOT_SERVED})
+"""Causes of requests that were refused: nothing was computed, and nothing charged."""
 OF_HARDWARE = frozenset({"damaged"})
 """Causes that a healthy machine does not have: they count from the second time on."""
 
@@ -32,9 +39,10 @@ OF_HARDWARE = frozenset({"damaged"})
 class CauseFacts(Struct, frozen=True):
     """Sums of one cause at one place. `sums`: the facts of its counts. `takers`: names of tenants
     by the blocks that they took, most first; empty in a tenant's own report. `paying_class`: the
-    retention class that would have paid. `floor_blocks`: the floor that would have kept what was
-    evicted. `is_own`: the tenant reads it, who cannot set what the operator sets. `tenant`: its
-    name, for commands."""
+    retention class that would have paid. `lost_blocks`: the blocks of different prefixes that were
+    evicted in one hour, at most: the floor that would have kept them. `ceiling_blocks`: the
+    tenant's. `changes_itself`: another finding is about what its requests change. `is_own`: the
+    tenant reads it, who cannot set what the operator sets. `tenant`: its name, for commands."""
 
     place: str
     requests: int
@@ -42,7 +50,9 @@ class CauseFacts(Struct, frozen=True):
     sums: Mapping[str, int]
     takers: tuple[str, ...] = ()
     paying_class: str = ""
-    floor_blocks: int = 0
+    lost_blocks: int = 0
+    ceiling_blocks: int | None = None
+    changes_itself: bool = False
     is_own: bool = False
     tenant: str = ""
 
@@ -118,6 +128,19 @@ def _history(facts: CauseFacts) -> CauseWords:
     )
 
 
+def _tools(facts: CauseFacts) -> CauseWords:
+    if 2 * facts.sums.get(OTHER_TOOLS, 0) >= facts.requests:
+        what = f"the list of tools changes {facts.share}: some are added, left out or replaced"
+        advice = "Send the same tools with every request, and restrict them with tool_choice."
+        return CauseWords("The tools change", what, advice, 0.97)
+    return CauseWords(
+        "The text of a tool changes",
+        f"the text of the tools changes {facts.share} ({_position(facts)})",
+        "Keep dates, ids and what else changes out of the descriptions and schemas of tools.",
+        0.97,
+    )
+
+
 def _expired(facts: CauseFacts) -> CauseWords:
     idle_s = facts.mean("idle_s")
     after = f", {_duration(idle_s)} after its last use" if idle_s else ""
@@ -140,9 +163,10 @@ def _evicted(facts: CauseFacts) -> CauseWords:
         by = f" for {', '.join(facts.takers)}" if facts.takers else " for other tenants"
     elif own:
         by = " at the tenant's own ceiling"
-    advice = "Raise the ceiling, or send fewer different prefixes."
-    if pressure >= own:
-        blocks = facts.floor_blocks
+    blocks = facts.lost_blocks
+    if own > pressure:
+        advice = _higher_ceiling(facts)
+    else:
         advice = "Give the tenant a floor, or the engine more memory (engine.kv_memory_mib)."
         if facts.is_own:
             size = f" of {blocks:,} blocks" if blocks else ""
@@ -150,11 +174,29 @@ def _evicted(facts: CauseFacts) -> CauseWords:
         elif blocks:
             command = f"trunkline tenant set {facts.tenant} --floor {blocks}"
             advice = f"Set a floor of {blocks:,} blocks ({command}): it would have kept them."
+    if facts.changes_itself:
+        advice = (
+            "First stop changing the prompts (its other findings), which takes nothing from others."
+            f" If that is not enough: {advice[0].lower()}{advice[1:]}"
+        )
     return CauseWords(
         "Prefixes are evicted before they return",
         f"the prefix had been evicted{by} {facts.share}",
         advice,
         0.95 if own or pressure else 0.8,
+    )
+
+
+def _higher_ceiling(facts: CauseFacts) -> str:
+    """Return the cure of evictions at the tenant's own ceiling."""
+    if facts.ceiling_blocks is None or not facts.lost_blocks:
+        return "Raise the ceiling, or send fewer different prefixes."
+    blocks = facts.ceiling_blocks + facts.lost_blocks
+    if facts.is_own:
+        return f"Ask the operator for a ceiling of {blocks:,} blocks, or send fewer prefixes."
+    return (
+        f"Raise the ceiling from {facts.ceiling_blocks:,} to {blocks:,} blocks (trunkline tenant"
+        f" set {facts.tenant} --ceiling {blocks}), or send fewer different prefixes."
     )
 
 
@@ -181,6 +223,32 @@ def _level_failed(facts: CauseFacts) -> CauseWords:
         f"a copy in host memory or on disk could not be fetched, or came too late, {facts.share}",
         "Tell the operator: a level of the cache is off, or slow." if facts.is_own else advice,
         0.9,
+    )
+
+
+def _never_read(facts: CauseFacts) -> CauseWords:
+    written = sum(number for name, number in facts.sums.items() if name.startswith(WRITE))
+    read = facts.sums.get(READ_BACK, 0)
+    return CauseWords(
+        "What is written is not read",
+        f"{written:,} tokens were written at breakpoints {facts.share}, and {read:,} were read",
+        "Leave out the breakpoints (cache_control) of prompts that do not come back, or set them"
+        " before the part that changes.",
+        0.95,
+    )
+
+
+def _not_served(facts: CauseFacts) -> CauseWords:
+    cure = (
+        "Ask for a served model, or have the operator add an alias."
+        if facts.is_own
+        else f'Add an alias (model.aliases = ["{facts.place}"]), or have the client ask for a'
+        " served model."
+    )
+    return CauseWords(
+        "A model is not served",
+        f"asks for {facts.place}, which is not served, {facts.share}",
+        cure,
     )
 
 
@@ -211,13 +279,6 @@ PLAIN: Mapping[str, CauseWords] = {
         "The tools come in another order",
         "the same tools, or their fields, come in another order {share}",
         "Send the tools sorted by name, and serialize their schemas with sorted keys.",
-    ),
-    "tools_changed": CauseWords(
-        "The tools change",
-        "the list of tools changes {share} ({position})",
-        "Send the same tools with every request and restrict them with tool_choice; keep dates and"
-        " ids out of descriptions.",
-        0.97,
     ),
     "model_changed": CauseWords(
         "The model changed",
@@ -262,12 +323,15 @@ PLAIN: Mapping[str, CauseWords] = {
 
 DECIDED: Mapping[str, Callable[[CauseFacts], CauseWords]] = {
     "system_changes": _system,
+    "tools_changed": _tools,
     "history_edited": _history,
     "expired": _expired,
     "evicted": _evicted,
     "damaged": _damaged,
     "level_failed": _level_failed,
     "below_minimum": _below,
+    WRITTEN_NEVER_READ: _never_read,
+    NOT_SERVED: _not_served,
 }
 """The other causes: their words depend on the facts."""
 

@@ -18,6 +18,7 @@ from gateway.analytics.prompt_findings import FIRST_USE
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
 from gateway.errors import Refusal
+from gateway.findings.causes import NOT_SERVED
 from gateway.periodic_task import PeriodicTask
 from tenancy.errors import StoreError
 from tenancy.reuse.finding_counts import (
@@ -70,7 +71,7 @@ class FindingStore:
         async with self._turn:
             with suppress(Refusal):
                 taken = await self._gateway.analytics.take_findings()
-                self._pending = [*self._pending, *taken][:PENDING_MAX]
+                self._pending = [*self._pending, *taken, *self._unserved()][:PENDING_MAX]
             if not self._pending:
                 return
             if self._origins is None:
@@ -100,6 +101,15 @@ class FindingStore:
             if self._rounds % SWEEP_FLUSHES == 0:
                 before_ms = self._gateway.wall() - KEPT_DAYS * DAY_MS
                 await asyncio.to_thread(delete_old_counts, self._gateway.store, before_ms)
+
+    def _unserved(self) -> list[FindingCount]:
+        """Return the counts of requests for models that are not served."""
+        now_ms = self._gateway.wall()
+        hour_ms = now_ms // HOUR_MS * HOUR_MS
+        return [
+            FindingCount(tenant_id, hour_ms, NOT_SERVED, name, requests, 0, now_ms, now_ms)
+            for (tenant_id, name), requests in self._gateway.unserved.take().items()
+        ]
 
     def _attribute(
         self, counts: Sequence[FindingCount], origins: dict[int, PromptOrigin]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.analytics.prompt_findings import prompt_parts
+from gateway.analytics.tool_digests import digests_of
 from gateway.dialects.anthropic import messages as anthropic
 from gateway.dialects.canonical import Call, Prompt, Rendered, RequestMetadata
 from gateway.dialects.gemini import generate_content as gemini
@@ -107,7 +108,7 @@ def compare_prompts(
     shared = common_prefix(before.token_ids, after.token_ids)
     if shared == min(sizes):
         return PromptDifference(*sizes, shared)
-    found = _divergence(before, after)
+    found = _divergence(before, after, prompts)
     path, other_path = _path_at(after, shared), _path_at(before, shared)
     character = _common_characters(prompts[1], path, prompts[0], other_path)
     cause, reason = _why(found)
@@ -173,10 +174,10 @@ def _only_prompt(call: Call) -> Prompt:
     return prompt
 
 
-def _divergence(before: Rendered, after: Rendered) -> Divergence | None:
+def _divergence(before: Rendered, after: Rendered, prompts: Sequence[Prompt]) -> Divergence | None:
     changes = PromptChanges(_KEY)
     found = None
-    for at_s, prompt in enumerate((before, after)):
+    for at_s, (prompt, asked) in enumerate(zip((before, after), prompts, strict=True)):
         count = len(prompt.token_ids)
         observed = ObservedPrompt(
             data=struct.pack(f"{count}I", *prompt.token_ids),
@@ -185,6 +186,7 @@ def _divergence(before: Rendered, after: Rendered) -> Divergence | None:
             cached=0,
             started_s=at_s,
             ended_s=at_s,
+            tools=digests_of(asked.tools),
         )
         found = changes.note(b"", observed).divergence
     return found

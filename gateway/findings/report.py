@@ -1,7 +1,8 @@
 """Findings of a window: sums of stored counts with prices, thresholds and words, by dollars.
 
 A finding is stable: the same cause of the same tenant at the same place has the same id. Whether it
-is worth a line is decided here, when it is read. The module reads the database and no engine.
+is worth a line is decided here, when it is read. Its saving in a month is the cost of the time that
+was observed, at the same pace. The module reads the database and no engine.
 """
 
 from __future__ import annotations
@@ -12,27 +13,36 @@ from decimal import Decimal
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from gateway.analytics.prompt_findings import KEPT_BY, WORKING_SET
+from gateway.analytics.prompt_findings import (
+    KEPT_BY,
+    READ_BACK,
+    WORKING_SET,
+    WRITE,
+    WRITTEN_NEVER_READ,
+)
 from gateway.findings.causes import (
     LEGITIMATE,
     OF_HARDWARE,
-    OF_TRAFFIC,
+    OF_REQUESTS,
     ONE_TIME,
+    WITHOUT_TOKENS,
     CauseFacts,
     CauseWords,
     describe,
 )
 from gateway.findings.finding_store import TAKER
 from tenancy.accounting.usage import UsageTotal, usage
-from tenancy.accounts.tenants import find_tenant, list_tenants
+from tenancy.accounts.tenants import find_tenant, find_tenant_record, list_tenants
+from tenancy.history.request_records import received_between
 from tenancy.pricing.charges import PICO_PER_DOLLAR, RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.reuse.finding_counts import FindingCount, read_counts
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, HOUR_MS, Tenant
 
-WINDOW_MS_DEFAULT = DAY_MS
+WINDOW_MS_DEFAULT = 7 * DAY_MS
 MONTH_MS = 30 * DAY_MS
 BLOCK_TOKENS = 16
 FINDINGS_MAX = 500
@@ -41,10 +51,11 @@ REQUESTS_MIN = 3
 """Fewer requests are chance."""
 FAULTS_MIN = 2
 """The same of a fault of hardware, which one cosmic ray may cause."""
-REQUESTS_SHARE_MIN = 0.1
-"""The least share of a tenant's requests that a change in prompts must concern."""
 TOKENS_SHARE_MIN = 0.05
-"""The least share of a tenant's prompt tokens that losses must concern."""
+"""The least share of a tenant's computed tokens that a cause must waste. No share of its requests
+counts: an agent misses once in a session of 3 to 100 requests."""
+READ_SHARE_MIN = 0.1
+"""Written tokens of which a smaller share was read were written for nothing."""
 COVERED_SHARE_MIN = 0.5
 """The least share of expired prefixes that a longer class must have kept to be advised."""
 CLASS_GROUPS = (frozenset({"5m", "1h"}), frozenset({"30m", "12h"}))
@@ -61,6 +72,13 @@ class FindingsWindow(Struct, frozen=True):
     def of(cls, since_ms: int, until_ms: int) -> FindingsWindow:
         """Return the window, widened to whole hours at its beginning."""
         return cls(since_ms // HOUR_MS * HOUR_MS, until_ms)
+
+    def observed_ms(self, store: Store) -> int:
+        """Return the length of the part of the window that had requests, of any tenant; at least
+        an hour, and the whole window where that is not known. While no request comes it stays."""
+        found = received_between(store, self.since_ms, self.until_ms)
+        whole = self.until_ms - self.since_ms
+        return whole if found is None else min(whole, max(HOUR_MS, found[1] - found[0]))
 
 
 class _Sum(Struct):
@@ -115,20 +133,35 @@ def find(
         )
     }
     sums = _sums(read_counts(store, window.since_ms, window.until_ms, only))
-    cards = RateCards(load_cards(store))
+    cards, observed_ms = RateCards(load_cards(store)), window.observed_ms(store)
     found: list[tuple[int, dict[str, Any]]] = []
     for owner in tenants:
         total = totals.get(owner.name) or UsageTotal(owner.name)
-        for one in sums.get(owner.tenant_id, ()):
-            of_all = total.requests, total.prompt_tokens
-            if is_finding(one.cause, one.requests, one.tokens, *of_all):
-                card = cards.in_force(one.model, owner.tier, window.until_ms)
-                found.append(_finding(one, owner, total, card, window, names, is_own=is_own))
+        shown = [
+            one
+            for one in sums.get(owner.tenant_id, ())
+            if is_finding(one.cause, one.requests, one.tokens, _computed(total), one.facts)
+        ]
+        changes_itself = any(one.cause in OF_REQUESTS for one in shown)
+        of_owner = []
+        for one in shown:
+            card = cards.in_force(one.model, owner.tier, window.until_ms)
+            facts = _facts(store, one, owner, total, names, changes_itself=changes_itself)
+            facts = replace(
+                facts, paying_class=_paying_class(one, card, observed_ms / HOUR_MS), is_own=is_own
+            )
+            of_owner.append(_finding(one, owner, total, card, observed_ms, facts))
+        found += _cheapest_cure_first(of_owner)
     found.sort(key=lambda pair: (pair[1]["legitimate"], -pair[0], -pair[1]["wasted_tokens"]))
     return {
         "findings": [finding for _, finding in found[:FINDINGS_MAX]],
         "has_more": len(found) > FINDINGS_MAX,
-        "window": {"since_ms": window.since_ms, "until_ms": window.until_ms},
+        "window": {
+            "since_ms": window.since_ms,
+            "until_ms": window.until_ms,
+            "observed_ms": observed_ms,
+        },
+        "pace": f"at the pace of the last {span(observed_ms)}",
     }
 
 
@@ -144,20 +177,68 @@ def _sums(counts: Sequence[FindingCount]) -> dict[int, list[_Sum]]:
     return by_tenant
 
 
+def _computed(total: UsageTotal) -> int:
+    """Return a tenant's prompt tokens that were computed, or charged as if they had been."""
+    return total.prompt_tokens - min(total.cache_read_tokens, total.physical_cached_tokens)
+
+
 def is_finding(
-    cause: str, requests: int, tokens: int, of_requests: int, of_prompt_tokens: int
+    cause: str, requests: int, tokens: int, of_computed: int, facts: Mapping[str, int]
 ) -> bool:
     """Whether a cause is worth a line: it is no chance, and more than a trifle. `tokens`: wasted by
-    these requests; `of_...`: of the tenant in the same window."""
+    these requests; `of_computed`: the tenant's computed tokens in the same window."""
     if cause in LEGITIMATE or cause in ONE_TIME:
         return requests > 0
     if cause in OF_HARDWARE:
         return requests >= FAULTS_MIN
     if requests < REQUESTS_MIN:
         return False
-    if cause in OF_TRAFFIC:
-        return tokens >= TOKENS_SHARE_MIN * of_prompt_tokens
-    return requests >= REQUESTS_SHARE_MIN * of_requests
+    if cause in WITHOUT_TOKENS:
+        return True
+    if cause == WRITTEN_NEVER_READ and facts.get(READ_BACK, 0) >= READ_SHARE_MIN * tokens:
+        return False
+    return tokens >= TOKENS_SHARE_MIN * of_computed
+
+
+def _cheapest_cure_first(
+    found: Sequence[tuple[int, dict[str, Any]]],
+) -> list[tuple[int, dict[str, Any]]]:
+    """Return a tenant's findings with evictions no higher than what the tenant itself can change:
+    a floor takes blocks from others, and a stable prompt takes nothing."""
+    own = [saving for saving, one in found if one["cause"] in OF_REQUESTS]
+    return [
+        (min(saving, min(own) - 1) if own and one["cause"] == "evicted" else saving, one)
+        for saving, one in found
+    ]
+
+
+def _facts(
+    store: Store,
+    one: _Sum,
+    owner: Tenant,
+    total: UsageTotal,
+    names: Mapping[int, str],
+    *,
+    changes_itself: bool,
+) -> CauseFacts:
+    """Return what the words of a finding are made of, without what its reader decides."""
+    of_requests = max(total.requests, one.requests)
+    if one.cause in WITHOUT_TOKENS:
+        of_requests = total.requests + one.requests
+    ceiling = None
+    if "evicted_own_quota" in one.facts:
+        ceiling = find_tenant_record(store, owner.name).policy.ceiling_blocks
+    return CauseFacts(
+        place=one.place,
+        requests=one.requests,
+        of_requests=of_requests,
+        sums=one.facts,
+        takers=_takers(one, names),
+        lost_blocks=-(-one.facts.get(WORKING_SET, 0) // BLOCK_TOKENS),
+        ceiling_blocks=ceiling,
+        changes_itself=changes_itself,
+        tenant=owner.name,
+    )
 
 
 def _finding(
@@ -165,30 +246,14 @@ def _finding(
     owner: Tenant,
     total: UsageTotal,
     card: RateCard,
-    window: FindingsWindow,
-    names: Mapping[int, str],
-    *,
-    is_own: bool,
+    observed_ms: int,
+    facts: CauseFacts,
 ) -> tuple[int, dict[str, Any]]:
     """Return what it costs in a month, in pico-dollars, and the finding."""
-    of_requests = max(total.requests, one.requests)
-    hours = (window.until_ms - window.since_ms) / HOUR_MS
-    paying = _paying_class(one, card, hours) if one.cause == "expired" else ""
-    facts = CauseFacts(
-        place=one.place,
-        requests=one.requests,
-        of_requests=of_requests,
-        sums=one.facts,
-        takers=_takers(one, names),
-        paying_class=paying,
-        floor_blocks=-(-one.facts.get(WORKING_SET, 0) // BLOCK_TOKENS),
-        is_own=is_own,
-        tenant=owner.name,
-    )
     words = describe(one.cause, facts)
-    cost = one.tokens * max(0, _price(one, card) - card.cache_read)
+    cost = _cost(one, card)
     cost = min(cost, total.charge_pico) if total.charge_pico else cost
-    month = 1.0 if one.cause in ONE_TIME else MONTH_MS / (window.until_ms - window.since_ms)
+    month = 1.0 if one.cause in ONE_TIME else MONTH_MS / observed_ms
     is_legitimate = one.cause in LEGITIMATE
     cost = 0 if is_legitimate else cost
     saving = round(cost * month)
@@ -203,7 +268,7 @@ def _finding(
         "advice": words.advice,
         "confidence": round(words.confidence * one.requests / (one.requests + 1), 2),
         "requests": one.requests,
-        "of_requests": of_requests,
+        "of_requests": facts.of_requests,
         "wasted_tokens": one.tokens,
         "cost_usd": dollars(cost),
         "of_cost_usd": dollars(total.charge_pico),
@@ -215,19 +280,36 @@ def _finding(
     }
 
 
-def _price(one: _Sum, card: RateCard) -> int:
-    """Return what a wasted token cost, in pico-dollars."""
-    return card.write_price(one.place) if one.cause == "expired" and one.place else card.input
+def _cost(one: _Sum, card: RateCard) -> int:
+    """Return what the wasted tokens cost, in pico-dollars: what was charged for them, as written or
+    as input, less the price of the read, or of the input, that they would have been."""
+    return waste_cost(one.cause, one.tokens, one.facts, card)
+
+
+def waste_cost(cause: str, tokens: int, facts: Mapping[str, int], card: RateCard) -> int:
+    """Return the cost of wasted tokens in pico-dollars. `facts`: of the finding, or of one request;
+    those of `WRITE` say how many of the tokens were charged as written, by class."""
+    cured = card.input if cause == WRITTEN_NEVER_READ else card.cache_read
+    cost, rest = 0, tokens
+    for fact, number in facts.items():
+        if fact.startswith(WRITE):
+            written = min(rest, number)
+            cost += written * max(0, card.write_price(fact.removeprefix(WRITE)) - cured)
+            rest -= written
+    return cost + rest * max(0, card.input - cured)
 
 
 def _paying_class(one: _Sum, card: RateCard, hours: float) -> str:
-    """Return the class that would have saved most, after its own price; "" if none would have.
+    """Return the class that would have saved most, after its own price; "" if none would have, and
+    for another cause than `expired`.
 
     What it keeps is read instead of written; what it writes, and holds, costs its own prices.
     """
     best, best_saving = "", 0.0
+    if one.cause != "expired":
+        return best
     tokens_each = one.tokens / one.requests
-    current = _price(one, card)
+    current = card.write_price(one.place) if one.place else card.input
     for fact, kept in one.facts.items():
         name = fact.removeprefix(KEPT_BY)
         if (
@@ -265,10 +347,25 @@ def _sentence(tenant: str, words: CauseWords, one: _Sum, cost: int, of_cost: int
     """Return one sentence: who, what, how often, how much."""
     if one.cause in LEGITIMATE:
         return f"{tenant}: {words.what}."
+    if one.cause in WITHOUT_TOKENS:
+        return f"{tenant}: {words.what}."
     much = f"about {one.tokens:,} tokens again"
+    written = sum(number for fact, number in one.facts.items() if fact.startswith(WRITE))
+    if one.cause == WRITTEN_NEVER_READ:
+        much = "more than their input price was paid for nothing"
+    elif written:
+        much = f"{much}, {written:,} of them charged as written"
     if cost:
         much = f"{much}, about ${dollars(cost)} of ${dollars(of_cost)}"
     return f"{tenant}: {words.what}: {much}."
+
+
+def span(length_ms: int) -> str:
+    """Return a length of time as people say it: "7 d", "24 h", "3 h", "hour"."""
+    hours = round(length_ms / HOUR_MS)
+    if hours <= 1:
+        return "hour"
+    return f"{hours} h" if hours < 48 else f"{round(hours / 24)} d"
 
 
 def dollars(pico: int) -> str:

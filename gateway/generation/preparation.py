@@ -97,6 +97,7 @@ def check_model(gateway: Context, name: str, identity: Identity) -> ServedModel:
                 " path /v1/embeddings."
             )
             raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
+        gateway.unserved.note(identity.tenant.tenant_id, name)
         found = [own for one in gateway.models.open_to(tenant) for own in one.names]
         names = ", ".join(found) or "none, as no model is open to this tenant"
         message = (

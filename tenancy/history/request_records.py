@@ -98,6 +98,19 @@ def received_ms(request_id: str) -> int | None:
         return None
 
 
+def received_between(store: Store, since_ms: int, until_ms: int) -> tuple[int, int] | None:
+    """Return when the first and the last settled request of all tenants in [since, until) were
+    received; None if none is known. O(1). Raises StoreError."""
+    bounds = (_first_id(since_ms), _first_id(until_ms))
+    found = store.query(
+        "select min(request_id), max(request_id) from ledger"
+        " where request_id >= ? and request_id < ?",
+        bounds,
+    )[0]
+    first, last = (None if one is None else received_ms(one) for one in found)
+    return None if first is None or last is None else (first, last)
+
+
 def write_records(store: Store, records: Sequence[RequestRecord]) -> None:
     """Write records in one transaction. Raises StoreError."""
     with store.change() as db:

@@ -72,10 +72,18 @@ class PromptPart(Struct, frozen=True):
     is_answer: bool = False
 
 
+class ToolDigest(Struct, frozen=True, array_like=True, gc=False):
+    """A tool: digests of its name, and of all that it says, whatever the order of its keys."""
+
+    name: int
+    content: int
+
+
 class ObservedPrompt(Struct, frozen=True):
     """A prompt that was computed. `data`: its first token ids, four bytes each; `parts` cover no
     more. `total` and `cached`: tokens of the prompt, and those found in the cache. `losses`: blocks
-    that its namespace has lost so far, by cause; None if that was not looked up."""
+    that its namespace has lost so far, by cause; None if that was not looked up. `tools`: in the
+    order in which the request has them."""
 
     data: bytes
     parts: tuple[PromptPart, ...]
@@ -85,6 +93,7 @@ class ObservedPrompt(Struct, frozen=True):
     ended_s: float
     epoch: str = ""
     losses: Mapping[str, int] | None = None
+    tools: tuple[ToolDigest, ...] = ()
 
 
 class Divergence(Struct, frozen=True):
@@ -92,7 +101,8 @@ class Divergence(Struct, frozen=True):
     `at` those of them inside the part at `path`, which has `part_tokens`. `repeated`: tokens behind
     the difference that the earlier prompt also had there; `is_repetition`: they are so many that
     the change, and not another text, is why they were computed again. `changed`: the tokens of the
-    part that differ, about. `is_shortened`: messages before the rest were left out."""
+    part that differ, about. `is_shortened`: messages before the rest were left out.
+    `has_other_tools`: tools were added, left out or replaced by others."""
 
     cause: ChangeCause
     path: str
@@ -103,6 +113,7 @@ class Divergence(Struct, frozen=True):
     changed: int
     is_repetition: bool
     is_shortened: bool
+    has_other_tools: bool = False
 
 
 class PromptReuse(Struct, frozen=True):
@@ -180,13 +191,16 @@ class _Overlap(Struct, frozen=True):
 
 class _Sketch(Struct, frozen=True):
     """A prompt's digests: `own` of each part's tokens, `upto` of all tokens up to its end.
-    `heads`: how many parts come before the first message. `own_set`: `own` as a set."""
+    `heads`: how many parts come before the first message. `own_set`: `own` as a set. `tool_names`,
+    `tools`: digests of the tools' names and contents, sorted."""
 
     parts: tuple[PromptPart, ...]
     own: tuple[int, ...]
     upto: tuple[int, ...]
     heads: int
     own_set: frozenset[int]
+    tool_names: tuple[int, ...]
+    tools: tuple[int, ...]
 
     @property
     def head_digest(self) -> int:
@@ -203,7 +217,6 @@ class _History:
         self.recent: deque[_Sketch] = deque(maxlen=RECENT_MAX)
         self.heads: OrderedDict[int, _Sketch] = OrderedDict()
         self.windows: OrderedDict[int, _Windows] = OrderedDict()
-        self.token_bags: OrderedDict[int, int] = OrderedDict()
         self.bytes = 0
 
     def size(self) -> int:
@@ -342,9 +355,7 @@ class PromptChanges:
         part, was = sketch.parts[at], other.parts[at]
         inside, is_reordered = _Overlap(0, 0), False
         if part.tier == was.tier:
-            if part.tier == "tools":
-                bag = self._token_bag(history, sketch.own[at], prompt.data, part)
-                is_reordered = history.token_bags.get(other.own[at]) == bag
+            is_reordered = part.tier == "tools" and sketch.tools == other.tools != ()
             if at <= sketch.heads and looks_inside:
                 inside = self._overlap(history, sketch, other, at, prompt)
         length = part.end - part.start
@@ -381,6 +392,7 @@ class PromptChanges:
             is_repetition=repeated >= max(REPEATED_TOKENS_MIN, least * rest)
             and not is_continuation,
             is_shortened=is_shortened,
+            has_other_tools=cause == "tools_changed" and sketch.tool_names != other.tool_names,
         )
 
     def _overlap(
@@ -426,8 +438,6 @@ class PromptChanges:
         for place in range(min(sketch.heads + 1, len(sketch.parts))):
             part, own = sketch.parts[place], sketch.own[place]
             self._windows_of(history, own, prompt.data, part)
-            if part.tier == "tools":
-                self._token_bag(history, own, prompt.data, part)
         if sketch.heads:
             history.heads[sketch.head_digest] = sketch
             history.heads.move_to_end(sketch.head_digest)
@@ -443,7 +453,14 @@ class PromptChanges:
             upto.append(digest)
         parts = prompt.parts[:PARTS_MAX]
         heads = next((n for n, part in enumerate(parts) if part.tier == "messages"), len(parts))
-        return _Sketch(parts, tuple(own), tuple(upto), heads, frozenset(own))
+        names, tools = (
+            tuple(sorted(xxh3_64_intdigest(struct.pack("<Q", one), seed=key) for one in digests))
+            for digests in (
+                [one.name for one in prompt.tools],
+                [one.content for one in prompt.tools],
+            )
+        )
+        return _Sketch(parts, tuple(own), tuple(upto), heads, frozenset(own), names, tools)
 
     def _windows_of(self, history: _History, own: int, data: bytes, part: PromptPart) -> _Windows:
         found = history.windows.get(own)
@@ -481,17 +498,6 @@ class PromptChanges:
             frozenset(nsmallest(LEAST_WINDOWS, digests)),
             len(tokens),
         )
-
-    def _token_bag(self, history: _History, own: int, data: bytes, part: PromptPart) -> int:
-        """Return a digest of a part's tokens without their order."""
-        found = history.token_bags.get(own)
-        if found is None:
-            tokens = sorted(memoryview(data)[4 * part.start : 4 * part.end].cast("I"))
-            packed = struct.pack(f"{len(tokens)}I", *tokens)
-            found = history.token_bags[own] = xxh3_64_intdigest(packed, seed=self._key)
-        history.token_bags.move_to_end(own)
-        _shorten(history.token_bags, WINDOWS_MAX)
-        return found
 
 
 def _past(history: _History, sketch: _Sketch, prompt: ObservedPrompt) -> PromptReuse:

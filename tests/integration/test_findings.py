@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import cycle
@@ -322,6 +323,41 @@ async def test_a_cache_key_of_each_session_separates_nothing(findings: Findings)
     usage = answers[1][1]["usage"]
 
     assert usage["prompt_tokens_details"]["cached_tokens"] >= 0.9 * usage["prompt_tokens"]
+
+
+async def test_requests_for_a_model_that_is_not_served_are_named(findings: Findings) -> None:
+    """A refusal costs nothing, and the tenant gets no answer."""
+    for question in QUESTIONS[:4]:
+        path, body = body_of("chat", "gpt-4o", Turns((question,)))
+        status, _, _ = await findings.gateway.ask(path, body)
+        assert status == 404
+
+    (found,) = await findings.read()
+    assert (found["cause"], found["place"], found["requests"]) == ("not_served", "gpt-4o", 4)
+    assert "alias" in found["advice"]
+
+
+async def test_order_of_keys_in_tools_is_no_change_of_the_tools(findings: Findings) -> None:
+    """A schema that is built from unordered maps: the same tools, in other tokens."""
+    chance = random.Random(5)
+
+    def shuffled(value: Any) -> Any:
+        if isinstance(value, dict):
+            names = chance.sample(list(value), len(value))
+            return {name: shuffled(value[name]) for name in names}
+        return value
+
+    await findings.send(
+        "chat", [Turns((question,), tools=shuffled_tools(shuffled)) for question in QUESTIONS]
+    )
+
+    assert await findings.faults() == ["tools_reordered"]
+
+
+def shuffled_tools(shuffled: Callable[[Any], Any]) -> tuple[dict[str, Any], ...]:
+    properties = {name: {"type": "string", "description": name} for name in ("day", "to", "seat")}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return tuple({**one, "parameters": shuffled(parameters)} for one in TOOLS)
 
 
 async def test_repeated_prompts_without_breakpoints_are_named(findings: Findings) -> None:

@@ -17,21 +17,28 @@ from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.findings.causes import LEGITIMATE
 from gateway.findings.report import is_finding
 from tenancy.reuse.advice import ClassTerms
+from tenancy.reuse.prompt_changes import ToolDigest
 
 BLOCK = 16
 VOCABULARY = 30_000
 REQUESTS = 60
-PLANTS = (
-    "system_changes",
-    "tools_reordered",
-    "tools_changed",
-    "history_edited",
-    "prompt_changes",
-    "unmarked",
-    "evicted",
-)
+PLANTS = {
+    "system_changes": "system_changes",
+    "sessions": "system_changes",
+    "tools_reordered": "tools_reordered",
+    "keys_reordered": "tools_reordered",
+    "tools_changed": "tools_changed",
+    "history_edited": "history_edited",
+    "prompt_changes": "prompt_changes",
+    "unmarked": "unmarked",
+    "evicted": "evicted",
+    "never_read": "written_never_read",
+}
+"""The cause that findings must name, by what is planted. `sessions`: an agent's system text changes
+with each session alone, of 3 to 100 requests."""
 Part = tuple[str, str, list[int]]
 """Path, role ("tools" for a tool) and tokens."""
+PUNCTUATION = 7
 
 
 class Application:
@@ -41,8 +48,12 @@ class Application:
         self._chance = chance
         self._plant = plant
         self._system = self._words(chance.randrange(150, 1_200))
-        tools = chance.randrange(5) if plant not in ("tools_reordered", "tools_changed") else 4
+        tools = 4 if plant in ("tools_reordered", "keys_reordered", "tools_changed") else None
+        tools = chance.randrange(5) if tools is None else tools
         self._tools = [self._words(chance.randrange(40, 150)) for _ in range(tools)]
+        self.tool_digests: list[ToolDigest] = []
+        """Of the tools of the latest request."""
+        self._session = self._left = 0
         self._documents = [self._words(chance.randrange(50, 200)) for _ in range(8)]
         self._long_message = self._words(chance.randrange(300, 600))
         self._kind = chance.choice(("questions", "documents", "conversations", "agent"))
@@ -50,6 +61,10 @@ class Application:
             self._kind = chance.choice(("conversations", "agent"))
         elif plant == "prompt_changes":
             self._kind = "volatile prompt"
+        elif plant == "sessions":
+            self._kind = "sessions"
+        elif plant == "never_read":
+            self._kind, self._system, self._tools = "one-shots", [], []
         self._open: list[list[Part]] = []
         self._place = chance.random()
         self._number = 0
@@ -58,7 +73,8 @@ class Application:
         """Return the parts of the next request."""
         self._number += 1
         history = self._history()
-        return [*self._head(), *history]
+        head = self._head()
+        return [*head, *history]
 
     def _head(self) -> list[Part]:
         system, tools = self._system, list(self._tools)
@@ -68,12 +84,31 @@ class Application:
         elif self._plant == "tools_reordered":
             while tools == self._tools:
                 self._chance.shuffle(tools)
+        elif self._plant == "keys_reordered":
+            tools = [self._with_keys_moved(tool) for tool in tools]
         elif self._plant == "tools_changed":
             tools[0] = [*tools[0][:9], *self._words(2), *tools[0][9:]]
+        elif self._plant == "sessions":
+            system = [*self._session_words, *system]
+        # A tool begins with its name; the order of its keys does not change what it says.
+        self.tool_digests = [
+            ToolDigest(tool[0], hash(frozenset(tool) - {PUNCTUATION}) % 2**64) for tool in tools
+        ]
         parts: list[Part] = [(f"tools[{n}]", "tools", tool) for n, tool in enumerate(tools)]
         return [*parts, ("system", "system", system)]
 
+    def _with_keys_moved(self, tool: list[int]) -> list[int]:
+        """Return a tool whose keys stand in another order, with other punctuation between them."""
+        at = self._chance.randrange(10, len(tool) - 10)
+        name, before, behind = tool[:1], tool[1:at], tool[at:]
+        return [*name, *behind, *[PUNCTUATION] * self._chance.randrange(3), *before]
+
     def _history(self) -> list[Part]:
+        if self._kind == "sessions":
+            if not self._left:
+                self._left = self._chance.choice((3, 5, 8))
+                self._open, self._session_words = [], self._words(6)
+            self._left -= 1
         question: Part = ("messages[0]", "user", self._words(self._chance.randrange(5, 40)))
         match self._kind:
             case "volatile prompt":
@@ -83,17 +118,21 @@ class Application:
                 return [("messages[0]", "user", [*chosen[0], *chosen[1], *question[2]])]
             case "questions":
                 return [question]
+            case "one-shots":
+                return [("messages[0]", "user", self._words(self._chance.randrange(200, 600)))]
             case _:
                 return self._next_turn()
 
     def _next_turn(self) -> list[Part]:
         """Return a conversation with one more turn: of one of up to three that are open."""
-        if len(self._open) < 3 or self._chance.random() < 0.05:
+        if self._kind == "sessions":
+            self._open = self._open[-1:] or [[]]
+        elif len(self._open) < 3 or self._chance.random() < 0.05:
             self._open = [*self._open[-2:], []]
         history = self._chance.choice(self._open)
         if history:
             roles = ["assistant"]
-            if self._kind == "agent":
+            if self._kind in ("agent", "sessions"):
                 roles += ["assistant", "tool"] * self._chance.randrange(1, 4)
             for role in roles:
                 text = self._words(self._chance.randrange(20, 120))
@@ -140,28 +179,30 @@ class Traffic:
         self._chance = chance = random.Random(seed)
         self._plant = plant
         self._is_marked = plant != "unmarked" and chance.random() < 0.5
+        self._is_marked |= plant == "never_read"
         others = chance.randrange(4) if plant != "unmarked" else chance.randrange(2)
+        others = 0 if plant in ("sessions", "never_read") else others
         self._applications = [Application(chance, plant)]
         self._applications += [Application(chance, "") for _ in range(others)]
         self._cache = BlockCache()
         self._findings = PromptFindings(seed, 4, {"5m": ClassTerms(300.0, "5m")})
         self._losses: dict[str, int] = {}
-        self._tokens = 0
+        self._computed = 0
 
     def run(self) -> set[str]:
         """Send all requests; return the causes of the findings."""
         for number in range(REQUESTS):
             planted = self._chance.random() < 0.6
             chosen = self._applications[0] if planted else self._chance.choice(self._applications)
-            self._send(number, chosen.request())
+            self._send(number, chosen.request(), chosen.tool_digests)
         return {
             one.cause
             for one in self._findings.take()
             if one.cause not in (FIRST_USE, *LEGITIMATE)
-            and is_finding(one.cause, one.requests, one.wasted_tokens, REQUESTS, self._tokens)
+            and is_finding(one.cause, one.requests, one.wasted_tokens, self._computed, one.facts)
         }
 
-    def _send(self, number: int, parts: list[Part]) -> None:
+    def _send(self, number: int, parts: list[Part], tools: list[ToolDigest]) -> None:
         tokens: list[int] = []
         marks: list[Boundary] = []
         for path, role, text in parts:
@@ -173,7 +214,8 @@ class Traffic:
             self._losses = {"evicted_pressure": self._losses.get("evicted_pressure", 0) + 40}
         tail = [1, 2, 3]
         total, cached = len(tokens) + len(tail), self._cache.use([*tokens, *tail])
-        self._tokens += total
+        record = self._record(tokens, marks, total, cached)
+        self._computed += total - min(cached, record.read_tokens())
         self._findings.note(
             PromptContext(
                 tenant_id=1,
@@ -184,8 +226,9 @@ class Traffic:
                 is_unmarked=self._plant == "unmarked",
                 min_tokens=0,
                 losses=self._losses,
+                tools=tuple(tools),
             ),
-            self._record(tokens, marks, total, cached),
+            record,
             tuple(marks),
             struct.pack(f"{len(tokens)}I", *tokens),
             "",
@@ -225,7 +268,7 @@ class Traffic:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("plant", PLANTS)
 def test_planted_cause_is_named_alone(plant: str, seed: int) -> None:
-    assert Traffic(seed, plant).run() == {plant}
+    assert Traffic(seed, plant).run() == {PLANTS[plant]}
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -239,4 +282,5 @@ def test_many_tenants_are_judged_rightly(plant: str) -> None:
     """A hundred tenants for each cause, and for none."""
     found = {seed: Traffic(seed, plant).run() for seed in range(100, 200)}
 
-    assert {seed: causes for seed, causes in found.items() if causes != {plant} - {""}} == {}
+    wanted = {PLANTS[plant]} if plant else set()
+    assert {seed: causes for seed, causes in found.items() if causes != wanted} == {}

@@ -52,7 +52,7 @@ def own_routes(gateway: Context, store: FindingStore) -> tuple[Route, ...]:
 
 
 def _window(gateway: Context, given: Mapping[str, str]) -> FindingsWindow:
-    """Return the window of `since` and `until`: by default the last 24 hours. Raises Refusal."""
+    """Return the window of `since` and `until`: by default the last 7 days. Raises Refusal."""
     window = json_api.window(given, gateway.wall())
     since_ms = window.since_ms if "since" in given else window.until_ms - WINDOW_MS_DEFAULT
     return FindingsWindow.of(since_ms, window.until_ms)

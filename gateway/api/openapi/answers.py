@@ -327,12 +327,14 @@ class AuditPage(Struct, frozen=True):
 class FindingList(Struct, frozen=True):
     """Findings, the most expensive first, and the window that they are of.
 
-    `has_more`: there are more findings than an answer has.
+    `has_more`: there are more findings than an answer has. `pace`: of what savings in a month are
+    computed, in words; `window.observed_ms` is the length of time behind it.
     """
 
     findings: list[dict[str, Any]]
     has_more: bool
     window: dict[str, int]
+    pace: str
 
 
 class WebhookList(Struct, frozen=True):

@@ -2,15 +2,17 @@
 
 import { html } from "./html.js";
 import { address, useData } from "./api.js";
-import { NONE, ago, count, dollars, dollarsOf, percent, words } from "./format.js";
-import { href } from "./route.js";
+import { NONE, ago, count, dollars, dollarsOf, iso, percent, words } from "./format.js";
+import { DAY_MS, HOUR_MS, href } from "./route.js";
 import { Chip, Empty, TenantLink, instead } from "./pieces.js";
 
 const EVERY_MS = 30_000;
 
 // The findings of one tenant, or of all; `path`: a tenant's own are elsewhere.
-export function useFindings(tenant = null, path = "/admin/v1/findings") {
-  return useData(address(path, { tenant }), EVERY_MS);
+// `days`: of the last days; the server's default without it.
+export function useFindings(tenant = null, path = "/admin/v1/findings", days = null) {
+  const since = days && iso(Math.floor(Date.now() / HOUR_MS) * HOUR_MS - days * DAY_MS);
+  return useData(address(path, { tenant, since }), EVERY_MS);
 }
 // Of the findings that waste money.
 export const costly = (data) => (data?.findings ?? []).filter((one) => !one.legitimate);

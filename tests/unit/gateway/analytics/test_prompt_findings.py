@@ -12,7 +12,9 @@ from gateway.analytics import prompt_findings
 from gateway.analytics.prompt_findings import (
     FIRST_USE,
     NEW_CONVERSATION,
+    READ_BACK,
     WORKING_SET,
+    WRITTEN_NEVER_READ,
     PromptContext,
     PromptFindings,
 )
@@ -34,6 +36,8 @@ class Prompts:
     def __init__(self) -> None:
         self.findings = PromptFindings(3, 2, CLASSES)
         self.now_s = 0.0
+        self.writes: FindingCount | None = None
+        """What the latest prompt wrote and read back."""
 
     def ask(
         self,
@@ -76,7 +80,9 @@ class Prompts:
             self.now_s + 1,
             round(1_000 * self.now_s),
         )
-        return {one.cause: one for one in self.findings.take()}
+        found = {one.cause: one for one in self.findings.take()}
+        self.writes = found.pop(WRITTEN_NEVER_READ, None)
+        return found
 
 
 @pytest.fixture
@@ -169,6 +175,31 @@ def test_classes_that_would_have_kept_it_are_counted(
     names = {fact.removeprefix("kept_by:") for fact in found.facts if fact.startswith("kept_by:")}
     assert names == kept
     assert found.facts["idle_s"] == round(after_s - 1)
+
+
+def test_wasted_tokens_are_those_that_were_charged_as_written(prompts: Prompts) -> None:
+    """A prefix with a breakpoint costs the write price, and the rest of the prompt the input's."""
+    lost = prompts.ask(losses={"evicted_pressure": 9}, write={"5m": 150, "1h": 20})["evicted"]
+
+    assert lost.wasted_tokens == 219
+    assert (lost.facts["write:5m"], lost.facts["write:1h"]) == (150, 20)
+
+
+def test_writes_count_until_they_are_read(prompts: Prompts) -> None:
+    """Those that another cause explains are counted there; short ones are trifles."""
+    prompts.ask(cached=208, read=0, write={"5m": 220})
+    written = prompts.writes
+    prompts.ask(cached=208, read=200)
+    read_back = prompts.writes
+    prompts.ask(losses={"evicted_pressure": 9}, write={"5m": 220})
+    explained = prompts.writes
+    prompts.ask(cached=208, read=0, write={"5m": 12})
+
+    assert written is not None
+    assert (written.requests, written.wasted_tokens) == (1, 220)
+    assert read_back is not None
+    assert (read_back.requests, read_back.facts) == (0, {READ_BACK: 200})
+    assert (explained, prompts.writes) == (None, None)
 
 
 def test_working_set_counts_a_lost_prefix_once_an_hour(prompts: Prompts) -> None:

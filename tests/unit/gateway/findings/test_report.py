@@ -11,13 +11,14 @@ from msgspec.structs import replace
 
 from gateway.analytics.prompt_findings import WORKING_SET
 from gateway.findings.report import FindingsWindow, dollars, find
-from tenancy.accounts.tenants import create_tenant
+from tenancy.accounts.tenants import change_tenant, create_tenant
 from tenancy.errors import BadName
 from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.reuse.finding_counts import FindingCount, add_counts
-from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, UsageEntry
+from tests.actors import TESTER
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 NOW_MS = 100 * DAY_MS
@@ -42,11 +43,19 @@ class Books:
         }
         self._ledger = Ledger(self.store, lambda: NOW_MS - HOUR_MS)
 
-    def use(self, name: str, requests: int, tokens: int = 1_000) -> None:
-        """Book requests of one tenant."""
+    def use(
+        self,
+        name: str,
+        requests: int,
+        tokens: int = 1_000,
+        cached: int = 0,
+        at_ms: int | None = None,
+    ) -> None:
+        """Book requests of one tenant; `at_ms`: when they were received, which ids tell."""
         for number in range(requests):
+            known = f"{at_ms:012x}{number:020x}" if at_ms is not None else f"{name}{number}"
             entry = UsageEntry(
-                request_id=f"{name}{number}",
+                request_id=known,
                 tenant_id=self.ids[name],
                 key_id=1,
                 model="m",
@@ -54,11 +63,11 @@ class Books:
                 started_ms=NOW_MS - HOUR_MS,
                 ended_ms=NOW_MS - HOUR_MS,
                 prompt_tokens=tokens,
-                cache_read_tokens=0,
+                cache_read_tokens=cached,
                 cache_write_tokens=0,
-                fresh_tokens=tokens,
+                fresh_tokens=tokens - cached,
                 output_tokens=0,
-                physical_cached_tokens=0,
+                physical_cached_tokens=cached,
             )
             self._ledger.settle(entry).result(60)
 
@@ -100,6 +109,96 @@ def test_money_is_that_of_the_card_and_the_ledger(books: Books) -> None:
     assert found["confidence"] == 0.79
 
 
+def test_waste_is_priced_as_it_was_charged(books: Books) -> None:
+    """Tokens of a changing prefix that were written at a breakpoint cost the write's price."""
+    books.use("ada", 5)
+    facts = {"write:5m": 2_000, "write:1h": 500}
+    books.count("ada", "system_changes", 4, 3_000, place="system", facts=facts)
+
+    (found,) = books.find()
+    # 2,000 at 1.15, 500 at 1.9 and 500 at 0.9 micro-dollars
+    assert found["cost_usd"] == "0.0037"
+    assert "2,500 of them charged as written" in found["sentence"]
+
+
+@pytest.mark.parametrize(("read_back", "is_shown"), [(0, True), (399, True), (400, False)])
+def test_writes_that_are_not_read_are_named(books: Books, read_back: int, is_shown: bool) -> None:
+    """Their cost is what a write costs more than input."""
+    books.use("ada", 5)
+    facts = {"write:5m": 4_000, "read_back_tokens": read_back}
+    books.count("ada", "written_never_read", 4, 4_000, facts=facts)
+
+    found = books.find()
+    assert [one["cause"] for one in found] == ["written_never_read"] * is_shown
+    for one in found:
+        assert one["cost_usd"] == "0.0010"  # 4,000 tokens at 0.25 micro-dollars
+        assert (
+            f"4,000 tokens were written at breakpoints in 4 of 5 requests, and {read_back:,}"
+            in (one["sentence"])
+        )
+
+
+def test_start_of_a_session_is_seen_in_long_sessions(books: Books) -> None:
+    """An agent misses once in a hundred requests, and pays for it."""
+    books.use("ada", 400, tokens=100, cached=90)
+    books.count("ada", "system_changes", 4, 300, place="system")
+
+    assert [one["cause"] for one in books.find()] == ["system_changes"]
+
+
+def test_a_stable_prompt_is_advised_before_a_floor(books: Books) -> None:
+    """A floor takes blocks from other tenants."""
+    books.use("ada", 20)
+    books.count("ada", "tools_changed", 4, 2_000)
+    books.count("ada", "evicted", 9, 9_000, facts={"evicted_pressure": 9, WORKING_SET: 320})
+
+    changed, evicted = books.find()
+    assert (changed["cause"], evicted["cause"]) == ("tools_changed", "evicted")
+    assert evicted["advice"].startswith("First stop changing the prompts")
+    assert "set a floor of 20 blocks" in evicted["advice"]
+
+
+def test_own_ceiling_is_raised_to_a_number(books: Books) -> None:
+    change_tenant(books.store, "ada", {"ceiling_blocks": 50}, by=TESTER)
+    books.use("ada", 10)
+    books.count("ada", "evicted", 9, 9_000, facts={"evicted_own_quota": 9, WORKING_SET: 320})
+
+    (found,) = books.find()
+    assert "from 50 to 70 blocks (trunkline tenant set ada --ceiling 70)" in found["advice"]
+
+
+def test_refused_models_are_named_with_the_alias(books: Books) -> None:
+    """Refusals are not in the ledger."""
+    books.use("ada", 18)
+    books.count("ada", "not_served", 42, 0, place="gpt-4o")
+
+    (found,) = books.find()
+    assert found["sentence"] == "ada: asks for gpt-4o, which is not served, in 42 of 60 requests."
+    assert 'model.aliases = ["gpt-4o"]' in found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("minutes", "pace", "saving"),
+    [(10, "hour", "0.65"), (180, "3 h", "0.22"), (24 * 60 * 6, "6 d", "0.0045")],
+)
+def test_month_is_at_the_pace_of_the_observed_time(
+    books: Books, minutes: int, pace: str, saving: str
+) -> None:
+    """Also when the server is young, and no less while no request comes."""
+    last_ms = NOW_MS - HOUR_MS
+    for at_ms in (last_ms - minutes * MINUTE_MS, last_ms):
+        books.use("ada", 1, at_ms=at_ms)
+    books.count("ada", "system_changes", 3, 1_000, place="system")
+    answers = [
+        find(books.store, FindingsWindow.of(NOW_MS - 7 * DAY_MS, NOW_MS + later_ms))
+        for later_ms in (0, 40 * MINUTE_MS)
+    ]
+
+    for answer in answers:
+        assert answer["pace"] == f"at the pace of the last {pace}"
+        assert answer["findings"][0]["saving_usd_month"] == saving
+
+
 def test_order_is_by_saving_and_legitimate_ones_are_last(books: Books) -> None:
     books.use("ada", 10)
     books.use("bob", 10)
@@ -121,8 +220,10 @@ def test_order_is_by_saving_and_legitimate_ones_are_last(books: Books) -> None:
     ("cause", "requests", "tokens", "is_shown"),
     [
         ("system_changes", 2, 9_000, False),
-        ("system_changes", 4, 9_000, False),
-        ("system_changes", 5, 9_000, True),
+        ("system_changes", 3, 2_400, False),
+        ("system_changes", 3, 2_500, True),
+        ("not_served", 2, 0, False),
+        ("not_served", 3, 0, True),
         ("evicted", 3, 2_400, False),
         ("evicted", 3, 2_500, True),
         ("evicted", 2, 9_000, False),

@@ -20,6 +20,7 @@ from tenancy.reuse.prompt_changes import (
     PromptPart,
     PromptReuse,
     Tier,
+    ToolDigest,
     parts_of,
 )
 
@@ -48,6 +49,7 @@ class Tenant:
         losses: dict[str, int] | None = None,
         namespace: bytes = NAMESPACE,
         overlaps_s: float = 0.0,
+        tools: Sequence[ToolDigest] = (),
     ) -> PromptReuse:
         """Note a prompt of these pieces: (tier, tokens, whether it is an answer)."""
         tokens: list[int] = []
@@ -67,6 +69,7 @@ class Tenant:
                 ended_s=self.now_s + 1,
                 epoch=epoch,
                 losses=losses,
+                tools=tuple(tools),
             ),
         )
 
@@ -120,17 +123,26 @@ def test_text_with_one_word_again_and_again_is_no_repetition() -> None:
 
 
 def test_order_of_tools_is_told_from_their_content() -> None:
+    """By what the tools say: moved keys are other tokens too."""
     tools = [words(number, 60) for number in range(4)]
+    digests = [ToolDigest(number, number) for number in range(4)]
     tenant = Tenant()
-    tenant.ask(*[("tools", tool) for tool in tools], ("messages", words(70, 30)))
-    moved = tenant.ask(*[("tools", tool) for tool in reversed(tools)], ("messages", words(71, 30)))
-    other = [words(99, 60), *tools[1:]]
-    changed = tenant.ask(*[("tools", tool) for tool in other], ("messages", words(72, 30)))
 
-    assert parted(moved).cause == "tools_reordered"
-    assert parted(moved).repeated == 240
-    assert parted(changed).cause == "tools_changed"
-    assert parted(changed).at == 0
+    def ask(texts: Sequence[Sequence[int]], said: Sequence[ToolDigest], seed: int) -> Divergence:
+        pieces: list[Piece] = [("tools", text) for text in texts]
+        return parted(tenant.ask(*pieces, ("messages", words(seed, 30)), tools=said))
+
+    tenant.ask(*[("tools", tool) for tool in tools], ("messages", words(70, 30)), tools=digests)
+    moved = ask(tools[::-1], digests[::-1], 71)
+    keys = ask([[*tools[0][:9], 5, *tools[0][9:]], *tools[1:]], digests, 72)
+    edited = ask([words(99, 60), *tools[1:]], [ToolDigest(0, 99), *digests[1:]], 73)
+    fewer = ask(tools[1:], digests[1:], 74)
+
+    assert [one.cause for one in (moved, keys)] == ["tools_reordered"] * 2
+    assert moved.repeated == 240
+    assert [one.cause for one in (edited, fewer)] == ["tools_changed"] * 2
+    assert [one.has_other_tools for one in (edited, fewer)] == [False, True]
+    assert edited.at == 0
 
 
 def test_edited_and_shortened_histories_are_told_apart() -> None:
