@@ -10,16 +10,27 @@ CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: all setup hooks clients older linters buckets bounds serve check test slow ci fmt lint bench cost sim crash attacks gpu pull clean
+.PHONY: stale all setup hooks clients older linters buckets bounds serve check test slow ci fmt lint bench cost sim crash attacks gpu pull clean
 
 all: check test
 
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
+# The environment's Python has to be new enough, whole, and of the version that PYTHON names, where
+# it is given. Another one is remade; a stamp in it is none. PYTHON is checked before that.
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+MINOR      := import sys; print("%d.%d" % sys.version_info[:2])
+WANTED     := $(if $(filter command environment,$(firstword $(origin PYTHON))),$(shell $(PYTHON) -c '$(MINOR)' 2>/dev/null))
+USABLE     := import sys, pip; sys.exit(sys.version_info < (3, 11) or "$(WANTED)" not in ("", "%d.%d" % sys.version_info[:2]))
+STALE      := $(if $(wildcard $(VENV)/.server-stamp),$(shell $(BIN)/python -c '$(USABLE)' >/dev/null 2>&1 || echo stale))
+
 # A stamp is newer than what it was made from, so the second start takes no time. The first stamp is
 # what a server needs (1.1 GB); the second adds the developers' tools (2.6 GB in all).
-$(VENV)/.server-stamp: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(VENV)/.server-stamp: pyproject.toml constraints.txt $(STALE)
+	@$(BIN)/python -c '$(USABLE)' >/dev/null 2>&1 || $(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null || { \
+		echo "Python 3.11 or newer is needed, and $(PYTHON) is: $$($(PYTHON) --version 2>&1 | head -n 1)." \
+		"Install one and name it, as in: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(BIN)/python -c '$(USABLE)' >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 ifeq ($(TORCH),cpu)
 	@$(PIP) --no-deps --retries 1 --index-url $(CPU_WHEELS) torch || echo "torch: no CPU build there; the package index's build follows"
