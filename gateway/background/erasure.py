@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -40,6 +41,7 @@ from tenancy.ledger.idempotency import forget_answers
 from tenancy.responses.conversations import erase_conversations
 from tenancy.responses.stored_responses import erase_stored
 from tenancy.storage.audit_log import Actor
+from tenancy.storage.interface import Store
 
 LEASE_ID_CHARS_MAX = 200
 """Longest lease id of a request, in characters."""
@@ -140,7 +142,8 @@ async def erase(gateway: Context, target: ErasureTarget, by: Actor | None = None
     `by`: the administrator that asked, for the audit log.
 
     Erases the engine's blocks, the entries of the prefix index with their rows in the database and,
-    without a lease id, vectors of texts, cached contents, stored responses and conversations.
+    without a lease id, vectors of texts, cached contents, stored responses and conversations: what
+    is in memory first, then rows, in small transactions that a full disk has room for.
     Blocks in use by a running request are unreachable for others at once, and freed when it ends.
     The receipt counts the blocks of all models. Raises Refusal for an unknown lease,
     EngineUnavailable if the engine of any model is away, and StoreError: the caller may try again
@@ -246,18 +249,15 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
     index, names = gateway.contracts.entries, await _names_of(gateway, target)
     # The prefix index first: a prefix billed as read must still be cached.
     forgotten = _forget_entries(index, names, target.lease_id)
-    if target.lease_id is None:
-        ended = (gateway.store, target.tenant_id, target.workspace, gateway.wall())
-        await asyncio.to_thread(end_cached_contents, *ended)
-        await asyncio.to_thread(forget_answers, *ended[:3])
-        await asyncio.to_thread(erase_stored, *ended[:3])
-        await asyncio.to_thread(erase_conversations, *ended[:3])
     vectors = 0
     if target.lease_id is None and gateway.embeddings is not None:
         vectors = gateway.embeddings.erase(target.tenant_id, target.workspace)
     blocks, levels = await _erase_all(gateway, names, target.lease_id)
     # Again for prefixes added meanwhile: the engine erased these too, so no read may be billed.
     _forget_entries(index, names, target.lease_id)
+    # What is in memory needs no room; a database without room is asked after it.
+    if target.lease_id is None:
+        await gateway.contents.ask(partial(_erase_contents, gateway, target), target.tenant_id)
     await gateway.promise_store.flush()  # durable before the receipt
     found = forgotten or any(one.blocks or one.state == "pending" for one in levels.values())
     if target.lease_id is not None and not found:
@@ -280,6 +280,7 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
         owner = (gateway.store, target.tenant_id, target.workspace, receipt.at_ms)
         await asyncio.to_thread(erase_stored, *owner)
         await asyncio.to_thread(erase_conversations, *owner)
+        await asyncio.to_thread(gateway.store.keep_room)
     facts: dict[str, object] = {
         "tenant_id": target.tenant_id,
         "key_id": target.key_id,
@@ -289,6 +290,16 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
         facts["pending"] = pending
     gateway.log("cache_erased", {"receipt": receipt.receipt_id, **facts})
     return receipt
+
+
+def _erase_contents(gateway: Context, target: ErasureTarget, _: Store) -> None:
+    """Delete what the database has of the target's texts, in small transactions."""
+    owner = gateway.store, target.tenant_id, target.workspace
+    gateway.store.make_room()
+    erase_stored(*owner)
+    erase_conversations(*owner)
+    forget_answers(*owner)
+    end_cached_contents(*owner, gateway.wall())
 
 
 def _forget_entries(index: PrefixIndex, names: Sequence[Namespace], lease_id: str | None) -> int:

@@ -58,6 +58,7 @@ def run(config: Config, say: Say, progress: Progress, source: ConfigSource) -> N
         if config.engine.levels.disk_gib:
             opened.callback(ServerLock(levels_dir(config)).close)
         store = opened.enter_context(closing(connect(config)))
+        store.keep_room()
         if changed_mode:
             say(changed_mode)
         cards = prepared_models(config, say, progress)

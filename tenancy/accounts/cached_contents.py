@@ -11,7 +11,8 @@ from msgspec import Struct, structs
 
 from tenancy.errors import BadName
 from tenancy.pseudonyms import check_not_deleted
-from tenancy.storage.interface import Store, placeholders
+from tenancy.storage.interface import Row, Store, Transaction, placeholders
+from tenancy.storage.pieces import SWEPT_AT_ONCE, delete_all, first_piece
 
 
 class CachedContentRecord(Struct, frozen=True):
@@ -135,21 +136,35 @@ def end_cached_content(
 
 def end_cached_contents(store: Store, tenant_id: int, workspace: str | None, now_ms: int) -> int:
     """End all live cached contents of a tenant, or of one workspace. Returns the count."""
-    with store.change() as db:
-        return db.execute(
-            "update cached_contents set content = null, ended_ms ="
-            " case when expires_ms < ?1 then expires_ms else ?1 end"
-            " where tenant_id = ?2 and (cast(?3 as text) is null or workspace = ?3)"
-            " and ended_ms is null",
-            (now_ms, tenant_id, workspace),
-        )
+    where = "tenant_id = ?1 and (cast(?2 as text) is null or workspace = ?2)"
+    return _end_all(store, where, (tenant_id, workspace), now_ms)
 
 
 def sweep_cached_contents(store: Store, now_ms: int) -> int:
     """Delete the content of expired cached contents. Returns the count."""
-    with store.change() as db:
-        return db.execute(
-            "update cached_contents set ended_ms = expires_ms, content = null"
-            " where ended_ms is null and expires_ms <= ?",
-            (now_ms,),
+    return _end_all(store, "expires_ms <= ?1", (now_ms,), now_ms)
+
+
+def _end_all(store: Store, where: str, values: Row, now_ms: int) -> int:
+    """End the live contents that `where` finds, in small transactions; return their count."""
+    count = 0
+
+    def end_some(db: Transaction) -> bool:
+        nonlocal count
+        found = db.rows(
+            "select resource_id, length(content) from cached_contents"
+            f" where {where} and ended_ms is null limit {SWEPT_AT_ONCE + 1:d}",
+            values,
         )
+        ids = first_piece(found)
+        if ids:
+            count += db.execute(
+                "update cached_contents set content = null, ended_ms ="
+                " case when expires_ms < ? then expires_ms else ? end"
+                f" where resource_id in {placeholders(len(ids))}",
+                [now_ms, now_ms, *ids],
+            )
+        return len(found) > len(ids)
+
+    delete_all(store, end_some)
+    return count

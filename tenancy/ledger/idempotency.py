@@ -16,13 +16,18 @@ from typing import TypeVar
 from msgspec import Struct
 
 from tenancy.errors import IdempotencyConflict
-from tenancy.storage.interface import Store, Transaction, Value, pad_to_power_of_two, placeholders
+from tenancy.storage.interface import (
+    Row,
+    Store,
+    Transaction,
+    Value,
+    pad_to_power_of_two,
+    placeholders,
+)
+from tenancy.storage.pieces import SWEPT_AT_ONCE, delete_all, first_piece
 from tenancy.storage.tenant_sums import subtract
 
 T = TypeVar("T")
-
-SWEPT_AT_ONCE = 200
-"""Names that one transaction sweeps, so that other transactions wait only briefly."""
 
 
 class Claim(Struct, frozen=True):
@@ -250,30 +255,38 @@ def forget(db: Transaction, tenant_id: int, workspace: str | None = None) -> Non
     Requests that still run are not stored at their end.
     """
     deleted = db.rows(
-        "delete from named_requests where tenant_id = ?1"
-        f" and (cast(?2 as text) is null or workspace = ?2) {_RETURNING}",
-        (tenant_id, workspace),
+        f"delete from named_requests where {_OF_OWNER} {_RETURNING}", (tenant_id, workspace)
     )
     subtract(db, "named_sums", "names", deleted)
 
 
 def forget_answers(store: Store, tenant_id: int, workspace: str | None = None) -> None:
-    """Call `forget` in its own transaction. Raises StoreError."""
-    with store.change() as db:
-        forget(db, tenant_id, workspace)
+    """Delete what `forget` does, in small transactions. Raises StoreError."""
+    delete_all(store, lambda db: _delete_some(db, _OF_OWNER, (tenant_id, workspace)))
 
 
 def sweep(store: Store, now_ms: int) -> bool:
     """Delete some expired names in one small transaction. Returns whether there may be more. Raises
     StoreError."""
     with store.change() as db:
+        return _delete_some(db, "until_ms <= ?1", (now_ms,))
+
+
+def _delete_some(db: Transaction, where: str, values: Row) -> bool:
+    """Delete as many names as one transaction may; return whether there may be more."""
+    found = db.rows(
+        f"select request_id, coalesce(length(body), 0) from named_requests where {where}"
+        f" order by until_ms limit {SWEPT_AT_ONCE + 1:d}",
+        values,
+    )
+    ids = first_piece(found)
+    if ids:
         deleted = db.rows(
-            "delete from named_requests where request_id in (select request_id from named_requests"
-            f" where until_ms <= ? order by until_ms limit ?) {_RETURNING}",
-            (now_ms, SWEPT_AT_ONCE),
+            f"delete from named_requests where request_id in {placeholders(len(ids))} {_RETURNING}",
+            ids,
         )
         subtract(db, "named_sums", "names", deleted)
-    return len(deleted) == SWEPT_AT_ONCE
+    return len(found) > len(ids)
 
 
 def _conflict(claim: Claim, digest: bytes, *, is_running: bool) -> IdempotencyConflict | None:
@@ -291,4 +304,5 @@ def _conflict(claim: Claim, digest: bytes, *, is_running: bool) -> IdempotencyCo
     return None
 
 
+_OF_OWNER = "tenant_id = ?1 and (cast(?2 as text) is null or workspace = ?2)"
 _RETURNING = "returning tenant_id, coalesce(length(body), 0)"

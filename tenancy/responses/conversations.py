@@ -14,9 +14,8 @@ from msgspec import Struct
 
 from tenancy.responses.stored_sums import Obstacle, StorageQuota, Sums, obstacle_of_owner, subtract
 from tenancy.storage.interface import Row, Store, Transaction, pad_to_power_of_two, placeholders
+from tenancy.storage.pieces import SWEPT_AT_ONCE, delete_all, first_piece
 
-SWEPT_AT_ONCE = 200
-"""Rows that one transaction sweeps, so that other transactions wait only briefly."""
 ITEM_OVERHEAD_BYTES = 100
 """What a stored item counts beside its own bytes, so that the quota also bounds small ones."""
 
@@ -283,14 +282,17 @@ def delete_items(
 
 
 def delete_conversation(store: Store, owner: Owner, conversation_id: str, now_ms: int) -> bool:
-    """Delete a conversation with its items. Returns False if there is none. Raises StoreError."""
+    """Delete a conversation with its items, in small transactions. Returns False if there is none.
+
+    From the first one on it is not found. Raises StoreError; sweeping deletes what is left then.
+    """
     with store.change() as db:
-        found = db.rows(
-            f"select conversation_id from conversations where {_LIVE}",
+        found = db.execute(
+            f"update conversations set expires_ms = 0 where {_LIVE}",
             (conversation_id, *owner, now_ms),
         )
-        for row in found:
-            _delete(db, "conversation_id = ?", row)
+    if found:
+        delete_all(store, lambda db: _delete_some(db, "conversation_id = ?1", (conversation_id,)))
     return bool(found)
 
 
@@ -301,19 +303,27 @@ def forget_conversations(
 
     `until_ms`: only those that were created until then.
     """
-    where = (
-        "tenant_id = ?1 and (cast(?2 as text) is null or workspace = ?2)"
-        " and (cast(?3 as bigint) is null or created_ms <= ?3)"
+    values = tenant_id, workspace, until_ms
+    db.execute(
+        "delete from conversation_items where conversation_id in"
+        f" (select conversation_id from conversations where {_OF_OWNER})",
+        values,
     )
-    _delete(db, where, (tenant_id, workspace, until_ms))
+    subtract(
+        db,
+        db.rows(f"delete from conversations where {_OF_OWNER} returning tenant_id, bytes", values),
+    )
 
 
 def erase_conversations(
     store: Store, tenant_id: int, workspace: str | None, until_ms: int | None = None
 ) -> None:
-    """Call `forget_conversations` in its own transaction. Raises StoreError."""
+    """Delete what `forget_conversations` does, in small transactions; from the first one on none is
+    found. Raises StoreError; sweeping deletes what is left then."""
+    values = tenant_id, workspace, until_ms
     with store.change() as db:
-        forget_conversations(db, tenant_id, workspace, until_ms)
+        db.execute(f"update conversations set expires_ms = 0 where {_OF_OWNER}", values)
+    delete_all(store, lambda db: _delete_some(db, f"{_OF_OWNER} and expires_ms = 0", values))
 
 
 def sweep_conversations(store: Store, now_ms: int) -> bool:
@@ -322,22 +332,32 @@ def sweep_conversations(store: Store, now_ms: int) -> bool:
     Returns whether there may be more. Raises StoreError.
     """
     with store.change() as db:
-        items = db.rows(
-            "delete from conversation_items where item_id in (select item_id"
-            " from conversation_items join conversations using (conversation_id)"
-            " where expires_ms <= ? limit ?) returning 1",
-            (now_ms, SWEPT_AT_ONCE),
-        )
-        if items:
-            return True
+        return _delete_some(db, "expires_ms <= ?1", (now_ms,))
+
+
+def _delete_some(db: Transaction, where: str, values: Row) -> bool:
+    """Delete as many items, or conversations without items, as one transaction may, of those that
+    `where` finds; return whether there may be more."""
+    items = db.rows(
+        "select item_id, conversation_items.bytes from conversation_items"
+        f" join conversations using (conversation_id) where {where} limit {SWEPT_AT_ONCE:d}",
+        values,
+    )
+    if items:
+        ids = first_piece(items)
+        db.execute(f"delete from conversation_items where item_id in {placeholders(len(ids))}", ids)
+        return True
+    found = db.rows(
+        f"select conversation_id from conversations where {where} limit {SWEPT_AT_ONCE:d}", values
+    )
+    if found:
         deleted = db.rows(
-            "delete from conversations where conversation_id in (select conversation_id"
-            " from conversations where expires_ms <= ? order by expires_ms limit ?)"
+            f"delete from conversations where conversation_id in {placeholders(len(found))}"
             " returning tenant_id, bytes",
-            (now_ms, SWEPT_AT_ONCE),
+            [row[0] for row in found],
         )
         subtract(db, deleted)
-    return len(deleted) == SWEPT_AT_ONCE
+    return len(found) == SWEPT_AT_ONCE
 
 
 def _owned_items(
@@ -353,6 +373,10 @@ def _owned_items(
     )
 
 
+_OF_OWNER = (
+    "tenant_id = ?1 and (cast(?2 as text) is null or workspace = ?2)"
+    " and (cast(?3 as bigint) is null or created_ms <= ?3)"
+)
 _LIVE = "conversation_id = ? and tenant_id = ? and workspace = ? and expires_ms > ?"
 
 
@@ -366,16 +390,4 @@ def _insert_items(
             (conversation_id, first + number, item.item_id, item.size, item.item)
             for number, item in enumerate(items)
         ],
-    )
-
-
-def _delete(db: Transaction, where: str, values: Row) -> None:
-    """Delete the conversations that `where` finds, with their items."""
-    db.execute(
-        "delete from conversation_items where conversation_id in"
-        f" (select conversation_id from conversations where {where})",
-        values,
-    )
-    subtract(
-        db, db.rows(f"delete from conversations where {where} returning tenant_id, bytes", values)
     )

@@ -28,9 +28,8 @@ from tenancy.storage.interface import (
     pad_to_power_of_two,
     placeholders,
 )
+from tenancy.storage.pieces import SWEPT_AT_ONCE, delete_all, first_piece
 
-SWEPT_AT_ONCE = 200
-"""Rows that one transaction sweeps, so that other transactions wait only briefly."""
 RENEWALS_PER_LIFETIME = 24
 """A thread's expiry is renewed this often at most: a renewal writes each of its rows."""
 
@@ -190,9 +189,7 @@ def forget_stored(
     `until_ms`: only those of requests that began until then.
     """
     deleted = db.rows(
-        "delete from stored_responses where tenant_id = ?1 and (cast(?2 as text) is null"
-        " or workspace = ?2) and (cast(?3 as bigint) is null or created_ms <= ?3)"
-        " returning tenant_id, bytes",
+        f"delete from stored_responses where {_OF_OWNER} returning tenant_id, bytes",
         (tenant_id, workspace, until_ms),
     )
     subtract(db, deleted)
@@ -201,23 +198,39 @@ def forget_stored(
 def erase_stored(
     store: Store, tenant_id: int, workspace: str | None, until_ms: int | None = None
 ) -> None:
-    """Call `forget_stored` in its own transaction. Raises StoreError."""
-    with store.change() as db:
-        forget_stored(db, tenant_id, workspace, until_ms)
+    """Delete what `forget_stored` does, in small transactions. Raises StoreError."""
+    delete_all(store, lambda db: _delete_some(db, _OF_OWNER, (tenant_id, workspace, until_ms)))
 
 
 def sweep_stored(store: Store, now_ms: int) -> bool:
     """Delete some expired responses in one small transaction. Returns whether there may be more.
     Raises StoreError."""
     with store.change() as db:
+        return _delete_some(db, "expires_ms <= ?1", (now_ms,))
+
+
+def _delete_some(db: Transaction, where: str, values: Row) -> bool:
+    """Delete as many responses as one transaction may; return whether there may be more."""
+    found = db.rows(
+        f"select response_id, bytes from stored_responses where {where}"
+        f" order by expires_ms limit {SWEPT_AT_ONCE + 1:d}",
+        values,
+    )
+    ids = first_piece(found)
+    if ids:
         deleted = db.rows(
-            "delete from stored_responses where response_id in (select response_id"
-            " from stored_responses where expires_ms <= ? order by expires_ms limit ?)"
+            f"delete from stored_responses where response_id in {placeholders(len(ids))}"
             " returning tenant_id, bytes",
-            (now_ms, SWEPT_AT_ONCE),
+            ids,
         )
         subtract(db, deleted)
-    return len(deleted) == SWEPT_AT_ONCE
+    return len(found) > len(ids)
+
+
+_OF_OWNER = (
+    "tenant_id = ?1 and (cast(?2 as text) is null or workspace = ?2)"
+    " and (cast(?3 as bigint) is null or created_ms <= ?3)"
+)
 
 
 def _owned_parts(

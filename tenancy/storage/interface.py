@@ -108,6 +108,13 @@ class Store(Protocol):
     def load_marker(self) -> bytes | None:
         """Return the last marker; None if none was kept, or on a server."""
 
+    def keep_room(self) -> None:
+        """Hold some room on the disk for deletions, if there is so much. Nothing on a server."""
+
+    def make_room(self) -> None:
+        """Give the room that was held to a deletion, if the disk has no other. A deletion is
+        written to the log before it frees anything. Nothing on a server."""
+
     def open_another(self) -> Store:
         """Open a second store of the same database. Raises StoreError."""
 

@@ -216,6 +216,12 @@ class PostgresStore:
         """See `Store`. None."""
         return None
 
+    def keep_room(self) -> None:
+        """See `Store`: the server's disk is its own."""
+
+    def make_room(self) -> None:
+        """See `Store`: the server's disk is its own."""
+
     def open_another(self) -> PostgresStore:
         """See `Store`."""
         return PostgresStore(self._address, is_ready=True)

@@ -33,6 +33,9 @@ file."""
 BUSY_TIMEOUT_MS = 5_000
 BUSY_RETRY_MS = 0.25
 CLAIM_RETRY_S = 0.02
+ROOM_BYTES = 32 * 2**20
+"""Room that is held for deletions: several times the largest row and the log before its pages are
+copied."""
 _DISK_ERRORS = (
     apsw.IOError,
     apsw.CorruptError,
@@ -151,6 +154,7 @@ class SqliteStore:
         StoreError."""
         check_sqlite(apsw.sqlite_lib_version())
         self.path = path
+        self._room = path.with_name(f"{path.name}.room")
         self._write_lock = threading.RLock()
         self._read_lock = threading.Lock()
         self._claim: int | None = None
@@ -243,6 +247,23 @@ class SqliteStore:
     def load_marker(self) -> bytes | None:
         """See `Store`."""
         return read_marker(self.path)
+
+    def keep_room(self) -> None:
+        """See `Store`. The room is a file beside the database."""
+        disk = os.statvfs(self.path.parent)
+        with suppress(OSError):  # the disk has less by now
+            self._room.touch(mode=0o600)
+            held = self._room.stat().st_size
+            size = min(ROOM_BYTES, held + disk.f_bavail * disk.f_frsize * 7 // 8)
+            if size > held:
+                with self._room.open("ab") as file:
+                    os.posix_fallocate(file.fileno(), 0, size)
+
+    def make_room(self) -> None:
+        """See `Store`."""
+        disk = os.statvfs(self.path.parent)
+        if disk.f_bavail * disk.f_frsize < ROOM_BYTES:
+            self._room.unlink(missing_ok=True)
 
     def open_another(self) -> SqliteStore:
         """See `Store`."""

@@ -21,7 +21,6 @@ from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.tenants import create_tenant, set_status
 from tenancy.errors import IdempotencyConflict
 from tenancy.ledger.idempotency import (
-    SWEPT_AT_ONCE,
     Claim,
     ReplayedResponse,
     ReplayRecord,
@@ -32,6 +31,7 @@ from tenancy.ledger.idempotency import (
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.transactions import Item, LedgerTransactions, NamedEntry
 from tenancy.storage.interface import Store
+from tenancy.storage.pieces import SWEPT_AT_ONCE
 from tenancy.storage.postgres import PostgresStore
 from tenancy.types import UsageEntry
 from tests.examples import examples

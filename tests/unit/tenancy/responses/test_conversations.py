@@ -8,7 +8,6 @@ from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import ErasureReceipt, write_receipt
 from tenancy.responses.conversations import (
     ITEM_OVERHEAD_BYTES,
-    SWEPT_AT_ONCE,
     ConversationRecord,
     ItemRecord,
     ItemsChange,
@@ -33,6 +32,7 @@ from tenancy.responses.stored_responses import (
 )
 from tenancy.responses.stored_sums import NO_QUOTA, Obstacle, StorageQuota
 from tenancy.storage.interface import Store
+from tenancy.storage.pieces import SWEPT_AT_ONCE
 from tests.unit.tenancy.conftest import Wall
 
 ONE = ConversationRecord("c1", 1, "default", 1_000, 61_000, b"{}")

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.erasure_receipts import ErasureReceipt, write_receipt
 from tenancy.responses.stored_responses import (
-    SWEPT_AT_ONCE,
     StoredResponse,
     StoredTurn,
     delete_response,
@@ -23,6 +22,7 @@ from tenancy.responses.stored_responses import (
 )
 from tenancy.responses.stored_sums import NO_QUOTA, StorageQuota
 from tenancy.storage.interface import Store
+from tenancy.storage.pieces import SWEPT_AT_ONCE
 from tests.unit.tenancy.conftest import Wall
 
 ONE = StoredResponse("r1", 1, "default", 1_000, 61_000, b"in1", b"out1")
