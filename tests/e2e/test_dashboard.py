@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
@@ -70,6 +71,39 @@ async def test_every_page_shows_the_apis_numbers(entered: tuple[Page, AdminClien
     assert f"of {overview['engine']['blocks']} KV blocks" in texts["cache"]
     errors = [line["message"] for line in page.browser.get_log("browser")]
     assert [error for error in errors if "401" not in error and "404" not in error] == []
+
+
+async def test_a_tab_that_a_link_opens_is_signed_in(entered: tuple[Page, AdminClient]) -> None:
+    """Ctrl-click, or the address typed anew: without the key again, until one tab signs out. The
+    key is in no storage that outlives the tabs, and no cookie has it."""
+    page, _ = entered
+    browser, first = page.browser, page.browser.current_window_handle
+
+    def follow() -> tuple[str, str, str, list[Any], int]:
+        page.open("tenants", "bob")
+        link = page.find("a[href='#/tenants/ada']")
+        ActionChains(browser).key_down(Keys.CONTROL).click(link).key_up(Keys.CONTROL).perform()
+        page.wait(lambda _: len(browser.window_handles) == 2)
+        (other,) = set(browser.window_handles) - {first}
+        browser.switch_to.window(other)
+        opened = page.see("Top prefixes")
+        cookies, kept = browser.get_cookies(), browser.execute_script("return localStorage.length")
+        page.press("Sign out")
+        page.see("Administrator's key")
+        browser.switch_to.window(first)
+        left = page.see("Administrator's key")
+        browser.switch_to.window(other)
+        browser.refresh()
+        again = page.see("Administrator's key")
+        browser.close()
+        browser.switch_to.window(first)
+        return opened, left, again, cookies, kept
+
+    opened, left, again, cookies, kept = await asyncio.to_thread(follow)
+
+    assert "Administrator's key" not in opened
+    assert not any("Overview" in text for text in (left, again))
+    assert (cookies, kept) == ([], 0)
 
 
 async def test_overview_list_and_page_agree_on_a_tenants_state(

@@ -1,8 +1,10 @@
-// Who is signed in: the form, the key of this tab, and what the server says of its owner.
+// Who is signed in: the form, the key of this tab or of the tab that opened it, and what the server
+// says of its owner.
 
 import { createContext, html, useContext, useEffect, useRef, useState } from "./html.js";
 import { POLL_MS, Refused, ask, connection, keepKey, storedKey } from "./api.js";
 import { Brand, Loading } from "./pieces.js";
+import { joinTabs } from "./tabs.js";
 
 export const Session = createContext(null);
 // The administrator's pages have {me, can(scope), query, range}.
@@ -13,6 +15,7 @@ export const useSession = () => useContext(Session);
 export function useSignIn(path, title, where) {
   // `me` is null while signed out, and `refused` why, in the server's words.
   const [{ me, refused }, set] = useState({ me: undefined, refused: null }), retry = useRef(0);
+  const tabs = useRef(null);
   const leave = (refused = null) => { keepKey(""); set({ me: null, refused }); };
   const enter = async () => {
     clearTimeout(retry.current);
@@ -28,9 +31,11 @@ export function useSignIn(path, title, where) {
   };
   useEffect(() => {
     connection.signedOut = (error) => leave(storedKey() ? error.message : null);
-    enter();
+    tabs.current = joinTabs(path, leave);
+    tabs.current.askKey().then(enter);
   }, []);
-  if (me) return { me, leave: () => leave() };
+  const leaveAll = () => { tabs.current.tellLeft(); leave(); };
+  if (me) return { me, leave: leaveAll };
   return { signIn: me === undefined
     ? html`<main class="sign-in"><${Loading} what="Connecting" /></main>`
     : html`<${SignIn} title=${title} where=${where} refused=${refused} enter=${enter} />` };
@@ -46,7 +51,7 @@ function SignIn({ title, where, refused, enter }) {
   return html`<main class="sign-in"><form onSubmit=${submit}>
     <${Brand} />
     <h1>${title}</h1>
-    <p>${where} The browser keeps it until this tab is closed.</p>
+    <p>${where} The browser keeps it in its tabs of this page until they are closed.</p>
     <label for="key">Key</label>
     <input id="key" name="key" type="password" autocomplete="off" spellcheck="false" required
       pattern="\\s*[!-~]+\\s*" title="A key has no spaces and no letters with accents." autofocus />
