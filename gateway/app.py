@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib import metadata, util
@@ -23,7 +23,7 @@ import msgspec
 from engine.api import Clock
 from engine.encoder.card import EncoderCard
 from engine.encoder.protocol import StartEncoder
-from engine.errors import EngineError
+from engine.errors import EngineError, ModelError
 from engine.model_store import ModelCard
 from gateway.analytics.aggregates import Analytics
 from gateway.analytics.client import AnalyticsProcessClient
@@ -77,7 +77,7 @@ from gateway.context import Context, Log
 from gateway.embeddings.embedder import Embedder
 from gateway.embeddings.encoder_client import EncoderProcess
 from gateway.engine_supervisor import EngineSupervisor
-from gateway.engines.served_models import ServedModel, ServedModels
+from gateway.engines.served_models import FailedModel, ServedModel, ServedModels
 from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 from gateway.errors import Refusal, error_location
 from gateway.findings.finding_store import FindingStore
@@ -121,6 +121,10 @@ GATEWAY_ID_FILE = "gateway.id"
 """Names the gateway among those of one database; kept over restarts."""
 
 
+Announce = Callable[[list[str], Mapping[str, str]], None]
+"""Tells the listeners' URLs, and the state of each model by name."""
+
+
 class BackgroundTask(Protocol):
     """Work beside requests, from the opening of the listeners until the gateway closes."""
 
@@ -147,21 +151,21 @@ class Gateway:
         gateway_id: str = "",
         ledger: OpenedLedger | None = None,
         analytics: AnalyticsClient | None = None,
+        failed: Sequence[FailedModel] = (),
         endpoints: Sequence[WebhookEndpoint] = (),
         read_webhooks: ReadEndpoints | None = None,
     ) -> None:
-        """Build the parts. `models`: the default one first. `ledger` uses the same store; `close`
-        closes `ledger` and `analytics`. `gateway_id`: names this gateway among those of one
-        database. `endpoints`: of webhooks; `read_webhooks`: reads them again from a reloaded
-        configuration, None to keep them. Without `ledger` or `analytics`, they run in this process.
-        Raises StoreError."""
+        """Build the parts. `models`: the default one first. `failed`: those that were to be served
+        too. `ledger` uses the same store; `close` closes `ledger` and `analytics`, without which
+        they run in this process. `gateway_id`: of this gateway in its database. `endpoints`: of
+        webhooks; `read_webhooks`: reads them again, None to keep them. Raises StoreError."""
         opened: OpenedLedger = ledger or InProcessLedger(Ledger(store, wall))
         _log_found(opened, log)
         self.ledger: LedgerClient = opened
         if store.is_local:  # on a remote store each budget check would be a round trip
             self.ledger = DeferredHolds(opened, BudgetWatch(store))
         self._authenticator = KeyAuthenticator(store, wall, clock)
-        served = ServedModels(models)
+        served = ServedModels(models, failed)
         contracts = _contracts(config, served, store, clock)
         if not store.is_local:
             self._authenticator.start_watching()
@@ -470,18 +474,19 @@ def read_gateway_id(config: Config, store: Store) -> str:
 
 async def serve(
     config: Config,
-    cards: Sequence[ModelCard],
+    cards: Sequence[ModelCard | ModelError],
     store: Store,
     supervisors: Sequence[EngineSupervisor],
     log: LogLines,
-    announce: Callable[[list[str]], None],
+    announce: Announce,
     source: ConfigSource,
     encoder: EncoderCard | None,
     stop: asyncio.Event,
     hangup: asyncio.Event,
 ) -> None:
-    """Run until `stop` is set. `cards`: of `config.served_models()`. `supervisors`: started, one
-    for each card; they and `log` belong to the caller. `encoder`: the embedding model.
+    """Run until `stop` is set. `cards`: of `config.served_models()`; an error stands for a model
+    that cannot be served. `supervisors`: started, one for each card; they and `log` belong to the
+    caller. `encoder`: the embedding model.
 
     `stop` drains: the gateway is not ready from then on, and running requests may finish. `hangup`
     reloads the configuration, and is cleared.
@@ -489,7 +494,7 @@ async def serve(
     log_accept_errors(asyncio.get_running_loop(), log)
     endpoints = read_endpoints(config.webhooks, os.environ)
     async with AsyncExitStack() as opened:
-        loading = asyncio.to_thread(_served_models, config, cards, supervisors)
+        loading = asyncio.to_thread(_load_models, config, cards, supervisors)
         loaded = asyncio.create_task(loading)  # while processes start
         opened.callback(loaded.cancel)
         ledger = LedgerProcessClient(config.tenancy.database, config.data, log)
@@ -501,45 +506,69 @@ async def serve(
         if encoder is not None:
             embedder = await open_embedder(encoder, config, log)
             opened.push_async_callback(embedder.close)
+        found, failed = await loaded
+        for model in failed:
+            log("model_failed", {"model": model.settings.name, "reason": model.reason})
+        served = [supervisor for _, supervisor in found]
+        for supervisor in set(supervisors).difference(served):
+            await supervisor.close()
         gateway = Gateway(
             config,
-            await loaded,
+            [model for model, _ in found],
             store,
             log,
             source=source,
             gateway_id=read_gateway_id(config, store),
             ledger=ledger,
             analytics=analytics,
+            failed=failed,
             endpoints=endpoints,
             read_webhooks=lambda changed: read_endpoints(changed.webhooks, os.environ),
         )
         gateway.context.embeddings = embedder
         opened.push_async_callback(gateway.close)
-        await _serve(gateway, supervisors, announce, stop, hangup)
+        await _serve(gateway, served, announce, stop, hangup)
 
 
-def _served_models(
-    config: Config, cards: Sequence[ModelCard], supervisors: Sequence[EngineSupervisor]
-) -> list[ServedModel]:
-    """Return the served models, the default one first. Loads their tokenizers: call it in a
-    thread."""
-    found, calendar = [], calendar_of(config.templates)
-    for settings, card, supervisor in zip(config.served_models(), cards, supervisors, strict=True):
+def _load_models(
+    config: Config,
+    cards: Sequence[ModelCard | ModelError],
+    supervisors: Sequence[EngineSupervisor],
+) -> tuple[list[tuple[ServedModel, EngineSupervisor]], list[FailedModel]]:
+    """Return the served models, the default one first, and those with a fault. Loads their
+    tokenizers: call it in a thread. Raises ModelError for a fault of the default model."""
+    calendar, engines = calendar_of(config.templates), iter(supervisors)
+    found: list[tuple[ServedModel, EngineSupervisor]] = []
+    failed: list[FailedModel] = []
+    for settings, card in zip(config.served_models(), cards, strict=True):
         engine = config.engine_of(settings)
+        has_disk = engine.levels.disk_gib > 0
+        if isinstance(card, ModelError):
+            failed.append(FailedModel(settings, card.message, has_disk))
+            continue
+        supervisor = next(engines)
+        try:
+            renderer = Renderer(card, calendar)
+        except ModelError as error:
+            if not found:
+                raise
+            failed.append(FailedModel(settings, error.message, has_disk))
+            continue
         bounds = WaitingBounds(engine.queue_requests_max, engine.queue_tokens_max)
-        found.append(
-            ServedModel(
-                name=settings.name or card.name,
-                engine=supervisor,
-                renderer=Renderer(card, calendar),
-                aliases=settings.aliases,
-                restarts=partial(getattr, supervisor, "restarts"),
-                quota_scale=settings.quota_scale,
-                tenants=settings.open_to,
-                waiting=WaitingRequests(bounds),
-            )
+        model = ServedModel(
+            name=settings.name or card.name,
+            engine=supervisor,
+            renderer=renderer,
+            aliases=settings.aliases,
+            restarts=partial(getattr, supervisor, "restarts"),
+            failure=supervisor.failure,
+            has_disk=has_disk,
+            quota_scale=settings.quota_scale,
+            tenants=settings.open_to,
+            waiting=WaitingRequests(bounds),
         )
-    return found
+        found.append((model, supervisor))
+    return found, failed
 
 
 async def _watch_start(supervisor: EngineSupervisor, name: str, log: Log) -> None:
@@ -571,7 +600,7 @@ async def _reload_at(hangup: asyncio.Event, gateway: Gateway) -> None:
 async def _serve(
     gateway: Gateway,
     supervisors: Sequence[EngineSupervisor],
-    announce: Callable[[list[str]], None],
+    announce: Announce,
     stop: asyncio.Event,
     hangup: asyncio.Event,
 ) -> None:
@@ -596,7 +625,7 @@ async def _serve(
     await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)
     if ready.done():
         ready.result()  # raises if the engine never will be ready
-        announce(urls)
+        announce(urls, gateway.context.models.states())
     moved = asyncio.create_task(_move_heap(watches))
     await stopped
     for watch in (*watches, moved, reloads):

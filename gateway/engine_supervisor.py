@@ -77,6 +77,11 @@ class EngineSupervisor:
         """Number of restarts, including one that is about to happen."""
         return self._child.restarts
 
+    def failure(self) -> str:
+        """Return why no engine ever will serve; "" while one may."""
+        error = self._child.failure
+        return "" if error is None else str(error)
+
     def start(self) -> None:
         """Keep an engine running from now on."""
         self._child.start()

@@ -7,6 +7,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from gateway.context import Context
+from gateway.engines.served_models import ModelState
 from gateway.http.middleware import Route
 
 
@@ -35,9 +36,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     )
 
 
-def _states(gateway: Context) -> dict[str, dict[str, str]]:
-    """Return the state of each of several models: the default one alone decides on readiness."""
-    if not gateway.models.are_several:
-        return {}
-    states = {one.name: "ready" if one.engine.ready() else "starting" for one in gateway.models}
-    return {"models": states}
+def _states(gateway: Context) -> dict[str, dict[str, ModelState]]:
+    """Return the state of each of several models: the default one alone decides on readiness. The
+    reasons of failures are in the log and for administrators: this answer is for everyone."""
+    return {"models": gateway.models.states()} if gateway.models.are_several else {}

@@ -65,11 +65,10 @@ def run(config: Config, say: Say, progress: Progress, source: ConfigSource) -> N
         encoder = prepared_encoder(config, say, progress)
         if lack := lacking_memory(config):
             raise CommandError(lack)
-        names = ", ".join(one.name for one in config.served_models()) or cards[0].name
         key = create_first_keys(config, store)
 
-        def announce(urls: list[str]) -> None:
-            for line in banner(names, urls, config, key, source.file):
+        def announce(urls: list[str], states: Mapping[str, str]) -> None:
+            for line in banner(states, urls, config, key, source.file):
                 say(line)
 
         asyncio.run(serve(config, cards, store, announce, source, encoder))
@@ -77,9 +76,9 @@ def run(config: Config, say: Say, progress: Progress, source: ConfigSource) -> N
 
 async def serve(
     config: Config,
-    cards: Sequence[ModelCard],
+    cards: Sequence[ModelCard | ModelError],
     store: Store,
-    announce: Callable[[list[str]], None],
+    announce: Callable[[list[str], Mapping[str, str]], None],
     source: ConfigSource,
     encoder: EncoderCard | None = None,
 ) -> None:
@@ -118,17 +117,22 @@ async def serve(
 
 
 def banner(
-    model: str, urls: list[str], config: Config, key: str | None, config_file: Path | None
+    states: Mapping[str, str],
+    urls: list[str],
+    config: Config,
+    key: str | None,
+    config_file: Path | None,
 ) -> list[str]:
-    """Return the lines that say where the server is. `model`: the names of the served models.
-    `urls`: of the public and admin listeners.
+    """Return the lines that say where the server is. `states`: of the models, by name. `urls`: of
+    the public and admin listeners.
 
     `key`: the default tenant's, at the first start. `config_file`: the file that was read.
     """
     public, admin = urls
     shown = [] if key is None else [f"  key of the tenant 'default' (shown once): {key}"]
+    models = [n if state == "ready" else f"{n} ({state})" for n, state in states.items()]
     return [
-        f"trunkline serves {model} at {public}/v1",
+        f"trunkline serves {', '.join(models)} at {public}/v1",
         f"  dashboard:           {admin}/dashboard",
         f"  metrics and health:  {admin}/metrics  {public}/readyz",
         *shown,
@@ -138,10 +142,18 @@ def banner(
     ]
 
 
-def prepared_models(config: Config, say: Say, progress: Progress) -> list[ModelCard]:
-    """Prepare all models that are served, in their order; see `prepared_model`."""
+def prepared_models(config: Config, say: Say, progress: Progress) -> list[ModelCard | ModelError]:
+    """Prepare all models that are served, in their order; see `prepared_model`. A fault of another
+    model than the default one is returned in its place: the others serve on."""
     models = config.models_dir
-    return [prepared_model(one.source, models, say, progress) for one in config.served_models()]
+    default, *others = config.served_models()
+    found: list[ModelCard | ModelError] = [prepared_model(default.source, models, say, progress)]
+    for one in others:
+        try:
+            found.append(prepared_model(one.source, models, say, progress))
+        except ModelError as error:
+            found.append(error)
+    return found
 
 
 def prepared_model(name: str, models: Path, say: Say, progress: Progress) -> ModelCard:
@@ -153,7 +165,14 @@ def prepared_model(name: str, models: Path, say: Say, progress: Progress) -> Mod
         )
         raise ConfigError(message)
     source = _found_model(name, models, say, progress)
-    return prepare(_short_name(name, source), source, models)
+    return prepare(_short_name(name, source), source, models, _check_template)
+
+
+def _check_template(source: str) -> None:
+    """Compile a chat template. Raises ValueError."""
+    from gateway.prompt.template import ChatTemplate  # for the first start of a model alone
+
+    ChatTemplate(source)
 
 
 def prepared_encoder(config: Config, say: Say, progress: Progress) -> EncoderCard | None:

@@ -99,8 +99,7 @@ class MemoryPlan(Struct, frozen=True):
 
 def plan_memory(config: Config) -> MemoryPlan | None:
     """Return the host memory of all models, and what is free; None where the system does not tell,
-    or if all models are on an NVIDIA device and have no host level. Reads the sizes of files.
-    Raises ModelError for a model that is not here."""
+    or if all models are on an NVIDIA device and have no host level. Reads the sizes of files."""
     free_mib = available_memory_mib(Path("/proc/meminfo"), *own_cgroups())
     models = tuple(_host_share(config, one) for one in config.served_models())
     own = config.embeddings
@@ -133,7 +132,7 @@ def with_host_levels(plan: MemoryPlan) -> MemoryPlan:
 
 def size_host_levels(config: Config) -> tuple[MemoryPlan | None, dict[str, int]]:
     """Return the plan of memory, and the host memory of each model, in MiB, whose level is "auto":
-    0 where there is none left, or where the system does not tell. Raises ModelError."""
+    0 where there is none left, or where the system does not tell."""
     names = [
         one.name
         for one in config.served_models()
@@ -149,7 +148,7 @@ def size_host_levels(config: Config) -> tuple[MemoryPlan | None, dict[str, int]]
 
 def plan_device_memory(config: Config) -> DevicePlan | None:
     """Return what the models on an NVIDIA device need of it, and what it has free; None if there
-    are none, or where the device does not tell. Raises ModelError for a model that is not here."""
+    are none, or where the device does not tell."""
     found = []
     for one in config.served_models():
         engine = config.engine_of(one)
@@ -161,7 +160,7 @@ def plan_device_memory(config: Config) -> DevicePlan | None:
 
 def lacking_memory(config: Config) -> str:
     """Return why several models do not fit into memory together, in words: the host's or a
-    device's; "" if they do, or if there is one. Raises ModelError."""
+    device's; "" if they do, or if there is one."""
     if len(config.models) < 2:
         return ""
     for plan in (plan_memory(config), plan_device_memory(config)):
@@ -220,9 +219,8 @@ def _file_mib(config: Config, model: ServedModelSettings) -> int:
     try:
         source = resolve(model.source, config.models_dir)
     except ModelError:
-        if model.source in CATALOGUE:  # fetched at the first start
-            return CATALOGUE[model.source].size // 2**20
-        raise
+        # A built-in model is fetched at the first start; another takes no memory, as it fails.
+        return CATALOGUE[model.source].size // 2**20 if model.source in CATALOGUE else 0
     files = [source] if source.is_file() else [f for f in source.rglob("*") if f.is_file()]
     return sum(file.stat().st_size for file in files) // 2**20
 

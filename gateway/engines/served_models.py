@@ -9,9 +9,13 @@ handlers find them in `gateway.context`.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+from msgspec import Struct
 
 from engine.api import EngineInfo, Erased, Namespace
 from engine.client.cache_event_totals import BlockMoves
@@ -19,8 +23,9 @@ from engine.client.client import Engine
 from engine.errors import EngineError, EngineUnavailable
 from engine.statistics import NamespaceStats, Stats
 from gateway.caching.namespaces import parts_of
-from gateway.config import ANY_NAME
+from gateway.config import ANY_NAME, ServedModelSettings
 from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
+from gateway.errors import Kind, Refusal
 from gateway.levels.report import sum_levels
 from gateway.prompt import Renderer
 
@@ -28,6 +33,9 @@ RETRY_AFTER_S = 2.0
 """Seconds that a client should wait for an engine that is being started."""
 _MODEL_PART = 2
 """Where the model stands among the parts of a namespace."""
+_FOLDERS = re.compile(r"(?<![^\s'\"])/(?:[^/\s]+/)*")
+"""The folders of a path of this machine."""
+ModelState = Literal["ready", "starting", "failed"]
 _COUNTS = tuple(
     name for name in Stats.__struct_fields__ if name not in ("call_id", "changed", "levels")
 )
@@ -37,15 +45,35 @@ def _no_restarts() -> int:
     return 0
 
 
+def _no_failure() -> str:
+    return ""
+
+
+class FailedModel(Struct, frozen=True):
+    """A model with a fault that was found before it had a renderer. `reason`: for people.
+    `has_disk`: an earlier engine may have left blocks there."""
+
+    settings: ServedModelSettings
+    reason: str
+    has_disk: bool = False
+
+
+def _failed_to_start(name: str, reason: str) -> str:
+    """Return a sentence for clients, without the folders of this machine."""
+    told = _FOLDERS.sub("", reason).rstrip(".")
+    return f"The model `{name}` failed to start and is not served: {told}."
+
+
 @dataclass(slots=True)
 class ServedModel:
     """One model and what serves it.
 
     `name`: what clients send, and what usage and prices name. `aliases`: further names; `ANY_NAME`:
-    every name that no model has. `restarts`: of its engine. `quota_scale`: factor of tenants'
-    floors, ceilings and promises in this model's pool. `tenants`: names of those that may use it;
-    None: all. `waiting`: requests that its engine has not started. `suffix`: tells its namespaces
-    from those of another served model of the same digest.
+    every name that no model has. `restarts`: of its engine. `failure`: why its engine never will
+    serve; "" while it may. `has_disk`: blocks of an earlier engine may lie on disk. `quota_scale`:
+    factor of tenants' floors, ceilings and promises in this model's pool. `tenants`: names of those
+    that may use it; None: all. `waiting`: requests that its engine has not started. `suffix`: tells
+    its namespaces from those of another served model of the same digest.
     """
 
     name: str
@@ -53,6 +81,8 @@ class ServedModel:
     renderer: Renderer
     aliases: tuple[str, ...] = ()
     restarts: Callable[[], int] = _no_restarts
+    failure: Callable[[], str] = _no_failure
+    has_disk: bool = False
     quota_scale: float = 1.0
     tenants: frozenset[str] | None = None
     waiting: WaitingRequests = field(
@@ -78,9 +108,17 @@ class ServedModel:
             return None
         return info.model_digest + self.suffix, self.renderer.card.template_digest
 
-    def unavailable(self, *, is_alone: bool) -> EngineUnavailable:
+    def state(self) -> ModelState:
+        """Return whether the model takes requests, will, or never will."""
+        if self.engine.ready():
+            return "ready"
+        return "failed" if self.failure() else "starting"
+
+    def unavailable(self, *, is_alone: bool) -> EngineUnavailable | Refusal:
         """Return the error of a request while there is no engine. `is_alone`: it is the only model
-        and need not be named."""
+        and need not be named. If the engine never will serve, no time to try again is given."""
+        if reason := self.failure():
+            return Refusal(Kind.BUSY, "model_failed", _failed_to_start(self.name, reason))
         what = "The engine" if is_alone else f"The engine of the model `{self.name}`"
         return EngineUnavailable("not_ready", f"{what} is starting.", RETRY_AFTER_S)
 
@@ -88,9 +126,10 @@ class ServedModel:
 class ServedModels:
     """The served models. Belongs to the event loop; of a model only `tenants` ever changes."""
 
-    def __init__(self, models: Sequence[ServedModel]) -> None:
-        """`models`: the default one first. Raises ValueError for a name that two of them have."""
-        self._models = tuple(models)
+    def __init__(self, models: Sequence[ServedModel], failed: Sequence[FailedModel] = ()) -> None:
+        """`models`: the default one first. `failed`: those that were to be served too. Raises
+        ValueError for a name that two of `models` have."""
+        self._models, self._failed = tuple(models), tuple(failed)
         self.default = self._models[0]
         self.by_name: dict[str, ServedModel] = {}
         """Each model by its name and its aliases, `ANY_NAME` included."""
@@ -114,7 +153,7 @@ class ServedModels:
     @property
     def are_several(self) -> bool:
         """Whether there is more than one model, so that reports tell them apart."""
-        return len(self._models) > 1
+        return len(self._models) + len(self._failed) > 1
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,16 +162,36 @@ class ServedModels:
 
     def find(self, name: str, tenant: str) -> ServedModel | None:
         """Return the model that a tenant means by a name: the one that has it, else the one that
-        takes any name; None if neither is open to the tenant. O(1)."""
+        takes any name; None if neither is open to the tenant. O(failed models). Raises
+        Refusal for one that failed."""
         for known in (name, ANY_NAME):
             model = self.by_name.get(known)
             if model is not None and model.is_open_to(tenant):
                 return model
+            for failed in self._failed:
+                of = failed.settings
+                is_open = of.open_to is None or tenant in of.open_to
+                if is_open and known in (of.name, *of.aliases):
+                    message = _failed_to_start(of.name, failed.reason)
+                    raise Refusal(Kind.BUSY, "model_failed", message)
         return None
 
     def open_to(self, tenant: str) -> list[ServedModel]:
-        """Return the models that a tenant, by its name, may use."""
-        return [model for model in self._models if model.is_open_to(tenant)]
+        """Return the models that a tenant, by its name, may use, without those that failed."""
+        return [one for one in self._models if one.is_open_to(tenant) and not one.failure()]
+
+    def states(self) -> dict[str, ModelState]:
+        """Return the state of each model that was to be served, by name."""
+        states = {model.name: model.state() for model in self._models}
+        for failed in self._failed:
+            states[failed.settings.name] = "failed"
+        return states
+
+    def failures(self) -> dict[str, str]:
+        """Return why models failed to start, by name."""
+        reasons = {model.name: model.failure() for model in self._models}
+        reasons |= {failed.settings.name: failed.reason for failed in self._failed}
+        return {name: reason for name, reason in reasons.items() if reason}
 
     def of_namespace(self, namespace: Namespace) -> ServedModel | None:
         """Return the model of a namespace; None if its model is not served, or not yet known."""
@@ -224,8 +283,14 @@ class ServedModels:
 
     async def refresh_all(self) -> None:
         """Ask every engine for fresh statistics. Raises EngineUnavailable if one does not answer:
-        what it held cannot be told."""
-        await asyncio.gather(*(model.engine.get_stats() for model in self._models))
+        what it held cannot be told. One that failed to start holds nothing but on a disk."""
+        failed = [one.settings.name for one in self._failed if one.has_disk]
+        failed += [one.name for one in self._models if one.failure() and one.has_disk]
+        if failed:
+            message = f"The model `{failed[0]}` failed to start; its disk cannot be asked."
+            raise EngineUnavailable("not_ready", message)
+        asked = [model.engine for model in self._models if not model.failure()]
+        await asyncio.gather(*(engine.get_stats() for engine in asked))
 
     async def erase(self, namespace: Namespace, lease_id: str | None = None) -> Erased:
         """Erase a namespace, or a lease in it; return what was erased. Nothing for a model that is

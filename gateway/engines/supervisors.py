@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from engine.errors import ModelError
 from engine.model_store import ModelCard
 from gateway.child_process import Report
 from gateway.config import Config
@@ -19,16 +20,18 @@ from gateway.levels.placement import engine_config, with_host_mib
 
 
 def supervise_engines(
-    config: Config, cards: Sequence[ModelCard], log: Report
+    config: Config, cards: Sequence[ModelCard | ModelError], log: Report
 ) -> list[EngineSupervisor]:
-    """Return a supervisor for each model, none of them started; its reports name the model, if
-    there are several.
+    """Return a supervisor for each model that has a card, none of them started; its reports name
+    the model, if there are several.
 
-    `cards`: of `config.served_models()`.
+    `cards`: of `config.served_models()`; an error stands for a model that cannot be served.
     """
     found = []
     plan, host_mib = size_host_levels(config)
     for settings, card in zip(config.served_models(), cards, strict=True):
+        if isinstance(card, ModelError):
+            continue
         is_alone = len(cards) == 1
         report = log if is_alone else partial(_report, log, settings.name)
         own = config.engine_of(settings)

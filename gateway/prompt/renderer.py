@@ -22,6 +22,7 @@ from typing import Literal, Protocol, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from engine.errors import ModelError
 from engine.model_store import ModelCard, load_card
 from gateway.dialects.canonical import (
     DEFAULT_THINKING,
@@ -96,11 +97,16 @@ class Renderer:
     """The chat template and tokenizer of one model. Thread-safe."""
 
     def __init__(self, card: ModelCard, calendar: Calendar | None = None) -> None:
-        """`calendar`: says what day it is to templates that ask; None: by the machine's clock."""
+        """`calendar`: says what day it is to templates that ask; None: by the machine's clock.
+        Raises ModelError for a tokenizer or a template that cannot be used."""
         self.card = card
-        self.tokenizer = PieceTokenizer(card.tokenizer_path, card.special_token_ids)
-        source = self.template_source = card.template_path.read_text()
-        self._template = ChatTemplate(source, calendar=calendar)
+        try:
+            self.tokenizer = PieceTokenizer(card.tokenizer_path, card.special_token_ids)
+            source = self.template_source = card.template_path.read_text()
+            self._template = ChatTemplate(source, calendar=calendar)
+        except Exception as error:  # the tokenizers' library raises nothing narrower
+            told = " ".join(str(error).split())[:500]
+            raise ModelError("corrupt", f"{card.source} cannot be used: {told}") from error
         self.tool_style: ToolStyle = detect_style(source, self._template.variables)
         self.thinking: ThinkingFormat = detect_thinking(source, self._template.variables)
         self._token_texts = self.tokenizer.special_texts()
@@ -124,7 +130,7 @@ class Renderer:
 
     @classmethod
     def load(cls, folder: Path) -> Renderer:
-        """Load a prepared model folder. Raises ModelError, ValueError for an unusable template."""
+        """Load a prepared model folder. Raises ModelError."""
         return cls(load_card(folder))
 
     def detokenizer(

@@ -108,7 +108,11 @@ def serve(data: Path, sequences: int, gap_target_shared_ms: float) -> None:
     card = load_card(data / "model")
     asyncio.run(
         serve_models(
-            config, [card], store, lambda _: print_line("ready"), ConfigSource(None, lambda: config)
+            config,
+            [card],
+            store,
+            lambda *_: print_line("ready"),
+            ConfigSource(None, lambda: config),
         )
     )
 

@@ -9,6 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.background.storage_metering import StorageMetering
+from gateway.config import ServedModelSettings
+from gateway.engines.served_models import FailedModel
 from tenancy.accounting.reconcile import reconcile_living
 from tenancy.accounts.tenants import change_tenant
 from tenancy.pricing.charges import RateCard
@@ -129,6 +131,63 @@ async def test_the_default_model_decides_on_readiness(gateway: GatewayFixture) -
     assert (status, states["status"]) == (503, "starting")
     assert states["models"] == {gateway.model: "starting", SECOND: "ready"}
     assert other == 200, "the other model answers all the same"
+
+
+async def test_a_model_that_failed_is_told_as_failed_and_the_others_serve_on(
+    unopened_gateway: GatewayFixture,
+) -> None:
+    """It does not come back, so no time to try again is given; an erasure needs nothing of it."""
+    reason = "/srv/models/bad.gguf: the chat template does not compile: line 3"
+    unopened_gateway.failed = [FailedModel(ServedModelSettings("bad", aliases=("worse",)), reason)]
+    gateway = unopened_gateway
+    await gateway.open()
+    good, _, _ = await gateway.ask(body=chat(gateway, gateway.model))
+    asked = [await gateway.ask(body=chat(gateway, name)) for name in ("bad", "worse")]
+    _, listed, _ = await gateway.ask("/v1/models", method="GET")
+    _, states, _ = await gateway.ask("/readyz", method="GET", who=None)
+    _, seen = await AdminClient(gateway).ask("GET", "/admin/v1/analytics")
+    erased, _, _ = await gateway.ask("/v1/cache", method="DELETE")
+    await gateway.close()
+
+    assert (good, erased) == (200, 200)
+    for status, answer, response in asked:
+        assert (status, answer["error"]["code"]) == (503, "model_failed")
+        assert "`bad` failed to start" in answer["error"]["message"]
+        assert "bad.gguf: the chat template does not compile" in answer["error"]["message"]
+        assert "/srv" not in answer["error"]["message"], "clients see no folders of the server"
+        assert "Retry-After" not in response.headers
+    assert [row["id"] for row in listed["data"]] == [gateway.model]
+    assert states == {"status": "ready", "models": {gateway.model: "ready", "bad": "failed"}}
+    assert seen["failed_models"] == {"bad": reason}
+
+
+async def test_an_engine_that_never_will_serve_is_told_as_failed(gateway: GatewayFixture) -> None:
+    """Weights are read by the engine, after the model's tokenizer and template."""
+    await gateway.engines[SECOND].close()
+    gateway.gateway.context.models.by_name[SECOND].failure = lambda: "weights that are not numbers"
+    status, answer, response = await gateway.ask(body=chat(gateway, SECOND))
+    _, listed, _ = await gateway.ask("/v1/models", method="GET")
+    _, states, _ = await gateway.ask("/readyz", method="GET", who=None)
+    erased, _, _ = await gateway.ask("/v1/cache", method="DELETE")
+
+    assert (status, answer["error"]["code"]) == (503, "model_failed")
+    assert "weights that are not numbers" in answer["error"]["message"]
+    assert "Retry-After" not in response.headers
+    assert [row["id"] for row in listed["data"]] == [gateway.model]
+    assert states["models"][SECOND] == "failed"
+    assert erased == 200
+
+
+async def test_no_receipt_while_the_disk_of_a_failed_model_cannot_be_asked(
+    gateway: GatewayFixture,
+) -> None:
+    """Its next engine would find what an earlier one left there."""
+    await gateway.engines[SECOND].close()
+    second = gateway.gateway.context.models.by_name[SECOND]
+    second.failure, second.has_disk = (lambda: "a fault"), True
+    status, answer, _ = await gateway.ask("/v1/cache", method="DELETE")
+
+    assert (status, SECOND in answer["error"]["message"]) == (503, True)
 
 
 async def test_an_erasure_reaches_all_models(gateway: GatewayFixture) -> None:

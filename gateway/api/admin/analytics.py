@@ -73,6 +73,7 @@ class _AnalyticsHandlers:
                     "promised_below": gateway.tenant_usage.total("promised_below", one.name),
                     **self._engine(one),
                     "ready": one.engine.ready(),
+                    "state": one.state(),
                     "tenants": None if one.tenants is None else sorted(one.tenants),
                 }
                 for one in gateway.models
@@ -87,6 +88,7 @@ class _AnalyticsHandlers:
                 ],
                 "engine": {**self._engine(gateway.models.default), "ready": gateway.is_ready()},
                 **(models if gateway.models.are_several else {}),
+                "failed_models": gateway.models.failures(),
                 "holdings": [
                     {
                         "tenant": self._name(tenant_id),

@@ -286,10 +286,7 @@ def _embeddings(config: Config) -> list[Check]:
 def _memory(config: Config) -> list[Check]:
     """Compare the free memory of the machine, and of an NVIDIA device, with the models, the KV
     blocks and the processes."""
-    try:
-        plans = {"memory": plan_memory(config), "device memory": plan_device_memory(config)}
-    except ModelError:
-        return []
+    plans = {"memory": plan_memory(config), "device memory": plan_device_memory(config)}
     fix = "lower engine.kv_memory_mib, choose a smaller model, or add memory"
     return [
         Check(name, plan.fits, plan.describe(), None if plan.fits else fix)

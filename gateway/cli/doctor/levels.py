@@ -59,10 +59,7 @@ def check_levels(config: Config) -> list[Check]:
 def _check_host(config: Config) -> list[Check]:
     """Say how much host memory each model's level takes; of "auto", what it would get now."""
     name, found = "host level", []
-    try:
-        plan, sizes = size_host_levels(config)
-    except ModelError:  # told by the check of models
-        return [Check(name, True, "auto: known once the model has been fetched")]
+    plan, sizes = size_host_levels(config)
     free = "this system does not tell its free memory" if plan is None else plan.describe()
     for model in config.served_models():
         levels, check = config.engine_of(model).levels, f"{name} {model.name}".strip()

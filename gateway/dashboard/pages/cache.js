@@ -26,7 +26,7 @@ export function Cache() {
   const below = sumOf(all.holdings, "promised_below");
   const inPool = (engine) => (engines.length > 1
     ? engine.promised_blocks - engine.promised_below : promised - below);
-  return html`<${Warnings} engines=${engines} />
+  return html`<${Warnings} engines=${engines} failed=${all.failed_models} />
     <${Tiles}>
       <${Tile} label="Blocks in use" value=${share(used / (blocks || 1))}
         note=${`${count(used)} of ${count(blocks)} KV blocks`} />

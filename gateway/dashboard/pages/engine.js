@@ -28,7 +28,7 @@ export function Engine() {
   const now = useData("/admin/v1/analytics"), missing = instead(now, "the engine");
   if (missing) return html`<${Panel} title="Engine" wide>${missing}<//>`;
   const engines = enginesOf(now.data);
-  return html`<${Warnings} engines=${engines} />${engines.map((engine) => html`
+  return html`<${Warnings} engines=${engines} failed=${now.data.failed_models} />${engines.map((engine) => html`
     ${engine.name && html`<h2>${engine.name} <span class="soft">${openTo(engine)}</span></h2>`}
     <${OneEngine} engine=${engine} />`)}`;
 }
@@ -43,7 +43,7 @@ function OneEngine({ engine }) {
   const figures = Object.entries(engine)
     .filter(([name, v]) => typeof v === "number" && !NO_FIGURES.includes(name));
   return html`<${Tiles}>
-      <${Tile} label="Engine" value=${engine.ready ? "ready" : "not ready"}
+      <${Tile} label="Engine" value=${engine.ready ? "ready" : engine.state ?? "not ready"}
         note=${engine.model ?? ""} tone=${engine.ready ? "" : "alarm"} />
       <${Tile} label="Requests" value=${`${count(engine.running)} / ${count(engine.waiting)}`}
         unit="running / waiting" note=${`${number(1)(engine.steps_per_s)} steps per second`} />

@@ -21,7 +21,7 @@ export function Overview() {
   const found = useHistory(range), findings = useFindings();
   const tenants = useTenants();
   const all = now.data, waste = savingOf(findings.data);
-  return html`<${Warnings} engines=${enginesOf(all)} />
+  return html`<${Warnings} engines=${enginesOf(all)} failed=${all?.failed_models} />
     <${HistoryTiles} found=${found} refusedHour=${all?.refused_last_hour.total} />
     <div class="grid two">
       <${Panel} title="Findings" tools=${html`<a href=${href(["findings"])}>All findings</a>`}

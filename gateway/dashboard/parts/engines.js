@@ -10,15 +10,17 @@ export function enginesOf(data) {
   return data.models ?? [{ ...data.engine, restarts: data.restarts }];
 }
 
-// What is wrong with engines.
-export function Warnings({ engines }) {
-  return engines.map((engine) => {
+// What is wrong with engines. `failed`: why models did not start, by name.
+export function Warnings({ engines, failed = {} }) {
+  const notices = Object.entries(failed).map(([name, reason]) => html`<${Notice} tone="bad">The
+    model ${name} failed to start and is not served: ${reason}<//>`);
+  return [...notices, ...engines.map((engine) => {
     const asked = engine.floor_blocks_asked, most = engine.floor_blocks_max;
     const which = engine.name ? ` of ${engine.name}` : "";
-    return html`${!engine.ready && html`<${Notice} tone="bad">The engine${which} takes no requests
+    return html`${!engine.ready && engine.state !== "failed" && html`<${Notice} tone="bad">The engine${which} takes no requests
       now: it is starting, has died, or the gateway is draining. Figures of blocks are the last
       known ones.<//>`}
       ${asked > most && html`<${Notice}>Floors request ${count(asked)} blocks; the engine${which}
       ${" "}can guarantee ${count(most)}. Each floor is reduced in that proportion.<//>`}`;
-  });
+  })];
 }

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from gateway.bench.client import BenchError
 from gateway.bench.report import machine
-from gateway.cli.serve import prepared_models
+from gateway.cli.serve import prepared_model
 from gateway.config import load_config
 from tests.bench.overhead.overhead import KINDS, Line, Overhead, Say, measure, sync_s
 
@@ -103,7 +103,8 @@ def main() -> int:
         print(line, file=sys.stderr, flush=True)
 
     try:
-        (card,) = prepared_models(config, say, lambda *progress: None)
+        name = config.served_models()[0].source
+        card = prepared_model(name, config.models_dir, say, lambda *progress: None)
         report = run_overhead_bench(options, Path(card.folder), say)
     except (BenchError, OSError) as error:
         say(f"overhead: {error}")

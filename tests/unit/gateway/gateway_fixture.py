@@ -39,7 +39,7 @@ from gateway.app import Gateway
 from gateway.background.webhooks import WebhookEndpoint
 from gateway.config import Config, LimitsConfig, ServerConfig
 from gateway.embeddings.embedder import Embedder
-from gateway.engines.served_models import ServedModel
+from gateway.engines.served_models import FailedModel, ServedModel
 from gateway.periodic_task import PeriodicTask
 from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
@@ -133,6 +133,8 @@ class GatewayFixture:
         """Set before opening: further models by name, each with a runner of its own."""
         self.engines: dict[str, LocalEngine] = {}
         """The engine of each model, once open."""
+        self.failed: list[FailedModel] = []
+        """Set before opening: models that could not be started."""
         self.embeddings: Embedder | None = None
         """Set before opening: the embedding model."""
         self.takes_grammars = False
@@ -171,7 +173,7 @@ class GatewayFixture:
         ]
         # In a thread: what it reads at its start may be a round trip away.
         self.gateway = await asyncio.to_thread(
-            partial(Gateway, endpoints=self.endpoints, wall=self.wall),
+            partial(Gateway, endpoints=self.endpoints, wall=self.wall, failed=self.failed),
             *(self.config, models, self.store, self._log),
         )
         self.gateway.context.embeddings = self.embeddings

@@ -9,6 +9,7 @@ import os
 import signal
 import stat
 import subprocess
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import apsw
 import msgspec
 import pytest
 from aiohttp import ClientSession
+from safetensors.torch import load_file, save_file
 
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
@@ -119,6 +121,59 @@ async def test_a_host_level_of_auto_gets_its_number_at_the_start(
     assert [one["host_mib"] for one in told] == [16]
     assert told[0]["free_mib"] > 16
     assert not any("level_off" in line for line in lines)
+
+
+async def test_a_fault_in_one_model_ends_that_model(model: Path, tmp_path: Path) -> None:
+    """Of whatever kind: a template, a tokenizer, weights. The default model serves on, the log has
+    one line for each, and the state is told."""
+    broken = dict(write_broken(tmp_path))
+    tables = "".join(
+        f'[[models]]\nname = "{name}"\npath = "{path}"\n' for name, path in broken.items()
+    )
+    data, settings = tmp_path / "data", tmp_path / "settings.toml"
+    settings.write_text(f'{SETTINGS}[[models]]\nname = "tiny"\npath = "{model}"\n{tables}')
+    with run_server(None, data, settings) as server:
+        log = data.with_suffix(".log")
+        while log.read_text().count('"model_failed"') < len(broken):
+            assert server.process.poll() is None
+            await asyncio.sleep(0)
+        async with server.request(max_tokens=1) as (status, content):
+            await content.read()
+        async with ClientSession() as session, session.get(f"{server.url}/readyz") as response:
+            states = (await response.json())["models"]
+    failed = [json.loads(line) for line in log.read_text().splitlines() if '"model_failed"' in line]
+
+    assert status == 200
+    assert states == {"tiny": "ready", **dict.fromkeys(broken, "failed")}
+    assert sorted(one["model"] for one in failed) == sorted(broken)
+    assert all(one["reason"] and "\n" not in one["reason"] for one in failed), failed
+    assert "Traceback" not in log.read_text()
+
+
+def write_broken(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield models by the name of their fault."""
+    settings = {"template": "{% if %}", "filter": "{{ 1 | unheard_of }}", "long": "x" * 300_000}
+    for name, template in settings.items():
+        folder = write_folder(tmp_path / name)
+        changed = {"add_bos_token": False, "chat_template": template}
+        (folder / "tokenizer_config.json").write_text(json.dumps(changed))
+        yield name, folder
+    folder = write_folder(tmp_path / "tokenizer")
+    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"')
+    yield "tokenizer", folder
+    folder = write_folder(tmp_path / "nan")
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: one * float("nan") for name, one in weights.items()}, folder / "model.safetensors"
+    )
+    yield "nan", folder
+    folder = write_folder(tmp_path / "shape")
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: one[:1].clone() for name, one in weights.items()}, folder / "model.safetensors"
+    )
+    yield "shape", folder
+    yield "absent", tmp_path / "absent"
 
 
 @pytest.mark.parametrize("last_event", ["", '"reloaded"'])

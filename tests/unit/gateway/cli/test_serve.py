@@ -21,7 +21,7 @@ URLS = ["http://127.0.0.1:8080", "http://127.0.0.1:8081"]
 
 def test_banner_names_the_dashboard() -> None:
     """An operator opens it first, and its listener is not the clients'."""
-    lines = banner("smol", URLS, Config(), None, None)
+    lines = banner({"smol": "ready"}, URLS, Config(), None, None)
 
     assert lines[0] == "trunkline serves smol at http://127.0.0.1:8080/v1"
     assert "  dashboard:           http://127.0.0.1:8081/dashboard" in lines
@@ -30,7 +30,8 @@ def test_banner_names_the_dashboard() -> None:
 def test_banner_names_the_configuration_file() -> None:
     """Or the places of one: a table that was added elsewhere has no effect."""
     named, without = (
-        banner("smol", URLS, Config(), None, file)[-1] for file in (Path("/etc/t.toml"), None)
+        banner({"smol": "ready"}, URLS, Config(), None, file)[-1]
+        for file in (Path("/etc/t.toml"), None)
     )
 
     assert named == "  configuration file:  /etc/t.toml"
@@ -39,7 +40,9 @@ def test_banner_names_the_configuration_file() -> None:
 
 def test_banner_shows_a_new_key_once() -> None:
     """Later starts have none to show."""
-    first, later = (banner("smol", URLS, Config(), key, None) for key in ("tl-new", None))
+    first, later = (
+        banner({"smol": "ready"}, URLS, Config(), key, None) for key in ("tl-new", None)
+    )
 
     assert [line for line in first if line not in later] == [
         "  key of the tenant 'default' (shown once): tl-new"
