@@ -10,7 +10,7 @@ CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
 export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 .DEFAULT_GOAL := all
-.PHONY: stale all setup hooks clients older linters buckets bounds serve check test slow ci fmt lint bench cost sim crash attacks gpu pull clean
+.PHONY: stale all setup hooks clients older linters buckets bounds serve check test slow ci nightly fmt lint bench cost sim crash attacks gpu pull clean
 
 all: check test
 
@@ -71,7 +71,7 @@ hooks: setup           ## check each commit's message from now on
 	printf '#!/bin/sh\nexec %s -m tests.tools.commit_message "$$1"\n' $(BIN)/python > .git/hooks/commit-msg
 	chmod +x .git/hooks/commit-msg
 
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 check: lint            ## within a minute: lint, types, import contracts, fast tests of what changed
 	$(PYTEST) --quiet -m "not slow and not postgres" $$($(BIN)/python -m tests.tools.changed_tests)
@@ -130,8 +130,16 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
-ci: lint test slow
+# One run of pytest: every test but the slow ones that no change concerns, each property once.
+ci: lint               ## what CI runs; BASE names another commit to compare with than main
+	$(BIN)/trunkline pull --quiet
+	HYPOTHESIS_PROFILE=full $(PYTEST) -m "$$($(BIN)/python -m tests.tools.changed_checks --marks $(BASE))"
 	$(BIN)/python -m tests.tools.commit_message --since
+
+nightly: linters buckets older ## every test, with the long runs of state machines, attacks and bounds; an hour
+	$(BIN)/trunkline pull --quiet
+	HYPOTHESIS_PROFILE=long $(PYTEST) --ignore=tests/attacks
+	$(MAKE) attacks bounds
 
 clean:
 	rm -rf $(VENV) .venv-clients-* build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,9 +1,9 @@
 """What every test may rely on: hypothesis profiles, `--sim-seed`, markers that skip by reason, and
 temporary files in memory.
 
-Profiles: `quick` (the default), `full` (four times the examples: `make slow`), `deep` (others each
-time, for a night). HYPOTHESIS_PROFILE names one. `quick` and `full` try the same examples each
-time: what they find is what a change did.
+Profiles: `quick` (the default), `full` (four times the examples of a property: CI), `long` (of a
+state machine too: `make nightly`), `deep` (others each time). HYPOTHESIS_PROFILE names one. All but
+`deep` try the same examples each time: what they find is what a change did.
 """
 
 from __future__ import annotations
@@ -44,8 +44,13 @@ if (
     tempfile.tempdir = None
 
 TESTS = Path(__file__).parent
-FOLDER_MARKERS = ("e2e", "crash")
+FOLDER_MARKERS = ("e2e", "crash", "attacks")
 """Folders of tests whose name is a marker of every test in them."""
+KERNEL_TESTS = (
+    TESTS / "unit/kernels",
+    *(TESTS / "unit/engine" / name for name in ("encoder", "models", "runner", "sampling")),
+)
+"""Folders of tests that compile kernels, or run them slowly in an interpreter."""
 
 SLOW_HOST = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
@@ -69,6 +74,7 @@ settings.register_profile(
     phases=PHASES,
     suppress_health_check=SLOW_HOST,
 )
+settings.register_profile("long", settings.get_profile("full"))
 settings.register_profile("deep", max_examples=2000, deadline=None, suppress_health_check=SLOW_HOST)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
@@ -137,12 +143,23 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say how to replay the order of a run that failed; `--quiet` leaves out the first lines."""
+    seed = config.getoption("randomly_seed", None)
+    if seed is not None and terminalreporter.stats.keys() & {"failed", "error"}:
+        terminalreporter.write_line(f"in the order of --randomly-seed={seed}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by folder and fixtures; skip those that need a device where there is none."""
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in FOLDER_MARKERS:
             item.add_marker(folder)
+        if any(item.path.is_relative_to(path) for path in KERNEL_TESTS):
+            item.add_marker("kernels")
         if _needs_postgres(item):
             item.add_marker("postgres")
     marked = [item for item in items if item.get_closest_marker("gpu")]

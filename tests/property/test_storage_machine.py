@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -30,9 +29,9 @@ from engine.storage.memory.arena import HostArena
 from engine.storage.remote.copies import RemoteCopies
 from engine.storage.sealing.master_key import MasterKey
 from engine.storage.slabs.slabs import SlabFiles
-from tests.examples import examples
 from tests.fakes import FakeClock
 from tests.memory_storage import MemoryStorage
+from tests.property.machine_runs import case
 from tests.property.planted import check_caught
 from tests.unit.engine.storage.local_storage import LocalRig
 from tests.unit.engine.storage.remote_faults import FaultyObjects
@@ -209,8 +208,7 @@ class StorageMachine(RuleBasedStateMachine):
             assert held == self.memory.has_records(namespace)
 
 
-TestStorageMachine = StorageMachine.TestCase
-TestStorageMachine.settings = settings(stateful_step_count=30)
+TestStorageMachine = case(StorageMachine, 30)
 
 
 class FarStorageMachine(StorageMachine):
@@ -293,8 +291,7 @@ class FarStorageMachine(StorageMachine):
         assert rows.sums().records == len(put)
 
 
-TestFarStorageMachine = FarStorageMachine.TestCase
-TestFarStorageMachine.settings = settings(max_examples=examples(40), stateful_step_count=30)
+TestFarStorageMachine = case(FarStorageMachine, 30)
 
 
 def tombstones_are_forgotten(patch: pytest.MonkeyPatch) -> None:

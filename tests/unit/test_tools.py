@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.changed_checks import FILES, checks_of, marks_of
 from tests.tools.changed_tests import ALWAYS, folders_of
 from tests.tools.commit_message import main, problems_of
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_product_file_selects_the_tests_of_its_package() -> None:
@@ -26,6 +29,35 @@ def test_a_test_file_selects_itself_and_prose_selects_nothing_more() -> None:
     changed = ["tests/unit/test_tools.py", "README.md", "tests/unit/test_gone.py"]
 
     assert folders_of(changed) == [*ALWAYS, "tests/unit/test_tools.py"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "checks"),
+    [
+        (["README.md", "gateway/app.py"], []),
+        (["deploy/helm/values.yaml", "engine/plan.py"], ["linters", "kernels"]),
+        (["engine/storage/remote/objects.py"], ["buckets"]),
+        (["constraints.txt"], list(FILES)),
+        ([], list(FILES)),
+    ],
+)
+def test_a_change_asks_for_the_checks_that_depend_on_it(
+    changed: list[str], checks: list[str]
+) -> None:
+    """For all of them where nothing can be compared."""
+    assert checks_of(changed) == checks
+
+
+def test_slow_tests_of_kernels_run_where_kernels_changed() -> None:
+    assert marks_of(["kernels"]) == "not (slow and attacks)"
+    assert marks_of([]) == "not (slow and (attacks or kernels))"
+
+
+def test_a_check_depends_on_files_that_exist() -> None:
+    """A folder that was renamed would never ask for its check."""
+    for check, files in FILES.items():
+        for begins in files:
+            assert list(ROOT.glob(f"{begins.removesuffix('/')}*")), (check, begins)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""Says which checks of CI a change asks for: `python -m tests.tools.changed_checks [BASE]`.
+
+Some checks take minutes and depend on few files. CI runs them where one of these files differs from
+the merge base with BASE (default: the commit that `origin/main` or `main` names), or from the
+commit before where that is the commit itself; `make nightly` runs all of them. `--marks` prints for
+pytest which tests CI runs. What cannot be compared, as in a clone without history, asks for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+
+from tests.tools.changed_tests import changed_files
+
+DEPENDENCIES = ("pyproject.toml", "constraints.txt")
+FILES: dict[str, tuple[str, ...]] = {
+    "linters": (
+        *("deploy/", "Dockerfile", ".dockerignore", "compose.yaml", "tests/tools/binaries.py"),
+        *("tests/test_deploy.py", "tests/test_containers.py", "tests/e2e/test_deployments.py"),
+    ),
+    "buckets": ("engine/storage/remote/", "tests/unit/engine/storage/test_cloud_objects.py"),
+    "older": ("gateway/dialects/", "tests/e2e/older_", "tests/e2e/test_older_sdks.py"),
+    "bounds": ("tests/e2e/dependency_bounds.py",),
+    "kernels": (
+        *("kernels/", "engine/attention/", "engine/encoder/", "engine/kv/", "engine/models/"),
+        *("engine/runner/", "engine/sampling/", "engine/weights/", "engine/plan.py"),
+        *("tests/unit/kernels/", "tests/unit/engine/encoder/", "tests/unit/engine/models/"),
+        *("tests/unit/engine/runner/", "tests/unit/engine/sampling/", "tests/families.py"),
+    ),
+}
+"""The checks by name, each with how the names of files begin that it depends on beside
+`DEPENDENCIES`. All but `kernels`, the tests marked `slow` and `kernels`, are targets of make."""
+
+
+def checks_of(changed: Iterable[str]) -> list[str]:
+    """Names of the checks that depend on one of these files; all of them for no file at all."""
+    names = list(changed)
+    return [
+        check
+        for check, files in FILES.items()
+        if not names or any(name.startswith((*files, *DEPENDENCIES)) for name in names)
+    ]
+
+
+def marks_of(checks: Iterable[str]) -> str:
+    """An expression for pytest's `-m`. Slow attacks run one after another, by `make attacks`."""
+    left_out = "attacks" if "kernels" in checks else "(attacks or kernels)"
+    return f"not (slow and {left_out})"
+
+
+def main(arguments: list[str]) -> int:
+    """Print the checks' names, or the expression; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("base", nargs="?", help="a branch or commit; by default main")
+    parser.add_argument("--marks", action="store_true", help="print an expression for pytest's -m")
+    asked = parser.parse_args(arguments)
+    checks = checks_of(changed_files(asked.base) or changed_files("HEAD^"))
+    sys.stdout.write((marks_of(checks) if asked.marks else " ".join(checks)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
