@@ -218,10 +218,22 @@ def has_native_breakpoint(messages: Sequence[ChatMessage]) -> bool:
 def segments_of(messages: Sequence[ChatMessage], settings: cache.CacheSettings) -> list[Segment]:
     """Return the segments of all messages in order. Raises Refusal for an invalid message."""
     reader = _ChatReader(settings)
-    for index, message in enumerate(messages):
-        reader.read(message, index)
+    for index in tools.with_results_behind_calls([_place(message) for message in messages]):
+        reader.read(messages[index], index)
     reader.calls.check_answered(f"messages[{len(messages) - 1}]")
     return reader.segments
+
+
+_ELSEWHERE = tools.HistoryPlace()
+
+
+def _place(message: ChatMessage) -> tools.HistoryPlace:
+    """Return what a message is in the order of calls and results."""
+    if message.role == "tool":
+        return tools.HistoryPlace(answers=message.tool_call_id)
+    if message.role != "assistant" or not message.tool_calls:
+        return _ELSEWHERE
+    return tools.HistoryPlace(tuple(call.id for call in message.tool_calls))
 
 
 def _is_plain(message: ChatMessage) -> bool:

@@ -267,9 +267,15 @@ def segments_of(
     if instructions:
         reader.message += 1
         reader.add("system", instructions, "instructions")
-    for number, item in enumerate(history):
-        if item.get("type") != "function_call" or item.get("status") != "incomplete":
-            reader.read(item, f"{history_field}[{number}]")
+    placed = [
+        (item, f"{history_field}[{number}]")
+        for number, item in enumerate(history)
+        if item.get("type") != "function_call" or item.get("status") != "incomplete"
+    ]
+    if not isinstance(items, str):
+        placed += [(item, f"input[{number}]") for number, item in enumerate(items)]
+    for at in tools.with_results_behind_calls([_place(item) for item, _ in placed]):
+        reader.read(*placed[at])
     if isinstance(items, str):
         reader.calls.check_answered("input")
         reader.message += 1
@@ -278,12 +284,23 @@ def segments_of(
     if not items and not history:
         problem = "this field is required; expected a text or at least one item."
         raise invalid_field("input", problem, "missing_required_parameter")
-    for number, item in enumerate(items):
-        reader.read(item, f"input[{number}]")
     reader.calls.check_answered(f"input[{len(items) - 1}]" if items else "input")
     if not reader.segments or reader.segments[-1].path == "instructions":
         raise invalid_field("input", "no item has content to answer; expected a message.")
     return reader.segments
+
+
+def _place(item: dict[str, Any]) -> tools.HistoryPlace:
+    """Return what an item, which may be invalid, is in the order of calls and results."""
+    call_id = item.get("call_id")
+    match item.get("type", "message"):
+        case "function_call" if isinstance(call_id, str):
+            return tools.HistoryPlace((call_id,), continues=True)
+        case "function_call_output" if isinstance(call_id, str):
+            return tools.HistoryPlace(answers=call_id)
+        case kind:
+            is_answer = kind == "message" and item.get("role") == "assistant"
+            return tools.HistoryPlace(continues=is_answer or kind == "reasoning")
 
 
 class _ItemsReader:

@@ -7,7 +7,7 @@ knows no messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -129,11 +129,48 @@ def schema_format(schema: JsonSchema, path: str) -> OutputFormat:
     return OutputFormat("json_schema", json_text(schema.schema), path, bool(schema.strict))
 
 
-class PendingCalls:
-    """The calls of a history that have no result yet.
+class HistoryPlace(NamedTuple):
+    """What a message or item is in the order of calls and results: the ids of its `calls`, the id
+    that it `answers`, and whether it `continues` an assistant's turn."""
 
-    Each call takes one result, before any message other than results.
+    calls: tuple[str, ...] = ()
+    answers: str | None = None
+    continues: bool = False
+
+
+def with_results_behind_calls(places: Sequence[HistoryPlace]) -> Sequence[int]:
+    """Return the indices of a history in an order in which the results of a turn's calls follow the
+    turn, in the order of its calls.
+
+    Clients let their users write while a tool runs, and results come in any order; a template knows
+    results only there, and often by their order alone. No message that comes later changes the
+    order, so the prompt of the next request begins with that of this one. Calls without results,
+    and results without calls, stay where they are. Cost: O(messages).
     """
+    if not any(place.calls for place in places):
+        return range(len(places))
+    open_calls: dict[str, tuple[int, int]] = {}
+    results: dict[tuple[int, int], int] = {}
+    for at, place in enumerate(places):
+        if place.answers is not None and place.answers in open_calls:
+            results[open_calls.pop(place.answers)] = at
+        open_calls.update((call_id, (at, number)) for number, call_id in enumerate(place.calls))
+    moved = set(results.values())
+    order: list[int] = []
+    waiting: list[int] = []
+    for at, place in enumerate(places):
+        if waiting and not place.continues:
+            order += waiting
+            waiting = []
+        if at not in moved:
+            order.append(at)
+        calls = ((at, number) for number in range(len(place.calls)))
+        waiting += (results[call] for call in calls if call in results)
+    return order
+
+
+class PendingCalls:
+    """The calls of a history that have no result yet. Each call takes one result."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}

@@ -66,7 +66,7 @@ def result(call_id: str, text: object = "rain") -> dict[str, Any]:
 
 
 def test_calls_and_results_become_segments() -> None:
-    """Text, then calls, then each result with its function's name."""
+    """Text, then calls, then each result with its function's name, in the order of the calls."""
     found = prompt(
         [
             HI,
@@ -89,9 +89,25 @@ def test_calls_and_results_become_segments() -> None:
         Segment(
             "assistant", "", "messages[1].tool_calls[1]", None, 1, call=ToolCall("b", "clock", "{}")
         ),
-        Segment("tool", "rain", "messages[2].content", "clock", 2, answers="b"),
         Segment("tool", "rain", "messages[3].content", "weather", 3, answers="a"),
+        Segment("tool", "rain", "messages[2].content", "clock", 2, answers="b"),
     )
+
+
+def test_result_follows_its_call_at_any_distance() -> None:
+    """A template would refuse it elsewhere, or the model would read it as another call's."""
+    between = [HI, {"role": "assistant", "content": "Wait."}, calling(made("b")), HI]
+    found = prompt([calling(made("a")), *between, result("b", "two"), result("a", "one")]).segments
+
+    assert [(s.role, s.text) for s in found] == [
+        ("assistant", ""),
+        ("tool", "one"),
+        ("user", "hi"),
+        ("assistant", "Wait."),
+        ("assistant", ""),
+        ("tool", "two"),
+        ("user", "hi"),
+    ]
 
 
 @pytest.mark.parametrize("content", [None, "", []])
@@ -147,7 +163,8 @@ def test_refusal_is_assistant_text() -> None:
         ([HI, result("a")], "messages[1].tool_call_id", "unknown call id 'a'"),
         ([HI, calling(made("a")), result("b")], "messages[2].tool_call_id", "'b'"),
         ([HI, calling(made("a")), HI], "messages[2]", "'a'"),
-        ([HI, calling(made("a")), HI, result("a")], "messages[2]", "'a'"),
+        ([HI, calling(made("a")), HI, result("b")], "messages[2]", "'a'"),
+        ([HI, result("a"), calling(made("a"))], "messages[1].tool_call_id", "'a'"),
         ([HI, calling(made("a"))], "messages[1]", "'a'"),
         ([HI, calling(made("a"), made("b")), result("a"), HI], "messages[3]", "'b'"),
         (

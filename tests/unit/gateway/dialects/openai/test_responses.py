@@ -140,10 +140,48 @@ def test_accepts_the_items_of_an_answer() -> None:
         Segment("assistant", "Hm.", "input[2].content[0]", message=1),
         Segment("assistant", "", "input[3]", message=1, call=ToolCall("a", "clock", "{}")),
         Segment("assistant", "", "input[4]", message=1, call=ToolCall("b", "clock", '{"z":1}')),
-        Segment("tool", "noon", "input[5].output", "clock", 2, answers="b"),
-        Segment("tool", "noon", "input[6].output", "clock", 3, answers="a"),
+        Segment("tool", "noon", "input[6].output", "clock", 2, answers="a"),
+        Segment("tool", "noon", "input[5].output", "clock", 3, answers="b"),
         Segment("user", "hi", "input[7].content", message=4),
     )
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        [HI],
+        [{"role": "developer", "content": "A note."}],
+        [{"type": "reasoning", "summary": []}, HI, {"role": "assistant", "content": "Wait."}],
+    ],
+)
+def test_result_follows_its_call_whatever_stands_between(between: list[dict[str, Any]]) -> None:
+    """A client lets its user write while a tool runs: without the result behind its call, every
+    later request of the conversation would be refused."""
+    other = {**CALL, "call_id": "b"}
+    results = [{**RESULT, "call_id": "b", "output": "one"}, RESULT]
+    apart = parse([HI, CALL, other, *between, *results], store=False).prompts[0].segments
+    later = parse([HI, CALL, other, *between, *results, HI], store=False).prompts[0].segments
+
+    assert [s.answers or (s.call.call_id if s.call else None) for s in apart[:5]] == [
+        None,
+        "a",
+        "b",
+        "a",
+        "b",
+    ]
+    assert [(s.name, s.text) for s in apart[3:5]] == [("clock", "noon"), ("clock", "one")]
+    assert later[: len(apart)] == apart
+    assert [s.message for s in apart] == sorted(s.message for s in apart)
+
+
+def test_call_of_a_stored_response_is_answered_behind_a_message() -> None:
+    """The history and the input are one list."""
+    fields = {"model": "m", "input": [HI, RESULT], "previous_response_id": "resp_1"}
+    earlier = EarlierItems((HI, CALL))
+    call = DIALECT.parse(json.dumps(fields).encode(), RequestMetadata(earlier=earlier))
+
+    roles = [part.role for part in call.prompts[0].segments]
+    assert roles == ["user", "assistant", "tool", "user"]
 
 
 def test_calls_without_text_are_an_assistant_turn() -> None:
@@ -166,7 +204,8 @@ def test_calls_without_text_are_an_assistant_turn() -> None:
         ([{"type": "reasoning"}], "input", "no item has content"),
         ([HI, CALL], "input[1]", "'a'"),
         ([HI, CALL, HI], "input[2]", "'a'"),
-        ([HI, CALL, HI, RESULT], "input[2]", "'a'"),
+        ([HI, CALL, HI, {**RESULT, "call_id": "b"}], "input[2]", "'a'"),
+        ([HI, RESULT, CALL], "input[1].call_id", "'a'"),
         ([HI, RESULT], "input[1].call_id", "'a'"),
         ([HI, CALL, RESULT, RESULT], "input[3].call_id", "'a'"),
         ([{"type": "item_reference"}], "input[0].id", "missing required"),
