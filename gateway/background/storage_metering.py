@@ -245,9 +245,9 @@ class StorageMetering:
         read, and old records of the audit log."""
         store, now_ms = self._gateway.store, self._gateway.wall()
         with suppress(StoreError):  # tried again in a minute
+            await asyncio.to_thread(forget_meters, store, now_ms - DAY_MS)
             await asyncio.to_thread(store.make_room)
             await asyncio.to_thread(sweep_cached_contents, store, now_ms)
-            await asyncio.to_thread(forget_meters, store, now_ms - DAY_MS)
             kept_ms = self._gateway.config.admin.audit_days * DAY_MS
             await asyncio.to_thread(delete_old_changes, store, now_ms - kept_ms)
             for expired in (sweep, sweep_stored, sweep_conversations):

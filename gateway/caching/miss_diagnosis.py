@@ -30,7 +30,8 @@ class RememberedBoundary(Struct, frozen=True, gc=False):
 
 
 class Fingerprint(Struct, frozen=True):
-    """A prompt, reduced to what a comparison needs. `scope`: its tenant and workspace. `model` and
+    """A prompt, reduced to what a comparison needs. `scope`: its tenant and workspace,
+    with a slash between. `model` and
     `template`: digests, because names may change without a change of meaning."""
 
     scope: str
@@ -60,28 +61,49 @@ class Fingerprint(Struct, frozen=True):
 
 
 class FingerprintIndex:
-    """The latest fingerprints. Belongs to one thread; about 200 bytes per boundary."""
+    """The latest fingerprints. Belongs to one thread; about 200 bytes per boundary.
+
+    A full index drops the oldest fingerprint of the tenant that has the most, so that no tenant's
+    requests push out what others compare with.
+    """
 
     def __init__(self, entries_max: int, life_s: float) -> None:
         self._entries_max = entries_max
         self._life_s = life_s
-        self._kept: OrderedDict[tuple[str, str], tuple[float, Fingerprint]] = OrderedDict()
+        self._kept: dict[str, OrderedDict[tuple[str, str], tuple[float, Fingerprint]]] = {}
+        """By tenant, then by scope and response; each tenant's oldest first."""
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return self._count
 
     def remember(self, response_id: str, fingerprint: Fingerprint, now_s: float) -> None:
-        """Keep a fingerprint; the oldest are dropped. O(1)."""
-        self._kept[fingerprint.scope, response_id] = (now_s + self._life_s, fingerprint)
-        while self._kept and (
-            len(self._kept) > self._entries_max or next(iter(self._kept.values()))[0] <= now_s
-        ):
-            self._kept.popitem(last=False)
+        """Keep a fingerprint; expired ones of its tenant are dropped. O(1), and O(tenants) for one
+        that pushes another out."""
+        tenant, key = _tenant_of(fingerprint.scope), (fingerprint.scope, response_id)
+        kept = self._kept.setdefault(tenant, OrderedDict())
+        self._count += key not in kept
+        kept[key] = now_s + self._life_s, fingerprint
+        while tenant in self._kept and next(iter(kept.values()))[0] <= now_s:
+            self._drop_oldest(tenant)
+        while self._count > self._entries_max:
+            self._drop_oldest(max(self._kept, key=lambda one: len(self._kept[one])))
 
     def find(self, scope: str, response_id: str, now_s: float) -> Fingerprint | None:
         """Return a response's fingerprint, if it belongs to this scope and has not expired."""
-        until_s, found = self._kept.get((scope, response_id), (0.0, None))
+        kept = self._kept.get(_tenant_of(scope), OrderedDict())
+        until_s, found = kept.get((scope, response_id), (0.0, None))
         return found if until_s > now_s else None
+
+    def _drop_oldest(self, tenant: str) -> None:
+        self._kept[tenant].popitem(last=False)
+        self._count -= 1
+        if not self._kept[tenant]:
+            del self._kept[tenant]
+
+
+def _tenant_of(scope: str) -> str:
+    return scope.partition("/")[0]
 
 
 def compare_fingerprints(now: Fingerprint, then: Fingerprint | None) -> Diagnosis:

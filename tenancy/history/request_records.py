@@ -125,24 +125,36 @@ def write_records(store: Store, records: Sequence[RequestRecord]) -> None:
 
 
 def delete_old_records(store: Store, now_ms: int) -> bool:
-    """Delete records older than a week or beyond `RECORDS_MAX`, up to `DELETED_AT_ONCE`.
+    """Delete records older than a week or beyond `RECORDS_MAX`, up to `DELETED_AT_ONCE`: of those
+    beyond, the oldest of the tenant that has the most.
 
-    Returns whether more are left. Raises StoreError.
+    Returns whether more are left. O(records). Raises StoreError.
     """
-    (count,) = store.query("select count(*) from request_records")[0]
-    (old,) = store.query(
-        "select count(*) from request_records where request_id < ?", (_first_id(now_ms - KEPT_MS),)
-    )[0]
-    surplus = max(count - RECORDS_MAX, old)
-    if surplus <= 0:
+    oldest_id = _first_id(now_ms - KEPT_MS)
+    (old,) = store.query("select count(*) from request_records where request_id < ?", (oldest_id,))[
+        0
+    ]
+    held = store.query(
+        "select count(*), tenant_id from request_records group by tenant_id order by 1 desc"
+    )
+    surplus = sum(row[0] for row in held) - RECORDS_MAX
+    if old > 0:
+        where, count = "request_id < ?", min(old, DELETED_AT_ONCE)
+        bound: Value = oldest_id
+    elif surplus > 0:
+        most, bound = held[0]
+        # Down to the next tenant's count: no tenant gives more than its excess, or an equal part.
+        excess = max(most - (held[1][0] if len(held) > 1 else 0), -(-surplus // len(held)))
+        where, count = "tenant_id = ?", min(surplus, DELETED_AT_ONCE, excess)
+    else:
         return False
     with store.change() as db:
         db.execute(
-            "delete from request_records where request_id in"
-            " (select request_id from request_records order by request_id limit ?)",
-            (min(surplus, DELETED_AT_ONCE),),
+            "delete from request_records where request_id in (select request_id from"
+            f" request_records where {where} order by request_id limit ?)",
+            (bound, count),
         )
-    return bool(surplus > DELETED_AT_ONCE)
+    return bool(max(old, surplus) > count)
 
 
 def list_requests(store: Store, wanted: RequestFilter, limit: int) -> list[EndedRequest]:

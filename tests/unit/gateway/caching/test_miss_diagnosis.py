@@ -94,3 +94,16 @@ def test_fingerprints_are_bounded_and_expire() -> None:
     assert book.find("1/default", "id0", 2.0) is None
     assert book.find("1/default", "id2", 61.9) is not None
     assert book.find("1/default", "id2", 62.0) is None
+
+
+def test_a_tenants_fingerprints_push_out_its_own_alone() -> None:
+    """However many workspaces it spreads them over; the other compares with its only prompt."""
+    book = FingerprintIndex(10, 60.0)
+    book.remember("quiet", prompt("m1", scope="2/default"), 0.0)
+    for n in range(100):
+        book.remember(f"id{n}", prompt("m1", scope=f"1/w{n}"), 1.0)
+
+    assert len(book) == 10
+    assert book.find("2/default", "quiet", 2.0) is not None
+    assert book.find("1/w0", "id0", 2.0) is None
+    assert book.find("1/w99", "id99", 2.0) is not None
