@@ -71,7 +71,7 @@ class Tool(Struct, frozen=True):
 
     `parameters` is its JSON Schema as JSON text, with the client's key order. `strict`: decoding is
     constrained so that arguments satisfy the whole schema. `retention`: class of a breakpoint after
-    the tool.
+    the tool. `path`: its field in the request, of which `schema_field` is the schema.
     """
 
     name: str
@@ -80,6 +80,12 @@ class Tool(Struct, frozen=True):
     path: str = "tools"
     strict: bool = False
     retention: str | None = None
+    schema_field: str = "parameters"
+
+    @property
+    def schema_path(self) -> str:
+        """The field of the schema in the request."""
+        return f"{self.path}.{self.schema_field}"
 
 
 class ToolChoice(Struct, frozen=True):

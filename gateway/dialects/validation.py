@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from functools import cache
 from typing import Any, TypeVar
 
@@ -19,6 +21,30 @@ from msgspec import inspect
 from gateway.errors import Kind, Refusal
 
 T = TypeVar("T")
+
+SHORT_CHARS = 16
+"""A decimal of so many characters, without an exponent, is what a double says it is."""
+
+
+def exact_number(text: str) -> float | Decimal:
+    """Return a JSON number with a point or an exponent: a Decimal if a double loses its digits.
+
+    O(characters). Raises ValueError beyond the range of a double.
+    """
+    number = float(text)
+    if len(text) <= SHORT_CHARS and "e" not in text and "E" not in text:
+        return number
+    if not math.isfinite(number):
+        raise ValueError("number out of range")
+    exact = Decimal(text)
+    return number if exact == Decimal(repr(number)) else exact
+
+
+decode_json = msgspec.json.Decoder(float_hook=exact_number).decode
+"""Decode untyped JSON to the last digit."""
+
+encode_json = msgspec.json.Encoder(decimal_format="number").encode
+"""Encode what `decode_json` returned, to the last digit."""
 
 
 def find_duplicate_key(body: bytes) -> str | None:
@@ -43,7 +69,7 @@ def find_duplicate_key(body: bytes) -> str | None:
 def decode_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a request body. O(bytes). Raises Refusal."""
     try:
-        tree = msgspec.json.decode(body)
+        tree = decode_json(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         message = f"The body is not valid JSON: {error}."
         raise Refusal(Kind.BAD, "invalid_json", message) from None
@@ -179,7 +205,7 @@ def parse_int(text: str, field: str, least: int, most: int = 999_999_999) -> int
 
 def json_text(value: object) -> str:
     """Return compact JSON text that keeps the key order."""
-    return msgspec.json.encode(value).decode()
+    return encode_json(value).decode()
 
 
 def json_type(value: object) -> str:
@@ -189,7 +215,7 @@ def json_type(value: object) -> str:
             return "null"
         case bool():
             return "boolean"
-        case int() | float():
+        case int() | float() | Decimal():
             return "number"
         case str():
             return "string"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from engine.api import Grammar
 from gateway.dialects.canonical import OutputFormat, Prompt, Thinking, Tool
@@ -22,6 +22,12 @@ from gateway.structured_output.patterns import (
     translate_pattern,
     translate_schema,
 )
+from gateway.structured_output.schema_keywords import (
+    keyword_refusal,
+    prepared_schema,
+    without_inexact_numbers,
+)
+from gateway.structured_output.schema_lark import InexactNumber, lark_of_schema
 from gateway.structured_output.thinking import ThinkingFormat
 from gateway.structured_output.tool_styles import ToolStyle
 
@@ -155,10 +161,8 @@ def callable_tools(prompt: Prompt) -> tuple[Tool, ...]:
 def answer_grammar(wanted: OutputFormat) -> Grammar | None:
     """Return the grammar of an output format alone; None for text. Raises Refusal."""
     if wanted.kind == "json_schema":
-        schema = parse_schema(wanted.schema, wanted.path)
-        supported = _supported_schema(schema, wanted.path, strict=wanted.strict)
-        text = wanted.schema if supported is schema else _schema_text(supported)
-        return Grammar("json_schema" if wanted.strict else "lenient_json_schema", text)
+        schema = parse_schema(wanted.schema, wanted.path, exact=True)
+        return _schema_grammar(schema, wanted.path, strict=wanted.strict)
     if wanted.kind == "regex":
         return Grammar("regex", translate_pattern(wanted.schema))
     if wanted.kind == "lark":
@@ -196,8 +200,8 @@ class _LarkGrammar:
         for number, tool in enumerate(tools):
             head = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{style.arguments}": '
             objects.append(f'{literal(head)} arguments_{number} "}}"')
-            schema = arguments_schema(tool, is_forced=is_forced)
-            self._rules.append(f"arguments_{number}: %json {schema}")
+            arguments = nested(arguments_grammar(tool, is_forced=is_forced))
+            self._rules.append(f"arguments_{number}: {arguments}")
         self._rules.append("object: " + " | ".join(f"({text})" for text in objects))
         self._is_forced = is_forced
 
@@ -253,33 +257,43 @@ class _LarkGrammar:
         self._rules.append(f"{name}: {text}")
 
 
-def arguments_schema(tool: Tool, *, is_forced: bool) -> str:
-    """Return the schema of a call's arguments with its options, as it stands behind `%json`.
+def arguments_grammar(tool: Tool, *, is_forced: bool) -> Grammar:
+    """Return the grammar of a call's arguments.
 
     Arguments are an object also where a schema without a type allows other values: a call is
     nothing else. Only strict tools and forced calls are held to the tool's schema. Raises Refusal.
     """
-    schema: Mapping[str, object] = {}
+    schema: dict[str, Any] = {}
     if tool.strict or is_forced:
-        parsed = parse_schema(tool.parameters, tool.path)
-        schema = _supported_schema(parsed, tool.path, strict=tool.strict)
-    options = _OPTIONS if tool.strict else _LENIENT_OPTIONS
-    return _schema_text({**schema, "type": "object", "x-guidance": options})
+        schema = parse_schema(tool.parameters, tool.path, exact=True)
+    return _schema_grammar({**schema, "type": "object"}, tool.schema_path, strict=tool.strict)
 
 
-def _supported_schema(
-    schema: Mapping[str, object], path: str, *, strict: bool
-) -> Mapping[str, object]:
+def _schema_grammar(schema: dict[str, Any], path: str, *, strict: bool) -> Grammar:
+    """Return the grammar of a schema whose field is `path`: in Lark, where it has numbers that the
+    engine would round. Raises Refusal."""
+    schema = prepared_schema(schema, path, strict=strict)
     try:
-        supported: Mapping[str, object] = translate_schema(schema, strict=strict)
+        schema = translate_schema(schema, strict=strict)
+        text = lark_of_schema(schema, _OPTIONS if strict else _LENIENT_OPTIONS)
     except UnsupportedPattern as error:
         message = f"{path}: {error.why}. Only a schema that is not strict may contain it."
         raise Refusal(Kind.BAD, "invalid_json_schema", message, param=path) from error
-    return supported
+    except InexactNumber as error:
+        if strict:
+            problem = f"a number near it has more digits than can be enforced: {error.why}"
+            raise keyword_refusal(path, error.steps, problem) from error
+        text, schema = None, without_inexact_numbers(schema)
+    if text is not None:
+        return Grammar("lark", text)
+    kind: Literal["json_schema", "lenient_json_schema"]
+    kind = "json_schema" if strict else "lenient_json_schema"
+    return Grammar(kind, _schema_text(schema))
 
 
 def _schema_text(schema: Mapping[str, object]) -> str:
-    return json.dumps(schema, ensure_ascii=True)
+    """Return JSON text; a decimal that constrains nothing may lose digits."""
+    return json.dumps(schema, ensure_ascii=True, default=float)
 
 
 def literal(text: str) -> str:

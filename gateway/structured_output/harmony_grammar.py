@@ -13,7 +13,7 @@ from engine.api import Grammar
 from gateway.dialects.canonical import Prompt, Tool
 from gateway.structured_output.grammars import (
     answer_grammar,
-    arguments_schema,
+    arguments_grammar,
     callable_tools,
     literal,
     marker,
@@ -83,9 +83,9 @@ class _Messages:
             f'{recipient} {channel} "commentary" {form} {message}',
             f'{channel} "commentary" {recipient} {form} {message}',
         )
-        arguments = arguments_schema(tool, is_forced=is_forced)
+        arguments = nested(arguments_grammar(tool, is_forced=is_forced))
         self._rule(f"call_{number}", f"({' | '.join(heads)}) arguments_{number}")
-        self._rule(f"arguments_{number}", f"%json {arguments}")
+        self._rule(f"arguments_{number}", arguments)
 
     def _message(self, name: str, channel: str, tokens_max: int | None = None) -> None:
         """Add the rules of a message of text, behind which another message begins."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from gateway.dialects.validation import exact_number
 from gateway.errors import Kind, Refusal
 
 SCHEMA_BYTES_MAX = 256 * 1024
@@ -26,8 +27,11 @@ _OPENING, _CLOSING = b"{[", b"}]"
 _NOT_BRACKETS = bytes(set(range(256)) - set(_OPENING + _CLOSING))
 
 
-def parse_schema(text: str, path: str) -> dict[str, Any]:
-    """Parse a JSON Schema, members in their order. Raises Refusal naming `path`. O(text)."""
+def parse_schema(text: str, path: str, *, exact: bool = False) -> dict[str, Any]:
+    """Parse a JSON Schema, members in their order. Raises Refusal naming `path`. O(text).
+
+    `exact`: decimals that a double does not hold are Decimals.
+    """
     data = text.encode(errors="surrogatepass")
     if len(data) > SCHEMA_BYTES_MAX:
         message = f"schema too large: {len(data)} bytes; expected at most {SCHEMA_BYTES_MAX}"
@@ -39,7 +43,7 @@ def parse_schema(text: str, path: str) -> dict[str, Any]:
     deep = nesting_depth(text)
     if deep > DEPTH_MAX:
         raise _refusal(path, f"schema too deep: {deep} levels; expected at most {DEPTH_MAX}")
-    value = parse_json(text)
+    value = parse_json(text, exact=exact)
     if not isinstance(value, dict):
         raise _refusal(path, "invalid schema: expected a JSON object")
     return value
@@ -61,10 +65,14 @@ def parse_arguments(text: str) -> tuple[object, str]:
     return value, json.dumps(value, ensure_ascii=False)
 
 
-def parse_json(text: str) -> Any:
-    """Return the JSON value; None if invalid, NaN or infinite. The caller checks the depth."""
+def parse_json(text: str, *, exact: bool = False) -> Any:
+    """Return the JSON value; None if invalid, NaN or infinite. The caller checks the depth.
+
+    `exact`: decimals that a double does not hold are Decimals.
+    """
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        number = exact_number if exact else _finite
+        return json.loads(text, parse_constant=_refuse, parse_float=number)
     except (ValueError, RecursionError):
         return None
 

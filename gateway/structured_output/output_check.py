@@ -10,6 +10,7 @@ conditions). `format` and `pattern` are not checked. Steps are counted, so no sc
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from typing import Any
 
 from gateway.dialects.canonical import OutputFormat
@@ -25,7 +26,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "boolean": (bool,),
     "null": (type(None),),
-    "number": (int, float),
+    "number": (int, float, Decimal),
 }
 
 
@@ -277,7 +278,7 @@ def _is_list_of_names(value: Any) -> bool:
 
 def _is_of_type(value: Any, name: Any) -> bool:
     if name == "integer":
-        whole = isinstance(value, float) and value.is_integer()
+        whole = isinstance(value, float | Decimal) and value == int(value)
         return whole or (isinstance(value, int) and not isinstance(value, bool))
     if name == "number" and isinstance(value, bool):
         return False

@@ -140,7 +140,14 @@ class _MessagesReader:
         self._tool_names.add(found.name)
         schema = json_text(found.input_schema)
         self._tools.append(
-            Tool(found.name, found.description or "", schema, path, bool(found.strict))
+            Tool(
+                found.name,
+                found.description or "",
+                schema,
+                path,
+                bool(found.strict),
+                schema_field="input_schema",
+            )
         )
         self._breakpoints.add(self._position, path, found.cache_control)
 

@@ -40,7 +40,7 @@ from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.prompt import prompt_of
 from gateway.dialects.gemini.schema import json_schema, lowercase_types
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import invalid_field, json_text
+from gateway.dialects.validation import decode_json, encode_json, invalid_field, json_text
 from gateway.errors import Kind, Refusal
 
 
@@ -246,8 +246,10 @@ class _Candidate:
         call, text = self.call, "".join(self.arguments)
         self.call, self.arguments = None, []
         try:
-            arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
+            arguments = decode_json(text or "{}")
         except (msgspec.DecodeError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
             self.is_malformed = True
             return None
         return {"functionCall": {"id": call.call_id, "name": call.name, "args": arguments}}
@@ -286,12 +288,12 @@ class GeminiEncoder:
                 last = chunk
                 for candidate in chunk["candidates"]:
                     _merge_candidate(candidates.setdefault(candidate["index"], {}), candidate)
-        return msgspec.json.encode(
+        return encode_json(
             {**last, "candidates": [candidates[index] for index in sorted(candidates)]}
         )
 
     def _frame(self, chunk: dict[str, Any]) -> bytes:
-        data = msgspec.json.encode(chunk)
+        data = encode_json(chunk)
         if not self._is_array:
             return sse.event(data)
         start, self._has_begun = (b"," if self._has_begun else b"["), True

@@ -176,15 +176,17 @@ def _tools(fields: Sequence[wire.GeminiToolField], *, is_strict: bool) -> tuple[
             if declared.parameters is not None and declared.parameters_json_schema is not None:
                 problem = "parameters and parametersJsonSchema are both set; expected only one."
                 raise invalid_field(path, problem)
-            schema = lowercase_types(declared.parameters_json_schema)
+            schema, own = lowercase_types(declared.parameters_json_schema), "parametersJsonSchema"
             if declared.parameters is not None:
-                schema = json_schema(declared.parameters)
-            kind = (schema or {}).get("type", "object")
+                schema, own = json_schema(declared.parameters), "parameters"
+            kind = (schema or {}).get("type") or "object"
             if kind != "object" and kind != ["object", "null"]:
                 problem = f"unsupported schema type {str(kind)[:64]!r}; expected 'OBJECT'."
                 raise invalid_field(f"{path}.parameters", problem)
             text = json_text(schema or {"type": "object", "properties": {}})
-            found[declared.name] = Tool(declared.name, declared.description, text, path, is_strict)
+            found[declared.name] = Tool(
+                declared.name, declared.description, text, path, is_strict, schema_field=own
+            )
     if len(found) > TOOLS_MAX:
         raise invalid_field("tools", f"{len(found)} functions; expected at most {TOOLS_MAX}.")
     return tuple(found.values())

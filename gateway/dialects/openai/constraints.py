@@ -16,7 +16,7 @@ import msgspec
 from gateway.dialects.canonical import OutputFormat, Tool, ToolChoice
 from gateway.dialects.openai import wire
 from gateway.dialects.tolerance import Tolerance, asks_nothing
-from gateway.dialects.validation import invalid_field, json_text
+from gateway.dialects.validation import decode_json, invalid_field, json_text
 
 CONSTRAINED = "expected response_format (chat) or text.format (responses), which constrain answers."
 NO_CALLS = "not allowed together with tools; expected no tools, or the tool_choice 'none'."
@@ -102,7 +102,7 @@ def _schema(value: Any, path: str) -> Iterator[OutputFormat]:
     """Yield the format of a bare schema, an object or its JSON text. Raises Refusal."""
     if isinstance(value, str) and value:
         try:
-            value = msgspec.json.decode(value)
+            value = decode_json(value)
         except (msgspec.DecodeError, RecursionError):
             value = False
     if asks_nothing(value):

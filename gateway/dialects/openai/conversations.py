@@ -17,6 +17,7 @@ from gateway.dialects.canonical import StoredItem
 from gateway.dialects.openai import stored_items, wire
 from gateway.dialects.openai.responses_prompt import check_items
 from gateway.dialects.tolerance import Mode, Tolerance
+from gateway.dialects.validation import encode_json
 
 ID_PREFIX = "conv_"
 """Prefix of a conversation's id."""
@@ -77,7 +78,7 @@ def named_items(items: Sequence[dict[str, Any]], name: str) -> list[StoredItem]:
     for number, item in enumerate(items):
         own = {key: value for key, value in item.items() if key != "id"}
         shown = stored_items.shown_item(own, f"{name}_i{number}")
-        found.append(StoredItem(shown["id"], msgspec.json.encode(shown)))
+        found.append(StoredItem(shown["id"], encode_json(shown)))
     return found
 
 

@@ -33,7 +33,7 @@ from gateway.dialects.openai import responses_prompt as items
 from gateway.dialects.openai.reasoning import thinking_of
 from gateway.dialects.openai.responses_events import ResponsesEncoder
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import convert, invalid_field, json_text
+from gateway.dialects.validation import convert, encode_json, invalid_field, json_text
 from gateway.errors import Kind, Refusal
 
 ID_PREFIX = "resp_"
@@ -273,7 +273,7 @@ def _with_input(
     store = is_generated and fields.store is not False
     if not store and not (is_generated and thread.conversation_id):
         return msgspec.structs.replace(thread, conversation_id="")
-    own = msgspec.json.encode(items.items_of(given))
+    own = encode_json(items.items_of(given))
     return msgspec.structs.replace(thread, store=store, input=own)
 
 

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from gateway.dialects.canonical import OutputFormat, Tool, ToolCall, ToolChoice
 from gateway.dialects.openai.cache import CompatCacheControl
-from gateway.dialects.validation import invalid_field, json_text
+from gateway.dialects.validation import decode_json, invalid_field, json_text
 
 TOOLS_MAX = 128
 """Most tools of a list, as in OpenAI's API, and most calls of one message."""
@@ -52,7 +52,7 @@ def tool(declared: Function, path: str, control: CompatCacheControl | None = Non
     Raises Refusal if its schema is not of an object.
     """
     schema = declared.parameters or {"type": "object", "properties": {}}
-    if schema.get("type", "object") != "object":
+    if (schema.get("type") or "object") != "object":
         problem = f"unsupported schema type {str(schema['type'])[:64]!r}; expected 'object'."
         raise invalid_field(f"{path}.parameters", problem, "invalid_function_parameters")
     control = control or declared.cache_control
@@ -117,7 +117,7 @@ def call(call_id: str, name: str, arguments: str) -> ToolCall:
     cut off, and its client sends the answer back.
     """
     try:
-        value = msgspec.json.decode(arguments or "{}")
+        value = decode_json(arguments or "{}")
         text = json_text(value) if isinstance(value, dict) else arguments
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         text = arguments

@@ -34,7 +34,13 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.canonical import Text as TextDelta
 from gateway.dialects.tolerance import HINTS, REASONING_HINTS, Tolerance, asks_nothing
-from gateway.dialects.validation import convert, decode_object, invalid_field, unknown_field
+from gateway.dialects.validation import (
+    convert,
+    decode_object,
+    exact_number,
+    invalid_field,
+    unknown_field,
+)
 from gateway.errors import TOO_LONG, Kind, Refusal
 
 Text = Annotated[str, Meta(max_length=10_000_000)]
@@ -292,7 +298,7 @@ def _strict_decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
     strict = msgspec.defstruct(
         kind.__name__, (), bases=(kind,), frozen=True, kw_only=True, forbid_unknown_fields=True
     )
-    return msgspec.json.Decoder[Body](strict)
+    return msgspec.json.Decoder[Body](strict, float_hook=exact_number)
 
 
 @cache

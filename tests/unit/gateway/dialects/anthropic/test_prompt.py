@@ -168,6 +168,7 @@ def test_tool_schema_keeps_its_key_order() -> None:
             '{"type":"object","properties":{"b":{},"a":{"type":"number","maximum":1.5}}}',
             "tools[0]",
             True,
+            schema_field="input_schema",
         ),
     )
     assert found.tool_choice == ToolChoice("auto")

@@ -1,0 +1,152 @@
+"""Check the keywords of a JSON Schema before the grammar engine reads them.
+
+A keyword that is null is absent, as code generators write it. A value of a wrong type, and in a
+strict schema a keyword that cannot be enforced, is refused with the client's path to it. The module
+knows no grammar; `gateway.structured_output.grammars` calls it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from gateway.errors import Kind, Refusal
+from gateway.structured_output.schema_lark import BOUNDS, is_exact, is_number
+
+COUNT_MAX: Final = 2**31
+"""A text or a list that may have so many characters or items has no bound."""
+
+_NULLABLE: Final = frozenset({"const", "default"})
+"""Keywords for which null is a value."""
+
+_NAMED: Final = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+_LISTS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_SCHEMAS: Final = frozenset(
+    {"items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains"}
+    | {"propertyNames", "unevaluatedProperties", "unevaluatedItems"}
+)
+_COUNTS: Final = frozenset(
+    {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+)
+_TEXTS: Final = frozenset({"pattern", "format", "$ref"})
+_TYPES: Final = ("object", "array", "string", "number", "integer", "boolean", "null")
+_UNENFORCEABLE: Final = frozenset(
+    {"not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"}
+    | {"propertyNames", "dependentRequired", "dependentSchemas", "dependencies"}
+    | {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
+)
+"""Keywords that no grammar can hold an answer to."""
+
+
+def prepared_schema(schema: dict[str, Any], path: str, *, strict: bool) -> dict[str, Any]:
+    """Return the schema without keywords that are null, and with whole counts. O(schema).
+
+    `path`: the schema's field in the request. Raises Refusal that names a keyword.
+    """
+    return _Preparation(path, strict=strict).schema(schema, ())
+
+
+def without_inexact_numbers(schema: Any) -> Any:
+    """Return the schema without constants and bounds that a double does not hold. O(schema)."""
+    if isinstance(schema, list):
+        return list(map(without_inexact_numbers, schema))
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        if name in _NAMED and isinstance(value, dict):
+            found[name] = {key: without_inexact_numbers(one) for key, one in value.items()}
+        elif name in _LISTS or name in _SCHEMAS:
+            found[name] = without_inexact_numbers(value)
+        elif name not in ("const", "enum", *BOUNDS) or is_exact(value):
+            found[name] = value
+    return found
+
+
+def keyword_refusal(path: str, steps: Sequence[str], problem: str) -> Refusal:
+    """Return the refusal of the keyword at `steps` of the schema whose field is `path`."""
+    where = ".".join((path, *steps))
+    return Refusal(Kind.BAD, "invalid_json_schema", f"{where}: {problem}.", param=where[:300])
+
+
+class _Preparation:
+    """Prepares one schema."""
+
+    def __init__(self, path: str, *, strict: bool) -> None:
+        self._path, self._strict = path, strict
+
+    def schema(self, schema: dict[str, Any], steps: tuple[str, ...]) -> dict[str, Any]:
+        """Return a schema without its null keywords. Raises Refusal."""
+        found = {}
+        for name, value in schema.items():
+            if value is None and name not in _NULLABLE:
+                continue
+            prepared = self._value(name, value, (*steps, name))
+            if name in _COUNTS and name.startswith("max") and prepared >= COUNT_MAX:
+                continue
+            found[name] = prepared
+        if self._strict and not {"anyOf", "oneOf"} & set(steps):  # there another may be satisfied
+            for least, most in (("minimum", "maximum"), ("minLength", "maxLength")):
+                low, high = found.get(least), found.get(most)
+                if is_number(low) and is_number(high) and low > high:
+                    raise self._wrong((*steps, least), low, f"at most {most}, {high}")
+        return found
+
+    def _value(self, name: str, value: Any, steps: tuple[str, ...]) -> Any:
+        """Return the value of a keyword, prepared. Raises Refusal."""
+        if self._strict and name in _UNENFORCEABLE:
+            problem = "no grammar can hold an answer to this keyword; omit it, or omit strict"
+            raise keyword_refusal(self._path, steps, problem)
+        if name in _NAMED:
+            if not isinstance(value, dict):
+                raise self._wrong(steps, value, "an object of schemas")
+            return {key: self._subschema(one, (*steps, key)) for key, one in value.items()}
+        if name in _LISTS or (name == "items" and isinstance(value, list)):
+            if not isinstance(value, list):
+                raise self._wrong(steps, value, "a list of schemas")
+            return [self._subschema(one, (*steps, str(at))) for at, one in enumerate(value)]
+        if name in _SCHEMAS:
+            return self._subschema(value, steps)
+        return self._scalar(name, value, steps)
+
+    def _subschema(self, value: Any, steps: tuple[str, ...]) -> Any:
+        if value is None:
+            return {}
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, dict):
+            raise self._wrong(steps, value, "a schema, which is an object or a boolean")
+        return self.schema(value, steps)
+
+    def _scalar(self, name: str, value: Any, steps: tuple[str, ...]) -> Any:
+        """Return the value of a keyword that holds no schema. Raises Refusal."""
+        if name == "type":
+            kinds = value if isinstance(value, list) else [value]
+            if not kinds or any(kind not in _TYPES for kind in kinds):
+                raise self._wrong(steps, value, f"one or a list of {', '.join(_TYPES)}")
+        elif name == "required":
+            if not isinstance(value, list) or any(not isinstance(one, str) for one in value):
+                raise self._wrong(steps, value, "a list of names")
+        elif name == "enum":
+            if not isinstance(value, list) or not value:
+                raise self._wrong(steps, value, "a list of at least one value")
+        elif name in _TEXTS:
+            if not isinstance(value, str):
+                raise self._wrong(steps, value, "a string")
+        elif name in (*BOUNDS, "multipleOf"):
+            if not is_number(value):
+                raise self._wrong(steps, value, "a number")
+            if name == "multipleOf" and value <= 0:
+                raise self._wrong(steps, value, "a number above 0")
+        elif name in _COUNTS:
+            if not is_number(value) or value < 0 or value != int(value):
+                raise self._wrong(steps, value, "a whole number from 0")
+            return int(value)
+        return value
+
+    def _wrong(self, steps: tuple[str, ...], value: Any, expected: str) -> Refusal:
+        shown = json.dumps(value, default=str)[:64]
+        return keyword_refusal(self._path, steps, f"invalid value {shown}; expected {expected}")
