@@ -277,7 +277,7 @@ class Gateway:
             *findings.routes(context, self._finding_store),
             *history.routes(context),
             *levels.routes(context),
-            *requests.routes(context),
+            *requests.routes(context, self._finding_store),
             *webhooks.routes(context, self.webhooks),
             *me.routes(context),
             *dashboard.admin_routes(),

@@ -18,6 +18,7 @@ from msgspec import Struct
 from engine.api import Clock, EngineInfo
 from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.interface import AnalyticsClient
+from gateway.analytics.recent_causes import RecentCauses
 from gateway.analytics.tenant_usage import TenantCacheUsage
 from gateway.analytics.unserved_models import UnservedModels
 from gateway.caching import ContractManager
@@ -133,6 +134,8 @@ class Context:
     churn: BlockChurn = field(default_factory=BlockChurn)
     level_history: LevelHistory = field(default_factory=LevelHistory)
     tenant_usage: TenantCacheUsage = field(default_factory=TenantCacheUsage)
+    recent_causes: RecentCauses = field(default_factory=RecentCauses)
+    """Where prompts of the last hour parted from earlier ones, for headers of the next ones."""
     unserved: UnservedModels = field(default_factory=UnservedModels)
     """Requests for models that are not served, until findings take them."""
     background: set[asyncio.Task[Any]] = field(default_factory=set)

@@ -21,6 +21,7 @@ from msgspec.structs import asdict
 from gateway.analytics.prompt_findings import PromptContext, PromptFindings
 from gateway.dialects.canonical import Rendered, UsageRecord
 from gateway.observability.metrics import CACHE_OUTCOMES, cache_outcome
+from tenancy.history.request_causes import RequestCause
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import ClassTerms, advise_classes, advise_sizes
 from tenancy.reuse.finding_counts import FindingCount
@@ -308,6 +309,11 @@ class Analytics:
         """Return what findings counted since the last call. Changes: the counts begin anew."""
         self._aggregate()
         return self._findings.take()
+
+    def take_causes(self) -> list[RequestCause]:
+        """Return the causes of single requests since the last call. Changes: the list is empty."""
+        self._aggregate()
+        return self._findings.take_causes()
 
     def missed_tokens(self, tenant_id: int, cause: str) -> int:
         """Return the tokens of a tenant's prefixes that were computed again because of `cause`."""

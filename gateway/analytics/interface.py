@@ -15,12 +15,14 @@ import msgspec
 
 from gateway.analytics.aggregates import Analytics, CompletedPrompt
 from gateway.analytics.protocol import (
+    CausesQuestion,
     FindingsQuestion,
     MissedTokensQuestion,
     OverviewQuestion,
     Question,
     TenantQuestion,
 )
+from tenancy.history.request_causes import RequestCause
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.finding_counts import FindingCount
 
@@ -59,6 +61,10 @@ class AnalyticsClient(ABC):
     async def take_findings(self) -> list[FindingCount]:
         """See `Analytics.take_findings`."""
         return msgspec.convert(await self.ask(FindingsQuestion()), list[FindingCount])
+
+    async def take_causes(self) -> list[RequestCause]:
+        """See `Analytics.take_causes`."""
+        return msgspec.convert(await self.ask(CausesQuestion()), list[RequestCause])
 
 
 class InProcessAnalytics(AnalyticsClient):

@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 from gateway.caching.namespaces import parts_of as namespace_parts
 from gateway.dialects.canonical import Boundary, UsageRecord
 from gateway.retention_classes import BEST_EFFORT
+from tenancy.history.request_causes import RequestCause
 from tenancy.reuse.advice import ClassTerms
 from tenancy.reuse.finding_counts import FindingCount
 from tenancy.reuse.prefix_statistics import fold_indexes
@@ -33,6 +34,9 @@ from tenancy.types import HOUR_MS
 COUNTS_MAX = 4_096
 """Counts that wait to be taken; further places are not counted."""
 
+CAUSES_MAX = 16_384
+"""Causes of single requests that wait to be taken; further ones are not kept."""
+
 LOST_PREFIXES_MAX = 1_024
 """Lost prefixes of one tenant and hour that are told apart."""
 WORKING_SET = "working_set_tokens"
@@ -50,6 +54,9 @@ WRITTEN_NEVER_READ = "written_never_read"
 WRITE, READ_BACK = "write:", "read_back_tokens"
 """`WRITE`: prefix of the facts that say how many of the wasted tokens were charged as written, by
 class. `READ_BACK`: the tokens that were read of what had been written."""
+
+_NOT_OF_A_REQUEST = frozenset({FIRST_USE, WRITTEN_NEVER_READ})
+"""Causes that only the sums of several requests show."""
 
 CONTRACT_CAUSES = {
     "expired": "expired",
@@ -111,6 +118,7 @@ class PromptFindings:
         ]
         self._tenants: OrderedDict[int, PromptChanges] = OrderedDict()
         self._counts: dict[tuple[int, int, str, str, str], FindingCount] = {}
+        self._causes: list[RequestCause] = []
         self._lost_at, self._lost = 0, dict[int, set[int]]()
         """The hour, and the lost prefixes of each tenant in it."""
 
@@ -147,6 +155,14 @@ class PromptFindings:
         reuse = changes.note(context.namespace, observed, _siblings(context.namespace))
         for waste in self._wastes(context, record, reuse, missed, missed_tokens, ended_ms):
             self._add(context, waste, ended_ms)
+            if waste.cause not in _NOT_OF_A_REQUEST and len(self._causes) < CAUSES_MAX:
+                said = context.model, waste.cause, waste.place, waste.tokens, waste.facts
+                self._causes.append(RequestCause(context.request_id, context.tenant_id, *said))
+
+    def take_causes(self) -> list[RequestCause]:
+        """Return the causes of single requests since the last call."""
+        causes, self._causes = self._causes, []
+        return causes
 
     def take(self) -> list[FindingCount]:
         """Return the counts since the last call."""
@@ -356,6 +372,5 @@ def prompt_parts(boundaries: Sequence[Boundary], tokens: int) -> tuple[PromptPar
 
 
 def _mark(boundary: Boundary) -> tuple[int, str, Tier, bool]:
-    end = boundary.own_tokens or boundary.tokens
     is_answer = boundary.role in ("assistant", "tool") or bool(boundary.run)
-    return end, boundary.path, boundary.tier, is_answer
+    return boundary.end, boundary.path, boundary.tier, is_answer

@@ -74,13 +74,23 @@ class FindingsQuestion(Struct, frozen=True, array_like=True, tag="findings"):
         return analytics.take_findings()
 
 
+class CausesQuestion(Struct, frozen=True, array_like=True, tag="causes"):
+    """Ask for `Analytics.take_causes`."""
+
+    def answer(self, analytics: Analytics) -> object:
+        """Return what `analytics` answers."""
+        return analytics.take_causes()
+
+
 class QuestionResult(Struct, frozen=True, array_like=True):
     """The answer to the oldest unanswered question."""
 
     answer: Any
 
 
-Question = OverviewQuestion | TenantQuestion | MissedTokensQuestion | FindingsQuestion
+Question = (
+    OverviewQuestion | TenantQuestion | MissedTokensQuestion | FindingsQuestion | CausesQuestion
+)
 ToAnalytics = StartAnalytics | CompletedRequests | Question
 
 _TO_ANALYTICS: msgspec.msgpack.Decoder[ToAnalytics] = msgspec.msgpack.Decoder(ToAnalytics)

@@ -26,7 +26,7 @@ from gateway.caching.attention import (
 )
 from gateway.caching.contract import Contract
 from gateway.context import Context
-from gateway.dialects.canonical import Boundary, UsageRecord
+from gateway.dialects.canonical import Boundary, UsageRecord, path_behind
 from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import output_tokens, quota_now
@@ -230,7 +230,7 @@ def _miss(
     """Return the first token that is not cached, its segment's path and the cause."""
     if cached_tokens >= total - 1 and not cause:
         return None
-    path = next((mark.path for mark in boundaries if mark.tokens > cached_tokens), None)
+    path = path_behind(boundaries, cached_tokens) or None
     return {"cause": cause or None, "token": cached_tokens, "path": path}
 
 

@@ -144,7 +144,7 @@ class ContractManager:
         if plan.candidates or plan.writes or needs_fingerprint:
             ends = {*plan.candidates, *(write.tokens for write in plan.writes)}
             if needs_fingerprint:
-                ends |= {mark.tokens for mark in rendered.boundaries}
+                ends |= {mark.end for mark in rendered.boundaries}
             digests = digest_prefixes(rendered.token_ids, ends)
             writes = tuple(
                 PlannedWrite(write.tokens, write.retention, digests[write.tokens])
@@ -222,6 +222,10 @@ class ContractManager:
             message = f"The retention class {name!r} is not allowed; expected one of: {allowed}."
             raise Refusal(Kind.PERMISSION, "retention_not_allowed", message, param="ttl")
         return found
+
+
+COMPUTED_TOKENS_MIN = 64
+"""Fewer computed tokens of a call without breakpoints need no cause."""
 
 
 class Contract:
@@ -413,6 +417,15 @@ class Contract:
         if self._missed and self.diagnosis is not None and self.diagnosis.outcome == "miss":
             return str(self.diagnosis.cause)
         return self._missed
+
+    def parting_segment(self) -> str:
+        """Return the segment of the first token that was not cached, for a call that asks for no
+        prefix by a breakpoint and computes enough of its prompt; "" for any other call."""
+        record = self._record
+        if record is None or self._missed or self._terms.writes:
+            return ""
+        is_computed = record.total_in - record.physical_cached >= COMPUTED_TOKENS_MIN
+        return self._digests.segment_behind(record.physical_cached) if is_computed else ""
 
     # -- internals ----------------------------------------------------------------------------
 

@@ -17,11 +17,21 @@ from msgspec import Struct
 
 from engine.api import Namespace
 from gateway.caching.prefix_index import DIGEST_BYTES, IndexedPrefix, PrefixIndex, PrefixOrigin
-from gateway.dialects.canonical import Boundary, Call, Cause, Diagnosis, Prompt, Segment, Tier, Tool
+from gateway.dialects.canonical import (
+    Boundary,
+    Call,
+    Cause,
+    Diagnosis,
+    Prompt,
+    Segment,
+    Tier,
+    Tool,
+    path_behind,
+)
 
 
 class RememberedBoundary(Struct, frozen=True, gc=False):
-    """A boundary of an earlier prompt. `digest` covers all tokens up to it."""
+    """The end of a part of an earlier prompt. `digest` covers all tokens up to it."""
 
     path: str
     tier: Tier
@@ -52,9 +62,11 @@ class Fingerprint(Struct, frozen=True):
         scope: str,
         origin: PrefixOrigin,
     ) -> Fingerprint:
-        """Return the fingerprint of a call whose boundaries all have digests. O(boundaries)."""
+        """Return the fingerprint of a call whose parts' ends all have digests, in the order in
+        which its template wrote them. O(boundaries)."""
         marks = tuple(
-            RememberedBoundary(b.path, b.tier, b.tokens, digests[b.tokens]) for b in boundaries
+            RememberedBoundary(b.path, b.tier, b.end, digests[b.end])
+            for b in sorted(boundaries, key=lambda b: b.end)
         )
         model, template = origin.model, origin.template
         return cls(scope, model, template, call.partition, total_tokens, marks, call.digests)
@@ -169,7 +181,7 @@ class PromptDigests:
 
     def segment_behind(self, tokens: int) -> str:
         """Return the path of the segment that contains the token after the first `tokens`."""
-        return next((mark.path for mark in self._boundaries if mark.tokens > tokens), "")
+        return path_behind(self._boundaries, tokens)
 
     @cached_property
     def _digests(self) -> dict[int, bytes]:

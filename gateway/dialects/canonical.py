@@ -10,7 +10,7 @@ no other dialect. A unary reply is the fold of the stream. All values are frozen
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -183,6 +183,18 @@ class Boundary(Struct, frozen=True, omit_defaults=True):
     ends_message: bool = True
     run: Literal["", "call", "result"] = ""
     own_tokens: int = 0
+
+    @property
+    def end(self) -> int:
+        """Where the part itself ends: a template may write the tools behind the system text."""
+        return self.own_tokens or self.tokens
+
+
+def path_behind(boundaries: Iterable[Boundary], tokens: int) -> str:
+    """Return the path of the part that has the token after the first `tokens`, in the order in
+    which the template wrote the parts; "" behind the last. O(boundaries)."""
+    behind = [mark for mark in boundaries if mark.end > tokens]
+    return min(behind, key=lambda mark: mark.end).path if behind else ""
 
 
 class Rendered(Struct, frozen=True, omit_defaults=True):

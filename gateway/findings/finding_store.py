@@ -21,6 +21,7 @@ from gateway.errors import Refusal
 from gateway.findings.causes import NOT_SERVED
 from gateway.periodic_task import PeriodicTask
 from tenancy.errors import StoreError
+from tenancy.history.request_causes import RequestCause, write_causes
 from tenancy.reuse.finding_counts import (
     FindingCount,
     PromptOrigin,
@@ -51,6 +52,7 @@ class FindingStore:
         self._gateway = gateway
         self._gateway_id = gateway_id
         self._pending: list[FindingCount] = []
+        self._causes: list[RequestCause] = []
         self._origins: dict[int, PromptOrigin] | None = None
         self._taken: Counter[tuple[int, int]] = Counter()
         self._turn = asyncio.Lock()
@@ -71,7 +73,15 @@ class FindingStore:
         async with self._turn:
             with suppress(Refusal):
                 taken = await self._gateway.analytics.take_findings()
+                causes = await self._gateway.analytics.take_causes()
+                self._causes = [*self._causes, *causes][:PENDING_MAX]
+                self._gateway.recent_causes.note(causes, self._gateway.clock())
                 self._pending = [*self._pending, *taken, *self._unserved()][:PENDING_MAX]
+            if self._causes:
+                default = self._gateway.models.default.name
+                causes = [structs.replace(one, model=one.model or default) for one in self._causes]
+                await asyncio.to_thread(write_causes, self._gateway.store, causes)
+                self._causes = []
             if not self._pending:
                 return
             if self._origins is None:

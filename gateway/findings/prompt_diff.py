@@ -18,7 +18,7 @@ from msgspec import Struct
 from gateway.analytics.prompt_findings import prompt_parts
 from gateway.analytics.tool_digests import digests_of
 from gateway.dialects.anthropic import messages as anthropic
-from gateway.dialects.canonical import Call, Prompt, Rendered, RequestMetadata
+from gateway.dialects.canonical import Call, Prompt, Rendered, RequestMetadata, path_behind
 from gateway.dialects.gemini import generate_content as gemini
 from gateway.dialects.openai import chat as openai_chat
 from gateway.dialects.openai import completions as openai_completions
@@ -194,10 +194,7 @@ def _divergence(before: Rendered, after: Rendered, prompts: Sequence[Prompt]) ->
 
 def _path_at(prompt: Rendered, token: int) -> str:
     """Return the field that holds the token of this number; "" behind the last one."""
-    ends = sorted((mark.own_tokens or mark.tokens, mark.path) for mark in prompt.boundaries)
-    if not ends:
-        return "prompt"
-    return next((path for end, path in ends if end > token), "")
+    return path_behind(prompt.boundaries, token) if prompt.boundaries else "prompt"
 
 
 def _common_characters(one: Prompt, path: str, other: Prompt, other_path: str) -> int | None:

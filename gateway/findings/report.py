@@ -110,8 +110,13 @@ class _Sum(Struct):
     @property
     def finding_id(self) -> str:
         """An id that stays the same for the same cause, tenant and place."""
-        key = f"{self.tenant_id}\n{self.model}\n{self.cause}\n{self.place}"
-        return f"f_{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+        return finding_id(self.tenant_id, self.model, self.cause, self.place)
+
+
+def finding_id(tenant_id: int, model: str, cause: str, place: str) -> str:
+    """Return the id of the finding that a cause of a tenant's request belongs to."""
+    key = f"{tenant_id}\n{model}\n{cause}\n{place}"
+    return f"f_{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
 
 
 def find(

@@ -337,10 +337,23 @@ class Generation:
         if is_stream:
             headers["X-Accel-Buffering"] = "no"
         if self._contracts:
-            headers[CACHE_HEADER] = cache_header(self._contracts)
+            headers[CACHE_HEADER] = cache_header(self._contracts) + self._cause()
         if self._ignored:
             headers[IGNORED_HEADER] = ", ".join(self._ignored)
         return headers
+
+    def _cause(self) -> str:
+        """Return the header's cause of a prompt without breakpoints: that of the latest comparison
+        of the tenant's prompts which part in the same place; "" if there is none."""
+        contract, gateway = self._contracts[0], self._gateway
+        segment = contract.parting_segment()
+        if not segment or len(self._contracts) > 1:
+            return ""
+        identity = self._state.identity
+        assert identity is not None, "answers have an owner"
+        tenant_id = identity.tenant.tenant_id
+        cause = gateway.recent_causes.find(tenant_id, segment, gateway.clock())
+        return f"; cause={cause}; segment={segment}" if cause else ""
 
     async def _stream(self, running: _Running) -> web.StreamResponse:
         """Send server-sent events. An error before the first event is a plain HTTP response."""

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
+from gateway.dialects.canonical import Boundary
 from gateway.observability.metrics import Metrics, cache_outcome
 from tenancy.history.request_records import RequestRecord, received_ms
 from tenancy.history.samples import ALL_TENANTS, Sample, SampleDetails, add_details
 from tenancy.reuse.miss_ratio_curve import bucket_of
-from tenancy.reuse.prefix_statistics import SegmentEnd
 from tenancy.types import HOUR_MS, MINUTE_MS, WallClock
 
 QUEUE_MAX = 65_536
@@ -85,7 +85,7 @@ class EndedRequests:
         """Begun and ended writes of samples: odd while counts move to the database."""
         self._wall = wall
         self._metrics = metrics
-        self._queue: deque[tuple[RequestRecord, Sequence[SegmentEnd]]] = deque(maxlen=QUEUE_MAX)
+        self._queue: deque[tuple[RequestRecord, Sequence[Boundary]]] = deque(maxlen=QUEUE_MAX)
         self.add = self._queue.append
         self._minute_ms = wall() // MINUTE_MS * MINUTE_MS
         self._running = _new_minute()
@@ -192,12 +192,14 @@ class EndedRequests:
         """Return the minutes that the database lacks; the running one is last."""
         return [*self._ended, (self._minute_ms, self._running)]
 
-    def _keep(self, record: RequestRecord, segments: Sequence[SegmentEnd]) -> None:
+    def _keep(self, record: RequestRecord, segments: Sequence[Boundary]) -> None:
         """Keep the record for the next write, unless that has enough of its kind."""
         if record.ending != "refused":
             if len(self._records) < RECORDS_PER_WRITE_MAX:
-                named = tuple((one.path, one.tokens) for one in _ends_of(segments))
-                self._records.append(replace(record, segments=named))
+                ordered = sorted(segments, key=lambda one: one.end)
+                named = tuple((one.path, one.end) for one in _ends_of(ordered))
+                parts = _part_tokens(ordered)
+                self._records.append(replace(record, segments=named, part_tokens=parts))
         elif (
             len(self._refused) < REFUSED_PER_WRITE_MAX
             and self._refused_by_tenant[record.tenant_id] < REFUSED_PER_TENANT_MAX
@@ -219,7 +221,17 @@ class EndedRequests:
             self._metrics.time_per_output_token_s.add(max(0.0, each_s))
 
 
-def _ends_of(segments: Sequence[SegmentEnd]) -> list[SegmentEnd]:
+def _part_tokens(segments: Sequence[Boundary]) -> dict[str, int]:
+    """Return the prompt tokens of each tier. `segments`: in order of their ends."""
+    tokens: dict[str, int] = {}
+    start = 0
+    for one in segments:
+        tokens[one.tier] = tokens.get(one.tier, 0) + one.end - start
+        start = one.end
+    return tokens
+
+
+def _ends_of(segments: Sequence[Boundary]) -> list[Boundary]:
     """Return the first and the last segments of many."""
     last = max(SEGMENTS_EACH_END, len(segments) - SEGMENTS_EACH_END)
     return [*segments[:SEGMENTS_EACH_END], *segments[last:]]

@@ -38,6 +38,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "written_prefixes": ("gateway", "namespace", "digest", "class"),
     "findings": ("tenant_id", "hour_ms", "model", "cause", "place"),
     "prompt_origins": ("gateway", "tenant_id"),
+    "request_causes": ("request_id",),
     "audit_log": ("audit_id",),
     "request_users": ("request_id",),
     "webhook_deliveries": ("event_id", "endpoint"),

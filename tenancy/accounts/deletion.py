@@ -28,7 +28,7 @@ from tenancy.types import TenantSettings, WallClock
 
 _PERSONAL = (
     *("scope_members", "written_prefixes", "stored_sums", "history_samples", "request_records"),
-    *("findings", "prompt_origins", "webhook_deliveries", "request_users"),
+    *("request_causes", "findings", "prompt_origins", "webhook_deliveries", "request_users"),
 )
 """Tables whose rows of a tenant go with it, also where its ledger rows stay."""
 SWEPT_AT_ONCE = 2_000

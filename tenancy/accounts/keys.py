@@ -13,7 +13,7 @@ import hashlib
 import re
 import secrets
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
@@ -22,7 +22,15 @@ from tenancy.errors import BadName
 from tenancy.limits import check_limits
 from tenancy.pseudonyms import check_not_deleted
 from tenancy.storage.audit_log import Actor, record
-from tenancy.storage.interface import ALL_ROWS, Row, Store, Transaction, Value, placeholders
+from tenancy.storage.interface import (
+    ALL_ROWS,
+    Row,
+    Store,
+    Transaction,
+    Value,
+    pad_to_power_of_two,
+    placeholders,
+)
 from tenancy.types import (
     CACHE_KEY_MODES,
     TOLERANCE_MODES,
@@ -364,6 +372,17 @@ def encode_admin_scopes(scopes: Iterable[str] | None) -> str | None:
 
 def _new_key() -> str:
     return PREFIX + "".join(secrets.choice(_ALPHABET) for _ in range(_RANDOM_CHARS))
+
+
+def key_labels(store: Store, key_ids: Sequence[int]) -> dict[int, str]:
+    """Return the labels of these keys by id; keys without one are left out. Raises StoreError."""
+    if not key_ids:
+        return {}
+    wanted = pad_to_power_of_two(key_ids)
+    found = store.query(
+        f"select key_id, label from keys where key_id in {placeholders(len(wanted))}", wanted
+    )
+    return {row[0]: row[1] for row in found if row[1]}
 
 
 def _expiry(clock: WallClock, label: str, lives_ms: int | None) -> int | None:

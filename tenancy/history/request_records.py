@@ -39,7 +39,8 @@ class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     that were loaded for the request, by level. `load_s`: the part of the time before `started_s`
     that it waited for that; None without a load. `fidelity`: how far from exact their copies might
     be; `read_fidelity`: how far the cached tokens may have been. `attention`: the attention window
-    that it ran under, as "window=W;sinks=S"; "" for all tokens.
+    that it ran under, as "window=W;sinks=S"; "" for all tokens. `part_tokens`: by
+    tier of the prompt.
     """
 
     request_id: str
@@ -68,6 +69,7 @@ class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     read_fidelity: str = "exact"
     load_s: float | None = None
     attention: str = ""
+    part_tokens: dict[str, int] = {}
 
 
 class RequestFilter(Struct, frozen=True):
@@ -153,6 +155,10 @@ def delete_old_records(store: Store, now_ms: int) -> bool:
             "delete from request_records where request_id in (select request_id from"
             f" request_records where {where} order by request_id limit ?)",
             (bound, count),
+        )
+        db.execute(
+            "delete from request_causes where request_id <"
+            " (select min(request_id) from request_records)"
         )
     return bool(max(old, surplus) > count)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from tenancy.pseudonyms import PSEUDONYM_PREFIX
-from tenancy.storage.interface import Store
+from tenancy.storage.interface import Store, pad_to_power_of_two, placeholders
 
 USER_CHARACTERS_MAX = 64
 """A longer user is stored as a digest."""
@@ -32,6 +32,19 @@ def user_ref(user: str) -> str:
     if len(user) <= USER_CHARACTERS_MAX and user.isprintable():
         return user
     return f"sha256:{hashlib.sha256(user.encode(errors='replace')).hexdigest()[:32]}"
+
+
+def read_users(store: Store, request_ids: Sequence[str]) -> dict[str, str]:
+    """Return the users of these requests by id. O(requests). Raises StoreError."""
+    if not request_ids:
+        return {}
+    wanted = pad_to_power_of_two(request_ids)
+    found = store.query(
+        "select request_id, user_ref from request_users"
+        f" where request_id in {placeholders(len(wanted))}",
+        wanted,
+    )
+    return {row[0]: row[1] for row in found}
 
 
 def write_users(store: Store, notes: Sequence[UserNote]) -> None:

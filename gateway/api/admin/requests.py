@@ -6,7 +6,8 @@ cause of its miss; either may be missing. No text is kept, so none is shown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,15 @@ from msgspec.structs import asdict
 from gateway.background.history_sampling import flush_requests
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
+from gateway.findings.finding_store import FindingStore
+from gateway.findings.report import finding_id, waste_cost
 from gateway.http import json_api
 from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
+from tenancy.accounts.keys import key_labels
 from tenancy.accounts.tenants import find_tenant_record, list_tenants
+from tenancy.errors import StoreError
+from tenancy.history.request_causes import RequestCause, read_causes
 from tenancy.history.request_records import (
     EndedRequest,
     RequestFilter,
@@ -27,7 +33,8 @@ from tenancy.history.request_records import (
     list_requests,
     received_ms,
 )
-from tenancy.pricing.charges import format_dollars, itemize
+from tenancy.history.request_users import read_users
+from tenancy.pricing.charges import FREE_CARD, format_dollars, itemize
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, UsageEntry
@@ -39,7 +46,7 @@ Names = Mapping[int, str]
 """Names of tenants by id."""
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
+def routes(gateway: Context, findings: FindingStore) -> tuple[Route, ...]:
     """Return the routes of ended requests."""
 
     async def listed(request: web.BaseRequest) -> web.StreamResponse:
@@ -48,6 +55,8 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         is_csv = json_api.wants_csv(given)
         limit = json_api.positive_int(given, "limit", 100, PAGE_MAX)
         await flush_requests(gateway)
+        with suppress(StoreError):  # shown without the latest causes
+            await findings.flush()
         find = partial(_list, given=given, now_ms=gateway.wall(), limit=limit)
         rows = await gateway.reports.ask(find)
         before = rows[-1]["request_id"] if len(rows) == limit else None
@@ -60,6 +69,8 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         json_api.query(request)
         request_id = request[STATE].parameters["request_id"]
         await flush_requests(gateway)
+        with suppress(StoreError):  # shown without the latest causes
+            await findings.flush()
         return json_api.answer(await gateway.reports.ask(partial(_show, request_id=request_id)))
 
     return (
@@ -83,8 +94,7 @@ def _list(store: Store, given: Mapping[str, str], now_ms: int, limit: int) -> li
         code=given.get("code"),
         before_id=before,
     )
-    names = _names(store)
-    return [_row(found, names) for found in list_requests(store, wanted, limit)]
+    return _rows(store, list_requests(store, wanted, limit))
 
 
 def _show(store: Store, request_id: str) -> dict[str, Any]:
@@ -94,7 +104,7 @@ def _show(store: Store, request_id: str) -> dict[str, Any]:
         message = "Request not found; ended requests without a ledger entry are kept for a week."
         raise Refusal(Kind.NOT_FOUND, "request_unknown", message, param="request_id")
     entry, record = found.entry, found.record
-    row = _row(found, _names(store))
+    (row,) = _rows(store, [found])
     return {
         **row,
         "times": _times(found, row["received_ms"], row["ended_ms"]),
@@ -105,6 +115,7 @@ def _show(store: Store, request_id: str) -> dict[str, Any]:
         "read_fidelity": None if record is None else record.read_fidelity,
         "attention": None if record is None else record.attention or None,
         "segments": _segments(found),
+        "part_tokens": {} if record is None else record.part_tokens,
         "missed_tokens": None if record is None else record.missed_tokens,
         "recomputed_promised_tokens": None if entry is None else entry.recomputed_promised_tokens,
         "read_by_class": {} if entry is None else entry.read,
@@ -115,8 +126,33 @@ def _show(store: Store, request_id: str) -> dict[str, Any]:
     }
 
 
-def _names(store: Store) -> Names:
-    return {tenant.tenant_id: tenant.name for tenant in list_tenants(store)}
+def _rows(store: Store, found: Sequence[EndedRequest]) -> list[dict[str, Any]]:
+    """Return requests as the list shows them, with what the database knows beside them."""
+    names = {tenant.tenant_id: tenant.name for tenant in list_tenants(store)}
+    ids = [one.request_id for one in found]
+    causes, users, cards = read_causes(store, ids), read_users(store, ids), load_cards(store)
+    labels = key_labels(store, sorted({_either(one, "key_id") for one in found} - {None, 0}))
+    rows = []
+    for one in found:
+        row = _row(one, names)
+        row["key_label"], row["user"] = labels.get(row["key_id"]), users.get(one.request_id)
+        rows.append(row | _why(one, causes.get(one.request_id), RateCards(cards)))
+    return rows
+
+
+def _why(found: EndedRequest, cause: RequestCause | None, cards: RateCards) -> dict[str, Any]:
+    """Return why the prompt was computed again, as findings say it, and the finding's id."""
+    if cause is None:
+        return dict.fromkeys(("cause", "place", "wasted_tokens", "wasted_usd", "finding_id"))
+    card = cards.card(found.entry.rate_card_id) if found.entry is not None else FREE_CARD
+    wasted = waste_cost(cause.cause, cause.wasted_tokens, cause.facts, card)
+    return {
+        "cause": cause.cause,
+        "place": cause.place or None,
+        "wasted_tokens": cause.wasted_tokens,
+        "wasted_usd": format_dollars(wasted),
+        "finding_id": finding_id(cause.tenant_id, cause.model, cause.cause, cause.place),
+    }
 
 
 def _either(found: EndedRequest, of_entry: str, of_record: str | None = None) -> Any:

@@ -91,7 +91,12 @@ class HistoryAnswer(Struct, frozen=True):
 
 
 class RequestRow(Struct, frozen=True):
-    """An ended request, as the list shows it. Null: not known any more, or not reached."""
+    """An ended request, as the list shows it. Null: not known any more, or not reached.
+
+    `cause`, `place`: why the prompt was computed again, as the finding `finding_id` says it;
+    `wasted_usd`: what its `wasted_tokens` cost. `user`: whom the request names, where usage is
+    attributed.
+    """
 
     request_id: str
     received_ms: int | None
@@ -114,6 +119,13 @@ class RequestRow(Struct, frozen=True):
     total_ms: float | None
     missed: str | None
     cost_usd: str | None
+    key_label: str | None
+    user: str | None
+    cause: str | None
+    place: str | None
+    wasted_tokens: int | None
+    wasted_usd: str | None
+    finding_id: str | None
 
 
 class RequestPage(Struct, frozen=True):
@@ -176,6 +188,7 @@ class RequestAnswer(RequestRow, frozen=True):
     read_fidelity: str | None
     load_ms: float | None
     attention: str | None
+    part_tokens: dict[str, int]
     segments: list[RequestSegment] | None
     missed_tokens: int | None
     recomputed_promised_tokens: int | None

@@ -28,5 +28,6 @@ export function Findings() {
     <//>
     <${Panel} title="Findings" wide tools=${html`${range} ${tenant}`}
       note="Largest saving first. Texts of prompts are not kept: places and lengths are.">
-      <${FindingList} found=${found} /><${Legitimate} found=${found} /><//>`;
+      <${FindingList} found=${found} chosen=${query.get("finding")} />
+      <${Legitimate} found=${found} chosen=${query.get("finding")} /><//>`;
 }

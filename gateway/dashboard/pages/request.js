@@ -6,6 +6,7 @@ import * as column from "../parts/tables/columns.js";
 import { NONE, count, dollars, dollarsOf, exactDollars, instant, isKnown, ms, share,
   words } from "../parts/format.js";
 import { Empty, Panel, Stack, TenantLink, Tile, Tiles, instead } from "../parts/pieces.js";
+import { href } from "../parts/route.js";
 import { Facts, Table } from "../parts/tables/table.js";
 
 export function OneRequest({ thing: id }) {
@@ -32,7 +33,8 @@ export function OneRequest({ thing: id }) {
 function About({ one }) {
   return html`<${Panel} title="Request" note="Its line in the log has the same id.">
     <${Facts} caption="The request" rows=${[["id", one.request_id],
-      ["tenant", html`<${TenantLink} name=${one.tenant} />`], ["key", one.key_id],
+      ["tenant", html`<${TenantLink} name=${one.tenant} />`], 
+      ["key", one.key_label ? `${one.key_label} (${one.key_id})` : one.key_id], ["user", one.user],
       ["workspace", one.workspace], ["endpoint", one.endpoint],
       ["dialect", one.dialect && words(one.dialect)], ["model", one.model],
       ["streamed", isKnown(one.stream) ? (one.stream ? "yes" : "no") : null],
@@ -70,18 +72,26 @@ function Times({ one }) {
     })}</ol><//>`;
 }
 
+const PARTS = { tools: "tools", system: "system text", messages: "messages" };
+
 function Prefix({ one }) {
   const number = (text, n) => [text, n ? count(n) : null];
   const each = (text, numbers) =>
     Object.entries(numbers ?? {}).map(([name, n]) => [`${text} ${words(name)}`, count(n)]);
   const isCopy = one.fidelity && one.fidelity !== "exact";
   return html`<${Panel} title="Prefix"
-    note=${one.missed ? `Cause of the miss: ${words(one.missed)}.` : null}>
+    note=${one.missed ? `Cause of the miss by contract: ${words(one.missed)}.` : null}>
     <${Stack} whole=${one.prompt_tokens || 1} parts=${[["read", one.read_tokens, "read"],
       ["written", one.written_tokens, "write"], ["computed", one.computed_tokens, "fresh"]]} />
     <${Facts} caption="Tokens" rows=${[["prompt", count(one.prompt_tokens)],
       ["output", count(one.output_tokens)], ["found in the cache", count(one.cached_tokens)],
       ...each("of them from", one.loaded_tokens),
+      ["computed again, because", one.cause && html`<a
+        href=${href(["findings"], { finding: one.finding_id })}>${words(one.cause)}</a>${
+        one.place ? ` at ${one.place}` : ""}`],
+      number("tokens computed again", one.wasted_tokens),
+      ["their cost", one.wasted_tokens ? dollars(one.wasted_usd) : null],
+      ...Object.entries(PARTS).map(([part, name]) => number(name, one.part_tokens?.[part])),
       ["copies allowed; read", isCopy ? `${one.fidelity}; ${one.read_fidelity}` : null],
       ["attention window", one.attention?.replace(";", ", ")],
       ["waited for its load", one.load_ms ? ms(one.load_ms) : null],

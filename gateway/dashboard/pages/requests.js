@@ -3,7 +3,7 @@
 import { html, useState } from "../parts/html.js";
 import { address, useData } from "../parts/api.js";
 import * as column from "../parts/tables/columns.js";
-import { dollarsOf, instant, isKnown, iso, moment, ms, words } from "../parts/format.js";
+import { count, dollarsOf, instant, isKnown, iso, moment, ms, words } from "../parts/format.js";
 import { Chip, Panel, Search, instead } from "../parts/pieces.js";
 import { MoreRows, ROWS_FIRST } from "../parts/tables/more_rows.js";
 import { href, setQuery, windowOf } from "../parts/route.js";
@@ -12,6 +12,9 @@ import { Table } from "../parts/tables/table.js";
 
 const ENDINGS = ["done", "refused", "cancelled", "failed"];
 const TONES = { done: "good", refused: "bad" };
+
+// Why the prompt was computed again: as findings say it, or else the contract.
+const why = (row) => words(row.cause ?? row.missed ?? "");
 
 export function Requests() {
   const { range, query } = useSession(), [limit, setLimit] = useState(ROWS_FIRST);
@@ -40,6 +43,9 @@ function List({ rows }) {
     href=${href(["requests", row.request_id])}>${moment(row.received_ms)}</a>`;
   const ending = (row) =>
     html`<${Chip} tone=${TONES[row.ending] ?? "warn"}>${row.code || row.ending}<//>`;
+  const shownWhy = (row) => (row.finding_id && row.wasted_tokens
+    ? html`<a title=${`${row.place ?? ""} ${count(row.wasted_tokens)} tokens again`}
+      href=${href(["findings"], { finding: row.finding_id })}>${why(row)}</a>` : why(row));
   const worded = (name) => (row) => row[name] && words(row[name]);
   return html`<${Table} caption="Requests in the range" isHidden rows=${rows} first=${Infinity}
     id=${(row) => row.request_id} file="requests" none="No request in this range." columns=${[
@@ -52,6 +58,8 @@ function List({ rows }) {
       column.figure("written", "written_tokens"), column.figure("output", "output_tokens"),
       column.figure("first token", "first_token_ms", ms), column.figure("total", "total_ms", ms),
       column.figure("cost", (row) => (isKnown(row.cost_usd) ? Number(row.cost_usd) : null), write),
-      column.text("miss", worded("missed"), { kind: "text fold" }),
+      column.text("why", why, { show: (row) => shownWhy(row), kind: "text fold" }),
+      column.text("key", (row) => row.key_label ?? row.key_id, { kind: "text least" }),
+      column.text("user", "user", { kind: "text least" }),
       { ...column.digest("id", "request_id"), kind: "text mono least" }]} />`;
 }

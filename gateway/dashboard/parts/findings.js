@@ -36,8 +36,10 @@ function Evidence({ one, isOwn }) {
         href=${href(["requests", id])}>${id.slice(0, 14)}…</a>`)}`}</p>`;
 }
 
-function Finding({ one, hasTenant, isOwn, isBrief }) {
-  return html`<li class=${`finding ${one.legitimate ? "legitimate" : ""}`}>
+function Finding({ one, hasTenant, isOwn, isBrief, chosen }) {
+  const isChosen = chosen === one.finding_id;
+  return html`<li id=${one.finding_id} ref=${isChosen ? (item) => item?.scrollIntoView() : null}
+    class=${`finding ${one.legitimate ? "legitimate" : ""} ${isChosen ? "chosen" : ""}`}>
     <div class="worth">${one.legitimate ? html`<b>${NONE}</b><span>no waste</span>`
       : html`<b>${dollars(one.saving_usd_month)}</b><span>a month</span>`}</div>
     <div class="says">
@@ -54,17 +56,19 @@ const List = ({ list, ...more }) => html`<ol class="findings">${list.map((one) =
 
 // `most`: of them, if not all. `hasTenant`: with the tenant's name. `isOwn`: for the tenant itself.
 // `isBrief`: title and cure alone.
-export function FindingList({ found, most, hasTenant = true, isOwn, isBrief }) {
+// `chosen`: the id of one that is shown first to the eye.
+export function FindingList({ found, most, hasTenant = true, isOwn, isBrief, chosen }) {
   const missing = instead(found, "findings"), list = costly(found.data).slice(0, most);
   if (missing) return missing;
   if (!list.length) return html`<${Empty}>Nothing is wasted: no finding in the traffic seen.<//>`;
-  return html`<${List} list=${list} hasTenant=${hasTenant} isOwn=${isOwn} isBrief=${isBrief} />`;
+  return html`<${List} list=${list} hasTenant=${hasTenant} isOwn=${isOwn} isBrief=${isBrief}
+    chosen=${chosen} />`;
 }
 
-export function Legitimate({ found }) {
+export function Legitimate({ found, chosen }) {
   const list = (found.data?.findings ?? []).filter((one) => one.legitimate);
   if (!list.length) return null;
-  return html`<details>
+  return html`<details open=${list.some((one) => one.finding_id === chosen)}>
     <summary>${count(list.length)} causes of misses that waste nothing</summary>
-    <${List} list=${list} hasTenant /></details>`;
+    <${List} list=${list} hasTenant chosen=${chosen} /></details>`;
 }

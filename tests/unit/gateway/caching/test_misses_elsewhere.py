@@ -206,6 +206,16 @@ def test_content_digest_covers_roles_turns_text_and_tools() -> None:
     assert said(user, tools=(tool,)) == said(user, tools=(replace(tool, strict=True),))
 
 
+def test_segment_is_that_of_the_templates_order() -> None:
+    """Tools that stand behind the system text do not part where it does."""
+    tools = Boundary(30, "tools[0]", tier="tools")
+    system = Boundary(30, "system[0]", tier="system", own_tokens=12)
+    words = PromptDigests(Prompt(()), (tools, system, Boundary(40, "messages[0]")), ())
+
+    found = [words.segment_behind(tokens) for tokens in (0, 12, 30, 40)]
+    assert found == ["system[0]", "tools[0]", "messages[0]", ""]
+
+
 def test_segment_behind_cached_tokens() -> None:
     """The first segment that is not cached in full."""
     words = PromptDigests(Prompt(), [Boundary(5, "a"), Boundary(9, "b"), Boundary(9, "c")], ())

@@ -31,6 +31,12 @@ async def admin(gateway: GatewayFixture) -> AdminClient:
     return AdminClient(gateway)
 
 
+STABLE = (
+    "You answer questions of employees about leave, travel and pay. Be short and polite, and name"
+    " the paragraph of the handbook that the answer is from. Refuse to talk about anything else."
+)
+
+
 async def listed(admin: AdminClient, query: str = "") -> list[dict[str, Any]]:
     """Return the rows of a page."""
     status, body = await admin.ask("GET", f"/admin/v1/requests{query}")
@@ -132,6 +138,35 @@ async def test_csv_has_the_rows_of_the_list(admin: AdminClient) -> None:
     assert [row["tenant"] for row in rows] == ["bob", "ada", "ada"]
     assert rows[0]["received"].endswith("Z")
     assert rows[0]["stream"] == "true"
+
+
+async def test_says_why_a_prompt_was_computed_again(admin: AdminClient) -> None:
+    """For calls without breakpoints too: the finding's cause, place and cost, and its id; the
+    header of the next answer names the cause of the comparison before."""
+    gateway = admin.gateway
+    headers = []
+    for number in range(5):
+        system = {"role": "system", "content": f"Today is day {number}. {STABLE}"}
+        body = {**gateway.chat("How?"), "messages": [system, {"role": "user", "content": "How?"}]}
+        status, _, response = await gateway.ask(body=body, who="bob")
+        assert status == 200
+        headers.append(response.headers["X-Trunkline-Cache"])
+        await gateway.quiet()
+        await listed(admin)
+    rows = await listed(admin, "?tenant=bob")
+    _, page = await admin.ask("GET", f"/admin/v1/requests/{rows[0]['request_id']}")
+    _, found = await admin.ask("GET", "/admin/v1/findings")
+    fault = next(one for one in found["findings"] if not one["legitimate"])
+
+    assert (rows[0]["cause"], rows[0]["place"]) == ("system_changes", "messages[0].content")
+    assert rows[0]["wasted_tokens"] > 64
+    assert float(rows[0]["wasted_usd"]) > 0
+    assert rows[0]["finding_id"] == fault["finding_id"]
+    assert rows[0]["request_id"] in fault["example_request_ids"]
+    assert "cause=" not in headers[0]
+    assert headers[-1].endswith("; cause=system_changes; segment=messages[0].content")
+    assert page["part_tokens"]["system"] > 64
+    assert sum(page["part_tokens"].values()) <= page["prompt_tokens"]
 
 
 async def test_shows_which_parts_of_a_prompt_were_cached(admin: AdminClient) -> None:
