@@ -83,6 +83,16 @@ postgres_server = pytest.fixture(scope="session")(own_server)
 """One PostgreSQL server for all tests that do not harm it."""
 
 
+@pytest.fixture(autouse=True, scope="session")
+def patient_stores() -> Generator[None, None, None]:
+    """Let a store wait a minute behind other writers, not five seconds: writers of a busy machine
+    take that long. Tests of the wait itself shorten it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tenancy.storage.postgres.LOCK_WAIT", "60s")
+        patch.setattr("tenancy.storage.sqlite.BUSY_TIMEOUT_MS", 60_000)
+        yield
+
+
 @pytest.fixture
 def noon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wall clock goes on from the noon of a month's fifteenth day, in this process: what is

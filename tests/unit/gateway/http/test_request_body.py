@@ -24,6 +24,7 @@ from tests.unit.gateway.gateway_fixture import (
     PATIENCE_S,
     GatewayFixture,
     read_answer,
+    read_late_answer,
     status_of,
 )
 from tests.unit.gateway.http.conftest import OpenGateway
@@ -40,11 +41,15 @@ UNSUPPORTED = {
 """Each dialect's status and error members for an unsupported Content-Encoding."""
 
 
-async def test_slow_body_times_out(open_gateway: OpenGateway) -> None:
+async def test_slow_body_times_out(
+    forward: Callable[[float], None], open_gateway: OpenGateway
+) -> None:
     """A17: the body has a deadline, and after it a minimum rate."""
-    gateway = await open_gateway(body_timeout_s=0.1, body_rate_min_bytes_per_s=1_000.0)
+    gateway = await open_gateway(body_timeout_s=20.0, body_rate_min_bytes_per_s=1_000.0)
 
-    answer = await gateway.raw(gateway.post(CHAT, b"{", "Content-Length: 500"))
+    async with gateway.connection() as (reader, writer):
+        writer.write(gateway.post(CHAT, b"{", "Content-Length: 500"))
+        answer = await read_late_answer(reader, forward)
 
     assert status_of(answer) == 408
     assert b"request_timeout" in answer
