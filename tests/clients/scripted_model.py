@@ -23,6 +23,7 @@ COMMAND = "echo trunkline-probe"
 ANSWER = "All done. The probe printed trunkline-probe."
 CALLS: Mapping[str, Mapping[str, object]] = {
     "Bash": {"command": COMMAND, "description": "Probe"},  # Claude Code
+    "ToolSearch": {"query": "select:WebFetch", "max_results": 5},
     "bash": {"command": COMMAND, "description": "Probe"},  # opencode
     "exec_command": {"cmd": COMMAND},  # Codex
     "shell_command": {"command": COMMAND},

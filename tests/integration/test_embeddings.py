@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from engine.encoder.card import EncoderCard
-from gateway.config import EmbeddingsConfig
+from gateway.config import EmbeddingsConfig, ModelSettings
 from gateway.embeddings.embedder import Embedder
 from gateway.errors import Kind, Refusal
 from tenancy.accounts.tenants import change_tenant
@@ -227,10 +227,19 @@ def _as_texts(fields: dict[str, Any]) -> dict[str, Any]:
     return {"texts" if name == "input" else name: value for name, value in fields.items()}
 
 
-async def test_each_kind_of_model_says_what_it_is_for(gateway: GatewayFixture) -> None:
-    """A chat model embeds nothing, an embedding model answers no chat."""
+@pytest.mark.parametrize("aliases", [(), ("*",)])
+async def test_each_kind_of_model_says_what_it_is_for(
+    unopened: GatewayFixture, aliases: tuple[str, ...]
+) -> None:
+    """A chat model embeds nothing, an embedding model answers no chat, also where the chat model
+    takes every name that none has."""
+    gateway = unopened
+    settings = ModelSettings(aliases=aliases)
+    gateway.config = msgspec.structs.replace(gateway.config, model=settings)
+    await gateway.open()
     found = await embed(gateway, model=gateway.model)
     status, chat, _ = await gateway.ask(body=gateway.chat(model=MODEL))
+    await gateway.close()
 
     assert error_of(found) == (400, "model_not_supported", "model")
     assert "is a chat model" in found[1]["error"]["message"]

@@ -102,12 +102,14 @@ async function sessions(name, start) {
 
 // --- the agents ----------------------------------------------------------------------------------
 
-const claude = (place, ...more) =>
+const claudeSettings = {
+  ANTHROPIC_BASE_URL: base, ANTHROPIC_API_KEY: key, DISABLE_AUTOUPDATER: '1',
+  CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC: '1',
+};
+const claude = (place, more = ['--allowedTools', 'Bash'], settings = {}) =>
   run('claude', place, 'claude',
-    ['-p', QUESTION, '--model', 'claude-sonnet-4-6', '--allowedTools', 'Bash',
-      '--output-format', 'json', ...more],
-    { ANTHROPIC_BASE_URL: base, ANTHROPIC_API_KEY: key, DISABLE_AUTOUPDATER: '1',
-      CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC: '1' });
+    ['-p', QUESTION, '--model', 'claude-sonnet-4-6', '--output-format', 'json', ...more],
+    { ...claudeSettings, ...settings });
 
 const provider = 'model_providers.trunkline';
 const codex = (name, secret, ...more) => (place) =>
@@ -147,11 +149,20 @@ versions('@anthropic-ai/claude-code', '@openai/codex', 'opencode-ai');
 await sessions('claude code', claude);
 await check('claude code: another folder', async () => {
   const still = '--exclude-dynamic-system-prompt-sections';
-  await claude('work', still);
-  const { turns: [one], isDone, told } = await claude('elsewhere', still);
+  const more = [still, '--allowedTools', 'Bash'];
+  await claude('work', more);
+  const { turns: [one], isDone, told } = await claude('elsewhere', more);
   assert(isDone, told);
   assert(one.read >= 0.9 * one.prompt, `read ${share(one)}`);
   return `with ${still} read ${share(one)}`;
+});
+await check('claude code: tool search', async () => {
+  const found = await claude('work', ['--disallowedTools', 'Bash'], { ENABLE_TOOL_SEARCH: 'true' });
+  assert(found.isDone, found.told);
+  const refused = found.records.filter((one) => one.status !== 200);
+  assert(!refused.length, `refused: ${JSON.stringify(refused)}`);
+  assert(found.turns.length === 3, `turns: ${found.turns.length}`);
+  return `prompt ${count(found.turns[0].prompt)} tokens`;
 });
 await sessions('codex, unknown model', codex(model, key));
 await sessions('codex, known model', codex('gpt-5.5', lenientKey));
