@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import openai
 from cases import KEY, LONG, MODEL, URL, case, main, raises
 
 START_TIMEOUT_S = 120.0
-MASTER = "sk-proxy"
+MASTER = "sk-" + secrets.token_hex(24)
 ROUTES = {"openai": f"{URL}/v1", "hosted_vllm": f"{URL}/v1", "anthropic": URL}
 
 
@@ -41,7 +42,7 @@ def proxy() -> Iterator[str]:
         config = Path(folder) / "config.yaml"
         config.write_text(json.dumps(settings))
         command = [str(Path(sys.executable).parent / "litellm"), "--config", str(config)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--metrics", "False"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--telemetry", "False"]
         process = subprocess.Popen(
             command,
             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
