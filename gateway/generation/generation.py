@@ -145,7 +145,9 @@ class Generation:
             state.is_generation = False
             body = self._dialect.count_body(prepared.tokens, prepared.resource_tokens)
             return await send(self._request, 200, body, self._head(is_stream=False))
-        reply = Reply(f"{id_prefix}{state.request_id}", call.model, gateway.wall() // 1000)
+        # What is stored is found by its id, and operators see the request's in records and logs.
+        reply_id = gateway.new_id() if call.thread.input else state.request_id
+        reply = Reply(f"{id_prefix}{reply_id}", call.model, gateway.wall() // 1000)
         encoder = self._dialect.encoder(call, reply)
         if call.generation.prompt_logprobs is not None:
             self._in_thread = partial(_run_admitted, gateway, identity.tenant.tenant_id)

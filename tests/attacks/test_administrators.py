@@ -1,0 +1,38 @@
+"""An administrator makes itself a key of a tenant, and looks for what the tenant has stored."""
+
+from __future__ import annotations
+
+import json
+
+from tenancy.accounts.keys import create_admin_key, create_key
+from tenancy.types import wall_ms
+from tests.unit.gateway.gateway_fixture import GatewayFixture
+
+SECRET = "the password is swordfish"
+
+
+async def test_no_record_of_a_request_leads_to_the_text_that_it_stored(
+    gateway: GatewayFixture,
+) -> None:
+    """Records, headers and log lines have the request's id, and a stored response another one."""
+    body = {"model": gateway.model, "input": SECRET, "max_output_tokens": 1}
+    status, stored, response = await gateway.ask("/v1/responses", body)
+    assert status == 200, stored
+    request_id = response.headers["X-Request-Id"].rpartition("_")[2]
+    tenant_id = gateway.gateway.context.authenticator.authenticate(gateway.keys["ada"])
+    gateway.keys["operator"] = create_key(gateway.store, wall_ms, tenant_id.tenant.tenant_id)
+    gateway.gateway.context.authenticator.refresh_now()
+    admin = create_admin_key(gateway.store, wall_ms, scopes=["read", "tenants"])
+    for path in ("/admin/v1/requests", f"/admin/v1/requests/{request_id}"):
+        async with gateway.session.get(
+            gateway.admin_url + path, headers={"Authorization": f"Bearer {admin}"}
+        ) as answer:
+            assert stored["id"] not in await answer.text()
+
+    for path in (f"resp_{request_id}", f"resp_{request_id}/input_items", request_id):
+        status, found, _ = await gateway.ask(f"/v1/responses/{path}", method="GET", who="operator")
+        assert (status, SECRET in str(found)) == (404, False), found
+    for line in gateway.lines:
+        assert stored["id"].removeprefix("resp_") not in json.dumps(line, default=str)
+    status, found, _ = await gateway.ask(f"/v1/responses/{stored['id']}", method="GET")
+    assert status == 200, found
