@@ -42,7 +42,7 @@ COMMANDS: Mapping[str, Command] = {
         "Create, list, change, rotate and revoke keys.", "accounts.keys", has_actions=True
     ),
     "usage": Command("Print usage by tenant, key, model, user, day or hour.", "ledger.usage"),
-    "prices": Command("List rate cards, or add one.", "ledger.prices"),
+    "prices": Command("List, add and end rate cards.", "ledger.prices"),
     "budget": Command("List budgets, or set one.", "ledger.budgets"),
     "adjust": Command("Credit or debit a ledger entry.", "ledger.books"),
     "close": Command("Close days of the ledger.", "ledger.books"),

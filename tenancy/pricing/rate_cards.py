@@ -114,6 +114,35 @@ def add_card(store: Store, clock: WallClock, card: RateCard, by: Actor | None = 
     return card
 
 
+def end_card(
+    store: Store, clock: WallClock, name: str, until_ms: int | None, by: Actor | None = None
+) -> RateCard:
+    """End the card of a name at an instant, or now (None), by a version with the prices in force.
+    Returns that version. Raises BadPrice, with nothing changed."""
+    now_ms, cards = clock(), load_cards(store)
+    own = [one for one in cards if one.name == name]
+    if not own:
+        known = ", ".join(sorted({one.name for one in cards})) or "none"
+        message = f"unknown rate card: {name[:80]!r}; expected one of: {known}"
+        raise BadPrice("rate_card_unknown", message)
+    held = _version_at(own, now_ms)
+    if held is None:
+        message = f"{name} does not apply now; expected a rate card in force"
+        raise BadPrice("rate_card_not_in_force", message)
+    ends_ms = now_ms + 1 if until_ms is None else until_ms
+    if later := next((one for one in own if now_ms < one.valid_from_ms < ends_ms), None):
+        message = (
+            f"{later.rate_card_id} has other prices from {format_utc(later.valid_from_ms)} on;"
+            " expected an end before that, or a further version with valid_until_ms"
+        )
+        raise BadPrice("rate_card_changes", message)
+    if ends_ms <= now_ms:
+        message = f"{format_utc(ends_ms)} is not in the future; expected a time to come"
+        raise BadPrice("rate_card_in_the_past", message)
+    ended = structs.replace(held, valid_from_ms=now_ms, valid_until_ms=ends_ms)
+    return add_card(store, lambda: now_ms, ended, by)
+
+
 def is_tier_free(store: Store, clock: WallClock, tier: str) -> bool:
     """Return whether cards are in force now and none of them applies to this tier. O(cards).
 
@@ -174,6 +203,6 @@ def _check_overlaps(existing: list[RateCard], card: RateCard) -> None:
                 raise BadPrice(
                     "rate_cards_overlap",
                     f"{name}@{other.version} also applies to model {card.model} and tier"
-                    f" {card.tier} from {at_ms} ms ({format_utc(at_ms)}); end it by a version with"
-                    " valid_until_ms, or begin later.",
+                    f" {card.tier} from {at_ms} ms ({format_utc(at_ms)}); end it (trunkline prices"
+                    f" end {name}), begin later, or add a version of {name}.",
                 )

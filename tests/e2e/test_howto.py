@@ -122,6 +122,22 @@ def test_commands_of_a_page_work(page: Path, shell: HowToShell) -> None:
         assert any(line.startswith(beginning) for line in shell.commands), shell.commands
 
 
+FOLLOWED = ("budget", "savings", "one-hour", "from-litellm", "litellm-in-front", "savings")
+"""Pages that a reader follows one after another on one server."""
+
+
+@pytest.mark.slow
+def test_pages_work_one_after_another_on_a_server_with_a_rate_card(shell: HowToShell) -> None:
+    """A second card for the same requests is refused, and so is a tenant's name that is taken."""
+    card = "trunkline prices add own --input 1 --output 2 --cache-read 0.1"
+    assert shell.run(card).returncode == 0
+
+    for name in FOLLOWED:
+        done = shell.run(blocks(PAGES[0].with_stem(name)))
+        assert done.returncode == 0, (name, done.stderr)
+    assert shell.run("trunkline prices list").stdout.count("@") == 1
+
+
 def test_pages_are_short_and_in_the_index() -> None:
     """A how-to fits a screen; the index has a line for each."""
     index = (ROOT / "docs" / "howto" / "README.md").read_text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
 from gateway.cli.arguments import UsageError, named
@@ -17,6 +17,7 @@ from gateway.cli.result import (
     table_result,
 )
 from gateway.cli.times import show_second
+from tenancy.accounts.keys import Key, list_keys
 from tenancy.accounts.tenants import find_tenant, list_tenants
 from tenancy.pricing.budgets import Budget, budget_states, set_budget
 from tenancy.pricing.charges import format_dollars
@@ -28,9 +29,8 @@ NONE = "none"
 
 def _add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tenant", nargs="?", metavar="TENANT")
-    parser.add_argument(
-        "--key", type=int, default=0, metavar="ID", help="key id, for a budget of one key"
-    )
+    text = "for a budget of one key: its label, its id or its prefix, as in `trunkline key list`"
+    parser.add_argument("--key", metavar="KEY", help=text)
     parser.add_argument(
         "--window", choices=("day", "month"), default="month", help="in UTC (default: month)"
     )
@@ -55,7 +55,7 @@ def _budget(call: CommandCall) -> CommandResult:
         if (amount := getattr(options, name)) is not None
     }
     is_change = bool(options.remove or given)
-    if is_change and options.tenant is None:
+    if (is_change or options.key is not None) and options.tenant is None:
         raise UsageError("TENANT is required: trunkline budget TENANT --hard USD")
     if options.remove and given:
         raise UsageError("--remove is not allowed with --hard or --soft")
@@ -64,8 +64,12 @@ def _budget(call: CommandCall) -> CommandResult:
         tenant_id = None
         if options.tenant is not None:
             tenant_id = find_tenant(store, options.tenant).tenant_id
+        keys = {key.key_id: key for key in list_keys(store, options.tenant)}
+        key_id = 0
+        if options.key is not None:
+            key_id = _find_key(list(keys.values()), options.key, options.tenant).key_id
         if is_change and tenant_id is not None:
-            budget = Budget(tenant_id, options.window, key_id=options.key, **given)
+            budget = Budget(tenant_id, options.window, key_id=key_id, **given)
             keeps = () if options.remove else {"hard_micros", "soft_micros"} - given.keys()
             set_budget(store, budget, command_actor(), keeps)
         states = budget_states(store, wall_ms, None if tenant_id is None else (tenant_id,))
@@ -73,6 +77,7 @@ def _budget(call: CommandCall) -> CommandResult:
         {
             "tenant": names[state.budget.tenant_id],
             "key_id": state.budget.key_id or None,
+            "key": keys[state.budget.key_id].label if state.budget.key_id in keys else None,
             "window": state.budget.window,
             "hard_usd": _usd(state.budget.hard_micros),
             "soft_usd": _usd(state.budget.soft_micros),
@@ -82,9 +87,24 @@ def _budget(call: CommandCall) -> CommandResult:
             "resets": show_second(state.resets_ms),
         }
         for state in states
+        if key_id in (0, state.budget.key_id)
     ]
     shown = [row | {name: _six_decimals(row[name]) for name in _SPENT} for row in rows]
     return table_result(rows, shown=shown, right=_SPENT, none="no budgets")
+
+
+def _find_key(keys: Sequence[Key], which: str, tenant: str) -> Key:
+    """Return the tenant's key of a label, an id, or a prefix. Raises UsageError."""
+    found = [one for one in keys if which in (str(one.key_id), one.label)]
+    found = found or [one for one in keys if which.startswith(one.shown)]
+    found = [one for one in found if one.revoked_ms is None] or found
+    if len(found) != 1:
+        what = f"{len(found)} keys of {tenant} have" if found else f"no key of {tenant} has"
+        shown = ", ".join(f"{one.key_id} ({one.label or one.shown})" for one in keys) or "none"
+        raise UsageError(
+            f"--key: {what} the label, id or prefix {which[:20]!r}; expected one of: {shown}"
+        )
+    return found[0]
 
 
 _SPENT = ("hard_usd", "soft_usd", "spent_usd", "reserved_usd")

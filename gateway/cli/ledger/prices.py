@@ -1,5 +1,5 @@
-"""`trunkline prices`: lists rate cards, or adds one. Amounts are decimal dollars; those of a card's
-file are whole micro-dollars. A running server sees a new card within a second."""
+"""`trunkline prices`: lists, adds and ends rate cards. Amounts are decimal dollars; those of a file
+are whole micro-dollars. A running server sees a new card within a second."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from gateway.cli.arguments import UsageError, named
 from gateway.cli.database import command_actor, open_database
 from gateway.cli.ledger.amounts import amount_of_dollars, whole_micros
 from gateway.cli.result import CommandCall, CommandResult, Entry, table_text
-from gateway.cli.times import show_second
+from gateway.cli.times import parse_time, show_second
 from gateway.dialects.validation import find_duplicate_key
 from tenancy.accounts.tenants import list_tenants
 from tenancy.pricing.charges import ANY, RateCard
-from tenancy.pricing.rate_cards import add_card, load_cards
+from tenancy.pricing.rate_cards import add_card, end_card, load_cards
+from tenancy.storage.interface import Store
 from tenancy.types import wall_ms
 
+ACTIONS = ("list", "add", "end")
+ADD_USAGE = "trunkline prices add NAME --input USD --output USD"
+FREE_TEXT = ": nothing is charged"
 FILE_BYTES_MAX = 1_000_000
 """Largest rate card file."""
 
 
 def _add_prices(parser: argparse.ArgumentParser) -> None:
-    text = "rate card to add, with its prices in dollars per million tokens"
+    text = f"{', '.join(ACTIONS)} (default: list)"
+    parser.add_argument("action", nargs="?", choices=ACTIONS, default="list", help=text)
+    text = "the rate card; its prices are dollars per million tokens"
     parser.add_argument("name", nargs="?", metavar="NAME", help=text)
     for option in ("--input", "--output", "--cache-read"):
         parser.add_argument(option, type=amount_of_dollars, metavar="USD")
@@ -43,32 +49,56 @@ def _add_prices(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", default=ANY, help="model that the card is for (default: any)")
     parser.add_argument("--tier", default=ANY, help="tier that the card is for (default: any)")
-    text = "add a rate card from a JSON file; its prices are whole micro-dollars"
-    parser.add_argument("--add", type=Path, metavar="FILE", help=text)
+    text = "add the rate card of a JSON file; its prices are whole micro-dollars"
+    parser.add_argument("--file", type=Path, metavar="FILE", help=text)
+    text = "when the rate card ends: 2027-01-01 or 2027-01-01T10:00:00Z (default of end: now)"
+    parser.add_argument("--until", metavar="TIME", help=text)
 
 
 def _prices(call: CommandCall) -> CommandResult:
-    """List all versions of all rate cards, or add one."""
-    options, config = call.options, call.config
-    given = _card_of_options(options)
-    if given is not None and options.add is not None:
-        raise UsageError("--add is not allowed with NAME and prices: the file has them")
-    with open_database(config) as store:
-        if given is not None or options.add is not None:
-            card = _read_card(options.add) if given is None else given
-            config.check_card(card)
-            card = add_card(store, wall_ms, card, command_actor())
-            text = f"{card.rate_card_id} applies from {show_second(card.valid_from_ms)}"
-            text += _small_prices(card)
-            if card.tier not in (ANY, *(one.tier for one in list_tenants(store))):
-                text += f"; no tenant has the tier {card.tier!r} yet"
+    """List all versions of rate cards, add a card, or end one."""
+    options, prices = call.options, _prices_of(call.options)
+    if options.action != "add" and (prices or options.file is not None):
+        raise UsageError(f"prices are not allowed with {options.action}; expected {ADD_USAGE}")
+    with open_database(call.config) as store:
+        if options.action == "add":
+            return _add(call, store, prices)
+        if options.action == "end":
+            if options.name is None:
+                raise UsageError("NAME is required: trunkline prices end NAME")
+            until_ms = parse_time(options.until, "--until", wall_ms())
+            card = end_card(store, wall_ms, options.name, until_ms, command_actor())
+            assert card.valid_until_ms is not None, "it was given an end"
+            text = f"{card.rate_card_id} ends at {show_second(card.valid_until_ms)}"
             return CommandResult(text, structs.asdict(card))
-        rows = [_card_row(card) for card in load_cards(store)]
+        if options.until is not None:
+            raise UsageError("--until is not allowed with list")
+        cards = [one for one in load_cards(store) if options.name in (None, one.name)]
+    rows = [_card_row(card) for card in cards]
     if not rows:
-        return CommandResult("no rate cards: nothing is charged", [])
+        name = "" if options.name is None else f" of the name {options.name!r}"
+        return CommandResult(f"no rate cards{name}" + ("" if name else FREE_TEXT), [])
     shown = [_in_dollars({name: row[name] for name in _PRICE_COLUMNS}) for row in rows]
     unit = "dollars per million tokens, of storage for an hour; minimum_charge: dollars"
     return CommandResult(f"{unit}\n{table_text(shown)}", rows)
+
+
+def _add(call: CommandCall, store: Store, prices: Mapping[str, object]) -> CommandResult:
+    """Add the card of the options or of a file."""
+    options, config = call.options, call.config
+    if options.file is None:
+        card = _card_of_options(options, prices)
+    elif options.name is not None or prices or options.until is not None:
+        raise UsageError("--file is not allowed with NAME, prices or --until: the file has them")
+    else:
+        card = _read_card(options.file)
+    config.check_card(card)
+    card = add_card(store, wall_ms, card, command_actor())
+    text = f"{card.rate_card_id} applies from {show_second(card.valid_from_ms)}"
+    text += _small_prices(card)
+    if card.tier not in (ANY, *(one.tier for one in list_tenants(store))):
+        text += f"; no tenant has the tier {card.tier!r} yet"
+    return CommandResult(text, structs.asdict(card))
 
 
 _PRICE_COLUMNS = (
@@ -102,9 +132,9 @@ def _dollars(micros: object) -> str:
     return f"{whole}.{rest.rstrip('0').ljust(2, '0')}"
 
 
-def _card_of_options(options: argparse.Namespace) -> RateCard | None:
-    """Return the rate card that the options describe; None without a name. Raises UsageError."""
-    prices = {
+def _prices_of(options: argparse.Namespace) -> dict[str, object]:
+    """Return the given prices, in whole micro-dollars. Raises UsageError."""
+    prices: dict[str, object] = {
         name: whole_micros(amount, f"--{name.replace('_', '-')}")
         for name in ("input", "output", "cache_read")
         if (amount := getattr(options, name)) is not None
@@ -116,15 +146,20 @@ def _card_of_options(options: argparse.Namespace) -> RateCard | None:
         for name in ("cache_write", "storage")
         if (given := getattr(options, name))
     }
+    if options.minimum is not None:
+        prices["minimum_charge"] = whole_micros(options.minimum, "--minimum")
+    return {**prices, **classes}
+
+
+def _card_of_options(options: argparse.Namespace, prices: Mapping[str, object]) -> RateCard:
+    """Return the rate card that the options describe. Raises UsageError."""
     if options.name is None:
-        if prices or classes or options.minimum is not None:
-            raise UsageError("NAME is required: trunkline prices NAME --input USD --output USD")
-        return None
+        raise UsageError(f"NAME is required: {ADD_USAGE}")
     if "input" not in prices or "output" not in prices:
         raise UsageError("--input USD and --output USD are required")
+    until_ms = parse_time(options.until, "--until", wall_ms())
     fields = {"name": options.name, "model": options.model, "tier": options.tier}
-    minimum = whole_micros(options.minimum, "--minimum") or 0
-    return msgspec.convert({**fields, **prices, **classes, "minimum_charge": minimum}, RateCard)
+    return msgspec.convert({**fields, **prices, "valid_until_ms": until_ms}, RateCard)
 
 
 @named("CLASS=USD")

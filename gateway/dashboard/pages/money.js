@@ -91,7 +91,8 @@ function Cards({ cards }) {
       column.text("model"), column.text("tier"), amount("input", "input"),
       amount("read", "cache_read"), amount("output", "output"), byClass("cache_write"),
       byClass("storage"), column.at("valid from", "valid_from_ms",
-        (from) => (from ? instant(from) : "always"))]} />`;
+        (from) => (from ? instant(from) : "always")), column.at("until", "valid_until_ms",
+        (until) => (until ? instant(until) : NONE))]} />`;
 }
 
 function NewCard({ close, done }) {
@@ -106,7 +107,8 @@ function NewCard({ close, done }) {
       input: toMicros(values.input), output: toMicros(values.output),
       cache_read: toMicros(values.cache_read),
       cache_write: byClass("cache_write"), storage: byClass("storage"),
-      ...(values.from && { valid_from_ms: new Date(values.from).getTime() }) } });
+      ...(values.from && { valid_from_ms: new Date(values.from).getTime() }),
+      ...(values.until && { valid_until_ms: new Date(values.until).getTime() }) } });
   };
   const usd = { kind: "dollars", least: 0, unit: "per million tokens" };
   const text = (name) => (name === "*" ? "other classes" : name);
@@ -123,7 +125,9 @@ function NewCard({ close, done }) {
         label: `Cache write, ${text(name)}`, placeholder: "the input price" })),
       ...classes.map((name) => ({ ...usd, name: `storage_${name}`,
         label: `Storage, ${text(name)}`, unit: "per million token hours", placeholder: "free" })),
-      { name: "from", label: "Valid from", kind: "time", hint: "if not from now on" }]}>
+      { name: "from", label: "Valid from", kind: "time", hint: "if not from now on" },
+      { name: "until", label: "Valid until", kind: "time",
+        hint: "if it ends; later nothing is charged, unless another card applies" }]}>
     <p class="note">It applies to requests that are admitted from then on. Cards are never changed:
       a new version takes their place.</p><//>`;
 }

@@ -65,7 +65,7 @@ def run(
 def priced(run: Run, tmp_path: Path) -> Run:
     """Set a rate card, with an entry of two micro-dollars from yesterday and one from today."""
     (tmp_path / "card.json").write_text(json.dumps(CARD))
-    assert run("prices", "--add", str(tmp_path / "card.json"))[0] == 0
+    assert run("prices", "add", "--file", str(tmp_path / "card.json"))[0] == 0
     return run
 
 
@@ -101,7 +101,7 @@ def test_without_rate_cards_says_that_nothing_is_charged(run: Run) -> None:
 
 def test_adds_and_lists_rate_cards(priced: Run, tmp_path: Path) -> None:
     """And a second version."""
-    priced("prices", "--add", str(tmp_path / "card.json"))
+    priced("prices", "add", "--file", str(tmp_path / "card.json"))
     cards = data_of(priced, "prices")
     text = priced("prices")[1]
 
@@ -116,7 +116,7 @@ def test_prices_are_typed_in_dollars(run: Run) -> None:
     """Per million tokens, as every provider publishes them; stored as whole micro-dollars."""
     words = "--input 0.25 --output 2 --cache-read 0.025 --minimum 0.01 --storage 1h=0.0005"
     words += " --cache-write 5m=0.3125 --cache-write 1h=0.5"
-    _, said, _ = run("prices", "std", *words.split())
+    _, said, _ = run("prices", "add", "std", *words.split())
     (card,) = data_of(run, "prices")
     text = run("prices")[1]
 
@@ -130,21 +130,56 @@ def test_prices_are_typed_in_dollars(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("--input 1", "NAME is required: trunkline prices NAME"),
-        ("std --input 1", "--input USD and --output USD are required"),
-        ("std --input 0.0000001 --output 1", "--input: 1E-7 dollars are not whole micro-dollars"),
-        ("std --input 1 --output 1 --add x.json", "--add is not allowed with NAME"),
+        ("add --input 1", "NAME is required: trunkline prices add NAME"),
+        ("add std --input 1", "--input USD and --output USD are required"),
+        ("add a --input 0.0000001 --output 1", "--input: 1E-7 dollars are not whole micro-dollars"),
+        ("add std --input 1 --output 1 --file x.json", "--file is not allowed with NAME"),
+        ("list --input 3 --output 15", "expected trunkline prices add NAME --input USD"),
+        ("list --until 2027-01-01", "--until is not allowed with list"),
+        ("std --input 3", "invalid choice: 'std' (choose from"),
+        ("end", "NAME is required: trunkline prices end NAME"),
+        ("end std", "unknown rate card: 'std'; expected one of: none"),
     ],
 )
 def test_prices_by_options_are_checked(run: Run, words: str, what: str) -> None:
     assert what in error_line(run, "prices", *words.split(), status=2)
 
 
+def test_a_card_is_ended_now_or_later(priced: Run) -> None:
+    """By its name alone, with its prices; then another name may have its place."""
+    later = priced("prices", "end", "std", "--until", "2999-01-01")[1]
+    ended = data_of(priced, "prices", "end", "std")
+    again = error_line(priced, "prices", "end", "std", status=2)
+    added = priced("prices", "add", "other", "--input", "1", "--output", "1")
+    cards = data_of(priced, "prices", "list")
+
+    assert later == "std@2 ends at 2999-01-01 00:00:00\n"
+    assert (ended["input"], ended["output"]) == (CARD["input"], CARD["output"])
+    assert ended["valid_until_ms"] - ended["valid_from_ms"] == 1
+    assert "std does not apply now" in again
+    assert (added[0], added[1][:7]) == (0, "other@1")
+    assert [card["id"] for card in cards] == ["other@1", "std@1", "std@2", "std@3"]
+    assert [one["id"] for one in data_of(priced, "prices", "list", "other")] == ["other@1"]
+
+
+def test_an_end_does_not_skip_prices_that_begin_before_it(priced: Run, tmp_path: Path) -> None:
+    """They would be replaced by those of today."""
+    begins_ms = wall_ms() + DAY_MS
+    (tmp_path / "next.json").write_text(json.dumps({**CARD, "valid_from_ms": begins_ms}))
+    priced("prices", "add", "--file", str(tmp_path / "next.json"))
+
+    line = error_line(priced, "prices", "end", "std", "--until", "2999-01-01", status=2)
+    past = error_line(priced, "prices", "end", "std", "--until", "2020-01-01", status=2)
+
+    assert "std@2 has other prices from" in line
+    assert "not in the future" in past
+
+
 def test_warns_of_prices_that_are_probably_in_another_unit(run: Run, tmp_path: Path) -> None:
     """Three dollars written as 3 in a file of micro-dollars would give everything away."""
     (tmp_path / "card.json").write_text('{"name": "std", "input": 3, "output": 15000000}')
-    _, from_file, _ = run("prices", "--add", str(tmp_path / "card.json"))
-    _, typed, _ = run("prices", "std", "--input", "0.0009", "--output", "0.001")
+    _, from_file, _ = run("prices", "add", "--file", str(tmp_path / "card.json"))
+    _, typed, _ = run("prices", "add", "std", "--input", "0.0009", "--output", "0.001")
 
     assert "warning: below $0.001 per million tokens: input $0.000003." in from_file
     assert "warning: below $0.001 per million tokens: input $0.0009." in typed
@@ -169,7 +204,7 @@ def test_refuses_an_invalid_rate_card_in_one_line(
     """The line names the file or the field."""
     (tmp_path / "bad.json").write_text(text)
 
-    assert word in error_line(run, "prices", "--add", str(tmp_path / "bad.json"), status=2)
+    assert word in error_line(run, "prices", "add", "--file", str(tmp_path / "bad.json"), status=2)
 
 
 def test_warns_of_a_tier_without_tenants_or_cards(run: Run, tmp_path: Path) -> None:
@@ -177,10 +212,10 @@ def test_warns_of_a_tier_without_tenants_or_cards(run: Run, tmp_path: Path) -> N
     card = tmp_path / "card.json"
     card.write_text(json.dumps({**CARD, "tier": "glod"}))
     before = run("tenant", "set", "ada", "--tier", "gold")[1]
-    added = run("prices", "--add", str(card))[1]
+    added = run("prices", "add", "--file", str(card))[1]
     after = run("tenant", "set", "ada", "--tier", "gold")[1]
     mended = run("tenant", "set", "ada", "--tier", "glod")[1]
-    again = run("prices", "--add", str(card))[1]
+    again = run("prices", "add", "--file", str(card))[1]
 
     assert before == mended == "tenant ada changed\n"
     assert after == (
@@ -194,7 +229,7 @@ def test_refuses_overlapping_rate_cards(priced: Run, tmp_path: Path) -> None:
     """The message names the other card."""
     (tmp_path / "other.json").write_text(json.dumps({**CARD, "name": "other"}))
 
-    line = error_line(priced, "prices", "--add", str(tmp_path / "other.json"), status=2)
+    line = error_line(priced, "prices", "add", "--file", str(tmp_path / "other.json"), status=2)
 
     assert "std@1" in line
 
@@ -208,6 +243,34 @@ def test_sets_budgets_in_dollars_and_shows_them_exactly(priced: Run, open_ledger
     assert (row["hard_usd"], row["spent_usd"]) == ("12.500000", "0.000012000000")
     assert (row["window"], row["over_soft"]) == ("day", True)
     assert data_of(priced, "budget", "ada", "--window", "day", "--remove") == []
+
+
+def test_a_keys_budget_names_the_key_by_label_id_or_prefix(run: Run) -> None:
+    """As `key list` shows them; a wrong one is answered with those that exist."""
+    made = data_of(run, "key", "create", "--tenant", "ada", "--label", "web")
+    for which in ("web", str(made["key_id"]), made["key"][:11], made["key"]):
+        (row,) = data_of(run, "budget", "ada", "--key", which, "--hard", "20")
+        assert (row["key_id"], row["key"]) == (made["key_id"], "web")
+    wrong = error_line(run, "budget", "ada", "--key", "wbe", "--hard", "20", status=2)
+    alone = error_line(run, "budget", "--key", "web", status=2)
+    run("budget", "ada", "--hard", "50")
+
+    assert f"'wbe'; expected one of: {made['key_id']} (web)" in wrong
+    assert "TENANT is required" in alone
+    assert [row["key"] for row in data_of(run, "budget", "ada")] == [None, "web"]
+    assert [row["key"] for row in data_of(run, "budget", "ada", "--key", "web")] == ["web"]
+
+
+def test_a_label_of_two_keys_names_neither(run: Run) -> None:
+    """A revoked one does not count."""
+    first, _ = (
+        data_of(run, "key", "create", "--tenant", "ada", "--label", "web") for _ in range(2)
+    )
+    both = error_line(run, "budget", "ada", "--key", "web", "--hard", "20", status=2)
+    run("key", "revoke", str(first["key_id"]))
+
+    assert "2 keys of ada have" in both
+    assert run("budget", "ada", "--key", "web", "--hard", "20")[0] == 0
 
 
 def test_a_limit_that_is_not_given_stays(run: Run) -> None:

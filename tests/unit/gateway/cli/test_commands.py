@@ -312,7 +312,7 @@ def test_usage_has_charges_storage_and_adjustments(
     card = {"name": "std", "model": "*", "tier": "*", "input": 1, "output": 1, "cache_read": 1}
     (tmp_path / "card.json").write_text(json.dumps({**card, "storage": {"1h": 3_600_000_000}}))
     run("tenant", "create", "idle")
-    run("prices", "--add", str(tmp_path / "card.json"))
+    run("prices", "add", "--file", str(tmp_path / "card.json"))
     readings = StorageReadings("meter", 1, 2**41, (StorageReading(2, "1h", 5),))
     with ledger_of(data, now_ms=2**41) as ledger:
         ledger.settle(entry("a-0")).result(60)
