@@ -21,7 +21,7 @@ _NULLABLE: Final = frozenset({"const", "default"})
 """Keywords for which null is a value."""
 
 _NAMED: Final = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+    {"properties", "patternProperties", "$defs", "definitions", "defs", "dependentSchemas"}
 )
 _LISTS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _SCHEMAS: Final = frozenset(

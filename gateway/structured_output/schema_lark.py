@@ -44,7 +44,7 @@ OPTIONAL_MAX: Final = 64
 
 _KINDS: Final = ("object", "array", "string", "integer", "number", "boolean", "null")
 _WS: Final = "WS?"
-_DEFINITIONS: Final = ("$defs", "definitions")
+_DEFINITIONS: Final = ("$defs", "definitions", "defs")
 _ANNOTATIONS: Final = frozenset(
     {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
     | {"readOnly", "writeOnly", "$anchor", "type", *_DEFINITIONS}

@@ -186,7 +186,7 @@ def _sampling(settings: wire.GenerationConfig) -> Sampling:
         raise invalid_field("generationConfig.logprobs", problem)
     return Sampling(
         temperature=temperature_of(settings.temperature, settings.top_p),
-        top_k=int(settings.top_k or 0),
+        top_k=settings.top_k or 0,
         top_p=settings.top_p or 1.0,
         presence_penalty=settings.presence_penalty or 0.0,
         frequency_penalty=settings.frequency_penalty or 0.0,

@@ -9,10 +9,20 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from gateway.dialects.gemini.proto_json import (
+    TYPES,
+    read_bool,
+    read_enum,
+    read_float,
+    read_int,
+    read_list,
+)
 from gateway.errors import Kind, Refusal
 
 DEPTH_MAX: Final = 64
 """Most levels of nesting in a schema."""
+
+_ORDERINGS: Final = ("propertyOrdering", "property_ordering")
 
 _SPELLINGS: Final[dict[str, str]] = {
     "any_of": "anyOf",
@@ -27,10 +37,10 @@ _SPELLINGS: Final[dict[str, str]] = {
     "max_properties": "maxProperties",
 }
 _COUNTS: Final = frozenset(name for name in _SPELLINGS.values() if name.startswith(("min", "max")))
-_ANNOTATIONS: Final = frozenset(
-    {"nullable", "propertyOrdering", "property_ordering", "example", "title"}
-)
-"""Keywords that do not constrain a value, and `nullable`, which becomes the type "null"."""
+_LISTS: Final = frozenset({"anyOf", "prefixItems", "enum", "required"})
+_ANNOTATIONS: Final = frozenset({"nullable", "example", "title", *_ORDERINGS})
+"""Keywords that do not constrain a value, `nullable`, which becomes the type "null", and the order
+of properties."""
 
 _REDUNDANT_FORMATS: Final = frozenset({"enum", "int32", "int64", "float", "double"})
 """Formats that repeat what `type` or `enum` says."""
@@ -48,29 +58,46 @@ def json_schema(schema: Any, depth: int = 0) -> Any:
     found: dict[str, Any] = {}
     for key, value in schema.items():
         name = str(_SPELLINGS.get(key, key))
-        if name in _ANNOTATIONS or (name == "format" and value in _REDUNDANT_FORMATS):
+        if value is None or name in _ANNOTATIONS:
             continue
-        if name == "type" and isinstance(value, str):
+        if name == "format" and value in _REDUNDANT_FORMATS:
+            continue
+        value = read_list(value) if name in _LISTS else value
+        if name == "type" and isinstance(value := read_enum(value, TYPES), str):
             if value != "TYPE_UNSPECIFIED":
                 found[name] = value.lower()
         elif name in ("properties", "defs", "$defs") and isinstance(value, dict):
             found[name] = {key: json_schema(inner, depth + 1) for key, inner in value.items()}
         elif name in ("anyOf", "items", "prefixItems", "additionalProperties"):
             found[name] = json_schema(value, depth + 1)
-        elif name in _COUNTS and isinstance(value, str) and value.isascii() and value.isdigit():
-            found[name] = int(value[:20])
+        elif name in _COUNTS:
+            found[name] = read_int(value)
+        elif name in ("minimum", "maximum"):
+            found[name] = read_float(read_int(value))
         else:
             found[name] = value
+    _order(found, schema)
     if found.get("properties") and "additionalProperties" not in found:
         # Gemini's models never answer undeclared properties; the keyword came to its schemas late.
         found["additionalProperties"] = False
-    if schema.get("nullable") is True:
+    if read_bool(schema.get("nullable")) is True:
         _allow_null(found)
     return found
 
 
+def _order(found: dict[str, Any], schema: dict[str, Any]) -> None:
+    """Put properties in the order that a schema asks for: an answer's members follow it. Those that
+    the order does not name come last."""
+    wanted: Any = next((schema[name] for name in _ORDERINGS if schema.get(name)), [])
+    properties = found.get("properties")
+    if isinstance(properties, dict) and isinstance(wanted, list):
+        names = [name for name in wanted if isinstance(name, str) and name in properties]
+        found["properties"] = {name: properties[name] for name in (*names, *properties)}
+
+
 def lowercase_types(schema: Any, depth: int = 0) -> Any:
-    """Lower the case of the types in a JSON Schema: the SDK's examples write them in capitals.
+    """Lower the case of the types in a JSON Schema: the SDK's examples write them in capitals. Put
+    its properties in the order that it asks for.
 
     Cost: O(nodes). Levels below `DEPTH_MAX` stay as they are; the grammar compiler refuses them.
     """
@@ -90,6 +117,9 @@ def lowercase_types(schema: Any, depth: int = 0) -> Any:
             found[name] = value
         else:
             found[name] = lowercase_types(value, depth + 1)
+    _order(found, schema)
+    for name in _ORDERINGS:
+        found.pop(name, None)
     return found
 
 

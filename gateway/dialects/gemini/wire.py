@@ -1,7 +1,8 @@
 """Gemini's wire types: strict structs, both spellings of every field, errors.
 
-Clients mix camelCase and snake_case in one body. Fields of the API are accepted in either spelling;
-the client's data (arguments, responses, schemas) stays as sent. `gemini.prompt` translates these
+Clients mix camelCase and snake_case in one body. Fields of the API are accepted in either spelling,
+and with every value that protobuf's JSON mapping reads as the declared type (`proto_json`); the
+client's data (arguments, responses, schemas) stays as sent. `gemini.prompt` translates these
 types, and `gemini.schema` the schemas.
 """
 
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct, inspect
 from msgspec.structs import fields
 
+from gateway.dialects.gemini import proto_json
 from gateway.dialects.tolerance import HINTS, Tolerance, asks_nothing
 from gateway.dialects.validation import (
     alternatives,
@@ -115,7 +118,7 @@ class ThinkingConfig(Struct, frozen=True):
 class GenerationConfig(Struct, frozen=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Fraction | None = None
-    top_k: Annotated[float, Meta(ge=0, lt=2**31)] | None = None
+    top_k: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     candidate_count: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
     stop_sequences: (
@@ -185,46 +188,61 @@ _UPPER = re.compile(r"(?<=[a-z0-9])[A-Z]")
 
 @cache
 def _shape_of(kind: type[Struct]) -> dict[str, Any]:
-    """Return the fields of an API object by name: each with its own fields, a list of these, or 0
-    where the value is the client's data and stays as sent."""
-    return {field.encode_name: _shape(inspect.type_info(field.type)) for field in fields(kind)}
+    """Return the fields of an API object by name: each with its own fields, a list with one shape,
+    the reader of a scalar, or None where the value is the client's data and stays as sent."""
+    return {
+        field.encode_name: _shape(inspect.type_info(field.type), field.encode_name)
+        for field in fields(kind)
+    }
 
 
-def _shape(found: inspect.Type) -> Any:
+_READERS: dict[type[inspect.Type], Callable[[Any], Any]] = {
+    inspect.IntType: proto_json.read_int,
+    inspect.FloatType: proto_json.read_float,
+    inspect.BoolType: proto_json.read_bool,
+}
+
+
+def _shape(found: inspect.Type, name: str) -> Any:
     for alternative in alternatives(found):
         if isinstance(alternative, inspect.StructType):
             return _shape_of(alternative.cls)
-        if isinstance(alternative, inspect.ListType) and (item := _shape(alternative.item_type)):
-            return [item]
-    return 0
+        if isinstance(alternative, inspect.ListType):
+            return [_shape(alternative.item_type, name)]
+        if isinstance(alternative, inspect.LiteralType) and name in proto_json.ENUMS:
+            return partial(proto_json.read_enum, names=proto_json.ENUMS[name])
+        if type(alternative) in _READERS:
+            return _READERS[type(alternative)]
+    return None
 
 
 _CONTENT = _shape_of(Content)
 
 
-def to_snake_case(
+def read_fields(
     tree: Any, shape: Any, tolerance: Tolerance, path: str = "", *, is_answer: bool = False
 ) -> Any:
-    """Return the tree with the fields of `shape` (`_shape_of`) in snake_case.
+    """Return the tree with the fields of `shape` (`_shape_of`) in snake_case, and with their values
+    as protobuf's JSON mapping reads them.
 
     `is_answer`: the tree is a part of an earlier answer, which may have unknown fields. Cost:
     O(nodes). Changes: `tolerance` notes the ignored fields. Raises Refusal for a field that is
     unknown or present in both spellings.
     """
-    if isinstance(shape, list) and isinstance(tree, list):
-        item_shape = shape[0]
+    if isinstance(shape, list):
+        tree, item_shape = proto_json.read_list(tree), shape[0]
         items_max = CONTENTS_MAX if item_shape is _CONTENT else ITEMS_MAX
         if len(tree) > items_max:
             raise invalid_field(path, f"{len(tree)} items; expected at most {items_max}.")
         return [
             item
             if item_shape is _CONTENT and _is_plain(item)
-            else to_snake_case(
-                item, item_shape, tolerance, f"{path}[{number}]", is_answer=is_answer
-            )
+            else read_fields(item, item_shape, tolerance, f"{path}[{number}]", is_answer=is_answer)
             for number, item in enumerate(tree)
         ]
-    if not isinstance(shape, dict) or not isinstance(tree, dict):
+    if not isinstance(shape, dict):
+        return tree if shape is None else shape(tree)
+    if not isinstance(tree, dict):
         return tree
     is_answer |= shape is _CONTENT and tree.get("role") == "model" and not tolerance.is_strict
     found: dict[str, Any] = {}
@@ -243,7 +261,7 @@ def to_snake_case(
         if name in found:
             problem = "the field is present in camelCase and in snake_case; expected only one."
             raise invalid_field(field_path, problem)
-        found[name] = to_snake_case(value, shape[name], tolerance, field_path, is_answer=is_answer)
+        found[name] = read_fields(value, shape[name], tolerance, field_path, is_answer=is_answer)
     return found
 
 
@@ -272,7 +290,7 @@ def decode(body: bytes, kind: type[T], tolerance: Tolerance) -> T:
     """
     tree = decode_object(body or b"{}")
     try:
-        return convert(to_snake_case(tree, _shape_of(kind), tolerance), kind, "")
+        return convert(read_fields(tree, _shape_of(kind), tolerance), kind, "")
     except RecursionError:
         raise Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.") from None
 
