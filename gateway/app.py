@@ -196,7 +196,7 @@ class Gateway:
             source=source or ConfigSource(None, lambda: config),
             attribution=attribution,
         )
-        self._reconciler = Reconciler(self.context)
+        self.reconciler = Reconciler(self.context)
         self._finding_store = FindingStore(self.context, gateway_id)
         self.webhooks = WebhookSender(self.context, endpoints, read=read_webhooks)
         self._tasks: list[BackgroundTask] = [
@@ -204,7 +204,7 @@ class Gateway:
             self._finding_store,
             HistorySampling(self.context),
             self.webhooks,
-            self._reconciler,
+            self.reconciler,
         ]
         self.listeners: list[Listener] = []
         metrics.ledger_epoch.set(ledger_epoch(store).number)
@@ -309,7 +309,7 @@ class Gateway:
             listener.begin_drain()
         began_s = self.context.clock()
         if await self.context.wait_idle(timeout_s):
-            await self._reconciler.close()
+            await self.reconciler.close()
         left_s = timeout_s - (self.context.clock() - began_s)
         for model in self.context.models:
             await model.engine.drain(max(left_s, 0.0))

@@ -87,7 +87,7 @@ async def test_swarm_leaves_no_hold_block_task_or_descriptor(
         context = gateway.gateway.context
         context.contracts.entries.check()
         assert await asyncio.to_thread(check_books, gateway.store) == []
-        await gateway.gateway._reconciler.note()
+        await gateway.gateway.reconciler.note()
         (epoch,) = reconcile(gateway.store)
         assert epoch.ledger == epoch.engine == epoch.metrics
         for who in gateway.keys:

@@ -174,7 +174,7 @@ class GatewayFixture:
         # In a thread: what it reads at its start may be a round trip away.
         self.gateway = await asyncio.to_thread(
             partial(Gateway, endpoints=self.endpoints, wall=self.wall, failed=self.failed),
-            *(self.config, models, self.store, self._log),
+            *(self.config, models, self.store, self.log),
         )
         self.gateway.context.embeddings = self.embeddings
         self.url, self.admin_url = await self.gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
@@ -243,7 +243,7 @@ class GatewayFixture:
         (runner or self.runner).attention_of = attention_of
         return core, info
 
-    def _log(self, event: str, facts: dict[str, object]) -> None:
+    def log(self, event: str, facts: dict[str, object]) -> None:
         self.lines.append({"event": event, **facts})
 
     # -- as a client --------------------------------------------------------------------------

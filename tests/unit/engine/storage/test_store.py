@@ -568,7 +568,7 @@ def test_a_smaller_disk_drops_no_more_than_it_must_while_places_are_wiped(make: 
     while places := rig.disk.slabs.take_dirty():
         wiped += places
     assert len({place.slab for place in wiped}) == 4
-    rig.disk._settings.disk_bytes = 7 * WIDE_PLACE
+    rig.settings.disk_bytes = 7 * WIDE_PLACE
     rig.disk.maintain()
     assert there(rig, (1, 3, 5, 7)) == [1, 3, 5]
     rig.disk.slabs.put_wiped(wiped, is_wiped=True)
@@ -588,7 +588,7 @@ def test_a_smaller_disk_keeps_a_slab_above_a_promise(make: MakeRig) -> None:
     rig.erase(A, tokens=path_of(2))
     below = rig.store(A, LONG[RUN : 2 * RUN], parent=top, above=LONG[:RUN], promise_s=60.0)
     assert free != top
-    rig.disk._settings.disk_bytes = 2 * WIDE_PLACE
+    rig.settings.disk_bytes = 2 * WIDE_PLACE
     rig.disk.maintain()
 
     assert rig.found(A, LONG[: 2 * RUN]) == [top, *below]
@@ -621,7 +621,7 @@ def test_what_is_dropped_ahead_of_need_holds_up_no_look(
     rig = make(slab_bytes=64 * PLACE)
     rig.store(A, LONG, promise_s=60.0)  # which keeps the only slab
     fill(rig, range(1_000, 1_020))
-    rig.disk._settings.disk_bytes = PLACE
+    rig.settings.disk_bytes = PLACE
     records = []
     for _ in range(8):
         rig.disk.maintain()

@@ -19,7 +19,7 @@ async def settled(gateway: GatewayFixture) -> Epoch:
     """Return the only epoch, recorded when nothing runs."""
     await gateway.gateway.context.wait_idle(10)
     await gateway.gateway.context.finish_background()
-    await gateway.gateway._reconciler.note()
+    await gateway.gateway.reconciler.note()
     (epoch,) = reconcile(gateway.store)
     return epoch
 
@@ -73,7 +73,7 @@ async def test_running_requests_postpone_the_comparison(gateway: GatewayFixture)
     gateway.runner.hold_after(5)
     asking = asyncio.create_task(gateway.ask(body=gateway.chat(max_tokens=300)))  # still runs then
     await gateway.until(lambda: gateway.runner.steps >= 5)
-    noting = asyncio.create_task(gateway.gateway._reconciler.note())
+    noting = asyncio.create_task(gateway.gateway.reconciler.note())
     await asyncio.sleep(0)
     noted_ms = wall_ms()
     await gateway.until(lambda: wall_ms() > noted_ms)  # what ends in the same instant is compared
@@ -81,7 +81,7 @@ async def test_running_requests_postpone_the_comparison(gateway: GatewayFixture)
     await asyncio.gather(asking, noting)
 
     assert all(epoch.state in ("pending", "running") for epoch in reconcile(gateway.store))
-    assert await gateway.gateway._reconciler.check()
+    assert await gateway.gateway.reconciler.check()
 
 
 @pytest.mark.parametrize("is_early", [True, False])
@@ -105,7 +105,7 @@ async def test_requests_in_the_engine_have_holds_when_compared(
     monkeypatch.setattr(gateway.engine, "get_stats", counted)
     if is_early:
         await begin()
-    await gateway.gateway._reconciler.note()
+    await gateway.gateway.reconciler.note()
     (epoch,) = reconcile(gateway.store)
     gateway.runner.release()
     await asking[0]
@@ -130,14 +130,14 @@ async def test_logs_a_ledger_mismatch(gateway: GatewayFixture) -> None:
         for table in ("epoch_sums", "recent_sums"):  # it is in one of them
             db.execute(f"update {table} set output_tokens = output_tokens + 1")
 
-    assert not await gateway.gateway._reconciler.check()
+    assert not await gateway.gateway.reconciler.check()
     (line,) = [line for line in gateway.lines if line["event"] == "ledger_mismatch"]
     assert line["ledger_output_tokens"] == line["engine_output_tokens"] + 1  # type: ignore[operator]
 
 
 async def test_shutdown_records_final_counts(gateway: GatewayFixture) -> None:
     await gateway.ask(body=gateway.chat())
-    await gateway.gateway._reconciler.close()
+    await gateway.gateway.reconciler.close()
     (epoch,) = reconcile(gateway.store)
 
     assert (epoch.state, epoch.has_mismatch) == ("final", False)
@@ -156,7 +156,7 @@ async def test_epochs_are_counted_separately(gateway: GatewayFixture) -> None:
 
     assert first.engine == again.engine == again.metrics
     assert again.metrics == first.metrics
-    assert await gateway.gateway._reconciler.check()
+    assert await gateway.gateway.reconciler.check()
     assert Counts(3, 2, 1).minus(Counts(1, 2, 3)) == Counts(2, 0, -2)
 
 

@@ -44,7 +44,7 @@ async def collector() -> AsyncIterator[Collector]:
 async def send_to(gateway: GatewayFixture, collector: Collector) -> MetricsExport:
     """Return an export of an open gateway's metrics."""
     config = Config(metrics=MetricsConfig(endpoint=collector.url))
-    exporter = await asyncio.to_thread(open_metrics_exporter, config, gateway._log)
+    exporter = await asyncio.to_thread(open_metrics_exporter, config, gateway.log)
     assert exporter is not None
     return MetricsExport(gateway.gateway.context, exporter)
 

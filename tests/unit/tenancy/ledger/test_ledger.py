@@ -275,10 +275,11 @@ def test_dead_writer_fails_later_items(
     store: Store, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug ends the writer; current and later callers get an error."""
-    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    has_died = threading.Event()
+    monkeypatch.setattr("threading.excepthook", lambda args: has_died.set())
     with failing(store, ZeroDivisionError, monkeypatch):
         first = refusal(ledger.hold(hold("a")))
-        ledger._thread.join(PATIENCE_S)
+        assert has_died.wait(PATIENCE_S)
 
     assert (first, refusal(ledger.hold(hold("b")))) == ("failed", "closed")
 
