@@ -146,6 +146,25 @@ class Tolerance:
             raise invalid_field(path, f"Invalid value {str(value)[:64]!r}; expected {expected}.")
         self.ignore(path)
 
+    def leave_out_tools(self, tools: Mapping[str, str], *, may_call_others: bool) -> None:
+        """Leave out tools that a hosted API's server runs, or that no dialect knows: note their
+        types, by path, as ignored. The model cannot call a tool that it does not see.
+
+        `may_call_others`: a function remains, and the request leaves the choice to the model.
+        Raises Refusal if the answer could not be what was asked for, or if strict.
+        """
+        for path, kind in tools.items():
+            if self.is_lenient or (may_call_others and not self.is_strict):
+                self.ignore(f"tools.{kind}")
+                continue
+            problem = f"unsupported tool type {kind[:64]!r}; expected a function."
+            if not self.is_strict:
+                problem = (
+                    f"unsupported tool type {kind[:64]!r}: this server runs no tools; one is left"
+                    " out only where a function remains and the tool choice is 'auto'."
+                )
+            raise invalid_field(path, problem, "unsupported_parameter")
+
     def prune(self, value: Any, kind: Any, path: str) -> Any:
         """Return `value` without the fields that `kind` does not know, and note their names.
 

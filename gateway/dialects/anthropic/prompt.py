@@ -91,8 +91,7 @@ class _MessagesReader:
 
     def read(self) -> Prompt:
         """Read the body in the order of Anthropic's breakpoint rules, and return the prompt."""
-        for number, field in enumerate(self._body.tools or ()):
-            self._tool(field, f"tools[{number}]")
+        self._all_tools()
         self._system()
         prefilled = self._messages()
         self._breakpoints.add_automatic(self._body.cache_control)
@@ -122,11 +121,31 @@ class _MessagesReader:
 
     # -- tools ----------------------------------------------------------------------------------
 
+    def _all_tools(self) -> None:
+        """Read the tools, and leave out those of Anthropic's own types; a breakpoint after one of
+        them is after the tool before it."""
+        others: dict[str, str] = {}
+        for number, field in enumerate(self._body.tools or ()):
+            path, kind = f"tools[{number}]", field.get("type")
+            if not isinstance(kind, str) or kind == "custom":
+                self._tool(field, path)
+                continue
+            others[f"{path}.type"] = kind
+            given, path = field.get("cache_control"), f"{path}.cache_control"
+            if given is not None and self._tools:
+                control = convert(given, wire.CacheControl, path)
+                self._breakpoints.add(self._position, path, control)
+        choice = self._body.tool_choice
+        is_auto = choice is None or choice.type in ("auto", "none")
+        self._tolerance.leave_out_tools(others, may_call_others=bool(self._tools) and is_auto)
+
     def _tool(self, field: dict[str, Any], path: str) -> None:
-        kind = field.get("type")
-        if isinstance(kind, str) and kind != "custom":
-            problem = f"unsupported tool type {kind[:64]!r}; expected 'custom'."
-            raise invalid_field(f"{path}.type", problem, "unsupported_parameter")
+        if field.get("defer_loading") is True:
+            problem = (
+                "unsupported value True: tools cannot be loaded later; expected false, or a client"
+                " that does not search for tools (Claude Code: ENABLE_TOOL_SEARCH=false)."
+            )
+            raise invalid_field(f"{path}.defer_loading", problem, "unsupported_parameter")
         if self._tolerance.is_lenient:
             field = self._tolerance.prune(field, wire.MessagesToolField, path)
         found = convert(field, wire.MessagesToolField, path)

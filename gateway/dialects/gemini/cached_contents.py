@@ -77,7 +77,7 @@ def parse_create(body: bytes, now_ms: int) -> CachedContentCreate:
     if not fields.model:
         problem = "this field is required; expected the model that reads the cached content."
         raise invalid_field("model", problem, "missing_required_parameter")
-    prompt = prompt_of(fields, needs_contents=False)
+    prompt = prompt_of(fields, Tolerance("strict"), needs_contents=False)
     if not prompt.segments and not prompt.tools:
         problem = "nothing to cache; expected contents, a system instruction or tools."
         raise invalid_field("contents", problem, "missing_required_parameter")

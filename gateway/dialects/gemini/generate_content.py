@@ -116,7 +116,7 @@ def _count(body: bytes, metadata: RequestMetadata) -> Call:
 def _call(fields: wire.GenerateBody, model: str, tolerance: Tolerance, *, is_stream: bool) -> Call:
     settings = fields.generation_config
     _take_hints(fields, tolerance)
-    prompt = prompt_of(fields, needs_contents=True)
+    prompt = prompt_of(fields, tolerance, needs_contents=True)
     resource = fields.cached_content
     if resource:
         if fields.system_instruction is not None or fields.tools or fields.tool_config is not None:

@@ -20,11 +20,15 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.schema import json_schema, lowercase_types
+from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field, json_text
 
 
-def prompt_of(fields: wire.PromptFields, *, needs_contents: bool) -> Prompt:
-    """Return tools, system instruction and contents in API order. Raises Refusal."""
+def prompt_of(fields: wire.PromptFields, tolerance: Tolerance, *, needs_contents: bool) -> Prompt:
+    """Return tools, system instruction and contents in API order.
+
+    Changes: `tolerance` notes hosted tools that are left out. Raises Refusal.
+    """
     segments: list[Segment] = []
     system = fields.system_instruction
     if isinstance(system, str):
@@ -39,6 +43,8 @@ def prompt_of(fields: wire.PromptFields, *, needs_contents: bool) -> Prompt:
     segments += _ContentsReader(has_system=len(segments) > 0).read(fields.contents)
     config = (fields.tool_config or wire.ToolConfig()).function_calling_config
     tools = _tools(fields.tools, is_strict=config.mode == "VALIDATED")
+    is_auto = config.mode != "ANY" and not config.allowed_function_names
+    tolerance.leave_out_tools(_hosted(fields.tools), may_call_others=bool(tools) and is_auto)
     names = {tool.name for tool in tools}
     for name in config.allowed_function_names:
         if name not in names:
@@ -160,14 +166,20 @@ def _only_text(part: wire.Part, path: str) -> str:
     return part.text
 
 
+def _hosted(fields: Sequence[wire.GeminiToolField]) -> dict[str, str]:
+    """Return the types of the tools that Google's servers run, by path."""
+    return {
+        f"tools[{number}].{kind}": kind
+        for number, field in enumerate(fields)
+        for name in wire.GeminiToolField.__struct_fields__[1:]
+        if getattr(field, name) is not None
+        for kind in (wire.to_camel_case(name),)
+    }
+
+
 def _tools(fields: Sequence[wire.GeminiToolField], *, is_strict: bool) -> tuple[Tool, ...]:
     found: dict[str, Tool] = {}
     for number, field in enumerate(fields):
-        for name in wire.GeminiToolField.__struct_fields__[1:]:
-            if getattr(field, name) is not None:
-                path = f"tools[{number}].{wire.to_camel_case(name)}"
-                problem = "hosted tools are not supported; expected functionDeclarations."
-                raise invalid_field(path, problem, "unsupported_parameter")
         for index, declared in enumerate(field.function_declarations):
             path = f"tools[{number}].functionDeclarations[{index}]"
             if declared.name in found:

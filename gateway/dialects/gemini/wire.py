@@ -93,6 +93,11 @@ class GeminiToolField(Struct, frozen=True):
     computer_use: Any = None
     google_maps: Any = None
     file_search: Any = None
+    retrieval: Any = None
+    enterprise_web_search: Any = None
+    parallel_ai_search: Any = None
+    mcp_servers: Any = None
+    exa_ai_search: Any = None
 
 
 class FunctionCalling(Struct, frozen=True):

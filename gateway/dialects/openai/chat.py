@@ -70,7 +70,7 @@ RULES = wire.FieldRules(
         "max_output_tokens": "max_completion_tokens",
     },
     switches=frozenset({"chat_template_kwargs"}),
-    cleaned={"messages": chat.clean_history},
+    cleaned={"messages": chat.clean_history, "tools": chat.clean_tools},
 )
 
 _PLACEHOLDER = "\ue000"
@@ -183,7 +183,7 @@ def prompt_of(fields: ChatBody, tolerance: Tolerance) -> tuple[Prompt, CacheDire
         fields.cache_control,
         chat.has_native_breakpoint(fields.messages),
     )
-    declared = chat.tools_of(fields.tools or ())
+    declared = chat.tools_of(fields.tools or (), fields.tool_choice, tolerance)
     unmarked = chat.segments_of(fields.messages, settings)
     segments, directives = cache.apply(declared, unmarked, settings)
     add, form = fields.add_generation_prompt, fields.response_format

@@ -122,20 +122,44 @@ Choice = Literal["none", "auto", "required"] | ChoiceField
 # --- tools -------------------------------------------------------------------------------------
 
 
-def tools_of(fields: Sequence[ChatToolField]) -> tuple[Tool, ...]:
-    """Return the declared functions in order. Raises Refusal."""
+def clean_tools(declared: Any, tolerance: Tolerance) -> Any:
+    """Return tools of which those that are no functions have only their type: it alone tells
+    whether they may be left out. Cost: O(tools)."""
+    if not isinstance(declared, list):
+        return declared
+    return [
+        {"type": kind}
+        if isinstance(tool, dict)
+        and isinstance(kind := tool.get("type"), str)
+        and kind not in ("function", tools.CUSTOM)
+        else tool
+        for tool in declared
+    ]
+
+
+def tools_of(
+    fields: Sequence[ChatToolField], choice: Choice | None, tolerance: Tolerance
+) -> tuple[Tool, ...]:
+    """Return the declared functions in order. Changes: `tolerance` notes tools that are left out.
+    Raises Refusal."""
     if not fields:
         return ()
-    found = []
+    found, others = [], {}
     for number, field in enumerate(fields):
         path = f"tools[{number}]"
-        if field.type != "function" or not isinstance(field.custom, UnsetType):
-            problem = tools.unsupported_type(field.type)
+        is_custom = field.type == tools.CUSTOM or not isinstance(field.custom, UnsetType)
+        if is_custom and not tolerance.is_lenient:
+            problem = tools.unsupported_type(tools.CUSTOM)
             raise invalid_field(f"{path}.type", problem, "unsupported_parameter")
+        if is_custom or field.type != "function":
+            others[f"{path}.type"] = field.type
+            continue
         if field.function is None:
             problem = "this field is required; expected the declaration of a function."
             raise invalid_field(f"{path}.function", problem, "missing_required_parameter")
         found.append(tools.tool(field.function, f"{path}.function", field.cache_control))
+    is_auto = tools.is_auto(choice)
+    tolerance.leave_out_tools(others, may_call_others=bool(found) and is_auto)
     tools.check_names(found)
     return tuple(found)
 

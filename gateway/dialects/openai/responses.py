@@ -290,7 +290,7 @@ def _prompt(
         fields.cache_control,
         items.has_native_breakpoint(given) or items.has_native_breakpoint(history),
     )
-    declared = items.tools_of(fields.tools or (), tolerance)
+    declared = items.tools_of(fields.tools or (), fields.tool_choice, tolerance)
     field = "conversation" if fields.conversation else "previous_response_id"
     unmarked = items.segments_of(fields.instructions, history, field, given, settings, tolerance)
     segments, directives = cache.apply(declared, unmarked, settings)

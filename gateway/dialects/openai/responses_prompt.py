@@ -117,25 +117,30 @@ _UNSUPPORTED_PARTS = {"input_image", "input_file", "input_audio", "input_video",
 # --- tools -------------------------------------------------------------------------------------
 
 
-def tools_of(fields: Sequence[dict[str, Any]], tolerance: Tolerance) -> tuple[Tool, ...]:
+def tools_of(
+    fields: Sequence[dict[str, Any]], choice: Choice | None, tolerance: Tolerance
+) -> tuple[Tool, ...]:
     """Return the declared functions in order, with those of namespaces. Raises Refusal.
 
     A function of a namespace gets the joined name `namespace.function`, which the model reads and
     calls; no name of a function alone has a dot. Changes: `tolerance` notes ignored fields, and
-    other tools of a namespace.
+    tools that are left out.
     """
     found: list[Tool] = []
+    others: dict[str, str] = {}
     for number, declared in enumerate(fields):
         path, kind = f"tools[{number}]", declared.get("type")
         if kind == "function":
             found.append(_function(declared, path, tolerance))
         elif kind == "namespace":
             found += _namespace(declared, path, tolerance)
-        elif tolerance.is_lenient and isinstance(kind, str):
-            tolerance.ignore(f"tools.{kind}")
+        elif isinstance(kind, str) and (kind != tools.CUSTOM or tolerance.is_lenient):
+            others[f"{path}.type"] = kind
         else:
             problem = tools.unsupported_type(kind)
             raise invalid_field(f"{path}.type", problem, "unsupported_parameter")
+    is_auto = tools.is_auto(choice)
+    tolerance.leave_out_tools(others, may_call_others=bool(found) and is_auto)
     if len(found) > TOOLS_MAX:
         problem = f"{len(found)} functions with those of namespaces; expected at most {TOOLS_MAX}."
         raise invalid_field("tools", problem)

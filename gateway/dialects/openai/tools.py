@@ -24,6 +24,9 @@ Described = Annotated[str, Meta(max_length=100_000)]
 CallId = Annotated[str, Meta(min_length=1, max_length=512)]
 Arguments = Annotated[str, Meta(max_length=10_000_000)]
 
+CUSTOM = "custom"
+"""The type of a tool that takes a text under a grammar. Its client runs it and relies on it."""
+
 TEXT_ONLY = "the model reads only text; expected a text part."
 
 
@@ -87,8 +90,18 @@ def check_names(tools: Sequence[Tool]) -> None:
         seen.add(declared.name)
 
 
+def is_auto(choice: object) -> bool:
+    """Return whether a tool choice leaves it to the model to call a tool."""
+    return choice in (None, "auto", "none")
+
+
 def unsupported_type(kind: object) -> str:
     """Return the problem of a tool that is not a function."""
+    if kind == CUSTOM:
+        return (
+            "unsupported tool type 'custom'; expected a 'function', which may take the text as its"
+            " argument, or a key with the tolerance 'lenient', which leaves such tools out."
+        )
     return f"unsupported tool type {str(kind)[:64]!r}; expected a complete 'function'."
 
 
