@@ -15,7 +15,7 @@ from msgspec import Struct
 from engine.errors import ModelError
 from engine.model_store.architecture import Architecture
 
-CARD_VERSION = 2
+CARD_VERSION = 3
 """Version of the card's fields; a card of another version is made anew."""
 
 
@@ -24,7 +24,8 @@ class ModelCard(Struct, frozen=True, forbid_unknown_fields=True):
 
     `digest` covers the model's files, tokenizer and template. `source`: the GGUF file or Hugging
     Face folder. `folder`: the prepared folder. `stop_token_ids`: every token that ends an output.
-    `special_token_ids`: tokens that are never text.
+    `special_token_ids`: tokens that are never text. `warnings`: what is doubtful in the model's
+    files, each in a sentence for operators.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ModelCard(Struct, frozen=True, forbid_unknown_fields=True):
     special_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
     add_bos: bool = False
+    warnings: tuple[str, ...] = ()
     version: int = CARD_VERSION
 
     @property

@@ -17,8 +17,8 @@ from engine.errors import ModelError
 from engine.model_store.architecture import Architecture
 from engine.model_store.families import FAMILIES, architecture_of, unsupported_family
 from engine.model_store.gguf_header import GgufHeader, TensorInfo, Value, read_header
-from engine.model_store.gguf_tokenizer import special_ids, tokenizer_json
-from engine.model_store.parts import END_TOKENS, PLAIN_TEMPLATE, ModelParts
+from engine.model_store.gguf_tokenizer import special_ids, tokenizer_json, tokenizer_warnings
+from engine.model_store.parts import END_TOKENS, ModelParts, choose_template
 
 _FLOAT32 = 0
 _SIGMOID = 2
@@ -93,15 +93,28 @@ def read_gguf(path: Path) -> ModelParts:
         *(index.get(token) for token in END_TOKENS),
     ]
     bos = header.integer("tokenizer.ggml.bos_token_id")
+    template, warnings = choose_template(_templates(header))
     return ModelParts(
         config=_architecture(path, header, len(tokens)),
         tokenizer=tokenizer_json(header),
-        template=header.string("tokenizer.chat_template") or PLAIN_TEMPLATE,
+        template=template,
+        warnings=(*tokenizer_warnings(header), *warnings),
         stop_token_ids=tuple(sorted({stop for stop in stops if stop is not None})),
         special_token_ids=specials,
         bos_token_id=bos,
         add_bos=header.metadata.get("tokenizer.ggml.add_bos_token") is True and bos is not None,
     )
+
+
+def _templates(header: GgufHeader) -> dict[object, object]:
+    """Return the chat templates by name."""
+    prefix = "tokenizer.chat_template"
+    named: dict[object, object] = {
+        key.removeprefix(f"{prefix}."): value
+        for key, value in header.metadata.items()
+        if key.startswith(f"{prefix}.")
+    }
+    return {**named, "default": header.string(prefix)}
 
 
 def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:

@@ -9,6 +9,7 @@ reads.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,21 +60,46 @@ def _split(*patterns: str) -> list[dict[str, Any]]:
     return [*splits, _byte_level(use_regex=False)]
 
 
+_WORDS = [_byte_level(use_regex=True)]
 _DIGITS = [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)]
 
 
+_GPT2_NAMES = (
+    *("gpt-2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "gigachat"),
+    *("mellum", "a.x-4.0", "granite-docling", "roberta-bpe", "modern-bert", "jina-v1-en"),
+    *("jina-v2-code", "jina-v2-es", "jina-v2-de", "jina-es", "jina-de"),
+)
+_DIGIT_NAMES = (
+    *("smollm", "refact", "command-r", "starcoder", "codeshell", "exaone", "minerva-7b"),
+    "mellum2",
+)
+_LLAMA3_NAMES = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    "jina-v5-nano",
+)
+_QWEN2_NAMES = (
+    *("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "stablelm2", "hunyuan"),
+    *("solar-open", "grok-2"),
+)
 PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
-    "gpt-2": [_byte_level(use_regex=True)],
-    "default": [_byte_level(use_regex=True)],
-    **dict.fromkeys(("smollm", "refact", "command-r"), _DIGITS),
-    **dict.fromkeys(("llama-bpe", "dbrx", "glm4", "chatglm-bpe"), _split(_LLAMA3_SPLIT)),
-    "qwen2": _split(_QWEN2_SPLIT),
+    **dict.fromkeys(_GPT2_NAMES, _WORDS),
+    **dict.fromkeys(_DIGIT_NAMES, _DIGITS),
+    **dict.fromkeys(_LLAMA3_NAMES, _split(_LLAMA3_SPLIT)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _split(_LLAMA3_SPLIT)),
+    **dict.fromkeys(_QWEN2_NAMES, _split(_QWEN2_SPLIT)),
     "qwen35": _split(_QWEN35_SPLIT),
-    "gpt-4o": _split(_GPT4O_SPLIT),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _split(_GPT4O_SPLIT)),
     "tekken": _split(_TEKKEN_SPLIT),
-    "deepseek-v3": _split(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK_SPLIT),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"),
+        _split(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK_SPLIT),
+    ),
 }
-"""Pre-tokenizers by `tokenizer.ggml.pre`."""
+"""Pre-tokenizers by `tokenizer.ggml.pre`: the names that llama.cpp gives to these patterns."""
+_COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen")
+"""Those whose texts are composed (NFC) first."""
+_WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken")
+"""Those where a word that is a token needs no merges."""
 
 
 def special_ids(header: GgufHeader) -> tuple[int, ...]:
@@ -153,21 +179,51 @@ def tokenizer_json(header: GgufHeader) -> str:
         raise ModelError(
             "unsupported", f"unsupported pre-tokenizer: {family!r}; expected one of {known}"
         )
-    tokens = header.strings("tokenizer.ggml.tokens")
+    _check_vocabulary(header)
     merges = [merge.split(" ") for merge in header.strings("tokenizer.ggml.merges")]
-    if not tokens or not all(len(merge) == 2 for merge in merges):
-        raise ModelError("corrupt", "the tokenizer has no tokens, or a merge that is not a pair")
+    if not all(len(merge) == 2 for merge in merges):
+        raise ModelError("corrupt", "the tokenizer has a merge that is not a pair")
     return json.dumps(
         _document(
             header,
-            normalizer={"type": "NFC"} if family.startswith("qwen") else None,
+            normalizer={"type": "NFC"} if family in _COMPOSED else None,
             pre_tokenizer={"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[family]},
             decoder=_byte_level(use_regex=True),
             merges=merges,
             falls_back=False,
-            ignores_merges=family in ("llama-bpe", "tekken"),
+            ignores_merges=family in _WHOLE_WORDS,
         )
     )
+
+
+def tokenizer_warnings(header: GgufHeader) -> tuple[str, ...]:
+    """Return what is doubtful in the metadata, each in a sentence for operators."""
+    found = []
+    is_bpe = header.string("tokenizer.ggml.model") == "gpt2"
+    if is_bpe and not header.string("tokenizer.ggml.pre"):
+        found.append(
+            "the file names no pre-tokenizer (tokenizer.ggml.pre), so texts are split as GPT-2's:"
+            " a model trained otherwise answers worse; convert it again"
+        )
+    if not header.numbers(_TYPES):
+        found.append(
+            "the file has no token types (tokenizer.ggml.token_type), so that no token is special:"
+            " a chat template's own tokens are read as text; convert it again"
+        )
+    return tuple(found)
+
+
+def _check_vocabulary(header: GgufHeader) -> None:
+    """Refuse a vocabulary that is cut short: it would tokenize, and wrongly. Raises ModelError."""
+    tokens, kinds = header.strings("tokenizer.ggml.tokens"), header.numbers(_TYPES)
+    if not tokens:
+        raise ModelError("corrupt", "the tokenizer has no tokens")
+    if kinds and len(kinds) != len(tokens):
+        counts = f"{len(tokens)} tokens and {len(kinds)} types (token_type)"
+        raise ModelError("corrupt", f"the tokenizer has {counts}; expected equal counts")
+    if len(set(tokens)) != len(tokens):
+        twice = next(token for token, count in Counter(tokens).items() if count > 1)
+        raise ModelError("corrupt", f"the tokenizer has the token {twice[:80]!r} twice")
 
 
 def _sentencepiece_json(header: GgufHeader) -> str:
@@ -181,6 +237,7 @@ def _sentencepiece_json(header: GgufHeader) -> str:
             f"{len(tokens)} tokens, {len(scores)} scores, {len(kinds)} types; expected equal"
             " counts",
         )
+    _check_vocabulary(header)
     has_prefix = header.metadata.get("tokenizer.ggml.add_space_prefix") is not False
     unknown = header.integer("tokenizer.ggml.unknown_token_id")
     is_known = unknown is not None and 0 <= unknown < len(tokens)

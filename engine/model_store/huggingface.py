@@ -12,7 +12,10 @@ from typing import Any
 from engine.errors import ModelError
 from engine.model_store.architecture import Architecture
 from engine.model_store.families import architecture_of
-from engine.model_store.parts import END_TOKENS, PLAIN_TEMPLATE, ModelParts
+from engine.model_store.parts import END_TOKENS, ModelParts, choose_template
+
+TEXT_BYTES_MAX = 512 * 2**20
+"""Most bytes of a file that is read as text: a tokenizer of 262,144 tokens has 33 MB."""
 
 
 def read_folder(folder: Path) -> ModelParts:
@@ -31,10 +34,12 @@ def read_folder(folder: Path) -> ModelParts:
     for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
         stops.update(_token_ids(value, folder))
     bos = _token_ids(config.get("bos_token_id"), folder)
+    template, warnings = choose_template(_templates(folder, settings))
     return ModelParts(
         config=_architecture(config),
         tokenizer=tokenizer,
-        template=_template(folder, settings),
+        template=template,
+        warnings=warnings,
         stop_token_ids=tuple(sorted(stops)),
         special_token_ids=tuple(sorted(specials)),
         bos_token_id=bos[0] if bos else None,
@@ -59,15 +64,19 @@ def _token_ids(value: object, folder: Path) -> list[int]:
     return integers
 
 
-def _template(folder: Path, settings: dict[str, Any]) -> str:
+def _templates(folder: Path, settings: dict[str, Any]) -> dict[object, object]:
+    """Return the chat templates by name, from the first place that has any: a file of its own, the
+    tokenizer's settings, the processor's file."""
     path = folder / "chat_template.jinja"
     if path.exists():
-        return _read_text(path)
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several templates by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else PLAIN_TEMPLATE
+        return {"default": _read_text(path)}
+    for holder in (settings, _read_json(folder / "chat_template.json", optional=True)):
+        found = holder.get("chat_template")
+        if isinstance(found, list):
+            found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        if found:
+            return found if isinstance(found, dict) else {"default": found}
+    return {}
 
 
 def _architecture(config: dict[str, Any]) -> Architecture:
@@ -85,7 +94,13 @@ def _architecture(config: dict[str, Any]) -> Architecture:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():
+            raise ModelError("corrupt", f"{path} is not a regular file.")
+        if path.stat().st_size > TEXT_BYTES_MAX:
+            size = path.stat().st_size
+            message = f"{path} has {size} bytes; expected at most {TEXT_BYTES_MAX}"
+            raise ModelError("corrupt", message)
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ModelError("not_found", f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
 from engine.model_store.architecture import Architecture
@@ -18,8 +20,25 @@ END_TOKENS = (
 """Special tokens that end an output in every vocabulary that has them."""
 
 
+def choose_template(named: Mapping[object, object]) -> tuple[str, tuple[str, ...]]:
+    """Return the chat template of several by name, and warnings: the default one, else the only
+    one, else the one for tools, else `PLAIN_TEMPLATE`."""
+    found = {name: text for name, text in named.items() if isinstance(text, str) and text.strip()}
+    names = ", ".join(sorted(map(str, found)))
+    for chosen in ("default", *(found if len(found) == 1 else ("tool_use",))):
+        if chosen in found:
+            others = len(found) > 1
+            told = f"of the chat templates {names} only {chosen!r} is used"
+            return str(found[chosen]), (told,) if others else ()
+    why = f"has the chat templates {names}, none of them the default one" if found else "has none"
+    return PLAIN_TEMPLATE, (
+        f"chats are written as roles and colons: the model {why} (chat_template)",
+    )
+
+
 class ModelParts(Struct, frozen=True):
-    """`tokenizer`: text of a tokenizer.json. `template`: text of a Jinja chat template."""
+    """`tokenizer`: text of a tokenizer.json. `template`: text of a Jinja chat template. `warnings`:
+    what is doubtful, each in a sentence for operators."""
 
     config: Architecture
     tokenizer: str
@@ -28,3 +47,4 @@ class ModelParts(Struct, frozen=True):
     special_token_ids: tuple[int, ...]
     bos_token_id: int | None
     add_bos: bool
+    warnings: tuple[str, ...] = ()

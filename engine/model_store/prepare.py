@@ -7,10 +7,13 @@ weights or an old cache. It knows no tensor. Commands call it before an engine s
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
@@ -18,7 +21,7 @@ from tokenizers import Tokenizer
 
 from engine.errors import ModelError
 from engine.model_store.architecture import check_architecture
-from engine.model_store.card import CARD_VERSION, ModelCard, load_card
+from engine.model_store.card import ModelCard, load_card
 from engine.model_store.gguf import read_gguf
 from engine.model_store.huggingface import read_folder
 from engine.model_store.parts import ModelParts
@@ -26,6 +29,11 @@ from engine.model_store.parts import ModelParts
 CHUNK_BYTES = 1 << 20
 """Bytes hashed at once."""
 
+GROWTH_MAX = 64
+"""How many times longer a tokenizer's rules may make a text before they split it."""
+IDENTITY_VERSION = 2
+"""Changes when equal files are tokenized otherwise: what was cached before is then not found."""
+_NO_END = "the model names no end token, so that answers end at their length limit alone"
 _DIGESTED_SUFFIXES = (".json", ".jinja", ".safetensors")
 """Files of a folder that the digest covers."""
 
@@ -58,6 +66,7 @@ def _prepare(
 ) -> ModelCard:
     if not source.exists():
         raise ModelError("not_found", f"{source} does not exist.")
+    _check_files(source)
     digest = content_digest(source, models_dir)
     folder = prepared_folder(name, digest, models_dir)
     if (folder / "model_card.json").exists():
@@ -74,7 +83,7 @@ def _prepare(
     except ValueError as error:
         raise ModelError("unsupported", f"{source}: {_one_line(error)}") from error
     folder.mkdir(parents=True, exist_ok=True)
-    identity = f"{digest}|{CARD_VERSION}|{parts.tokenizer}|{parts.template}"
+    identity = f"{digest}|{IDENTITY_VERSION}|{parts.tokenizer}|{parts.template}"
     card = ModelCard(
         name=name,
         digest=xxhash.xxh3_128_hexdigest(identity.encode()),
@@ -86,6 +95,7 @@ def _prepare(
         special_token_ids=parts.special_token_ids,
         bos_token_id=parts.bos_token_id,
         add_bos=parts.add_bos,
+        warnings=parts.warnings if parts.stop_token_ids else (*parts.warnings, _NO_END),
     )
     write_atomically(folder / "tokenizer.json", parts.tokenizer.encode())
     write_atomically(folder / "chat_template.jinja", parts.template.encode())
@@ -112,6 +122,8 @@ def _one_line(error: BaseException) -> str:
 def _check(parts: ModelParts, source: Path) -> None:
     """Refuse a damaged model here, not in the process that first uses its tokenizer."""
     check_architecture(parts.config)
+    if problem := _tokenizer_problem(parts.tokenizer):
+        raise ModelError("corrupt", f"{source}: invalid tokenizer: {problem}")
     try:
         tokens = Tokenizer.from_str(parts.tokenizer).get_vocab_size(with_added_tokens=True)
     except Exception as error:  # the library raises nothing narrower
@@ -128,6 +140,71 @@ def _check(parts: ModelParts, source: Path) -> None:
         raise ModelError(
             "corrupt", f"{source}: token id {unknown[0]} is outside the vocabulary of {vocab}"
         )
+
+
+def _check_files(source: Path) -> None:
+    """Refuse what would block its reader, such as a pipe, or never end, such as a device."""
+    found = [source] if not source.is_dir() else source.iterdir()
+    for path in found:
+        is_read = path == source or path.suffix in _DIGESTED_SUFFIXES
+        if is_read and not path.is_file() and not path.is_dir():
+            raise ModelError("corrupt", f"{path} is not a regular file.")
+
+
+def _tokenizer_problem(tokenizer: str) -> str:
+    """Return why a tokenizer.json would tokenize, and wrongly or without bounds; "" if it does
+    not. What the library refuses is left to it."""
+    try:
+        document = json.loads(tokenizer)
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    model = document.get("model") if isinstance(document, dict) else None
+    if not isinstance(model, dict):
+        return "it has no model"
+    vocab = model.get("vocab")
+    if model.get("type") == "BPE" and isinstance(vocab, dict) and not model.get("merges"):
+        added = {one.get("content") for one in document.get("added_tokens") or ()}
+        if word := next((w for w in vocab if len(w) > 1 and w not in added and w[:3] != "<0x"), ""):
+            return (
+                f"BPE without merges, which never makes the token {word[:80]!r} of its vocabulary"
+            )
+    growth, rest = 1.0, [document.get("normalizer")]
+    while rest:
+        rule = rest.pop()
+        if isinstance(rule, dict):
+            growth *= _growth(rule)
+            inner = rule.get("normalizers")
+            rest += inner if isinstance(inner, list) else ()
+    if growth > GROWTH_MAX:
+        return (
+            f"its normalizer makes texts {growth:.3g} times longer; expected {GROWTH_MAX} at most"
+        )
+    return ""
+
+
+def _growth(rule: dict[str, Any]) -> float:
+    """Return how many times longer a rule of a normalizer makes a text at most, about."""
+    match rule.get("type"):
+        case "Replace":
+            pattern = rule.get("pattern")
+            text = str(pattern.get("String") or "") if isinstance(pattern, dict) else ""
+            size = len(str(rule.get("content", "")).encode(errors="replace"))
+            return max(1.0, size / len(text.encode(errors="replace")) if text else 1 + size)
+        case "Prepend":
+            return max(1.0, len(str(rule.get("prepend", ""))) / 8)
+        case "Precompiled":
+            try:
+                data = base64.b64decode(str(rule.get("precompiled_charsmap", "")))
+            except ValueError:
+                return 1.0
+            words = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+            return max(1.0, max(map(len, words)) / 3)
+        case "NFKC" | "NFKD":
+            return 11.0
+        case "NFD" | "BertNormalizer":
+            return 3.0
+        case _:
+            return 1.0
 
 
 def prepared_folder(name: str, digest: str, models_dir: Path) -> Path:

@@ -191,8 +191,8 @@ def _folder_files(folder: Path) -> list[Path]:
     for name in names:
         if Path(name).name != name:
             raise ModelError("corrupt", f"{index} names {name!r}; expected a file beside it")
-        if not (folder / name).exists():
-            raise ModelError("not_found", f"{folder} has no {name}.")
+        if not (folder / name).is_file():  # a pipe would block its reader
+            raise ModelError("not_found", f"{folder} has no file {name}.")
     return sorted(folder / name for name in names)
 
 

@@ -34,6 +34,8 @@ def supervise_engines(
             continue
         is_alone = len(cards) == 1
         report = log if is_alone else partial(_report, log, settings.name)
+        for warning in card.warnings:
+            report("model_warning", {"warning": warning})
         own = config.engine_of(settings)
         if settings.name in host_mib:
             size_mib = host_mib[settings.name]

@@ -15,7 +15,11 @@ from tokenizers import Tokenizer
 
 from engine.errors import ModelError
 from engine.model_store.gguf_header import GgufHeader, read_header
-from engine.model_store.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_json
+from engine.model_store.gguf_tokenizer import (
+    PRE_TOKENIZERS,
+    tokenizer_json,
+    tokenizer_warnings,
+)
 from tests.examples import examples
 from tests.models import write_gguf
 from tests.tiny_tokenizer import MERGES, SPECIALS, TOKENS, tokenizer_document
@@ -144,6 +148,8 @@ REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
     "tokens that are numbers": ({"tokens": [1, 2]}, "corrupt", "tokens"),
     "a merge of one": ({"merges": ["a"]}, "corrupt", "pair"),
     "types that are no list": ({"token_type": 3}, "corrupt", "token_type"),
+    "types cut short": ({"token_type": [1] * 3}, "corrupt", "token_type"),
+    "a token twice": ({"tokens": [*TOKENS[:-1], TOKENS[0]]}, "corrupt", "twice"),
 }
 
 
@@ -154,6 +160,35 @@ def test_unsupported_tokenizer_is_refused(changes: dict[str, object], code: str,
         tokenizer_json(header_of(**changes))
 
     assert caught.value.code == code
+
+
+ALIASES = {
+    "llama-bpe": ("llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "midm-2.0"),
+    "qwen2": ("deepseek-r1-qwen",),
+    "gpt-2": ("phi-2", "olmo", "mpt", "exaone4", "roberta-bpe", "gigachat"),
+    "smollm": ("starcoder", "refact", "command-r", "codeshell", "minerva-7b"),
+    "gpt-4o": ("llama4", "minimax-m2", "kanana2"),
+    "deepseek-v3": ("hunyuan-dense", "joyai-llm"),
+    "dbrx": ("smaug-bpe", "glm4", "chatglm-bpe"),
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_other_names_of_a_pre_tokenizer_make_the_same_tokenizer(name: str) -> None:
+    """llama.cpp names a pre-tokenizer after each model that it was found in."""
+    expected = tokenizer_json(header_of(pre=name))
+
+    assert {tokenizer_json(header_of(pre=alias)) for alias in ALIASES[name]} == {expected}
+
+
+def test_a_file_without_pre_tokenizer_or_types_is_read_with_a_warning() -> None:
+    """Old files have neither; llama.cpp reads them, and tokenizes some of them wrongly."""
+    whole, bare = header_of(), header_of(pre=None, token_type=None)
+    warnings = tokenizer_warnings(bare)
+
+    assert tokenizer_warnings(whole) == ()
+    assert [word in text for word, text in zip(("pre", "token_type"), warnings, strict=True)]
+    assert json.loads(tokenizer_json(bare))["added_tokens"] == []
 
 
 def test_reference_reader_reads_fixture_file(tmp_path: Path) -> None:

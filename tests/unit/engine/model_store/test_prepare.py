@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 
 from engine.errors import ModelError
 from engine.model_store import Architecture, load_card, prepare
+from engine.model_store.huggingface import read_folder
+from engine.model_store.parts import PLAIN_TEMPLATE
 from tests.models import (
     CHAT_TEMPLATE,
     SHAPES,
@@ -211,6 +214,141 @@ def test_damaged_folder_is_refused(file: str, content: bytes | None, tmp_path: P
         (source / file).write_bytes(content)
 
     assert refusal(source, tmp_path).code in ("corrupt", "not_found", "unsupported")
+
+
+def with_settings(folder: Path, **settings: Any) -> Path:
+    """Write a model's folder whose tokenizer has these settings; return it."""
+    path = write_folder(folder) / "tokenizer_config.json"
+    path.write_text(json.dumps({"add_bos_token": False, **settings}))
+    return folder
+
+
+NAMED = [{"name": "default", "template": "MINE"}, {"name": "tool_use", "template": "TOOLS"}]
+PLACES: dict[str, tuple[dict[str, Any], dict[str, str], str, int]] = {
+    "settings": ({"chat_template": "MINE"}, {}, "MINE", 0),
+    "a file": ({}, {"chat_template.jinja": "MINE"}, "MINE", 0),
+    "a file with a byte order mark": ({}, {"chat_template.jinja": "\ufeffMINE"}, "MINE", 0),
+    "the processor's file": ({}, {"chat_template.json": '{"chat_template": "MINE"}'}, "MINE", 0),
+    "a file before settings": (
+        {"chat_template": "OTHER"},
+        {"chat_template.jinja": "MINE"},
+        "MINE",
+        0,
+    ),
+    "a list": ({"chat_template": NAMED}, {}, "MINE", 1),
+    "a dict": ({"chat_template": {"default": "MINE", "tool_use": "TOOLS"}}, {}, "MINE", 1),
+    "a list of one": ({"chat_template": NAMED[1:]}, {}, "TOOLS", 0),
+    "a dict of one": ({"chat_template": {"mine": "MINE"}}, {}, "MINE", 0),
+    "no default one": ({"chat_template": {"rag": "RAG", "tool_use": "TOOLS"}}, {}, "TOOLS", 1),
+    "none that is known": ({"chat_template": {"a": "A", "b": "B"}}, {}, PLAIN_TEMPLATE, 1),
+    "an empty one": ({"chat_template": ""}, {}, PLAIN_TEMPLATE, 1),
+    "none": ({}, {}, PLAIN_TEMPLATE, 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "files", "template", "warnings"), PLACES.values(), ids=PLACES.keys()
+)
+def test_template_is_found_or_a_warning_says_what_is_used(
+    settings: dict[str, Any], files: dict[str, str], template: str, warnings: int, tmp_path: Path
+) -> None:
+    """A model that is asked in roles and colons answers worse, and nothing else shows it."""
+    source = with_settings(tmp_path / "m", **settings)
+    for name, text in files.items():
+        (source / name).write_text(text)
+
+    card = prepare("tiny", source, tmp_path)
+
+    assert card.template_path.read_text() == template
+    assert len(card.warnings) == warnings
+    assert load_card(Path(card.folder)).warnings == card.warnings
+
+
+def replace_rules(count: int) -> dict[str, Any]:
+    """Return a normalizer that makes each of some letters a thousand, several times over."""
+    rule = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+    return {"type": "Sequence", "normalizers": [rule] * count}
+
+
+TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
+    "replacements of replacements": ({"normalizer": replace_rules(3)}, "1e.09 times longer"),
+    "one long replacement": ({"normalizer": replace_rules(1)}, "times longer"),
+    "a long insertion": (
+        {
+            "normalizer": {
+                "type": "Replace",
+                "pattern": {"Regex": "x*"},
+                "content": "y" * 1_000_000,
+            }
+        },
+        "times longer",
+    ),
+    "a long beginning": (
+        {"normalizer": {"type": "Prepend", "prepend": "y" * 1_000_000}},
+        "times longer",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), TOKENIZERS.values(), ids=TOKENIZERS.keys())
+def test_tokenizer_that_blows_texts_up_is_refused(
+    change: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    """Each client's text would fill the gateway's memory, and the first probe would already."""
+    path = write_folder(tmp_path / "m") / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+    error = refusal(path.parent, tmp_path)
+
+    assert error.code == "corrupt"
+    assert re.search(told, error.message)
+
+
+@pytest.mark.parametrize("is_gguf", [False, True], ids=["folder", "gguf"])
+def test_bpe_without_merges_is_refused(is_gguf: bool, tmp_path: Path) -> None:
+    """Every word would be read as single bytes, which no model was trained on."""
+    path = write_folder(tmp_path / "m") / "tokenizer.json"
+    document = json.loads(path.read_text())
+    document["model"]["merges"] = []
+    path.write_text(json.dumps(document))
+    source = path.parent
+    if is_gguf:
+        source = write_gguf(tmp_path / "m.gguf")
+        data = source.read_bytes()
+        source.write_bytes(data.replace(b"tokenizer.ggml.merges", b"tokenizer.ggml.mergez"))
+
+    assert "without merges" in refusal(source, tmp_path).message
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_pipe_in_place_of_a_file_is_refused(file: str, tmp_path: Path) -> None:
+    """Its reader would wait for ever, and the start with it."""
+    path = write_folder(tmp_path / "m") / file
+    path.unlink()
+    os.mkfifo(path)
+
+    assert refusal(path.parent, tmp_path).message == f"{path} is not a regular file."
+
+
+def test_file_larger_than_any_tokenizer_is_refused_unread(tmp_path: Path) -> None:
+    """A sparse file takes no disk and fills memory."""
+    path = write_folder(tmp_path / "m") / "tokenizer_config.json"
+    os.truncate(path, 2**40)
+
+    with pytest.raises(ModelError, match="expected at most"):
+        read_folder(path.parent)
+
+
+def test_template_is_checked_before_a_folder_is_made(tmp_path: Path) -> None:
+    """Its error is one line, whatever the template engine writes."""
+
+    def check(source: str) -> None:
+        raise ValueError("no such tag\n  line 3")
+
+    with pytest.raises(ModelError, match=r"no such tag line 3$"):
+        prepare("tiny", write_folder(tmp_path / "m"), tmp_path, check)
+
+    assert not list((tmp_path / "prepared").glob("tiny*"))
 
 
 def test_sliding_window_limits_context(tmp_path: Path) -> None:
