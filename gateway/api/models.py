@@ -71,9 +71,11 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     async def get_model(request: web.BaseRequest) -> web.StreamResponse:
         name = request[STATE].parameters["name"].removeprefix("models/")
         found = next((model for model in list_for(request) if model.name == name), None)
-        any_name = gateway.models.find(name, identity_of(request).tenant.name)
-        if found is None and any_name is not None:
-            found = listed(any_name, name)
+        if found is None:
+            meant = gateway.models.find(name, identity_of(request).tenant.name)
+            if meant is not None and meant.failure():
+                raise meant.unavailable(is_alone=not gateway.models.are_several)
+            found = None if meant is None else listed(meant, name)
         if found is None:
             message = f"Model not found: the model `{name[:200]}` does not exist."
             raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")

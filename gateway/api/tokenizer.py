@@ -100,10 +100,11 @@ async def _detokenize(
 def _model_of(gateway: Context, name: str | None, identity: Identity) -> ServedModel:
     """Return the model of a name; without one the default model, or the first that the tenant may
     use. Raises Refusal."""
-    found = gateway.models.open_to(identity.tenant.name)
-    if name is None and found:
-        return gateway.models.default if gateway.models.default in found else found[0]
-    return check_model(gateway, name or "", identity)
+    if name is None:
+        tenant, default = identity.tenant.name, gateway.models.default
+        found = [default] if default.is_open_to(tenant) else gateway.models.open_to(tenant)
+        name = found[0].name if found else ""
+    return check_model(gateway, name, identity)
 
 
 def _info_of(gateway: Context, model: ServedModel) -> EngineInfo:

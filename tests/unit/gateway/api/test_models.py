@@ -117,3 +117,13 @@ def test_refuses_invalid_pages(query: dict[str, str]) -> None:
     """The error names the parameter."""
     with pytest.raises(Refusal):
         anthropic_list(MODELS, query)
+
+
+async def test_a_model_that_failed_is_no_model_of_the_lists(gateway: GatewayFixture) -> None:
+    """Asked by name it says what a request of it would."""
+    gateway.gateway.context.models.default.failure = lambda: "its weights are not numbers"
+    listed = await list_models(gateway, "/v1/models", {})
+    status, one, _ = await gateway.ask(f"/v1/models/{gateway.model}", method="GET")
+
+    assert listed["data"] == []
+    assert (status, one["error"]["code"]) == (503, "model_failed")
