@@ -109,6 +109,7 @@ gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m tests.bench.gpu_workloads
 	$(BIN)/python -m tests.bench.gpu_families
 	$(BIN)/python -m tests.bench.gpu_experts
+	$(BIN)/python -m tests.bench.gpu_latents
 	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.gpu_trees
 	$(BIN)/python -m tests.bench.gpu_moves

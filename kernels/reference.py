@@ -17,20 +17,22 @@ import torch.nn.functional as F
 def paged_attention(
     q: torch.Tensor, kv: torch.Tensor, layer: int, block_ids: Sequence[int], start: int, *,
     scale: float | None = None, window: int = 0, cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, latent: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """Return causal attention of one sequence's consecutive tokens over its paged keys.
 
     q [n, H, D]: tokens at positions start .. start + n - 1, whose keys are already written. `scale`
     of the scores, 1 / sqrt(D) without; `window`: a token sees that many keys, its own the last;
-    `cap`: scores s become cap * tanh(s / cap); `sinks` [H]: logits without values. Returns
-    [n, H, D] in fp64.
+    `cap`: scores s become cap * tanh(s / cap); `sinks` [H]: logits without values. With
+    `latent`, kv is [B, layers, 1, 1, S, D] and a key's last `latent` channels are its value.
+    Returns [n, H, D], or [n, H, latent], in fp64.
     """
     n, heads, head_dim = q.shape
     _, _, _, kv_heads, slots, _ = kv.shape
     length = start + n
     blocks = list(block_ids)[: -(-length // slots)]
-    keys, values = kv[blocks, layer].double().permute(1, 2, 0, 3, 4).flatten(2, 3)
+    runs = kv[blocks, layer].double().permute(1, 2, 0, 3, 4).flatten(2, 3)
+    keys, values = runs[0], runs[0, ..., -latent:] if latent else runs[1]
     group = heads // kv_heads
     keys = keys[:, :length].repeat_interleave(group, 0)
     values = values[:, :length].repeat_interleave(group, 0)

@@ -20,10 +20,17 @@ from engine.attention.rope import rope_tables
 from engine.attention.row_pieces import pieces_of
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture
+from engine.model_store.architecture import Latent
 from engine.plan import Group, Row
 from kernels.gpu.fused_ops import rope_kv_write
+from kernels.gpu.latent_attention import (
+    CHANNELS_MIN,
+    can_run,
+    latent_attention,
+    rope_latent_write,
+)
 from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
-from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner, classes_for
+from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner, classes_for, latent_planner
 
 Int32 = npt.NDArray[np.int32]
 
@@ -33,8 +40,21 @@ REPLAN_EVERY = 64
 PART_ROWS = 65_536
 """Rows times parts that the scratch memory holds."""
 
+PART_VALUES = PART_ROWS * 4096
+"""Values of parts that the scratch memory of latents holds: a gigabyte."""
+
 TABLE_PADDING = 8
 """Block ids that the kernels may read behind a table's end; each is a valid block."""
+
+
+def lacks_latent_kernel(latent: Latent) -> str:
+    """Return why the kernel does not fit a model's latents, or "" where it does."""
+    if can_run(latent.rope, latent.rank):
+        return ""
+    return (
+        f"a latent has {latent.rope} + {latent.rank} channels; kernels take powers of two, from"
+        f" {CHANNELS_MIN} of both"
+    )
 
 
 class GpuAttention:
@@ -79,21 +99,27 @@ class GpuAttention:
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         rows = PART_ROWS if device.type == "cuda" else 16 * tokens_max
-        self.planner = WorkPlanner(
-            kv_heads=spec.kv_heads,
-            heads_per_group=spec.group_size,
-            block_size=kv.format.block_size,
-            multiprocessors=multiprocessors,
-            classes=classes_for(spec.head_dim),
-            part_rows=rows,
-        )
+        if spec.latent:  # a part is wider
+            rows = min(rows, PART_VALUES // spec.output_width)
+        if spec.latent:
+            size = kv.format.block_size
+            self.planner = latent_planner(spec.heads, size, multiprocessors, rows)
+        else:
+            self.planner = WorkPlanner(
+                kv_heads=spec.kv_heads,
+                heads_per_group=spec.group_size,
+                block_size=kv.format.block_size,
+                multiprocessors=multiprocessors,
+                classes=classes_for(spec.head_dim),
+                part_rows=rows,
+            )
         tiles = self.planner.tiles_max(tokens_max)
         self._lists = {
             window: WorkList(self.planner.classes, multiprocessors, tokens_max, tiles, device)
             for window in self.windows
         }
         self._works = dict(self._lists)
-        self.parts = PartialOutputs(1, rows, spec.heads, spec.head_dim, device)
+        self.parts = PartialOutputs(1, rows, spec.heads, spec.value_dim, device)
         self.part_rows = rows
         self.scratch = self.parts
         self.plan: HostPlan | None = None
@@ -177,7 +203,7 @@ class GpuAttention:
         most = max(plan.parts_max for plan in plans.values())
         if most > 1 and most * rows > self.part_rows:
             assert may_grow, "spans are cut to fit the memory; only those of windows are not"
-            self.scratch = PartialOutputs(most, rows, spec.heads, spec.head_dim, device)
+            self.scratch = PartialOutputs(most, rows, spec.heads, spec.value_dim, device)
         for window, plan in plans.items():
             known = self._lists[window]
             if plan.tile_count > known.capacity_tiles or self.scratch is not self.parts:
@@ -208,7 +234,8 @@ class GpuAttention:
         causal: bool,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Rotate, write KV and attend: qkv [T, (H + 2K) * D] → [T, H * D].
+        """Rotate, write KV and attend: qkv [T, (H + 2K) * D] → [T, H * D]; of latents
+        [T, (H + 1) * D] → [T, H * V], and the queries are rotated in place.
 
         `slots`: by KV group. `classes` and `merge`: of `work`; `causal`: see `tree_attention`.
         """
@@ -218,14 +245,26 @@ class GpuAttention:
         if window != self.windows[0] and not causal:
             # Any cut of the first work list has the same launches here: one graph a shape.
             classes, merge = (1, 2) if self.planner.shares_windows_of(window) else (2,), True
+        works, tables = self._works[window], self.tables[group * self._group_entries :]
+        out = qkv.new_empty(tokens, spec.heads, spec.value_dim)
+        if spec.latent:
+            qkv = qkv.view(tokens, spec.heads + 1, spec.head_dim)
+            rope_latent_write(
+                qkv, self.kv, row, *self.rotations[layer], positions, slots[group], spec.latent
+            )
+            latent_attention(
+                qkv, self.kv, row, works, tables, lengths, out, self.scratch,
+                self.planner.heads_per_group, spec.scale, classes=classes, causal=causal,
+                dependent=True, merge=merge,
+            )  # fmt: skip
+            return out.view(tokens, spec.output_width)
         q = qkv.new_empty(tokens, spec.heads, spec.head_dim)
         rope_kv_write(
             qkv, q, self.kv, row, *self.rotations[layer], positions, slots[group], self._growth
         )
-        out = torch.empty_like(q)
         tree_attention(
-            q, self.kv, row, self._works[window], self.tables[group * self._group_entries :],
-            lengths, out, self.scratch, classes=classes, causal=causal, dependent=True, merge=merge,
-            scale=spec.scale, window=window, cap=spec.cap, sinks=sinks,
+            q, self.kv, row, works, tables, lengths, out, self.scratch, classes=classes,
+            causal=causal, dependent=True, merge=merge, scale=spec.scale, window=window,
+            cap=spec.cap, sinks=sinks,
         )  # fmt: skip
-        return out.view(tokens, spec.query_width)
+        return out.view(tokens, spec.output_width)

@@ -1,8 +1,7 @@
 """Builds a warmed-up runner on a GPU from a model card.
 
-Models with grouped-query attention, dense or with experts, run in fused kernels under CUDA graphs;
-others run in torch on the device. It knows no
-step. `engine.server.composition` calls `build_gpu_runner`.
+Models run in fused kernels under CUDA graphs; those whose sizes the kernels do not take run in
+torch on the device. It knows no step. `engine.server.composition` calls `build_gpu_runner`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from engine.attention.gpu_backend import lacks_latent_kernel
 from engine.attention.interface import attention_spec, lacks_attention_windows
 from engine.config import EngineConfig
 from engine.errors import ModelError
@@ -78,7 +78,7 @@ def lacking_kernel(model: Architecture) -> str:
     """Return why the fused kernels do not fit a model, or "" where they do."""
     spec = attention_spec(model)
     if model.latent is not None:
-        return "attention is over latents"
+        return lacks_latent_kernel(model.latent)
     if spec.head_dim % HEAD_DIM_STEP or not HEAD_DIM_MIN <= spec.head_dim <= HEAD_DIM_MAX:
         return (
             f"head_dim is {spec.head_dim}; kernels take multiples of {HEAD_DIM_STEP} from"

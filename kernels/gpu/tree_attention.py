@@ -25,7 +25,8 @@ probabilities; so no product is in 8 bits.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -121,7 +122,7 @@ def _accumulate(
 
 
 @triton.jit
-def _store_unit(
+def store_unit(
     part_out, part_lse, out, sinks, row_head, head, g, live, there, part, direct, rows_total,
     row_max, row_sum, acc,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SINKS: tl.constexpr,
@@ -210,7 +211,7 @@ def _do_unit(
         row_max, row_sum, acc, scale, GP, True, CAUSAL, WINDOW > 0, CAP,
         BLOCK_STRIDE, D, DP, SLOTS, KEYS, 1 if PEEL and WINDOW == 0 else STAGES,
     )  # fmt: skip
-    _store_unit(
+    store_unit(
         part_out, part_lse, out, sinks, row_head, head, g, live, there, part, direct, rows_total,
         row_max, row_sum, acc, G, H, D, DP, SINKS,
     )  # fmt: skip
@@ -436,24 +437,16 @@ def tree_attention(
     rule = _rule(head_dim, window, cap, sinks)
     hand_scheduled = _can_run_by_hand(q, kv, rule)
     pdl = dependent_options(q) if dependent else {}
-    last = len(classes) - 1
-    overlap = dependent and last > 0
-    beside = overlap and classes[0] > classes[1]
-    for order, i in enumerate(classes):
-        config = work.configs[i]
+    launches = class_launches(work, classes, pdl, dependent=dependent)
+    for config, index, programs, flags, is_beside in launches:
         given = (
-            parts.out, parts.lse, out, work.count(i), work.tiles, parts.queue, block_ids, lengths,
-            rows,
+            parts.out, parts.lse, out, work.count(index), work.tiles, parts.queue, block_ids,
+            lengths, rows,
         )  # fmt: skip
         options: dict[str, Any] = {
             "G": group, "GP": 1 << (group - 1).bit_length(), "H": heads, "D": head_dim,
-            "SLOTS": kv.shape[4], "KEYS": config.keys, "CAUSAL": causal,
-            "WAITS": bool(pdl) and order == 0, "TRIGGERS": bool(pdl) and order < last,
-            "FOLLOWS": bool(pdl) and order > 0, "QUEUE": beside and order == 1,
+            "SLOTS": kv.shape[4], "KEYS": config.keys, "CAUSAL": causal, **flags,
         }  # fmt: skip
-        options |= pdl if order == 0 or overlap else {}
-        per_sm = config.programs_beside if beside else config.programs_per_sm
-        programs = work.multiprocessors * per_sm
         if hand_scheduled and config.vectors >= hopper_attention.VECTORS:
             kernel = hopper_attention.launch(
                 programs, config.vectors, q, kv, layer, given, scale, **options
@@ -464,10 +457,39 @@ def tree_attention(
                 M=config.vectors, BLOCK_STRIDE=kv.stride(0), VALUE_OFFSET=kv.stride(2),
                 STAGES=config.stages, PEEL=config.peel, num_warps=config.warps, **options,
             )  # fmt: skip
-        if pdl and beside:
+        if pdl and is_beside:
             prefer_max_shared_memory(kernel.function)
     if merge:
-        _merge(out, work, parts, sinks, pdl)
+        merge_parts(out, work, parts, sinks, pdl)
+
+
+class ClassLaunch(NamedTuple):
+    """How a tile class is launched: its place in the work list, programs, and flags of the
+    kernel."""
+
+    config: TileConfig
+    class_index: int
+    programs: int
+    flags: dict[str, Any]
+    is_beside: bool
+
+
+def class_launches(
+    work: WorkList, classes: tuple[int, ...], pdl: dict[str, Any], *, dependent: bool
+) -> Iterator[ClassLaunch]:
+    """Yield the launches of tile `classes` in order; see `tree_attention` for what overlaps."""
+    last = len(classes) - 1
+    overlap = dependent and last > 0
+    beside = overlap and classes[0] > classes[1]
+    for order, index in enumerate(classes):
+        config = work.configs[index]
+        flags: dict[str, Any] = {
+            "WAITS": bool(pdl) and order == 0, "TRIGGERS": bool(pdl) and order < last,
+            "FOLLOWS": bool(pdl) and order > 0, "QUEUE": beside and order == 1,
+            **(pdl if order == 0 or overlap else {}),
+        }  # fmt: skip
+        per_sm = config.programs_beside if beside else config.programs_per_sm
+        yield ClassLaunch(config, index, work.multiprocessors * per_sm, flags, beside)
 
 
 def _rule(head_dim: int, window: int, cap: float, sinks: torch.Tensor | None) -> dict[str, Any]:
@@ -486,15 +508,15 @@ def _can_run_by_hand(q: torch.Tensor, kv: torch.Tensor, rule: dict[str, Any]) ->
     return is_plain and HAS_GLUON and hopper_attention.can_run(q, kv)
 
 
-def _merge(
+def merge_parts(
     out: torch.Tensor,
     work: WorkList,
     parts: PartialOutputs,
     sinks: torch.Tensor | None,
     pdl: dict[str, Any],
 ) -> None:
-    """Launch the merge. With few rows: one head per program and many parts in flight; else up to 8
-    heads per program."""
+    """Launch the merge of out [T, H, D]. With few rows: one head per program and many parts in
+    flight; else up to 8 heads per program."""
     rows, heads, head_dim = out.shape
     few = rows * heads <= FEW_ROW_HEADS
     heads_step = 1 if few else min(8, heads & -heads)

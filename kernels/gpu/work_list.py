@@ -63,6 +63,10 @@ BIG_256 = TileConfig("big 256", 64, 32, 4, 3, True, 1, 1, 4.4)
 WIDE_256 = TileConfig("wide 256", 128, 32, 8, 3, True, 1, 1, 10.0)
 SMALL_256 = TileConfig("small 256", 16, 32, 2, 2, False, 4, 2, 0.5)
 
+BIG_LATENT = TileConfig("big latent", 64, 64, 8, 2, False, 1, 1, 4.0)
+WIDE_LATENT = TileConfig("wide latent", 64, 64, 8, 2, False, 1, 1, 4.0)
+SMALL_LATENT = TileConfig("small latent", 16, 32, 4, 3, False, 2, 1, 2.0)
+
 NO_TILES = np.zeros((0, 8), np.int32)
 
 CLASSES = (WIDE, BIG, SMALL)
@@ -77,6 +81,10 @@ def classes_for(head_dim: int) -> tuple[TileConfig, TileConfig, TileConfig]:
     """Return the tile classes for heads of `head_dim` channels: wide, big and small."""
     return CLASSES if head_dim <= 128 else CLASSES_256
 
+
+LATENT_CLASSES = (WIDE_LATENT, BIG_LATENT, SMALL_LATENT)
+"""The same for latents. Their accumulators leave no room for more than 64 vectors, so wide tiles
+are big ones, and `latent_planner` takes none."""
 
 SMALL_KEY_COST = 1.65
 """Time of a key in a small tile, relative to a key in a big tile."""
@@ -143,9 +151,10 @@ class WorkPlanner:
     `span_keys_min`: smallest span of a shared node, because each part costs a store and a merge;
     `span_keys_beside` where tile classes run side by side. They do so below `beside_load_max`
     shared keys per program, and if own keys take at least `beside_share_min` of the shared keys'
-    time. `parts_max`: most parts of a node. `group_keys_min`: rows read the keys of a shorter group
-    themselves; `window_group_keys_min`: the same for keys within a window. `wide_fill_min`: fill
-    from which shared keys take wide tiles. `own_span_keys_*`: smallest and usual span of own keys.
+    time. `parts_max`: most parts of a node. `group_keys_min`, `group_rows_min`: rows read the keys
+    of a shorter or smaller group themselves; `window_group_keys_min`: the same for keys within a
+    window. `wide_fill_min`: fill from which shared keys take wide tiles. `own_span_keys_*`:
+    smallest and usual span of own keys.
     `part_rows`: rows times parts that the scratch memory holds; no cut exceeds it, however deep the
     tree: the deepest levels that have no room are read by each row itself.
     `wide_rows_min`, `wide_rows_min_prompts`: no step of fewer rows takes wide tiles, in decoding
@@ -166,6 +175,7 @@ class WorkPlanner:
     beside_load_max: int = 3072
     beside_share_min: float = 0.4
     wide_fill_min: float = 0.75
+    group_rows_min: int = 2
     own_span_keys_min: int = 64
     own_span_keys_target: int = 2048
     parts_max: int = 5
@@ -230,6 +240,29 @@ class WorkPlanner:
         """Return how many rows a tile of the class holds."""
         assert self.padded_heads <= config.vectors, "a row has more heads than a tile has vectors"
         return config.vectors // self.padded_heads
+
+
+NEVER = 1 << 30
+"""Rows that no step has."""
+
+
+def latent_planner(
+    heads: int, block_size: int, multiprocessors: int, part_rows: int
+) -> WorkPlanner:
+    """Return the planner of attention over latents: all heads read one record a token.
+
+    Heads are dealt into groups of at most 16, as if each had a KV head of its own: a tile then has
+    as many rows, and groups of one row meet in the L2. Records are few bytes, so fewer than 64 rows
+    read those that they share faster each on their own; and a big tile takes a multiprocessor's
+    shared memory, so none runs beside small ones.
+    """
+    group = max(size for size in range(1, SMALL_LATENT.vectors + 1) if heads % size == 0)
+    return WorkPlanner(
+        kv_heads=heads // group, heads_per_group=group, block_size=block_size,
+        multiprocessors=multiprocessors, classes=LATENT_CLASSES, wide_rows_min=NEVER,
+        wide_rows_min_prompts=NEVER, own_span_keys_min=256, part_rows=part_rows,
+        group_rows_min=64, span_keys_min=256, beside_load_max=0,
+    )  # fmt: skip
 
 
 def _longest_first(config: TileConfig, tiles: Int32) -> TileWork:
@@ -438,11 +471,12 @@ class _Cutter:
         return tiles, [(e - f) * p.block_size for _, _, f, e in groups]
 
     def _is_worth_a_unit(self, group: list[int]) -> bool:
-        """Return whether a group has several slices and enough keys."""
+        """Return whether a group has several slices, enough rows and enough keys."""
         a, b, first_block, end_block = group
         p, keys = self.planner, (end_block - first_block) * self.planner.block_size
         least = p.window_group_keys_min if self.window else p.group_keys_min
-        return b - a > 1 and keys >= least
+        rows = self.row_edges[b] - self.row_edges[a]
+        return b - a > 1 and rows >= p.group_rows_min and keys >= least
 
     def _group_spans(self, groups: list[list[int]], config: TileConfig) -> list[int]:
         """Return the number of spans per group: equal spans of about `total / programs` keys, which

@@ -42,7 +42,7 @@ def test_missing_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"head_dim": 8}, "head_dim is 8"),
         ({"head_dim": 512}, "head_dim is 512"),
         ({"kv_heads": 1}, "32 query heads share a KV head"),
-        ({"latent": Latent(32, 16, 8, 16)}, "latents"),
+        ({"latent": Latent(32, 16, 8, 16)}, "8 + 32 channels"),
     ],
 )
 def test_model_without_kernels_runs_in_torch(shape: dict[str, Any], why: str) -> None:
@@ -74,6 +74,7 @@ def test_fp32_is_refused(settings: dict[str, Any]) -> None:
         {"head_dim": 96},
         {"query_growth": (0.1, 8192)},
         {"moe": Moe(experts=4, top_k=2, intermediate=64)},
+        {"latent": Latent(512, 128, 64, 128), "heads": 128},
     ],
 )
 def test_model_with_kernels_is_accepted(shape: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from engine.core.core import Core
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, Layer, Rope
+from engine.model_store.architecture import Latent, Moe
 from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
 from engine.models.layers import TorchOps
@@ -240,6 +241,15 @@ FAMILIES = {
     "granite": family("granite", Layer(), residual_scale=0.5, score_scale=0.1, embed_scale=3.0),
     "olmo2": family("olmo2", Layer(), place="post", qk_norm="whole"),
     "ministral3": family("ministral3", Layer(), query_growth=(0.3, 10)),
+    "qwen3_moe": family(
+        "qwen3_moe", Layer(ffn="moe"), Layer(), qk_norm="head",
+        moe=Moe(experts=4, top_k=2, intermediate=32)),
+    "deepseek_v3": structs.replace(
+        config_of(4, 1, 48), family="deepseek_v3", ropes={"full": Rope(10_000.0, 16)},
+        layers=(Layer(mixer="mla"), Layer(mixer="mla", ffn="moe")),
+        latent=Latent(rank=32, nope=16, rope=16, value=24, query_rank=24), score_scale=0.2,
+        moe=Moe(experts=4, top_k=2, intermediate=32, score="sigmoid", choose_by_bias=True,
+                groups=2, groups_kept=1, shared="add", shared_intermediate=32)),
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 SAMPLING = "tests.unit.kernels.gpu.compile_sampling"
 PACKING = "tests.unit.kernels.gpu.compile_kv_formats"
 INT8 = "tests.unit.kernels.gpu.compile_int8"
+LATENTS = "tests.unit.kernels.gpu.compile_latents"
 EXPERTS = "tests.unit.kernels.gpu.compile_experts"
 PLAIN, BY_HAND = (
     "tests.unit.kernels.gpu.compile_for_hopper",
@@ -186,4 +187,16 @@ def test_products_of_experts_fit_their_multiprocessor() -> None:
         assert report["spills"] == 0, report
         assert report["shared_bytes"] <= SHARED_BYTES_MAX, report
         assert report["wgmma"] > 0, report
+        assert report["async_copies"] > 0, report
+
+
+def test_attention_over_latents_fits_its_multiprocessor() -> None:
+    """Records are fetched ahead; a big tile's accumulators take half of all registers."""
+    reports = reports_of(LATENTS)
+
+    assert len(reports) == 4
+    for report in reports:
+        assert report["spills"] <= (121 if report["name"].startswith("big") else 0), report
+        assert report["shared_bytes"] <= SHARED_BYTES_MAX, report
+        assert report["wgmma" if report["name"].startswith("big") else "mma"] > 0, report
         assert report["async_copies"] > 0, report
