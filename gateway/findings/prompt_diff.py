@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from functools import partial
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gateway.analytics.prompt_findings import prompt_parts
 from gateway.analytics.tool_digests import digests_of
@@ -28,6 +30,7 @@ from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
 from gateway.prompt import Renderer
 from tenancy.reuse.prompt_changes import (
+    REPEATED_SHARE_MIN,
     ChangeCause,
     Divergence,
     ObservedPrompt,
@@ -35,6 +38,11 @@ from tenancy.reuse.prompt_changes import (
     common_prefix,
 )
 
+OF_HEADS = frozenset({"system_changes", "tools_changed", "tools_reordered"})
+SHORT_TOKENS = 512
+"""Up to so many tokens are compared one by one."""
+RUN_TOKENS_MIN = 4
+"""Tokens in a row that are the same by no chance."""
 DialectName = Literal["openai", "anthropic", "gemini"]
 DIALECTS: tuple[DialectName, ...] = ("openai", "anthropic", "gemini")
 ANTHROPIC_VERSION = "2023-06-01"
@@ -109,6 +117,8 @@ def compare_prompts(
     if shared == min(sizes):
         return PromptDifference(*sizes, shared)
     found = _divergence(before, after, prompts)
+    if found is not None and not found.is_repetition and found.cause in OF_HEADS:
+        found = _looked_at_closely(found, before.token_ids[shared:], after.token_ids[shared:])
     path, other_path = _path_at(after, shared), _path_at(before, shared)
     character = _common_characters(prompts[1], path, prompts[0], other_path)
     cause, reason = _why(found)
@@ -190,6 +200,19 @@ def _divergence(before: Rendered, after: Rendered, prompts: Sequence[Prompt]) ->
         )
         found = changes.note(b"", observed).divergence
     return found
+
+
+def _looked_at_closely(
+    found: Divergence, before: Sequence[int], after: Sequence[int]
+) -> Divergence:
+    """Return the divergence of short prompts, token by token: digests of twelve tokens in a row
+    tell nothing of a text of two lines. `before`, `after`: from the first difference on."""
+    if max(len(before), len(after)) > SHORT_TOKENS:
+        return found
+    blocks = SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks()
+    repeated = sum(block.size for block in blocks if block.size >= RUN_TOKENS_MIN)
+    is_repetition = repeated >= REPEATED_SHARE_MIN * len(after)
+    return replace(found, repeated=repeated, is_repetition=True) if is_repetition else found
 
 
 def _path_at(prompt: Rendered, token: int) -> str:

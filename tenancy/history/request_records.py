@@ -15,12 +15,14 @@ from msgspec import Struct
 
 from tenancy.ledger.entries import ROW_FIELDS, entry_of
 from tenancy.storage.interface import Row, Store, Value
-from tenancy.types import DAY_MS, UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
 
 RECORDS_MAX = 50_000
 KEPT_MS = 7 * DAY_MS
 DELETED_AT_ONCE = 2_000
 """Records that one transaction deletes, so that other writers wait only briefly."""
+CAUSE_ALONE_MS = HOUR_MS
+"""How long a request's cause may be kept without its record, which may be written later."""
 _TIME_DIGITS, _ID_DIGITS = 12, 32
 _LAST_ID = "g"
 """A text above every request id, which is hexadecimal."""
@@ -157,8 +159,9 @@ def delete_old_records(store: Store, now_ms: int) -> bool:
             (bound, count),
         )
         db.execute(
-            "delete from request_causes where request_id <"
-            " (select min(request_id) from request_records)"
+            "delete from request_causes where request_id < ? and request_id not in"
+            " (select request_id from request_records)",
+            (_first_id(now_ms - CAUSE_ALONE_MS),),
         )
     return bool(max(old, surplus) > count)
 

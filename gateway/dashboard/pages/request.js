@@ -86,7 +86,7 @@ function Prefix({ one }) {
     <${Facts} caption="Tokens" rows=${[["prompt", count(one.prompt_tokens)],
       ["output", count(one.output_tokens)], ["found in the cache", count(one.cached_tokens)],
       ...each("of them from", one.loaded_tokens),
-      ["computed again, because", one.cause && html`<a
+      ["computed, because", one.cause && html`<a
         href=${href(["findings"], { finding: one.finding_id })}>${words(one.cause)}</a>${
         one.place ? ` at ${one.place}` : ""}`],
       number("tokens computed again", one.wasted_tokens),

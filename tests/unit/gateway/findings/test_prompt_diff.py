@@ -109,6 +109,27 @@ def test_conversation_that_goes_on_shares_all(renderer: Renderer) -> None:
     assert compare_prompts(renderer, first, first, "openai").shared_share == 1.0
 
 
+def test_a_prompt_of_two_lines_is_compared_too(renderer: Renderer) -> None:
+    """What is tried first: a time before one sentence."""
+    bodies = [
+        json.dumps(
+            {
+                "model": "m",
+                "messages": [
+                    {"role": "system", "content": f"It is 10:0{minute}. You answer questions."},
+                    {"role": "user", "content": "How many days of leave are left?"},
+                ],
+            }
+        ).encode()
+        for minute in (1, 2)
+    ]
+    found = compare_prompts(renderer, bodies[0], bodies[1], "openai")
+
+    assert (found.cause, found.path) == ("system_changes", "messages[0].content")
+    assert found.repeated_tokens > 10
+    assert "put what changes behind" in found.reason
+
+
 def test_another_question_is_no_fault(renderer: Renderer) -> None:
     _, _, shape = BODIES["responses"]
     other = {**shape, "input": "Who pays for the train?"}

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from tenancy.accounts.tenants import create_tenant
 from tenancy.history import request_records
+from tenancy.history.request_causes import RequestCause, read_causes, write_causes
 from tenancy.history.request_records import (
     KEPT_MS,
     RequestFilter,
@@ -24,6 +25,7 @@ from tenancy.history.request_records import (
 from tenancy.ledger.ledger import Ledger
 from tenancy.storage.interface import Row, Store, Value
 from tenancy.storage.sqlite import SqliteStore
+from tenancy.types import HOUR_MS
 from tests.unit.tenancy.conftest import Wall, used
 
 AT_MS = 1_800_000_000_000
@@ -99,6 +101,19 @@ def test_finds_one_request(filled: Store) -> None:
     assert refused is not None
     assert (refused.entry, refused.record) == (None, record(AT_MS + 2))
     assert find_request(filled, id_at(AT_MS + 9)) is None
+
+
+def test_causes_go_with_their_records(filled: Store) -> None:
+    """One whose record was never kept goes soon; one without a tenant is not written."""
+    ids = [id_at(AT_MS - 2 * HOUR_MS), id_at(AT_MS)]
+    causes = [RequestCause(one, 1, "m", "system_changes", "system", 90, {"at": 1}) for one in ids]
+    write_causes(filled, [*causes, RequestCause("gone", 99, "m", "evicted", "", 1)])
+    kept = read_causes(filled, [*ids, "gone"])
+    write_records(filled, [record(AT_MS - KEPT_MS - 1)])
+    delete_old_records(filled, AT_MS)
+
+    assert kept == dict(zip(ids, causes, strict=True))
+    assert set(read_causes(filled, ids)) == {ids[1]}
 
 
 def test_knows_the_last_request_of_a_tenant(filled: Store) -> None:
