@@ -215,7 +215,7 @@ async def test_names_of_models_are_looked_up_as_in_a_generation(
 async def test_a_default_model_that_failed_says_so(gateway: GatewayFixture) -> None:
     """A client that names no model must not be told that `` does not exist."""
     gateway.gateway.context.models.default.failure = lambda: "its weights are not numbers"
-    gateway.gateway.context.models.default.engine.info = None
+    gateway.engine.info = None
     status, answer, _ = await gateway.ask("/tokenize", {"prompt": "a"})
 
     assert (status, answer["error"]["code"]) == (503, "model_failed")
