@@ -7,6 +7,7 @@ installed nor imported. Commands call it.
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import hashlib
 import os
@@ -145,10 +146,15 @@ def resolve(name: str, models_dir: Path) -> Path:
             "not_found", f"{name[:200]!r} cannot be opened: {error.strerror}."
         ) from error
     known = ", ".join(CATALOGUE)
+    close = difflib.get_close_matches(name, CATALOGUE, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    is_hub_id = name.count("/") == 1 and name[0] not in "/.~"
+    hub_id = name if is_hub_id else "ORG/NAME"
     raise ModelError(
         "not_found",
         f"{name!r} is neither a built-in model ({known}), nor a GGUF file, nor a folder with a"
-        " config.json. A hub id has to be pulled first.",
+        f" config.json; {hint}a model of Hugging Face's hub has to be pulled first, by its id:"
+        f" trunkline pull {hub_id}",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -42,6 +43,10 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.types import Identity
 
+NO_ENVELOPE = (
+    'request: missing; expected {"endpoint": "/v1/chat/completions", "request": {…}}, with the'
+    " request's own body as `request` and the path that it would be sent to as `endpoint`."
+)
 NAMESPACES_PEEKED_MAX = 16
 """Most other namespaces of a tenant that are searched for the missing prefix."""
 
@@ -136,7 +141,12 @@ def _parse(body: bytes) -> QuoteBody:
     try:
         return msgspec.json.decode(body, type=QuoteBody)
     except msgspec.ValidationError as error:
-        raise Refusal(Kind.BAD, "invalid_value", f"{error}.") from None
+        message, param = f"{error}.", None
+        with suppress(msgspec.ValidationError):
+            given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            if "request" not in given and len(given.keys() - {"endpoint"}) > 0:
+                message, param = NO_ENVELOPE, "request"
+        raise Refusal(Kind.BAD, "invalid_value", message, param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise Refusal(Kind.BAD, "invalid_json", "The body is not valid JSON.") from None
 

@@ -6,6 +6,8 @@ This module runs no command: `gateway.__main__` does.
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -35,7 +37,28 @@ class Parser(argparse.ArgumentParser):
         """Raise UsageError."""
         words = self.prog.removeprefix("trunkline").strip()
         prefix = f"{words}: " if words else ""
-        raise UsageError(f"{prefix}{message} (see {self.prog} --help)")
+        raise UsageError(f"{prefix}{_shorter(message)} (see {self.prog} --help)")
+
+
+CHOICES_SHOWN_MAX = 8
+"""Choices that an error names beside the one that was probably meant."""
+_CHOICE = re.compile(r"argument (.*): invalid choice: ('.*') \(choose from (.*)\)")
+
+
+def _shorter(message: str) -> str:
+    """Return argparse's message for a word that is none of its choices with the one that was
+    probably meant, in the place of many; other messages as they are."""
+    found = _CHOICE.fullmatch(message)
+    if found is None:
+        return message
+    what, given, choices = found.groups()
+    known = [one.strip("' ") for one in choices.split(",")]
+    close = difflib.get_close_matches(given.strip("'"), known, n=1)
+    if not close:
+        return message
+    if len(known) <= CHOICES_SHOWN_MAX:
+        return f"{message}; did you mean {close[0]!r}?"
+    return f"unknown {what}: {given}; did you mean {close[0]!r}?"
 
 
 def build_parser(wanted: Collection[str]) -> Parser:

@@ -62,7 +62,10 @@ def prepare_data_dir(config: Config) -> str:
             return ""
         folder.chmod(mode & ~OTHERS)
     except OSError as error:
-        raise CommandError(f"cannot use the data directory {folder}: {error.strerror}") from error
+        raise CommandError(
+            f"cannot use the data directory {folder}: {error.strerror}; expected one that this user"
+            " can make and write: choose another with --data-dir"
+        ) from error
     return f"the data directory {folder} had mode {mode:04o}; it has {mode & ~OTHERS:04o} now"
 
 

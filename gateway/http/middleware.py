@@ -219,9 +219,7 @@ class Middleware:
                 await self._authenticate_administrator(request, state)
                 scope = role.removeprefix(ADMIN).removeprefix(":")
                 if scope and scope not in state.admin_scopes:
-                    who = "administrator" if state.admin_user else "administrator's key"
-                    message = f"This {who} does not have the {scope!r} scope."
-                    raise KeyRefused("scope_missing", message)
+                    raise KeyRefused("scope_missing", _lacks_scope(state, scope))
                 return
             checked = await self._check(request, request_keys(request), registry.authenticate)
             identity = checked.one(_cache_owner, lambda found: role in found.scopes)
@@ -388,6 +386,20 @@ async def _finish(
 
 
 # --- errors to bytes -----------------------------------------------------------------------------
+
+
+def _lacks_scope(state: RequestState, scope: str) -> str:
+    """Return why an administrator without a scope is refused, and what has it."""
+    held = ", ".join(sorted(state.admin_scopes)) or "none"
+    if state.admin_user:
+        return (
+            f"This administrator does not have the {scope!r} scope, but {held}; expected a key with"
+            " it, or the scope in admin.trusted_scopes."
+        )
+    return (
+        f"This administrator's key does not have the {scope!r} scope, but {held}; expected a key of"
+        f" `trunkline key create --admin --scopes {scope}`, or of all scopes."
+    )
 
 
 def error_response(refusal: Refusal, state: RequestState) -> web.Response:

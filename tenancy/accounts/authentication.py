@@ -85,7 +85,11 @@ class KeyAuthenticator:
 
     def _identity_of(self, facts: KeyFacts) -> Identity:
         if ADMIN in facts.scopes:
-            raise KeyRefused("scope_missing", "An administrator's key does not belong to a tenant.")
+            message = (
+                "An administrator's key does not belong to a tenant; expected a tenant's key, as"
+                " `trunkline key create --tenant NAME` makes one."
+            )
+            raise KeyRefused("scope_missing", message)
         found = self._tenants.get(facts.tenant_id)
         if found is None:
             raise KeyRefused("key_unknown", "Unknown key.")
@@ -111,7 +115,11 @@ class KeyAuthenticator:
         self._refresh()
         facts = self._keys.find(key, self._wall())
         if ADMIN not in facts.scopes:
-            raise KeyRefused("scope_missing", "This key does not have the 'admin' scope.")
+            message = (
+                "This is a tenant's key; expected an administrator's, such as the one in admin.key"
+                " in the data directory, or one of `trunkline key create --admin`."
+            )
+            raise KeyRefused("scope_missing", message)
         return Administrator(facts.key_id, facts.scopes - {ADMIN})
 
     def take_changed(self) -> list[TenantRecord]:

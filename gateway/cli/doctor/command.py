@@ -6,6 +6,7 @@ could be safer or faster.
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shutil
@@ -24,12 +25,12 @@ from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_ENCODER, resolve
 from gateway.background.config_reload import with_digests
 from gateway.background.webhooks import read_endpoints
-from gateway.cli.addresses import check_address
+from gateway.cli.addresses import AddressError, check_address
 from gateway.cli.database import database_file
 from gateway.cli.doctor.check import Check
 from gateway.cli.doctor.levels import check_levels
 from gateway.cli.doctor.pools import check_pools
-from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, add_nothing
+from gateway.cli.result import CommandCall, CommandResult, Entry, add_nothing
 from gateway.config import Config, ConfigError, parse_address
 from gateway.config_file import PLACES
 from gateway.engines.memory import plan_device_memory, plan_memory
@@ -122,6 +123,15 @@ def _data_dir(config: Config) -> list[Check]:
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         fix = "chown or chmod it for this user, or choose another with --data-dir"
         return [Check(name, False, f"{config.data}: {folder} is not writable", fix)]
+    try:
+        tempfile.TemporaryDirectory(
+            dir=folder
+        ).cleanup()  # /proc and others say that they are writable
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            fix = "choose a folder of a disk with --data-dir"
+            found = f"{config.data}: nothing can be made in {folder}: {error.strerror}"
+            return [Check(name, False, found, fix)]
     free_gib = shutil.disk_usage(folder).free / 2**30
     state = "" if config.data.exists() else ", created at the first start"
     found = f"{config.data}, {free_gib:.1f} GiB free{state}"
@@ -185,13 +195,9 @@ def _addresses(config: Config) -> list[Check]:
         ("admin", "admin.listen", config.admin.listen),
     ):
         try:
-            check_address(address, name)
-        except CommandError as error:
-            fix = (
-                f"stop the running server or other program that has it (ss -ltnp shows it), or set"
-                f" {setting} to a free address"
-            )
-            found.append(Check(f"{name} address", False, str(error), fix))
+            check_address(address, setting)
+        except AddressError as error:
+            found.append(Check(f"{name} address", False, error.found, error.fix))
         else:
             found.append(Check(f"{name} address", True, f"{address} is free"))
     return found

@@ -207,3 +207,16 @@ async def test_prefix_that_was_promised_is_no_miss_after_a_restart(
     assert causes == ["never_written", ""]
     assert "read=0;" in headers[0]
     assert "read=0;" not in headers[1]
+
+
+async def test_a_quote_without_its_envelope_names_it(gateway: GatewayFixture) -> None:
+    """The request's own body is the commonest first try; a misspelt field is told as one."""
+    request = body(gateway, "Hello")
+    for given in (request, {**request, "endpoint": CHAT}):
+        status, found, _ = await gateway.ask(QUOTE, given)
+        assert (status, found["error"]["param"]) == (400, "request")
+        assert "request: missing" in found["error"]["message"]
+        assert '"endpoint": "/v1/chat/completions", "request": {' in found["error"]["message"]
+    status, found, _ = await gateway.ask(QUOTE, {"endpoint": CHAT, "request": request, "x": 1})
+
+    assert (status, "unknown field `x`" in found["error"]["message"]) == (400, True)

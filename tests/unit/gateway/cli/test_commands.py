@@ -66,7 +66,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     ("arguments", "what"),
     [
         ("", "required: COMMAND (see trunkline --help)"),
-        ("serv", "invalid choice: 'serv' (choose from 'serve'"),
+        ("serv", "unknown COMMAND: 'serv'; did you mean 'serve'?"),
         ("tenant", "tenant: the following arguments are required: ACTION"),
         ("tenant create", "tenant create: the following arguments are required: name"),
         ("key create", "one of the arguments --tenant --admin is required"),
@@ -401,7 +401,8 @@ def test_serve_refuses_a_used_port_before_fetching(run: Run, data: Path) -> None
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         line = error_line(run, "serve", "--listen", address, status=1)
 
-    assert f"server.listen: cannot listen on {address}: address already in use" in line
+    assert f"server.listen: cannot listen on {address}: address already in use; stop" in line
+    assert "ss -ltnp" in line
     assert not data.exists()
 
 
@@ -467,7 +468,7 @@ def test_missing_model_error_names_the_remedy(run: Run) -> None:
     line = error_line(run, "serve", "some/model", *free, status=1)
 
     assert "'some/model' is neither a built-in model" in line
-    assert "has to be pulled first" in line
+    assert "has to be pulled first, by its id: trunkline pull " in line
 
 
 def test_pull_of_an_existing_model_prints_its_path(run: Run, tmp_path: Path) -> None:

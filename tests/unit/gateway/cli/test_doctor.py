@@ -315,3 +315,17 @@ def worth_of(model: str, data_dir: Path, device: Literal["cpu", "cuda"]) -> Chec
     worth = check_levels(Config(data_dir=str(data_dir), model=settings, engine=engine))[-1]
     assert worth.check == "disk level worth"
     return worth
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/sys/x"])
+def test_a_data_directory_where_nothing_can_be_made_is_named(
+    config: Path, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    """The system calls /proc writable, and its disk full."""
+    config.write_text(f'data_dir = "{folder}"\n')
+    found = checks(capsys)["data directory"]
+
+    assert not found["ok"]
+    assert folder in found["found"]
+    assert "--data-dir" in found["fix"]
+    assert "GiB" not in found["found"] + found["fix"]

@@ -116,3 +116,24 @@ def test_colours_are_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TERM", "dumb")
 
     assert (on_terminal, in_pipe, without, has_colours(True)) == (True, False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("servee", "unknown COMMAND: 'servee'; did you mean 'serve'? (see trunkline --help)"),
+        ("tenant crate", "; did you mean 'create'?"),
+        ("price", "did you mean 'prices'?"),
+        ("budget ada --window moth", "; did you mean 'month'?"),
+        ("xyzzy", "invalid choice: 'xyzzy' (choose from 'serve', 'pull'"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_one_that_was_meant(
+    words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a misspelt setting is; without a likely one all are named."""
+    status = main(words.split())
+    line = capsys.readouterr().err
+
+    assert (status, line.count("\n")) == (2, 1)
+    assert told in line.replace("from serve, pull", "from 'serve', 'pull'")

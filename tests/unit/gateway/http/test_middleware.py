@@ -467,3 +467,24 @@ async def test_a_connection_error_of_ours_is_an_internal_error(
         "ConnectionRefusedError"
     ]
     assert "planted" not in json.dumps(gateway.lines)
+
+
+async def test_refusal_for_want_of_a_scope_says_which_key_has_it(gateway: GatewayFixture) -> None:
+    """An administrator of another scope, a tenant at the admin API, an administrator at a paid
+    one."""
+    reader = create_admin_key(gateway.store, wall_ms, scopes=("read", "tenants"), by=TESTER)
+    card = f"{gateway.admin_url}/admin/v1/rate-cards"
+    told = []
+    for key, url, method in (
+        (reader, card, "POST"),
+        (gateway.keys["ada"], card, "GET"),
+        (reader, f"{gateway.url}/v1/models", "GET"),
+    ):
+        async with gateway.session.request(method, url, headers=bearer(key)) as response:
+            told.append((response.status, (await response.json())["error"]["message"]))
+
+    assert [status for status, _ in told] == [403] * 3
+    assert "does not have the 'money' scope, but read, tenants;" in told[0][1]
+    assert "key create --admin --scopes money" in told[0][1]
+    assert "expected an administrator's, such as the one in admin.key" in told[1][1]
+    assert "key create --tenant NAME" in told[2][1]

@@ -460,7 +460,7 @@ def test_admin_key_and_tenant_key_are_not_interchangeable(
 
     assert server.answer(admin) == "scope_missing"
     assert server.registry.authenticate_admin(admin) == Administrator(2, frozenset(ADMIN_SCOPES))
-    with pytest.raises(KeyRefused, match="'admin' scope"):
+    with pytest.raises(KeyRefused, match="a tenant's key; expected an administrator's"):
         server.registry.authenticate_admin(server.key)
 
 
