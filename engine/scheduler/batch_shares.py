@@ -5,7 +5,9 @@ batch in proportion to its weight; a payer alone may hold all. A payer that wait
 claims slots of payers above theirs: its first slot of any payer that has been served no less, by
 the counters of the request queue, and further slots once it is behind by `CLAIM_STEPS` steps. So
 claims never work against the fair order, and payers that are served alike claim nothing of each
-other. The module changes nothing. Only the scheduler calls it.
+other. With more payers than slots no share is a whole slot: then only a quick request claims, its
+payer's first slot from one that was served more and has more left. Turns alone would make it wait
+for requests of every other payer. The module changes nothing. Only the scheduler calls it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from engine.scheduler.sequence import Sequence
 
 CLAIM_STEPS = 4
 """Steps of a full batch by which a payer must be behind another before it claims a further slot."""
+QUICK_TOKENS = 64
+"""Tokens, prompt and answer together, that a request may have left to compute to claim its payer's
+first slot where there are more payers than slots: the giver waits for a few steps."""
 ROUNDING = 1e-9
 """The most that a share may be off by."""
 
@@ -62,10 +67,51 @@ class BatchShares:
         served, held = self._queue.served, self._running.slots_of
         due = [p for p in self._queue.waiting_slots if held[p] + 1 <= self.share(p) + ROUNDING]
         least = min((self._claimable_from(payer) for payer in due), default=inf)
-        return least < inf and any(
+        if least < inf and any(
             served[s.parent.turn] >= least and self._may_give(s, held[s.parent.turn])
             for s in self._running
+        ):
+            return True
+        return self.has_quick_claim()
+
+    def has_quick_claim(self) -> bool:
+        """Return whether a quick request could claim a slot: a payer waits that holds none and is
+        due less than one, and another was served more. O(payers + running)."""
+        served, held = self._queue.served, self._running.slots_of
+        due = (served[p] for p in self._queue.waiting_slots if not held[p] and self.share(p) < 1)
+        least = min(due, default=inf)
+        return least < inf and any(
+            served[s.parent.turn] > least and self.may_claim_from(s) for s in self._running
         )
+
+    def may_claim_quickly(self, sequence: Sequence, left: int) -> bool:
+        """Return whether a waiting sequence is quick, `left` tokens being left of it, and its payer
+        holds no slot and is due less than one. O(1)."""
+        turn = sequence.parent.turn
+        is_first = sequence.batch_slots == 1 and not self._running.slots_of[turn]
+        return left <= QUICK_TOKENS and is_first and self.share(turn) < 1
+
+    def find_quick_giver(self, sequence: Sequence, left: int) -> list[Sequence]:
+        """Return the running sequence to preempt for a quick waiting one, of one slot and `left`
+        tokens, whose payer holds no slot and is due less than one; none if none may give.
+        O(running).
+
+        The one whose payer was served most, and then the youngest; none that has no more left, of a
+        payer that was not served more, of a higher priority, or that has given often enough.
+        """
+        turn, served = sequence.parent.turn, self._queue.served
+        if not self.may_claim_quickly(sequence, left):
+            return []
+        able = [
+            s
+            for s in self._running
+            if s is not self._running.first
+            and s.parent.request.priority <= sequence.parent.request.priority
+            and served[s.parent.turn] > served[turn]
+            and s.tokens_left > left
+            and self.may_claim_from(s)
+        ]
+        return [max(able, key=lambda s: (served[s.parent.turn], s.rank))] if able else []
 
     def find_givers(self, sequence: Sequence) -> list[Sequence]:
         """Return the running sequences to preempt so that a waiting one gets its slots; none if

@@ -193,19 +193,24 @@ class Scheduler:
         left = len(prefilling)
         full: set[Payer] = set()
         is_full = self._batch_is_full(ranked)
+        may_claim = not is_full and self.shares.has_quick_claim()
         count_missing = partial(self._count_missing, now_s=now_s)
         for sequence in self.queue.in_order(prefilling, only=is_full, count_missing=count_missing):
             budget.turn_to(sequence.parent.turn)
-            if budget.is_spent or (is_full and not left):
+            if budget.is_spent or (is_full and not left and not may_claim):
                 break
             if not self.isolation.allows(sequence, turn):
                 continue
             if sequence.table is not None:
                 left -= 1
-            elif is_full or sequence.parent.payer in full or sequence.in_flight:
+            elif (
+                sequence.parent.payer in full
+                or sequence.in_flight
+                or (is_full and not (may_claim and self._is_quick(sequence, now_s)))
+            ):
                 continue
             elif blocked_by := self._start(sequence, slices, now_s):
-                is_full = blocked_by in ("batch_slots", "blocks")
+                is_full = is_full or blocked_by in ("batch_slots", "blocks")
                 if blocked_by == "ceiling":
                     full.add(sequence.parent.payer)
                 continue
@@ -231,6 +236,14 @@ class Scheduler:
         leader = sequence.leader
         if leader is not None and leader.table is not None:
             self.cache.mark_resume_point(leader.table, leader.followers[-1][0])
+
+    def _is_quick(self, sequence: Sequence, now_s: float) -> bool:
+        """Return whether a waiting sequence may claim a slot of a full batch by how little it has
+        left. A long prompt or answer is told without a look-up."""
+        answer = sequence.parent.request.max_tokens
+        return self.shares.may_claim_quickly(sequence, answer) and self.shares.may_claim_quickly(
+            sequence, answer + self._count_missing(sequence, now_s)
+        )
 
     def _count_missing(self, sequence: Sequence, now_s: float) -> int:
         """Return the tokens that a prompt has to compute; a waiting one is looked up once."""
@@ -577,7 +590,9 @@ class Scheduler:
         claim. None if all such sequences together would not be enough.
         """
         if blocked_by == "batch_slots":
-            return self.shares.find_givers(sequence)
+            left = sequence.tokens_left - (0 if found is None else found.cached_tokens)
+            quick = self.shares.find_quick_giver(sequence, left)
+            return quick or self.shares.find_givers(sequence)
         grant, priority = sequence.parent.request.grant, sequence.parent.request.priority
         if blocked_by != "blocks" or not self.cache.is_inside_floor(
             grant.namespace, grant.quota, needed

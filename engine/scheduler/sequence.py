@@ -115,6 +115,12 @@ class Sequence:
         return self.length - self.computed
 
     @property
+    def tokens_left(self) -> int:
+        """Return the most tokens that are still to be computed, its answer included."""
+        request = self.parent.request
+        return len(request.tokens) + request.max_tokens - self.computed
+
+    @property
     def is_schedulable(self) -> bool:
         """Return whether there are tokens to compute; false after the last token.
 

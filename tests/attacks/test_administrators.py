@@ -36,3 +36,16 @@ async def test_no_record_of_a_request_leads_to_the_text_that_it_stored(
         assert stored["id"].removeprefix("resp_") not in json.dumps(line, default=str)
     status, found, _ = await gateway.ask(f"/v1/responses/{stored['id']}", method="GET")
     assert status == 200, found
+
+
+async def test_a_strangers_document_tells_nothing_of_this_server(gateway: GatewayFixture) -> None:
+    """The OpenAPI document needs no key: it has paths and the version, which every server has, and
+    no tenant, model or setting; all else is refused."""
+    status, document, _ = await gateway.ask("/openapi.json", method="GET", who=None)
+
+    assert status == 200
+    text = json.dumps(document)
+    assert not [name for name in ("ada", "bob", gateway.model, gateway.url) if f'"{name}"' in text]
+    for path in ("/v1/models", "/v1/usage", "/v1/state", "/v1/responses/resp_x"):
+        status, found, _ = await gateway.ask(path, method="GET", who=None)
+        assert status == 401, found

@@ -241,3 +241,42 @@ def test_claims_make_progress_and_never_go_back_and_forth(
 
     assert all(count <= claims_max for count in claims.values())
     assert {world.final(name).ending for name in world.streams} <= {"done", "refused"}
+
+
+def crowd(world: RecordedWorld, payers: int) -> None:
+    """Let more payers than there are slots ask for two long answers each; step until some run."""
+    for index in range(2 * payers):
+        name = b"payer%d" % (index % payers)
+        world.ask(f"long{index}", tokens(20, index), max_tokens=200, namespace=name)
+    world.step_on(12)
+
+
+def test_a_quick_request_gets_a_slot_at_once_among_more_payers_than_slots() -> None:
+    """No share is a whole slot; by turns alone it would wait for an answer of every other payer."""
+    world = RecordedWorld(blocks=800, sequences_max=4)
+    crowd(world, 9)
+    assert sum(held(world).values()) == 4
+    world.ask("quiet", tokens(6, 99), max_tokens=2, namespace=b"quiet")
+    arrived = len(world.rows)
+    world.step()
+
+    assert world.first_step_of("quiet") == arrived
+    assert held(world)[b"quiet"] == 1
+
+
+def test_among_more_payers_than_slots_long_requests_wait_for_their_turn() -> None:
+    """Each claim computes a part of a prompt again: payers that are alike take nothing of each
+    other, and a payer that holds a slot claims no second one."""
+    world = RecordedWorld(blocks=800, sequences_max=4)
+    crowd(world, 9)
+    begun = world.core.stats().preemptions_total
+    world.ask("late", tokens(6, 99), max_tokens=200, namespace=b"late")
+    world.step_on(10)
+    assert world.core.stats().preemptions_total == begun
+
+    for index in range(3):
+        world.ask(f"quick{index}", tokens(6, 90 + index), max_tokens=8, namespace=b"quick")
+    world.step()
+
+    assert held(world)[b"quick"] == 1
+    assert world.core.stats().preemptions_total == begun + 1
