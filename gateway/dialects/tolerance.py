@@ -56,6 +56,8 @@ SERVICE_HINTS = frozenset(
         *("guided_decoding_backend", "guided_whitespace_pattern"),
         *("provider", "route", "models", "transforms", "usage", "caching", "betas"),
         *("enable_enhanced_civic_answers", "media_resolution", "safety_settings"),
+        *("routing_config", "model_selection_config", "model_armor_config"),
+        *("background_options", "workspace_id"),
     }
 )
 """How a server should run a request: tier, memory, route, speed, what it stores."""
@@ -64,6 +66,7 @@ RECORD_HINTS = frozenset(
     {
         *("metadata", "client_metadata", "labels", "safety_identifier", "max_tool_calls", "tags"),
         *("request_id", "rid", "session_id", "trace_id", "litellm_call_id", "litellm_metadata"),
+        "user_profile_id",
     }
 )
 """What a server should record of a request."""

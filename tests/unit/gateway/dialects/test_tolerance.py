@@ -88,6 +88,22 @@ def test_an_unknown_field_is_refused_unless_lenient(endpoint: Endpoint) -> None:
         ("messages", {"speed": "fast", "service_tier": "x"}, "service_tier speed"),
         ("messages", {"output_config": {"effort": "newest"}}, "output_config.effort"),
         ("messages", {"metadata": {"user_id": "u", "trace": "t"}}, "metadata.trace"),
+        (
+            "messages",
+            {"user_profile_id": "uprof_1", "workspace_id": "wrkspc_1"},
+            "user_profile_id workspace_id",
+        ),
+        (
+            "responses",
+            {"background": False, "background_options": {"completion_window": "2h"}},
+            "background_options",
+        ),
+        (
+            "gemini",
+            {"generationConfig": {"routingConfig": {"x": 1}}},
+            "generationConfig.routingConfig",
+        ),
+        ("gemini", {"modelArmorConfig": {"x": "y"}}, "modelArmorConfig"),
         ("gemini", {"serviceTier": "flex", "store": True}, "serviceTier store"),
         ("gemini", {"safetySettings": [{}], "labels": {"a": "b"}}, "safetySettings labels"),
         (
