@@ -51,6 +51,8 @@ KERNEL_TESTS = (
     *(TESTS / "unit/engine" / name for name in ("encoder", "models", "runner", "sampling")),
 )
 """Folders of tests that compile kernels, or run them slowly in an interpreter."""
+PLANTED_TESTS = (TESTS / "property", TESTS / "sim")
+"""Folders whose slow tests plant a fault, which a state machine or a simulation must find."""
 
 SLOW_HOST = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]
@@ -170,6 +172,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if any(item.path.is_relative_to(path) for path in KERNEL_TESTS):
             item.add_marker("kernels")
+        if any(item.path.is_relative_to(path) for path in PLANTED_TESTS):
+            item.add_marker("planted")
         if _needs_postgres(item):
             item.add_marker("postgres")
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from tests.tools.changed_tests import changed_files
 
@@ -29,9 +29,32 @@ FILES: dict[str, tuple[str, ...]] = {
         *("tests/unit/kernels/", "tests/unit/engine/encoder/", "tests/unit/engine/models/"),
         *("tests/unit/engine/runner/", "tests/unit/engine/sampling/", "tests/families.py"),
     ),
+    "planted": (
+        *(
+            "engine/cache/",
+            "engine/core/",
+            "engine/levels/",
+            "engine/scheduler/",
+            "engine/storage/",
+        ),
+        *(
+            "engine/moves.py",
+            "engine/plan.py",
+            "tests/property/",
+            "tests/sim/",
+            "tests/fake_levels.py",
+        ),
+        *("tests/fakes.py", "tests/checkers.py", "tests/memory_storage.py"),
+    ),
+    "crash": (
+        *("tenancy/ledger/", "tenancy/storage/", "tenancy/accounting/", "engine/storage/"),
+        *("engine/server/", "gateway/ledger/", "gateway/engine_supervisor.py"),
+        *("gateway/child_process.py", "tests/crash/"),
+    ),
 }
 """The checks by name, each with how the names of files begin that it depends on beside
-`DEPENDENCIES`. All but `kernels`, the tests marked `slow` and `kernels`, are targets of make."""
+`DEPENDENCIES`. Those of `MARKERS` are slow tests with this marker, the others targets of make."""
+MARKERS = ("kernels", "planted", "crash")
 
 
 def checks_of(changed: Iterable[str]) -> list[str]:
@@ -44,10 +67,10 @@ def checks_of(changed: Iterable[str]) -> list[str]:
     ]
 
 
-def marks_of(checks: Iterable[str]) -> str:
+def marks_of(checks: Collection[str]) -> str:
     """An expression for pytest's `-m`. Slow attacks run one after another, by `make attacks`."""
-    left_out = "attacks" if "kernels" in checks else "(attacks or kernels)"
-    return f"not (slow and {left_out})"
+    left_out = ("attacks", *(name for name in MARKERS if name not in checks))
+    return f"not (slow and ({' or '.join(left_out)}))"
 
 
 def main(arguments: list[str]) -> int:

@@ -35,8 +35,8 @@ def test_a_test_file_selects_itself_and_prose_selects_nothing_more() -> None:
     ("changed", "checks"),
     [
         (["README.md", "gateway/app.py"], []),
-        (["deploy/helm/values.yaml", "engine/plan.py"], ["linters", "kernels"]),
-        (["engine/storage/remote/objects.py"], ["buckets"]),
+        (["deploy/helm/values.yaml", "engine/runner/runner.py"], ["linters", "kernels"]),
+        (["engine/storage/remote/objects.py"], ["buckets", "planted", "crash"]),
         (["constraints.txt"], list(FILES)),
         ([], list(FILES)),
     ],
@@ -48,9 +48,9 @@ def test_a_change_asks_for_the_checks_that_depend_on_it(
     assert checks_of(changed) == checks
 
 
-def test_slow_tests_of_kernels_run_where_kernels_changed() -> None:
-    assert marks_of(["kernels"]) == "not (slow and attacks)"
-    assert marks_of([]) == "not (slow and (attacks or kernels))"
+def test_slow_tests_run_where_what_they_depend_on_changed() -> None:
+    assert marks_of(["kernels", "linters"]) == "not (slow and (attacks or planted or crash))"
+    assert marks_of(FILES) == "not (slow and (attacks))"
 
 
 def test_a_check_depends_on_files_that_exist() -> None:
