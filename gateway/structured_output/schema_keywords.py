@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any, Final
+from urllib.parse import unquote
 
 from gateway.errors import Kind, Refusal
 from gateway.structured_output.schema_lark import BOUNDS, is_exact, is_number
@@ -46,7 +47,7 @@ def prepared_schema(schema: dict[str, Any], path: str, *, strict: bool) -> dict[
 
     `path`: the schema's field in the request. Raises Refusal that names a keyword.
     """
-    return _Preparation(path, strict=strict).schema(schema, ())
+    return _Preparation(schema, path, strict=strict).schema(schema, ())
 
 
 def without_inexact_numbers(schema: Any) -> Any:
@@ -75,8 +76,8 @@ def keyword_refusal(path: str, steps: Sequence[str], problem: str) -> Refusal:
 class _Preparation:
     """Prepares one schema."""
 
-    def __init__(self, path: str, *, strict: bool) -> None:
-        self._path, self._strict = path, strict
+    def __init__(self, root: dict[str, Any], path: str, *, strict: bool) -> None:
+        self._root, self._path, self._strict = root, path, strict
 
     def schema(self, schema: dict[str, Any], steps: tuple[str, ...]) -> dict[str, Any]:
         """Return a schema without its null keywords. Raises Refusal."""
@@ -136,6 +137,8 @@ class _Preparation:
         elif name in _TEXTS:
             if not isinstance(value, str):
                 raise self._wrong(steps, value, "a string")
+            if name == "$ref" and value.startswith("#/") and not self._has_target(value):
+                raise self._wrong(steps, value, "a reference to a part of this schema")
         elif name in (*BOUNDS, "multipleOf"):
             if not is_number(value):
                 raise self._wrong(steps, value, "a number")
@@ -146,6 +149,18 @@ class _Preparation:
                 raise self._wrong(steps, value, "a whole number from 0")
             return int(value)
         return value
+
+    def _has_target(self, reference: str) -> bool:
+        at: Any = self._root
+        for step in unquote(reference)[2:].split("/"):
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(at, list) and name.isdecimal() and int(name) < len(at):
+                at = at[int(name)]
+            elif isinstance(at, dict) and name in at:
+                at = at[name]
+            else:
+                return False
+        return True
 
     def _wrong(self, steps: tuple[str, ...], value: Any, expected: str) -> Refusal:
         shown = json.dumps(value, default=str)[:64]

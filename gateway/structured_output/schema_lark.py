@@ -73,7 +73,10 @@ def lark_of_schema(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str
     translation = _Translation(schema, options)
     if not translation.is_inexact(schema):
         return None
-    return translation.text()
+    try:
+        return translation.text()
+    except RecursionError as error:
+        raise InexactNumber((), "its definitions refer to each other too deeply") from error
 
 
 class _Translation:
@@ -83,6 +86,7 @@ class _Translation:
         self._root, self._options = root, dict(options)
         self._is_lenient = bool(options["lenient"])
         self._rules: list[str] = []
+        self._names: dict[str, str] = {}
         self._chars = 0
         self._by_reference: dict[str, str] = {}
         self._known: set[int] = set()
@@ -249,14 +253,18 @@ class _Translation:
 
     def _literals(self, schema: dict[str, Any], steps: tuple[str, ...]) -> str:
         """Return the listed values that satisfy the schema's other keywords, to the last digit."""
-        values = [schema["const"]] if "const" in schema else schema["enum"]
+        keyword = "const" if "const" in schema else "enum"
+        values = [schema["const"]] if keyword == "const" else schema["enum"]
         check = SchemaCheck(self._root)
-        rest = {name: value for name, value in schema.items() if name != "const"}
-        held = [value for value in values if check.holds(value, rest)]
+        rest = {name: value for name, value in schema.items() if name != keyword}
+        try:
+            held = [value for value in values if check.holds(value, rest)]
+        except Exception as error:  # the client writes the keywords, and some in no known form
+            raise InexactNumber((*steps, keyword), "it is too large to check") from error
         if not held:
-            keyword = "const" if "const" in schema else "enum"
             raise InexactNumber((*steps, keyword), "no value satisfies the keywords beside it")
-        return self._rule(" | ".join(_quoted(_json(value)) for value in held))
+        texts = " | ".join(_quoted(_json(value)) for value in held)
+        return self._rule(texts, is_terminal=True)
 
     def _object(self, schema: dict[str, Any], steps: tuple[str, ...]) -> str:
         for name in _OF_OBJECTS:
@@ -330,11 +338,14 @@ class _Translation:
         return f'"[" {_WS} {tail} {_WS} "]"'
 
     def _rule(self, text: str, *, is_terminal: bool = False) -> str:
-        """Add a rule and return its name."""
+        """Add a rule, unless it is there, and return its name."""
+        if (known := self._names.get(text)) is not None:
+            return known
         self._chars += len(text)
         if self._chars > TEXT_CHARS_MAX:
             raise InexactNumber((), "the grammar would be too long")
         name = f"{'T' if is_terminal else 'r'}_{len(self._rules)}"
+        self._names[text] = name
         self._rules.append(f"{name}: {text or _WS}")
         return name
 

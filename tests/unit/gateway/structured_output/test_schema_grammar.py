@@ -3,6 +3,7 @@ engine's own matcher."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
+from engine.errors import RequestRefused
 from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
 from gateway.dialects.canonical import OutputFormat, Prompt, Tool, ToolChoice
 from gateway.errors import Refusal
@@ -224,6 +226,7 @@ def test_a_count_of_64_bits_is_no_bound(name: str) -> None:
         ({"multipleOf": 3, "minimum": ID}, "multipleOf"),
         ({"const": ID, "type": "string"}, "const"),
         ({"oneOf": [{"const": ID}]}, "oneOf"),
+        ({"$ref": "#/$defs/none"}, "$ref"),
     ],
 )
 def test_an_error_names_the_clients_keyword(schema: Any, path: str) -> None:
@@ -234,6 +237,46 @@ def test_an_error_names_the_clients_keyword(schema: Any, path: str) -> None:
     whole = f"tools[0].function.parameters.properties.id.{path}"
     assert caught.value.param == whole
     assert caught.value.message.startswith(f"{whole}: ")
+
+
+def test_a_long_list_of_ids_is_one_choice() -> None:
+    """Each value is a place where the text may be, unless all are one terminal."""
+    allows = allowed_by({"type": "integer", "enum": [ID + 2 * number for number in range(2_000)]})
+
+    assert allows(str(ID + 2_000))
+    assert not allows(str(ID + 2_001))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_many_members_of_64_bits_fit(strict: bool) -> None:
+    """Generators write the same bounds for every field."""
+    members = {f"field_{number}": INT64 for number in range(100)}
+    schema = {"type": "object", "properties": members, "required": list(members)}
+
+    assert allowed_by(schema, strict=strict)(json.dumps(dict.fromkeys(members, -(2**63))))
+
+
+CHAIN: dict[str, Any] = {
+    f"d{number}": {"properties": {"a": {"$ref": f"#/$defs/d{number + 1}"}}}
+    for number in range(3_000)
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/d0", "$defs": {**CHAIN, "d3000": {"const": ID}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}, "b": {"const": ID}}},
+        {"const": ID, "$ref": "#"},
+        {"enum": [ID], "anyOf": [{"$ref": "#/anyOf/0"}]},
+        {"enum": [ID] * 20_000, "contains": 3},
+    ],
+)
+def test_a_hostile_schema_is_answered_or_refused(schema: Any, strict: bool) -> None:
+    """Nothing but a refusal may come out: any other error would be the server's."""
+    with contextlib.suppress(Refusal, RequestRefused):
+        allowed_by(schema, strict=strict)("1")
 
 
 def test_a_loose_schema_drops_a_number_that_no_grammar_holds() -> None:
