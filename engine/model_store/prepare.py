@@ -33,6 +33,8 @@ GROWTH_MAX = 64
 """How many times longer a tokenizer's rules may make a text before they split it."""
 IDENTITY_VERSION = 2
 """Changes when equal files are tokenized otherwise: what was cached before is then not found."""
+_PANIC = "PanicException"
+"""The error of a library written in Rust that panics: a BaseException, and no Exception."""
 _NO_END = "the model names no end token, so that answers end at their length limit alone"
 _DIGESTED_SUFFIXES = (".json", ".jinja", ".safetensors")
 """Files of a folder that the digest covers."""
@@ -125,11 +127,14 @@ def _check(parts: ModelParts, source: Path) -> None:
     if problem := _tokenizer_problem(parts.tokenizer):
         raise ModelError("corrupt", f"{source}: invalid tokenizer: {problem}")
     try:
-        tokens = Tokenizer.from_str(parts.tokenizer).get_vocab_size(with_added_tokens=True)
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelError("corrupt", f"{source}: invalid tokenizer: {_one_line(error)}") from error
+        words = Tokenizer.from_str(parts.tokenizer).get_vocab(with_added_tokens=True)
+    except BaseException as error:  # the library raises nothing narrower, and panics
+        if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+            raise
+        told = f"{source}: invalid tokenizer: {_one_line(error)}"
+        raise ModelError("corrupt", told) from error
     vocab = parts.config.vocab
-    if tokens > vocab:
+    if (tokens := max(words.values(), default=-1) + 1) > vocab:
         message = f"{source}: the tokenizer has {tokens} tokens; expected at most {vocab}"
         raise ModelError("corrupt", message)
     named = {*parts.stop_token_ids, *parts.special_token_ids}
@@ -168,6 +173,10 @@ def _tokenizer_problem(tokenizer: str) -> str:
             return (
                 f"BPE without merges, which never makes the token {word[:80]!r} of its vocabulary"
             )
+    if model.get("dropout"):
+        return "BPE with dropout, which splits a text otherwise each time"
+    if isinstance(vocab, dict) and len(set(map(str, vocab.values()))) < len(vocab):
+        return "two tokens of its vocabulary have one id"
     growth, rest = 1.0, [document.get("normalizer")]
     while rest:
         rule = rest.pop()

@@ -304,6 +304,24 @@ def test_tokenizer_that_blows_texts_up_is_refused(
     assert re.search(told, error.message)
 
 
+@pytest.mark.parametrize("fault", ["a panic", "one id for two", "an id behind all", "dropout"])
+def test_tokenizer_that_panics_or_tokenizes_wrongly_is_refused(fault: str, tmp_path: Path) -> None:
+    """A panic of the library is no Exception and ended the server; ids would be of other words."""
+    path = write_folder(tmp_path / "m") / "tokenizer.json"
+    document = json.loads(path.read_text())
+    vocab = document["model"]["vocab"]
+    first, second = list(vocab)[:2]
+    if fault == "a panic":
+        document["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AA=="}
+    elif fault == "dropout":
+        document["model"]["dropout"] = 0.5
+    else:
+        vocab[first] = vocab[second] if fault == "one id for two" else len(vocab) + 1_000
+    path.write_text(json.dumps(document))
+
+    assert refusal(path.parent, tmp_path).code == "corrupt"
+
+
 @pytest.mark.parametrize("is_gguf", [False, True], ids=["folder", "gguf"])
 def test_bpe_without_merges_is_refused(is_gguf: bool, tmp_path: Path) -> None:
     """Every word would be read as single bytes, which no model was trained on."""
