@@ -195,9 +195,11 @@ async def retry_pending(gateway: Context) -> None:
     Erases what was named as it is now: what was written since goes too. Raises EngineUnavailable
     and StoreError.
     """
+    found = await asyncio.to_thread(list_pending, gateway.store)
+    gateway.metrics.levels.pending_receipts = len(found)
     if is_disk_away(gateway.models.stats()):
         return
-    for receipt in await asyncio.to_thread(list_pending, gateway.store):
+    for receipt in found:
         target = target_of(receipt)
         names = await _names_of(gateway, target)
         _forget_entries(gateway.contracts.entries, names, target.lease_id)
@@ -207,13 +209,14 @@ async def retry_pending(gateway: Context) -> None:
         before = receipt.levels
         confirmed = {
             name: ErasedLevel(
-                sum(found[name].blocks for found in (before, levels) if name in found),
-                sum(found[name].bytes for found in (before, levels) if name in found),
+                sum(one[name].blocks for one in (before, levels) if name in one),
+                sum(one[name].bytes for one in (before, levels) if name in one),
                 levels[name].state if name in levels else "gone",
             )
             for name in {**before, **levels}
         }
         await asyncio.to_thread(confirm_receipt, gateway.store, receipt.receipt_id, confirmed)
+        gateway.metrics.levels.pending_receipts -= 1
         gateway.log("erasure_confirmed", {"receipt": receipt.receipt_id})
 
 
@@ -288,6 +291,7 @@ async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> E
     }
     if pending := [name for name, one in levels.items() if one.state == "pending"]:
         facts["pending"] = pending
+        gateway.metrics.levels.pending_receipts += 1
     gateway.log("cache_erased", {"receipt": receipt.receipt_id, **facts})
     return receipt
 

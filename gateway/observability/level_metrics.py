@@ -32,10 +32,12 @@ _COUNTERS = {
 
 
 class LevelMetrics(Collector):
-    """The metrics of all levels; `stats`: the latest heartbeat."""
+    """The metrics of all levels; `stats`: the latest heartbeat. `pending_receipts`: receipts of
+    erasures that a level has not confirmed, of which one that is away knows nothing."""
 
     def __init__(self) -> None:
         self.stats = Stats()
+        self.pending_receipts = 0
 
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
@@ -74,7 +76,7 @@ class LevelMetrics(Collector):
             for one in below:
                 counter.add_metric((one.name,), getattr(one, field))
             yield counter
-        yield from _flows(below)
+        yield from _flows(below, self.pending_receipts)
         yield from _recovery(below)
 
 
@@ -103,7 +105,7 @@ def _recovery(below: tuple[LevelStats, ...]) -> Iterator[Metric]:
     yield from (recovered, lost, unnoted)
 
 
-def _flows(below: tuple[LevelStats, ...]) -> Iterator[Metric]:
+def _flows(below: tuple[LevelStats, ...], pending_receipts: int) -> Iterator[Metric]:
     moves = CounterMetricFamily(
         "trunkline_moves",
         "Blocks copied between levels.",
@@ -141,5 +143,6 @@ def _flows(below: tuple[LevelStats, ...]) -> Iterator[Metric]:
         if one.name == "disk":
             written.add_metric((), one.written_bytes_total)
             today.add_metric((), one.written_bytes_today)
-    pending.add_metric((), sum(one.pending_erasures for one in below))
+    known = sum(one.pending_erasures for one in below)
+    pending.add_metric((), max(known, pending_receipts))
     yield from (moves, loads, missed, uncopied, written, today, pending)

@@ -297,7 +297,7 @@ class Metrics:
         self.inserted_blocks = counter("inserted_blocks", help_text)
         self.encoder = _EncoderMetrics(make)
         self.process, self.money = own(_ProcessMetrics()), own(_MoneyMetrics())
-        self.promises, self._levels = own(_PromiseMetrics()), own(LevelMetrics())
+        self.promises, self.levels = own(_PromiseMetrics()), own(LevelMetrics())
         self._engine = own(_EngineMetrics())
 
     def count_epoch(
@@ -352,7 +352,7 @@ class Metrics:
         """Store the engine's latest heartbeat; `several`: those of several models, which then have
         the label `model`, in place of it."""
         self._engine.states = several or (EngineState("", stats, is_ready, restarts),)
-        self._levels.stats = stats
+        self.levels.stats = stats
 
     def exposition(self) -> bytes:
         """Return the Prometheus text format. O(series)."""

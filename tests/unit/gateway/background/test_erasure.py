@@ -183,11 +183,16 @@ async def test_a_disk_that_is_away_is_pending_until_it_is_back(gateway: GatewayF
     engine, context = with_levels(gateway), gateway.gateway.context
     engine.set_level("disk", state="off", reason="it does not answer")
     first = await erase(context, ErasureTarget(1, 7))
+    counted = [context.metrics.levels.pending_receipts]
     await retry_pending(context)
+    counted.append(context.metrics.levels.pending_receipts)
     (before,) = list_receipts(gateway.store, 1)
     engine.set_level("disk", state="open", reason="")
     await retry_pending(context)
+    counted.append(context.metrics.levels.pending_receipts)
     (after,) = list_receipts(gateway.store, 1)
+
+    assert counted == [1, 1, 0]
 
     assert (
         first.levels
