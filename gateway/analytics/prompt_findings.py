@@ -42,6 +42,10 @@ LOST_PREFIXES_MAX = 1_024
 WORKING_SET = "working_set_tokens"
 """The fact that counts the tokens of different lost prefixes in one hour."""
 
+HEAD = "head:"
+"""Prefix of the facts of `FIRST_USE` that name a beginning by its digest, with the tokens that were
+computed for it and that no other cause counts."""
+
 OTHER_TOOLS = "other_tools"
 """The fact that counts changes of the tools by which some were added, left out or replaced."""
 
@@ -81,7 +85,8 @@ class PromptContext(Struct, frozen=True, array_like=True, gc=False):
     and it has none. `min_tokens`: shorter prefixes are not read. `losses`: blocks that the
     namespace has lost, by cause; None for a prompt that was cached. `started_s`: when the engine
     took it, on the gateway's clock. `model`: the name that findings give its model. `level_miss`:
-    why a level below the device did not bring what it had. `tools`: digests of its tools."""
+    why a level below the device did not bring what it had. `tools`: digests of its tools. `head`:
+    of what it begins with, the same under every model."""
 
     tenant_id: int
     request_id: str
@@ -94,6 +99,7 @@ class PromptContext(Struct, frozen=True, array_like=True, gc=False):
     model: str = ""
     level_miss: str = ""
     tools: tuple[ToolDigest, ...] = ()
+    head: int = 0
 
 
 class _Waste(Struct, frozen=True):
@@ -355,11 +361,8 @@ def _first_use(
     if not reuse.is_new_head and not (reuse.is_new_conversation and not reuse.known):
         return []
     _, _, model, template, *_ = (*namespace_parts(context.namespace), "", "", "", "")
-    place = f"{model}/{template}"
-    if is_counted:
-        return [_Waste(FIRST_USE, place, 0)]
-    computed = record.total_in - record.physical_cached
-    return [_Waste(FIRST_USE, place, computed, {"uncounted": 1})]
+    computed = 0 if is_counted else record.total_in - record.physical_cached
+    return [_Waste(FIRST_USE, f"{model}/{template}", 0, {f"{HEAD}{context.head:x}": computed})]
 
 
 def _shortfall(context: PromptContext) -> dict[str, int]:

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from gateway.dialects.canonical import Tool
+from gateway.dialects.canonical import Prompt, Tool
 from tenancy.reuse.prompt_changes import ToolDigest
 
 DIGESTS_KEPT = 1_024
@@ -44,6 +44,14 @@ def _canonical(value: object, key: str = "") -> object:
         return value
     items = [_canonical(item) for item in value]
     return sorted(items, key=msgspec.json.encode) if key in _UNORDERED else items
+
+
+def head_of(prompt: Prompt) -> int:
+    """Return the digest of what a prompt begins with: its tools and system text, or its first
+    message if it has neither. Models and templates make no difference."""
+    first = [one for one in prompt.segments if one.tier == "system"] or prompt.segments[:1]
+    texts = [one.text for one in first] or [prompt.text or ""]
+    return _number([[one.content for one in digests_of(prompt.tools)], texts])
 
 
 def _number(value: object) -> int:

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from msgspec import structs
 
-from gateway.analytics.prompt_findings import FIRST_USE
+from gateway.analytics.prompt_findings import FIRST_USE, HEAD
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
 from gateway.errors import Refusal
@@ -127,8 +127,9 @@ class FindingStore:
         """Return the counts with their models, and the origins that changed.
 
         A first use becomes a finding if the tenant's prompts were made for another model or
-        template before: for an hour, because its prompts return one after the other. A tenant that
-        turns from one served model to another has changed nothing.
+        template before, which had seen the same beginning: for an hour, because its prompts return
+        one after the other. A tenant that turns from one served model to another has changed
+        nothing.
         """
         served = {one.origin() for one in self._gateway.models}
         default = self._gateway.models.default.name
@@ -141,11 +142,16 @@ class FindingStore:
             origin = changed.get(one.tenant_id) or origins.get(one.tenant_id)
             if origin is None or (origin.model, origin.template) != (model, template):
                 before = ("", "") if origin is None else (origin.model, origin.template)
+                heads_before = "" if origin is None else origin.heads
                 origin = PromptOrigin(
-                    one.tenant_id, model, template, one.first_ms, *before, self._gateway_id
+                    *(one.tenant_id, model, template, one.first_ms, *before, self._gateway_id),
+                    heads_before=heads_before,
                 )
-                changed[one.tenant_id] = origin
-            requests = one.facts.get("uncounted", 0)
+            origin = origin.with_heads(_heads_of(one))
+            changed[one.tenant_id] = origin
+            seen = origin.heads_before.split()
+            computed = [n for head, n in _heads_of(one).items() if n and head in seen]
+            requests = len(computed)
             if (origin.model_before, origin.template_before) in served:
                 continue
             if origin.model_before and requests and one.first_ms < origin.since_ms + HOUR_MS:
@@ -156,6 +162,7 @@ class FindingStore:
                         cause=cause,
                         place="",
                         requests=requests,
+                        wasted_tokens=sum(computed),
                         facts={},
                         model=one.model or default,
                     )
@@ -183,3 +190,12 @@ class FindingStore:
                 one = structs.replace(one, facts=facts)
             found.append(one)
         return found
+
+
+def _heads_of(count: FindingCount) -> dict[str, int]:
+    """Return the beginnings of a count of first uses, with the tokens computed for each."""
+    return {
+        fact.removeprefix(HEAD): number
+        for fact, number in count.facts.items()
+        if fact.startswith(HEAD)
+    }

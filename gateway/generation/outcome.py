@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from gateway.analytics.aggregates import CompletedPrompt
 from gateway.analytics.prompt_findings import PromptContext
-from gateway.analytics.tool_digests import digests_of
+from gateway.analytics.tool_digests import digests_of, head_of
 from gateway.caching.attention import setting_of
 from gateway.context import Context
 from gateway.dialects.canonical import UsageRecord
@@ -130,6 +130,7 @@ class Outcome:
                         model=prepared.model.name,
                         level_miss="" if contract.wait is None else contract.wait.cause,
                         tools=digests_of(prepared.call.prompts[number].tools),
+                        head=head_of(prepared.call.prompts[number]),
                     ),
                 )
             )

@@ -20,6 +20,8 @@ FACTS_MAX = 32
 """Facts of one count."""
 PLACES_MAX = 64
 """Places of one tenant and hour; further ones are not counted."""
+HEADS_MAX = 256
+"""Beginnings of one tenant's prompts that are kept for each model."""
 ROWS_MAX = 50_000
 """Counts that one query reads: those of the latest hours."""
 
@@ -69,7 +71,9 @@ class FindingCount(Struct, frozen=True, array_like=True):
 class PromptOrigin(Struct, frozen=True):
     """The digests of the model and the template that a tenant's prompts are made for since
     `since_ms`, and of those before; "" if there were none. `gateway`: the gateway that served them,
-    since those of one database may serve other models; "" for a database that has one."""
+    since those of one database may serve other models; "" for a database that has one. `heads`,
+    `heads_before`: digests of the latest beginnings of prompts under the model and the one before,
+    in hexadecimal, with spaces between them."""
 
     tenant_id: int
     model: str
@@ -78,6 +82,13 @@ class PromptOrigin(Struct, frozen=True):
     model_before: str = ""
     template_before: str = ""
     gateway: str = ""
+    heads: str = ""
+    heads_before: str = ""
+
+    def with_heads(self, heads: Iterable[str]) -> PromptOrigin:
+        """Return the origin with more beginnings; the oldest are dropped. O(beginnings)."""
+        known = dict.fromkeys([*self.heads.split(), *heads])
+        return structs.replace(self, heads=" ".join([*known][-HEADS_MAX:]))
 
 
 _COLUMNS = (
@@ -94,7 +105,11 @@ _ORIGIN_COLUMNS = PromptOrigin.__struct_fields__
 _UPSERT_ORIGIN = (
     f"insert into prompt_origins ({', '.join(_ORIGIN_COLUMNS)})"
     f" values {placeholders(len(_ORIGIN_COLUMNS))} on conflict (gateway, tenant_id) do update set "
-    + ", ".join(f"{name} = excluded.{name}" for name in _ORIGIN_COLUMNS[1:-1])
+    + ", ".join(
+        f"{name} = excluded.{name}"
+        for name in _ORIGIN_COLUMNS
+        if name not in ("tenant_id", "gateway")
+    )
 )
 
 

@@ -26,7 +26,7 @@ from tenancy.types import HOUR_MS
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 ONE = FindingCount(1, 0, "system_changes", "system", 1, 100, 5, 5, ("r",), {"at": 1})
-FIRST = FindingCount(1, 0, FIRST_USE, "m/t", 1, 50, 5, 5, ("r",), {"uncounted": 1})
+FIRST = FindingCount(1, 0, FIRST_USE, "m/t", 1, 50, 5, 5, ("r",), {"head:a": 50})
 
 
 @pytest.fixture
@@ -182,6 +182,18 @@ async def test_first_use_under_another_origin_is_a_finding(
     assert (origins[1].model, origins[1].template) == (model, template)
 
 
+async def test_a_change_of_the_model_costs_what_the_one_before_had_seen(context: Context) -> None:
+    """Prompts that are new altogether are no loss of a swap."""
+    new = replace(FIRST, place="n/t", first_ms=10, facts={"head:a": 50, "head:b": 70, "head:c": 9})
+    put(context, replace(FIRST, facts={"head:a": 50, "head:c": 9}))
+    await FindingStore(context).flush()
+    put(context, new)
+    await FindingStore(context).flush()  # of the next gateway
+
+    (found,) = await rows(context)
+    assert (found.cause, found.requests, found.wasted_tokens) == ("model_changed", 2, 59)
+
+
 async def test_first_uses_count_for_an_hour_after_a_change(context: Context) -> None:
     """Then new prompts are new."""
     kept = FindingStore(context)
@@ -209,7 +221,7 @@ async def test_origin_is_one_row_per_tenant(context: Context) -> None:
     await FindingStore(context).flush()
 
     origins = await asyncio.to_thread(read_origins, context.store)
-    assert origins == {1: PromptOrigin(1, "n", "t", 9, "m", "t")}
+    assert origins == {1: PromptOrigin(1, "n", "t", 9, "m", "t", "", "a", "a")}
 
 
 async def test_takers_of_blocks_are_named_once(
