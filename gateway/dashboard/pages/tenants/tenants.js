@@ -50,8 +50,9 @@ function TenantTable({ rows, q }) {
     dollarsOf(rows.map((row) => row.used?.[field])));
   const hits = (row) => row.used?.hit_ratio;
   const refused = ({ name, state: { refused_last_hour: n, top_code: code } }) => (n ? html`<a
-    class="bad" href=${href(["requests"], { tenant: name, code: "refused" })}>${count(n)} × ${
-    code}</a>` : count(n));
+    class="bad" href=${href(["requests"], { tenant: name, code: "refused" })}>${count(n)}</a>
+    <div class="soft code">${code.split("_").map((part, place) => (place
+      ? html`_<wbr />${part}` : part))}</div>` : count(n));
   return html`<${Table} caption="Tenants in the range" isHidden rows=${rows} id=${(row) => row.name}
     file="tenants" down="requests" none=${q ? `No tenant has “${q}” in its name.` : "No tenant."}
     columns=${[column.tenant("tenant", "name"), column.status("status", (row) => row.state.status),
