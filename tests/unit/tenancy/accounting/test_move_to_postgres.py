@@ -119,7 +119,8 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
                 " 5, 'e1', 1, 'm', 't', x'')"
             )
             db.execute("insert into findings values (1, 0, 'm', 'c', 'p', 1, 2, 3, 4, '[]', '{}')")
-            db.execute("insert into prompt_origins values ('', 1, 'm', 't', 1, '', '')")
+            db.execute("insert into prompt_origins values ('', 1, 'm', 't', 1, '', '', '', '')")
+            db.execute("insert into request_causes values ('q', 1, 'm', 'c', 'p', 1, '{}')")
         write_samples(store, [Sample(1, 60_000, SampleDetails({"overloaded": 1}, {9: 1}))])
         write_records(
             store,
