@@ -1,9 +1,10 @@
 """Says which checks of CI a change asks for: `python -m tests.tools.changed_checks [BASE]`.
 
 Some checks take minutes and depend on few files. CI runs them where one of these files differs from
-the merge base with BASE (default: the commit that `origin/main` or `main` names), or from the
-commit before where that is the commit itself; `make nightly` runs all of them. `--marks` prints for
-pytest which tests CI runs. What cannot be compared, as in a clone without history, asks for all.
+the merge base with BASE (default: the commit that `origin/main` or `main` names), or, where that is
+the commit itself, from main as it was a day before; `make nightly` runs all of them. `--marks`
+prints for pytest which tests CI runs. What cannot be compared, as in a clone without history, asks
+for all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Collection, Iterable
 
-from tests.tools.changed_tests import changed_files
+from tests.tools.changed_tests import changed_files, commit_a_day_before
 
 DEPENDENCIES = ("pyproject.toml", "constraints.txt")
 FILES: dict[str, tuple[str, ...]] = {
@@ -30,21 +31,9 @@ FILES: dict[str, tuple[str, ...]] = {
         *("tests/unit/engine/runner/", "tests/unit/engine/sampling/", "tests/families.py"),
     ),
     "planted": (
-        *(
-            "engine/cache/",
-            "engine/core/",
-            "engine/levels/",
-            "engine/scheduler/",
-            "engine/storage/",
-        ),
-        *(
-            "engine/moves.py",
-            "engine/plan.py",
-            "tests/property/",
-            "tests/sim/",
-            "tests/fake_levels.py",
-        ),
-        *("tests/fakes.py", "tests/checkers.py", "tests/memory_storage.py"),
+        *("engine/cache/", "engine/core/", "engine/levels/", "engine/scheduler/"),
+        *("engine/storage/", "engine/moves.py", "engine/plan.py", "tests/property/", "tests/sim/"),
+        *("tests/fake_levels.py", "tests/fakes.py", "tests/checkers.py", "tests/memory_storage.py"),
     ),
     "crash": (
         *("tenancy/ledger/", "tenancy/storage/", "tenancy/accounting/", "engine/storage/"),
@@ -79,7 +68,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("base", nargs="?", help="a branch or commit; by default main")
     parser.add_argument("--marks", action="store_true", help="print an expression for pytest's -m")
     asked = parser.parse_args(arguments)
-    checks = checks_of(changed_files(asked.base) or changed_files("HEAD^"))
+    changed = changed_files(asked.base)
+    if not changed and (before := commit_a_day_before()):
+        changed = changed_files(before)
+    checks = checks_of(changed)
     sys.stdout.write((marks_of(checks) if asked.marks else " ".join(checks)) + "\n")
     return 0
 

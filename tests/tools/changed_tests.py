@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[2]
+DAY_S = 86_400
 ALWAYS = ("tests/test_architecture.py", "tests/test_docs.py")
 FAST = (
     *(f"tests/unit/engine/{name}" for name in ("cache", "core", "scheduler")),
@@ -63,6 +64,13 @@ def changed_files(base: str | None) -> list[str]:
     fork = merge_base(base)
     untracked = _git("ls-files", "--others", "--exclude-standard")
     return [*_git("diff", "--name-only", fork), *untracked]
+
+
+def commit_a_day_before(commit: str = "HEAD") -> str:
+    """The last commit at least a day older than this one, by the committers' clocks: what is pushed
+    together is compared together. Empty if there is none."""
+    (now,) = _git("show", "--no-patch", "--format=%ct", commit)
+    return "".join(_git("rev-list", "-1", f"--before={int(now) - DAY_S}", commit))
 
 
 def _git(*arguments: str) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.tools.changed_checks import FILES, checks_of, marks_of
-from tests.tools.changed_tests import ALWAYS, folders_of
+from tests.tools.changed_tests import ALWAYS, commit_a_day_before, folders_of
 from tests.tools.commit_message import main, problems_of
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +47,20 @@ def test_a_change_asks_for_the_checks_that_depend_on_it(
 ) -> None:
     """For all of them where nothing can be compared."""
     assert checks_of(changed) == checks
+
+
+def test_commits_pushed_together_are_compared_together() -> None:
+    """The last commit of main alone would leave out what those before it changed."""
+    if not (before := commit_a_day_before()):
+        pytest.skip("the history has no commit of the day before")
+
+    def instants(of: str) -> list[int]:
+        log = ["git", "log", "--format=%ct", of]
+        done = subprocess.run(log, cwd=ROOT, capture_output=True, text=True, check=True)
+        return [int(line) for line in done.stdout.split()]
+
+    (now, *_), since = instants("HEAD"), instants(f"{before}..HEAD")
+    assert instants(before)[0] <= now - 86_400 < min(since)
 
 
 def test_slow_tests_run_where_what_they_depend_on_changed() -> None:
