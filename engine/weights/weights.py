@@ -189,7 +189,7 @@ def _folder_files(folder: Path) -> list[Path]:
             raise ModelError("corrupt", f"{index}: {error}.") from error
         names = set(weight_map.values())
     for name in names:
-        if Path(name).name != name:
+        if Path(name).name != name or name == "..":
             raise ModelError("corrupt", f"{index} names {name!r}; expected a file beside it")
         if not (folder / name).is_file():  # a pipe would block its reader
             raise ModelError("not_found", f"{folder} has no file {name}.")

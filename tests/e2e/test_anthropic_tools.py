@@ -219,7 +219,7 @@ async def test_refuses_unsatisfiable_schema(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
     """Only the engine detects it, so the ledger has an entry with zero tokens."""
-    config: Any = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
+    config: Any = {"format": {"type": "json_schema", "schema": {"type": "string", "pattern": "("}}}
     with pytest.raises(BadRequestError) as caught:
         await client.messages.create(**cached_prompt(gateway, tools=[], output_config=config))
 

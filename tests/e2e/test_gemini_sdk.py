@@ -218,7 +218,7 @@ async def test_lists_and_gets_models(gateway: GatewayFixture, client: Any) -> No
     [
         ("tl-wrong", None, {}, 401, "UNAUTHENTICATED"),
         (None, "other", {}, 404, "NOT_FOUND"),
-        (None, None, {"max_output_tokens": 10**6}, 400, "INVALID_ARGUMENT"),
+        (None, None, {"temperature": 9.0}, 400, "INVALID_ARGUMENT"),
         (None, None, {"cached_content": "none"}, 403, "PERMISSION_DENIED"),
     ],
 )

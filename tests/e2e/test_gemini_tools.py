@@ -321,5 +321,5 @@ async def test_refuses_unsatisfiable_schema_by_field(gateway: GatewayFixture, cl
     details = caught.value.details["error"]["details"]
     assert caught.value.code == 400
     assert details[0]["reason"] == "INVALID_JSON_SCHEMA"
-    assert details[1]["fieldViolations"][0]["field"] == "generationConfig.responseJsonSchema"
+    assert details[1]["fieldViolations"][0]["field"] == "generationConfig.responseJsonSchema.type"
     await gateway.check_quiet()

@@ -316,7 +316,7 @@ async def test_tool_choice_none_keeps_the_prefix_and_returns_text(
 async def test_refuses_unsatisfiable_schema_by_field(
     gateway: GatewayFixture, client: AsyncOpenAI
 ) -> None:
-    """Only the engine detects it."""
+    """Before a hold is written: it costs nothing."""
     wrong: Any = {"type": "nonsense"}
     strict: Any = {"name": "f", "strict": True, "parameters": {"type": "object", "required": 1}}
     schema: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": wrong}}
@@ -331,10 +331,10 @@ async def test_refuses_unsatisfiable_schema_by_field(
         await client.responses.create(**response_request(gateway, text=text))
 
     assert {one.value.code for one in (of_format, of_tool, of_text)} == {"invalid_json_schema"}
-    assert of_format.value.param == "response_format.json_schema.schema"
+    assert of_format.value.param == "response_format.json_schema.schema.type"
     assert str(of_tool.value.param).startswith("tools[0]")
-    assert of_text.value.param == "text.format.schema"
-    assert [entry[1:] for entry in gateway.entries()] == [(0, 0, 0)] * 3
+    assert of_text.value.param == "text.format.schema.type"
+    assert gateway.entries() == []
     await gateway.check_quiet()
 
 
