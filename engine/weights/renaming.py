@@ -24,7 +24,24 @@ Pieces = Iterator[tuple[str, torch.Tensor]]
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 _WHOLE_NAMES = ("self_attn.sinks", "mlp.gate.e_score_correction_bias")
 """Tensors without `.weight` or `.bias` behind their names."""
-_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+MXFP4_VALUES = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    -0.0,
+    -0.5,
+    -1.0,
+    -1.5,
+    -2.0,
+    -3.0,
+    -4.0,
+    -6.0,
+)
 """Values of a 4-bit float with 2 bits of exponent and 1 of mantissa, by their bits."""
 _ROTATING = ("q_proj", "k_proj", "q_norm", "k_norm")
 """Parts of grouped-query attention whose rows rotate."""
@@ -194,7 +211,7 @@ def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype)
 
     A byte holds two 4-bit floats, the low one first; a scale is a power of two, biased by 127.
     """
-    table = torch.tensor(_MXFP4, dtype=torch.float32)
+    table = torch.tensor(MXFP4_VALUES, dtype=torch.float32)
     out = torch.empty(*blocks.shape[:-2], blocks.shape[-2] * 32, dtype=dtype)
     for at in range(len(blocks)):  # one expert at a time: a whole stack takes 8 bytes a weight
         pairs = torch.stack([table[(blocks[at] & 15).long()], table[(blocks[at] >> 4).long()]], -1)

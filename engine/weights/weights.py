@@ -28,7 +28,7 @@ from engine.model_store import Architecture, ModelCard
 from engine.model_store.families import FAMILIES
 from engine.model_store.gguf_header import TensorInfo, read_header
 from engine.model_store.tensor_names import FOLDER_NAMES, GGUF_NAMES
-from engine.weights.renaming import Pieces, TensorReader
+from engine.weights.renaming import MXFP4_VALUES, Pieces, TensorReader
 from engine.weights.shapes import expected_shapes
 
 log = logging.getLogger("trunkline.engine")
@@ -108,8 +108,10 @@ def random_weights(
     """Return seeded random weights of a model's shape, made on the device, for benchmarks and
     tests.
 
-    Scaled by 1 / sqrt(fan-in), so that activations stay finite at any depth.
+    Scaled by 1 / sqrt(fan-in), so that activations stay finite at any depth. Experts whose files
+    are in MXFP4 have values of it, so that they are packed as those are.
     """
+    is_mxfp4 = config.moe is not None and config.moe.expert == "clamped"
     generator = torch.Generator(device=device).manual_seed(seed)
     weights = {}
     for name, shape in expected_shapes(config).items():
@@ -119,10 +121,24 @@ def random_weights(
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if name.endswith("bias"):
             tensor.zero_()
+        elif is_mxfp4 and ".experts." in name:
+            _draw_mxfp4(tensor, generator)
         else:
             tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
         weights[name] = tensor
     return weights
+
+
+def _draw_mxfp4(stack: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill matrices [E, N, K] with random values of MXFP4 of about 1 / sqrt(K)."""
+    values = torch.tensor(MXFP4_VALUES, device=stack.device)
+    scale = 2.0 ** round(math.log2(stack.shape[-1] ** -0.5 / float(values.std())))
+    values = (values * scale).to(stack.dtype)
+    for matrix in stack:
+        codes = torch.randint(
+            len(values), matrix.shape, generator=generator, device=stack.device, dtype=torch.int32
+        )
+        matrix.copy_(values[codes])
 
 
 def _check(weights: Weights, config: Architecture) -> None:

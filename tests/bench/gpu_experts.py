@@ -27,10 +27,10 @@ from engine.model_store import Architecture
 from engine.models.gpu_experts import GpuExperts, router_logits
 from engine.models.layers import TensorSource, TorchOps
 from engine.models.moe import Experts
-from engine.weights import Weights, random_weights
+from engine.weights import random_weights
 from kernels.gpu import experts
 from kernels.gpu.experts import Tile
-from kernels.reference_mxfp4 import Mxfp4, nearest
+from kernels.reference_mxfp4 import Mxfp4
 from tests.bench.device import copy_rate, describe, release_memory, time_graph
 from tests.bench.gpu_workloads import Bench, Workload
 from tests.bench.models import GPT_OSS_20B, QWEN3_30B_A3B, with_layers
@@ -71,18 +71,6 @@ def product_rate() -> float:
     return 2 * 8192**3 / (time_graph(multiply)[0] * 1e-6)
 
 
-def weights_of(config: Architecture) -> Weights:
-    """Return random weights in bf16; experts in MXFP4's values where the shape's files are."""
-    weights = random_weights(config, torch.bfloat16, 0, torch.device("cuda"))
-    assert config.moe is not None
-    if config.moe.expert == "clamped":
-        for name, tensor in weights.items():
-            if ".experts." in name and name.endswith("weight"):
-                for expert in tensor:
-                    expert.copy_(nearest(expert))
-    return weights
-
-
 class LayerBench:
     """One layer's experts over random rows."""
 
@@ -90,7 +78,11 @@ class LayerBench:
         assert config.moe is not None
         self.moe, self.config = config.moe, config
         one = with_layers(config, 1)
-        weights = {k: v for k, v in weights_of(one).items() if ".0.mlp." in k}
+        weights = {
+            k: v
+            for k, v in random_weights(one, torch.bfloat16, 0, torch.device("cuda")).items()
+            if ".0.mlp." in k
+        }
         kept: list[GpuExperts] = []
 
         class KeepingOps(TorchOps):
@@ -195,7 +187,7 @@ def timed(run: Callable[[int], Any]) -> float:
 def steps(config: Architecture) -> dict[str, Any]:
     """Return milliseconds of decoding steps by batch, and of a cold prompt."""
     blocks = 40_000 if any(layer.window for layer in config.layers) else 12_000
-    bench = Bench(config, blocks, weights=weights_of(config))
+    bench = Bench(config, blocks)
     found: dict[int, Any] = {}
     for batch in BATCHES:
         work = Workload(f"sweep-{batch}", batch, ((batch, 448),))

@@ -40,14 +40,20 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.types import wall_ms
 from tests.bench import open_loop
 from tests.bench.gpu_workloads import OUTPUT, WORKLOADS, Workload
-from tests.bench.models import GEMMA3_12B, LLAMA_8B, QWEN3_8B
+from tests.bench.models import GEMMA3_12B, GPT_OSS_20B, LLAMA_8B, QWEN3_8B, QWEN3_30B_A3B
 from tests.bench.open_loop import Arrival, Seen
 from tests.bench.results import Results, print_line
 
 NAME, PORT, ADMIN_PORT = "random-8b", 18_480, 18_481
 OTHER_KEY_FILE = "other.key"
 READY_TIMEOUT_S = 240.0
-SHAPES = {"Llama-3.1-8B": LLAMA_8B, "Qwen3-8B": QWEN3_8B, "Gemma-3-12B": GEMMA3_12B}
+SHAPES = {
+    "Llama-3.1-8B": LLAMA_8B,
+    "Qwen3-8B": QWEN3_8B,
+    "Gemma-3-12B": GEMMA3_12B,
+    "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "gpt-oss-20b": GPT_OSS_20B,
+}
 
 
 def write_model(folder: Path, shape: Architecture) -> ModelCard:

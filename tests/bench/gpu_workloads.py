@@ -34,7 +34,7 @@ from engine.runner.gpu_runner import GpuRunner
 from engine.server.gc_tuning import FrozenHeap
 from engine.server.levels_below import build_levels
 from engine.server.server import SWITCH_INTERVAL_S
-from engine.weights import Weights, random_weights
+from engine.weights import random_weights
 from tests.bench.device import copy_rate, describe
 from tests.bench.models import BLOCK, KV_DTYPES, LLAMA_1B, LLAMA_8B, VOCAB, with_layers
 from tests.bench.results import Results, print_line
@@ -177,14 +177,13 @@ class Bench(CoreBench):
         sequences: int = 256,
         constraints: Constraints | None = None,
         like: Bench | None = None,
-        weights: Weights | None = None,
     ) -> None:
         """`levels`: those below the pool. `sequences`: most at once. `like`: a bench whose model is
-        used, with its weights. `weights`: on the device, removed from; random ones without."""
+        used, with its weights."""
         device = torch.device("cuda")
         self.config = config
         if like is None:
-            weights = weights or random_weights(config, torch.bfloat16, 0, device)
+            weights = random_weights(config, torch.bfloat16, 0, device)
             self.weight_bytes = sum(t.numel() * 2 for t in weights.values())
             if not config.tie_embeddings:
                 self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
