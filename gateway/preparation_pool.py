@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import traceback
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -46,8 +47,14 @@ class _QueuedWork(Generic[T]):
         return self._work(self.future.cancelled)
 
     def finish(self, done: asyncio.Future[T]) -> None:
-        """Pass the result on to a caller that still waits."""
+        """Pass the result on to a caller that still waits.
+
+        The frames of an error's traceback lead back to the future that has the error: left so, a
+        refused prompt would stay in memory until garbage is collected.
+        """
         error = done.exception()
+        if error is not None:
+            traceback.clear_frames(error.__traceback__)
         if self.future.done():
             return
         if error is None:
@@ -90,6 +97,8 @@ class PreparationPool:
             if queued in queue:
                 queue.remove(queued)
             raise
+        finally:
+            del future, queued  # of this frame, which an error's traceback keeps
 
     def _start_waiting(self) -> None:
         while self._running.total() < self._threads_max:

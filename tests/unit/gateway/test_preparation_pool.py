@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -57,6 +59,34 @@ async def test_returns_and_raises_what_the_work_does() -> None:
     with pytest.raises(ValueError, match="wrong"):
         await pool.run(1, fail)
     await pool.close()
+
+
+async def test_refused_work_is_freed_at_once() -> None:
+    """Else a refused prompt stays in memory until garbage is collected."""
+
+    class Prompt:
+        """Something that can be referred to weakly."""
+
+    pool = PreparationPool(2)
+
+    async def refuse() -> weakref.ref[Prompt]:
+        prompt = Prompt()
+
+        def fail(_is_abandoned: Callable[[], bool]) -> None:
+            raise ValueError(f"{type(prompt)} is too long")
+
+        with pytest.raises(ValueError, match="too long"):
+            await pool.run(1, fail)
+        return weakref.ref(prompt)
+
+    gc.disable()
+    try:
+        seen = await refuse()
+        await pool.close()
+
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_tenant_never_holds_the_last_thread(gate: Gate) -> None:
