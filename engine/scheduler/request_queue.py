@@ -2,8 +2,11 @@
 
 Fairness uses virtual token counters (after Sheng et al., "Fairness in Serving Large Language
 Models", OSDI 2024): a payer's counter grows by the tokens computed for it over its weight, and the
-payer with the lowest counter is served next. The counter of a payer that was idle is lifted to the
-lowest counter of the active payers, so idleness earns no credit.
+payer with the lowest counter goes first. The counter of a payer that was idle is lifted to the
+lowest counter of the active payers, so idleness earns no credit. A payer's place in the order is
+its counter as it will be when its next prompt is computed, up to `TURN_TOKENS` ahead: a prompt of
+two tokens does not wait until each of twenty payers that were served four tokens less has had one
+of three hundred.
 
 Of one payer, short prompts go before long ones, within bounds: a question of forty tokens that
 waits for a document of its own payer is answered late for nothing, since the document is hardly
@@ -34,6 +37,9 @@ PASSES_MAX: Final = 4
 """How often a prompt is passed: so its own first token comes at most twice as late."""
 WINDOW: Final = 8
 """The prompts of a payer, from the first one on, of which some may pass others."""
+TURN_TOKENS: Final = 256
+"""The most tokens of a prompt by which the order of payers foresees its cost: so a payer is served
+at most so many tokens before one that has been served less."""
 
 QueueKey = tuple[int, int, float, int, int]
 QueueEntry = tuple[QueueKey, Sequence]
@@ -180,8 +186,12 @@ class RequestQueue:
         def heap_entry(payer: Payer, at: int) -> tuple[int, float, bool, QueueKey, int, Payer]:
             # Of payers served alike, one that has just arrived goes before one with prompts under
             # way: its counter was lifted to theirs.
-            key: QueueKey = queues[payer][at][0]
-            return key[0], self.served[payer], payer in joined, key, at, payer
+            key, sequence = queues[payer][at]
+            due = self.served[payer]
+            if len(queues) > 1:
+                cost = min(TURN_TOKENS, count_missing(sequence))
+                due += cost / sequence.parent.request.weight
+            return key[0], due, payer in joined, key, at, payer
 
         heap = [heap_entry(payer, 0) for payer in queues]
         heapq.heapify(heap)

@@ -272,6 +272,7 @@ class Scheduler:
         else:
             sequence.preemptions += 1
         sequence.parent.preemptions += 1
+        sequence.missing_tokens = None  # what it computed may be found again
         self.preemptions += 1
         self.queue.add(sequence)
 

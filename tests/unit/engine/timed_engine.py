@@ -12,6 +12,18 @@ from tests.unit.engine.recorded_engine import RecordedWorld
 Machine = Callable[[StepWork], float]
 
 
+def slow(work: StepWork) -> float:
+    """Take the time of a small model on two cores: 2,000 prompt tokens a second."""
+    context = work.row_context + work.prompt_context
+    return 3e-3 + 3e-4 * work.rows + 4.5e-4 * work.prompt_tokens + 1e-7 * context
+
+
+def fast(work: StepWork) -> float:
+    """Take the time of a large model on a device: 30,000 prompt tokens a second."""
+    context = 4e-8 * work.row_context + 1e-9 * work.prompt_context
+    return 5e-3 + 1e-5 * work.rows + 3e-5 * work.prompt_tokens + context
+
+
 class TimedWorld(RecordedWorld):
     """A recorded world whose clock advances by `machine(work)` with each step. `took`: seconds of
     each step.
