@@ -247,9 +247,9 @@ class DiskStore:
 
     def look(self, command: Look) -> Looked:
         """Walk the tokens from the root. About 10 us a run."""
-        has_remote = self.remote is not None and self.remote.is_open
+        may_fetch = None if self.remote is None else self.remote.may_fetch
         size, now_ms = self._settings.run_tokens, self.clock.now_ms()
-        return self._index.walk(command, size, now_ms, has_remote=has_remote)
+        return self._index.walk(command, size, now_ms, may_fetch=may_fetch)
 
     def plan_fetch(self, command: Fetch) -> list[PlannedRead | Fetched]:
         """Return a read for each record, or its failure where there is nothing to read."""

@@ -143,10 +143,17 @@ class RecordIndex:
         row = None if found is None else self._row(found)
         return row if row is not None and row.run == run else None
 
-    def walk(self, command: Look, run_tokens: int, now_ms: int, *, has_remote: bool) -> Looked:
+    def walk(
+        self,
+        command: Look,
+        run_tokens: int,
+        now_ms: int,
+        *,
+        may_fetch: Callable[[RecordId], bool] | None,
+    ) -> Looked:
         """Return the records of the longest stored prefix. About 10 us a run.
 
-        `has_remote`: what lies in the remote store alone may be found too.
+        `may_fetch`: whether a record that lies in the remote store alone may be found; None: none.
         """
         scope = self.names.scope(command.namespace)
         if scope is None:
@@ -162,7 +169,9 @@ class RecordIndex:
                 break
             parent, fidelity, limit_ms, promise_ms, slot_bytes, slab = step
             level = level_of(slab)
-            if limit_ms <= now_ms or (level == "remote" and not has_remote):
+            if limit_ms <= now_ms:
+                break
+            if level == "remote" and (may_fetch is None or not may_fetch(parent)):
                 break
             limit_s = None if limit_ms >= FOREVER_MS else (limit_ms - now_ms) / 1_000
             promise_s = max(0, promise_ms - now_ms) / 1_000

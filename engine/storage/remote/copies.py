@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
-from engine.api import Namespace
+from engine.api import Namespace, Payer
 from engine.moves import RecordId, RemoteStats
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.remote_rows import (
@@ -39,6 +39,8 @@ COLD_MAX = 64
 """Records that are looked at for the next puts: some may not leave the machine."""
 DELETES_MAX = 256
 WANTED_MAX = 65_536
+DELETIONS: Payer = b""
+"""What deletions, which may concern several payers, count as."""
 COUNT_MS = 5_000
 """Milliseconds between two counts of the objects."""
 
@@ -85,6 +87,15 @@ class RemoteCopies:
         """Whether the store answers, as far as is known."""
         return self._link.is_open
 
+    def may_fetch(self, record_id: RecordId) -> bool:
+        """Return whether the store answers for the payer of a record, as far as is known. O(log
+        n)."""
+        row = self._index.row(record_id)
+        return row is not None and self._link.is_open_for(self._payer(row))
+
+    def _payer(self, row: RecordRow) -> Payer:
+        return self._index.names.payer_name(row.payer_id)
+
     def want(self, record_ids: Iterable[RecordId]) -> None:
         """Have promised records put."""
         self._wanted.extend(record_ids)
@@ -122,7 +133,8 @@ class RemoteCopies:
             then()
             return
         found: list[memoryview] = []
-        self._link.run(partial(self._get, plan, found), partial(self._got, plan, found, then))
+        got = partial(self._got, plan, found, then)
+        self._link.run(self._payer(plan.row), partial(self._get, plan, found), got)
 
     def _get(self, plan: PlannedRead, found: list[memoryview], store: RemoteStore) -> None:
         """Read and open an object; what is missing or does not open is not `found`. For another
@@ -178,7 +190,9 @@ class RemoteCopies:
     def _put_some(self) -> None:
         """Begin to put what is wanted, and what would be dropped next."""
         has_room = not self._bytes_max or self._sums.used_bytes <= self._bytes_max
-        while self._wanted and self.is_open and has_room and len(self._writing) < PUTS_MAX:
+        for _ in range(len(self._wanted)):
+            if not (self.is_open and has_room and len(self._writing) < PUTS_MAX):
+                break
             self._begin_put(self._wanted.popleft(), is_cold=False)
         left = PUTS_MAX - len(self._writing) if self._is_full else 0
         for record_id in self._cold(COLD_MAX) if left > 0 else ():
@@ -207,6 +221,11 @@ class RemoteCopies:
             return False
         if not self.is_open or not self.rows.may_leave(row.scope_id):
             return False
+        payer = self._payer(row)
+        if not self._link.is_open_for(payer):
+            if not is_cold:
+                self._wanted.append(record_id)
+            return False
         name = object_name(self._store_name, record_id, row.scope_id)
         if name in self._putting or name in self._writing:
             return True
@@ -217,7 +236,8 @@ class RemoteCopies:
         self._putting.add(name)
         self._writing.add(name)
         self._slabs.hold(row.place)
-        self._link.run(partial(self._put, row, name), partial(self._put_ended, row, name, is_cold))
+        ended = partial(self._put_ended, row, name, is_cold)
+        self._link.run(payer, partial(self._put, row, name), ended)
         return True
 
     def _put(self, row: RecordRow, name: str, store: RemoteStore) -> None:
@@ -263,7 +283,7 @@ class RemoteCopies:
 
     def _delete(self, names: list[str], then: Callable[[], None]) -> None:
         self._deleting.update(names)
-        self._link.run(partial(_delete, names), partial(self._deleted, names, then))
+        self._link.run(DELETIONS, partial(_delete, names), partial(self._deleted, names, then))
 
     def _deleted(self, names: list[str], then: Callable[[], None], failure: str) -> None:
         self._deleting.difference_update(names)

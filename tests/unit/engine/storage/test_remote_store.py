@@ -3,12 +3,13 @@ it longer than its timeout."""
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Semaphore
 from typing import Any, Unpack
 
 import apsw
@@ -20,8 +21,13 @@ from engine.storage.index.remote_rows import object_name
 from engine.storage.plans import PlannedRead
 from engine.storage.rebuild import EmptiedRemote, empty_remote, rebuild_index, verify_store
 from engine.storage.remote.address import RemoteSettings, check_remote_url
-from engine.storage.remote.link import PAUSE_S
-from engine.storage.remote.objects import FolderObjects, ObjectMissing, RemoteFailed
+from engine.storage.remote.link import LATE, PAUSE_S, THREADS, RemoteLink
+from engine.storage.remote.objects import (
+    FolderObjects,
+    ObjectMissing,
+    RemoteFailed,
+    RemoteStore,
+)
 from engine.storage.sealing.master_key import KEY_BYTES, MasterKey
 from engine.storage.slabs.record import pack_run, place_bytes_of
 from tests.fakes import FakeClock
@@ -189,6 +195,94 @@ def test_a_store_that_fails_is_off_until_it_answers_again(
     assert rig.disk.stats().damaged_total == 0
 
 
+def test_failures_of_one_payer_do_not_turn_the_store_off_for_another(
+    make: MakeRig, objects: FaultyObjects
+) -> None:
+    """Three failures of one tenant's objects made all others compute their prefixes again."""
+    rig = make(places=8)
+    theirs = fill(rig, range(8), payer=b"a")
+    ours = fill(rig, range(8, 20), B, payer=b"b")
+    remote = [n for n in range(8, 20) if levels_of(rig, range(n, n + 1), B) == ["remote"]]
+    gone = [n for n in range(8) if levels_of(rig, range(n, n + 1)) == ["remote"]]
+    assert remote
+    assert gone
+    objects.fails["get"] = "500"
+    for _ in range(3):
+        assert rig.fetch(A, [theirs[gone[0]]]) == [None]
+    objects.fails.clear()
+    calls = len(objects.calls)
+
+    assert rig.fetch(A, [theirs[gone[0]]]) == [None]
+    assert objects.calls[calls:] == [], "the payer's own works wait for the pause"
+    assert levels_of(rig, range(gone[0], gone[0] + 1)) == [""]
+    assert levels_of(rig, range(remote[0], remote[0] + 1), B) == ["remote"]
+    assert rig.fetch(B, [ours[remote[0] - 8]]) == [wide(B, path_of(remote[0]))]
+
+
+def opened_link(objects: FaultyObjects, clock: FakeClock) -> RemoteLink:
+    """Return a link to a store that has answered."""
+    link = RemoteLink(lambda: objects, clock, TIMEOUT_S)
+    link.tick()
+    settle(link)
+    assert link.is_open
+    return link
+
+
+def settle(link: RemoteLink) -> None:
+    """Wait until a work has ended, and run what follows."""
+    assert select.select([link.wake_fd], [], [], 10)[0], "no work has ended"
+    for then in link.take_ended():
+        then()
+
+
+def fail(link: RemoteLink, payer: bytes, times: int) -> None:
+    def work(store: RemoteStore) -> None:
+        raise RemoteFailed("500")
+
+    for _ in range(times):
+        link.run(payer, work, lambda failure: None)
+        settle(link)
+
+
+def test_a_store_that_fails_for_two_payers_is_off_for_all(objects: FaultyObjects) -> None:
+    """Otherwise each of many tenants would wait for three timeouts of a store that is away."""
+    with closing(opened_link(objects, FakeClock(0.0))) as link:
+        fail(link, b"a", 3)
+        link.run(b"c", lambda store: None, lambda failure: None)
+        settle(link)  # a success in between: the failures are that payer's own
+        fail(link, b"b", 3)
+        assert link.is_open_for(b"c")
+        assert not link.is_open_for(b"b")
+        fail(link, b"d", 3)
+
+        assert not link.is_open_for(b"c")
+
+
+def test_works_without_a_thread_are_no_failures_of_their_payer(objects: FaultyObjects) -> None:
+    """One payer's objects that hang hold all threads; the works behind them are late as well."""
+    clock, gate, begun = FakeClock(0.0), Event(), Semaphore(0)
+    told: list[str] = []
+
+    def hang(store: RemoteStore) -> None:
+        begun.release()
+        gate.wait(10)
+
+    with closing(opened_link(objects, clock)) as link:
+        for _ in range(THREADS):
+            link.run(b"a", hang, told.append)
+        for _ in range(THREADS):
+            assert begun.acquire(timeout=10)
+        for _ in range(3):
+            link.run(b"b", lambda store: None, told.append)
+        clock.advance(TIMEOUT_S)
+        link.tick()
+        gate.set()
+
+        assert told == [LATE] * (THREADS + 3)
+        assert not link.is_open_for(b"a")
+        assert link.is_open_for(b"b")
+
+
 def test_a_promised_record_whose_put_failed_is_put_later(
     make: MakeRig, objects: FaultyObjects
 ) -> None:
@@ -198,7 +292,7 @@ def test_a_promised_record_whose_put_failed_is_put_later(
     ids = rig.store(A, LONG, promise_s=600.0)
     rig.local.turn()
     rig.local.turn()
-    assert not rig.link.is_open
+    assert rig.link.reason == "500"
     objects.fails.clear()
     rig.clock.advance(PAUSE_S)
     rig.local.turn()
