@@ -8,6 +8,7 @@ in a process that may die, then `engine.grammar.compiler` in a thread; core walk
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -30,6 +31,11 @@ small models fill whole answers with whitespace."""
 
 _TOO_BIG: Final = ("too many", "too big", "too large", "too deep", "limit", "max is", "fuel")
 """Words in llguidance's errors that mean an exceeded bound, not a mistake."""
+
+_IN_SCHEMA: Final = re.compile(
+    r"failed to compile JSON schema: (.*?)(?:\n\s*\d+ \| .*)?\Z", re.DOTALL
+)
+"""What llguidance says of a schema inside a grammar, without the lines of the grammar."""
 
 
 class GrammarLimits(Struct, frozen=True, forbid_unknown_fields=True):
@@ -258,7 +264,13 @@ def _is_limit_error(reason: str) -> bool:
 
 
 def _message(grammar: Grammar, reason: str) -> str:
-    """Return the refusal's message with llguidance's error, cut to a length that can be shown."""
+    """Return the refusal's message with llguidance's error, cut to a length that can be shown. A
+    grammar that was built around a JSON schema is not quoted: its client wrote the schema."""
     what = {"lark": "grammar", "regex": "regular expression"}.get(grammar.kind, "JSON schema")
-    text = " ".join(reason.replace("<non-verbose/>", "").split())[:MESSAGE_CHARACTERS]
+    reason = reason.replace("<non-verbose/>", "")
+    if found := _IN_SCHEMA.search(reason):
+        what, reason = "JSON schema", found[1]
+    if reason.startswith("oneOf "):
+        reason = "alternatives of oneOf that may overlap are not supported; write anyOf"
+    text = " ".join(reason.split())[:MESSAGE_CHARACTERS]
     return f"The {what} cannot be used: {text}"

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from typing import Any, Final
-from urllib.parse import unquote
 
 from gateway.errors import Kind, Refusal
 from gateway.structured_output.schema_lark import BOUNDS, is_exact, is_number
+from gateway.structured_output.schema_references import MISSING, References
 
 COUNT_MAX: Final = 2**31
 """A text or a list that may have so many characters or items has no bound."""
@@ -34,6 +34,11 @@ _COUNTS: Final = frozenset(
 )
 _TEXTS: Final = frozenset({"pattern", "format", "$ref"})
 _TYPES: Final = ("object", "array", "string", "number", "integer", "boolean", "null")
+_FORMATS: Final = (
+    *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
+    "unknown",
+)
+"""The formats of texts that the grammar engine holds an answer to."""
 _UNENFORCEABLE: Final = frozenset(
     {"not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"}
     | {"propertyNames", "dependentRequired", "dependentSchemas", "dependencies"}
@@ -77,13 +82,15 @@ class _Preparation:
     """Prepares one schema."""
 
     def __init__(self, root: dict[str, Any], path: str, *, strict: bool) -> None:
-        self._root, self._path, self._strict = root, path, strict
+        self._references, self._path, self._strict = References(root), path, strict
 
     def schema(self, schema: dict[str, Any], steps: tuple[str, ...]) -> dict[str, Any]:
-        """Return a schema without its null keywords. Raises Refusal."""
+        """Return a schema without keywords that say nothing: those that are null, and the draft,
+        since an old one would take the meaning of newer keywords. Raises Refusal."""
         found = {}
         for name, value in schema.items():
-            if value is None and name not in _NULLABLE:
+            is_absent = value is None and name not in _NULLABLE
+            if is_absent or name == "$schema" or (name == "uniqueItems" and value is False):
                 continue
             prepared = self._value(name, value, (*steps, name))
             if name in _COUNTS and name.startswith("max") and prepared >= COUNT_MAX:
@@ -94,6 +101,12 @@ class _Preparation:
                 low, high = found.get(least), found.get(most)
                 if is_number(low) and is_number(high) and low > high:
                     raise self._wrong((*steps, least), low, f"at most {most}, {high}")
+        if self._strict and "format" in found and not {"enum", "const"} & found.keys():
+            kinds = found.get("type")
+            is_text = "string" in (kinds if isinstance(kinds, list) else [kinds])
+            if is_text and found["format"] not in _FORMATS:
+                expected = f"one of {', '.join(_FORMATS[:-1])}, or no format"
+                raise self._wrong((*steps, "format"), found["format"], expected)
         return found
 
     def _value(self, name: str, value: Any, steps: tuple[str, ...]) -> Any:
@@ -137,7 +150,7 @@ class _Preparation:
         elif name in _TEXTS:
             if not isinstance(value, str):
                 raise self._wrong(steps, value, "a string")
-            if name == "$ref" and value.startswith("#/") and not self._has_target(value):
+            if name == "$ref" and not self._has_target(value):
                 raise self._wrong(steps, value, "a reference to a part of this schema")
         elif name in (*BOUNDS, "multipleOf"):
             if not is_number(value):
@@ -151,16 +164,11 @@ class _Preparation:
         return value
 
     def _has_target(self, reference: str) -> bool:
-        at: Any = self._root
-        for step in unquote(reference)[2:].split("/"):
-            name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(at, list) and name.isdecimal() and int(name) < len(at):
-                at = at[int(name)]
-            elif isinstance(at, dict) and name in at:
-                at = at[name]
-            else:
-                return False
-        return True
+        """Return whether a reference may name a part of the schema: one behind the identifier of a
+        part is not followed here."""
+        if self._references.target(reference) is not MISSING:
+            return True
+        return not reference.startswith("#") and self._references.has_resources
 
     def _wrong(self, steps: tuple[str, ...], value: Any, expected: str) -> Refusal:
         shown = json.dumps(value, default=str)[:64]

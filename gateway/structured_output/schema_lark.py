@@ -14,8 +14,10 @@ import json
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Final, TypeGuard
+from urllib.parse import unquote
 
 from gateway.structured_output.output_check import SchemaCheck
+from gateway.structured_output.schema_references import MISSING, References
 
 INTEGER_MAX: Final = 2**53 - 1
 """Up to here, either way, a double holds every integer."""
@@ -45,6 +47,10 @@ OPTIONAL_MAX: Final = 64
 _KINDS: Final = ("object", "array", "string", "integer", "number", "boolean", "null")
 _WS: Final = "WS?"
 _DEFINITIONS: Final = ("$defs", "definitions", "defs")
+_DATA: Final = ("const", "enum", "default", "examples", "required")
+"""Keywords whose values are no schemas."""
+_REPLACED: Final = (*_DEFINITIONS, "$id", "$anchor")
+"""Keywords that a schema inside a grammar has no use for: its references are named anew."""
 _ANNOTATIONS: Final = frozenset(
     {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
     | {"readOnly", "writeOnly", "$anchor", "type", *_DEFINITIONS}
@@ -84,6 +90,7 @@ class _Translation:
 
     def __init__(self, root: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self._root, self._options = root, dict(options)
+        self._references = References(root)
         self._is_lenient = bool(options["lenient"])
         self._rules: list[str] = []
         self._names: dict[str, str] = {}
@@ -143,13 +150,9 @@ class _Translation:
         return [one for one in inner if isinstance(one, dict)]
 
     def _target(self, reference: Any) -> Any:
-        """Return the definition that a reference names; None for another target."""
-        if not isinstance(reference, str):
-            return None
-        where, _, name = reference.removeprefix("#/").partition("/")
-        found = self._root.get(where) if where in _DEFINITIONS else None
-        name = name.replace("~1", "/").replace("~0", "~")
-        return found.get(name) if isinstance(found, dict) else None
+        """Return what a reference names; None for another target."""
+        found = self._references.target(reference) if isinstance(reference, str) else MISSING
+        return None if found is MISSING else found
 
     # -- schemas ------------------------------------------------------------------------------
 
@@ -191,39 +194,28 @@ class _Translation:
         """Return a schema that stays JSON Schema, with the definitions that it names."""
         if schema is False:
             raise InexactNumber(steps, "a schema that nothing satisfies stands beside it")
-        found = {**schema} if isinstance(schema, dict) else {}
-        for name in _DEFINITIONS:
-            found.pop(name, None)
-        for reference in self._references(found, steps):
-            where, _, name = reference.removeprefix("#/").partition("/")
-            found.setdefault(where, {})[name] = self._target(reference)
+        names: dict[str, str] = {}
+        found = _named_anew(schema, names) if isinstance(schema, dict) else {}
+        definitions: dict[str, Any] = {}
+        while len(definitions) < len(names):
+            reference = list(names)[len(definitions)]
+            if (target := self._target(reference)) is None:
+                raise InexactNumber((*steps, "$ref"), "it refers to no part of this schema")
+            definitions[names[reference]] = _named_anew(target, names)
+        if definitions:
+            found["$defs"] = definitions
         text = json.dumps({**found, "x-guidance": self._options}, default=float)
         return self._rule(f"%json {text}")
-
-    def _references(self, schema: Any, steps: tuple[str, ...]) -> set[str]:
-        """Return all references from a schema, also from those that it refers to."""
-        found: set[str] = set()
-        waiting: list[Any] = [schema]
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, list):
-                waiting += value
-            elif isinstance(value, dict):
-                waiting += value.values()
-                reference = value.get("$ref")
-                if isinstance(reference, str) and reference not in found:
-                    if (target := self._target(reference)) is None:
-                        raise InexactNumber((*steps, "$ref"), "it refers to no definition")
-                    found.add(reference)
-                    waiting.append(target)
-        return found
 
     def _reference(self, reference: str, rest: dict[str, Any], steps: tuple[str, ...]) -> str:
         if rest.keys() != {"$ref"} and not self._is_lenient:
             raise InexactNumber((*steps, "$ref"), "other keywords stand beside it")
         if reference not in self._by_reference:
             name = self._by_reference[reference] = f"ref_{len(self._by_reference)}"
-            target = self.expression(self._target(reference), tuple(reference[2:].split("/")))
+            target = self.expression(
+                self._target(reference),
+                tuple(filter(None, unquote(reference).partition("#")[2].split("/"))),
+            )
             self._rules.append(f"{name}: {target}")
         return self._by_reference[reference]
 
@@ -348,6 +340,26 @@ class _Translation:
         self._names[text] = name
         self._rules.append(f"{name}: {text or _WS}")
         return name
+
+
+def _named_anew(schema: Any, names: dict[str, str]) -> Any:
+    """Return a schema without its definitions, whose references name entries of `$defs`. `names`:
+    the entries by reference, to which new ones are added. O(schema)."""
+    if isinstance(schema, list):
+        return [_named_anew(one, names) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _NAMED and isinstance(value, dict):
+            found[name] = {key: _named_anew(one, names) for key, one in value.items()}
+        elif name == "$ref" and isinstance(value, str):
+            found[name] = "#/$defs/" + names.setdefault(value, f"part_{len(names)}")
+        elif name in _DATA:
+            found[name] = value
+        elif name not in _REPLACED:
+            found[name] = _named_anew(value, names)
+    return found
 
 
 def _is_inexact_itself(schema: Mapping[str, Any]) -> bool:

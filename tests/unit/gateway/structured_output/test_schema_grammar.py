@@ -110,6 +110,85 @@ def test_digits_are_kept_inside_lists_and_definitions(schema: Any) -> None:
     assert not allows(f"[{int(float(ID))}]")
 
 
+REFERENCES = {
+    "of a definition's part": ("#/$defs/Row/properties/id", {"Row": {"properties": {"id": ...}}}),
+    "percent-encoded": ("#/$defs/Id%5Bint%5D", {"Id[int]": ...}),
+    "anchor": ("#the-id", {"Id": {"$anchor": "the-id", "allOf": [...]}}),
+    "behind the schema's identifier": ("https://example.com/row#/$defs/Id", {"Id": ...}),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", REFERENCES)
+def test_digits_are_kept_behind_every_reference(name: str, strict: bool) -> None:
+    """Generators name a definition's part, and percent-encode the names of generic classes."""
+    reference, definitions = REFERENCES[name]
+    text = json.dumps(definitions, default=lambda _: {"const": ID})
+    schema = {
+        "$id": "https://example.com/row",
+        "type": "object",
+        "properties": {"id": {"$ref": reference}},
+        "required": ["id"],
+        "additionalProperties": False,
+        "$defs": json.loads(text),
+    }
+    allows = allowed_by(schema, strict=strict)
+    assert allows(f'{{"id": {ID}}}')
+    assert not allows(f'{{"id": {ID - 1}}}')
+
+
+def test_a_schema_beside_such_a_number_keeps_its_references() -> None:
+    """The parts that stay JSON Schema are cut out of the schema that their pointers begin at."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "id": {"const": ID},
+            "color": {"enum": ["red"]},
+            "all": {"type": "array", "items": {"$ref": "#/properties/color"}, "minItems": 1},
+            "more": {"$ref": "#/$defs/More"},
+        },
+        "required": ["id", "color", "all", "more"],
+        "additionalProperties": False,
+        "$defs": {
+            "More": {
+                "type": "object",
+                "properties": {"enum": {"$ref": "#/properties/color"}, "$ref": {"const": 4}},
+                "required": ["enum", "$ref"],
+                "additionalProperties": False,
+            }
+        },
+    }
+    allows = allowed_by(schema)
+    more = '{"enum":"red","$ref":4}'
+    assert allows(f'{{"id":{ID},"color":"red","all":["red"],"more":{more}}}')
+    assert not allows(f'{{"id":{ID},"color":"red","all":["blue"],"more":{more}}}')
+    assert not allows(f'{{"id":{ID},"color":"red","all":["red"],"more":{more[:-2]}5}}}}')
+
+
+@pytest.mark.parametrize("draft", ["http://json-schema.org/draft-04/schema#", "https://x.example"])
+def test_a_keyword_counts_under_every_draft(draft: str) -> None:
+    """Draft 4 has no `const`; hosted APIs read the same keywords, whichever draft is named."""
+    inner = {"$schema": draft, "const": 1}
+    schema = {"$schema": draft, "properties": {"$schema": inner}, "required": ["$schema"]}
+    allows = allowed_by({**schema, "type": "object"})
+    assert allows('{"$schema": 1}')
+    assert not allows('{"$schema": 2}')
+
+
+def test_items_that_need_not_differ_are_strict_too() -> None:
+    """The keyword constrains nothing then."""
+    assert allowed_by({"type": "array", "items": {"const": 1}, "uniqueItems": False})("[1, 1]")
+
+
+def test_a_tools_schema_is_refused_in_words_of_the_schema() -> None:
+    """The grammar around it is the gateway's: its client wrote none of its lines."""
+    schema = {"properties": {"a": {"type": "string", "const": 1}}, "required": ["a"]}
+    grammar = build_grammar(tool(schema, strict=True), HERMES)
+    assert grammar is not None
+    with pytest.raises(RequestRefused, match=r"^The JSON schema cannot be used: [^|%]*$"):
+        compile_grammar(grammar, VOCABULARY)
+
+
 def test_a_decimal_keeps_its_digits() -> None:
     """A double has 17 of them."""
     allows = allowed_by(f'{{"enum": [{DECIMAL}, 2.5]}}')
@@ -227,6 +306,9 @@ def test_a_count_of_64_bits_is_no_bound(name: str) -> None:
         ({"const": ID, "type": "string"}, "const"),
         ({"oneOf": [{"const": ID}]}, "oneOf"),
         ({"$ref": "#/$defs/none"}, "$ref"),
+        ({"$ref": "#none"}, "$ref"),
+        ({"$ref": "https://example.com/row.json"}, "$ref"),
+        ({"type": "string", "format": "color"}, "format"),
     ],
 )
 def test_an_error_names_the_clients_keyword(schema: Any, path: str) -> None:
