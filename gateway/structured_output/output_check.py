@@ -10,8 +10,11 @@ conditions). `format` and `pattern` are not checked. Steps are counted, so no sc
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any
+from functools import cached_property
+from typing import Any, Final
+from urllib.parse import unquote
 
 from gateway.dialects.canonical import OutputFormat
 
@@ -84,11 +87,68 @@ def satisfies(text: str, wanted: OutputFormat) -> bool:
         return True
 
 
+MISSING: Final = object()
+"""What a reference to nothing names."""
+
+
+class References:
+    """The parts of one schema by reference: a JSON pointer, an anchor, or either behind the
+    schema's own `$id`. The schema may not change."""
+
+    def __init__(self, root: Any) -> None:
+        self._root: Mapping[str, Any] = root if isinstance(root, dict) else {}
+
+    def target(self, reference: str) -> Any:
+        """Return the part that a reference names, `MISSING` if there is none. O(reference), and the
+        first time O(schema)."""
+        base, _, fragment = reference.partition("#")
+        if base and base not in (self._root.get("$id"), self._root.get("id")):
+            return MISSING
+        if fragment and not fragment.startswith("/"):
+            return self._anchors.get(unquote(fragment), MISSING)
+        at: Any = self._root
+        for step in unquote(fragment).split("/")[1:]:
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(at, list) and name.isdecimal() and int(name) < len(at):
+                at = at[int(name)]
+            elif isinstance(at, dict) and name in at:
+                at = at[name]
+            else:
+                return MISSING
+        return at
+
+    @cached_property
+    def has_resources(self) -> bool:
+        """Return whether a part has an identifier of its own, by which it may be named."""
+        inner = (one for one in _objects(self._root) if one is not self._root)
+        return any(isinstance(one.get("$id"), str) for one in inner)
+
+    @cached_property
+    def _anchors(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for one in _objects(self._root):
+            if isinstance(name := one.get("$anchor"), str):
+                found.setdefault(name, one)
+        return found
+
+
+def _objects(root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield all objects inside a JSON value, and itself. O(values)."""
+    waiting: list[Any] = [root]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            yield value
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+
+
 class SchemaCheck:
     """Checks values against the schema `root` and its parts."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
+        self._references = References(root)
         self._steps_left = STEPS_MAX
 
     def holds(self, value: Any, schema: Any) -> bool:
@@ -230,19 +290,10 @@ class SchemaCheck:
         if isinstance(some, list) and not any(self.holds(value, one) for one in some):
             return False
         reference = schema.get("$ref")
-        return not isinstance(reference, str) or self.holds(value, self._resolve(reference))
-
-    def _resolve(self, reference: str) -> Any:
-        """Return the target of a local reference; True (any value) if it has no target."""
-        at = self._root
-        if not reference.startswith("#"):
+        if not isinstance(reference, str):
             return True
-        for step in reference[1:].split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            if not isinstance(at, dict) or name not in at:
-                return True
-            at = at[name]
-        return at
+        target = self._references.target(reference)
+        return target is MISSING or self.holds(value, target)
 
 
 def _lacks(value: dict[str, Any], required: Any) -> bool:

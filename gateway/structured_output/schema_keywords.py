@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from gateway.errors import Kind, Refusal
+from gateway.structured_output.output_check import MISSING, References
 from gateway.structured_output.schema_lark import BOUNDS, is_exact, is_number
-from gateway.structured_output.schema_references import MISSING, References
 
 COUNT_MAX: Final = 2**31
 """A text or a list that may have so many characters or items has no bound."""

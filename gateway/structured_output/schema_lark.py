@@ -16,8 +16,7 @@ from decimal import Decimal
 from typing import Any, Final, TypeGuard
 from urllib.parse import unquote
 
-from gateway.structured_output.output_check import SchemaCheck
-from gateway.structured_output.schema_references import MISSING, References
+from gateway.structured_output.output_check import MISSING, References, SchemaCheck
 
 INTEGER_MAX: Final = 2**53 - 1
 """Up to here, either way, a double holds every integer."""

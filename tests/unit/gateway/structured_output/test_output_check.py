@@ -114,6 +114,16 @@ def test_each_keyword_of_a_schema_is_checked(value: object, schema: object, hold
     assert holds(json.dumps(value), schema) is holds_
 
 
+@pytest.mark.parametrize("reference", ["#/$defs/Id%5Bint%5D", "#the-id", "https://x/y#the-id"])
+def test_every_reference_is_followed(reference: str) -> None:
+    """Generators percent-encode the names of generic classes; an anchor is not the root."""
+    definitions = {"Id[int]": {"$anchor": "the-id", "type": "integer"}}
+    schema = {"$id": "https://x/y", "items": {"$ref": reference}, "$defs": definitions}
+
+    assert holds("[1]", schema)
+    assert not holds('["1"]', schema)
+
+
 def test_json_object_mode_requires_an_object() -> None:
     assert satisfies('{"a": 1}', OutputFormat("json_object"))
     assert not satisfies("[1]", OutputFormat("json_object"))
