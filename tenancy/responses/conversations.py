@@ -98,7 +98,7 @@ def create_conversation(
                 *(record.expires_ms, len(items), size, record.metadata),
             ),
         )
-        _insert_items(db, record.conversation_id, items, 0)
+        _insert_items(db, record.owner, record.conversation_id, items, 0)
         sums.add(record.tenant_id, 1, size)
         sums.finish()
     return ""
@@ -175,7 +175,7 @@ def append_items_in(db: Transaction, sums: Sums, change: ItemsChange, bytes_max:
         " case when expires_ms < ?3 then ?3 else expires_ms end where conversation_id = ?4",
         (size, len(change.items), change.expires_ms, change.conversation_id),
     )
-    _insert_items(db, change.conversation_id, change.items, positions)
+    _insert_items(db, change.owner, change.conversation_id, change.items, positions)
     sums.add(tenant_id, 0, size)
     return ""
 
@@ -363,14 +363,19 @@ def _delete_some(db: Transaction, where: str, values: Row) -> bool:
 def _owned_items(
     store: Store, column: Literal["bytes", "item"], owner: Owner, ids: Sequence[str], now_ms: int
 ) -> list[Row]:
-    ids = pad_to_power_of_two(ids)
+    """Return ids and a column of the owner's items among these ids. What is another owner's is not
+    looked up, so that its time does not tell it from what is missing."""
+    ids = pad_to_power_of_two([_owned_id(owner, one) for one in ids])
     return store.query(
         f"select item_id, conversation_items.{column} from conversation_items"
         " join conversations using (conversation_id)"
-        f" where item_id in {placeholders(len(ids))} and tenant_id = ? and workspace = ?"
-        " and expires_ms > ?",
-        [*ids, *owner, now_ms],
+        f" where owned_id in {placeholders(len(ids))} and expires_ms > ?",
+        [*ids, now_ms],
     )
+
+
+def _owned_id(owner: Owner, item_id: str) -> str:
+    return f"{owner[0]}/{owner[1]}/{item_id}"
 
 
 _OF_OWNER = (
@@ -381,13 +386,16 @@ _LIVE = "conversation_id = ? and tenant_id = ? and workspace = ? and expires_ms 
 
 
 def _insert_items(
-    db: Transaction, conversation_id: str, items: Sequence[ItemRecord], first: int
+    db: Transaction, owner: Owner, conversation_id: str, items: Sequence[ItemRecord], first: int
 ) -> None:
     db.execute_many(
-        "insert into conversation_items (conversation_id, position, item_id, bytes, item)"
-        " values (?, ?, ?, ?, ?)",
+        "insert into conversation_items (conversation_id, position, item_id, owned_id, bytes,"
+        " item) values (?, ?, ?, ?, ?, ?)",
         [
-            (conversation_id, first + number, item.item_id, item.size, item.item)
+            (
+                *(conversation_id, first + number, item.item_id, _owned_id(owner, item.item_id)),
+                *(item.size, item.item),
+            )
             for number, item in enumerate(items)
         ],
     )
