@@ -161,10 +161,19 @@ def _evicted(facts: CauseFacts) -> CauseWords:
     by = ""
     if pressure >= own and pressure:
         by = f" for {', '.join(facts.takers)}" if facts.takers else " for other tenants"
+    elif own and facts.ceiling_blocks is None:
+        by = " for later prompts of the tenant itself"
     elif own:
         by = " at the tenant's own ceiling"
     blocks = facts.lost_blocks
-    if own > pressure:
+    if own > pressure and facts.ceiling_blocks is None:
+        advice = (
+            "Ask the operator for more memory for the cache, or send fewer different prefixes."
+            if facts.is_own
+            else "Give the engine more memory (engine.kv_memory_mib), or send fewer different"
+            " prefixes."
+        )
+    elif own > pressure:
         advice = _higher_ceiling(facts)
     else:
         advice = "Give the tenant a floor, or the engine more memory (engine.kv_memory_mib)."
@@ -189,7 +198,7 @@ def _evicted(facts: CauseFacts) -> CauseWords:
 
 def _higher_ceiling(facts: CauseFacts) -> str:
     """Return the cure of evictions at the tenant's own ceiling."""
-    if facts.ceiling_blocks is None or not facts.lost_blocks:
+    if not facts.ceiling_blocks or not facts.lost_blocks:
         return "Raise the ceiling, or send fewer different prefixes."
     blocks = facts.ceiling_blocks + facts.lost_blocks
     if facts.is_own:

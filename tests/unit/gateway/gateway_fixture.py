@@ -125,6 +125,8 @@ class GatewayFixture:
         self.lines: list[dict[str, object]] = []
         self.url = self.admin_url = ""
         self.wall: WallClock = wall_ms
+        self.clock: Callable[[], float] = time.monotonic
+        """Set before opening: of the gateway and its cores."""
         self.last_answer_ms = 0
         self.context_tokens = CONTEXT
         self.epoch = "1"
@@ -173,7 +175,13 @@ class GatewayFixture:
         ]
         # In a thread: what it reads at its start may be a round trip away.
         self.gateway = await asyncio.to_thread(
-            partial(Gateway, endpoints=self.endpoints, wall=self.wall, failed=self.failed),
+            partial(
+                Gateway,
+                endpoints=self.endpoints,
+                clock=self.clock,
+                wall=self.wall,
+                failed=self.failed,
+            ),
             *(self.config, models, self.store, self.log),
         )
         self.gateway.context.embeddings = self.embeddings
@@ -213,7 +221,7 @@ class GatewayFixture:
             PrefixCache(blocks=BLOCKS, block_size=16, context_tokens=self.context_tokens),
             runner or self.runner,
             self.engine_config,
-            time.monotonic,
+            self.clock,
             vocab_size=self.card.config.vocab,
             context_tokens=self.context_tokens,
             constraints=self._constraints,

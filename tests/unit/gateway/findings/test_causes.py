@@ -48,15 +48,27 @@ def test_breakpoint_behind_a_change_at_the_end_gets_its_own_cure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sums", "takers", "said"),
+    ("sums", "takers", "ceiling", "said"),
     [
-        ({"evicted_pressure": 2}, ("bob", "eve"), "evicted for bob, eve in"),
-        ({"evicted_pressure": 2}, (), "evicted for other tenants in"),
-        ({"evicted_own_quota": 2}, (), "evicted at the tenant's own ceiling in"),
-        ({}, (), "evicted in"),
+        ({"evicted_pressure": 2}, ("bob", "eve"), None, "evicted for bob, eve in"),
+        ({"evicted_pressure": 2}, (), None, "evicted for other tenants in"),
+        ({"evicted_own_quota": 2}, (), 60, "evicted at the tenant's own ceiling in"),
+        ({"evicted_own_quota": 2}, (), None, "evicted for later prompts of the tenant itself in"),
+        ({}, (), None, "evicted in"),
     ],
 )
 def test_evictor_is_named_if_it_may_be(
-    sums: dict[str, int], takers: tuple[str, ...], said: str
+    sums: dict[str, int], takers: tuple[str, ...], ceiling: int | None, said: str
 ) -> None:
-    assert said in describe("evicted", CauseFacts("", 2, 3, sums, takers)).what
+    facts = CauseFacts("", 2, 3, sums, takers, ceiling_blocks=ceiling)
+
+    assert said in describe("evicted", facts).what
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_tenant_without_a_ceiling_is_told_to_raise_none(*, is_own: bool) -> None:
+    facts = CauseFacts("", 2, 3, {"evicted_own_quota": 2}, lost_blocks=9, is_own=is_own)
+    advice = describe("evicted", facts).advice
+
+    assert "ceiling" not in advice
+    assert "more memory" in advice
