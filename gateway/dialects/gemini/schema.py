@@ -7,6 +7,7 @@ may be strings, and keywords in camelCase or snake_case. This module knows no re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from gateway.dialects.gemini.proto_json import (
@@ -45,6 +46,12 @@ of properties."""
 _REDUNDANT_FORMATS: Final = frozenset({"enum", "int32", "int64", "float", "double"})
 """Formats that repeat what `type` or `enum` says."""
 
+_READERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "integer": read_int,
+    "number": lambda value: read_float(read_int(value)),
+    "boolean": read_bool,
+}
+
 
 def json_schema(schema: Any, depth: int = 0) -> Any:
     """Convert a schema to JSON Schema. Cost: O(nodes). Raises Refusal below `DEPTH_MAX` levels."""
@@ -76,6 +83,7 @@ def json_schema(schema: Any, depth: int = 0) -> Any:
             found[name] = read_float(read_int(value))
         else:
             found[name] = value
+    _read_values(found)
     _order(found, schema)
     if found.get("properties") and "additionalProperties" not in found:
         # Gemini's models never answer undeclared properties; the keyword came to its schemas late.
@@ -83,6 +91,13 @@ def json_schema(schema: Any, depth: int = 0) -> Any:
     if read_bool(schema.get("nullable")) is True:
         _allow_null(found)
     return found
+
+
+def _read_values(found: dict[str, Any]) -> None:
+    """Read the values of an enum as its type says: Gemini's schemas write all of them as texts."""
+    read = _READERS.get(str(found.get("type")))
+    if read is not None and isinstance(values := found.get("enum"), list):
+        found["enum"] = [read(value) for value in values]
 
 
 def _order(found: dict[str, Any], schema: dict[str, Any]) -> None:

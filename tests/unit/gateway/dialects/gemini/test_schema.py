@@ -54,6 +54,21 @@ def test_converts_each_keyword(theirs: dict[str, Any], ours: dict[str, Any]) -> 
     assert json_schema(theirs) == ours
 
 
+@pytest.mark.parametrize(
+    ("kind", "texts", "values"),
+    [
+        ("INTEGER", ["101", "2512292042121000001"], [101, 2512292042121000001]),
+        ("NUMBER", ["1.5", "2"], [1.5, 2]),
+        ("BOOLEAN", ["true"], [True]),
+        ("STRING", ["1", "true"], ["1", "true"]),
+        ("INTEGER", [1, "many"], [1, "many"]),
+    ],
+)
+def test_values_of_an_enum_have_its_type(kind: str, texts: object, values: object) -> None:
+    """Gemini's schemas write the values as texts, those of numbers too: no answer would match."""
+    assert json_schema({"type": kind, "format": "enum", "enum": texts})["enum"] == values
+
+
 def test_lowercases_types_of_a_json_schema() -> None:
     """The SDK's examples write capitals; names and values that look like types stay unchanged."""
     theirs = {
