@@ -66,7 +66,7 @@ def _token_ids(value: object, folder: Path) -> list[int]:
 
 def _templates(folder: Path, settings: dict[str, Any]) -> dict[object, object]:
     """Return the chat templates by name, from the first place that has any: a file of its own, the
-    tokenizer's settings, the processor's file."""
+    tokenizer's settings, the processor's file, the folder of further ones."""
     path = folder / "chat_template.jinja"
     if path.exists():
         return {"default": _read_text(path)}
@@ -76,7 +76,8 @@ def _templates(folder: Path, settings: dict[str, Any]) -> dict[object, object]:
             found = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
         if found:
             return found if isinstance(found, dict) else {"default": found}
-    return {}
+    others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return {path.stem: _read_text(path) for path in others}
 
 
 def _architecture(config: dict[str, Any]) -> Architecture:

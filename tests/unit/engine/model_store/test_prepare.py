@@ -242,6 +242,7 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, str], str, int]] = {
     "no default one": ({"chat_template": {"rag": "RAG", "tool_use": "TOOLS"}}, {}, "TOOLS", 1),
     "none that is known": ({"chat_template": {"a": "A", "b": "B"}}, {}, PLAIN_TEMPLATE, 1),
     "an empty one": ({"chat_template": ""}, {}, PLAIN_TEMPLATE, 1),
+    "a folder": ({}, {"additional_chat_templates/tool_use.jinja": "TOOLS"}, "TOOLS", 0),
     "none": ({}, {}, PLAIN_TEMPLATE, 1),
 }
 
@@ -255,6 +256,7 @@ def test_template_is_found_or_a_warning_says_what_is_used(
     """A model that is asked in roles and colons answers worse, and nothing else shows it."""
     source = with_settings(tmp_path / "m", **settings)
     for name, text in files.items():
+        (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(text)
 
     card = prepare("tiny", source, tmp_path)
