@@ -192,6 +192,13 @@ class TenantView:
             "recomputed_promised_tokens": self.breached,
         }
 
+    def by_class(self) -> dict[str, dict[str, int]]:
+        """Return the tokens that were read and written, by retention class, as JSON fields."""
+        return {
+            "read_by_class": dict(self.read_classes),
+            "write_by_class": dict(self.write_classes),
+        }
+
 
 class PromptSamples:
     """Reuse and prefix samples of one tenant's prompts: at most `PROMPTS_BYTES_MAX` bytes when
@@ -332,7 +339,7 @@ class Analytics:
             "endings": dict(self._all.endings),
             "ignored_fields": dict(self._all.ignored),
             "tenants": [
-                {"tenant_id": tenant_id, **view.summary()}
+                {"tenant_id": tenant_id, **view.summary(), **view.by_class()}
                 for tenant_id, view in reversed(self._tenants.items())
             ],
         }
@@ -354,8 +361,7 @@ class Analytics:
             "total": view.summary(),
             "minutes": [minute.row() for minute in view.minutes],
             "first_token_ms": _latencies(view),
-            "read_by_class": dict(view.read_classes),
-            "write_by_class": dict(view.write_classes),
+            **view.by_class(),
             "misses": dict(view.misses),
             "endings": dict(view.endings),
             "ignored_fields": dict(view.ignored),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import msgspec
@@ -71,6 +72,25 @@ async def test_every_page_shows_the_apis_numbers(entered: tuple[Page, AdminClien
     assert f"of {overview['engine']['blocks']} KV blocks" in texts["cache"]
     errors = [line["message"] for line in page.browser.get_log("browser")]
     assert [error for error in errors if "401" not in error and "404" not in error] == []
+
+
+async def test_reads_per_write_are_those_of_each_class(
+    entered: tuple[Page, AdminClient], gateway: GatewayFixture
+) -> None:
+    """On the tenant's page and on the Cache page: what was written once and read twice."""
+    page, _ = entered
+    kept = {"type": "text", "text": "Be short. " * 20, "cache_control": {"type": "ephemeral"}}
+    asked = [{"role": "user", "content": "When?"}]
+    body = {"model": gateway.model, "max_tokens": 2, "system": [kept], "messages": asked}
+    for _ in range(3):
+        status, _, _ = await gateway.ask("/v1/messages", body)
+        assert status == 200
+    row = re.compile(r"\b5m\s+(\d+)\s+(\d+)\s+2\.00\b")
+    for address in ("tenants/ada", "cache"):
+        text = await asyncio.to_thread(page.open, address, "Reads per write")
+        found = row.search(text)
+        assert found, text
+        assert int(found[1]) == 2 * int(found[2]) > 0
 
 
 async def test_a_tab_that_a_link_opens_is_signed_in(entered: tuple[Page, AdminClient]) -> None:
@@ -242,6 +262,7 @@ async def test_makes_a_tenant_and_a_key_that_works(
         page.see("No key: the tenant cannot ask.")
         page.press("New key")
         page.fill("label", "laptop")
+        Select(page.find("#field-cache_key")).select_by_visible_text("namespace")
         page.press("Create key", "dialog")
         text = page.see("The new key")
         page.press("Anthropic", "dialog")
@@ -255,9 +276,11 @@ async def test_makes_a_tenant_and_a_key_that_works(
     gateway.keys["cid"] = key
     status, _, _ = await gateway.ask(body=gateway.chat(), who="cid")
     _, made = await admin.ask("GET", "/admin/v1/tenants/cid")
+    _, keys = await admin.ask("GET", "/admin/v1/tenants/cid/keys")
     _, log = await admin.ask("GET", "/admin/v1/audit?limit=2")
 
     assert status == 200
+    assert [(one["cache_key"], one["tolerance"]) for one in keys["keys"]] == [("namespace", None)]
     assert (made["requests_per_minute"], made["default_class"]) == (60, "1h")
     assert key not in page.text()
     assert [change["action"] for change in log["changes"]] == ["key.create", "tenant.create"]

@@ -23,61 +23,19 @@ from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, create_tenant
 from tenancy.pricing.rate_cards import add_card
 from tenancy.types import wall_ms
-from tests.integration.test_findings import CARD, Findings, Turns, body_of, push_out, tool
+from tests.integration.test_findings import (
+    CARD,
+    HANDBOOK,
+    SUPPORT,
+    Findings,
+    Turns,
+    body_of,
+    push_out,
+    tool,
+)
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-WORDS = [
-    "answer",
-    "ask",
-    "before",
-    "bicycle",
-    "brake",
-    "broken",
-    "call",
-    "chain",
-    "check",
-    "colleague",
-    "customer",
-    "day",
-    "desk",
-    "explain",
-    "form",
-    "frame",
-    "gear",
-    "guarantee",
-    "handbook",
-    "holiday",
-    "invoice",
-    "leave",
-    "light",
-    "mechanic",
-    "name",
-    "never",
-    "office",
-    "order",
-    "paragraph",
-    "pay",
-    "pedal",
-    "please",
-    "polite",
-    "price",
-    "promise",
-    "receipt",
-    "repair",
-    "road",
-    "rule",
-    "saddle",
-    "short",
-    "spare",
-    "ticket",
-    "train",
-    "travel",
-    "tyre",
-    "wait",
-    "wheel",
-    "write",
-    "yesterday",
-]
+WORDS = sorted({*HANDBOOK.split(), *SUPPORT.split()})
 BURST = 12
 SWAPPED = "model-swap"
 TAKER = "bob"

@@ -10,7 +10,7 @@ import { Bar, Empty, Filter, Panel, Stack, Tile, Tiles, instead } from "../parts
 import { PrefixTree } from "../parts/prefix_tree.js";
 import { setQuery } from "../parts/route.js";
 import { useSession } from "../parts/session.js";
-import { Promises } from "../parts/tables/since_start.js";
+import { Promises, ReadsPerWrite } from "../parts/tables/since_start.js";
 import { Table } from "../parts/tables/table.js";
 
 const ROWS_FIRST = 12;
@@ -43,6 +43,7 @@ export function Cache() {
       <${Holdings} rows=${all.holdings} blocks=${blocks || 1} engines=${engines} />
       <${Trees} names=${all.holdings.map((row) => row.tenant)} chosen=${query.get("tenant")} />
       <${Evictions} rows=${all.taken} />
+      <${ReadsPerWrite} rows=${all.tenants} />
       <${Promises} rows=${all.leases} />
       <${Churn} churn=${all.churn} />
     </div>`;

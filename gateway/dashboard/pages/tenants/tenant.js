@@ -14,7 +14,8 @@ import { FirstRows } from "../../parts/tables/more_rows.js";
 import { Chip, Notice, Panel, Status, instead } from "../../parts/pieces.js";
 import { href, windowOf } from "../../parts/route.js";
 import { useSession } from "../../parts/session.js";
-import { FirstToken, IgnoredFields, Misses, Promises } from "../../parts/tables/since_start.js";
+import { FirstToken, IgnoredFields, Misses, Promises, ReadsPerWrite }
+  from "../../parts/tables/since_start.js";
 import { Table } from "../../parts/tables/table.js";
 import { windowText } from "../../parts/accounts/usage.js";
 import { DeleteTenant, EditTenant, EraseCache, NewKey, SetBudget, SetStatus, pathOf }
@@ -116,7 +117,7 @@ function Details({ name, range }) {
     ${missing ? html`<${Panel} title="Prefixes and misses">${missing}<//>` : html`
       <${FirstToken} times=${one.first_token_ms} /><${Misses} counts=${one.misses} />
       <${Recomputed} rows=${one.recomputed} /><${Divergence} rows=${one.breaks} />
-      <${Promises} rows=${one.leases} /><${Advice} one=${one} />
+      <${ReadsPerWrite} rows=${[one]} /><${Promises} rows=${one.leases} /><${Advice} one=${one} />
       <${TopPrefixes} rows=${one.top_prefixes} name=${name} />
       <${IgnoredFields} counts=${one.ignored_fields} />`}</div>`;
 }

@@ -118,15 +118,24 @@ export function EraseCache({ tenant, close }) {
 // --- keys and budgets ----------------------------------------------------------------------------
 
 const KEY_SCOPES = ["inference", "usage", "cache"];
+// What a key may settle for its clients, by the API's name.
+const MODES = [
+  { name: "cache_key", label: "prompt_cache_key", kind: "select", value: "",
+    options: [["", "the server's"], "hint", "namespace"],
+    hint: "as a namespace, prompts with different keys share no cache" },
+  { name: "tolerance", label: "Unsupported fields", kind: "select", value: "",
+    options: [["", "the server's"], "standard", "strict", "lenient"],
+    hint: "strict refuses most, lenient fewest" }];
 
 export function NewKey({ tenant, close, made }) {
-  const act = ({ label, workspace, scopes, ...values }) => ask(`${pathOf(tenant.name)}/keys`,
-    { method: "POST", body: { label, workspace, scopes, ...lifeOf(values) } });
+  const act = ({ label, workspace, scopes, cache_key, tolerance, ...values }) => ask(
+    `${pathOf(tenant.name)}/keys`, { method: "POST", body: { label, workspace, scopes,
+      cache_key: cache_key || null, tolerance: tolerance || null, ...lifeOf(values) } });
   return html`<${FormDialog} title=${`New key of ${tenant.name}`} submit="Create key"
     close=${close} act=${act} done=${made} fields=${[
       { name: "label", label: "Label", placeholder: "such as: production" },
       { name: "workspace", label: "Workspace", value: "default", isRequired: true,
-        hint: "keys of one workspace share a cache" }, LIFE,
+        hint: "keys of one workspace share a cache" }, LIFE, ...MODES,
       { name: "scopes", label: "Scopes", kind: "checks", value: KEY_SCOPES,
         options: KEY_SCOPES }]} />`;
 }

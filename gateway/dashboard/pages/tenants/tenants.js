@@ -61,7 +61,8 @@ function TenantTable({ rows, q }) {
       { head: "hit ratio", get: hits,
         show: (row) => (isKnown(hits(row)) ? html`<${Bar} part=${hits(row)} />` : NONE) },
       usd("charged", "charge_usd"), usd("saved", "saved_usd"),
-      { head: "refused, 1 h", get: (row) => row.state.refused_last_hour, show: refused },
+      { head: "refused, 1 h", get: (row) => row.state.refused_last_hour, show: refused,
+        kind: "fold" },
       column.figure("blocks now", "blocks"), column.text("tier")]} />`;
 }
 

@@ -2,7 +2,7 @@
 
 import { html } from "../html.js";
 import * as column from "./columns.js";
-import { ms, share, words } from "../format.js";
+import { about, ms, number, share, words } from "../format.js";
 import { Panel } from "../pieces.js";
 import { Table } from "./table.js";
 
@@ -31,6 +31,23 @@ export function FirstToken({ times }) {
     caption="By cached share of the prompt" id=${(row) => row.cached}
     columns=${[column.text("cached"), column.figure("requests", "count"),
       ...["p50", "p95", "p99"].map((name) => column.figure(name, name, ms))]} /><//>`;
+}
+
+// rows: of tenants, each with its tokens by class. Only what was written was paid for.
+export function ReadsPerWrite({ rows }) {
+  const written = rows.flatMap(({ tenant, read_by_class: read, write_by_class: write }) =>
+    Object.entries(write).filter(([, tokens]) => tokens).map(([name, tokens]) =>
+      ({ tenant, class: name, read: read[name] ?? 0, written: tokens })));
+  const ratio = (row) => row.read / row.written;
+  return html`<${Panel} title="Reads per write" wide
+    note=${"Tokens read for each token that was written at a breakpoint. Below the break-even of"
+      + " the class's prices, breakpoints cost more than they save."}>
+    <${Table} caption="By tenant and retention class, since the start" rows=${written} first=${12}
+      id=${(row) => `${row.tenant} ${row.class}`} file="reads-per-write" down="written"
+      none="Nothing was written at a breakpoint." columns=${[column.tenant(), column.text("class"),
+        column.figure("tokens read", "read", about),
+        column.figure("tokens written", "written", about),
+        column.figure("reads per write", ratio, number(2))]} /><//>`;
 }
 
 const ENDS = ["given", "running", "kept", "broken", "given_up", "renewed", "clipped", "refused"];
