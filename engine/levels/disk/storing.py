@@ -8,11 +8,11 @@ its first run without a record on.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from engine.levels.copies import CopyBook
+from engine.levels.disk.waiting_paths import WaitingPaths
 from engine.levels.promises import FOREVER_S
 from engine.levels.stored_prefixes import Copy
 from engine.moves import ROOT, RunToStore, Stored, StoreRuns
@@ -22,7 +22,7 @@ RUNS_MAX: Final = 64
 STORES_MAX: Final = 4
 """Stores under way at a time."""
 WAITING_MAX: Final = 4096
-"""Paths that may wait for their store; the oldest is given up for the next."""
+"""Paths that may wait for their store; the payer with most of them gives up its oldest."""
 
 
 class Storing:
@@ -42,7 +42,7 @@ class Storing:
         self._next_id = next_id
         self._tokens_min = tokens_min
         self._on_stored = on_stored
-        self._waiting: deque[Copy] = deque(maxlen=WAITING_MAX)
+        self._waiting = WaitingPaths(WAITING_MAX)
         self._stores: dict[int, tuple[list[Copy], list[int], list[float], Copy, int]] = {}
         self.has_budget = True
         self.failed = 0
@@ -60,7 +60,7 @@ class Storing:
             if self._is_wanted(copy, now_s):
                 wanted = copy
         if wanted is not None:
-            self._waiting.append(wanted)
+            self._waiting.add(wanted)
 
     def copied_all(self, copies: Iterable[Copy], now_s: float) -> None:
         """Have all promised copies stored that are not: the disk is back, or has just come.
@@ -69,7 +69,7 @@ class Storing:
         seen = set[Copy]()
         for copy in copies:
             if copy.promise_at_s > now_s and not copy.record_id and copy not in seen:
-                self._waiting.append(copy)
+                self._waiting.add(copy)
                 seen.update(copy.path())
 
     def next_stores(self, now_s: float) -> list[StoreRuns]:
@@ -78,13 +78,13 @@ class Storing:
         for _ in range(len(self._waiting)):
             if len(self._stores) >= STORES_MAX:
                 break
-            end = self._waiting.popleft()
+            end = self._waiting.take()
             if end.parent is None or self._book.formats.at_rest(end.namespace) == "never":
                 continue
             path = end.path()
             first = next((i for i, copy in enumerate(path) if not copy.record_id), len(path))
             if first < len(path) and path[first].is_storing:
-                self._waiting.append(end)  # what it hangs on is under way
+                self._waiting.add(end)  # what it hangs on is under way
             elif (command := self._store(end, path, first, now_s)) is not None:
                 commands.append(command)
         return commands
@@ -111,7 +111,7 @@ class Storing:
                 if above is not None and not above.is_root:
                     self._forget_records(above)
         elif end.parent is not None and not end.record_id:
-            self._waiting.appendleft(end)
+            self._waiting.add(end, is_next=True)
 
     # -- internals ----------------------------------------------------------------------------
 
