@@ -433,7 +433,8 @@ def _lock(path: Path) -> int:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(file)
-        raise StoreError("in_use", f"{path} is in use by another server.") from error
+        cure = "stop that server, or use another data directory (--data-dir)"
+        raise StoreError("in_use", f"{path} is in use by another server; {cure}.") from error
     return file
 
 

@@ -263,5 +263,5 @@ async def test_refuses_a_second_server_over_a_file(model: Path, place: Place) ->
             pass
         held = holds(store)
 
-    assert "trunkline.db is in use by another server." in str(caught.value)
+    assert "trunkline.db is in use by another server; stop that server" in str(caught.value)
     assert held == 1
