@@ -106,13 +106,14 @@ class CompletedRequest(Struct, frozen=True):
 
     def _usage(self) -> dict[str, Attribute]:
         attributes: dict[str, Attribute] = {
-            "gen_ai.response.id": self.response_id,
             "gen_ai.usage.input_tokens": self.prompt_tokens,
             "gen_ai.usage.output_tokens": self.output_tokens,
             CACHE_READ_TOKENS: self.cache_read_tokens,
             CACHE_WRITE_TOKENS: self.cache_write_tokens,
             "trunkline.cached_tokens": self.cached_tokens,
         }
+        if self.request_id in self.response_id:  # another id leads to what is stored under it
+            attributes["gen_ai.response.id"] = self.response_id
         if self.load_s is not None:
             attributes["trunkline.load_s"] = self.load_s
         if self.finish_reasons:

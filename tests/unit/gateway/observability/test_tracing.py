@@ -56,6 +56,14 @@ def test_request_that_never_ran_has_no_usage() -> None:
     assert refused.events() == []
 
 
+def test_a_stored_responses_id_is_in_no_span() -> None:
+    """With a key of the tenant it leads to prompt and answer, which a collector must not read."""
+    stored = msgspec.structs.replace(ANSWERED, response_id="resp_s9")
+
+    assert "resp_s9" not in str(stored.attributes())
+    assert stored.attributes()["trunkline.request_id"] == "r1"
+
+
 def test_events_are_the_stages_reached() -> None:
     """Admission, the first token and the ledger."""
     assert ANSWERED.events() == [("submitted", 0.25), ("first_token", 0.5), ("settled", 1.5)]
