@@ -84,7 +84,7 @@ async def test_a_refusal_is_on_its_tenants_page(gateway: GatewayFixture, browser
     statuses = [await ask(gateway, SYSTEM, "a question") for _ in range(3)]
 
     text = await asyncio.to_thread(page.see, "rate_limit_exceeded")
-    overview = await asyncio.to_thread(page.open, "overview", "refused in the last hour")
+    overview = await asyncio.to_thread(page.open, "overview", "exceeded a limit in the last hour")
 
     assert statuses[-1] == 429
     assert "limited" in text
