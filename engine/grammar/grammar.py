@@ -8,8 +8,8 @@ in a process that may die, then `engine.grammar.compiler` in a thread; core walk
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
@@ -32,10 +32,8 @@ small models fill whole answers with whitespace."""
 _TOO_BIG: Final = ("too many", "too big", "too large", "too deep", "limit", "max is", "fuel")
 """Words in llguidance's errors that mean an exceeded bound, not a mistake."""
 
-_IN_SCHEMA: Final = re.compile(
-    r"failed to compile JSON schema: (.*?)(?:\n\s*\d+ \| .*)?\Z", re.DOTALL
-)
-"""What llguidance says of a schema inside a grammar, without the lines of the grammar."""
+_IN_SCHEMA: Final = "failed to compile JSON schema: "
+"""Stands before llguidance's words of a schema inside a grammar; lines of the grammar follow."""
 
 
 class GrammarLimits(Struct, frozen=True, forbid_unknown_fields=True):
@@ -263,13 +261,20 @@ def _is_limit_error(reason: str) -> bool:
     return any(words in reason.lower() for words in _TOO_BIG)
 
 
+def _is_prose(line: str) -> bool:
+    """Whether a line is no numbered line of a grammar."""
+    number, bar, _ = line.partition(" | ")
+    return not (bar and number.strip().isdigit())
+
+
 def _message(grammar: Grammar, reason: str) -> str:
     """Return the refusal's message with llguidance's error, cut to a length that can be shown. A
     grammar that was built around a JSON schema is not quoted: its client wrote the schema."""
     what = {"lark": "grammar", "regex": "regular expression"}.get(grammar.kind, "JSON schema")
     reason = reason.replace("<non-verbose/>", "")
-    if found := _IN_SCHEMA.search(reason):
-        what, reason = "JSON schema", found[1]
+    _, is_inner, inner = reason.partition(_IN_SCHEMA)
+    if is_inner:
+        what, reason = "JSON schema", "\n".join(takewhile(_is_prose, inner.split("\n")))
     if reason.startswith("oneOf "):
         reason = "alternatives of oneOf that may overlap are not supported; write anyOf"
     text = " ".join(reason.split())[:MESSAGE_CHARACTERS]

@@ -49,6 +49,9 @@ FINDINGS_MAX = 500
 """Findings in one answer: those that would save most."""
 REQUESTS_MIN = 3
 """Fewer requests are chance."""
+MESSAGES_MIN = 5
+"""The same for messages that differ before what stays: a few documents may have come in another
+order by chance."""
 FAULTS_MIN = 2
 """The same of a fault of hardware, which one cosmic ray may cause."""
 TOKENS_SHARE_MIN = 0.05
@@ -196,7 +199,7 @@ def is_finding(
         return requests > 0
     if cause in OF_HARDWARE:
         return requests >= FAULTS_MIN
-    if requests < REQUESTS_MIN:
+    if requests < (MESSAGES_MIN if cause == "prompt_changes" else REQUESTS_MIN):
         return False
     if cause in WITHOUT_TOKENS:
         return True

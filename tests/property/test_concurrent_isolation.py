@@ -191,12 +191,13 @@ PINNED_AROUND = [
 that is not there, its own blocks inside its floor, and lost the part of a block it had found."""
 
 STALLED = [
-    Move(ATTACKER, (1, 0, 0, 1, 1), leased=True, outputs=4, steps=0),
     Move(ATTACKER, (1,), outputs=10, steps=0),
-    Move(ATTACKER, (0, 0, 1, 1, 0, 0, 0, 0, 1), leased=True, outputs=10, steps=8),
-    Move(VICTIM, (0, 0, 0, 1, 0, 0), leased=True, outputs=4),
-    Move(ATTACKER, (0, 0, 0, 0), outputs=4, steps=0, is_late=True),
-    Move(VICTIM, (0, 1, 0, 0, 0, 1), outputs=1),
+    Move(ATTACKER, (0, 0, 0, 0, 0, 0, 0, 1), leased=True, outputs=10, steps=3),
+    Move(ATTACKER, (0, 0, 1, 0, 1, 1), leased=True, outputs=10, steps=8),
+    Move(VICTIM, (0, 0, 1, 1, 1, 0, 0, 0), leased=True, outputs=4),
+    Move(ATTACKER, (1, 0, 0, 0, 1, 0, 1, 1), outputs=4, steps=0, is_late=True),
+    Move(ATTACKER, (0, 1, 0, 1), outputs=4, steps=0, is_late=True),
+    Move(VICTIM, (1, 1, 0, 1, 0), outputs=1),
 ]
 """The attacker has promises and sequences that cannot go on. The victim's request, which waits for
 them, was given up first."""
