@@ -1,7 +1,7 @@
 """Token masks on logits: minus infinity for tokens that a grammar forbids.
 
 It knows no grammar and no sampler state. `engine.sampling.sampler` applies masks after biases and
-penalties: a forbidden token is minus infinity, whatever those are.
+penalties: a forbidden token is minus infinity under any penalties.
 """
 
 from __future__ import annotations

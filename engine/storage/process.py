@@ -84,8 +84,8 @@ def serve(
 
 
 def end_after_parent(wire: int, end_s: float) -> None:
-    """End this process so many seconds after the other end of `wire` was closed, whatever its main
-    thread waits for. For a thread that is never joined."""
+    """End this process so many seconds after the other end of `wire` was closed, even if its main
+    thread waits. For a thread that is never joined."""
     while not has_ended(wire, LOOK_S):
         pass
     time.sleep(end_s)

@@ -1,4 +1,4 @@
-"""Digests of tools by what they say, whatever the order of their keys.
+"""Digests of tools by what they say, in any order of their keys.
 
 Two lists of tools with the same digests in another order are the same tools: a client that builds
 its schemas from sets or unordered maps sends such lists. Pure; `generation.outcome` computes them

@@ -73,7 +73,7 @@ class PromptPart(Struct, frozen=True):
 
 
 class ToolDigest(Struct, frozen=True, array_like=True, gc=False):
-    """A tool: digests of its name, and of all that it says, whatever the order of its keys."""
+    """A tool: digests of its name, and of all that it says, in any order of its keys."""
 
     name: int
     content: int
