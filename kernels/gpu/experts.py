@@ -366,14 +366,12 @@ def expert_product(
     """
     pairs, width = len(order), matrix.rows // 2 if activation else matrix.rows
     out = x.new_empty(pairs, width)
-    values, experts = matrix.values, 0
-    scales, scale_matrix = order, 0
+    values, scales, scale_matrix = matrix.values, order, 0
     if isinstance(values, Mxfp4):
         values, scales = values
         scale_matrix = scales[0].numel()
-    experts = len(values)
     pdl = (_after_short if activation else _dependent)(x, pairs // top_k)
-    grid = (blocks_max(pairs, experts, tile.pairs), triton.cdiv(matrix.rows, tile.rows))
+    grid = (blocks_max(pairs, len(values), tile.pairs), triton.cdiv(matrix.rows, tile.rows))
     expert_product_kernel[grid](
         x, values, scales, order if matrix.bias is None else matrix.bias, out, order, blocks,
         matrix.rows, matrix.columns, values[0].numel(), scale_matrix,

@@ -108,7 +108,7 @@ def test_shares_hold_in_any_order(
     writes: list[tuple[int, int]], policies: list[tuple[float, int]]
 ) -> None:
     """No day's writes exceed the budget, and a payer inside its share of what is held is never
-    refused, whatever others wrote before it."""
+    refused, also after others have written."""
     quotas, usage = DiskQuotas(10_000, 1), DiskUsage()
     quotas.set(
         Quota(payer=bytes([number]), weight=weight, floor_blocks=floor)

@@ -1,4 +1,4 @@
-"""Bounds that were one for all tenants: whoever asked most pushed out what others had."""
+"""Bounds that were one for all tenants: the busiest tenant pushed out what others had."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ async def test_a_host_level_of_auto_gets_its_number_at_the_start(
 
 
 async def test_a_fault_in_one_model_ends_that_model(model: Path, tmp_path: Path) -> None:
-    """Of whatever kind: a template, a tokenizer, weights. The default model serves on, the log has
+    """Of every kind: a template, a tokenizer, weights. The default model serves on, the log has
     one line for each, and the state is told."""
     broken = dict(write_broken(tmp_path))
     tables = "".join(

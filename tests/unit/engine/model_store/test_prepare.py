@@ -360,7 +360,7 @@ def test_file_larger_than_any_tokenizer_is_refused_unread(tmp_path: Path) -> Non
 
 
 def test_template_is_checked_before_a_folder_is_made(tmp_path: Path) -> None:
-    """Its error is one line, whatever the template engine writes."""
+    """Its error is one line, also where the template engine writes more."""
 
     def check(source: str) -> None:
         raise ValueError("no such tag\n  line 3")

@@ -99,7 +99,7 @@ def listed(blocks: torch.Tensor) -> list[Block]:
 def test_pairs_are_sorted_by_expert_and_cut_into_blocks(
     tokens: int, count: int, top_k: int, block_size: int
 ) -> None:
-    """Stably: a token's pairs stand in one order whatever its batch."""
+    """Stably: a token's pairs stand in one order in any batch."""
     logits = logits_of(tokens, count, seed=tokens)
     ids, _ = reference_experts.route(logits, Routing(top_k))
     order, blocks = reference_experts.sort_pairs(ids, block_size)
