@@ -13,7 +13,7 @@ from functools import partial
 
 import xxhash
 
-from engine.api import Namespace, Payer
+from engine.api import Namespace
 from engine.moves import ROOT, RecordId, RunToStore, Stored, StoreRuns
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.index_file import FOREVER_MS
@@ -158,7 +158,7 @@ class BatchWriter:
             promise_ms,
         )
         self._usage.add_bytes(store.payer, place_bytes, store.fidelity)
-        self._budget.plan(store.payer, place_bytes)
+        self._budget.plan(store.payer, place_bytes, is_promised=promise_ms > 0)
         return PlannedRun(
             run, record_id, packed, limit_ms, promise_ms, place, encode_header(header), scope.seal
         )
@@ -248,7 +248,12 @@ class BatchWriter:
             )
             self._index.insert(row, scope, self._now_ms())
             self._usage.add_records(command.namespace, 1)
-            self._count_write(store.payer, row.place_bytes)
+            is_promised = run.promise_ms > 0
+            self._budget.count(
+                store.payer, row.place_bytes, self._now_ms(), is_promised=is_promised
+            )
+            self.written_bytes_total += row.place_bytes
+            self.stored_total += 1
         self._index.add_leases(scope, run.record_id, command.lease_ids)
         self._promises.set((run.record_id,), run.run.terms)
         return ""
@@ -279,11 +284,6 @@ class BatchWriter:
     @property
     def _stores(self) -> list[PlannedStore]:
         return [] if self.batch is None else self.batch.stores
-
-    def _count_write(self, payer: Payer, size: int) -> None:
-        self._budget.count(payer, size, self._now_ms())
-        self.written_bytes_total += size
-        self.stored_total += 1
 
     def _give_up(self, store: PlannedStore, run: PlannedRun) -> None:
         if run.place is not None:

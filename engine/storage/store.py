@@ -45,6 +45,7 @@ from engine.storage.plans import PlannedRead, PlannedStore
 from engine.storage.reader import RecordReader
 from engine.storage.remote.copies import PUT_PART, RemoteCopies
 from engine.storage.remote.link import RemoteLink
+from engine.storage.remote.room import RemoteRoom
 from engine.storage.sealing.seals import Seals
 from engine.storage.slabs.record import place_bytes_of
 from engine.storage.slabs.slabs import DiskCalls, Place, SlabFiles
@@ -183,7 +184,7 @@ class DiskStore:
             self.reader,
             link,
             store_name=self._seals.store_name,
-            bytes_max=self._settings.remote_bytes,
+            room=RemoteRoom(self._settings.remote_bytes, self.quotas),
             give_up_place=self._give_up_place,
             cold=self._space.order.next_dropped,
             drop=self._drop,

@@ -93,6 +93,16 @@ def test_a_floor_and_a_weight_hold_more(make: MakeRig) -> None:
     assert written(floored, b"quiet", 300, B) > 6
 
 
+def test_promises_of_one_payer_leave_the_others_their_shares(make: MakeRig) -> None:
+    """They are written whatever the budget, so one payer's could be all that a day has."""
+    rig = open_to(make, Quota(payer=b"loud"), Quota(payer=b"quiet"))
+    for number in range(40):
+        rig.store(A, path_of(100 + number), payer=b"loud", promise_s=60.0)
+
+    assert written(rig, b"loud", 200, A) == 0
+    assert written(rig, b"quiet", 300, B) == 6
+
+
 def test_a_payer_that_is_alone_writes_all(make: MakeRig) -> None:
     """Nothing is held for payers that do not exist."""
     rig = open_to(make, Quota(payer=b"alone"))
@@ -101,14 +111,14 @@ def test_a_payer_that_is_alone_writes_all(make: MakeRig) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=60),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30), st.booleans()), max_size=60),
     st.lists(st.tuples(st.sampled_from([0.5, 1.0, 3.0]), st.integers(0, 40)), max_size=3),
 )
 def test_shares_hold_in_any_order(
-    writes: list[tuple[int, int]], policies: list[tuple[float, int]]
+    writes: list[tuple[int, int, bool]], policies: list[tuple[float, int]]
 ) -> None:
-    """No day's writes exceed the budget, and a payer inside its share of what is held is never
-    refused, also after others have written."""
+    """No day's unpromised writes exceed the budget, and a payer inside its share of what is held is
+    never refused, also after others have written what was promised to them."""
     quotas, usage = DiskQuotas(10_000, 1), DiskUsage()
     quotas.set(
         Quota(payer=bytes([number]), weight=weight, floor_blocks=floor)
@@ -117,13 +127,16 @@ def test_shares_hold_in_any_order(
     budget = WriteBudget(Meta(), quotas, usage, 400)
     least = 400 / 2 / (4 * 3 / 0.5 + 1) / 4  # of any payer's share: 4 payers, weights, cut floors
     own = dict.fromkeys(range(4), 0)
-    for number, size in writes:
+    unpromised = 0
+    for number, size, is_promised in writes:
         payer = bytes([number])
-        may = budget.may_write(payer, size, 0)
+        may = is_promised or budget.may_write(payer, size, 0)
         assert may or own[number] + size > least
         if may:
-            budget.count(payer, size, 0)
+            budget.count(payer, size, 0, is_promised=is_promised)
             usage.add_bytes(payer, size, 0)
             own[number] += size
+            unpromised += 0 if is_promised else size
 
-        assert budget.written(0) == sum(own.values()) <= 400
+        assert budget.written(0) == sum(own.values())
+        assert unpromised <= 400

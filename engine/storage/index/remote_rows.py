@@ -47,10 +47,11 @@ create trigger if not exists leaving_of_deleted after delete on scopes
 
 
 class RemoteSums(NamedTuple):
-    """What the remote store holds, and what is still to be deleted there."""
+    """What the remote store holds, and what is still to be deleted there. `used`: bytes by payer's
+    id."""
 
     records: int
-    used_bytes: int
+    used: dict[int, int]
     tombstones: int
 
 
@@ -108,6 +109,11 @@ class RemoteRows:
             record_id,
         )
 
+    def payer_of(self, record_id: RecordId) -> int | None:
+        """Return the id of a record's payer; None without a record. O(log n)."""
+        found = self._file.one("select payer_id from records where rec_id=?", record_id)
+        return None if found is None else int(found[0])
+
     def promised_without(self, now_ms: int, limit: int) -> list[RecordId]:
         """Return promised records on disk that have no object yet and may have one. O(promised)."""
         return self._file.column(
@@ -118,17 +124,37 @@ class RemoteRows:
             limit,
         )
 
-    def coldest(self, now_ms: int, limit: int) -> list[RecordId]:
-        """Return unpromised records that lie in the remote store alone, without children, the
-        least recently used first. O(records there)."""
+    def coldest(self, payer_id: int, now_ms: int, limit: int) -> list[RecordId]:
+        """Return a payer's unpromised records that lie in the remote store alone, without children,
+        the least recently used first. O(the payer's records there)."""
         return self._file.column(
             "select rec_id from records as one where slab=-1 and promise_ms <= ?1"
-            " and not exists (select 1 from records as other where"
+            " and payer_id=?3 and not exists (select 1 from records as other where"
             " other.scope_id = one.scope_id and other.parent = one.rec_id)"
             " order by used_ms limit ?2",
             now_ms,
             limit,
+            payer_id,
         )
+
+    def duplicates(self, payer_id: int, limit: int) -> list[RecordId]:
+        """Return a payer's records that have an object and a place on disk, too: those without a
+        promise first. O(the payer's objects)."""
+        return self._file.column(
+            "select rec_id from objects join records using (rec_id)"
+            " where objects.payer_id=? and slab <> -1 order by promise_ms, used_ms limit ?",
+            payer_id,
+            limit,
+        )
+
+    def give_up_object(self, record_id: RecordId) -> None:
+        """Have the object of a record on disk deleted; the record stays."""
+        self._file.all(
+            "insert or ignore into tombstones select name, namespace, 0 from objects"
+            " join records using (rec_id) join scopes using (scope_id) where rec_id=?",
+            record_id,
+        )
+        self._file.all("delete from objects where rec_id=?", record_id)
 
     # -- tombstones -----------------------------------------------------------------------------
 
@@ -160,9 +186,11 @@ class RemoteRows:
 
     def sums(self) -> RemoteSums:
         """Add up. O(objects)."""
-        records, size = self._file.one("select count(*), coalesce(sum(bytes), 0) from objects")
+        sums = self._file.all(
+            "select payer_id, count(*), sum(bytes) from objects group by payer_id"
+        )
         (waiting,) = self._file.one("select count(*) from tombstones")
-        return RemoteSums(records, size, waiting)
+        return RemoteSums(sum(one[1] for one in sums), {one[0]: one[2] for one in sums}, waiting)
 
 
 def object_name(store_name: str, record_id: RecordId, scope_id: int) -> str:

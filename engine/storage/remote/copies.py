@@ -11,7 +11,6 @@ dropped, and what does not come back in time is a miss.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
@@ -29,6 +28,7 @@ from engine.storage.plans import PlannedRead, PlannedStore
 from engine.storage.reader import RecordReader
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
+from engine.storage.remote.room import RemoteRoom
 from engine.storage.slabs.record import HEADER_BYTES, DamagedRecord
 from engine.storage.slabs.slabs import SlabFiles
 
@@ -39,6 +39,7 @@ COLD_MAX = 64
 """Records that are looked at for the next puts: some may not leave the machine."""
 DELETES_MAX = 256
 WANTED_MAX = 65_536
+"""Promised records without an object that the start looks for."""
 DELETIONS: Payer = b""
 """What deletions, which may concern several payers, count as."""
 COUNT_MS = 5_000
@@ -56,21 +57,21 @@ class RemoteCopies:
         link: RemoteLink,
         *,
         store_name: str,
-        bytes_max: int,
+        room: RemoteRoom,
         give_up_place: Callable[[RecordRow], None],
         cold: Callable[[int], Iterable[RecordId]],
         drop: Callable[[list[RecordId]], int],
         now_ms: Callable[[], int],
         uptime_s: Callable[[], float],
     ) -> None:
-        """`give_up_place`: of a record on disk. `cold`: records that are dropped next for room.
-        `bytes_max`: of all objects; 0: no bound."""
+        """`give_up_place`: of a record on disk. `cold`: records that are dropped next for room."""
         self.rows = rows = RemoteRows(index.file)
         self._index, self._slabs, self._reader, self._link = index, slabs, reader, link
-        self._store_name, self._bytes_max = store_name, bytes_max
+        self._store_name, self._room = store_name, room
         self._give_up_place = give_up_place
         self._cold, self._drop, self._now_ms, self._uptime_s = cold, drop, now_ms, uptime_s
-        self._wanted: deque[RecordId] = deque(maxlen=WANTED_MAX)
+        # By payer; the payer whose turn is next comes first.
+        self._wanted: dict[Payer, dict[RecordId, None]] = {}
         self._kept_here: set[Namespace] = set()
         self._putting: set[str] = set()  # until the outcome
         self._writing: set[str] = set()  # until the thread ends, which may be later
@@ -79,8 +80,8 @@ class RemoteCopies:
         self.put_total = self.fetched_total = self.damaged_total = self.dropped_total = 0
         self._read_bytes, self._read_s = 0, 0.0
         self._count_at_ms = 0
-        self._sums = rows.sums()
-        self._wanted.extend(rows.promised_without(now_ms(), WANTED_MAX))
+        self._count()
+        self.want(rows.promised_without(now_ms(), WANTED_MAX))
 
     @property
     def is_open(self) -> bool:
@@ -98,7 +99,11 @@ class RemoteCopies:
 
     def want(self, record_ids: Iterable[RecordId]) -> None:
         """Have promised records put."""
-        self._wanted.extend(record_ids)
+        for record_id in record_ids:
+            payer_id = self.rows.payer_of(record_id)
+            if payer_id is not None:
+                payer = self._index.names.payer_name(payer_id)
+                self._wanted.setdefault(payer, {})[record_id] = None
 
     # -- who may leave --------------------------------------------------------------------------
 
@@ -173,35 +178,61 @@ class RemoteCopies:
         """
         now_ms, self._is_full = self._now_ms(), is_full
         if now_ms >= self._count_at_ms:
-            self._count_at_ms = now_ms + COUNT_MS
-            self._sums = self.rows.sums()
+            self._count()
         with self._index.file.change():
             self.rows.date_tombstones(now_ms)
         if not self._link.is_open:
             return
         self._delete_some()
-        if self._bytes_max and self._sums.used_bytes > self._bytes_max:
+        if refusals := self._room.begin_turn():
             with self._index.file.change():
-                coldest = self.rows.coldest(now_ms, PUTS_MAX)
-                self.dropped_total += self._drop(coldest)
-            self._count_at_ms = 0
+                for payer, givers in refusals.items():
+                    any(self._give_up(one, now_ms, for_others=one != payer) for one in givers)
+            self._count()
         self._put_some()
 
+    def _count(self) -> None:
+        """Count objects and tombstones. O(objects)."""
+        self._count_at_ms = self._now_ms() + COUNT_MS
+        self._sums = self.rows.sums()
+        payer_name = self._index.names.payer_name
+        self._room.recount({payer_name(one): size for one, size in self._sums.used.items()})
+
+    def _give_up(self, payer: Payer, now_ms: int, *, for_others: bool) -> bool:
+        """Give up objects of a payer, those first that were not used; return whether it had any.
+        For others those, too, whose record lies on disk as well."""
+        payer_id = self._index.names.payer_id(payer)
+        coldest = self.rows.coldest(payer_id, now_ms, PUTS_MAX)
+        self.dropped_total += self._drop(coldest)
+        twice = self.rows.duplicates(payer_id, PUTS_MAX) if for_others and not coldest else []
+        for record_id in twice:
+            self.rows.give_up_object(record_id)
+        return bool(coldest or twice)
+
     def _put_some(self) -> None:
-        """Begin to put what is wanted, and what would be dropped next."""
-        has_room = not self._bytes_max or self._sums.used_bytes <= self._bytes_max
-        for _ in range(len(self._wanted)):
-            if not (self.is_open and has_room and len(self._writing) < PUTS_MAX):
+        """Begin to put what is wanted, of one payer after another, and what would be dropped
+        next."""
+        while self.is_open and len(self._writing) < PUTS_MAX:
+            payer = next(filter(self._may_put, self._wanted), None)
+            if payer is None:
                 break
-            self._begin_put(self._wanted.popleft(), is_cold=False)
+            records = self._wanted.pop(payer)
+            record_id = next(iter(records))
+            del records[record_id]
+            if records:
+                self._wanted[payer] = records
+            self._begin_put(record_id, is_cold=False)
         left = PUTS_MAX - len(self._writing) if self._is_full else 0
         for record_id in self._cold(COLD_MAX) if left > 0 else ():
             if self.rows.name_of(record_id):
                 left -= self.demote(record_id)
-            elif has_room:
+            else:
                 left -= self._begin_put(record_id, is_cold=True)
             if left <= 0:
                 break
+
+    def _may_put(self, payer: Payer) -> bool:
+        return self._link.is_open_for(payer) and not self._room.has_refused(payer)
 
     def demote(self, record_id: RecordId) -> bool:
         """Free the place of a record that has an object; return whether it has one."""
@@ -222,13 +253,13 @@ class RemoteCopies:
         if not self.is_open or not self.rows.may_leave(row.scope_id):
             return False
         payer = self._payer(row)
-        if not self._link.is_open_for(payer):
-            if not is_cold:
-                self._wanted.append(record_id)
-            return False
         name = object_name(self._store_name, record_id, row.scope_id)
         if name in self._putting or name in self._writing:
             return True
+        if not (self._may_put(payer) and self._room.take(payer, row.place_bytes)):
+            if not is_cold:
+                self.want([record_id])
+            return False
         with self._index.file.change():
             self.rows.begin_put(
                 name, self._index.names.scope_of(row.scope_id).namespace, self._now_ms()
@@ -263,11 +294,12 @@ class RemoteCopies:
         self._putting.discard(name)
         self._slabs.release(row.place)
         if failure and not is_cold:
-            self._wanted.append(row.record_id)
+            self.want([row.record_id])
         now = self._index.row(row.record_id)
-        if failure or now is None or now.place != row.place:
-            return
-        if not self.rows.may_leave(row.scope_id):
+        is_there = not failure and now is not None and now.place == row.place
+        is_there = is_there and self.rows.may_leave(row.scope_id)
+        self._room.end_put(self._payer(row), row.place_bytes, is_there=is_there)
+        if not is_there:
             return
         with self._index.file.change():
             self.rows.end_put(row.record_id, row.payer_id, name, row.place_bytes)
@@ -309,13 +341,13 @@ class RemoteCopies:
 
     def stats(self) -> RemoteStats:
         """Return what the heartbeat tells. O(1)."""
-        is_full = bool(self._bytes_max) and self._sums.used_bytes > self._bytes_max
+        is_full = self._room.is_full
         state: Literal["open", "full", "off"] = "full" if is_full else "open"
         return RemoteStats(
             state if self._link.is_open else "off",
             self._link.reason or ("engine.levels.remote.gib is reached" if is_full else ""),
-            capacity_bytes=self._bytes_max,
-            used_bytes=self._sums.used_bytes,
+            capacity_bytes=self._room.bytes_max,
+            used_bytes=sum(self._sums.used.values()),
             records=self._sums.records,
             stored_total=self.put_total,
             fetched_total=self.fetched_total,
