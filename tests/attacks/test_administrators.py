@@ -38,6 +38,50 @@ async def test_no_record_of_a_request_leads_to_the_text_that_it_stored(
     assert status == 200, found
 
 
+async def test_a_key_that_an_administrator_made_uses_cached_contents_and_is_in_the_audit_log(
+    gateway: GatewayFixture,
+) -> None:
+    """It lists the tenant's cached contents by name and asks with them, as every key of the tenant
+    does; no answer has their text, no key of another tenant finds them, and the log names who made
+    the key."""
+    text = f"{SECRET}. Of this there is enough to be kept. " * 8
+    contents = [{"role": "user", "parts": [{"text": text}]}]
+    model = f"models/{gateway.model}"
+    body = {"model": model, "contents": contents, "ttl": "300s"}
+    status, made, _ = await gateway.ask("/v1beta/cachedContents", body)
+    assert status == 200, made
+    admin = create_admin_key(gateway.store, wall_ms, scopes=["read", "tenants"])
+    headers = {"Authorization": f"Bearer {admin}"}
+    async with gateway.session.post(
+        f"{gateway.admin_url}/admin/v1/tenants/ada/keys", json={}, headers=headers
+    ) as answer:
+        gateway.keys["operator"] = (await answer.json())["key"]
+
+    status, listed, _ = await gateway.ask("/v1beta/cachedContents", method="GET", who="operator")
+    assert [one["name"] for one in listed["cachedContents"]] == [made["name"]]
+    _, shown, _ = await gateway.ask(f"/v1beta/{made['name']}", method="GET", who="operator")
+    assert SECRET not in f"{listed}{shown}"
+    ask = {
+        "cachedContent": made["name"],
+        "contents": [{"role": "user", "parts": [{"text": "go on"}]}],
+        "generationConfig": {"maxOutputTokens": 1},
+    }
+    path = f"/v1beta/{model}:generateContent"
+    status, told, _ = await gateway.ask(path, ask, who="operator")
+    assert (status, SECRET in str(told)) == (200, False), told
+    assert told["usageMetadata"]["cachedContentTokenCount"] > 0
+    status, _, _ = await gateway.ask(path, ask, who="bob")
+    assert status == 403
+
+    async with gateway.session.get(
+        f"{gateway.admin_url}/admin/v1/audit?action=key.create", headers=headers
+    ) as answer:
+        found = await answer.json()
+    assert [one["tenant"] for one in found["changes"] if one["actor"] == "admin_key"] == ["ada"], (
+        found
+    )
+
+
 async def test_a_strangers_document_tells_nothing_of_this_server(gateway: GatewayFixture) -> None:
     """The OpenAPI document needs no key: it has paths and the version, which every server has, and
     no tenant, model or setting; all else is refused."""

@@ -9,10 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from gateway.background import erasure
+from tenancy.accounts.cached_contents import (
+    CachedContentQuota,
+    CachedContentRecord,
+    create_cached_content,
+    end_cached_contents,
+)
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import StoreBusy
+from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord, forget_answers
+from tenancy.ledger.ledger import Hold
+from tenancy.ledger.transactions import Item, LedgerTransactions, NamedEntry
 from tenancy.responses.conversations import (
     ConversationRecord,
     ItemRecord,
@@ -23,8 +33,9 @@ from tenancy.responses.conversations import (
 from tenancy.responses.stored_responses import StoredResponse, erase_stored, store_responses
 from tenancy.responses.stored_sums import NO_QUOTA
 from tenancy.storage.sqlite import SqliteStore
-from tenancy.types import wall_ms
+from tenancy.types import UsageEntry, wall_ms
 from tests.attacks.attacked_server import AttackedServer
+from tests.integration.test_idempotent_cached_contents import cached_content
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
@@ -72,6 +83,86 @@ def test_an_erasure_needs_room_for_a_few_rows_and_not_for_all(store: SqliteStore
     assert store.query("select count(*) from conversation_items") == [(0,)]
     sums = store.query("select tenant_id, responses, bytes from stored_sums order by 1")
     assert sums == [(1, 0, 0), (2, 1, 4)]
+
+
+@pytest.mark.parametrize("kind", ["answers", "contents"])
+def test_kept_answers_and_cached_contents_go_in_small_transactions(
+    store: SqliteStore, kind: str
+) -> None:
+    """As all that an erasure takes; another tenant's stay."""
+    for number in range(COUNT):
+        if kind == "answers":
+            keep_answer(store, 1, f"a{number}")
+        else:
+            keep_content(store, 1, f"c{number}")
+    keep_answer(store, 2, "theirs")
+    keep_content(store, 2, "theirs")
+    store.close()
+    store = SqliteStore(Path(store.path))
+
+    forget_answers(store, 1)
+    end_cached_contents(store, 1, None, 2_000)
+
+    assert log_bytes(store) < LOG_BYTES_MAX
+    assert store.query("select tenant_id, count(body) from named_requests group by 1") == [(2, 1)]
+    left = "select tenant_id from cached_contents where content is not null"
+    assert store.query(left) == [(2,)]
+    store.close()
+
+
+def keep_answer(store: SqliteStore, tenant_id: int, name: str) -> None:
+    """Store the answer of a request with an `Idempotency-Key`."""
+    claim = Claim(name, bytes(32), 1_000)
+    record = ReplayRecord(2**50, 2**30, ReplayedResponse("head", b"x" * LARGE))
+    entry = UsageEntry(name, tenant_id, 1, "m", "done", 1, 2, 4, 0, 0, 4, 3, 0)
+    with store.change() as db:
+        items: list[Item] = [
+            Hold(name, tenant_id, 1, "m", 1, claim=claim),
+            NamedEntry(entry, record),
+        ]
+        assert LedgerTransactions().apply(db, items) == [None, None]
+
+
+def keep_content(store: SqliteStore, tenant_id: int, name: str) -> None:
+    """Store a cached content."""
+    record = CachedContentRecord(name, tenant_id, "default", "m", "", 10, 1_000, 1_000, 2**50)
+    create_cached_content(store, record, b"x" * LARGE, CachedContentQuota())
+
+
+async def test_answers_and_contents_of_one_tenant_take_no_room_of_another(
+    unopened_gateway: GatewayFixture,
+) -> None:
+    """Each bound is the tenant's own; what it erases, it may store again."""
+    gateway = unopened_gateway
+    idempotency = structs.replace(gateway.config.idempotency, keys_per_tenant_max=3)
+    caching = structs.replace(gateway.config.caching, resources_per_tenant_max=3)
+    gateway.config = structs.replace(gateway.config, idempotency=idempotency, caching=caching)
+    await gateway.open()
+
+    async def fill(who: str, names: str) -> list[int]:
+        found = []
+        for name in names:
+            keyed = {"Idempotency-Key": name}
+            status, _, _ = await gateway.ask(body=gateway.chat(), who=who, headers=keyed)
+            content = cached_content(gateway)
+            made, _, _ = await gateway.ask("/v1beta/cachedContents", content, who=who)
+            found += [status, made]
+        return found
+
+    try:
+        ada = await fill("ada", "abcd")
+        bob = await fill("bob", "abc")
+        status, _, _ = await gateway.ask("/v1/cache", method="DELETE")
+        again = await fill("ada", "xyz")
+        kept, _, answer = await gateway.ask(
+            body=gateway.chat(), who="bob", headers={"Idempotency-Key": "a"}
+        )
+    finally:
+        await gateway.close()
+
+    assert ada == [200] * 6 + [429, 429]
+    assert bob == again == [200] * 6
+    assert (status, kept, answer.headers["Idempotency-Replayed"]) == (200, 200, "true")
 
 
 def test_a_large_conversation_is_deleted_in_small_transactions(store: SqliteStore) -> None:

@@ -6,6 +6,7 @@ kill of the gateway at a bad moment. The quiet tenant is the next start, which n
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -16,7 +17,7 @@ import pytest
 
 from tests.attacks.attacked_server import AttackedServer
 from tests.attacks.conftest import StartServer
-from tests.server_process import children
+from tests.server_process import SETTINGS, children, serve_command, spawn
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +74,68 @@ def test_children_have_no_secret_and_write_no_core(attacked: AttackedServer) -> 
         limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
         core = next(line for line in limits if line.startswith("Max core file size"))
         assert core.split()[4:6] == ["0", "0"], (module, core)
+
+
+STUCK_COMPILER = """#!/bin/sh
+echo $PPID > {folder}/asked
+read nothing < {folder}/never
+"""
+
+
+def test_an_engine_that_waits_for_a_compiler_ends_with_its_gateway(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    """No model is loaded and no thread is stopped: its core's thread waits for another process."""
+    for name in ("asked", "never"):
+        os.mkfifo(tmp_path / name)
+    compiler = tmp_path / "gcc"
+    compiler.write_text(STUCK_COMPILER.format(folder=tmp_path))
+    compiler.chmod(0o700)
+    settings = tmp_path / "settings.toml"
+    settings.write_text(SETTINGS)
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = serve_command(tiny_model, tmp_path / "data", settings)
+    # Open for both, so that no end of the pipes waits for the other.
+    asked, never = (os.open(tmp_path / name, os.O_RDWR) for name in ("asked", "never"))
+    gateway = spawn(command, tmp_path / "server.log", environment)
+    try:
+        assert select.select([asked], [], [], PATIENCE_S)[0], "the engine compiles nothing"
+        engine = os.pidfd_open(int(os.read(asked, 20)))
+        gateway.kill()
+        ended, _, _ = select.select([engine], [], [], PATIENCE_S)
+        if not ended:
+            signal.pidfd_send_signal(engine, signal.SIGKILL)
+        os.close(engine)
+    finally:
+        gateway.kill()
+        gateway.communicate()
+        os.write(never, b"\n")
+        os.close(asked)
+        os.close(never)
+
+    assert ended
+
+
+def test_an_engine_in_the_middle_of_answers_ends_with_a_gateway_that_reads_none(
+    attacked: AttackedServer,
+) -> None:
+    """The gateway is stopped first, so what the engine has to say fills the socket."""
+    engine = children(attacked.pid)["engine.server.server"]
+    body = json.dumps(attacked.chat(max_tokens=400, stream=True)).encode()
+    key = attacked.tenant("another")
+    head = attacked.head(key, "/v1/chat/completions", f"Content-Length: {len(body)}")
+    with attacked.connect() as client:
+        client.sendall(head + body)
+        assert client.recv(1)
+        os.kill(attacked.pid, signal.SIGSTOP)
+        end = os.pidfd_open(engine)
+        os.kill(attacked.pid, signal.SIGKILL)
+        ended, _, _ = select.select([end], [], [], PATIENCE_S)
+        if not ended:
+            os.kill(engine, signal.SIGKILL)
+        os.close(end)
+
+    assert ended
 
 
 def test_no_process_outlives_a_killed_gateway(attacked: AttackedServer) -> None:
