@@ -57,7 +57,6 @@ from gateway.api.admin import (
     webhooks,
 )
 from gateway.api.openapi import document as openapi
-from gateway.api.routes import error_shape
 from gateway.background.config_reload import declare, reload
 from gateway.background.history_sampling import HistorySampling
 from gateway.background.metrics_export import MetricsExport, MetricsExporter
@@ -261,7 +260,7 @@ class Gateway:
             *openapi.routes("public"),
         )
         hosts = context.config.server.hosts
-        return Middleware(routes, context, hosts, error_shape, rate_limits.take_place)
+        return Middleware(routes, context, hosts, rate_limits.take_place)
 
     def admin(self) -> Middleware:
         """Return the routes that operators reach, behind their middleware."""

@@ -241,7 +241,7 @@ class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class BillingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """`attribution`: "user" stores which end user each request names, for usage by user.
 
-    The user is OpenAI's `user` or Anthropic's `metadata.user_id`, as the client sends it.
+    The user is the `user` or `metadata.user_id` that the client sends.
     """
 
     attribution: Literal["none", "user"] = "none"

@@ -59,7 +59,7 @@ class CacheProfile(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_classes() -> dict[str, RetentionClass]:
-    """Return the hosted APIs' classes: Anthropic's two, OpenAI's two promises and two limits."""
+    """Return the hosted APIs' classes: four promises and two limits."""
     return {
         "5m": RetentionClass(300, 300, "request_start"),
         "1h": RetentionClass(3_600, 3_600, "request_start"),
@@ -70,22 +70,14 @@ def default_classes() -> dict[str, RetentionClass]:
     }
 
 
-def default_profiles() -> dict[str, CacheProfile]:
-    """Return profiles with token-exact reporting and no minimum."""
-    return {
-        "openai": CacheProfile(),
-        "anthropic": CacheProfile(lookup="written"),
-        "gemini": CacheProfile(),
-    }
-
-
-_CLASSES, _PROFILES = default_classes(), default_profiles()
+_CLASSES = default_classes()
 
 
 class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Caching settings. `classes` and `profiles` extend or replace the built-in ones.
+    """Caching settings. `classes` and `profiles` (by family) extend or replace the built-in
+    ones.
 
-    `cache_key`: what OpenAI's `prompt_cache_key` means, unless the request's key says otherwise. A
+    `cache_key`: what the field `prompt_cache_key` means, unless the request's key says otherwise. A
     hint separates nothing: agents send their session's id, and their sessions begin alike.
 
     `honour_broken_promises`: a promised prefix that was lost is still billed as read; the operator
@@ -155,7 +147,3 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
         """Return the class of that name, or None."""
         found = self.classes.get(name) or _CLASSES.get(name)
         return None if found is None else found.retention(name)
-
-    def profile(self, name: str) -> CacheProfile:
-        """Return the profile of that name; dialects name only built-in profiles."""
-        return self.profiles.get(name) or _PROFILES[name]

@@ -1,4 +1,4 @@
-"""Gemini's cachedContents: create, list, get, update, delete. Every success has status 200.
+"""Cached contents: create, list, get, update, delete. Every success has status 200.
 
 Creating computes the prefix as an ordinary request, which is held, settled and billed as a write;
 requests with one `Idempotency-Key` create once. A cached content survives eviction and restarts:
@@ -18,15 +18,13 @@ from msgspec.structs import replace
 from engine.errors import EngineError
 from gateway.context import Context
 from gateway.dialects.canonical import (
-    CacheDirectives,
     Call,
     Delta,
     GenerationParameters,
     Prompt,
     Reply,
 )
-from gateway.dialects.gemini import cached_contents as gemini_cached
-from gateway.dialects.gemini import generate_content as gemini
+from gateway.dialects.families import cache_profile, cached_contents
 from gateway.dialects.protocol import Encoder
 from gateway.errors import Kind, Refusal
 from gateway.generation.cached_contents import (
@@ -56,7 +54,7 @@ from tenancy.errors import BadName, StoreError
 from tenancy.storage.interface import Store
 from tenancy.types import Identity
 
-SHAPE = gemini.DIALECT
+SHAPE = cached_contents.SHAPE
 ONE = "/{version:v1|v1beta}/cachedContents/{name}"
 ALL = "/{version:v1|v1beta}/cachedContents"
 Method = Callable[[Context, web.BaseRequest, Identity], Awaitable[web.StreamResponse]]
@@ -93,7 +91,7 @@ class _CreationEncoder(Encoder):
         return b""
 
     def unary(self, deltas: Sequence[Delta]) -> bytes:
-        return gemini_cached.resource(_view(self._resource))
+        return cached_contents.resource(_view(self._resource))
 
     def error_event(self, refusal: Refusal) -> bytes:
         return b""
@@ -106,14 +104,14 @@ async def _create(
     now_ms, generation = gateway.wall(), Generation(gateway, SHAPE, request)
     body = await read_body(request, gateway.config.server)
     tenant_id = identity.tenant.tenant_id
-    creation = await parse_body(gateway, tenant_id, gemini_cached.parse_create, body, now_ms)
+    creation = await parse_body(gateway, tenant_id, cached_contents.parse_create, body, now_ms)
     call = Call(
         creation.model,
         (with_breakpoint(creation.prompt),),
         GenerationParameters(max_tokens=0),
         operation="prewarm",
         # All tokens are billed as written, even if they are cached: the tenant buys retention.
-        cache=CacheDirectives(profile="gemini", lookup="none"),
+        cache=replace(cached_contents.DIRECTIVES, lookup="none"),
     )
     model = check_model(gateway, call.model, identity)
     if (replay := await generation.find_replay(body, identity)) is not None:
@@ -121,7 +119,7 @@ async def _create(
     terms = retention_until(creation.expires_ms, now_ms)
     made = await prepare(gateway, model, call, identity, {RESOURCE: terms})
     tokens = made.rendered[0].boundaries[-1].tokens
-    tokens_min = gateway.config.caching.profile("gemini").min_tokens
+    tokens_min = cache_profile(gateway.config.caching, call.cache.profile).min_tokens
     if tokens < tokens_min:
         message = f"Cached content is too small: {tokens} tokens; expected at least {tokens_min}."
         raise Refusal(Kind.BAD, "invalid_value", message, param="contents")
@@ -225,7 +223,7 @@ async def _is_last_reference(gateway: Context, identity: Identity, content: Prom
 async def _list(
     gateway: Context, request: web.BaseRequest, identity: Identity
 ) -> web.StreamResponse:
-    size, after = gemini_cached.parse_page(
+    size, after = cached_contents.parse_page(
         request.query.get("pageSize", request.query.get("page_size", "")),
         request.query.get("pageToken", request.query.get("page_token", "")),
     )
@@ -236,7 +234,7 @@ async def _list(
     is_more = len(found) > size
     page = [_view(resource) for resource in found[:size]]
     return await send_json(
-        request, gemini_cached.page(page, page[-1].resource_id if is_more else "")
+        request, cached_contents.page(page, page[-1].resource_id if is_more else "")
     )
 
 
@@ -245,7 +243,7 @@ async def _get(
 ) -> web.StreamResponse:
     name = request[STATE].parameters["name"]
     resource, _ = await load_cached_content(gateway, name, identity, request[BODY_SHARE])
-    return await send_json(request, gemini_cached.resource(_view(resource)))
+    return await send_json(request, cached_contents.resource(_view(resource)))
 
 
 async def _change(
@@ -255,7 +253,7 @@ async def _change(
     mask = request.query.get("updateMask", request.query.get("update_mask", ""))
     body = await read_body(request, gateway.config.server)
     check_values(body, SMALL_VALUES_MAX)
-    change = gemini_cached.parse_update(body, mask, now_ms)
+    change = cached_contents.parse_update(body, mask, now_ms)
     name = request[STATE].parameters["name"]
     kept, _ = await load_cached_content(gateway, name, identity, request[BODY_SHARE])
     change.check(kept.model, kept.display_name)
@@ -263,7 +261,7 @@ async def _change(
     changed = gateway.store, *owner, name, change.expires_ms, now_ms
     await gateway.contents.ask(lambda _: set_expiry(*changed), identity.tenant.tenant_id)
     resource, _ = await load_cached_content(gateway, name, identity, request[BODY_SHARE])
-    return await send_json(request, gemini_cached.resource(_view(resource)))
+    return await send_json(request, cached_contents.resource(_view(resource)))
 
 
 async def _delete(
@@ -280,7 +278,7 @@ async def _delete(
         resource.model,
         (with_breakpoint(stored),),
         GenerationParameters(max_tokens=0),
-        cache=CacheDirectives("gemini"),
+        cache=cached_contents.DIRECTIVES,
     )
     terms = retention_until(resource.expires_ms, gateway.wall())
 
@@ -314,6 +312,6 @@ def _log_failed_release(gateway: Context) -> Iterator[None]:
         gateway.log("cached_content_not_erased", {"reason": type(error).__name__})
 
 
-def _view(resource: CachedContentRecord) -> gemini_cached.CachedContentView:
-    """Return the resource as Gemini's dialect shows it."""
-    return msgspec.convert(resource, gemini_cached.CachedContentView, from_attributes=True)
+def _view(resource: CachedContentRecord) -> cached_contents.CachedContentView:
+    """Return the resource as its dialect shows it."""
+    return msgspec.convert(resource, cached_contents.CachedContentView, from_attributes=True)

@@ -14,8 +14,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.context import Context
-from gateway.dialects.openai import conversations, stored_items
-from gateway.dialects.openai.responses import DIALECT
+from gateway.dialects.families import conversations, responses, stored_items
 from gateway.errors import Kind, Refusal
 from gateway.generation.preparation import parse_body
 from gateway.generation.stored_responses import conversation_not_found
@@ -63,7 +62,7 @@ def _routes(gateway: Context) -> Iterator[Route]:
     )
     for base in ("/v1/conversations", "/conversations"):
         for verb, path, method in methods:
-            yield Route(verb, base + path, _bind(gateway, method), "inference", DIALECT)
+            yield Route(verb, base + path, _bind(gateway, method), "inference", responses.DIALECT)
 
 
 def _bind(gateway: Context, method: Method) -> Handler:
@@ -176,7 +175,7 @@ class ConversationRequest:
         return await self._send_loaded(found)
 
     async def delete_item(self) -> web.StreamResponse:
-        """Delete one item; send its conversation, as OpenAI's API does."""
+        """Delete one item; send its conversation."""
         found, store = await self._find(), self._gateway.store
         owned = store, self._owner, self._id
         if not await self._write(partial(delete_items, *owned, [self._item_id], self._now_ms)):

@@ -6,9 +6,9 @@ from collections.abc import Awaitable
 
 from aiohttp import web
 
-from gateway.api.routes import ENDPOINTS, Endpoint
 from gateway.context import Context
-from gateway.dialects.openai.embeddings import SHAPE
+from gateway.dialects.families import ENDPOINTS, embeddings
+from gateway.dialects.protocol import Endpoint
 from gateway.generation.embedding import EmbeddingRequest
 from gateway.generation.generation import Generation
 from gateway.http.middleware import Handler, Route
@@ -22,7 +22,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
             for end in ENDPOINTS
         ),
         *(
-            Route("POST", path, _embed_handler(gateway), "inference", SHAPE)
+            Route("POST", path, _embed_handler(gateway), "inference", embeddings.SHAPE)
             for path in ("/v1/embeddings", "/embeddings")
         ),
     )

@@ -1,44 +1,21 @@
 """`GET /v1/models` and `GET /v1beta/models`: the served models, in the format of the client.
 
-OpenAI, Anthropic and Gemini share these paths; headers that only one of them sends select the
-format.
+The families of APIs share these paths; what only one of them sends selects the format.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
 
 from gateway.context import Context
-from gateway.dialects.model_lists import (
-    ListedModel,
-    anthropic_list,
-    anthropic_model,
-    gemini_list,
-    gemini_model,
-    openai_list,
-    openai_model,
-)
+from gateway.dialects.families import find_family
+from gateway.dialects.protocol import ApiFamily, ListedModel
 from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.http.middleware import Route
 from gateway.http.request_context import STATE, identity_of
 from gateway.http.route_table import tidy
-
-
-class ModelListFormat(NamedTuple):
-    """One API's format of the model list and of one model."""
-
-    list: Callable[[Sequence[ListedModel], Mapping[str, str]], dict[str, Any]]
-    model: Callable[[ListedModel], dict[str, Any]]
-
-
-OPENAI = ModelListFormat(openai_list, openai_model)
-ANTHROPIC = ModelListFormat(anthropic_list, anthropic_model)
-GEMINI = ModelListFormat(gemini_list, gemini_model)
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
@@ -56,17 +33,17 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         return [listed(model, name) for model in models for name in model.names]
 
     def list_for(request: web.BaseRequest) -> list[ListedModel]:
-        """Return the models that a tenant may use by its API: only OpenAI's has embeddings."""
+        """Return the models that a tenant may use by its API: not all list embeddings."""
         chat = list_chat(identity_of(request).tenant.name)
         embedder = gateway.embeddings
-        if embedder is None or _format_for(request) is not OPENAI:
+        if embedder is None or not _family(request).lists_embeddings:
             return chat
         limit = embedder.card.tokens_max
         embedding = [ListedModel(name, created_s, limit, 0) for name in embedder.names]
         return [*chat, *embedding]
 
     async def list_models(request: web.BaseRequest) -> web.StreamResponse:
-        return _json(_format_for(request).list(list_for(request), request.query))
+        return _json(_family(request).list_models(list_for(request), request.query))
 
     async def get_model(request: web.BaseRequest) -> web.StreamResponse:
         name = request[STATE].parameters["name"].removeprefix("models/")
@@ -79,7 +56,7 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         if found is None:
             message = f"Model not found: the model `{name[:200]}` does not exist."
             raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
-        return _json(_format_for(request).model(found))
+        return _json(_family(request).show_model(found))
 
     return tuple(
         Route("GET", base + path, handler, "inference")
@@ -88,11 +65,8 @@ def routes(gateway: Context) -> tuple[Route, ...]:
     )
 
 
-def _format_for(request: web.BaseRequest) -> ModelListFormat:
-    is_goog = any(name in request.headers for name in ("x-goog-api-key", "x-goog-api-client"))
-    if is_goog or "key" in request.query or tidy(request.path).startswith("/v1beta/"):
-        return GEMINI
-    return ANTHROPIC if "anthropic-version" in request.headers else OPENAI
+def _family(request: web.BaseRequest) -> ApiFamily:
+    return find_family(tidy(request.path) + "/", request.headers, request.query)
 
 
 def _json(value: object) -> web.Response:

@@ -17,7 +17,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.api import Peeked
-from gateway.api.routes import find_endpoint
 from gateway.background.erasure import list_holdings
 from gateway.caching.attention import (
     ATTENTION_HEADER,
@@ -27,7 +26,9 @@ from gateway.caching.attention import (
 )
 from gateway.caching.contract import Contract
 from gateway.context import Context
-from gateway.dialects.canonical import Boundary, UsageRecord, path_behind
+from gateway.dialects.canonical import Boundary, RequestMetadata, UsageRecord, path_behind
+from gateway.dialects.families import ENDPOINTS
+from gateway.dialects.protocol import Endpoint
 from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import output_tokens, quota_now
@@ -38,6 +39,7 @@ from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import BODY_SHARE, read_body
 from gateway.http.request_context import identity_of, request_metadata
 from gateway.http.response import send_json
+from gateway.http.route_table import pattern_of
 from gateway.levels.fidelity import FIDELITY_HEADER, parse_fidelity
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
@@ -73,7 +75,7 @@ def _quote_handler(gateway: Context) -> Handler:
         attention = parse_attention(asked, identity.policy.attention)
         data = await read_body(request, gateway.config.server)
         body = await parse_body(gateway, tenant.tenant_id, _parse, data)
-        found = find_endpoint(body.endpoint)
+        found = _find_endpoint(body.endpoint)
         if found is None:
             message = (
                 f"endpoint: unknown path {body.endpoint[:100]!r}; expected one that generates."
@@ -135,6 +137,16 @@ async def _is_in_other_namespace(made: Prepared, cached_tokens: int, identity: I
         if peeked.cached_tokens > cached_tokens:
             return True
     return False
+
+
+def _find_endpoint(path: str) -> tuple[Endpoint, RequestMetadata] | None:
+    """Return the endpoint of a client's path, and the model and action that the path names."""
+    for endpoint in ENDPOINTS:
+        match = pattern_of(endpoint.path).fullmatch(path)
+        if match is not None:
+            model, _, action = (match.groupdict().get("target") or "").rpartition(":")
+            return endpoint, RequestMetadata(model=model, action=action)
+    return None
 
 
 def _parse(body: bytes) -> QuoteBody:

@@ -12,8 +12,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.context import Context
-from gateway.dialects.openai import stored_items
-from gateway.dialects.openai.responses import DIALECT, not_found
+from gateway.dialects.families import responses, stored_items
 from gateway.errors import Kind, Refusal
 from gateway.generation.stored_responses import check_named_values
 from gateway.http.middleware import Handler, Route
@@ -41,7 +40,7 @@ def _routes(gateway: Context) -> Iterator[Route]:
     )
     for base in ("/v1/responses", "/responses"):
         for verb, path, method in methods:
-            yield Route(verb, base + path, _bind(gateway, method), "inference", DIALECT)
+            yield Route(verb, base + path, _bind(gateway, method), "inference", responses.DIALECT)
 
 
 def _bind(gateway: Context, method: Method) -> Handler:
@@ -68,7 +67,7 @@ async def _delete(
 ) -> web.StreamResponse:
     asked = gateway.store, *owner, response_id, gateway.wall()
     if not await gateway.contents.ask(lambda _: delete_response(*asked), owner[0]):
-        raise not_found(response_id)
+        raise responses.not_found(response_id)
     return await send_json(request, {"id": response_id, "object": "response", "deleted": True})
 
 
@@ -92,7 +91,7 @@ async def _input_items(
     asked = *owner, response_id, gateway.wall()
     turns = await gateway.contents.ask(lambda store: load_thread(store, *asked), owner[0])
     if turns is None:
-        raise not_found(response_id)
+        raise responses.not_found(response_id)
     loaded = [data for turn in turns for data in (turn.input, turn.response)]
     request[BODY_SHARE].take(sum(map(len, loaded)))
 
@@ -115,6 +114,6 @@ async def _find(
     asked = *owner, response_id, gateway.wall()
     found = await gateway.contents.ask(lambda store: find_response(store, *asked), owner[0])
     if found is None:
-        raise not_found(response_id)
+        raise responses.not_found(response_id)
     request[BODY_SHARE].take(len(found))
     return found

@@ -14,14 +14,7 @@ from aiohttp import web
 
 from engine.api import EngineInfo
 from gateway.context import Context
-from gateway.dialects.openai import tokenizer as dialect
-from gateway.dialects.openai.tokenizer import (
-    SHAPE,
-    DetokenizeAnswer,
-    TokenizeAnswer,
-    TokenizeCall,
-    TokenizerInfoAnswer,
-)
+from gateway.dialects.families import tokenizer as dialect
 from gateway.engines.served_models import ServedModel
 from gateway.generation.admission import check_ids
 from gateway.generation.preparation import check_model, parse_body, render, shutting_down
@@ -45,9 +38,9 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         return await send_json(request, _describe(model, _info_of(gateway, model)))
 
     return (
-        Route("POST", "/tokenize", _handler(gateway, _tokenize), "inference", SHAPE),
-        Route("POST", "/detokenize", _handler(gateway, _detokenize), "inference", SHAPE),
-        Route("GET", "/tokenizer_info", tokenizer_info, "inference", SHAPE),
+        Route("POST", "/tokenize", _handler(gateway, _tokenize), "inference", dialect.SHAPE),
+        Route("POST", "/detokenize", _handler(gateway, _detokenize), "inference", dialect.SHAPE),
+        Route("GET", "/tokenizer_info", tokenizer_info, "inference", dialect.SHAPE),
     )
 
 
@@ -124,7 +117,7 @@ async def _in_turn(
 
 
 def _encode(
-    model: ServedModel, info: EngineInfo, call: TokenizeCall, ids: tuple[int, ...]
+    model: ServedModel, info: EngineInfo, call: dialect.TokenizeCall, ids: tuple[int, ...]
 ) -> bytes:
     start, is_text = model.renderer.start_ids, call.prompt.text is not None
     if is_text and not call.add_special_tokens:
@@ -132,16 +125,16 @@ def _encode(
     elif call.add_special_tokens and not is_text:
         ids = start + ids
     spelt = model.renderer.tokenizer.token_strings(ids) if call.return_token_strs else None
-    return msgspec.json.encode(TokenizeAnswer(len(ids), info.context_tokens, ids, spelt))
+    return msgspec.json.encode(dialect.TokenizeAnswer(len(ids), info.context_tokens, ids, spelt))
 
 
 def _decode(model: ServedModel, ids: Sequence[int]) -> bytes:
-    return msgspec.json.encode(DetokenizeAnswer(model.renderer.tokenizer.decode(ids)))
+    return msgspec.json.encode(dialect.DetokenizeAnswer(model.renderer.tokenizer.decode(ids)))
 
 
-def _describe(model: ServedModel, info: EngineInfo) -> TokenizerInfoAnswer:
+def _describe(model: ServedModel, info: EngineInfo) -> dialect.TokenizerInfoAnswer:
     renderer, card = model.renderer, model.renderer.card
-    return TokenizerInfoAnswer(
+    return dialect.TokenizerInfoAnswer(
         tokenizer_class="PreTrainedTokenizerFast",
         model_max_length=info.context_tokens,
         chat_template=renderer.template_source,

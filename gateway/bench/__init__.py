@@ -1,4 +1,4 @@
-"""`trunkline bench` and `trunkline replay`: seeded load for any OpenAI-compatible endpoint.
+"""`trunkline bench` and `trunkline replay`: seeded load for any server of chat completions.
 
 It is an HTTP client. Of Trunkline it only knows how to start a server.
 """

@@ -46,6 +46,7 @@ from gateway.caching.prefix_index import (
 )
 from gateway.caching.promises import PromiseTally
 from gateway.dialects.canonical import UNNAMED, Call, Diagnosis, Rendered, ShortLease, UsageRecord
+from gateway.dialects.families import cache_profile
 from gateway.errors import Kind, Refusal
 from gateway.retention_classes import BEST_EFFORT, CacheProfile, CachingConfig
 from tenancy.types import Fidelity
@@ -131,7 +132,7 @@ class ContractManager:
         if not names and ask.lookup is None and scope.default_class is not None:
             ask = replace(ask, implicit=scope.default_class)
             names = {scope.default_class}
-        profile = self.config.profile(ask.profile)
+        profile = cache_profile(self.config, ask.profile)
         if names and call.operation != "count":  # most calls name no class and write nothing
             named = {name: self._class(name, scope, classes) for name in names if name is not None}
             least = max(1, profile.min_tokens)

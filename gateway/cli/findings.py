@@ -19,14 +19,10 @@ from gateway.cli.arguments import UsageError, named
 from gateway.cli.database import database_file, open_database
 from gateway.cli.result import CommandCall, CommandResult, Entry
 from gateway.config import Config
+from gateway.dialects.families import FAMILIES, guess_family
 from gateway.errors import Refusal
 from gateway.findings.causes import ONE_TIME
-from gateway.findings.prompt_diff import (
-    DIALECTS,
-    PromptDifference,
-    compare_prompts,
-    guess_dialect,
-)
+from gateway.findings.prompt_diff import PromptDifference, compare_prompts
 from gateway.findings.report import FindingsWindow, dollars, find
 from gateway.prompt import Renderer
 from gateway.template_date import calendar_of
@@ -51,7 +47,7 @@ def _add_check_prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="A.json", help="a request body")
     parser.add_argument("second", type=Path, metavar="B.json", help="the next request's body")
     text = "the bodies' dialect (default: by their fields)"
-    parser.add_argument("--dialect", choices=DIALECTS, help=text)
+    parser.add_argument("--dialect", choices=tuple(FAMILIES), help=text)
     parser.add_argument("--model", metavar="NAME", help="model whose template and tokenizer count")
     text = "least share of B's tokens that A must share, for exit status 0 (default: 0%%)"
     parser.add_argument("--min-shared", type=_share, default=0.0, metavar="N%", help=text)
@@ -86,7 +82,7 @@ def _check_prompt(call: CommandCall) -> CommandResult:
     bodies = [_read(path) for path in (options.first, options.second)]
     try:
         renderer = _renderer(config)
-        name = options.dialect or guess_dialect(bodies[0])
+        name = options.dialect or guess_family(bodies[0])
         found = compare_prompts(
             renderer,
             bodies[0],

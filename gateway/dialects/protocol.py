@@ -1,29 +1,51 @@
 """The protocol of wire dialects: parse a request body, encode an answer, encode an error.
 
 `gateway.generation` and `gateway.http` call dialects through it. A dialect knows no socket, no
-route and no engine.
+route and no engine. An `ApiFamily` is all that a dialect's package exports to the server, which
+finds it in `gateway.dialects.families`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from msgspec import Struct
 
 from gateway.dialects.canonical import Call, Delta, End, Reply, RequestMetadata, StoredItem
+from gateway.dialects.validation import parse_int
 from gateway.errors import Refusal
+from gateway.retention_classes import CacheProfile
+from tenancy.limits import LimitState, Meter
 
 
 class ErrorShape(Protocol):
-    """The part of a dialect that encodes errors. `name`: the dialect's, or empty outside of all."""
+    """The part of a dialect that answers without a call: errors and headers."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The dialect's name, or "" outside of all."""
+
+    @property
+    def family(self) -> str:
+        """The name of the family, as documents and configurations have it."""
+
+    @property
+    def operation(self) -> str:
+        """What traces call a request, by OpenTelemetry's conventions."""
+
+    @property
+    def error(self) -> type[Struct]:
+        """The shape of the body, for the OpenAPI documents."""
 
     def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
         """Return the HTTP status and the JSON body."""
 
     def headers(self, request_id: str) -> dict[str, str]:
         """Return the headers that carry the request id beside `X-Request-Id`."""
+
+    def limit_headers(self, states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
+        """Return the remaining limits, in the headers that the dialect's clients read."""
 
 
 class Encoder(Protocol):
@@ -74,3 +96,66 @@ class Dialect(ErrorShape, Protocol):
 
     def count_body(self, tokens: int, cached: int) -> bytes:
         """Return the answer to a token count; `cached` of the tokens are cached content."""
+
+
+class Endpoint(Struct, frozen=True):
+    """A path that generates. `id_prefix`: of the ids of its responses. `body`: of its requests.
+
+    `without_sse`: the dialect for requests without `alt=sse`; None, if there is only one.
+    """
+
+    path: str
+    dialect: Dialect
+    summary: str
+    body: type[Struct]
+    id_prefix: str = ""
+    without_sse: Dialect | None = None
+    counts: bool = False
+    """Whether it only counts tokens."""
+
+
+class ListedModel(Struct, frozen=True):
+    """A served model. `context_tokens` is 0 until the engine has reported it."""
+
+    name: str
+    created_s: int
+    context_tokens: int
+    output_tokens: int
+
+
+MODELS_PAGE_MAX = 1_000
+"""Most models in one page."""
+
+
+def page_number(query: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
+    """Return a number of a page's query, at most `MODELS_PAGE_MAX`. Raises Refusal."""
+    text = query.get(name, "")
+    return min(parse_int(text, name, least), MODELS_PAGE_MAX) if text else default
+
+
+class ApiFamily(Struct, frozen=True):
+    """The dialects of one vendor's API, and how the server tells its clients from others.
+
+    `paths`: prefixes of paths that no other family has. `headers`: sent by no other client.
+    `key_headers`: may hold the key, beside Authorization; `key_parameter`: so may this parameter of
+    the query. `version_headers`: change what a body means. `profile`: how answers count reads,
+    unless the configuration says otherwise.
+    """
+
+    name: str
+    errors: ErrorShape
+    endpoints: tuple[Endpoint, ...]
+    profile: CacheProfile
+    list_models: Callable[[Sequence[ListedModel], Mapping[str, str]], dict[str, Any]]
+    show_model: Callable[[ListedModel], dict[str, Any]]
+    find_dialect: Callable[[Collection[str]], Dialect]
+    """Returns the dialect of a body with these fields."""
+    paths: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
+    key_headers: tuple[str, ...] = ()
+    key_parameter: str = ""
+    version_headers: tuple[str, ...] = ()
+    is_camel_case: bool = False
+    """Whether documents spell fields in camelCase."""
+    lists_embeddings: bool = False
+    """Whether the list of models has those of embeddings."""

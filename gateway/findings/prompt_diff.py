@@ -11,21 +11,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import partial
-from typing import Literal
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from gateway.analytics.prompt_findings import prompt_parts
 from gateway.analytics.tool_digests import digests_of
-from gateway.dialects.anthropic import messages as anthropic
-from gateway.dialects.canonical import Call, Prompt, Rendered, RequestMetadata, path_behind
-from gateway.dialects.gemini import generate_content as gemini
-from gateway.dialects.openai import chat as openai_chat
-from gateway.dialects.openai import completions as openai_completions
-from gateway.dialects.openai import responses as openai_responses
-from gateway.dialects.protocol import Dialect
+from gateway.dialects.canonical import Call, Prompt, Rendered, path_behind
+from gateway.dialects.families import parse_as
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
 from gateway.prompt import Renderer
@@ -43,9 +36,6 @@ SHORT_TOKENS = 512
 """Up to so many tokens are compared one by one."""
 RUN_TOKENS_MIN = 4
 """Tokens in a row that are the same by no chance."""
-DialectName = Literal["openai", "anthropic", "gemini"]
-DIALECTS: tuple[DialectName, ...] = ("openai", "anthropic", "gemini")
-ANTHROPIC_VERSION = "2023-06-01"
 
 _KEY = 0  # digests of one comparison, which leave no trace
 
@@ -78,25 +68,11 @@ class PromptDifference(Struct, frozen=True):
         return self.shared_tokens / self.second_tokens if self.second_tokens else 1.0
 
 
-def guess_dialect(body: bytes) -> DialectName:
-    """Return the dialect that a body is in, by its fields. Raises Refusal if it is no object."""
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, object])
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise Refusal(Kind.BAD, "invalid_json", "The body is not a JSON object.") from None
-    if "contents" in fields:
-        return "gemini"
-    openai_only = {"max_completion_tokens", "input", "prompt", "n", "response_format"}
-    is_anthropic = "system" in fields or "thinking" in fields or "stop_sequences" in fields
-    is_anthropic |= b'"cache_control"' in body or b'"input_schema"' in body
-    return "anthropic" if is_anthropic and not openai_only & set(fields) else "openai"
-
-
 def compare_prompts(
     renderer: Renderer,
     first: bytes,
     second: bytes,
-    dialect: DialectName,
+    dialect: str,
     tolerance: Mode = "standard",
     *,
     separates_cache_key: bool = False,
@@ -136,41 +112,12 @@ def compare_prompts(
     )
 
 
-def _parse(
-    name: DialectName, model: str, tolerance: Mode, separates_cache_key: bool, body: bytes
-) -> Call:
-    action = "generateContent" if name == "gemini" else ""
-    named = model if name == "gemini" else ""
-    metadata = RequestMetadata(
-        *(named, action, ANTHROPIC_VERSION, tolerance), separates_cache_key=separates_cache_key
-    )
-    call = _dialect(name, body).parse(body, metadata)
+def _parse(name: str, model: str, tolerance: Mode, separates_cache_key: bool, body: bytes) -> Call:
+    call = parse_as(name, model, tolerance, body, separates_cache_key=separates_cache_key)
     if call.thread.is_pending:
         message = "The request continues a stored response; expected all messages in its body."
         raise Refusal(Kind.BAD, "invalid_value", message, param="previous_response_id")
     return call
-
-
-def _dialect(name: DialectName, body: bytes) -> Dialect:
-    match name:
-        case "anthropic":
-            return anthropic.DIALECT
-        case "gemini":
-            return gemini.DIALECT
-        case "openai":
-            fields = _fields(body)
-            if "input" in fields:
-                return openai_responses.DIALECT
-            if "prompt" in fields and "messages" not in fields:
-                return openai_completions.DIALECT
-            return openai_chat.DIALECT
-
-
-def _fields(body: bytes) -> set[str]:
-    try:
-        return set(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return set()  # the dialect's own error is better
 
 
 def _only_prompt(call: Call) -> Prompt:

@@ -62,7 +62,7 @@ READ_SHARE_MIN = 0.1
 COVERED_SHARE_MIN = 0.5
 """The least share of expired prefixes that a longer class must have kept to be advised."""
 CLASS_GROUPS = (frozenset({"5m", "1h"}), frozenset({"30m", "12h"}))
-"""Classes that one field of a request can name: `cache_control`, and OpenAI's options."""
+"""Classes that one field of a request can name: `cache_control`, and the options of caching."""
 
 
 class FindingsWindow(Struct, frozen=True):

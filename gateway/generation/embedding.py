@@ -18,9 +18,7 @@ from aiohttp import web
 
 from gateway.context import Context
 from gateway.dialects.canonical import UsageRecord
-from gateway.dialects.openai import embeddings as dialect
-from gateway.dialects.openai.embeddings import EmbeddingCall
-from gateway.dialects.openai.wire import TextOrIds
+from gateway.dialects.families import embeddings as dialect
 from gateway.dialects.validation import invalid_field
 from gateway.embeddings.embedder import Embedder, TextLookup, cut_vector
 from gateway.embeddings.text_tokenizer import SparseTextError, TokenizedText
@@ -45,7 +43,7 @@ TRUNCATED_SHOWN = 20
 INPUT_CHARS = 32
 """How many characters an input counts as, however short it is."""
 TOKENS_MAX = 300_000
-"""Most tokens of one request, as OpenAI has it."""
+"""Most tokens of one request."""
 INLINE_NUMBERS_MAX = 4_096
 """Numbers of an answer that the event loop encodes; more are encoded in a thread."""
 NOTHING = UsageRecord(total_in=0, read={}, fresh=0, out=0, physical_cached=0)
@@ -104,7 +102,7 @@ class EmbeddingRequest:
         return await gateway.run_to_completion(work)
 
     async def _execute(
-        self, embedder: Embedder, call: EmbeddingCall, texts: Sequence[TokenizedText]
+        self, embedder: Embedder, call: dialect.EmbeddingCall, texts: Sequence[TokenizedText]
     ) -> web.StreamResponse:
         """Run a request from the rate-limit reservation to the last byte."""
         gateway, state, identity = self._gateway, self._state, self._identity
@@ -155,7 +153,7 @@ class EmbeddingRequest:
                 await gateway.run_to_completion(_close(hold, ending))
 
     async def _embed(
-        self, embedder: Embedder, call: EmbeddingCall, lookup: TextLookup
+        self, embedder: Embedder, call: dialect.EmbeddingCall, lookup: TextLookup
     ) -> tuple[bytes, UsageRecord]:
         """Return the answer and its usage. Raises Refusal without an encoder or after the longest
         wait."""
@@ -183,7 +181,9 @@ class EmbeddingRequest:
         )
         return answer, record
 
-    def _encode(self, call: EmbeddingCall, vectors: Sequence[bytes], record: UsageRecord) -> bytes:
+    def _encode(
+        self, call: dialect.EmbeddingCall, vectors: Sequence[bytes], record: UsageRecord
+    ) -> bytes:
         """Return the answer's body, and record it for an idempotent request. Runs in a thread, too:
         it touches nothing else."""
         answer = _answer(call, vectors, record)
@@ -214,7 +214,7 @@ class EmbeddingRequest:
         self._state.is_complete = True
         return response
 
-    def _set_head(self, call: EmbeddingCall, texts: Sequence[TokenizedText]) -> None:
+    def _set_head(self, call: dialect.EmbeddingCall, texts: Sequence[TokenizedText]) -> None:
         cut = [index for index, text in enumerate(texts) if not text.is_whole]
         if cut:
             shown = ", ".join(map(str, cut[:TRUNCATED_SHOWN]))
@@ -236,7 +236,7 @@ def check_embedding_model(gateway: Context, embedder: Embedder, name: str) -> No
 
 
 async def tokenize(
-    gateway: Context, embedder: Embedder, tenant_id: int, call: EmbeddingCall
+    gateway: Context, embedder: Embedder, tenant_id: int, call: dialect.EmbeddingCall
 ) -> list[TokenizedText]:
     """Return the tokens of a call's inputs; of long ones in a thread. Raises Refusal for a token id
     outside the vocabulary, and for a text of spaces without end."""
@@ -247,7 +247,7 @@ async def tokenize(
 
 
 def _tokenize(
-    embedder: Embedder, call: EmbeddingCall, is_abandoned: Callable[[], bool]
+    embedder: Embedder, call: dialect.EmbeddingCall, is_abandoned: Callable[[], bool]
 ) -> list[TokenizedText]:
     found: list[TokenizedText] = []
     for index, one in enumerate(call.inputs):
@@ -257,7 +257,7 @@ def _tokenize(
     return found
 
 
-def _tokens_of(embedder: Embedder, one: TextOrIds, path: str) -> TokenizedText:
+def _tokens_of(embedder: Embedder, one: str | tuple[int, ...], path: str) -> TokenizedText:
     tokenizer = embedder.tokenizer
     try:
         return tokenizer.tokenize(one) if isinstance(one, str) else tokenizer.wrap(one)
@@ -270,7 +270,9 @@ def _tokens_of(embedder: Embedder, one: TextOrIds, path: str) -> TokenizedText:
         raise invalid_field(path, problem) from None
 
 
-def _check_sizes(embedder: Embedder, call: EmbeddingCall, texts: Sequence[TokenizedText]) -> None:
+def _check_sizes(
+    embedder: Embedder, call: dialect.EmbeddingCall, texts: Sequence[TokenizedText]
+) -> None:
     """Refuse a request of too many tokens, and a text that is too long where none is cut."""
     tokens = sum(text.tokens for text in texts)
     if tokens > TOKENS_MAX:
@@ -300,7 +302,7 @@ def _check_dimensions(embedder: Embedder, dimensions: int | None) -> None:
     raise invalid_field("dimensions", problem)
 
 
-def _answer(call: EmbeddingCall, vectors: Sequence[bytes], record: UsageRecord) -> bytes:
+def _answer(call: dialect.EmbeddingCall, vectors: Sequence[bytes], record: UsageRecord) -> bytes:
     """Return the answer's body."""
     if call.dimensions is not None and vectors and 4 * call.dimensions < len(vectors[0]):
         vectors = [cut_vector(vector, call.dimensions) for vector in vectors]

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from gateway.config import IdempotencyConfig
 from gateway.context import Context
+from gateway.dialects.families import VERSION_HEADERS
 from gateway.errors import Kind, Refusal
 from gateway.generation.rate_limits import report_limits, reserve
 from gateway.http.request_body import BODY_SHARE
@@ -139,8 +140,7 @@ def request_digest(request: web.BaseRequest, body: bytes, workspace: str) -> byt
     """Return the digest of everything that a response depends on, except the API key."""
     query = [part for part in request.query.items() if part[0] != "key"]
     versions = [
-        [_as_text(one) for one in request.headers.getall(name, [])]
-        for name in ("anthropic-version", "anthropic-beta")
+        [_as_text(one) for one in request.headers.getall(name, [])] for name in VERSION_HEADERS
     ]
     found = hashlib.sha256(
         msgspec.msgpack.encode((workspace, request.method, request.path, query, versions))

@@ -1,16 +1,14 @@
 """Rate limits of a call: its estimated and its actual demand, and the headers that report limits.
 
 `tenancy.limits` keeps the counters. This module estimates tokens (with a look into the cache if a
-limit is near) and writes the remaining limits as the clients of each dialect expect them. The
+limit is near) and reports the remaining limits in the headers of the request's dialect. The
 middleware takes a request's place by `take_place`; `gateway.generation.generation` calls the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 
 from engine.api import Request
 from engine.client.client import Engine
@@ -19,7 +17,7 @@ from gateway.dialects.canonical import GenerationParameters, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.http.request_context import RequestState
 from tenancy.errors import LimitExceeded
-from tenancy.limits import CONCURRENCY_RETRY_S, Demand, LimitState, Meter, Reservation
+from tenancy.limits import CONCURRENCY_RETRY_S, Demand, Reservation
 
 
 def take_place(gateway: Context, state: RequestState) -> None:
@@ -43,7 +41,7 @@ def take_place(gateway: Context, state: RequestState) -> None:
     except LimitExceeded as error:
         gateway.limited[identity.tenant.tenant_id] += 1
         left = limiter.status(identity)
-        state.headers.update(limit_headers(state.shape.name, left, gateway.wall()))
+        state.headers.update(state.shape.limit_headers(left, gateway.wall()))
         raise refusal_of(error) from error
 
 
@@ -71,7 +69,7 @@ def report_limits(gateway: Context, state: RequestState) -> None:
     """Set the headers that report what is left, as the clients of the request's dialect expect
     them."""
     left = place_of(state).status()
-    state.headers.update(limit_headers(state.shape.name, left, gateway.wall()))
+    state.headers.update(state.shape.limit_headers(left, gateway.wall()))
 
 
 def upper_bound(
@@ -113,57 +111,3 @@ def refusal_of(error: LimitExceeded) -> Refusal:
     """Return the refusal of a limit; without a retry time the request can never fit."""
     code = "rate_limit_exceeded" if error.retry_after_s is not None else error.code
     return Refusal(Kind.RATE, code, error.message, retry_after_s=error.retry_after_s)
-
-
-def limit_headers(dialect: str, states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
-    """Return the remaining limits as headers of a dialect; Gemini has no such headers."""
-    if dialect.startswith("openai"):
-        return _openai(states)
-    if dialect.startswith("anthropic"):
-        return _anthropic(states, now_ms)
-    return {}
-
-
-_TOKENS: tuple[Meter, ...] = ("tokens", "input_tokens", "output_tokens")
-_REQUESTS_NAMES, _TOKENS_NAMES = (
-    (f"X-RateLimit-Limit-{name}", f"X-RateLimit-Remaining-{name}", f"X-RateLimit-Reset-{name}")
-    for name in ("Requests", "Tokens")
-)
-
-
-def _openai(states: Mapping[Meter, LimitState]) -> dict[str, str]:
-    """Return the request and token headers; the tighter limit if only one token kind is limited."""
-    of_tokens: LimitState | None = None
-    for meter in _TOKENS:
-        state = states.get(meter)
-        if state is not None and (of_tokens is None or state.remaining < of_tokens.remaining):
-            of_tokens = state
-    headers: dict[str, str] = {}
-    for names, shown in ((_REQUESTS_NAMES, states.get("requests")), (_TOKENS_NAMES, of_tokens)):
-        if shown is not None:
-            limit, remaining, reset = names
-            headers[limit] = str(shown.limit)
-            headers[remaining] = str(shown.remaining)
-            headers[reset] = _duration(shown.reset_s)
-    return headers
-
-
-def _anthropic(states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
-    """Return all limits; the reset is the instant at which the full limit is available again."""
-    headers = {}
-    for meter, state in states.items():
-        name = f"Anthropic-RateLimit-{meter.replace('_', '-').title()}"
-        at = datetime.fromtimestamp(math.ceil(now_ms / 1000 + state.reset_s), UTC)
-        headers[f"{name}-Limit"] = str(state.limit)
-        headers[f"{name}-Remaining"] = str(state.remaining)
-        headers[f"{name}-Reset"] = at.isoformat().replace("+00:00", "Z")
-    return headers
-
-
-def _duration(seconds: float) -> str:
-    """Format a duration, rounded up, as 1m12.5s or 500ms."""
-    ms = math.ceil(seconds * 1000)
-    if ms < 1000:
-        return f"{ms}ms"
-    minutes, rest = divmod(ms / 1000, 60)
-    return (f"{minutes:.0f}m" if minutes else "") + f"{rest:.3f}".rstrip("0").rstrip(".") + "s"

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from aiohttp import web
 
+from gateway.dialects.families import KEY_HEADERS
 from gateway.errors import Kind, Refusal
 from tenancy.errors import KeyRefused
 
@@ -38,8 +39,6 @@ T = TypeVar("T")
 
 KEYS_MAX = 4
 """Most different keys of one request: one for each place that SDKs use."""
-KEY_HEADERS = ("X-Api-Key", "X-Goog-Api-Key")
-"""Headers that hold a key, beside Authorization."""
 ACT_HEADER = "X-Trunkline-Request"
 """A header without which a change by a proxy's user is refused; its value is not read."""
 USER_CHARS_MAX = 200
@@ -100,8 +99,8 @@ def _host_name(host: str) -> str | None:
 def request_keys(request: web.BaseRequest, *, takes_query: bool = True) -> list[str]:
     """Return the different API keys of a request, the one of `Authorization` first.
 
-    SDKs send a key as `Authorization: Bearer`, `X-Api-Key` (Anthropic), `X-Goog-Api-Key` or `?key=`
-    (Gemini). An empty value is no key, and neither is another scheme, such as a proxy's Basic.
+    SDKs send a key as `Authorization: Bearer`, in a header of `KEY_HEADERS` or as `?key=`. An empty
+    value is no key, and neither is another scheme, such as a proxy's Basic.
     `takes_query`: false for administrators' keys, which proxies must not write down.
     Raises Refusal if the query has one that may not, or if there are too many.
     """

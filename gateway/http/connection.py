@@ -40,7 +40,7 @@ closed with unread bytes is reset, and the client loses the answer. The bytes ar
 
 
 def fixed_page(status: HTTPStatus, code: str, message: str, request_id: str) -> bytes:
-    """Return a complete error response in OpenAI's error shape, as bytes.
+    """Return a complete error response in the shape that most clients read, as bytes.
 
     It serves errors that occur before the dialect is known. It never echoes received bytes.
     """

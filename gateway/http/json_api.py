@@ -20,6 +20,7 @@ from gateway.dialects.validation import convert, find_duplicate_key
 from gateway.errors import Kind, Refusal
 from gateway.http.request_body import SMALL_VALUES_MAX, check_values, read_body
 from tenancy.accounting.exports import as_csv
+from tenancy.limits import LimitState, Meter
 from tenancy.types import DAY_MS, LATEST_MS
 
 T = TypeVar("T")
@@ -31,18 +32,39 @@ WINDOW_DAYS_DEFAULT = 30
 """The length of a time window without `since`, in days."""
 
 
+class ApiError(msgspec.Struct, frozen=True):
+    """An error's stable code, its text, and the parameter that is wrong, if it is one."""
+
+    code: str
+    message: str
+    param: str | None
+
+
+class ApiErrorAnswer(msgspec.Struct, frozen=True):
+    """An error of the admin and self-service APIs."""
+
+    error: ApiError
+
+
 class _JsonApiErrorShape:
     """The error shape of the admin and self-service APIs."""
 
     name = ""
+    family = "api"
+    operation = "chat"
+    error = ApiErrorAnswer
 
     def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
         """Return (HTTP status, JSON body)."""
-        error = {"code": refusal.code, "message": refusal.message, "param": refusal.param}
-        return refusal.kind.status, msgspec.json.encode({"error": error})
+        error = ApiError(refusal.code, refusal.message, refusal.param)
+        return refusal.kind.status, msgspec.json.encode(ApiErrorAnswer(error))
 
     def headers(self, request_id: str) -> dict[str, str]:
         """Return no headers: this shape adds none."""
+        return {}
+
+    def limit_headers(self, states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
+        """Return no headers: these APIs report limits in their answers."""
         return {}
 
 

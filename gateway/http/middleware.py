@@ -20,6 +20,7 @@ from typing import Literal, TypeVar
 from aiohttp import web
 
 from gateway.context import Context
+from gateway.dialects.families import PLAIN, find_family
 from gateway.dialects.protocol import ErrorShape
 from gateway.errors import Kind, Refusal, error_location
 from gateway.http.authentication import (
@@ -38,7 +39,6 @@ from gateway.http.connection import CONNECTION
 from gateway.http.error_mapping import refusal_of
 from gateway.http.request_body import BODY_SHARE, BodyBudget, BodyShare
 from gateway.http.request_context import (
-    PLAIN,
     STATE,
     KeyOwner,
     RequestState,
@@ -47,7 +47,7 @@ from gateway.http.request_context import (
     span_facts,
 )
 from gateway.http.response import RESPONSE_HEADERS, ClientGone, abort, finish
-from gateway.http.route_table import RouteTable, canonical
+from gateway.http.route_table import RouteTable, canonical, tidy
 from gateway.observability.logging import RefusalLines
 from gateway.observability.metrics import cache_outcome
 from tenancy.accounts.keys import ADMIN, is_key
@@ -94,7 +94,6 @@ class Middleware:
         routes: tuple[Route, ...],
         gateway: Context,
         hosts: tuple[str, ...],
-        shape_of: Callable[[web.BaseRequest], ErrorShape] = lambda request: PLAIN,
         take_place: Callable[[Context, RequestState], None] = lambda gateway, state: None,
         trusted: TrustedHeader = NO_TRUSTED_HEADER,
         *,
@@ -103,15 +102,13 @@ class Middleware:
         """Build the route table. `hosts`: of [server], or of [admin] unless `is_public`.
 
         `take_place` admits a tenant's request before its body is read: it sets the state's `place`
-        or raises Refusal. `shape_of` returns the error shape of a request whose route has none.
-        `trusted` signs in administrators that a proxy has authenticated.
+        or raises Refusal. `trusted` signs in administrators that a proxy has authenticated.
         """
         self.routes = routes
         self._gateway = gateway
         self._hosts, self._is_public = hosts, is_public
         self._hosts_setting = "server.hosts" if is_public else "admin.hosts"
         self._cross_origin = CrossOrigin(gateway.config.server.cors_origins if is_public else ())
-        self._shape_of = shape_of
         self._take_place = take_place
         self._trusted = trusted
         self._bodies = BodyBudget(gateway.config.server.body_bytes_in_flight_max)
@@ -205,6 +202,12 @@ class Middleware:
             if identity is not None:
                 self._take_place(self._gateway, state)
         return route.handler(request)
+
+    def _shape_of(self, request: web.BaseRequest) -> ErrorShape:
+        """Return the error shape of a request whose route has none: its family's."""
+        if not self._is_public:
+            return PLAIN
+        return find_family(tidy(request.path) + "/", request.headers).errors
 
     async def _authenticate(
         self, request: web.BaseRequest, role: Role, state: RequestState

@@ -16,9 +16,9 @@ from msgspec import Struct
 
 from gateway.config import Config, is_model_name
 from gateway.dialects.canonical import NO_METADATA, Boundary, RequestMetadata
-from gateway.dialects.openai import wire as openai_wire
+from gateway.dialects.families import PLAIN, VERSION_HEADERS
 from gateway.dialects.protocol import ErrorShape
-from gateway.observability.tracing import CompletedRequest, operation_name
+from gateway.observability.tracing import CompletedRequest
 from tenancy.history.request_records import RequestRecord
 from tenancy.limits import Reservation
 from tenancy.types import Fidelity, Identity, WallClock
@@ -55,10 +55,6 @@ class RequestIds:
             size = 2 * ID_BYTES
             self._suffixes = [data[at : at + size] for at in range(0, len(data), size)]
         return f"{self._wall():012x}{self._suffixes.pop()}"
-
-
-PLAIN = openai_wire.OpenAIErrors("")
-"""The error shape for paths outside all dialects: OpenAI's, which most clients read."""
 
 
 class KeyOwner(Struct, frozen=True):
@@ -236,7 +232,7 @@ def span_facts(
     reasons = state.finish_reasons
     submitted_s, first_token_s, settled_s = _phases(state)
     return CompletedRequest(
-        operation=operation_name(state.shape.name),
+        operation=state.shape.operation,
         route=state.route,
         ended_ms=ended_ms,
         total_s=total_s,
@@ -280,7 +276,7 @@ def request_metadata(request: web.BaseRequest, config: Config) -> RequestMetadat
     """Return the path and header fields that dialects read beside the body, and the modes of the
     request's key, or else of the server.
 
-    The path parameter `target` is "model:action" in Gemini's paths.
+    The path parameter `target` is "model:action".
     """
     state, headers = request[STATE], request.headers
     target, identity = state.parameters.get("target"), state.identity
@@ -289,7 +285,7 @@ def request_metadata(request: web.BaseRequest, config: Config) -> RequestMetadat
         tolerance = identity.tolerance or tolerance
         cache_key = identity.cache_key or cache_key
     separates = cache_key == "namespace"
-    if target is None and "anthropic-version" not in headers:
+    if target is None and VERSION_HEADERS[0] not in headers:
         if tolerance == "standard" and not separates:
             return NO_METADATA
         return RequestMetadata(tolerance=tolerance, separates_cache_key=separates)
@@ -297,7 +293,7 @@ def request_metadata(request: web.BaseRequest, config: Config) -> RequestMetadat
     return RequestMetadata(
         model=model,
         action=action,
-        version=headers.get("anthropic-version", ""),
+        version=headers.get(VERSION_HEADERS[0], ""),
         tolerance=tolerance,
         separates_cache_key=separates,
     )

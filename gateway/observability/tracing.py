@@ -15,19 +15,8 @@ from msgspec import Struct
 
 Attribute = str | int | float | bool | Sequence[str]
 
-_OPERATIONS = {
-    "openai_completions": "text_completion",
-    "gemini": "generate_content",
-    "openai_embeddings": "embeddings",
-}
-
 CACHE_READ_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 CACHE_WRITE_TOKENS = "gen_ai.usage.cache_write.input_tokens"
-
-
-def operation_name(dialect: str) -> str:
-    """Return the conventions' operation name for this dialect."""
-    return _OPERATIONS.get(dialect, "chat")
 
 
 class CompletedRequest(Struct, frozen=True):

@@ -13,64 +13,6 @@ from msgspec import Struct
 from tenancy.types import AtRest, Fidelity, Limits
 
 
-class ApiError(Struct, frozen=True):
-    """An error's stable code, its text, and the parameter that is wrong, if it is one."""
-
-    code: str
-    message: str
-    param: str | None
-
-
-class ApiErrorAnswer(Struct, frozen=True):
-    """An error of the admin and self-service APIs."""
-
-    error: ApiError
-
-
-class OpenAIError(Struct, frozen=True):
-    """An error as OpenAI's SDKs read it."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class OpenAIErrorAnswer(Struct, frozen=True):
-    """An error of OpenAI's dialects."""
-
-    error: OpenAIError
-
-
-class AnthropicError(Struct, frozen=True):
-    """An error as Anthropic's SDKs read it."""
-
-    type: str
-    message: str
-
-
-class AnthropicErrorAnswer(Struct, frozen=True):
-    """An error of Anthropic's dialect."""
-
-    error: AnthropicError
-    request_id: str
-    type: Literal["error"] = "error"
-
-
-class GeminiError(Struct, frozen=True):
-    """An error as Gemini's SDKs read it. `code`: the HTTP status."""
-
-    code: int
-    message: str
-    status: str
-
-
-class GeminiErrorAnswer(Struct, frozen=True):
-    """An error of Gemini's dialect."""
-
-    error: GeminiError
-
-
 class TenantAnswer(Struct, frozen=True):
     """A tenant. Limits in blocks, requests or tokens; null for no limit. `created`: RFC 3339.
 

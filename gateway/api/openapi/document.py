@@ -17,26 +17,22 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from gateway.api.openapi import admin_operations, answers, public_operations
+from gateway.api.openapi import admin_operations, public_operations
 from gateway.api.openapi.operation import JSON, Operation
-from gateway.dialects.gemini import wire as gemini
+from gateway.dialects.families import FAMILIES, KEY_HEADERS
 from gateway.http.middleware import Route
 from gateway.http.route_table import canonical, parameters_of
 
 ListenerName = Literal["public", "admin"]
 
-_ERRORS = {
-    "api": answers.ApiErrorAnswer,
-    "openai": answers.OpenAIErrorAnswer,
-    "anthropic": answers.AnthropicErrorAnswer,
-    "gemini": answers.GeminiErrorAnswer,
-}
-_CAMEL = (gemini.GenerateBody, gemini.CachedBody)
-"""Bodies whose structs have snake_case names for the camelCase names of their JSON."""
+_CAMEL = [one.name for one in FAMILIES.values() if one.is_camel_case]
+"""Families whose bodies have snake_case names for the camelCase names of their JSON."""
 _SCHEMES: dict[str, dict[str, str]] = {
     "bearer": {"type": "http", "scheme": "bearer"},
-    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-    "x-goog-api-key": {"type": "apiKey", "in": "header", "name": "x-goog-api-key"},
+    **{
+        name.lower(): {"type": "apiKey", "in": "header", "name": name.lower()}
+        for name in KEY_HEADERS
+    },
     "key": {"type": "apiKey", "in": "query", "name": "key"},
 }
 """Ways to send a key. An administrator's key goes in a header only."""
@@ -97,18 +93,16 @@ class _Schemas(msgspec.Struct, frozen=True):
 
 def _schemas(operations: Iterable[Operation]) -> _Schemas:
     """Return the schemas of all bodies, answers and errors."""
-    structs = list(
-        dict.fromkeys(
-            struct
-            for one in operations
-            for struct in (one.body, one.answer, _ERRORS[one.family])
-            if struct is not None
-        )
-    )
+    structs = {
+        struct: struct is one.body and one.shape.family in _CAMEL
+        for one in operations
+        for struct in (one.body, one.answer, one.shape.error)
+        if struct is not None
+    }
     by_struct: dict[type, dict[str, Any]] = {}
     components: dict[str, Any] = {}
     for is_camel in (False, True):
-        chosen = [struct for struct in structs if (struct in _CAMEL) is is_camel]
+        chosen = [struct for struct, has_camel in structs.items() if has_camel is is_camel]
         made, parts = msgspec.json.schema_components(
             chosen, ref_template="#/components/schemas/{name}"
         )
@@ -141,12 +135,12 @@ def _operation(one: Operation, schemas: _Schemas) -> dict[str, Any]:
     success: dict[str, Any] = {"description": "Success."}
     schema = {} if one.answer is None else schemas.by_struct[one.answer]
     success["content"] = {kind: {"schema": schema} if kind == JSON else {} for kind in one.content}
-    wrong = {"schema": schemas.by_struct[_ERRORS[one.family]]}
+    wrong = {"schema": schemas.by_struct[one.shape.error]}
     error = {"description": "An error.", "content": {JSON: wrong}}
     described: dict[str, Any] = {
         "operationId": _operation_id(one),
         "summary": one.summary,
-        "tags": [one.family if not one.path.startswith("/admin") else "admin"],
+        "tags": [one.shape.family if not one.path.startswith("/admin") else "admin"],
         "parameters": [
             *_path_parameters(one.path),
             *(_parameter("query", name) for name in one.query),

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from msgspec import Struct
 
+from gateway.dialects.protocol import ErrorShape
+from gateway.http import json_api
 from gateway.http.middleware import Role
-
-Family = Literal["api", "openai", "anthropic", "gemini"]
-"""Whose error shape a route has; `api` is that of the admin and self-service APIs."""
 
 JSON = "application/json"
 SSE = "text/event-stream"
@@ -31,6 +28,6 @@ class Operation(Struct, frozen=True):
     answer: type | None = None
     query: tuple[str, ...] = ()
     status: int = 200
-    family: Family = "api"
+    shape: ErrorShape = json_api.SHAPE
     content: tuple[str, ...] = (JSON,)
     headers: tuple[str, ...] = ()

@@ -4,136 +4,118 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from gateway.api.openapi import answers
 from gateway.api.openapi.history_answers import TenantStateAnswer
-from gateway.api.openapi.operation import JSON, SSE, Family, Operation
+from gateway.api.openapi.operation import JSON, SSE, Operation
 from gateway.api.quote import QuoteBody
 from gateway.caching.attention import ATTENTION_HEADER
-from gateway.dialects.anthropic import wire as anthropic
-from gateway.dialects.gemini import wire as gemini
-from gateway.dialects.openai import conversations
-from gateway.dialects.openai.chat import ChatBody
-from gateway.dialects.openai.completions import CompletionBody
-from gateway.dialects.openai.embeddings import EmbeddingBody
-from gateway.dialects.openai.responses import ResponsesBody
-from gateway.dialects.openai.tokenizer import (
-    DetokenizeAnswer,
-    DetokenizeBody,
-    TokenizeAnswer,
-    TokenizeBody,
-    TokenizerInfoAnswer,
+from gateway.dialects.families import (
+    ENDPOINTS,
+    cached_contents,
+    conversations,
+    embeddings,
+    find_family,
+    responses,
+    tokenizer,
 )
+from gateway.dialects.protocol import ErrorShape
 from gateway.levels.fidelity import FIDELITY_HEADER
 
 BOTH = (JSON, SSE)
 """The content types of an answer, whole or streamed."""
 V1 = ("/v1", "")
-"""OpenAI's paths exist with and without /v1."""
+"""Paths exist with and without /v1."""
 HEADERS = (FIDELITY_HEADER, ATTENTION_HEADER)
 """What a request that generates, and its quote, may say of its KV."""
-GEMINI = "/{version:v1|v1beta}"
 PAGE = ("pageSize", "page_size", "pageToken", "page_token")
 
 
 def operations() -> tuple[Operation, ...]:
     """Return the operations of the public listener."""
-    dialects = (*_openai(), *_tokenizer(), *_stored(), *_anthropic(), *_gemini(), *_models())
+    dialects = (*_generate(), *_tokenizer(), *_stored(), *_contents(), *_models())
     return (*dialects, *_conversations(), *_own(), *open_operations())
 
 
-def _openai() -> Iterator[Operation]:
+def _generate() -> Iterator[Operation]:
+    for end in ENDPOINTS:
+        kinds = (JSON,) if end.counts else BOTH
+        query = () if end.without_sse is None else ("alt",)
+        one = _post(end.path, end.summary, end.body, end.dialect, kinds)
+        yield replace(one, query=query)
     for base in V1:
-        for path, text, body in (
-            ("/chat/completions", "Answer a chat.", ChatBody),
-            ("/completions", "Complete a text.", CompletionBody),
-            ("/responses", "Answer, and store the response.", ResponsesBody),
-        ):
-            yield _post(base + path, text, body, "openai", BOTH)
-        yield _post(base + "/embeddings", "Embed texts.", EmbeddingBody, "openai")
-        text = "Count the tokens of a request to /responses."
-        yield _post(base + "/responses/input_tokens", text, ResponsesBody, "openai")
+        path, text = base + "/embeddings", "Embed texts."
+        yield _post(path, text, embeddings.EmbeddingBody, embeddings.SHAPE)
 
 
 def _tokenizer() -> Iterator[Operation]:
     yield Operation(
         "POST", "/tokenize", "inference", "Show the token ids of a text or a chat, as vLLM does.",
-        TokenizeBody, TokenizeAnswer, family="openai",
+        tokenizer.TokenizeBody, tokenizer.TokenizeAnswer, shape=tokenizer.SHAPE,
     )  # fmt: skip
     yield Operation(
         "POST", "/detokenize", "inference", "Show the text of token ids, as vLLM does.",
-        DetokenizeBody, DetokenizeAnswer, family="openai",
+        tokenizer.DetokenizeBody, tokenizer.DetokenizeAnswer, shape=tokenizer.SHAPE,
     )  # fmt: skip
     yield Operation(
         "GET", "/tokenizer_info", "inference", "Show a tokenizer's settings, as vLLM does.",
-        answer=TokenizerInfoAnswer, query=("model",), family="openai",
+        answer=tokenizer.TokenizerInfoAnswer, query=("model",), shape=tokenizer.SHAPE,
     )  # fmt: skip
 
 
 def _stored() -> Iterator[Operation]:
-    page = ("limit", "order", "after")
+    page, shape = ("limit", "order", "after"), responses.DIALECT
     for base in V1:
         one = base + "/responses/{id}"
-        yield _ask("GET", one, "Show a stored response.", "openai", ("stream",))
-        yield _ask("DELETE", one, "Delete a stored response.", "openai")
-        yield _ask("POST", f"{one}/cancel", "Refused: no response runs in background.", "openai")
-        yield _ask(
-            "GET", f"{one}/input_items", "List the input items of a response.", "openai", page
-        )
+        yield _ask("GET", one, "Show a stored response.", shape, ("stream",))
+        yield _ask("DELETE", one, "Delete a stored response.", shape)
+        yield _ask("POST", f"{one}/cancel", "Refused: no response runs in background.", shape)
+        yield _ask("GET", f"{one}/input_items", "List the input items of a response.", shape, page)
 
 
 def _conversations() -> Iterator[Operation]:
-    page = ("limit", "order", "after")
+    page, shape = ("limit", "order", "after"), responses.DIALECT
     for base in V1:
         many, one = base + "/conversations", base + "/conversations/{id}"
         items, item = f"{one}/items", one + "/items/{item}"
-        yield _post(many, "Create a conversation.", conversations.CreateBody, "openai")
-        yield _ask("GET", one, "Show a conversation.", "openai")
-        yield _post(one, "Change a conversation's metadata.", conversations.UpdateBody, "openai")
-        yield _ask("DELETE", one, "Delete a conversation and its items.", "openai")
-        yield _post(items, "Append items.", conversations.ItemsBody, "openai")
-        yield _ask("GET", items, "List the items of a conversation.", "openai", page)
-        yield _ask("GET", item, "Show an item.", "openai")
-        yield _ask("DELETE", item, "Delete an item.", "openai")
+        yield _post(many, "Create a conversation.", conversations.CreateBody, shape)
+        yield _ask("GET", one, "Show a conversation.", shape)
+        yield _post(one, "Change a conversation's metadata.", conversations.UpdateBody, shape)
+        yield _ask("DELETE", one, "Delete a conversation and its items.", shape)
+        yield _post(items, "Append items.", conversations.ItemsBody, shape)
+        yield _ask("GET", items, "List the items of a conversation.", shape, page)
+        yield _ask("GET", item, "Show an item.", shape)
+        yield _ask("DELETE", item, "Delete an item.", shape)
 
 
-def _anthropic() -> Iterator[Operation]:
-    text = "Answer messages."
-    yield _post("/v1/messages", text, anthropic.Body, "anthropic", BOTH)
-    text = "Count the tokens of a request to /v1/messages."
-    yield _post("/v1/messages/count_tokens", text, anthropic.Body, "anthropic")
-
-
-def _gemini() -> Iterator[Operation]:
-    path, text = GEMINI + "/models/{target:.+}", "Answer (`MODEL:generateContent` and its streams)."
-    yield Operation(
-        "POST", path, "inference", text, gemini.GenerateBody, None, ("alt",), 200, "gemini", BOTH,
-        HEADERS,
-    )  # fmt: skip
-    many, one = GEMINI + "/cachedContents", GEMINI + "/cachedContents/{name}"
-    yield _post(many, "Compute and keep a prefix.", gemini.CachedBody, "gemini")
-    yield _ask("GET", many, "List cached contents.", "gemini", PAGE)
-    yield _ask("GET", one, "Show a cached content.", "gemini")
+def _contents() -> Iterator[Operation]:
+    base, shape, body = (
+        "/{version:v1|v1beta}/cachedContents",
+        cached_contents.SHAPE,
+        cached_contents.Body,
+    )
+    yield _post(base, "Compute and keep a prefix.", body, shape)
+    yield _ask("GET", base, "List cached contents.", shape, PAGE)
+    one = base + "/{name}"
+    yield _ask("GET", one, "Show a cached content.", shape)
     yield Operation(
         "PATCH",
         one,
         "inference",
         "Change a cached content's expiry.",
-        gemini.CachedBody,
+        body,
         query=("updateMask", "update_mask"),
-        family="gemini",
+        shape=shape,
     )
-    yield _ask("DELETE", one, "Delete a cached content and release its blocks.", "gemini")
+    yield _ask("DELETE", one, "Delete a cached content and release its blocks.", shape)
 
 
 def _models() -> Iterator[Operation]:
-    families: tuple[tuple[str, Family], ...] = (
-        ("/v1", "openai"),
-        ("", "openai"),
-        ("/v1beta", "gemini"),
-    )
-    for base, family in families:
-        yield _ask("GET", f"{base}/models", "List models, in the client's format.", family)
-        yield _ask("GET", base + "/models/{name:.+}", "Show a model.", family)
+    for base in ("/v1", "", "/v1beta"):
+        shape = find_family(f"{base}/", ()).errors
+        yield _ask("GET", f"{base}/models", "List models, in the client's format.", shape)
+        yield _ask("GET", base + "/models/{name:.+}", "Show a model.", shape)
 
 
 def _own() -> tuple[Operation, ...]:
@@ -166,15 +148,15 @@ def open_operations() -> tuple[Operation, ...]:
 
 
 def _post(
-    path: str, text: str, body: type, family: Family, content: tuple[str, ...] = (JSON,)
+    path: str, text: str, body: type, shape: ErrorShape, content: tuple[str, ...] = (JSON,)
 ) -> Operation:
     headers = HEADERS if content == BOTH else ()
     return Operation(
-        "POST", path, "inference", text, body, family=family, content=content, headers=headers
+        "POST", path, "inference", text, body, shape=shape, content=content, headers=headers
     )
 
 
 def _ask(
-    method: str, path: str, text: str, family: Family, query: tuple[str, ...] = ()
+    method: str, path: str, text: str, shape: ErrorShape, query: tuple[str, ...] = ()
 ) -> Operation:
-    return Operation(method, path, "inference", text, query=query, family=family)
+    return Operation(method, path, "inference", text, query=query, shape=shape)

@@ -2,13 +2,15 @@
 
 An answer is a list of content blocks, text and tool use, in the order of their first delta. A
 stream writes one block after the other; a unary answer is the fold of the same deltas. Functions
-are pure: `gateway.api.routes` binds the dialect to paths.
+are pure: `anthropic.family` binds the dialect to paths.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
@@ -42,6 +44,7 @@ from gateway.dialects.canonical import (
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field, json_text
 from gateway.errors import Refusal
+from tenancy.limits import LimitState, Meter
 
 NOT_IN_PREWARM = "not allowed when max_tokens is 0; omit it, or set max_tokens to at least 1."
 ID_PREFIX = "msg_"
@@ -51,7 +54,9 @@ ID_PREFIX = "msg_"
 class AnthropicDialect:
     """The dialect of `/v1/messages` and, for counting, of `/v1/messages/count_tokens`."""
 
-    name = "anthropic"
+    name = family = "anthropic"
+    operation = "chat"
+    error = wire.AnthropicErrorAnswer
     stream_content_type = sse.CONTENT_TYPE
     error_body = staticmethod(wire.error_body)
 
@@ -111,6 +116,18 @@ class AnthropicDialect:
     def headers(self, request_id: str) -> dict[str, str]:
         """Return the request id in the header that Anthropic's SDKs read."""
         return {"request-id": f"req_{request_id}"}
+
+    def limit_headers(self, states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
+        """Return all limits; the reset is the instant at which the full limit is available
+        again."""
+        headers = {}
+        for meter, state in states.items():
+            name = f"Anthropic-RateLimit-{meter.replace('_', '-').title()}"
+            at = datetime.fromtimestamp(math.ceil(now_ms / 1000 + state.reset_s), UTC)
+            headers[f"{name}-Limit"] = str(state.limit)
+            headers[f"{name}-Remaining"] = str(state.remaining)
+            headers[f"{name}-Reset"] = at.isoformat().replace("+00:00", "Z")
+        return headers
 
     def count_body(self, tokens: int, cached: int) -> bytes:
         """Return the answer of `/v1/messages/count_tokens`."""

@@ -328,6 +328,21 @@ def _message(refusal: Refusal) -> str:
     return f"prompt is too long{size}. {refusal.message}"
 
 
+class AnthropicError(Struct, frozen=True):
+    """An error as Anthropic's SDKs read it."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(Struct, frozen=True):
+    """An error of Anthropic's dialect."""
+
+    error: AnthropicError
+    request_id: str
+    type: Literal["error"] = "error"
+
+
 def error_object(refusal: Refusal, request_id: str) -> dict[str, Any]:
     """Return the error object that SDKs raise. `error_code` is Trunkline's stable code."""
     _, kind = _ERRORS.get(refusal.kind, (0, "invalid_request_error"))

@@ -14,13 +14,18 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from gateway.dialects.canonical import Prompt
-from gateway.dialects.gemini import wire
+from gateway.dialects.canonical import CacheDirectives, Prompt
+from gateway.dialects.gemini import generate_content, wire
 from gateway.dialects.gemini.prompt import prompt_of
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field, parse_int
 from gateway.errors import Kind, Refusal
 
+SHAPE = generate_content.DIALECT
+"""The dialect of the endpoints."""
+DIRECTIVES = CacheDirectives("gemini")
+"""How the answers of cached contents count."""
+Body = wire.CachedBody
 TTL_DEFAULT_S = 3_600.0
 """Seconds a resource lives if the request names no expiry."""
 

@@ -2,13 +2,13 @@
 
 A stream consists of `data:` lines only or, without `alt=sse`, of one JSON array written element by
 element. A function call is sent in one part: the encoder buffers its arguments until the call is
-complete. Functions are pure: `gateway.api.routes` binds the dialect to paths.
+complete. Functions are pure: `gemini.family` binds the dialect to paths.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -42,6 +42,7 @@ from gateway.dialects.gemini.schema import json_schema, lowercase_types
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import decode_json, encode_json, invalid_field, json_text
 from gateway.errors import Kind, Refusal
+from tenancy.limits import LimitState, Meter
 
 
 class GeminiDialect:
@@ -50,7 +51,9 @@ class GeminiDialect:
     `is_array`: a stream is a JSON array instead of server-sent events.
     """
 
-    name = "gemini"
+    name = family = "gemini"
+    operation = "generate_content"
+    error = wire.GeminiErrorAnswer
 
     def __init__(self, *, is_array: bool = False) -> None:
         self._is_array = is_array
@@ -86,6 +89,10 @@ class GeminiDialect:
 
     def headers(self, request_id: str) -> dict[str, str]:
         """Return no headers: the answer's body carries the id."""
+        return {}
+
+    def limit_headers(self, states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
+        """Return no headers: Gemini has none of limits."""
         return {}
 
     def count_body(self, tokens: int, cached: int) -> bytes:

@@ -331,6 +331,20 @@ def _message(refusal: Refusal) -> str:
     )
 
 
+class GeminiError(Struct, frozen=True):
+    """An error as Gemini's SDKs read it. `code`: the HTTP status."""
+
+    code: int
+    message: str
+    status: str
+
+
+class GeminiErrorAnswer(Struct, frozen=True):
+    """An error of Gemini's dialect."""
+
+    error: GeminiError
+
+
 def error_object(refusal: Refusal) -> tuple[int, dict[str, Any]]:
     """Return the status and the error object of Google's SDKs, whose first key is `error`."""
     status, name = _STATUS.get(refusal.kind, (400, "INVALID_ARGUMENT"))

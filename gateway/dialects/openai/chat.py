@@ -1,6 +1,6 @@
 """OpenAI's chat completions: parse a body to a `Call`, encode deltas to bytes.
 
-A unary answer is the fold of the same deltas. Functions are pure: `gateway.api.routes` binds the
+A unary answer is the fold of the same deltas. Functions are pure: `openai.family` binds the
 dialect to paths.
 """
 

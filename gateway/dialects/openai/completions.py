@@ -1,7 +1,7 @@
 """OpenAI's legacy completions: raw text or token ids in, text out.
 
 The choices of several prompts in one call are numbered prompt * n + sample, as OpenAI numbers
-them. Functions are pure: `gateway.api.routes` binds the dialect to paths.
+them. Functions are pure: `openai.family` binds the dialect to paths.
 """
 
 from __future__ import annotations
@@ -220,4 +220,4 @@ def _token_text(token: TokenText) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)
 
 
-DIALECT = CompletionDialect("openai_completions")
+DIALECT = CompletionDialect("openai_completions", "text_completion")

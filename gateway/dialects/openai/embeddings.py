@@ -64,7 +64,7 @@ class EmbeddingCall(Struct, frozen=True):
         return f"input[{index}]" if self.is_list else "input"
 
 
-SHAPE = wire.OpenAIErrors("openai_embeddings")
+SHAPE = wire.OpenAIErrors("openai_embeddings", "embeddings")
 """The error shape of `/v1/embeddings`, and the name of its dialect."""
 
 

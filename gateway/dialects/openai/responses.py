@@ -2,7 +2,7 @@
 
 A request with `previous_response_id`, a conversation or an `item_reference` is parsed twice: the
 second time with the earlier items, which `gateway.generation.stored_responses` loads. Functions are
-pure: `openai.responses_events` encodes the answers, and `gateway.api.routes` binds the dialect to
+pure: `openai.responses_events` encodes the answers, and `openai.family` binds the dialect to
 paths.
 """
 

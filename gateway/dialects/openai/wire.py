@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -42,6 +43,7 @@ from gateway.dialects.validation import (
     unknown_field,
 )
 from gateway.errors import TOO_LONG, Kind, Refusal
+from tenancy.limits import LimitState, Meter
 
 Text = Annotated[str, Meta(max_length=10_000_000)]
 Short = Annotated[str, Meta(max_length=512)]
@@ -520,11 +522,30 @@ def _token(token: TokenText) -> dict[str, Any]:
     return {"token": text, "logprob": token.logprob, "bytes": list(token.data)}
 
 
+class OpenAIError(Struct, frozen=True):
+    """An error as OpenAI's SDKs read it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIErrorAnswer(Struct, frozen=True):
+    """An error of OpenAI's dialects."""
+
+    error: OpenAIError
+
+
 class OpenAIErrors:
     """The errors of OpenAI's API under the name of one of its dialects."""
 
-    def __init__(self, name: str) -> None:
+    family = "openai"
+    error = OpenAIErrorAnswer
+
+    def __init__(self, name: str, operation: str = "chat") -> None:
         self.name = name
+        self.operation = operation
 
     def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
         """Return the HTTP status and the JSON body of an error."""
@@ -533,6 +554,39 @@ class OpenAIErrors:
     def headers(self, request_id: str) -> dict[str, str]:
         """Return no headers: OpenAI's SDKs read `X-Request-Id`, which every answer has."""
         return {}
+
+    def limit_headers(self, states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
+        """Return the request and token headers; the tighter limit if only one token kind is
+        limited. Outside of all dialects there are none."""
+        of_tokens: LimitState | None = None
+        for meter in _TOKENS:
+            state = states.get(meter)
+            if state is not None and (of_tokens is None or state.remaining < of_tokens.remaining):
+                of_tokens = state
+        headers: dict[str, str] = {}
+        for names, shown in ((_REQUESTS_NAMES, states.get("requests")), (_TOKENS_NAMES, of_tokens)):
+            if shown is not None and self.name:
+                limit, remaining, reset = names
+                headers[limit] = str(shown.limit)
+                headers[remaining] = str(shown.remaining)
+                headers[reset] = _duration(shown.reset_s)
+        return headers
+
+
+_TOKENS: tuple[Meter, ...] = ("tokens", "input_tokens", "output_tokens")
+_REQUESTS_NAMES, _TOKENS_NAMES = (
+    (f"X-RateLimit-Limit-{name}", f"X-RateLimit-Remaining-{name}", f"X-RateLimit-Reset-{name}")
+    for name in ("Requests", "Tokens")
+)
+
+
+def _duration(seconds: float) -> str:
+    """Format a duration, rounded up, as 1m12.5s or 500ms."""
+    ms = math.ceil(seconds * 1000)
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, rest = divmod(ms / 1000, 60)
+    return (f"{minutes:.0f}m" if minutes else "") + f"{rest:.3f}".rstrip("0").rstrip(".") + "s"
 
 
 class OpenAIDialect(OpenAIErrors):

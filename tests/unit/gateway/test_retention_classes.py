@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.dialects.families import cache_profile
 from gateway.retention_classes import CacheProfile, CachingConfig, RetentionClass
 from tenancy.errors import BadPrice
 from tenancy.pricing.charges import RateCard
@@ -26,8 +27,8 @@ def test_configuration_adds_classes_and_replaces_profiles() -> None:
 
     assert found is not None
     assert (found.name, found.promise_s, found.limit_s) == ("9d", 777_600, None)
-    assert config.profile("openai").granularity == 128
-    assert config.profile("anthropic").lookup == "written"
+    assert cache_profile(config, "openai").granularity == 128
+    assert cache_profile(config, "anthropic").lookup == "written"
 
 
 def test_refuses_prices_for_unknown_classes() -> None:

@@ -8,7 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.config import ModelSettings
-from gateway.dialects.model_lists import ListedModel, anthropic_list, gemini_list
+from gateway.dialects.anthropic.family import list_models as anthropic_list
+from gateway.dialects.gemini.family import list_models as gemini_list
+from gateway.dialects.protocol import ListedModel
 from gateway.errors import Refusal
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 

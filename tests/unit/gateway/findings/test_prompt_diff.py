@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from engine.model_store import ModelCard
+from gateway.dialects.families import guess_family
 from gateway.errors import Refusal
-from gateway.findings.prompt_diff import DialectName, compare_prompts, guess_dialect
+from gateway.findings.prompt_diff import compare_prompts
 from gateway.prompt import Renderer
 from tests.unit.gateway.prompt.chat_templates import HERMES, with_template
 
@@ -17,7 +18,7 @@ STABLE = (
     "You answer questions about leave, travel and pay from the handbook of the company. Be short,"
     " be polite, and name the paragraph that the answer is from."
 )
-BODIES: dict[str, tuple[DialectName, str, dict[str, Any]]] = {
+BODIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "chat": (
         "openai",
         "messages[0].content",
@@ -59,7 +60,7 @@ def test_place_is_named_in_the_dialects_own_words(renderer: Renderer, name: str)
     first, second = [filled(shape, f"Ticket {number}. {STABLE}") for number in ("123", "173")]
     found = compare_prompts(renderer, first, second, dialect)
 
-    assert guess_dialect(first) == dialect
+    assert guess_family(first) == dialect
     assert found.path == found.other_path == path
     assert found.character == len("Ticket 1")
     assert found.token == found.shared_tokens
@@ -163,4 +164,4 @@ def test_unusable_bodies_are_refused(renderer: Renderer, body: bytes) -> None:
         compare_prompts(renderer, body, body, "openai")
     if not body.startswith(b'{"'):
         with pytest.raises(Refusal):
-            guess_dialect(body)
+            guess_family(body)

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from engine.api import CacheGrant, Request
-from gateway.generation.rate_limits import estimate, limit_headers
+from gateway.dialects.anthropic import messages
+from gateway.dialects.gemini import generate_content
+from gateway.dialects.openai import chat
+from gateway.generation.rate_limits import estimate
 from tenancy.accounts.keys import change_key, create_key
 from tenancy.accounts.tenants import change_tenant
 from tenancy.limits import Demand, Limiter, LimitState, Meter
@@ -288,7 +291,7 @@ STATES: dict[Meter, LimitState] = {
 
 def test_openai_headers_are_durations() -> None:
     """The tighter token limit, because there is one header."""
-    headers = limit_headers("openai_chat", STATES, 0)
+    headers = chat.DIALECT.limit_headers(STATES, 0)
 
     assert {name.lower(): value for name, value in headers.items()} == {
         "x-ratelimit-limit-requests": "10",
@@ -302,7 +305,7 @@ def test_openai_headers_are_durations() -> None:
 
 def test_anthropic_headers_are_instants() -> None:
     """RFC 3339, rounded up to the second."""
-    headers = limit_headers("anthropic", STATES, 1_767_268_800_999)
+    headers = messages.DIALECT.limit_headers(STATES, 1_767_268_800_999)
     lower = {name.lower(): value for name, value in headers.items()}
 
     assert lower["anthropic-ratelimit-requests-remaining"] == "4"
@@ -312,7 +315,7 @@ def test_anthropic_headers_are_instants() -> None:
 
 
 def test_gemini_has_no_headers() -> None:
-    assert limit_headers("gemini", STATES, 0) == {}
+    assert generate_content.DIALECT.limit_headers(STATES, 0) == {}
 
 
 async def test_answers_have_limit_headers(gateway: GatewayFixture) -> None:
@@ -336,6 +339,6 @@ async def test_no_headers_without_limits(gateway: GatewayFixture) -> None:
 def test_duration_is_rounded_up(seconds: float, text: str) -> None:
     """A client that waits exactly that long is not too early."""
     states: dict[Meter, LimitState] = {"requests": LimitState(1, 0, seconds)}
-    headers = limit_headers("openai_chat", states, 0)
+    headers = chat.DIALECT.limit_headers(states, 0)
 
     assert headers["X-RateLimit-Reset-Requests"] == text

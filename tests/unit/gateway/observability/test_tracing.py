@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.observability.tracing import CompletedRequest, operation_name
+from gateway.dialects.families import ENDPOINTS, embeddings
+from gateway.dialects.protocol import ErrorShape
+from gateway.observability.tracing import CompletedRequest
 
 ROOT = Path(__file__).parents[4]
 ASKED = CompletedRequest(
@@ -91,12 +93,17 @@ def test_only_server_failures_are_errors(status: int, ending: str, is_failure: b
 
 
 def test_operation_name_depends_on_the_dialect() -> None:
-    """The conventions know three kinds."""
-    names = ("anthropic", "openai_chat", "openai_responses", "openai_completions", "gemini")
+    """The conventions know these kinds."""
+    shapes: list[ErrorShape] = [*(one.dialect for one in ENDPOINTS), embeddings.SHAPE]
 
-    assert [operation_name(name) for name in names] == [
-        "chat", "chat", "chat", "text_completion", "generate_content",
-    ]  # fmt: skip
+    assert {shape.name: shape.operation for shape in shapes} == {
+        "anthropic": "chat",
+        "openai_chat": "chat",
+        "openai_responses": "chat",
+        "openai_completions": "text_completion",
+        "openai_embeddings": "embeddings",
+        "gemini": "generate_content",
+    }
 
 
 def test_does_not_import_opentelemetry_while_tracing_is_off() -> None:
