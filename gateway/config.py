@@ -197,7 +197,7 @@ class TenancyConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     The address of a server has no password. `tenants_as_labels_max`: tenants with their own label
     in metrics; the rest share one label. `tenants_followed_max`: the most recently active tenants,
-    whose prompts are sampled for advice and findings, at most 7 MiB each. `shared_scopes`: the
+    whose prompts are sampled for advice and findings, at most 5 MiB each. `shared_scopes`: the
     declared shared scopes; a reload removes a scope that is no longer declared. Without the key,
     none is changed.
     """

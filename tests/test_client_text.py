@@ -34,7 +34,7 @@ REPEATING = {
     "gateway/prompt/tokenizer.py": "alternatives of the model's own words, without repeats",
     "gateway/structured_output/gbnf.py": "one token at its own place; no repeat can be divided",
     "tenancy/accounting/exports.py": "matched whole against our own numbers",
-    "tenancy/reuse/prefix_statistics.py": "paths of fields, written by the gateway",
+    "tenancy/reuse/prompt_changes.py": "paths of fields, written by the gateway",
     "tenancy/storage/postgres.py": "our own statements",
     "tenancy/storage/postgres_address.py": "an operator's password file",
     "tenancy/storage/postgres_connection.py": "our own statements",

@@ -15,16 +15,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from msgspec import Struct
 from msgspec.structs import asdict
 
-from gateway.analytics.prompt_findings import PromptContext, PromptFindings
-from gateway.dialects.canonical import Rendered, UsageRecord
+from gateway.analytics.completed_prompt import CompletedPrompt
+from gateway.analytics.prompt_findings import PromptFindings, prompt_parts, siblings_of
 from gateway.observability.metrics import CACHE_OUTCOMES, cache_outcome
-from tenancy.history.request_causes import RequestCause
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import ClassTerms, advise_classes, advise_sizes
-from tenancy.reuse.finding_counts import FindingCount
+from tenancy.reuse.miss_causes import MissCause
 from tenancy.reuse.miss_ratio_curve import (
     BLOCK_TOKENS,
     DEPTH_BLOCKS_MAX,
@@ -33,7 +31,7 @@ from tenancy.reuse.miss_ratio_curve import (
     bucket_of,
     hash_units,
 )
-from tenancy.reuse.prefix_statistics import PrefixStatistics
+from tenancy.reuse.prompt_changes import ObservedPrompt, PromptChanges, PromptReuse
 from tenancy.types import MINUTE_MS
 
 T = TypeVar("T")
@@ -43,7 +41,10 @@ TENANTS_COUNTED_MAX = 2_000
 """Tenants with sums, at most about 30 kB each."""
 
 SAMPLE_MAX = 1_024
-PROMPTS_BYTES_MAX = 2 * 2**20
+CAUSES_MAX = 16_384
+"""Miss causes that wait to be taken; further ones are not kept."""
+PROMPTS_BYTES_MAX = 5 * 2**20
+"""What is kept of one tenant's prompts takes at most so many bytes."""
 
 PENDING_MAX = 65_536
 """Weight of finished requests that wait to be aggregated, in prompt tokens."""
@@ -51,27 +52,6 @@ REQUEST_WEIGHT, BOUNDARY_WEIGHT = 384, 64
 """A request and a boundary of its prompt weigh as much as the tokens that take the same time."""
 TOKENS_MAX = DEPTH_BLOCKS_MAX * BLOCK_TOKENS
 """Tokens of a prompt that are sampled: prefixes are at its beginning."""
-
-
-class CompletedPrompt(Struct, frozen=True, array_like=True, gc=False):
-    """One prompt of a finished request.
-
-    `missed_tokens`: tokens of the longest prefix written before that were not read, because of
-    `missed`. `is_further`: another prompt of the same request was noted before; the request counts
-    once, as in the ledger. `ignored`: labels of the request's fields that had no effect. `context`:
-    where the prompt ran; without it, no finding counts the prompt.
-    """
-
-    tenant_id: int
-    record: UsageRecord
-    prompt: Rendered
-    first_token_s: float | None
-    missed: str
-    ending: str
-    missed_tokens: int = 0
-    is_further: bool = False
-    ignored: tuple[str, ...] = ()
-    context: PromptContext | None = None
 
 
 class MinuteTotals:
@@ -201,28 +181,36 @@ class TenantView:
 
 
 class PromptSamples:
-    """Reuse and prefix samples of one tenant's prompts: at most `PROMPTS_BYTES_MAX` bytes when
-    full."""
+    """What is kept of one tenant's prompts: reuse samples, and digests that the next prompt is
+    compared with."""
 
-    def __init__(self, spans: Collection[float] = ()) -> None:
-        """`spans`: the retention times that advice will be given on, in seconds."""
-        self.prefixes = PrefixStatistics()
+    def __init__(self, key: int, spans: Collection[float] = ()) -> None:
+        """`key`: see `PromptChanges`. `spans`: the retention times that advice will be given on, in
+        seconds."""
+        self.changes = PromptChanges(key)
         self.reuse = ReuseSampler(SAMPLE_MAX, spans)
-
-    @property
-    def count(self) -> int:
+        self.count = 0
         """Number of sampled prompts."""
-        return self.prefixes.prompts()
 
-    def add(self, timed_prompts: Sequence[tuple[float, CompletedPrompt]]) -> None:
-        """Sample the units and boundaries of more prompts. O(tokens)."""
-        use, note = self.reuse.use, self.prefixes.note
-        for at_s, completed in timed_prompts:
-            prompt, record = completed.prompt, completed.record
-            tokens = prompt.token_ids[:TOKENS_MAX]
-            data = _token_packer(len(tokens))(*tokens)
-            use(hash_units(data), at_s)
-            note(data, prompt.boundaries, record.total_in, record.physical_cached)
+    def add(self, at_s: float, completed: CompletedPrompt) -> PromptReuse:
+        """Sample a prompt, and compare it with the ones before. O(tokens)."""
+        prompt, record, context = completed.prompt, completed.record, completed.context
+        tokens = prompt.token_ids[:TOKENS_MAX]
+        data = _token_packer(len(tokens))(*tokens)
+        self.count += 1
+        self.reuse.use(hash_units(data), at_s)
+        parts = prompt_parts(prompt.boundaries, len(tokens))
+        total, cached = record.total_in, record.physical_cached
+        if context is None or completed.first_token_s is None:
+            # What was not computed as usual is known to no other prompt.
+            return self.changes.note(b"", ObservedPrompt(data, parts, total, cached, at_s, at_s))
+        observed = ObservedPrompt(
+            *(data, parts, total, cached, context.started_s, at_s),
+            epoch=context.epoch,
+            losses=context.losses,
+            tools=context.tools,
+        )
+        return self.changes.note(context.namespace, observed, siblings_of(context.namespace))
 
 
 class Analytics:
@@ -250,7 +238,9 @@ class Analytics:
         self._pending: defaultdict[int, list[tuple[float, CompletedPrompt]]] = defaultdict(list)
         self._pending_room = PENDING_MAX
         self._minute, self._minute_ends_s = 0, -math.inf  # of pending requests
-        self._findings = PromptFindings(key, tenants_max, classes)
+        self._key = key
+        self._findings = PromptFindings(classes)
+        self._causes: list[MissCause] = []
 
     def note(self, completed: CompletedPrompt) -> None:
         """Record a finished request.
@@ -280,47 +270,30 @@ class Analytics:
         """Add all pending requests to the sums."""
 
         def new_samples() -> PromptSamples:
-            return PromptSamples(self._spans)
+            return PromptSamples(self._key, self._spans)
 
+        wall_ms_at_0 = self._wall() - 1_000 * self._clock()
         for tenant_id, timed_prompts in self._pending.items():
             sums = AnalyticsSums(timed_prompts)
             self._all.add(self._minute, sums)
             _touch(self._tenants, tenant_id, TenantView, TENANTS_COUNTED_MAX).add(
                 self._minute, sums
             )
-            _touch(self._prompts, tenant_id, new_samples, self._tenants_max).add(timed_prompts)
-            self._find_causes(timed_prompts)
+            samples = _touch(self._prompts, tenant_id, new_samples, self._tenants_max)
+            for at_s, completed in timed_prompts:
+                reuse, context = samples.add(at_s, completed), completed.context
+                if context is not None and completed.first_token_s is not None:
+                    at_ms = round(wall_ms_at_0 + 1_000 * at_s)
+                    self._causes += self._findings.explain(completed, context, reuse, at_ms)
+            del self._causes[CAUSES_MAX:]
         self._pending.clear()
         self._pending_room, self._minute_ends_s = PENDING_MAX, -math.inf
 
-    def _find_causes(self, timed_prompts: Sequence[tuple[float, CompletedPrompt]]) -> None:
-        """Count why prompts were computed again. Prompts that were not computed say nothing."""
-        wall_ms_at_0 = self._wall() - 1_000 * self._clock()
-        for at_s, completed in timed_prompts:
-            context, prompt = completed.context, completed.prompt
-            if context is None or completed.first_token_s is None:
-                continue
-            tokens = prompt.token_ids[:TOKENS_MAX]
-            self._findings.note(
-                context,
-                completed.record,
-                prompt.boundaries,
-                _token_packer(len(tokens))(*tokens),
-                completed.missed,
-                completed.missed_tokens,
-                at_s,
-                round(wall_ms_at_0 + 1_000 * at_s),
-            )
-
-    def take_findings(self) -> list[FindingCount]:
-        """Return what findings counted since the last call. Changes: the counts begin anew."""
+    def take_causes(self) -> list[MissCause]:
+        """Return the miss causes since the last call. Changes: the list is empty."""
         self._aggregate()
-        return self._findings.take()
-
-    def take_causes(self) -> list[RequestCause]:
-        """Return the causes of single requests since the last call. Changes: the list is empty."""
-        self._aggregate()
-        return self._findings.take_causes()
+        causes, self._causes = self._causes, []
+        return causes
 
     def missed_tokens(self, tenant_id: int, cause: str) -> int:
         """Return the tokens of a tenant's prefixes that were computed again because of `cause`."""
@@ -355,8 +328,7 @@ class Analytics:
         view = self._tenants.get(tenant_id)
         if view is None:
             return None
-        prompts = self._prompts.get(tenant_id) or PromptSamples(self._spans)
-        prefixes = prompts.prefixes
+        prompts = self._prompts.get(tenant_id) or PromptSamples(self._key, self._spans)
         return {
             "total": view.summary(),
             "minutes": [minute.row() for minute in view.minutes],
@@ -373,7 +345,7 @@ class Analytics:
                     "uses": one.uses,
                     "hits": one.hits,
                 }
-                for one in prefixes.top()
+                for one in prompts.changes.top()
             ],
             "recomputed": [
                 {
@@ -386,7 +358,7 @@ class Analytics:
             ],
             "breaks": [
                 {**asdict(one), "cost_pico": one.tokens * (card.input - card.cache_read)}
-                for one in prefixes.breaks()
+                for one in prompts.changes.breaks()
             ],
             "retention_advice": [
                 asdict(one) for one in advise_classes(prompts.reuse, self._classes, card)

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec import structs
 
-from gateway.analytics.aggregates import CompletedPrompt
+from gateway.analytics.completed_prompt import CompletedPrompt
 from gateway.analytics.interface import AnalyticsClient
 from gateway.analytics.protocol import (
     CompletedRequests,

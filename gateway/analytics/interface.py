@@ -13,18 +13,17 @@ from typing import Any
 
 import msgspec
 
-from gateway.analytics.aggregates import Analytics, CompletedPrompt
+from gateway.analytics.aggregates import Analytics
+from gateway.analytics.completed_prompt import CompletedPrompt
 from gateway.analytics.protocol import (
     CausesQuestion,
-    FindingsQuestion,
     MissedTokensQuestion,
     OverviewQuestion,
     Question,
     TenantQuestion,
 )
-from tenancy.history.request_causes import RequestCause
 from tenancy.pricing.charges import RateCard
-from tenancy.reuse.finding_counts import FindingCount
+from tenancy.reuse.miss_causes import MissCause
 
 
 class AnalyticsClient(ABC):
@@ -58,13 +57,9 @@ class AnalyticsClient(ABC):
         """See `Analytics.missed_tokens`."""
         return int(await self.ask(MissedTokensQuestion(tenant_id, cause)))
 
-    async def take_findings(self) -> list[FindingCount]:
-        """See `Analytics.take_findings`."""
-        return msgspec.convert(await self.ask(FindingsQuestion()), list[FindingCount])
-
-    async def take_causes(self) -> list[RequestCause]:
+    async def take_causes(self) -> list[MissCause]:
         """See `Analytics.take_causes`."""
-        return msgspec.convert(await self.ask(CausesQuestion()), list[RequestCause])
+        return msgspec.convert(await self.ask(CausesQuestion()), list[MissCause])
 
 
 class InProcessAnalytics(AnalyticsClient):

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from gateway.analytics.aggregates import Analytics, CompletedPrompt
+from gateway.analytics.aggregates import Analytics
+from gateway.analytics.completed_prompt import CompletedPrompt
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import ClassTerms
 
@@ -66,14 +67,6 @@ class MissedTokensQuestion(Struct, frozen=True, array_like=True, tag="missed_tok
         return analytics.missed_tokens(self.tenant_id, self.cause)
 
 
-class FindingsQuestion(Struct, frozen=True, array_like=True, tag="findings"):
-    """Ask for `Analytics.take_findings`."""
-
-    def answer(self, analytics: Analytics) -> object:
-        """Return what `analytics` answers."""
-        return analytics.take_findings()
-
-
 class CausesQuestion(Struct, frozen=True, array_like=True, tag="causes"):
     """Ask for `Analytics.take_causes`."""
 
@@ -88,9 +81,7 @@ class QuestionResult(Struct, frozen=True, array_like=True):
     answer: Any
 
 
-Question = (
-    OverviewQuestion | TenantQuestion | MissedTokensQuestion | FindingsQuestion | CausesQuestion
-)
+Question = OverviewQuestion | TenantQuestion | MissedTokensQuestion | CausesQuestion
 ToAnalytics = StartAnalytics | CompletedRequests | Question
 
 _TO_ANALYTICS: msgspec.msgpack.Decoder[ToAnalytics] = msgspec.msgpack.Decoder(ToAnalytics)

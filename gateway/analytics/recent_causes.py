@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from tenancy.history.request_causes import RequestCause
-from tenancy.reuse.prefix_statistics import fold_indexes
+from tenancy.reuse.miss_causes import MissCause
+from tenancy.reuse.prompt_changes import fold_indexes
 
 PLACES_MAX = 4_096
 KEPT_S = 3_600.0
@@ -23,7 +23,7 @@ class RecentCauses:
     def __init__(self) -> None:
         self._causes: OrderedDict[tuple[int, str], tuple[str, float]] = OrderedDict()
 
-    def note(self, causes: Iterable[RequestCause], now_s: float) -> None:
+    def note(self, causes: Iterable[MissCause], now_s: float) -> None:
         """Keep the causes that have a place. O(causes)."""
         for one in causes:
             if one.place and one.wasted_tokens:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gateway.analytics.prompt_findings import OTHER_TOOLS, READ_BACK, WRITE, WRITTEN_NEVER_READ
+from gateway.analytics.prompt_findings import OTHER_TOOLS, READ_BACK
+from tenancy.reuse.miss_causes import WRITE, WRITTEN_NEVER_READ
 
 NEAR_TOKENS = 64
 """A change in the first so many tokens of a text is near its beginning."""

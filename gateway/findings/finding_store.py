@@ -1,8 +1,9 @@
-"""Keep the counts of findings in the database, so that they outlive the gateway.
+"""Keep miss causes and their sums in the database, so that they outlive the gateway.
 
-Analytics count in memory, in a process of their own. A task takes the counts every ten seconds and
-adds them to the tables of `tenancy.reuse.finding_counts`; a report flushes them first. A killed
-gateway loses at most the last ten seconds. `gateway.app` makes the store.
+Analytics explain misses in a process of their own. A task takes the causes every ten seconds,
+writes those of single requests (`tenancy.reuse.miss_causes`), and adds all of them to the counts of
+findings (`tenancy.reuse.finding_counts`); a report flushes them first. A killed gateway loses at
+most the last ten seconds. `gateway.app` makes the store.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from contextlib import suppress
 
 from msgspec import structs
 
-from gateway.analytics.prompt_findings import FIRST_USE, HEAD
+from gateway.analytics.prompt_findings import HEAD
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
 from gateway.errors import Refusal
 from gateway.findings.causes import NOT_SERVED
 from gateway.periodic_task import PeriodicTask
 from tenancy.errors import StoreError
-from tenancy.history.request_causes import RequestCause, write_causes
 from tenancy.reuse.finding_counts import (
     FindingCount,
     PromptOrigin,
     add_counts,
     delete_old_counts,
     read_origins,
+    sum_counts,
 )
+from tenancy.reuse.miss_causes import FIRST_USE, MissCause, write_causes
 from tenancy.types import DAY_MS, HOUR_MS
 
 FLUSH_S = 10.0
@@ -37,7 +39,7 @@ SWEEP_FLUSHES = 360
 """Writes between two deletions of old counts."""
 KEPT_DAYS = 90
 PENDING_MAX = 20_000
-"""Counts that wait for a database that fails; later ones are lost."""
+"""Causes that wait for a database that fails; later ones are lost."""
 TAKERS_MAX = 3
 """Tenants that one count of evictions names, those that took most blocks."""
 TAKER = "taker:"
@@ -51,8 +53,7 @@ class FindingStore:
         """`gateway_id`: names this gateway's origins; "" for a database that has one gateway."""
         self._gateway = gateway
         self._gateway_id = gateway_id
-        self._pending: list[FindingCount] = []
-        self._causes: list[RequestCause] = []
+        self._pending: list[MissCause] = []
         self._origins: dict[int, PromptOrigin] | None = None
         self._taken: Counter[tuple[int, int]] = Counter()
         self._turn = asyncio.Lock()
@@ -64,33 +65,27 @@ class FindingStore:
         self._task.start()
 
     async def flush(self) -> None:
-        """Write all counts so far; durable on return. Raises StoreError; the next call writes them
-        then. Analytics that restart have no counts. A caller that is cancelled leaves at once, and
+        """Write all causes so far; durable on return. Raises StoreError; the next call writes them
+        then. Analytics that restart have no causes. A caller that is cancelled leaves at once, and
         the write goes on: a second one would count the same again."""
         await self._gateway.shield(self._flush())
 
     async def _flush(self) -> None:
+        store = self._gateway.store
         async with self._turn:
             with suppress(Refusal):
-                taken = await self._gateway.analytics.take_findings()
                 causes = await self._gateway.analytics.take_causes()
-                self._causes = [*self._causes, *causes][:PENDING_MAX]
                 self._gateway.recent_causes.note(causes, self._gateway.clock())
-                self._pending = [*self._pending, *taken, *self._unserved()][:PENDING_MAX]
-            if self._causes:
-                default = self._gateway.models.default.name
-                causes = [structs.replace(one, model=one.model or default) for one in self._causes]
-                await asyncio.to_thread(write_causes, self._gateway.store, causes)
-                self._causes = []
+                self._pending = [*self._pending, *causes, *self._unserved()][:PENDING_MAX]
             if not self._pending:
                 return
+            await asyncio.to_thread(write_causes, store, self._pending)
             if self._origins is None:
-                self._origins = await asyncio.to_thread(
-                    read_origins, self._gateway.store, self._gateway_id
-                )
-            counts, origins = self._attribute(self._pending, self._origins)
+                self._origins = await asyncio.to_thread(read_origins, store, self._gateway_id)
+            found = await asyncio.to_thread(sum_counts, map(FindingCount.of, self._pending))
+            counts, origins = self._attribute(found, self._origins)
             counts = self._name_takers(counts)
-            await asyncio.to_thread(add_counts, self._gateway.store, counts, list(origins.values()))
+            await asyncio.to_thread(add_counts, store, counts, list(origins.values()))
             self._pending = []
             self._origins |= origins
 
@@ -112,19 +107,18 @@ class FindingStore:
                 before_ms = self._gateway.wall() - KEPT_DAYS * DAY_MS
                 await asyncio.to_thread(delete_old_counts, self._gateway.store, before_ms)
 
-    def _unserved(self) -> list[FindingCount]:
-        """Return the counts of requests for models that are not served."""
-        now_ms = self._gateway.wall()
-        hour_ms = now_ms // HOUR_MS * HOUR_MS
+    def _unserved(self) -> list[MissCause]:
+        """Return the causes of requests for models that are not served."""
+        default, at_ms = self._gateway.models.default.name, self._gateway.wall()
         return [
-            FindingCount(tenant_id, hour_ms, NOT_SERVED, name, requests, 0, now_ms, now_ms)
+            MissCause("", tenant_id, default, NOT_SERVED, name, 0, {}, at_ms, requests)
             for (tenant_id, name), requests in self._gateway.unserved.take().items()
         ]
 
     def _attribute(
         self, counts: Sequence[FindingCount], origins: dict[int, PromptOrigin]
     ) -> tuple[list[FindingCount], dict[int, PromptOrigin]]:
-        """Return the counts with their models, and the origins that changed.
+        """Return the counts, those of first uses as findings, and the origins that changed.
 
         A first use becomes a finding if the tenant's prompts were made for another model or
         template before, which had seen the same beginning: for an hour, because its prompts return
@@ -132,11 +126,10 @@ class FindingStore:
         nothing.
         """
         served = {one.origin() for one in self._gateway.models}
-        default = self._gateway.models.default.name
         found, changed = [], dict[int, PromptOrigin]()
         for one in sorted(counts, key=lambda count: count.first_ms):
             if one.cause != FIRST_USE:
-                found.append(structs.replace(one, model=one.model or default))
+                found.append(one)
                 continue
             model, _, template = one.place.partition("/")
             origin = changed.get(one.tenant_id) or origins.get(one.tenant_id)
@@ -164,7 +157,6 @@ class FindingStore:
                         requests=requests,
                         wasted_tokens=sum(computed),
                         facts={},
-                        model=one.model or default,
                     )
                 )
         return found, changed

@@ -7,7 +7,6 @@ was observed, at the same pace. The module reads the database and no engine.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
@@ -15,13 +14,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from gateway.analytics.prompt_findings import (
-    KEPT_BY,
-    READ_BACK,
-    WORKING_SET,
-    WRITE,
-    WRITTEN_NEVER_READ,
-)
+from gateway.analytics.prompt_findings import KEPT_BY, READ_BACK
 from gateway.findings.causes import (
     LEGITIMATE,
     OF_HARDWARE,
@@ -38,7 +31,8 @@ from tenancy.accounts.tenants import find_tenant, find_tenant_record, list_tenan
 from tenancy.history.request_records import received_between
 from tenancy.pricing.charges import PICO_PER_DOLLAR, RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
-from tenancy.reuse.finding_counts import FindingCount, read_counts
+from tenancy.reuse.finding_counts import WORKING_SET, FindingCount, read_counts, sum_counts
+from tenancy.reuse.miss_causes import WRITE, WRITTEN_NEVER_READ, finding_id, waste_cost
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, HOUR_MS, Tenant
 
@@ -84,44 +78,6 @@ class FindingsWindow(Struct, frozen=True):
         return whole if found is None else min(whole, max(HOUR_MS, found[1] - found[0]))
 
 
-class _Sum(Struct):
-    """All counts of one cause at one place in a window."""
-
-    tenant_id: int
-    model: str
-    cause: str
-    place: str
-    requests: int = 0
-    tokens: int = 0
-    first_ms: int = 2**62
-    last_ms: int = 0
-    examples: tuple[str, ...] = ()
-    facts: dict[str, int] = {}
-
-    def add(self, one: FindingCount) -> None:
-        """Add a count. Facts add up; of the working set the largest hour counts."""
-        self.requests += one.requests
-        self.tokens += one.wasted_tokens
-        self.first_ms = min(self.first_ms, one.first_ms)
-        if one.last_ms > self.last_ms:
-            self.last_ms, self.examples = one.last_ms, one.examples
-        facts = self.facts = dict(self.facts)
-        for name, number in one.facts.items():
-            before = facts.get(name, 0)
-            facts[name] = max(before, number) if name == WORKING_SET else before + number
-
-    @property
-    def finding_id(self) -> str:
-        """An id that stays the same for the same cause, tenant and place."""
-        return finding_id(self.tenant_id, self.model, self.cause, self.place)
-
-
-def finding_id(tenant_id: int, model: str, cause: str, place: str) -> str:
-    """Return the id of the finding that a cause of a tenant's request belongs to."""
-    key = f"{tenant_id}\n{model}\n{cause}\n{place}"
-    return f"f_{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
-
-
 def find(
     store: Store, window: FindingsWindow, tenant: str | None = None, *, is_own: bool = False
 ) -> dict[str, Any]:
@@ -148,7 +104,7 @@ def find(
         shown = [
             one
             for one in sums.get(owner.tenant_id, ())
-            if is_finding(one.cause, one.requests, one.tokens, _computed(total), one.facts)
+            if is_finding(one.cause, one.requests, one.wasted_tokens, _computed(total), one.facts)
         ]
         changes_itself = any(one.cause in OF_REQUESTS for one in shown)
         of_owner = []
@@ -173,15 +129,11 @@ def find(
     }
 
 
-def _sums(counts: Sequence[FindingCount]) -> dict[int, list[_Sum]]:
-    """Return the sums of each tenant."""
-    sums: dict[tuple[int, str, str, str], _Sum] = {}
-    for one in counts:
-        key = one.tenant_id, one.model, one.cause, one.place
-        sums.setdefault(key, _Sum(*key)).add(one)
-    by_tenant: dict[int, list[_Sum]] = {}
-    for found in sums.values():
-        by_tenant.setdefault(found.tenant_id, []).append(found)
+def _sums(counts: Sequence[FindingCount]) -> dict[int, list[FindingCount]]:
+    """Return the sums of each tenant over all hours."""
+    by_tenant: dict[int, list[FindingCount]] = {}
+    for one in sum_counts(counts, over_hours=True):
+        by_tenant.setdefault(one.tenant_id, []).append(one)
     return by_tenant
 
 
@@ -222,7 +174,7 @@ def _cheapest_cure_first(
 
 def _facts(
     store: Store,
-    one: _Sum,
+    one: FindingCount,
     owner: Tenant,
     total: UsageTotal,
     names: Mapping[int, str],
@@ -250,7 +202,7 @@ def _facts(
 
 
 def _finding(
-    one: _Sum,
+    one: FindingCount,
     owner: Tenant,
     total: UsageTotal,
     card: RateCard,
@@ -259,14 +211,14 @@ def _finding(
 ) -> tuple[int, dict[str, Any]]:
     """Return what it costs in a month, in pico-dollars, and the finding."""
     words = describe(one.cause, facts)
-    cost = _cost(one, card)
+    cost = waste_cost(one.cause, one.wasted_tokens, one.facts, card)
     cost = min(cost, total.charge_pico) if total.charge_pico else cost
     month = 1.0 if one.cause in ONE_TIME else MONTH_MS / observed_ms
     is_legitimate = one.cause in LEGITIMATE
     cost = 0 if is_legitimate else cost
     saving = round(cost * month)
     return saving, {
-        "finding_id": one.finding_id,
+        "finding_id": finding_id(one.tenant_id, one.model, one.cause, one.place),
         "tenant": owner.name,
         "model": one.model,
         "cause": one.cause,
@@ -277,7 +229,7 @@ def _finding(
         "confidence": round(words.confidence * one.requests / (one.requests + 1), 2),
         "requests": one.requests,
         "of_requests": facts.of_requests,
-        "wasted_tokens": one.tokens,
+        "wasted_tokens": one.wasted_tokens,
         "cost_usd": dollars(cost),
         "of_cost_usd": dollars(total.charge_pico),
         "saving_usd_month": dollars(saving),
@@ -288,26 +240,7 @@ def _finding(
     }
 
 
-def _cost(one: _Sum, card: RateCard) -> int:
-    """Return what the wasted tokens cost, in pico-dollars: what was charged for them, as written or
-    as input, less the price of the read, or of the input, that they would have been."""
-    return waste_cost(one.cause, one.tokens, one.facts, card)
-
-
-def waste_cost(cause: str, tokens: int, facts: Mapping[str, int], card: RateCard) -> int:
-    """Return the cost of wasted tokens in pico-dollars. `facts`: of the finding, or of one request;
-    those of `WRITE` say how many of the tokens were charged as written, by class."""
-    cured = card.input if cause == WRITTEN_NEVER_READ else card.cache_read
-    cost, rest = 0, tokens
-    for fact, number in facts.items():
-        if fact.startswith(WRITE):
-            written = min(rest, number)
-            cost += written * max(0, card.write_price(fact.removeprefix(WRITE)) - cured)
-            rest -= written
-    return cost + rest * max(0, card.input - cured)
-
-
-def _paying_class(one: _Sum, card: RateCard, hours: float) -> str:
+def _paying_class(one: FindingCount, card: RateCard, hours: float) -> str:
     """Return the class that would have saved most, after its own price; "" if none would have, and
     for another cause than `expired`.
 
@@ -316,7 +249,7 @@ def _paying_class(one: _Sum, card: RateCard, hours: float) -> str:
     best, best_saving = "", 0.0
     if one.cause != "expired":
         return best
-    tokens_each = one.tokens / one.requests
+    tokens_each = one.wasted_tokens / one.requests
     current = card.write_price(one.place) if one.place else card.input
     for fact, kept in one.facts.items():
         name = fact.removeprefix(KEPT_BY)
@@ -341,7 +274,7 @@ def _may_replace(current: str, name: str) -> bool:
     return current != name and len(groups) < 2
 
 
-def _takers(one: _Sum, names: Mapping[int, str]) -> tuple[str, ...]:
+def _takers(one: FindingCount, names: Mapping[int, str]) -> tuple[str, ...]:
     """Return the names of the tenants that took most blocks; none for unknown ones."""
     blocks = {
         names[int(fact.removeprefix(TAKER))]: number
@@ -351,13 +284,13 @@ def _takers(one: _Sum, names: Mapping[int, str]) -> tuple[str, ...]:
     return tuple(sorted(blocks, key=lambda name: -blocks[name])[:3])
 
 
-def _sentence(tenant: str, words: CauseWords, one: _Sum, cost: int, of_cost: int) -> str:
+def _sentence(tenant: str, words: CauseWords, one: FindingCount, cost: int, of_cost: int) -> str:
     """Return one sentence: who, what, how often, how much."""
     if one.cause in LEGITIMATE:
         return f"{tenant}: {words.what}."
     if one.cause in WITHOUT_TOKENS:
         return f"{tenant}: {words.what}."
-    much = f"about {one.tokens:,} tokens again"
+    much = f"about {one.wasted_tokens:,} tokens again"
     written = sum(number for fact, number in one.facts.items() if fact.startswith(WRITE))
     if one.cause == WRITTEN_NEVER_READ:
         much = "more than their input price was paid for nothing"

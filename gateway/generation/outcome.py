@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.analytics.aggregates import CompletedPrompt
-from gateway.analytics.prompt_findings import PromptContext
+from gateway.analytics.completed_prompt import CompletedPrompt, PromptContext
 from gateway.analytics.tool_digests import digests_of, head_of
 from gateway.caching.attention import setting_of
 from gateway.context import Context
@@ -119,7 +118,6 @@ class Outcome:
                     context=None
                     if contract.attention is not None
                     else PromptContext(
-                        tenant_id=self._tenant_id,
                         request_id=state.request_id,
                         namespace=prepared.scope.namespace,
                         epoch=state.epoch,

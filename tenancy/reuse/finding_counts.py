@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec import Struct, structs
 
+from tenancy.reuse.miss_causes import MissCause
 from tenancy.storage.interface import Row, Store, Transaction, pad_to_power_of_two, placeholders
+from tenancy.types import HOUR_MS
 
 EXAMPLES_MAX = 3
 """Request ids of one count, the latest ones."""
@@ -22,16 +24,15 @@ PLACES_MAX = 64
 """Places of one tenant and hour; further ones are not counted."""
 HEADS_MAX = 256
 """Beginnings of one tenant's prompts that are kept for each model."""
+WORKING_SET = "working_set_tokens"
+"""The fact that counts the tokens of different lost prefixes in one hour."""
 ROWS_MAX = 50_000
 """Counts that one query reads: those of the latest hours."""
 
 
 class FindingCount(Struct, frozen=True, array_like=True):
-    """What prompts of one tenant added to one cause at one place in one hour.
-
-    `place`: the field of the request, folded, or another place that the cause names. `facts`: sums
-    by name that its sentence is made of.
-    """
+    """What prompts of one tenant added to one cause at one place in one hour: a sum of miss
+    causes."""
 
     tenant_id: int
     hour_ms: int
@@ -45,16 +46,27 @@ class FindingCount(Struct, frozen=True, array_like=True):
     facts: dict[str, int] = {}
     model: str = ""
 
+    @classmethod
+    def of(cls, one: MissCause) -> FindingCount:
+        """Return what one request adds."""
+        at_ms, examples = one.at_ms, (one.request_id,) if one.request_id else ()
+        place = one.tenant_id, at_ms // HOUR_MS * HOUR_MS, one.cause, one.place
+        sums = one.requests, one.wasted_tokens, at_ms, at_ms
+        return cls(*place, *sums, examples, one.facts, one.model)
+
     @property
     def key(self) -> tuple[int, int, str, str, str]:
         """The key of its row."""
         return self.tenant_id, self.hour_ms, self.model, self.cause, self.place
 
     def plus(self, other: FindingCount) -> FindingCount:
-        """Return the sum of two counts of one cause; the first one's key stays. O(facts)."""
-        facts = dict(self.facts)
+        """Return the sum of two counts of one cause; the first one's key stays. Facts add up; of
+        the working sets of several hours the largest counts. O(facts)."""
+        facts, is_other_hour = dict(self.facts), other.hour_ms != self.hour_ms
         for name, number in other.facts.items():
-            if name in facts or len(facts) < FACTS_MAX:
+            if is_other_hour and name == WORKING_SET:
+                facts[name] = max(facts.get(name, 0), number)
+            elif is_other_hour or name in facts or len(facts) < FACTS_MAX:
                 facts[name] = facts.get(name, 0) + number
         first, last = sorted((self, other), key=lambda one: one.last_ms)
         return structs.replace(
@@ -113,6 +125,16 @@ _UPSERT_ORIGIN = (
 )
 
 
+def sum_counts(counts: Iterable[FindingCount], *, over_hours: bool = False) -> list[FindingCount]:
+    """Return one count for each key, or for each key but its hour. O(counts)."""
+    sums: dict[tuple[int, int, str, str, str], FindingCount] = {}
+    for one in counts:
+        key = structs.replace(one, hour_ms=0).key if over_hours else one.key
+        before = sums.get(key)
+        sums[key] = one if before is None else before.plus(one)
+    return list(sums.values())
+
+
 def add_counts(
     store: Store, counts: Iterable[FindingCount], origins: Sequence[PromptOrigin] = ()
 ) -> None:
@@ -124,8 +146,10 @@ def add_counts(
     with store.change() as db:
         wanted = {one.tenant_id for one in new} | {one.tenant_id for one in origins}
         known = _known_tenants(db, sorted(wanted))
-        rows = []
-        for (tenant_id, hour_ms), group in _by_tenant_and_hour(new).items():
+        rows, groups = [], dict[tuple[int, int], list[FindingCount]]()
+        for one in sum_counts(new):
+            groups.setdefault((one.tenant_id, one.hour_ms), []).append(one)
+        for (tenant_id, hour_ms), group in groups.items():
             if tenant_id not in known:
                 continue
             where = "tenant_id = ? and hour_ms = ?"
@@ -190,20 +214,6 @@ def _row(count: FindingCount) -> tuple[int | str, ...]:
     values = structs.astuple(structs.replace(count, examples=(), facts={}))
     examples, facts = msgspec.json.encode(count.examples), msgspec.json.encode(count.facts)
     return (*values[:8], examples.decode(), facts.decode(), count.model)
-
-
-def _by_tenant_and_hour(
-    counts: Iterable[FindingCount],
-) -> dict[tuple[int, int], list[FindingCount]]:
-    """Return the counts by tenant and hour, those of one key added up."""
-    sums: dict[tuple[int, int, str, str, str], FindingCount] = {}
-    for one in counts:
-        before = sums.get(one.key)
-        sums[one.key] = one if before is None else before.plus(one)
-    groups: dict[tuple[int, int], list[FindingCount]] = {}
-    for one in sums.values():
-        groups.setdefault((one.tenant_id, one.hour_ms), []).append(one)
-    return groups
 
 
 def _known_tenants(db: Transaction, tenant_ids: Sequence[int]) -> set[int]:

@@ -3,23 +3,26 @@ where a prompt parts from the prompts before it although much the same text foll
 
 A prompt is a chain of parts (all tools, a system text, a message). Of each part the module keeps
 keyed digests, its length, and, of system texts and first messages, keyed digests of twelve tokens
-in a row, which show where a text changes and how much of the rest is the same. It keeps no token
-and no text, and the key never leaves the process. Memory is bounded: some hundred prompts of the
-latest namespaces. The module knows no engine and no clock.
+in a row, which show where a text changes and how much of the rest is the same. Of each prefix it
+counts uses and hits. It keeps no token and no text, and the key never leaves the process. Memory is
+bounded: some hundred prompts of the latest namespaces. The module knows no engine and no clock.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from heapq import nsmallest
+from functools import lru_cache
+from heapq import nlargest, nsmallest
 from itertools import islice, pairwise
+from sys import intern
 from typing import Literal, TypeVar
 
 from msgspec import Struct, structs
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 T = TypeVar("T")
 
@@ -41,6 +44,11 @@ WINDOWS_MAX = 20
 """Parts of one namespace with window digests, at most 10 kB each."""
 PARTS_MAX = 512
 """Parts of one prompt that are considered."""
+PLACES_MAX = 256
+"""Places of one tenant where prompts part that are counted, the latest ones."""
+PATH_CHARS_MAX = 120
+"""Characters of a path that are kept."""
+_INDEX = re.compile(r"\[(\d+)\]")
 
 WINDOW_TOKENS = 12
 """Tokens in a row that one digest stands for: about nine words, which unrelated texts rarely
@@ -153,17 +161,36 @@ STABLE_SHARE_MIN = 0.35
 """The least share of the latest `COMPARED_MAX` prompts that must have the rest of a message too."""
 
 
-class _Prefix:
+class PrefixUsage(Struct):
+    """A prefix up to the end of the part at `path`."""
+
+    digest: int
+    path: str
+    tokens: int
+    uses: int = 0
+    """Prompts that began with it."""
+    hits: int = 0
+    """Those of them that found all of it cached."""
+
+
+class PrefixBreak(Struct):
+    """A place where prompts part from earlier ones."""
+
+    place: str
+    count: int = 0
+    """Prompts that parted here."""
+    tokens: int = 0
+    """Their tokens from the first difference on."""
+
+
+class _Prefix(PrefixUsage):
     """A known prefix: when it was last used, in which state of the cache, and whether a prompt
     ended here."""
 
-    __slots__ = ("ended_s", "epoch", "is_end", "losses")
-
-    def __init__(self) -> None:
-        self.ended_s = 0.0
-        self.epoch = ""
-        self.losses: Mapping[str, int] = {}
-        self.is_end = False
+    ended_s: float = 0.0
+    epoch: str = ""
+    losses: Mapping[str, int] = {}
+    is_end: bool = False
 
 
 class _Windows(Struct, frozen=True):
@@ -223,7 +250,7 @@ class _History:
         """Return about how many bytes this takes. O(prompts kept)."""
         parts = sum(len(one.parts) for one in (*self.recent, *self.heads.values()))
         windows = sum(len(one.places) + len(one.checks) for one in self.windows.values())
-        return _HISTORY_BYTES + 240 * len(self.prefixes) + 300 * parts + 16 * windows
+        return _HISTORY_BYTES + 450 * len(self.prefixes) + 300 * parts + 16 * windows
 
 
 class PromptChanges:
@@ -234,6 +261,7 @@ class PromptChanges:
         self._key = key
         self._histories: OrderedDict[bytes, _History] = OrderedDict()
         self._bytes = 0
+        self._breaks: OrderedDict[str, PrefixBreak] = OrderedDict()
 
     def note(self, namespace: bytes, prompt: ObservedPrompt, siblings: bytes = b"") -> PromptReuse:
         """Compare a prompt with the earlier ones of its namespace, and keep it.
@@ -253,9 +281,32 @@ class PromptChanges:
         if siblings and found.known < sketch.parts[-1].end:
             elsewhere = self._known_to_siblings(history, sketch, found.known, prompt.started_s)
             found = structs.replace(found, known_elsewhere=elsewhere)
+        if found.divergence is not None:
+            self._count_break(found.divergence, prompt.total)
         self._keep(history, sketch, prompt)
         self._drop_oldest(history)
         return found
+
+    def top(self, most: int = 20) -> list[PrefixUsage]:
+        """Return the prefixes that saved most tokens, over all namespaces. O(prefixes)."""
+        sums: dict[int, PrefixUsage] = {}
+        for history in self._histories.values():
+            for one in history.prefixes.values():
+                known = sums.setdefault(one.digest, PrefixUsage(one.digest, one.path, one.tokens))
+                known.uses, known.hits = known.uses + one.uses, known.hits + one.hits
+        return nlargest(most, sums.values(), key=lambda one: (one.tokens * one.hits, one.tokens))
+
+    def breaks(self, most: int = 20) -> list[PrefixBreak]:
+        """Return the places where prompts part with most tokens behind. O(places)."""
+        return nlargest(most, self._breaks.values(), key=lambda one: one.tokens)
+
+    def _count_break(self, found: Divergence, total: int) -> None:
+        place = fold_indexes(found.path)
+        known = self._breaks.setdefault(place, PrefixBreak(place))
+        known.count, known.tokens = known.count + 1, known.tokens + total - found.shared
+        self._breaks.move_to_end(place)
+        if len(self._breaks) > PLACES_MAX:
+            self._breaks.popitem(last=False)
 
     def _known_to_siblings(
         self, history: _History, sketch: _Sketch, known: int, started_s: float
@@ -418,10 +469,13 @@ class PromptChanges:
 
     def _keep(self, history: _History, sketch: _Sketch, prompt: ObservedPrompt) -> None:
         for place, digest in enumerate(sketch.upto):
-            prefix = history.prefixes.get(digest)
+            prefix, part = history.prefixes.get(digest), sketch.parts[place]
             if prefix is None:
-                prefix = history.prefixes[digest] = _Prefix()
+                path = intern(part.path[:PATH_CHARS_MAX])  # the same in many prompts
+                prefix = history.prefixes[digest] = _Prefix(digest, path, part.end)
             history.prefixes.move_to_end(digest)
+            prefix.uses += 1
+            prefix.hits += part.end <= prompt.cached
             prefix.ended_s, prefix.epoch = prompt.ended_s, prompt.epoch
             if prompt.losses is not None:
                 prefix.losses = prompt.losses
@@ -445,12 +499,12 @@ class PromptChanges:
 
     def _sketch(self, prompt: ObservedPrompt) -> _Sketch:
         data, key = prompt.data, self._key
-        own, upto, digest = [], [], 0
+        own, upto, running = [], [], xxh3_64(seed=key)
         for part in prompt.parts[:PARTS_MAX]:
-            one = xxh3_64_intdigest(data[4 * part.start : 4 * part.end], seed=key)
-            digest = xxh3_64_intdigest(struct.pack("<QQQ", digest, one, part.end), seed=key)
-            own.append(one)
-            upto.append(digest)
+            text = data[4 * part.start : 4 * part.end]
+            running.update(text)
+            own.append(xxh3_64_intdigest(text, seed=key))
+            upto.append(running.intdigest())
         parts = prompt.parts[:PARTS_MAX]
         heads = next((n for n, part in enumerate(parts) if part.tier == "messages"), len(parts))
         names, tools = (
@@ -591,3 +645,10 @@ def parts_of(marks: Sequence[tuple[int, str, Tier, bool]], tokens: int) -> tuple
             path = "tools" if tier == "tools" else path
             found.append(PromptPart(path, tier, start, end, is_answer))
     return tuple(found)
+
+
+@lru_cache(maxsize=512)
+def fold_indexes(path: str) -> str:
+    """Return the path with indexes above 1 folded, so all later messages are one place."""
+    folded = _INDEX.sub(lambda match: match[0] if int(match[1]) < 2 else "[2+]", path)
+    return folded[:PATH_CHARS_MAX]

@@ -7,17 +7,20 @@ own, whose requests come in any order. A cache of whole blocks answers as the en
 from __future__ import annotations
 
 import random
-import struct
 from typing import Any
 
 import pytest
 
-from gateway.analytics.prompt_findings import FIRST_USE, PromptContext, PromptFindings
-from gateway.dialects.canonical import Boundary, UsageRecord
+from gateway.analytics.aggregates import Analytics
+from gateway.analytics.completed_prompt import CompletedPrompt, PromptContext
+from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.findings.causes import LEGITIMATE
 from gateway.findings.report import is_finding
 from tenancy.reuse.advice import ClassTerms
+from tenancy.reuse.finding_counts import FindingCount, sum_counts
+from tenancy.reuse.miss_causes import FIRST_USE
 from tenancy.reuse.prompt_changes import ToolDigest
+from tests.fakes import FakeClock
 
 BLOCK = 16
 VOCABULARY = 30_000
@@ -173,7 +176,8 @@ class BlockCache:
 
 
 class Traffic:
-    """Sends a tenant's requests to `PromptFindings` and judges its counts as a report does."""
+    """Sends a tenant's requests to `Analytics` and judges the sums of its causes as a report
+    does."""
 
     def __init__(self, seed: int, plant: str) -> None:
         self._chance = chance = random.Random(seed)
@@ -185,7 +189,11 @@ class Traffic:
         self._applications = [Application(chance, plant)]
         self._applications += [Application(chance, "") for _ in range(others)]
         self._cache = BlockCache()
-        self._findings = PromptFindings(seed, 4, {"5m": ClassTerms(300.0, "5m")})
+        self._clock = FakeClock()
+        classes = {"5m": ClassTerms(300.0, "5m")}
+        self._analytics = Analytics(
+            self._clock, lambda: round(1_000 * self._clock.now_s), 4, classes, seed
+        )
         self._losses: dict[str, int] = {}
         self._computed = 0
 
@@ -197,7 +205,7 @@ class Traffic:
             self._send(number, chosen.request(), chosen.tool_digests)
         return {
             one.cause
-            for one in self._findings.take()
+            for one in sum_counts(map(FindingCount.of, self._analytics.take_causes()))
             if one.cause not in (FIRST_USE, *LEGITIMATE)
             and is_finding(one.cause, one.requests, one.wasted_tokens, self._computed, one.facts)
         }
@@ -216,25 +224,21 @@ class Traffic:
         total, cached = len(tokens) + len(tail), self._cache.use([*tokens, *tail])
         record = self._record(tokens, marks, total, cached)
         self._computed += total - min(cached, record.read_tokens())
-        self._findings.note(
-            PromptContext(
-                tenant_id=1,
-                request_id=f"r{number}",
-                namespace=b"n",
-                epoch="e",
-                started_s=10.0 * number,
-                is_unmarked=self._plant == "unmarked",
-                min_tokens=0,
-                losses=self._losses,
-                tools=tuple(tools),
-            ),
-            record,
-            tuple(marks),
-            struct.pack(f"{len(tokens)}I", *tokens),
-            "",
-            0,
-            10.0 * number + 5,
-            10_000 * number,
+        self._clock.now_s = 10.0 * number + 5
+        self._analytics.note(
+            CompletedPrompt(
+                *(1, record, Rendered((*tokens, *tail), tuple(marks)), 0.1, "", "done"),
+                context=PromptContext(
+                    request_id=f"r{number}",
+                    namespace=b"n",
+                    epoch="e",
+                    started_s=10.0 * number,
+                    is_unmarked=self._plant == "unmarked",
+                    min_tokens=0,
+                    losses=self._losses,
+                    tools=tuple(tools),
+                ),
+            )
         )
 
     def _record(

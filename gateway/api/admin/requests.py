@@ -18,14 +18,12 @@ from gateway.background.history_sampling import flush_requests
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.findings.finding_store import FindingStore
-from gateway.findings.report import finding_id, waste_cost
 from gateway.http import json_api
 from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
 from tenancy.accounts.keys import key_labels
 from tenancy.accounts.tenants import find_tenant_record, list_tenants
 from tenancy.errors import StoreError
-from tenancy.history.request_causes import RequestCause, read_causes
 from tenancy.history.request_records import (
     EndedRequest,
     RequestFilter,
@@ -36,6 +34,7 @@ from tenancy.history.request_records import (
 from tenancy.history.request_users import read_users
 from tenancy.pricing.charges import FREE_CARD, format_dollars, itemize
 from tenancy.pricing.rate_cards import RateCards, load_cards
+from tenancy.reuse.miss_causes import MissCause, finding_id, read_causes, waste_cost
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, UsageEntry
 
@@ -140,7 +139,7 @@ def _rows(store: Store, found: Sequence[EndedRequest]) -> list[dict[str, Any]]:
     return rows
 
 
-def _why(found: EndedRequest, cause: RequestCause | None, cards: RateCards) -> dict[str, Any]:
+def _why(found: EndedRequest, cause: MissCause | None, cards: RateCards) -> dict[str, Any]:
     """Return why the prompt was computed again, as findings say it, and the finding's id."""
     if cause is None:
         return dict.fromkeys(("cause", "place", "wasted_tokens", "wasted_usd", "finding_id"))

@@ -19,7 +19,8 @@ import msgspec
 from msgspec import Struct
 
 from engine.model_store import load_card
-from gateway.analytics.aggregates import Analytics, CompletedPrompt
+from gateway.analytics.aggregates import Analytics
+from gateway.analytics.completed_prompt import CompletedPrompt
 from gateway.analytics.interface import InProcessAnalytics
 from gateway.app import Gateway, open_analytics
 from gateway.cli.database import connect

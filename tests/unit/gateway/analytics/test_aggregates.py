@@ -16,15 +16,15 @@ from gateway.analytics.aggregates import (
     SAMPLE_MAX,
     TENANTS_COUNTED_MAX,
     Analytics,
-    CompletedPrompt,
     PromptSamples,
 )
+from gateway.analytics.completed_prompt import CompletedPrompt
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from tenancy.accounts.tenants import change_tenant
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.reuse.advice import ClassTerms
-from tenancy.reuse.prefix_statistics import PREFIXES_MAX
+from tenancy.reuse.prompt_changes import PREFIXES_MAX
 from tenancy.types import wall_ms
 from tests.fakes import FakeClock
 from tests.unit.gateway.admin_client import AdminClient
@@ -149,12 +149,12 @@ def test_samples_of_a_tenant_are_bounded_in_bytes() -> None:
     record = UsageRecord(1_024, {}, {}, 1_024, 5, 0)
 
     def fill() -> PromptSamples:
-        prompts = PromptSamples()
+        prompts = PromptSamples(1)
         for number in range(200):
             tokens = tuple(chance.randrange(2**31) for _ in range(1_024))
             boundaries = tuple(Boundary(32 * n, f"messages[{n}]" + "x" * 500) for n in range(1, 33))
             facts = CompletedPrompt(ADA, record, Rendered(tokens, boundaries), 0.1, "", "done")
-            prompts.add([(float(number), facts)])
+            prompts.add(float(number), facts)
         return prompts
 
     tracemalloc.start()
@@ -162,7 +162,7 @@ def test_samples_of_a_tenant_are_bounded_in_bytes() -> None:
     used, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
-    assert len(prompts.prefixes) == PREFIXES_MAX
+    assert len(prompts.changes.top(10**6)) == PREFIXES_MAX
     assert prompts.count == 200
     assert prompts.reuse.sampled_blocks == SAMPLE_MAX
     assert used < PROMPTS_BYTES_MAX

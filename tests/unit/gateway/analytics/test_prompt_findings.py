@@ -1,26 +1,20 @@
-"""`PromptFindings`: which cause a prompt adds to, of what the request, the contract and the past
-say."""
+"""Which cause a prompt adds to, of what the request, the contract and the past say."""
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import pytest
 
-from gateway.analytics import prompt_findings
-from gateway.analytics.prompt_findings import (
-    FIRST_USE,
-    NEW_CONVERSATION,
-    READ_BACK,
-    WORKING_SET,
-    WRITTEN_NEVER_READ,
-    PromptContext,
-    PromptFindings,
-)
-from gateway.dialects.canonical import Boundary, UsageRecord
+from gateway.analytics import aggregates
+from gateway.analytics.aggregates import Analytics
+from gateway.analytics.completed_prompt import CompletedPrompt, PromptContext
+from gateway.analytics.prompt_findings import NEW_CONVERSATION, READ_BACK
+from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from tenancy.reuse.advice import ClassTerms
-from tenancy.reuse.finding_counts import FindingCount
+from tenancy.reuse.finding_counts import WORKING_SET
+from tenancy.reuse.miss_causes import FIRST_USE, WRITTEN_NEVER_READ, MissCause
+from tests.fakes import FakeClock
 
 CLASSES = {
     "5m": ClassTerms(300.0, "5m"),
@@ -34,9 +28,12 @@ class Prompts:
     """Prompts of one tenant: a system text of 200 tokens and a question of 20."""
 
     def __init__(self) -> None:
-        self.findings = PromptFindings(3, 2, CLASSES)
+        self._clock = FakeClock()
+        self.analytics = Analytics(
+            self._clock, lambda: round(1_000 * self._clock.now_s), 2, CLASSES, 3
+        )
         self.now_s = 0.0
-        self.writes: FindingCount | None = None
+        self.writes: MissCause | None = None
         """What the latest prompt wrote and read back."""
 
     def ask(
@@ -50,10 +47,10 @@ class Prompts:
         after_s: float = 10.0,
         tenant_id: int = 1,
         **context: Any,
-    ) -> dict[str, FindingCount]:
+    ) -> dict[str, MissCause]:
         """Note a prompt; return what it added, by cause."""
         self.now_s += after_s
-        tokens = [*range(200), *range(1_000, 1_020)]
+        tokens = (*range(200), *range(1_000, 1_020))
         marks = (
             Boundary(200, "system", tier="system", role="system"),
             Boundary(220, "messages[0]"),
@@ -70,17 +67,14 @@ class Prompts:
             "losses": {},
             **context,
         }
-        self.findings.note(
-            PromptContext(tenant_id=tenant_id, **facts),
-            record,
-            marks,
-            struct.pack("220I", *tokens),
-            missed,
-            missed_tokens,
-            self.now_s + 1,
-            round(1_000 * self.now_s),
+        self._clock.now_s = self.now_s + 1
+        self.analytics.note(
+            CompletedPrompt(
+                *(tenant_id, record, Rendered(tokens, marks), 0.1, missed, "done", missed_tokens),
+                context=PromptContext(**facts),
+            )
         )
-        found = {one.cause: one for one in self.findings.take()}
+        found = {one.cause: one for one in self.analytics.take_causes()}
         self.writes = found.pop(WRITTEN_NEVER_READ, None)
         return found
 
@@ -127,7 +121,7 @@ def test_cause_is_that_of_the_contract_or_of_the_past(
 
     assert set(found) == {cause}
     assert (found[cause].requests, found[cause].wasted_tokens) == (1, tokens)
-    assert found[cause].examples == (f"r{prompts.now_s:g}",)
+    assert found[cause].request_id == f"r{prompts.now_s:g}"
 
 
 def namespace(partition: str, workspace: str = "") -> bytes:
@@ -217,11 +211,11 @@ def test_hours_are_apart_and_tenants_too(prompts: Prompts) -> None:
     other = prompts.ask(epoch="g", after_s=HOUR_S)["restarted"]
     fresh = prompts.ask(epoch="h", tenant_id=2)
 
-    assert other.hour_ms - one.hour_ms == 3_600_000
+    assert other.at_ms - one.at_ms == 3_600_000
     assert set(fresh) == {NEW_CONVERSATION, FIRST_USE}
 
 
-def test_counts_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_findings, "COUNTS_MAX", 1)
+def test_causes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregates, "CAUSES_MAX", 1)
 
     assert set(Prompts().ask()) == {NEW_CONVERSATION}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway.analytics.prompt_findings import FIRST_USE
 from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.findings import finding_store
@@ -22,40 +21,41 @@ from tenancy.reuse.finding_counts import (
     read_counts,
     read_origins,
 )
+from tenancy.reuse.miss_causes import FIRST_USE, MissCause
 from tenancy.types import HOUR_MS
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-ONE = FindingCount(1, 0, "system_changes", "system", 1, 100, 5, 5, ("r",), {"at": 1})
-FIRST = FindingCount(1, 0, FIRST_USE, "m/t", 1, 50, 5, 5, ("r",), {"head:a": 50})
+ONE = MissCause("r", 1, "served", "system_changes", "system", 100, {"at": 1}, 5)
+FIRST = MissCause("r", 1, "served", FIRST_USE, "m/t", 50, {"head:a": 50}, 5)
 
 
 @pytest.fixture
 def context(gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch) -> Context:
     """The parts of a gateway whose analytics return what a test puts into `taken`."""
     context = gateway.gateway.context
-    monkeypatch.setattr(context.analytics, "take_findings", Taken())
+    monkeypatch.setattr(context.analytics, "take_causes", Taken())
     return context
 
 
 class Taken:
-    """Counts that wait to be taken."""
+    """Causes that wait to be taken."""
 
     def __init__(self) -> None:
-        self.counts: list[FindingCount] = []
+        self.causes: list[MissCause] = []
         self.error: Exception | None = None
 
-    async def __call__(self) -> list[FindingCount]:
-        """See `AnalyticsClient.take_findings`."""
+    async def __call__(self) -> list[MissCause]:
+        """See `AnalyticsClient.take_causes`."""
         if self.error is not None:
             raise self.error
-        counts, self.counts = self.counts, []
-        return counts
+        causes, self.causes = self.causes, []
+        return causes
 
 
-def put(context: Context, *counts: FindingCount) -> None:
+def put(context: Context, *causes: MissCause) -> None:
     """Let the next call take these."""
-    taken: Any = context.analytics.take_findings
-    taken.counts += counts
+    taken: Any = context.analytics.take_causes
+    taken.causes += causes
 
 
 async def rows(context: Context) -> list[FindingCount]:
@@ -71,7 +71,7 @@ async def test_counts_are_written_with_the_model(context: Context) -> None:
     await kept.flush()
 
     (found,) = await rows(context)
-    assert (found.requests, found.model) == (2, context.models.default.name)
+    assert (found.requests, found.model) == (2, "served")
 
 
 async def test_failed_write_is_made_up_for(
@@ -86,7 +86,7 @@ async def test_failed_write_is_made_up_for(
         patch.setattr(finding_store, "add_counts", fail)
         with pytest.raises(StoreError):
             await kept.flush()
-    put(context, replace(FIRST, place="n/t", first_ms=6))
+    put(context, replace(FIRST, place="n/t", at_ms=6))
     await kept.flush()
 
     found = {one.cause: one.requests for one in await rows(context)}
@@ -120,7 +120,7 @@ async def test_counts_are_written_once_though_the_reader_leaves(
 
 async def test_analytics_that_restart_are_asked_again(context: Context) -> None:
     kept = FindingStore(context)
-    taken: Any = context.analytics.take_findings
+    taken: Any = context.analytics.take_causes
     taken.error = Refusal(Kind.BUSY, "analytics_away", "later")
     await kept.flush()
     taken.error = None
@@ -145,14 +145,14 @@ async def test_fault_of_one_round_ends_no_later_one(
 ) -> None:
     """A bug of ours in one count must not end all findings until a restart."""
     monkeypatch.setattr(finding_store, "FLUSH_S", 0.0)
-    taken: Any = context.analytics.take_findings
+    taken: Any = context.analytics.take_causes
     taken.error = ZeroDivisionError("a bug")
     kept = FindingStore(context)
     kept.start()
     await gateway.until(lambda: "background_failed" in str(gateway.lines))
     taken.error = None
     put(context, ONE)
-    await gateway.until(lambda: not taken.counts)
+    await gateway.until(lambda: not taken.causes)
     await kept.close()
 
     assert len(await rows(context)) == 1
@@ -173,7 +173,7 @@ async def test_first_use_under_another_origin_is_a_finding(
     put(context, FIRST)
     await FindingStore(context).flush()
     later = FindingStore(context)  # of the next gateway
-    put(context, replace(FIRST, place=place, first_ms=at_ms))
+    put(context, replace(FIRST, place=place, at_ms=at_ms))
     await later.flush()
 
     origins = await asyncio.to_thread(read_origins, context.store)
@@ -184,7 +184,7 @@ async def test_first_use_under_another_origin_is_a_finding(
 
 async def test_a_change_of_the_model_costs_what_the_one_before_had_seen(context: Context) -> None:
     """Prompts that are new altogether are no loss of a swap."""
-    new = replace(FIRST, place="n/t", first_ms=10, facts={"head:a": 50, "head:b": 70, "head:c": 9})
+    new = replace(FIRST, place="n/t", at_ms=10, facts={"head:a": 50, "head:b": 70, "head:c": 9})
     put(context, replace(FIRST, facts={"head:a": 50, "head:c": 9}))
     await FindingStore(context).flush()
     put(context, new)
@@ -197,9 +197,9 @@ async def test_a_change_of_the_model_costs_what_the_one_before_had_seen(context:
 async def test_first_uses_count_for_an_hour_after_a_change(context: Context) -> None:
     """Then new prompts are new."""
     kept = FindingStore(context)
-    changed = replace(FIRST, place="n/t", first_ms=10)
-    later = replace(changed, hour_ms=HOUR_MS, first_ms=HOUR_MS + 9)
-    late = replace(changed, hour_ms=HOUR_MS, first_ms=HOUR_MS + 10)
+    changed = replace(FIRST, place="n/t", at_ms=10)
+    later = replace(changed, at_ms=HOUR_MS + 9)
+    late = replace(changed, at_ms=HOUR_MS + 10)
     put(context, FIRST, changed, later, late)
     await kept.flush()
 
@@ -217,7 +217,7 @@ async def test_gateways_of_one_database_may_serve_other_models(context: Context)
 
 
 async def test_origin_is_one_row_per_tenant(context: Context) -> None:
-    put(context, FIRST, replace(FIRST, place="n/t", first_ms=9))
+    put(context, FIRST, replace(FIRST, place="n/t", at_ms=9))
     await FindingStore(context).flush()
 
     origins = await asyncio.to_thread(read_origins, context.store)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway.analytics.prompt_findings import WORKING_SET
 from gateway.findings.report import FindingsWindow, dollars, find
 from tenancy.accounts.tenants import change_tenant, create_tenant
 from tenancy.errors import BadName
 from tenancy.ledger.ledger import Ledger
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
-from tenancy.reuse.finding_counts import FindingCount, add_counts
+from tenancy.reuse.finding_counts import WORKING_SET, FindingCount, add_counts
 from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, UsageEntry
 from tests.actors import TESTER
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite

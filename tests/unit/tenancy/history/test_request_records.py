@@ -10,7 +10,6 @@ from msgspec import structs
 
 from tenancy.accounts.tenants import create_tenant
 from tenancy.history import request_records
-from tenancy.history.request_causes import RequestCause, read_causes, write_causes
 from tenancy.history.request_records import (
     KEPT_MS,
     RequestFilter,
@@ -23,6 +22,7 @@ from tenancy.history.request_records import (
     write_records,
 )
 from tenancy.ledger.ledger import Ledger
+from tenancy.reuse.miss_causes import MissCause, read_causes, write_causes
 from tenancy.storage.interface import Row, Store, Value
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import HOUR_MS
@@ -106,8 +106,8 @@ def test_finds_one_request(filled: Store) -> None:
 def test_causes_go_with_their_records(filled: Store) -> None:
     """One whose record was never kept goes soon; one without a tenant is not written."""
     ids = [id_at(AT_MS - 2 * HOUR_MS), id_at(AT_MS)]
-    causes = [RequestCause(one, 1, "m", "system_changes", "system", 90, {"at": 1}) for one in ids]
-    write_causes(filled, [*causes, RequestCause("gone", 99, "m", "evicted", "", 1)])
+    causes = [MissCause(one, 1, "m", "system_changes", "system", 90, {"at": 1}) for one in ids]
+    write_causes(filled, [*causes, MissCause("gone", 99, "m", "evicted", "", 1)])
     kept = read_causes(filled, [*ids, "gone"])
     write_records(filled, [record(AT_MS - KEPT_MS - 1)])
     delete_old_records(filled, AT_MS)

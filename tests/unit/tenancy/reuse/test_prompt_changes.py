@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import tracemalloc
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -16,11 +17,13 @@ from tenancy.reuse.prompt_changes import (
     WINDOWED_TOKENS_MAX,
     Divergence,
     ObservedPrompt,
+    PrefixBreak,
     PromptChanges,
     PromptPart,
     PromptReuse,
     Tier,
     ToolDigest,
+    fold_indexes,
     parts_of,
 )
 
@@ -204,6 +207,61 @@ def test_namespaces_are_apart() -> None:
 
     assert found.divergence is None
     assert found.is_new_head
+
+
+def note_words(*prompts: str) -> PromptChanges:
+    """Return the changes of these prompts; each letter is a message of a token."""
+    tenant = Tenant()
+    for letters in prompts:
+        tenant.ask(*[("messages", [ord(letter)]) for letter in letters])
+    return tenant.changes
+
+
+def test_growing_chat_has_no_breaks() -> None:
+    """Every turn extends the last one."""
+    assert note_words("a", "abc", "abcde", "abcde", "abcdefghijklmnop").breaks() == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "found"),
+    [
+        (("abcd", "xbcd", "ybcd"), PrefixBreak("messages[0]", 2, 8)),
+        (("abcd", "abxy", "abz"), PrefixBreak("messages[2+]", 2, 3)),
+    ],
+)
+def test_breaks_count_where_prompts_part(prompts: tuple[str, ...], found: PrefixBreak) -> None:
+    """With the tokens behind the place, such as a clock in the system prompt."""
+    assert note_words(*prompts).breaks() == [found]
+
+
+def test_later_indexes_fold_into_one_place() -> None:
+    """A report with a line per message number would be useless."""
+    assert fold_indexes("messages[17].content[1]") == "messages[2+].content[1]"
+    assert fold_indexes("tools[0]") == "tools[0]"
+
+
+def test_same_text_in_other_parts_is_no_break() -> None:
+    """Two parts instead of one change no token."""
+    tenant = Tenant()
+    text = [*map(ord, "abcdef")]
+    tenant.ask(("messages", text[:4]), ("messages", text[4:]))
+    found = tenant.ask(("messages", text[:2]), ("messages", text[2:4]), ("messages", text[4:]))
+
+    assert (found.divergence, found.known, tenant.changes.breaks()) == (None, 6, [])
+
+
+@given(st.lists(st.tuples(st.text("ab", max_size=9), st.integers(0, 9)), max_size=40))
+def test_uses_and_hits_match_a_list_of_all_prompts(prompts: list[tuple[str, int]]) -> None:
+    """Of every prefix of every prompt."""
+    tenant, uses, hits = Tenant(), Counter[str](), Counter[str]()
+    for letters, cached in prompts:
+        tenant.ask(*[("messages", [ord(letter)]) for letter in letters], cached=cached)
+        for n in range(1, len(letters) + 1):
+            uses[letters[:n]] += 1
+            hits[letters[:n]] += n <= cached
+
+    found = Counter((one.tokens, one.uses, one.hits) for one in tenant.changes.top(10**6))
+    assert found == Counter((len(one), uses[one], hits[one]) for one in uses)
 
 
 def test_parts_follow_the_rendering() -> None:
