@@ -11,18 +11,19 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from msgspec.structs import asdict
 
 from gateway.analytics.completed_prompt import CompletedPrompt
-from gateway.analytics.prompt_findings import PromptFindings, prompt_parts, siblings_of
+from gateway.analytics.prompt_findings import EVICTED, PromptFindings, prompt_parts, siblings_of
 from gateway.observability.metrics import CACHE_OUTCOMES, cache_outcome
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import ClassTerms, advise_classes, advise_sizes
-from tenancy.reuse.miss_causes import MissCause
+from tenancy.reuse.finding_counts import FindingCount
+from tenancy.reuse.miss_causes import OF_SUMS, MissCause, waste_cost
 from tenancy.reuse.miss_ratio_curve import (
     BLOCK_TOKENS,
     DEPTH_BLOCKS_MAX,
@@ -85,7 +86,6 @@ class AnalyticsSums:
         self.endings: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
-        self.missed_tokens: Counter[str] = Counter()
         self.read_classes: Counter[str] = Counter()
         self.write_classes: Counter[str] = Counter()
         self.first_token_ms = {cached: LogHistogram() for cached in CACHE_OUTCOMES}
@@ -108,7 +108,6 @@ class AnalyticsSums:
                     writes[name] += tokens
             if completed.missed:
                 self.misses[completed.missed] += 1
-                self.missed_tokens[completed.missed] += completed.missed_tokens
             if completed.is_further:
                 further += 1
                 continue
@@ -135,7 +134,8 @@ class TenantView:
         self.read_classes: Counter[str] = Counter()
         self.write_classes: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
-        self.missed_tokens: Counter[str] = Counter()
+        self.recomputed: dict[str, FindingCount] = {}
+        """What was wasted, by cause; evictions by their own."""
         self.endings: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
         self.first_token_ms = {cached: LogHistogram() for cached in CACHE_OUTCOMES}
@@ -152,9 +152,17 @@ class TenantView:
         self.read_classes.update(sums.read_classes)
         self.write_classes.update(sums.write_classes)
         self.misses.update(sums.misses)
-        self.missed_tokens.update(sums.missed_tokens)
         for cached, times in self.first_token_ms.items():
             times.merge(sums.first_token_ms[cached])
+
+    def add_causes(self, causes: Iterable[MissCause]) -> None:
+        """Add what single requests wasted. O(causes)."""
+        for one in causes:
+            if one.wasted_tokens and one.cause not in OF_SUMS:
+                name = next((fact for fact in one.facts if fact.startswith(EVICTED)), one.cause)
+                known = self.recomputed.get(name)
+                count = FindingCount.of(one)
+                self.recomputed[name] = count if known is None else known.plus(count)
 
     def summary(self) -> dict[str, Any]:
         """Return the tenant's totals as JSON fields."""
@@ -276,15 +284,16 @@ class Analytics:
         for tenant_id, timed_prompts in self._pending.items():
             sums = AnalyticsSums(timed_prompts)
             self._all.add(self._minute, sums)
-            _touch(self._tenants, tenant_id, TenantView, TENANTS_COUNTED_MAX).add(
-                self._minute, sums
-            )
+            view = _touch(self._tenants, tenant_id, TenantView, TENANTS_COUNTED_MAX)
+            view.add(self._minute, sums)
             samples = _touch(self._prompts, tenant_id, new_samples, self._tenants_max)
             for at_s, completed in timed_prompts:
                 reuse, context = samples.add(at_s, completed), completed.context
                 if context is not None and completed.first_token_s is not None:
                     at_ms = round(wall_ms_at_0 + 1_000 * at_s)
-                    self._causes += self._findings.explain(completed, context, reuse, at_ms)
+                    causes = self._findings.explain(completed, context, reuse, at_ms)
+                    view.add_causes(causes)
+                    self._causes += causes
             del self._causes[CAUSES_MAX:]
         self._pending.clear()
         self._pending_room, self._minute_ends_s = PENDING_MAX, -math.inf
@@ -296,10 +305,11 @@ class Analytics:
         return causes
 
     def missed_tokens(self, tenant_id: int, cause: str) -> int:
-        """Return the tokens of a tenant's prefixes that were computed again because of `cause`."""
+        """Return the tokens of a tenant that were computed again because of `cause`."""
         self._aggregate()
         view = self._tenants.get(tenant_id)
-        return 0 if view is None else view.missed_tokens[cause]
+        found = None if view is None else view.recomputed.get(cause)
+        return 0 if found is None else found.wasted_tokens
 
     def overview(self) -> dict[str, Any]:
         """Return the totals, and one row per tenant."""
@@ -349,15 +359,16 @@ class Analytics:
             ],
             "recomputed": [
                 {
-                    "cause": cause,
-                    "tokens": tokens,
-                    "cost_pico": tokens * max(0, card.input - card.cache_read),
+                    "cause": name,
+                    "tokens": one.wasted_tokens,
+                    "cost_pico": waste_cost(one.cause, one.wasted_tokens, one.facts, card),
                 }
-                for cause, tokens in sorted(view.missed_tokens.items(), key=lambda one: -one[1])
-                if tokens
+                for name, one in sorted(
+                    view.recomputed.items(), key=lambda pair: -pair[1].wasted_tokens
+                )
             ],
             "breaks": [
-                {**asdict(one), "cost_pico": one.tokens * (card.input - card.cache_read)}
+                {**asdict(one), "cost_pico": waste_cost("", one.tokens, {}, card)}
                 for one in prompts.changes.breaks()
             ],
             "retention_advice": [

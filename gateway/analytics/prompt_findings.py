@@ -45,6 +45,9 @@ KEPT_BY = "kept_by:"
 
 NEW_CONVERSATION = "new_conversation"
 
+EVICTED = "evicted_"
+"""Prefix of the facts that say by which rule a prefix was evicted, as the engine names it."""
+
 READ_BACK = "read_back_tokens"
 """The fact of `WRITTEN_NEVER_READ` that counts the tokens that were read of what had been
 written."""
@@ -169,7 +172,7 @@ def _past_waste(
 
 
 def _evictions(lost_by: Iterable[str]) -> dict[str, int]:
-    return {name: 1 for name in lost_by if name.startswith("evicted")}
+    return {name: 1 for name in lost_by if name.startswith(EVICTED)}
 
 
 def _change(make: Make, record: UsageRecord, reuse: PromptReuse) -> MissCause | None:

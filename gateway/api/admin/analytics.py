@@ -24,6 +24,7 @@ from gateway.http.request_context import STATE
 from tenancy.accounts import tenants
 from tenancy.history.samples import ALL_TENANTS
 from tenancy.pricing.rate_cards import RateCards, load_cards
+from tenancy.reuse.miss_causes import waste_cost
 from tenancy.storage.interface import Store
 from tenancy.types import Tenant
 
@@ -278,7 +279,7 @@ class _AnalyticsHandlers:
                     "taker": self._name(evictor),
                     "blocks": blocks,
                     "recomputed_tokens": tokens,
-                    "cost_pico": tokens * max(0, card.input - card.cache_read),
+                    "cost_pico": waste_cost("evicted", tokens, {}, card),
                 }
             )
         return rows

@@ -104,13 +104,12 @@ function Evictions({ rows }) {
   const cost = (row) => (row.recomputed_tokens ? fromPico(row.cost_pico) : null);
   return html`<${Panel} title="Evictions between tenants" wide
     note=${"Blocks evicted for another tenant: the 50 pairs with most blocks. Tokens and cost are"
-      + " those of marked prefixes alone (with breakpoints); what evictions cost all prompts is in"
-      + " the findings."}>
+      + " those of prompts that evictions made the owner compute again, divided by blocks."}>
     <${Table} caption="Owner and tenant that the blocks were evicted for" isHidden rows=${rows}
       id=${(row) => `${row.owner} ${row.taker}`} file="evictions" first=${ROWS_FIRST} down="blocks"
       none="No evictions between tenants." columns=${[
         column.tenant("owner"), column.tenant("evicted for", "taker"), column.figure("blocks"),
-        column.figure("of marked prefixes, computed again", (row) => row.recomputed_tokens || null),
+        column.figure("computed again", (row) => row.recomputed_tokens || null),
         column.figure("their cost", cost, dollarsOf(rows.map(cost)))]} /><//>`;
 }
 

@@ -137,8 +137,8 @@ const cost = column.figure("cost", (row) => fromPico(row.cost_pico), dollars);
 
 function Recomputed({ rows }) {
   return html`<${Panel} title="Cost of misses"><${Table} isPlain rows=${rows}
-    caption="Recomputed tokens of written prefixes" id=${(row) => row.cause}
-    none="No written prefix was recomputed." columns=${[
+    caption="Tokens that were computed again, by cause" id=${(row) => row.cause}
+    none="Nothing was computed again." columns=${[
       column.text("cause", (row) => words(row.cause)), column.figure("tokens"), cost]} /><//>`;
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gateway.analytics.aggregates import (
     PROMPTS_BYTES_MAX,
@@ -18,7 +19,7 @@ from gateway.analytics.aggregates import (
     Analytics,
     PromptSamples,
 )
-from gateway.analytics.completed_prompt import CompletedPrompt
+from gateway.analytics.completed_prompt import CompletedPrompt, PromptContext
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from tenancy.accounts.tenants import change_tenant
 from tenancy.pricing.charges import RateCard
@@ -58,7 +59,8 @@ class AnalyticsUnderTest:
         )
         prompt = Rendered(tokens, boundaries)
         facts = CompletedPrompt(tenant_id, record, prompt, 0.1, missed, "done", missed_tokens)
-        self.analytics.note(facts)
+        context = PromptContext("r", b"n", "e", self.clock.now_s, False, 0, {})
+        self.analytics.note(replace(facts, context=context))
 
     def tenant(self, tenant_id: int) -> dict[str, Any]:
         found = self.analytics.tenant(tenant_id, CARD, 64)
@@ -169,13 +171,16 @@ def test_samples_of_a_tenant_are_bounded_in_bytes() -> None:
 
 
 def test_prices_misses_by_cause() -> None:
-    """Tokens of written prefixes that were computed again, at the saving of a read."""
+    """Tokens that were computed again, at the saving of a read, with and without breakpoints."""
     world = AnalyticsUnderTest()
     world.note(ADA, "abc", missed="evicted_pressure", missed_tokens=32)
     world.note(ADA, "abc", missed="expired", missed_tokens=48)
-    world.note(ADA, "abc", missed="never_written")
+    world.note(ADA, "abc", cached=47, missed="never_written")
+    world.note(ADA, "xbcdefghijk")
+    world.note(ADA, "ybcdefghijk")
 
     assert world.tenant(ADA)["recomputed"] == [
+        {"cause": "prompt_changes", "tokens": 160, "cost_pico": 160 * 900},
         {"cause": "expired", "tokens": 48, "cost_pico": 48 * 900},
         {"cause": "evicted_pressure", "tokens": 32, "cost_pico": 32 * 900},
     ]
