@@ -15,7 +15,7 @@ from msgspec import Struct
 from engine.errors import ModelError
 from engine.model_store.architecture import Architecture
 
-CARD_VERSION = 3
+CARD_VERSION = 4
 """Version of the card's fields; a card of another version is made anew."""
 
 
@@ -23,7 +23,8 @@ class ModelCard(Struct, frozen=True, forbid_unknown_fields=True):
     """A prepared model.
 
     `digest` covers the model's files, tokenizer and template. `source`: the GGUF file or Hugging
-    Face folder. `folder`: the prepared folder. `stop_token_ids`: every token that ends an output.
+    Face folder. `folder`: the prepared folder. `stop_token_ids`: every token that ends an output;
+    `eos_token_id`: the one that templates write.
     `special_token_ids`: tokens that are never text. `warnings`: what is doubtful in the model's
     files, each in a sentence for operators.
     """
@@ -37,6 +38,7 @@ class ModelCard(Struct, frozen=True, forbid_unknown_fields=True):
     stop_token_ids: tuple[int, ...]
     special_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
+    eos_token_id: int | None = None
     add_bos: bool = False
     warnings: tuple[str, ...] = ()
     version: int = CARD_VERSION

@@ -87,21 +87,24 @@ def read_gguf(path: Path) -> ModelParts:
     specials = special_ids(header)
     # Among the special tokens alone: Gemma has an ordinary token </s>, which strikes text through.
     index = {tokens[i]: i for i in specials if i < len(tokens)}
+    eos = header.integer("tokenizer.ggml.eos_token_id")
     stops = [
-        header.integer("tokenizer.ggml.eos_token_id"),
+        eos,
         header.integer("tokenizer.ggml.eot_token_id"),
         *(index.get(token) for token in END_TOKENS),
     ]
     bos = header.integer("tokenizer.ggml.bos_token_id")
+    stop_ids = tuple(sorted({stop for stop in stops if stop is not None}))
     template, warnings = choose_template(_templates(header))
     return ModelParts(
         config=_architecture(path, header, len(tokens)),
         tokenizer=tokenizer_json(header),
         template=template,
         warnings=(*tokenizer_warnings(header), *warnings),
-        stop_token_ids=tuple(sorted({stop for stop in stops if stop is not None})),
+        stop_token_ids=stop_ids,
         special_token_ids=specials,
         bos_token_id=bos,
+        eos_token_id=eos if eos is not None else next(iter(stop_ids), None),
         add_bos=header.metadata.get("tokenizer.ggml.add_bos_token") is True and bos is not None,
     )
 

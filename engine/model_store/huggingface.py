@@ -27,23 +27,31 @@ def read_folder(folder: Path) -> ModelParts:
             f"{folder} has no tokenizer.json; save the model's fast tokenizer there",
         )
     tokenizer = _read_text(folder / "tokenizer.json")
-    settings = _read_json(folder / "tokenizer_config.json", optional=True)
-    generation = _read_json(folder / "generation_config.json", optional=True)
+    settings, specials_map, generation = (
+        _read_json(folder / name, optional=True)
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+    )
     specials = _specials(_read_json(folder / "tokenizer.json"), folder)
-    stops = {i for i, word in specials.items() if word in END_TOKENS}
-    for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
-        stops.update(_token_ids(value, folder))
-    bos = _token_ids(config.get("bos_token_id"), folder)
+    ends = [
+        one
+        for holder in (config, generation)
+        for one in _token_ids(holder.get("eos_token_id"), folder)
+    ]
+    own_ends = sorted(i for i, word in specials.items() if word in END_TOKENS)
+    named = {**specials_map, **settings}
+    eos = _named_token("eos_token", named, specials, [*ends, *own_ends])
+    bos = _named_token("bos_token", named, specials, _token_ids(config.get("bos_token_id"), folder))
     template, warnings = choose_template(_templates(folder, settings))
     return ModelParts(
         config=_architecture(config),
         tokenizer=tokenizer,
         template=template,
         warnings=warnings,
-        stop_token_ids=tuple(sorted(stops)),
+        stop_token_ids=tuple(sorted({*ends, *own_ends, *([] if eos is None else [eos])})),
         special_token_ids=tuple(sorted(specials)),
-        bos_token_id=bos[0] if bos else None,
-        add_bos=settings.get("add_bos_token") is True and bool(bos),
+        bos_token_id=bos,
+        eos_token_id=eos,
+        add_bos=settings.get("add_bos_token") is True and bos is not None,
     )
 
 
@@ -53,6 +61,19 @@ def _specials(tokenizer: dict[str, Any], folder: Path) -> dict[int, str]:
         return {int(t["id"]): str(t["content"]) for t in added if t.get("special")}
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ModelError("corrupt", f"{folder}/tokenizer.json: added_tokens: {error}.") from error
+
+
+def _named_token(
+    name: str, named: dict[str, Any], specials: dict[int, str], others: list[int]
+) -> int | None:
+    """Return the token that the tokenizer's settings give a name; where they give none that is a
+    special token, the first of others. None if the settings say that there is none."""
+    if name in named and named[name] is None:
+        return None
+    word = named.get(name)
+    text = word.get("content") if isinstance(word, dict) else word
+    found = [i for i, special in specials.items() if special == text]
+    return next(iter([*found, *others]), None)
 
 
 def _token_ids(value: object, folder: Path) -> list[int]:

@@ -46,5 +46,6 @@ class ModelParts(Struct, frozen=True):
     stop_token_ids: tuple[int, ...]
     special_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    eos_token_id: int | None
     add_bos: bool
     warnings: tuple[str, ...] = ()

@@ -96,6 +96,7 @@ def _prepare(
         stop_token_ids=parts.stop_token_ids,
         special_token_ids=parts.special_token_ids,
         bos_token_id=parts.bos_token_id,
+        eos_token_id=parts.eos_token_id,
         add_bos=parts.add_bos,
         warnings=parts.warnings if parts.stop_token_ids else (*parts.warnings, _NO_END),
     )
@@ -138,8 +139,7 @@ def _check(parts: ModelParts, source: Path) -> None:
         message = f"{source}: the tokenizer has {tokens} tokens; expected at most {vocab}"
         raise ModelError("corrupt", message)
     named = {*parts.stop_token_ids, *parts.special_token_ids}
-    if parts.bos_token_id is not None:
-        named.add(parts.bos_token_id)
+    named |= {one for one in (parts.bos_token_id, parts.eos_token_id) if one is not None}
     unknown = sorted(token for token in named if not 0 <= token < vocab)
     if unknown:
         raise ModelError(

@@ -138,7 +138,7 @@ def _describe(model: ServedModel, info: EngineInfo) -> dialect.TokenizerInfoAnsw
         tokenizer_class="PreTrainedTokenizerFast",
         model_max_length=info.context_tokens,
         chat_template=renderer.template_source,
-        eos_token=renderer.special_text(next(iter(card.stop_token_ids), None)) or None,
+        eos_token=renderer.special_text(card.eos_token_id) or None,
         bos_token=renderer.special_text(card.bos_token_id) or None,
         add_bos_token=card.add_bos,
     )

@@ -416,7 +416,7 @@ class Renderer:
             tools=tools,
             documents=None,
             bos_token=self.special_text(self.card.bos_token_id),
-            eos_token=self.special_text(next(iter(self.card.stop_token_ids), None)),
+            eos_token=self.special_text(self.card.eos_token_id),
         )
 
 

@@ -51,7 +51,7 @@ def test_card_has_stop_tokens(write: Callable[[Path], Path], tmp_path: Path) -> 
 
     assert card.stop_token_ids == (TOKENS.index("<|endoftext|>"), TOKENS.index("<|im_end|>"))
     assert card.special_token_ids == (0, 1, 2)
-    assert card.bos_token_id == 0
+    assert (card.bos_token_id, card.eos_token_id) == (0, TOKENS.index("<|im_end|>"))
     assert not card.add_bos
     assert card.template_path.read_text() == CHAT_TEMPLATE
 
@@ -221,6 +221,54 @@ def with_settings(folder: Path, **settings: Any) -> Path:
     path = write_folder(folder) / "tokenizer_config.json"
     path.write_text(json.dumps({"add_bos_token": False, **settings}))
     return folder
+
+
+ENDS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
+    "a word": ({"eos_token": "<|im_end|>"}, {}, "<|im_end|>"),
+    "an object": ({"eos_token": {"content": "<|im_start|>"}}, {}, "<|im_start|>"),
+    "the map of special tokens": ({}, {"eos_token": {"content": "<|im_end|>"}}, "<|im_end|>"),
+    "settings before the map": (
+        {"eos_token": "<|im_end|>"},
+        {"eos_token": "<|im_start|>"},
+        "<|im_end|>",
+    ),
+    "none": ({"eos_token": None}, {}, None),
+    "a word that is no token": ({"eos_token": "<end>"}, {}, "<|im_start|>"),
+    "the configuration": ({}, {}, "<|im_start|>"),
+}
+
+
+@pytest.mark.parametrize(("settings", "names", "told"), ENDS.values(), ids=ENDS.keys())
+@pytest.mark.parametrize("kind", ["eos", "bos"])
+def test_templates_get_the_tokens_that_the_model_names(
+    kind: str, settings: dict[str, Any], names: dict[str, Any], told: str | None, tmp_path: Path
+) -> None:
+    """A template writes the end of earlier turns with it: the smallest of all end tokens is one
+    that the model has not seen there. The model's own end token ends answers, too."""
+    if kind == "bos":
+        settings, names = ({f"bos_{k[4:]}": v for k, v in one.items()} for one in (settings, names))
+    source = with_settings(tmp_path / "m", **settings)
+    (source / "special_tokens_map.json").write_text(json.dumps(names))
+    path = source / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, f"{kind}_token_id": [TOKENS.index("<|im_start|>")]}))
+
+    card = prepare("tiny", source, tmp_path)
+    found = card.eos_token_id if kind == "eos" else card.bos_token_id
+
+    assert found == (None if told is None else TOKENS.index(told))
+    assert kind == "bos" or found is None or found in card.stop_token_ids
+
+
+def test_a_card_of_an_older_version_is_made_again_with_its_digest(tmp_path: Path) -> None:
+    """What was cached before is found after an update that reads more of the same files."""
+    card = prepare("tiny", write_folder(tmp_path / "m"), tmp_path)
+    path = Path(card.folder) / "model_card.json"
+    fields = json.loads(path.read_text())
+    del fields["eos_token_id"]
+    path.write_text(json.dumps({**fields, "version": card.version - 1}))
+
+    assert prepare("tiny", tmp_path / "m", tmp_path) == card
 
 
 NAMED = [{"name": "default", "template": "MINE"}, {"name": "tool_use", "template": "TOOLS"}]

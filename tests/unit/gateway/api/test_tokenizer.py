@@ -121,7 +121,7 @@ async def test_describes_the_tokenizer(gateway: GatewayFixture) -> None:
     ids = (await tokenize(gateway, prompt=answer["eos_token"], add_special_tokens=False))["tokens"]
 
     assert status == 200
-    assert ids == [gateway.card.stop_token_ids[0]]
+    assert ids == [gateway.card.eos_token_id] != [gateway.card.stop_token_ids[0]]
     assert answer["chat_template"] == gateway.renderer.template_source
     assert answer["model_max_length"] == gateway.context_tokens
 

@@ -254,6 +254,18 @@ def test_developer_role_renders_as_system(renderer: Renderer) -> None:
     )
 
 
+def test_template_writes_the_models_own_tokens(make: Make) -> None:
+    """And no other of its end tokens, which it was not trained to see there."""
+    renderer = make(
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    card = renderer.card
+
+    found = renderer.render(chat("Hi")).token_ids
+    assert (found[0], found[-1]) == (card.bos_token_id, card.eos_token_id)
+    assert card.eos_token_id != card.stop_token_ids[0]
+
+
 def test_raw_prompt_parses_special_tokens(renderer: Renderer) -> None:
     """/v1/completions is for clients that write templates themselves."""
     assert renderer.render(Prompt(text="<|im_start|>")).token_ids == (START,)
