@@ -32,7 +32,6 @@ from gateway.caching.breakpoints import BreakpointPlan, plan_breakpoints
 from gateway.caching.miss_diagnosis import (
     Fingerprint,
     FingerprintIndex,
-    MissContext,
     PromptDigests,
     compare_fingerprints,
 )
@@ -50,6 +49,9 @@ from gateway.dialects.families import cache_profile
 from gateway.errors import Kind, Refusal
 from gateway.retention_classes import BEST_EFFORT, CacheProfile, CachingConfig
 from tenancy.types import Fidelity
+
+CAUSES_ELSEWHERE = ("other_namespace", "template", "model")
+"""Causes of content that was written elsewhere; the first one that applies is reported."""
 
 
 class CacheScope(Struct, frozen=True):
@@ -472,15 +474,31 @@ class Contract:
 
     def _cause_elsewhere(self, read: int, now_s: float) -> str:
         """Return the cause if no prefix was found here: did the tenant write it elsewhere?"""
-        manager, scope = self._manager, self._scope
-        honours = self._terms.honours_promises
-        context = MissContext(
-            scope.namespace, scope.origin, now_s, manager.is_alive, honours, manager.losses
-        )
-        if cause := context.cause(self._digests, manager.entries, read):
-            return cause
+        manager, writer = self._manager, self._scope.origin.writer
+        content = [self._digests.upto(at) for at in self._digests.positions if at > read]
+        causes = {
+            self._cause_there(entry, now_s)
+            for digest in filter(None, content)
+            for entry in manager.entries.find_same_content(writer, digest)
+        }
+        if found := causes.intersection(CAUSES_ELSEWHERE):
+            return min(found, key=CAUSES_ELSEWHERE.index)
         is_known = bool(self._terms.candidates) or manager.covers_retention(self._terms, now_s)
         return "never_written" if is_known else "unknown"
+
+    def _cause_there(self, entry: IndexedPrefix, now_s: float) -> str:
+        """Return why a prefix with the same content cannot be read here; "" if it says nothing."""
+        manager, here, origin = self._manager, self._scope, entry.origin
+        if not entry.is_live(now_s) or entry.key[0] == here.namespace:
+            return ""
+        if origin.model != here.origin.model:
+            return "model"
+        if origin.template != here.origin.template:
+            return "template"
+        # Its blocks are certainly cached if they are promised, or if none was lost since.
+        is_promised = self._terms.honours_promises and entry.is_promised(now_s)
+        is_whole = manager.is_alive(entry.epoch) and entry.losses == manager.losses(entry.key[0])
+        return "other_namespace" if is_promised or is_whole else ""
 
     def _loss_cause(self, entry: IndexedPrefix) -> str:
         now = self._manager.losses(self._scope.namespace)

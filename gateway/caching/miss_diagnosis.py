@@ -1,4 +1,4 @@
-"""Explain cache misses: compare prompts by digests and find content that was written elsewhere.
+"""Compare a prompt with that of an earlier response which the client names, by digests.
 
 A fingerprint contains no text: only the digest and token count of every boundary of a prompt, and
 the digests of settings that count as part of it. Fingerprints are kept for a limited time by
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import msgspec
 from msgspec import Struct
 
-from engine.api import Namespace
-from gateway.caching.prefix_index import DIGEST_BYTES, IndexedPrefix, PrefixIndex, PrefixOrigin
+from gateway.caching.prefix_index import DIGEST_BYTES, PrefixOrigin
 from gateway.dialects.canonical import (
     Boundary,
     Call,
@@ -157,19 +156,14 @@ def _changed(now: dict[str, str], then: dict[str, str]) -> str:
     return names[0] if names else ""
 
 
-CAUSES_BY_PRIORITY: tuple[Cause, ...] = ("other_namespace", "template", "model")
-"""Causes by priority: the first one that applies is reported."""
-
-
 class PromptDigests:
-    """Digests of a prompt's content up to each boundary, computed on first use.
-
-    `positions`: token counts of the boundaries at which a written prefix would be found.
-    """
+    """Digests of a prompt's content up to each boundary, computed on first use: the same under
+    every model and template, as tokens are not."""
 
     def __init__(
         self, prompt: Prompt, boundaries: Sequence[Boundary], positions: Sequence[int]
     ) -> None:
+        """`positions`: token counts of the boundaries at which a written prefix would be found."""
         self._prompt = prompt
         self._boundaries = boundaries
         self.positions = positions
@@ -193,45 +187,6 @@ class PromptDigests:
             running.update(msgspec.msgpack.encode(_content_of(part)))
             found[mark.tokens] = running.digest()
         return found
-
-
-class MissContext(Struct, frozen=True):
-    """The reader and the engine's state when a miss is explained."""
-
-    namespace: Namespace
-    origin: PrefixOrigin
-    now_s: float
-    is_alive: Callable[[str], bool]
-    honours_promises: bool
-    losses: Callable[[Namespace], dict[str, int]]
-
-    def cause(self, digests: PromptDigests, entries: PrefixIndex, read: int) -> Cause | None:
-        """Return why content beyond `read` tokens, written by the reader, cannot be read here."""
-        contents = [
-            digest for at in digests.positions if at > read and (digest := digests.upto(at))
-        ]
-        same = (
-            one
-            for digest in contents
-            for one in entries.find_same_content(self.origin.writer, digest)
-        )
-        causes = {self._cause_of(entry) for entry in same if entry.is_live(self.now_s)}
-        return next((cause for cause in CAUSES_BY_PRIORITY if cause in causes), None)
-
-    def _cause_of(self, entry: IndexedPrefix) -> Cause | None:
-        if entry.key[0] == self.namespace:
-            return None
-        if entry.origin.model != self.origin.model:
-            return "model"
-        if entry.origin.template != self.origin.template:
-            return "template"
-        return "other_namespace" if self._is_cached(entry) else None
-
-    def _is_cached(self, entry: IndexedPrefix) -> bool:
-        """Whether the blocks are certainly cached: promised, or no loss since they were written."""
-        if self.honours_promises and entry.is_promised(self.now_s):
-            return True
-        return self.is_alive(entry.epoch) and entry.losses == self.losses(entry.key[0])
 
 
 def _content_of(part: Tool | Segment) -> tuple[object, ...]:
