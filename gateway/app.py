@@ -70,7 +70,7 @@ from gateway.background.webhooks import (
 )
 from gateway.caching import ContractManager
 from gateway.caching.promise_store import PromiseStore
-from gateway.config import Config, ConfigError, parse_address
+from gateway.config import Config, ConfigError, allowed_hosts, parse_address
 from gateway.config_file import ConfigSource
 from gateway.context import Context, Log
 from gateway.embeddings.embedder import Embedder
@@ -259,7 +259,7 @@ class Gateway:
             *health.routes(context),
             *openapi.routes("public"),
         )
-        hosts = context.config.server.hosts
+        hosts = allowed_hosts(context.config.server)
         return Middleware(routes, context, hosts, rate_limits.take_place)
 
     def admin(self) -> Middleware:
@@ -283,7 +283,7 @@ class Gateway:
             *health.routes(context),
             *openapi.routes("admin"),
         )
-        admin, hosts = context.config.admin, context.config.admin.allowed_hosts()
+        admin, hosts = context.config.admin, allowed_hosts(context.config.admin)
         trusted = TrustedHeader(admin.trusted_header, admin.trusted_proxies, admin.trusted_scopes)
         return Middleware(routes, context, hosts, trusted=trusted, is_public=False)
 

@@ -64,7 +64,9 @@ class ConfigError(Exception):
 
 
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The public listener. `hosts`: allowed values of the `Host` header; "*" allows all.
+    """The public listener.
+
+    `hosts`: allowed values of the `Host` header beside the address of `listen`; "*" allows all.
 
     `header_timeout_s`: for the head of a request. `body_timeout_s`: for its body, which must then
     arrive at `body_rate_min_bytes_per_s` or faster. `write_timeout_s`: for a client to read written
@@ -112,14 +114,15 @@ class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):
     trusted_proxies: tuple[str, ...] = ()
     trusted_scopes: tuple[Literal["erase", "money", "read", "tenants"], ...] = ("read",)
 
-    def allowed_hosts(self) -> tuple[str, ...]:
-        """Return `hosts` with the address that the listener has.
 
-        A listener on all addresses may be asked by any address, but not by any name: a page of
-        another site can make a name of its own lead here, and no address.
-        """
-        host = parse_address(self.listen, "admin.listen")[0].lower()
-        return (*self.hosts, f"[{host}]" if ":" in host else host)
+def allowed_hosts(listener: ServerConfig | AdminConfig) -> tuple[str, ...]:
+    """Return a listener's `hosts` with the address that it has.
+
+    A listener on all addresses may be asked by any address, but not by any name: a page of another
+    site can make a name of its own lead here, and no address.
+    """
+    host = parse_address(listener.listen, "listen")[0].lower()
+    return (*listener.hosts, f"[{host}]" if ":" in host else host)
 
 
 class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):

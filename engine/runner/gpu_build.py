@@ -43,7 +43,9 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
     Memory: the weights in bf16, `kv_memory_mib` of blocks, and scratch.
     """
     if not torch.cuda.is_available():
-        raise ModelError("unsupported", "no CUDA device found; use --device cpu")
+        raise ModelError(
+            "unsupported", 'no CUDA device found; expected one, or engine.device = "auto"'
+        )
     check_dtypes(config)
     device = torch.device("cuda")
     lacking = lacking_kernel(card.config)

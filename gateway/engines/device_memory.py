@@ -81,8 +81,17 @@ def runs_on_device(engine: EngineConfig) -> bool:
     """Return whether an engine will take an NVIDIA device: it must, or it may and there is one.
     PyTorch's CPU build never does."""
     if engine.device == "auto":
-        return NVIDIA_CONTROL.exists() and not _is_cpu_build()
+        return not lacking_device()
     return engine.device == "cuda"
+
+
+def lacking_device() -> str:
+    """Return why no engine can run on an NVIDIA device here, or "" where one can."""
+    if not NVIDIA_CONTROL.exists():
+        return f"no NVIDIA device is here ({NVIDIA_CONTROL})"
+    if _is_cpu_build():
+        return "the installed torch is a build without CUDA (TORCH=cuda make serve installs one)"
+    return ""
 
 
 def read_device_memory(

@@ -31,8 +31,9 @@ from gateway.cli.doctor.check import Check
 from gateway.cli.doctor.levels import check_levels
 from gateway.cli.doctor.pools import check_pools
 from gateway.cli.result import CommandCall, CommandResult, Entry, add_nothing
-from gateway.config import Config, ConfigError, parse_address
+from gateway.config import Config, ConfigError, allowed_hosts, parse_address
 from gateway.config_file import PLACES
+from gateway.engines.device_memory import lacking_device
 from gateway.engines.memory import plan_device_memory, plan_memory
 from gateway.http.descriptors import (
     DESCRIPTORS_KEPT,
@@ -63,8 +64,8 @@ def _run(call: CommandCall) -> CommandResult:
     checks = [Check("python", True, platform.python_version())]
     for check in (
         *(_packages, _sqlite, _compiler, _data_dir, _disk_speed, _clock, _database),
-        *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _memory, check_pools),
-        *(check_levels, _keys, _webhooks),
+        *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _device, _memory),
+        *(check_pools, check_levels, _keys, _webhooks),
     ):
         checks += check(config)
     checks += _config_file(call.source.file)
@@ -209,12 +210,12 @@ def _is_loopback(address: str) -> bool:
 
 
 def _hosts(config: Config) -> list[Check]:
-    """Check that a listener for other machines takes a name that other machines use."""
+    """Advise a name for a listener that other machines reach: they may use its address alone."""
     server, local = config.server, {"localhost", "127.0.0.1", "[::1]"}
-    found = "any" if "*" in server.hosts else ", ".join(server.hosts)
+    found = "any" if "*" in server.hosts else ", ".join(allowed_hosts(server))
     fix = (
-        f'add the name that clients use, as in server.hosts = ["{platform.node()}"]: others are'
-        " refused"
+        f'add the name that clients use, as in server.hosts = ["{platform.node()}"]: other names'
+        " are refused"
     )
     is_local = set(server.hosts) <= local and not _is_loopback(server.listen)
     return [Check("host names", True, found, fix if is_local else None)]
@@ -287,6 +288,18 @@ def _embeddings(config: Config) -> list[Check]:
         if is_builtin:
             return [Check(check, True, f"{name}, fetched at the first start")]
         return [Check(check, False, error.message, fix)]
+
+
+def _device(config: Config) -> list[Check]:
+    """Say where the models run; an NVIDIA device that they ask for has to be usable."""
+    wanted = {config.engine_of(model).device for model in config.served_models()}
+    lacks = lacking_device()
+    if wanted == {"cpu"} or not lacks:
+        return [Check("device", True, "CPU" if wanted == {"cpu"} else "NVIDIA")]
+    if "cuda" in wanted:
+        fix = 'install the driver and a torch with CUDA, or set engine.device to "auto" or "cpu"'
+        return [Check("device", False, f"engine.device is cuda: {lacks}", fix)]
+    return [Check("device", True, f"CPU: {lacks}")]
 
 
 def _memory(config: Config) -> list[Check]:

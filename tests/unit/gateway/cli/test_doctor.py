@@ -20,7 +20,7 @@ from gateway.cli.doctor.command import checks_text
 from gateway.cli.doctor.levels import check_levels
 from gateway.cli.doctor.pools import check_pool, check_pools
 from gateway.config import Config, ModelSettings
-from gateway.engines import memory
+from gateway.engines import device_memory, memory
 from gateway.engines.memory import available_memory_mib
 from tenancy.accounts.declared_tenants import DeclaredTenant
 from tenancy.accounts.tenants import create_tenant, set_status
@@ -28,7 +28,7 @@ from tenancy.types import AtRest, CachePolicy, wall_ms
 from tests.models import prepared, prepared_with_windows
 
 ASKED = {"disk speed", "clock", "host names", "encryption", "descriptors", "configuration"}
-ALL = {*ASKED, "python", "sqlite", "torch", "model", "data directory"}
+ALL = {*ASKED, "python", "sqlite", "torch", "model", "device", "data directory"}
 
 
 @pytest.fixture
@@ -54,6 +54,32 @@ def test_a_sound_machine_gets_no_advice(config: Path, capsys: pytest.CaptureFixt
     assert set(found) >= ALL
     assert {name for name in ASKED - {"disk speed"} if found[name]["fix"]} == set()
     assert not (config.parent / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "is_ok", "found"),
+    [
+        ("cpu", True, "CPU"),
+        ("auto", True, "CPU: no NVIDIA device is here"),
+        ("cuda", False, "engine.device is cuda: no NVIDIA device is here"),
+    ],
+)
+def test_says_where_models_run(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    is_ok: bool,
+    found: str,
+) -> None:
+    """An engine that has to run on a device that is not here would not start."""
+    monkeypatch.setattr(device_memory, "NVIDIA_CONTROL", config.parent / "none")
+    config.write_text(config.read_text() + f'[engine]\ndevice = "{device}"\n')
+    check = checks(capsys)["device"]
+
+    assert check["ok"] is is_ok
+    assert check["found"].startswith(found)
+    assert (check["fix"] is None) is is_ok
 
 
 def test_advises_names_and_encryption_for_a_public_listener(

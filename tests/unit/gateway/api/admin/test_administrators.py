@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from gateway.config import AdminConfig
+from gateway.config import AdminConfig, ServerConfig, allowed_hosts
 from gateway.errors import Refusal
 from gateway.http.authentication import check_host
 from tenancy.accounts.keys import ADMIN_SCOPES, create_admin_key
@@ -64,6 +64,7 @@ async def test_own_names_are_answered(gateway: GatewayFixture, path: str) -> Non
         assert (await get(gateway, path, Host=host))[0] == 200
 
 
+@pytest.mark.parametrize("listener", [AdminConfig, ServerConfig])
 @pytest.mark.parametrize(
     ("listen", "host", "is_allowed"),
     [
@@ -78,15 +79,35 @@ async def test_own_names_are_answered(gateway: GatewayFixture, path: str) -> Non
         ("0.0.0.0:8081", "10.0.0.8.evil.example", False),
     ],
 )
-async def test_listen_address_is_allowed(listen: str, host: str, is_allowed: bool) -> None:
+async def test_listen_address_is_allowed(
+    listener: type[AdminConfig | ServerConfig], listen: str, host: str, is_allowed: bool
+) -> None:
     """On all addresses any address: a page can make a name lead here, and no address."""
-    allowed = AdminConfig(listen=listen).allowed_hosts()
+    allowed = allowed_hosts(listener(listen=listen))
     request = make_mocked_request("GET", "/metrics", headers={"Host": host})
     if is_allowed:
         check_host(request, allowed, "admin.hosts")
     else:
         with pytest.raises(Refusal):
             check_host(request, allowed, "admin.hosts")
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("127.0.0.1", 200), ("llm.example.org", 200), ("localhost", 400), ("evil.example", 400)],
+)
+async def test_clients_may_use_the_address_that_is_listened_on(
+    unopened_gateway: GatewayFixture, host: str, status: int
+) -> None:
+    """Beside the configured names, and no other."""
+    gateway = unopened_gateway
+    gateway.set_server(hosts=("llm.example.org",))
+    await gateway.open()
+    headers = {**gateway.headers(), "Host": host}
+    async with gateway.session.get(f"{gateway.url}/v1/models", headers=headers) as response:
+        assert response.status == status
+    await gateway.close()
+    gateway.discard()
 
 
 async def test_administrators_key_in_the_query_is_not_taken(gateway: GatewayFixture) -> None:
