@@ -14,7 +14,8 @@ export TRUNKLINE_DATA_DIR ?= $(DATA)
 
 all: check test
 
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Its build of this package warns of every editable installation.
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 # The environment's Python has to be new enough, whole, and of the version that PYTHON names, where
 # it is given. Another one is remade; a stamp in it is none. PYTHON is checked before that.

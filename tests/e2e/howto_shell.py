@@ -42,7 +42,11 @@ case "$1 $2" in
     "$PYTHON" -m gateway serve "$HOWTO/$MODEL" >> "$HOWTO/server.out" 2>> "$HOWTO/server.log" &
     echo $! > "$HOWTO/server.pid"
     curl --silent --fail --output /dev/null --retry 60 --retry-connrefused --retry-delay 1 \
-        --retry-all-errors "http://127.0.0.1:$PUBLIC_PORT/readyz" ;;
+        --retry-all-errors "http://127.0.0.1:$PUBLIC_PORT/readyz"
+    # A reader waits a second for the levels.
+    for _ in $(seq 60); do
+        trunkline levels show 2>&1 | grep --quiet "not .* yet$" || break
+    done ;;
 "stop trunkline")
     pid=$(cat "$HOWTO/server.pid")
     kill "$pid" || true

@@ -22,7 +22,7 @@ PRINTED = {
         rf"^(ok +)?model +\S*/{MODEL}",
         "gpt-4o-mini",
     ),
-    "budget": (r'"completion_tokens":\d', r"acme .*month .*20\.000000.*16\.000000"),
+    "budget": (r'"completion_tokens":\d', r"studio .*month .*20\.000000.*16\.000000"),
     "disk": (
         r"^ok +configuration +\S*/trunkline.toml is valid",
         r"^ok +disk level speed +[0-9,]+ MB/s written",
@@ -38,7 +38,7 @@ PRINTED = {
     "from-vllm": (r'"completion_tokens":\d', "vllm:num_requests_running"),
     "gpu": (r"engine\.kv_memory_mib .*40960",),
     "grafana": (r"trunkline_engine_ready 1",),
-    "kubernetes": (r"^tl-", "acme"),
+    "kubernetes": (r"^tl-", "orchard"),
     "litellm-in-front": (r'"object":"list"',),
     "one-hour": (
         r'"ephemeral_1h_input_tokens":[1-9]',
@@ -168,6 +168,16 @@ def test_pages_add_to_the_configuration_file_and_overwrite_none(tmp_path: Path) 
     assert {"model.name", "engine.device", "server.hosts", "engine.levels.remote.url"} <= set(
         origin
     )
+
+
+def test_each_tenant_is_created_once() -> None:
+    """By the README's tour and all pages together: a reader follows them on one server, and a name
+    that is taken is refused."""
+    texts = [(ROOT / "README.md").read_text(), *map(blocks, PAGES)]
+    created = re.findall(r"tenant create (\w+)", "\n".join(texts))
+
+    assert len(created) > len(PAGES) // 3
+    assert len(created) == len(set(created)), sorted(created)
 
 
 def test_files_that_commands_name_exist() -> None:
