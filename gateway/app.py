@@ -70,7 +70,7 @@ from gateway.background.webhooks import (
 )
 from gateway.caching import ContractManager
 from gateway.caching.promise_store import PromiseStore
-from gateway.config import Config, ConfigError, allowed_hosts, parse_address
+from gateway.config import Config, ConfigError, parse_address
 from gateway.config_file import ConfigSource
 from gateway.context import Context, Log
 from gateway.embeddings.embedder import Embedder
@@ -82,7 +82,7 @@ from gateway.errors import Refusal, error_location
 from gateway.findings.finding_store import FindingStore
 from gateway.gc_tuning import freeze_heap, use_large_pages
 from gateway.generation import rate_limits
-from gateway.http.authentication import TrustedHeader
+from gateway.http.authentication import TrustedHeader, allowed_hosts
 from gateway.http.descriptors import connections_allowed
 from gateway.http.middleware import Middleware
 from gateway.http.request_context import RequestIds

@@ -115,16 +115,6 @@ class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):
     trusted_scopes: tuple[Literal["erase", "money", "read", "tenants"], ...] = ("read",)
 
 
-def allowed_hosts(listener: ServerConfig | AdminConfig) -> tuple[str, ...]:
-    """Return a listener's `hosts` with the address that it has.
-
-    A listener on all addresses may be asked by any address, but not by any name: a page of another
-    site can make a name of its own lead here, and no address.
-    """
-    host = parse_address(listener.listen, "listen")[0].lower()
-    return (*listener.hosts, f"[{host}]" if ":" in host else host)
-
-
 class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """`name`: a built-in model, a GGUF file, a Hugging Face folder, or a pulled hub id.
 

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from aiohttp import web
 
+from gateway.config import AdminConfig, ServerConfig, parse_address
 from gateway.dialects.families import KEY_HEADERS
 from gateway.errors import Kind, Refusal
 from tenancy.errors import KeyRefused
@@ -54,6 +55,16 @@ _HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]{1,64}(, ?[A-Za-z0-9_-]{1,64}){0,63}")
 
 ALL_ADDRESSES = (str(ipaddress.IPv4Address(0)), f"[{ipaddress.IPv6Address(0)}]")
 """Names among the allowed hosts that allow every address, and no other name."""
+
+
+def allowed_hosts(listener: ServerConfig | AdminConfig) -> tuple[str, ...]:
+    """Return a listener's `hosts` with the address that it has.
+
+    A listener on all addresses may be asked by any address, but not by any name: a page of another
+    site can make a name of its own lead here, and no address.
+    """
+    host = parse_address(listener.listen, "listen")[0].lower()
+    return (*listener.hosts, f"[{host}]" if ":" in host else host)
 
 
 def check_host(

@@ -31,10 +31,11 @@ from gateway.cli.doctor.check import Check
 from gateway.cli.doctor.levels import check_levels
 from gateway.cli.doctor.pools import check_pools
 from gateway.cli.result import CommandCall, CommandResult, Entry, add_nothing
-from gateway.config import Config, ConfigError, allowed_hosts, parse_address
+from gateway.config import Config, ConfigError, parse_address
 from gateway.config_file import PLACES
 from gateway.engines.device_memory import lacking_device
 from gateway.engines.memory import plan_device_memory, plan_memory
+from gateway.http.authentication import allowed_hosts
 from gateway.http.descriptors import (
     DESCRIPTORS_KEPT,
     connections_allowed,

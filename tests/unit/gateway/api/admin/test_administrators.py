@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from gateway.config import AdminConfig, ServerConfig, allowed_hosts
+from gateway.config import AdminConfig, ServerConfig
 from gateway.errors import Refusal
-from gateway.http.authentication import check_host
+from gateway.http.authentication import allowed_hosts, check_host
 from tenancy.accounts.keys import ADMIN_SCOPES, create_admin_key
 from tenancy.types import wall_ms
 from tests.unit.gateway.admin_client import AdminClient
