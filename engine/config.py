@@ -14,6 +14,8 @@ from engine.api import AttentionPolicy
 
 Positive = Annotated[int, Meta(ge=1)]
 
+WeightsKind = Literal["auto", "bf16", "fp8"]
+
 
 class RemoteConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """A remote store below the disk, which holds only sealed copies.
@@ -86,9 +88,11 @@ length would hold few tokens."""
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of one engine.
 
-    `kv_dtype` "int8": keys and values of 8 bits with a scale for each token and head; a model whose
-    path lacks it is refused. `kv_memory_mib`: device memory for KV blocks; `kv_blocks` overrides it
-    when not 0.
+    `weights` "auto": as the model's files hold them, packed where the device multiplies that, else
+    in `dtype`. "bf16": none is packed. "fp8", on a GPU: linear maps that the files do not pack are
+    rounded to 8 bits at the start. `kv_dtype` "int8": keys and values of 8 bits with a scale for
+    each token and head; a model whose path lacks it is refused. `kv_memory_mib`: device memory for
+    KV blocks; `kv_blocks` overrides it when not 0.
     `step_tokens_max`: the token budget of one step; each stream has its token and prompts have one,
     even beyond it. `prefill_chunk_tokens_max`: the longest slice of one prompt in a step; 0: as
     long as the step allows. `gap_target_ms`: the longest time between two tokens of a stream that
@@ -100,6 +104,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    weights: WeightsKind = "auto"
     kv_dtype: Literal["auto", "bf16", "fp32", "int8"] = "auto"
     block_size: Literal[16] = 16
     kv_memory_mib: Positive = 512

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.model_store import Architecture, Layer, ModelCard, Rope, prepare
-from engine.weights import Weights, random_weights
+from engine.weights import Tensors, random_weights
 from tests.tiny_tokenizer import MERGES, SPECIALS, TOKENS, tokenizer_document
 
 CHAT_TEMPLATE = (
@@ -80,7 +80,7 @@ SHAPES = {
 """Shapes that files are written and read in."""
 
 
-def tiny_weights(config: Architecture, seed: int = 0) -> Weights:
+def tiny_weights(config: Architecture, seed: int = 0) -> Tensors:
     """Return the weights that `write_folder` and `write_gguf` write, in fp32."""
     weights = random_weights(config, torch.float32, seed, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed + 1)
@@ -128,7 +128,7 @@ def write_gguf(
     *,
     seed: int = 0,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-    weights: Weights | None = None,
+    weights: Tensors | None = None,
 ) -> Path:
     """Write a GGUF file of the same model, its matrices in `kind`. Returns its path."""
     config = config or tiny_config()

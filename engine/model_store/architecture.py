@@ -99,6 +99,18 @@ class Latent(Struct, frozen=True, forbid_unknown_fields=True):
     norm_eps: float = 1e-6
 
 
+Packing = Literal["fp8", "int8", "mxfp4", "mxfp4_rows", "awq", "gptq", "gptq_v2", "packed_rows"]
+
+
+class Quantisation(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How linear maps lie in a folder. `group`: columns of a row that share a scale; 0: as the
+    scales' shape says. `has_zeros`: each group has a zero of its own."""
+
+    layout: Packing
+    group: int = 0
+    has_zeros: bool = False
+
+
 class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Shape and arithmetic of a decoder.
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from engine.errors import ModelError
-from engine.model_store.architecture import Architecture
+from engine.model_store.architecture import Architecture, Quantisation
 
 CARD_VERSION = 4
 """Version of the card's fields; a card of another version is made anew."""
@@ -26,7 +26,7 @@ class ModelCard(Struct, frozen=True, forbid_unknown_fields=True):
     Face folder. `folder`: the prepared folder. `stop_token_ids`: every token that ends an output;
     `eos_token_id`: the one that templates write.
     `special_token_ids`: tokens that are never text. `warnings`: what is doubtful in the model's
-    files, each in a sentence for operators.
+    files, each in a sentence for operators. `quantisation`: how a folder's weights are packed.
     """
 
     name: str
@@ -41,6 +41,7 @@ class ModelCard(Struct, frozen=True, forbid_unknown_fields=True):
     eos_token_id: int | None = None
     add_bos: bool = False
     warnings: tuple[str, ...] = ()
+    quantisation: Quantisation | None = None
     version: int = CARD_VERSION
 
     @property

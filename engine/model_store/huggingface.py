@@ -1,6 +1,8 @@
 """Reads config, tokenizer and chat template from a Hugging Face folder.
 
-`families` reads the config. It reads no weights. `prepare` calls it.
+`families` reads the config; how the weights are quantised is read here, strictly: a field that
+changes what the bytes are worth and is not known is refused by name. It reads no weights. `prepare`
+calls it.
 """
 
 from __future__ import annotations
@@ -10,12 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.model_store.architecture import Architecture
+from engine.model_store.architecture import Packing, Quantisation
 from engine.model_store.families import architecture_of
 from engine.model_store.parts import END_TOKENS, ModelParts, choose_template
 
 TEXT_BYTES_MAX = 512 * 2**20
 """Most bytes of a file that is read as text: a tokenizer of 262,144 tokens has 33 MB."""
+
+_BLOCK = [128, 128]
+"""Rows and columns of a weight that share a scale, where blocks do."""
+
+GROUPS = (16, 32, 64, 128)
+"""Columns of a row that may share a scale of 4 bits."""
+
+_NEAREST = (
+    "expected fp8, mxfp4, awq, gptq or compressed-tensors of 4 or 8 bits, or weights in bf16; the"
+    ' nearest that runs is the model\'s folder in bf16, with engine.weights = "fp8" on a GPU, or a'
+    " GGUF file"
+)
 
 
 def read_folder(folder: Path) -> ModelParts:
@@ -43,7 +57,8 @@ def read_folder(folder: Path) -> ModelParts:
     bos = _named_token("bos_token", named, specials, _token_ids(config.get("bos_token_id"), folder))
     template, warnings = choose_template(_templates(folder, settings))
     return ModelParts(
-        config=_architecture(config),
+        config=architecture_of(config),
+        quantisation=read_quantisation(config),
         tokenizer=tokenizer,
         template=template,
         warnings=warnings,
@@ -101,19 +116,6 @@ def _templates(folder: Path, settings: dict[str, Any]) -> dict[object, object]:
     return {path.stem: _read_text(path) for path in others}
 
 
-def _architecture(config: dict[str, Any]) -> Architecture:
-    quantisation = config.get("quantization_config")
-    if quantisation:
-        named = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation
-        if (config.get("model_type"), named) != ("gpt_oss", "mxfp4"):
-            raise ModelError(
-                "unsupported",
-                f"config.json has a quantization_config: {named!r}; expected fp32, bf16 or fp16"
-                " weights, or gpt-oss in mxfp4. Load quantised models as GGUF files",
-            )
-    return architecture_of(config)
-
-
 def _read_text(path: Path) -> str:
     try:
         if path.exists() and not path.is_file():
@@ -139,3 +141,109 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError("corrupt", f"{path} is not a JSON object.")
     return value
+
+
+# --- quantised weights ---------------------------------------------------------------------------
+
+
+def read_quantisation(config: dict[str, Any]) -> Quantisation | None:
+    """Return how the weights of a config.json are quantised, None where they are not.
+
+    Raises ModelError: unsupported.
+    """
+    given = config.get("quantization_config") or config.get("compression_config")
+    inner = config.get("text_config")
+    if not given and isinstance(inner, dict):
+        given = inner.get("quantization_config")
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    read = _METHODS.get(str(method))
+    if read is None or not isinstance(given, dict):
+        raise _refused("quant_method", method)
+    try:
+        return read(given)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        told = f"config.json: quantization_config: {error!r}."
+        raise ModelError("corrupt", told) from error
+
+
+def _refused(field: str, value: object) -> ModelError:
+    told = f"config.json has a quantization_config with {field}: {value!r}; {_NEAREST}"
+    return ModelError("unsupported", told)
+
+
+def _expect(given: dict[str, Any], field: str, *allowed: object) -> Any:
+    """Return a field. Raises ModelError unless its value is one of those that are known."""
+    value = given.get(field)
+    if value not in allowed:
+        raise _refused(field, value)
+    return value
+
+
+def _group(given: dict[str, Any], field: str = "group_size") -> int:
+    return int(_expect(given, field, *GROUPS))
+
+
+def _fp8(given: dict[str, Any]) -> Quantisation:
+    _expect(given, "fmt", None, "e4m3")
+    block = given.get("weight_block_size")
+    if block is not None and list(block) != _BLOCK:
+        raise _refused("weight_block_size", block)
+    return Quantisation("fp8")
+
+
+def _mxfp4(given: dict[str, Any]) -> Quantisation:
+    return Quantisation("mxfp4")
+
+
+def _awq(given: dict[str, Any]) -> Quantisation:
+    _expect(given, "bits", 4)
+    _expect(given, "version", None, "gemm", "GEMM")
+    _expect(given, "zero_point", None, True)
+    return Quantisation("awq", _group(given), has_zeros=True)
+
+
+def _gptq(given: dict[str, Any]) -> Quantisation:
+    _expect(given, "bits", 4)
+    _expect(given, "desc_act", None, False)
+    form = _expect(given, "checkpoint_format", None, "gptq", "gptq_v2")
+    layout: Packing = "gptq_v2" if form == "gptq_v2" else "gptq"
+    return Quantisation(layout, _group(given), has_zeros=True)
+
+
+def _compressed_tensors(given: dict[str, Any]) -> Quantisation:
+    """Read the one scheme of a folder of compressed-tensors."""
+    schemes = {str(scheme.get("weights")): scheme for scheme in given["config_groups"].values()}
+    if len(schemes) != 1:
+        raise _refused("config_groups of unlike weights", sorted(given["config_groups"]))
+    (scheme,) = schemes.values()
+    weights = scheme["weights"]
+    form = scheme.get("format") or given.get("format")
+    _expect(weights, "actorder", None, False, "weight", "static")
+    if form == "mxfp4-pack-quantized":
+        return Quantisation("mxfp4_rows")
+    strategy = _expect(weights, "strategy", "tensor", "channel", "group", "block")
+    if form == "float-quantized":
+        _expect(weights, "num_bits", 8)
+        if strategy == "block" and list(weights["block_structure"]) != _BLOCK:
+            raise _refused("block_structure", weights["block_structure"])
+        return Quantisation("fp8")
+    if form == "int-quantized":
+        _expect(weights, "symmetric", True)
+        return Quantisation("int8")
+    if form != "pack-quantized":
+        raise _refused("format", form)
+    _expect(weights, "num_bits", 4)
+    _expect(weights, "type", "int")
+    group = 0 if strategy == "channel" else _group(weights)
+    return Quantisation("packed_rows", group, has_zeros=not weights.get("symmetric", True))
+
+
+_METHODS = {
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from engine.model_store.architecture import Architecture
+from engine.model_store.architecture import Architecture, Quantisation
 
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -38,7 +38,8 @@ def choose_template(named: Mapping[object, object]) -> tuple[str, tuple[str, ...
 
 class ModelParts(Struct, frozen=True):
     """`tokenizer`: text of a tokenizer.json. `template`: text of a Jinja chat template. `warnings`:
-    what is doubtful, each in a sentence for operators."""
+    what is doubtful, each in a sentence for operators. `quantisation`: how a folder's weights are
+    packed."""
 
     config: Architecture
     tokenizer: str
@@ -49,3 +50,4 @@ class ModelParts(Struct, frozen=True):
     eos_token_id: int | None
     add_bos: bool
     warnings: tuple[str, ...] = ()
+    quantisation: Quantisation | None = None

@@ -99,6 +99,7 @@ def _prepare(
         eos_token_id=parts.eos_token_id,
         add_bos=parts.add_bos,
         warnings=parts.warnings if parts.stop_token_ids else (*parts.warnings, _NO_END),
+        quantisation=parts.quantisation,
     )
     write_atomically(folder / "tokenizer.json", parts.tokenizer.encode())
     write_atomically(folder / "chat_template.jinja", parts.template.encode())

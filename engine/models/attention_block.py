@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.interface import LayerAttention
 from engine.model_store import Architecture
-from engine.models.layers import Ops, TensorSource
+from engine.models.layers import Ops, Rows, TensorSource
 
 
 class AttentionBlock:
@@ -22,7 +22,7 @@ class AttentionBlock:
         self._heads, self._kv_heads = config.heads, config.kv_heads
         self._head_dim = config.head_dim
         self._qk_norm = config.qk_norm
-        self.qkv = ops.linear(
+        self.reader = ops.linear(
             *source.joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         )
         self.output = ops.linear(*source.joined("self_attn.o_proj"))
@@ -31,9 +31,10 @@ class AttentionBlock:
             self._q_norm = source.weight("self_attn.q_norm")
             self._k_norm = source.weight("self_attn.k_norm")
 
-    def attend(self, layer: int, x: torch.Tensor, attention: LayerAttention) -> torch.Tensor:
-        """Return what the heads read, [T, H * D], before the output projection."""
-        qkv = self.qkv(x)
+    def attend(self, layer: int, x: Rows, attention: LayerAttention) -> torch.Tensor:
+        """Return what the heads read, [T, H * D], before the output projection. `reader` alone
+        reads x."""
+        qkv = self.reader(x)
         if self._qk_norm == "head":
             heads = qkv.view(len(qkv), -1, self._head_dim)
             self._ops.norm_heads(heads, self._heads, self._q_norm, self._k_norm, self._eps)

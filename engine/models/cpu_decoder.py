@@ -86,7 +86,8 @@ class CpuDecoder:
         self._kernels = kernels
         self._packer = Packer(kernels)
         self._scratch: dict[str, torch.Tensor] = {}
-        embeddings = weights.pop("model.embed_tokens.weight")
+        top = TensorSource(weights, "")
+        embeddings = top.weight("model.embed_tokens")
         moe = config.moe
         self._experts = None if moe is None else CpuExperts(config, moe, self._packer)
         depths = (*_widths(config), self._spec.query_width)
@@ -132,8 +133,8 @@ class CpuDecoder:
             gated=cpu.SILU if config.activation == "silu" else cpu.GELU,
             layer=layers,
             embeddings=None if is_tied else self._packer.keep(embeddings.contiguous()),
-            norm=self._packer.keep(weights.pop("model.norm.weight").float()),
-            head=self._packer.matrix(weights.pop("lm_head.weight", embeddings)),
+            norm=self._packer.keep(top.weight("model.norm").float()),
+            head=self._packer.matrix(embeddings if is_tied else top.weight("lm_head")),
             kv=self._packer.keep(kv.data),
         )
 

@@ -48,7 +48,7 @@ class CpuExperts:
     def pack(self, source: TensorSource) -> cpu.CExperts:
         """Pack a layer's experts, router and shared MLP."""
         keep, packer, moe = self._packer.keep, self._packer, self._moe
-        router, router_bias = source.joined("mlp.gate")
+        router, router_bias = source.whole("mlp.gate")
         experts = cpu.CExperts(router=packer.matrix(router.float()))
         if router_bias is not None:
             padding = -len(router_bias) % cpu.COLUMNS_STEP
@@ -68,7 +68,7 @@ class CpuExperts:
             )
             experts.shared_down, _ = packer.linear(source, f"{name}.down_proj")
         if moe.shared == "gated":
-            gate, _ = source.joined("mlp.shared_expert_gate")
+            gate, _ = source.whole("mlp.shared_expert_gate")
             experts.shared_gate = keep(gate.float().flatten())
         return experts
 

@@ -16,12 +16,13 @@ from engine.attention.interface import LayerAttention
 from engine.model_store import Architecture
 from engine.models.attention_block import AttentionBlock
 from engine.models.latent_block import LatentBlock
-from engine.models.layers import Mlp, Ops, TensorSource, mean_norm
+from engine.models.layers import Linear, Mlp, Ops, Rows, TensorSource, mean_norm
 from engine.models.moe import Experts
 from engine.weights import Weights
 
 Norm = Callable[
-    [torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
+    [torch.Tensor, torch.Tensor | None, torch.Tensor, float, Linear | None],
+    tuple[Rows, torch.Tensor],
 ]
 
 
@@ -35,13 +36,14 @@ class DecoderModel:
         """Removes the tensors from `weights`: q, k and v are joined into one matrix, gate and up
         into another."""
         self.config = config
-        self.embeddings = weights.pop("model.embed_tokens.weight")
+        top = TensorSource(weights, "")
+        self.embeddings = top.weight("model.embed_tokens")
         self._norm: Norm = ops.norm if config.norm == "rms" else mean_norm
         self.layers = [
             DecoderLayer(config, TensorSource(weights, f"model.layers.{i}."), i, ops)
             for i in range(len(config.layers))
         ]
-        self.norm = weights.pop("model.norm.weight")
+        self.norm = top.weight("model.norm")
         self.head = ops.linear(weights.pop("lm_head.weight", self.embeddings), None)
 
     def forward(
@@ -63,8 +65,9 @@ class DecoderModel:
         for index, layer in enumerate(self.layers):
             rows = output_rows if index == last else None
             hidden, residual = layer.forward(hidden, residual, attention, rows)
-        hidden, _ = self._norm(hidden, residual, self.norm, self.config.norm_eps)
-        return hidden
+        normed: torch.Tensor
+        normed, _ = self._norm(hidden, residual, self.norm, self.config.norm_eps, None)
+        return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `engine.models.interface.Model`; in the weights' dtype."""
@@ -96,7 +99,7 @@ class DecoderLayer:
             if layer.mixer == "gqa"
             else LatentBlock(config, source, ops)
         )
-        self.mlp: Callable[[torch.Tensor], torch.Tensor] = (
+        self.mlp = (
             Mlp(source, ops, config.activation, "mlp")
             if layer.ffn == "dense"
             else Experts(config, source, ops)
@@ -110,7 +113,8 @@ class DecoderLayer:
 
         `hidden` is added to `residual` before each norm.
         """
-        hidden, residual = self._enter(hidden, residual, self.attention_norm)
+        reader = None if self.is_parallel else self.mixer.reader
+        hidden, residual = self._enter(hidden, residual, self.attention_norm, reader)
         attended = self.mixer.attend(self.index, hidden, attention)
         if output_rows is not None:
             attended, residual = attended[output_rows], residual[output_rows]
@@ -118,20 +122,22 @@ class DecoderLayer:
         mixed = self._leave(self.mixer.output(attended), self.attention_output_norm)
         if self.is_parallel:
             return mixed + self._leave(self.mlp(hidden), None), residual
-        hidden, residual = self._enter(mixed, residual, self.mlp_norm)
+        hidden, residual = self._enter(mixed, residual, self.mlp_norm, self.mlp.reader)
         return self._leave(self.mlp(hidden), self.mlp_output_norm), residual
 
     def _enter(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a block's input and the residual stream, `hidden` added."""
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor | None,
+        reader: Linear | None,
+    ) -> tuple[Rows, torch.Tensor]:  # fmt: skip
+        """Return a block's input, as its reader takes it, and the residual stream, `hidden`
+        added."""
         if norm is not None:
-            return self._norm(hidden, residual, norm, self.eps)
+            return self._norm(hidden, residual, norm, self.eps, reader)
         total = hidden if residual is None else residual + hidden
         return total, total
 
     def _leave(self, hidden: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """Return a block's output as it is added to the residual stream."""
         if norm is not None:
-            hidden, _ = self._norm(hidden, None, norm, self.eps)
+            hidden, _ = self._norm(hidden, None, norm, self.eps, None)
         return hidden if self.residual_scale == 1.0 else hidden * self.residual_scale

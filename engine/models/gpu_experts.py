@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from engine.models.layers import ExpertWeights
 from kernels.gpu import experts
 from kernels.gpu.experts import ExpertMatrix
+from kernels.gpu.products import Fp8, Fp8Rows, fp8_of, round_rows
 from kernels.reference_experts import ExpertActivation, Routing
-from kernels.reference_mxfp4 import Mxfp4, pack
+from kernels.reference_weights import Packed, Weight, panels
 
 
 class GpuExperts:
     """The experts of a layer.
 
-    Rows of gate and up alternate, so that a tile of the product has both. Weights that MXFP4 holds
-    exactly are kept packed: a quarter of the memory, and of the time to read it.
+    Rows of gate and up alternate, so that a tile of the product has both. Packed weights stay so.
     """
 
     def __init__(
@@ -32,10 +32,8 @@ class GpuExperts:
         gate_up_bias = None
         if weights.gate_bias is not None and weights.up_bias is not None:
             gate_up_bias = torch.stack([weights.gate_bias, weights.up_bias], 2).flatten(1)
-        gate_up = torch.stack([weights.gate, weights.up], 2).flatten(1, 2)
-        self.gate_up = _matrix(gate_up, gate_up_bias)
+        self.gate_up = _matrix(_in_turns(weights.gate, weights.up), gate_up_bias)
         self.down = _matrix(weights.down, weights.down_bias)
-        self._is_packed = isinstance(self.gate_up.values, Mxfp4)
 
     def __call__(self, x: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
         """Return the sum of the tokens' experts, and of `shared`, [T, C] of x [T, C]."""
@@ -44,13 +42,23 @@ class GpuExperts:
         ids, weights = experts.route(
             router_logits(x, self.router), routing, self.router_bias, self.choice_bias
         )
-        tile = experts.tile_of(len(x), is_packed=self._is_packed)
+        tile = experts.tile_of(len(x), self.gate_up.kind)
         order, blocks = experts.sort_pairs(ids, len(self.router), tile.pairs)
         hidden = experts.expert_product(
-            x, self.gate_up, order, blocks, routing.top_k, tile, activation=self.activation
-        )
-        found = experts.expert_product(hidden, self.down, order, blocks, routing.top_k, tile)
+            rows_for(x, self.gate_up), self.gate_up, order, blocks, routing.top_k, tile,
+            dtype=x.dtype, activation=self.activation,
+        )  # fmt: skip
+        found = experts.expert_product(
+            rows_for(hidden, self.down), self.down, order, blocks, routing.top_k, tile,
+            dtype=x.dtype,
+        )  # fmt: skip
         return experts.add_experts(found, weights, shared)
+
+
+def rows_for(x: torch.Tensor, matrix: ExpertMatrix) -> torch.Tensor | Fp8Rows:
+    """Return rows x as the matrix multiplies them."""
+    values = matrix.values
+    return round_rows(x, values.scales.shape[1]) if isinstance(values, Fp8) else x
 
 
 def router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
@@ -60,14 +68,23 @@ def router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
     return F.linear(x.float(), router.float())
 
 
-def _matrix(weights: torch.Tensor, bias: torch.Tensor | None) -> ExpertMatrix:
-    """Return matrices [E, N, K], packed if MXFP4 holds each of their values."""
+def _in_turns(gate: Weight, up: Weight) -> Weight:
+    """Return stacks [E, I, K] as one [E, 2I, K] whose rows alternate."""
+
+    def turns(*parts: torch.Tensor) -> torch.Tensor:
+        return torch.stack(parts, 2).flatten(1, 2)
+
+    if isinstance(gate, Packed) and isinstance(up, Packed):
+        return gate.with_parts(*map(turns, gate.parts, up.parts))
+    assert isinstance(gate, torch.Tensor), "gate and up are of unlike kinds"
+    assert isinstance(up, torch.Tensor), "gate and up are of unlike kinds"
+    return turns(gate, up)
+
+
+def _matrix(weights: Weight, bias: torch.Tensor | None) -> ExpertMatrix:
+    """Return matrices [E, N, K] in the kernels' layout."""
     _, rows, columns = weights.shape
-    packed: list[Mxfp4] = []
-    for weight in weights:
-        one = pack(weight)
-        if one is None:
-            return ExpertMatrix(weights, rows, columns, bias)
-        packed.append(one)
-    values, scales = (torch.stack(parts) for parts in zip(*packed, strict=True))
-    return ExpertMatrix(Mxfp4(values, scales), rows, columns, bias)
+    if isinstance(weights, torch.Tensor):
+        return ExpertMatrix(weights, rows, columns, bias)
+    values = panels(weights) if weights.kind == "mxfp4" else fp8_of(weights)
+    return ExpertMatrix(values, rows, columns, bias)

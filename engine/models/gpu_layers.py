@@ -8,10 +8,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from engine.config import WeightsKind
 from engine.models.gpu_experts import GpuExperts
-from engine.models.layers import Activation, ExpertWeights, Linear, MixedExperts
-from kernels.gpu import fused_ops
+from engine.models.layers import Activation, ExpertWeights, Linear, MixedExperts, Rows
+from engine.weights import Form
+from kernels.gpu import fused_ops, products
+from kernels.gpu.products import Fp8, Fp8Rows
 from kernels.reference_experts import ExpertActivation, Routing
+from kernels.reference_weights import TURN, Packed, Weight, fits_panels, to_fp8
 
 SPLIT_ROWS = 256
 """Batch size, in tokens, at which wide products are split in two.
@@ -35,10 +39,84 @@ def columns_in_full_waves(columns: int, multiprocessors: int) -> int:
     return full if full and wave // 4 <= rest <= wave - wave // 4 else 0
 
 
-class GpuOps:
-    """`engine.models.layers.Ops` on a GPU: fused kernels, and cuBLAS for matrix products."""
+SWAPPED_ROWS_MAX = 64
+"""Most rows that multiply weights in fp8 as their right operand; above, the library's product is as
+fast, where each row of the weights has one scale."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+WIDTH_STEP = 16
+"""The number of which N and K of a weight in fp8 must be a multiple, as the library wants it."""
+
+TICKETS = 1 << 14
+"""Tiles of a product that is cut along K, at most."""
+
+_DENSE = ("k_b_proj.weight", "v_b_proj.weight")
+"""Linear maps that are multiplied head by head, and not packed."""
+
+
+def gpu_form(kind: WeightsKind) -> Form:
+    """Return the form of weights on a GPU: packed where its kernels take them as they are.
+
+    `kind` "fp8" rounds linear maps that are not packed, but the head; "bf16" packs none.
+    """
+
+    def form(name: str, weight: Weight) -> Weight:
+        is_map = name.endswith("_proj.weight") and not name.endswith(_DENSE)
+        if isinstance(weight, Packed):
+            is_head = name == "lm_head.weight"
+            fits = (is_map or is_head) and weight.kind == "fp8" and _fits_fp8(weight)
+            fits |= ".experts." in name and is_map and fits_panels(weight)
+            return weight if fits and kind != "bf16" else form(name, weight.dense(torch.bfloat16))
+        return to_fp8(weight) if kind == "fp8" and is_map and _fits_fp8(weight) else weight
+
+    return form
+
+
+def _fits_fp8(weight: Weight) -> bool:
+    rows, columns = weight.shape[-2:]
+    is_grouped = isinstance(weight, Packed) and weight.group < columns
+    fits = not is_grouped or (isinstance(weight, Packed) and weight.group == TURN)
+    return fits and not rows % WIDTH_STEP and not columns % WIDTH_STEP
+
+
+class Fp8Linear:
+    """A linear map whose weights and rows are in fp8, and whose result is in `dtype`."""
+
+    def __init__(
+        self, weight: Fp8, bias: torch.Tensor | None, tickets: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        self._weight, self._bias, self._tickets, self._dtype = weight, bias, tickets, dtype
+        self.groups = len(weight.scales)
+
+    def __call__(self, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
+        """Return x @ weight.T + bias; x in bf16 is rounded by a launch of its own."""
+        rows = x if isinstance(x, Fp8Rows) else products.round_rows(x, self.groups)
+        tokens, columns = rows.codes.shape
+        weight = self._weight
+        if tokens > SWAPPED_ROWS_MAX and self.groups == 1 and rows.codes.is_cuda:
+            by_row = F.ScalingType.RowWise
+            return F.scaled_mm(
+                rows.codes, weight.codes.T, rows.scales, by_row, weight.scales, by_row,
+                bias=self._bias, output_dtype=self._dtype, use_fast_accum=True,
+            )  # fmt: skip
+        tile = products.fp8_tile(tokens)
+        split = products.split_of(len(weight.codes), columns, tile)
+        return products.fp8_linear(
+            rows, weight, self._bias, self._tickets, self._dtype, tile, split
+        )
+
+
+class GpuOps:
+    """`engine.models.layers.Ops` on a GPU: fused kernels, and cuBLAS for matrix products of
+    tensors."""
+
+    def __init__(self) -> None:
+        self._tickets: torch.Tensor | None = None
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        if isinstance(weight, Packed):
+            if self._tickets is None:
+                self._tickets = weight.scales.new_zeros(TICKETS, dtype=torch.int32)
+            return Fp8Linear(products.fp8_of(weight), bias, self._tickets, torch.bfloat16)
         if weight.is_cuda and bias is None:
             properties = torch.cuda.get_device_properties(weight.device)
             split = columns_in_full_waves(len(weight), properties.multi_processor_count)
@@ -47,21 +125,32 @@ class GpuOps:
         return lambda x: F.linear(x, weight, bias)
 
     def norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+        into: Linear | None = None,
+    ) -> tuple[Rows, torch.Tensor]:  # fmt: skip
         x = x.contiguous()  # queries beside keys and values are rows of a wider matrix
+        total = x if residual is None else residual
+        if isinstance(into, Fp8Linear):
+            rows = products.empty_rows(x, x.shape[1], into.groups)
+            fused_ops.residual_rms_norm(x, residual, weight, rows.codes, eps, rows.scales)
+            return rows, total
         out = torch.empty_like(x)
         fused_ops.residual_rms_norm(x, residual, weight, out, eps)
-        return out, x if residual is None else residual
+        return out, total
 
     def norm_heads(
         self, qkv: torch.Tensor, heads: int, queries: torch.Tensor, keys: torch.Tensor, eps: float
     ) -> None:
         fused_ops.norm_heads(qkv, heads, queries, keys, eps)
 
-    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        out = x.new_empty(x.shape[0], x.shape[1] // 2)
-        fused_ops.gated_mul(x, out, gelu=activation == "gelu_tanh")
+    def gated(self, x: torch.Tensor, activation: Activation, into: Linear | None = None) -> Rows:
+        columns, is_gelu = x.shape[1] // 2, activation == "gelu_tanh"
+        if isinstance(into, Fp8Linear):
+            rows = products.empty_rows(x, columns, into.groups)
+            fused_ops.gated_mul(x, rows.codes, gelu=is_gelu, scales=rows.scales)
+            return rows
+        out = x.new_empty(len(x), columns)
+        fused_ops.gated_mul(x, out, gelu=is_gelu)
         return out
 
     def experts(

@@ -16,10 +16,12 @@ from engine.models.layers import Ops, TensorSource
 
 
 class LatentBlock:
-    """A layer's latent attention: H heads over one record of `rope + rank` channels."""
+    """A layer's latent attention: H heads over one record of `rope + rank` channels. Two maps read
+    its input, so that it has no `reader`."""
 
     def __init__(self, config: Architecture, source: TensorSource, ops: Ops) -> None:
         assert config.latent is not None
+        self.reader = None
         self._latent = config.latent
         self._heads = config.heads
         self._ops = ops
@@ -40,7 +42,8 @@ class LatentBlock:
         """Return what the heads read, [T, H * value], before the output projection."""
         shape, tokens, eps = self._latent, len(x), self._latent.norm_eps
         if self._query_down is not None:
-            x_query, _ = self._ops.norm(self._query_down(x), None, self._query_norm, eps)
+            down = self._query_down(x)
+            x_query, _ = self._ops.norm(down, None, self._query_norm, eps, self._query)
         else:
             x_query = x
         query = self._query(x_query).view(tokens, self._heads, shape.nope + shape.rope)

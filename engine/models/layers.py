@@ -7,7 +7,7 @@ layers from it. `TorchOps` here is plain torch; `engine.models.gpu_layers` launc
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,12 @@ import torch.nn.functional as F
 from engine.weights import Weights
 from kernels import reference, reference_experts
 from kernels.reference_experts import ExpertActivation, Routing
+from kernels.reference_weights import Packed, Weight, as_dense
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
+Rows = Any
+"""Rows [T, C] of activations: a tensor, or what the linear map that alone reads them takes."""
+
+Linear = Callable[[Rows], torch.Tensor]
 Activation = Literal["silu", "gelu_tanh"]
 MixedExperts = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Maps x [T, C], and the output [T, C] of an MLP that all tokens take, to their sum."""
@@ -31,23 +35,27 @@ class ExpertWeights(NamedTuple):
     router: torch.Tensor  # [E, C]
     router_bias: torch.Tensor | None  # [E]
     choice_bias: torch.Tensor | None  # [E] fp32, added to the scores for the choice alone
-    gate: torch.Tensor  # [E, I, C]
+    gate: Weight  # [E, I, C]
     gate_bias: torch.Tensor | None  # [E, I]
-    up: torch.Tensor  # [E, I, C]
+    up: Weight  # [E, I, C]
     up_bias: torch.Tensor | None  # [E, I]
-    down: torch.Tensor  # [E, C, I]
+    down: Weight  # [E, C, I]
     down_bias: torch.Tensor | None  # [E, C]
 
 
 class Ops(Protocol):
-    """The layer operations of one device."""
+    """The layer operations of one device.
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    `into`: the map that alone reads a result; it gets its rows as it takes them.
+    """
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         """Return the map x [T, C] → x @ weight.T + bias, weight [N, C]."""
 
     def norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+        into: Linear | None = None,
+    ) -> tuple[Rows, torch.Tensor]:  # fmt: skip
         """Return (rms_norm(x + residual) * weight, x + residual). May write to `residual`."""
 
     def norm_heads(
@@ -59,7 +67,7 @@ class Ops(Protocol):
         is H.
         """
 
-    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, activation: Activation, into: Linear | None = None) -> Rows:
         """Return activation(x[:, :C]) * x[:, C:], x [T, 2C]."""
 
     def experts(
@@ -69,14 +77,15 @@ class Ops(Protocol):
 
 
 class TorchOps:
-    """`Ops` in plain torch, on any device."""
+    """`Ops` in plain torch, on any device. Packed weights are unpacked at each use."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return lambda x: F.linear(x, weight, bias)
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        return lambda x: F.linear(x, as_dense(weight, x.dtype), bias)
 
     def norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+        into: Linear | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         total = x if residual is None else residual + x
         return F.rms_norm(total, (total.shape[-1],), weight, eps), total
 
@@ -87,33 +96,38 @@ class TorchOps:
         for part, weight in ((qkv[:, :heads], queries), (qkv[:, heads:end], keys)):
             part.copy_(F.rms_norm(part, weight.shape, weight, eps))
 
-    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def gated(
+        self, x: torch.Tensor, activation: Activation, into: Linear | None = None
+    ) -> torch.Tensor:
         return reference.gated_mul(x, activation)
 
     def experts(
         self, weights: ExpertWeights, routing: Routing, activation: ExpertActivation
     ) -> MixedExperts:
         w = weights
-        gate_up, gate_up_bias = torch.cat([w.gate, w.up], 1), None
+        gate_up_bias = None
         if w.gate_bias is not None and w.up_bias is not None:
             gate_up_bias = torch.cat([w.gate_bias, w.up_bias], 1)
-        router, down, down_bias, choice_bias = w.router, w.down, w.down_bias, w.choice_bias
+        router, down_bias, choice_bias = w.router, w.down_bias, w.choice_bias
         router_bias = None if w.router_bias is None else w.router_bias.float()
 
         def mixed(x: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
             logits = F.linear(x.float(), router.float(), router_bias)
             chosen, factors = reference_experts.route(logits, routing, choice_bias)
+            gate_up = torch.cat([as_dense(w.gate, x.dtype), as_dense(w.up, x.dtype)], 1)
             out = reference_experts.experts(
-                x, chosen, factors, gate_up, gate_up_bias, down, down_bias, activation
-            )
+                x, chosen, factors, gate_up, gate_up_bias, as_dense(w.down, x.dtype), down_bias,
+                activation,
+            )  # fmt: skip
             return out if shared is None else out + shared
 
         return mixed
 
 
 def mean_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+    into: Linear | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return (layer_norm(x + residual) * weight, x + residual), without a bias, in torch."""
     total = x if residual is None else residual + x
     wide = total.float()
@@ -132,20 +146,45 @@ class TensorSource:
         self._prefix = prefix
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor by its whole name within the layer."""
-        return self._weights.pop(f"{self._prefix}{name}")
+        """Return a tensor by its whole name within the layer; it is never packed."""
+        found = self._weights.pop(f"{self._prefix}{name}")
+        assert isinstance(found, torch.Tensor), f"{name} is packed"
+        return found
 
     def weight(self, part: str) -> torch.Tensor:
         """Return the weight of a part."""
         return self.tensor(f"{part}.weight")
 
-    def joined(self, *parts: str, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def joined(self, *parts: str, dim: int = 0) -> tuple[Weight, torch.Tensor | None]:
         """Return the weights of parts as one matrix, and their biases if they have any."""
-        matrices = [self.weight(part) for part in parts]
-        biases = [self._weights.pop(f"{self._prefix}{part}.bias", None) for part in parts]
-        known = [bias for bias in biases if bias is not None]
-        weight = torch.cat(matrices, dim) if len(matrices) > 1 else matrices[0]
-        return weight, torch.cat(known, dim) if known else None
+        matrices = [self._weights.pop(f"{self._prefix}{part}.weight") for part in parts]
+        biases = [
+            self.tensor(f"{part}.bias")
+            for part in parts
+            if f"{self._prefix}{part}.bias" in self._weights
+        ]
+        weight = join(matrices, dim) if len(matrices) > 1 else matrices[0]
+        return weight, torch.cat(biases, dim) if biases else None
+
+    def whole(self, part: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weight of a part that is never packed, and its bias if it has one."""
+        weight, bias = self.joined(part)
+        assert isinstance(weight, torch.Tensor), f"{part} is packed"
+        return weight, bias
+
+
+def join(weights: list[Weight], dim: int) -> Weight:
+    """Return weights below each other along `dim`; unpacked where they are of unlike kinds."""
+    first, *rest = weights
+    if isinstance(first, Packed):
+        alike = [w for w in rest if isinstance(w, Packed)]
+        if len(alike) == len(rest) and all(
+            (w.kind, w.group) == (first.kind, first.group) for w in alike
+        ):
+            parts = zip(first.parts, *(w.parts for w in alike), strict=True)
+            return first.with_parts(*(torch.cat(part, dim) for part in parts))
+    dtype = next((w.dtype for w in weights if isinstance(w, torch.Tensor)), torch.bfloat16)
+    return torch.cat([as_dense(w, dtype) for w in weights], dim)
 
 
 class Mlp:
@@ -154,9 +193,9 @@ class Mlp:
     def __init__(self, source: TensorSource, ops: Ops, activation: Activation, name: str) -> None:
         self._ops = ops
         self._activation = activation
-        self._gate_up = ops.linear(*source.joined(f"{name}.gate_proj", f"{name}.up_proj"))
+        self.reader = ops.linear(*source.joined(f"{name}.gate_proj", f"{name}.up_proj"))
         self._down = ops.linear(*source.joined(f"{name}.down_proj"))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the MLP's output [T, C] of x [T, C]."""
-        return self._down(self._ops.gated(self._gate_up(x), self._activation))
+    def __call__(self, x: Rows) -> torch.Tensor:
+        """Return the MLP's output [T, C] of x [T, C], which `reader` alone reads."""
+        return self._down(self._ops.gated(self.reader(x), self._activation, self._down))

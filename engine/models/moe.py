@@ -14,7 +14,8 @@ from kernels.reference_experts import Routing
 
 
 class Experts:
-    """The experts of a layer, and the MLP that all tokens take, if there is one."""
+    """The experts of a layer, and the MLP that all tokens take, if there is one. Several maps read
+    their input, so that it has no `reader`."""
 
     def __init__(self, config: Architecture, source: TensorSource, ops: Ops) -> None:
         moe = config.moe
@@ -22,7 +23,8 @@ class Experts:
         choice_bias = None
         if moe.choose_by_bias:
             choice_bias = source.tensor("mlp.gate.e_score_correction_bias").float()
-        router, router_bias = source.joined("mlp.gate")
+        self.reader = None
+        router, router_bias = source.whole("mlp.gate")
         gate, gate_bias = source.joined("mlp.experts.gate_proj")
         up, up_bias = source.joined("mlp.experts.up_proj")
         down, down_bias = source.joined("mlp.experts.down_proj")

@@ -12,9 +12,24 @@ import torch
 import torch.nn.functional as F
 
 from engine.models.layers import TensorSource
+from engine.weights import Form
 from kernels.cpu import build as cpu
 from kernels.cpu.build import Kernels, padded_columns
 from kernels.cpu.panel_memory import PanelMemory
+from kernels.reference_weights import Packed, Weight, as_dense
+
+
+def cpu_form(dtype: torch.dtype, *, keeps_packed: bool) -> Form:
+    """Return the form of weights on a CPU: in `dtype`, but experts in MXFP4, which the C kernels
+    multiply as they are."""
+
+    def form(name: str, weight: Weight) -> Weight:
+        is_kept = keeps_packed and dtype == torch.bfloat16 and ".experts." in name
+        if is_kept and isinstance(weight, Packed) and weight.kind == "mxfp4":
+            return weight
+        return as_dense(weight, dtype)
+
+    return form
 
 
 class Stack(NamedTuple):
@@ -50,37 +65,37 @@ class Packer:
         `is_gated`: the parts are gate and up, whose panels an activation reads in turns.
         """
         weight, bias = source.joined(*parts)
+        assert isinstance(weight, torch.Tensor), f"{parts} are packed"
         columns = interleaved_columns(len(weight) // 2) if is_gated else None
         packed = self.matrix(weight, columns)
         return packed, None if bias is None else self.keep(padded_bias(bias, columns))
 
     def stacked(self, source: TensorSource, *parts: str, is_gated: bool = False) -> Stack:
         """Pack matrices of all experts, [E, N, K] each, joined along N: one expert's panels behind
-        another's, and their biases [E, N] likewise.
-
-        As MXFP4 where that holds every value exactly, which the weights of such models tell: a
-        quarter of the memory, and of the time to read it.
+        another's, and their biases [E, N] likewise. MXFP4 stays so: a quarter of the memory, and of
+        the time to read it.
         """
         weights, biases = source.joined(*parts, dim=1)
         columns = interleaved_columns(weights.shape[1] // 2) if is_gated else None
-        small = self._all_mxfp4(weights, columns)
+        count = weights.shape[0]
+        small = self._all_mxfp4(weights, columns) if isinstance(weights, Packed) else None
         packed = small
         if packed is None:
-            packed = self._room(weights[0], columns, len(weights)).view(len(weights), -1)
-            for weight, out in zip(weights, packed, strict=True):
+            wide = as_dense(weights, torch.bfloat16) if isinstance(weights, Packed) else weights
+            packed = self._room(wide[0], columns, count).view(count, -1)
+            for weight, out in zip(wide, packed, strict=True):
                 self._kernels.pack(weight, columns, out)
         bias = None
         if biases is not None:
             bias = self.keep(torch.stack([padded_bias(bias, columns) for bias in biases]))
         return Stack(self.keep(packed), bias, small is not None)
 
-    def _all_mxfp4(
-        self, weights: torch.Tensor, columns: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Return weights [E, N, K] in panels of MXFP4, or None where these change a value."""
+    def _all_mxfp4(self, weights: Packed, columns: torch.Tensor | None) -> torch.Tensor | None:
+        """Return weights [E, N, K] in panels of MXFP4, or None where a scale is beyond what these
+        hold."""
         packed: list[torch.Tensor] = []
-        for weight in weights:
-            one = self._kernels.pack_mxfp4(weight, columns)
+        for index in range(weights.shape[0]):
+            one = self._kernels.pack_mxfp4(weights.at(index).dense(torch.bfloat16), columns)
             if one is None:
                 return None
             packed.append(one)

@@ -25,6 +25,7 @@ from engine.attention.interface import (
 )
 from engine.attention.torch_backend import TorchAttention
 from engine.config import EngineConfig
+from engine.errors import ModelError
 from engine.kv.format import KvFormat, Layout, kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, ModelCard
@@ -32,11 +33,12 @@ from engine.models.cpu_decoder import CpuDecoder, Kernels, load_kernels
 from engine.models.decoder import DecoderModel
 from engine.models.interface import Model
 from engine.models.layers import TorchOps
+from engine.models.packing import cpu_form
 from engine.plan import BegunSequence, BlockCopy, Row, StepPlan, StepResult, TokensBySequence
 from engine.runner.loaded_model import LoadedModel, blocks_of, context_of
 from engine.sampling.logprobs import logprob_entries
 from engine.sampling.sampler import FAILURES, Sampler
-from engine.weights import load_weights
+from engine.weights import load_packed
 
 CPU = torch.device("cpu")
 
@@ -65,7 +67,9 @@ class CpuRunner:
         self.device = device
         self.block_size = config.block_size
         self.kv = KvStorage(_kv_format(card.config, config, kernels, device), blocks, device)
-        weights = load_weights(card, _weights_dtype(config, kernels, device), device)
+        dtype = _weights_dtype(config, kernels, device)
+        keeps = kernels is not None and config.weights == "auto"
+        weights = load_packed(card, dtype, device, cpu_form(dtype, keeps_packed=keeps))
         self.model: Model[Any]  # takes the attention backend that is made beside it
         self.attention: AttentionBackend
         if kernels is not None:
@@ -201,6 +205,12 @@ def build_runner(card: ModelCard, config: EngineConfig, device: torch.device = C
     Memory: the weights in the compute dtype, and `kv_memory_mib` of blocks. The first start on a
     machine compiles the kernels, which takes about three seconds.
     """
+    if config.weights == "fp8":
+        raise ModelError(
+            "unsupported",
+            "engine.weights is fp8, which only a GPU's kernels multiply; expected auto or bf16 on a"
+            " CPU, and for a model that runs in torch",
+        )
     threads = config.threads or os.cpu_count() or 1
     kernels = load_kernels(card.config, threads) if device == CPU else None
     # With the kernels, torch gets one thread: its pool would spin for the same cores.

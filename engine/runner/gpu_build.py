@@ -20,12 +20,12 @@ from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture, ModelCard
 from engine.models.decoder import DecoderModel
-from engine.models.gpu_layers import GpuOps
+from engine.models.gpu_layers import GpuOps, gpu_form
 from engine.runner.cpu_runner import build_runner
 from engine.runner.gpu_runner import SPARE_SEATS, GpuRunner
 from engine.runner.loaded_model import LoadedModel, blocks_of, context_of
 from engine.runner.warmup import WarmupLimits
-from engine.weights import load_weights
+from engine.weights import load_packed
 
 log = logging.getLogger("trunkline.engine")
 
@@ -40,7 +40,7 @@ GROUP_SIZE_MAX = 16
 def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
     """Load a model on the first GPU and warm it up. Raises ModelError.
 
-    Memory: the weights in bf16, `kv_memory_mib` of blocks, and scratch.
+    Memory: the weights as `config.weights` says, `kv_memory_mib` of blocks, and scratch.
     """
     if not torch.cuda.is_available():
         raise ModelError(
@@ -63,7 +63,7 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
         kv_groups=kv_form.blocks_per_run,
     )  # fmt: skip
     with out_of_memory_as_model_error(blocks * kv_form.block_bytes, config.step_tokens_max):
-        weights = load_weights(card, torch.bfloat16, device)
+        weights = load_packed(card, torch.bfloat16, device, gpu_form(config.weights))
         model = DecoderModel(card.config, weights, GpuOps())
         kv = KvStorage(kv_form, blocks, device)
         runner = GpuRunner(

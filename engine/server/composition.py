@@ -50,6 +50,8 @@ def core_of_model(
         windows=built.kv_format.windows,
     )
     digest = f"{card.digest}-{built.kv_format.name}-{built.kv_format.block_size}"
+    if config.weights != "auto":  # other weights compute other KV
+        digest += f"-{config.weights}"
     levels, off = build_levels(
         cache, config, built.kv,
         model_digest=digest, host_fds=host_fds, now_s=time.monotonic(),

@@ -1,8 +1,9 @@
 """Model weights as a dict of tensors under Hugging Face names, from GGUF or safetensors files.
 
 Quantised GGUF tensors are dequantised once and cached beside the prepared model as one safetensors
-file per dtype, which the next start maps instead. No code from a model's files is ever run. Runner
-builders call `load_weights`; a model's constructor takes the tensors out of the dict.
+file per dtype, which the next start maps instead; MXFP4 stays packed, as packed weights of folders
+do. No code from a model's files is ever run. Runner builders call `load_packed`; a model's
+constructor takes the tensors out of the dict.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -28,15 +29,23 @@ from engine.model_store import Architecture, ModelCard
 from engine.model_store.families import FAMILIES
 from engine.model_store.gguf_header import TensorInfo, read_header
 from engine.model_store.tensor_names import FOLDER_NAMES, GGUF_NAMES
-from engine.weights.renaming import MXFP4_VALUES, Pieces, TensorReader
+from engine.weights.quantised_folders import PackedReader
+from engine.weights.renaming import Pieces, TensorReader
 from engine.weights.shapes import expected_shapes
+from kernels.reference_weights import GROUP, Packed, Weight, as_dense
 
 log = logging.getLogger("trunkline.engine")
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
-Weights = dict[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 """Tensors by Hugging Face name, such as `model.layers.0.mlp.up_proj.weight`."""
+
+Weights = dict[str, Weight] | Tensors
+"""The same where linear maps may be packed."""
+
+Form = Callable[[str, Weight], Weight]
+"""Brings a weight, by its name, into the form in which a device's operations take it."""
 
 _GGUF_TOP = {
     "token_embd": "model.embed_tokens",
@@ -59,13 +68,17 @@ _SET_ASIDE = re.compile(
 """Tensors of folders that serve images, sound and drafts."""
 
 
+_PART = "|"
+"""What stands in a cached file between the name of a packed weight and the number of its part."""
+
+
 class _Index(msgspec.Struct):
     """`model.safetensors.index.json`: the shard file of each tensor."""
 
     weight_map: dict[str, str]
 
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Version of names and order of the cached tensors; a file of another version is not read."""
 
 RANDOM = "random:"
@@ -74,71 +87,103 @@ RANDOM = "random:"
 
 def load_weights(
     card: ModelCard, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Weights:
-    """Load every tensor of a model in `dtype`, checked against the shapes that the config implies.
+) -> Tensors:
+    """Load every tensor of a model in `dtype`; see `load_packed`."""
+    loaded = load_packed(card, dtype, device, lambda _, weight: as_dense(weight, dtype))
+    return {name: as_dense(weight, dtype) for name, weight in loaded.items()}
 
-    The first load of a GGUF file dequantises it (about 2 s for 135M parameters) and writes the
-    result beside the prepared model; later loads map that file. Raises ModelError with the names of
-    missing, unexpected or misshaped tensors.
+
+def load_packed(
+    card: ModelCard, dtype: torch.dtype, device: torch.device | str, form: Form
+) -> dict[str, Weight]:
+    """Load every tensor of a model, checked against the shapes that the config implies.
+
+    Each is brought to the device in `dtype`, or packed as its file has it, and into `form` there,
+    before the next is read: beside the weights there is one tensor. The first load of a GGUF file
+    dequantises it (about 2 s for 135M parameters) and writes the result beside the prepared model;
+    later loads map that file. Raises ModelError with the names of missing, unexpected or misshaped
+    tensors.
     """
+    weights: dict[str, Weight] = {}
+    for name, weight in _pieces(card, dtype, torch.device(device)):
+        there = (
+            weight.each(lambda part: part.to(device))
+            if isinstance(weight, Packed)
+            else weight.to(device)
+        )
+        weights[name] = form(name, there)
+    if card.config.tie_embeddings:
+        weights.pop("lm_head.weight", None)
+    _check(weights, card.config)
+    return weights
+
+
+def _pieces(card: ModelCard, dtype: torch.dtype, device: torch.device) -> Pieces:
+    """Yield a model's tensors from its files, or random ones made on the device."""
     if card.source.startswith(RANDOM):
-        seed = int(card.source.removeprefix(RANDOM))
-        return random_weights(card.config, dtype, seed, torch.device(device))
+        yield from random_pieces(card.config, dtype, int(card.source[len(RANDOM) :]), device)
+        return
     source = Path(card.source)
     if source.is_dir():
-        weights = dict(_read_folder(source, card.config, dtype))
+        yield from _read_folder(source, card, dtype)
+        return
+    kind = str(dtype).removeprefix("torch.")
+    cached = Path(card.folder) / f"weights-{LAYOUT_VERSION}-{kind}.safetensors"
+    if not _is_readable(cached):
+        tensors = dict(_read_gguf(source, card.config, dtype))
         if card.config.tie_embeddings:
-            weights.pop("lm_head.weight", None)
-    else:
-        kind = str(dtype).removeprefix("torch.")
-        cached = Path(card.folder) / f"weights-{LAYOUT_VERSION}-{kind}.safetensors"
-        if not _is_readable(cached):
-            tensors = dict(_read_gguf(source, card.config, dtype))
-            _check(tensors, card.config)  # refuse a wrong model before the cache file is written
-            _save(cached, tensors)
-            del tensors
-        weights = dict(_read_safetensors(cached))
-    _check(weights, card.config)
-    return {name: tensor.to(device) for name, tensor in weights.items()}
+            tensors.pop("lm_head.weight", None)
+        _check(tensors, card.config)  # refuse a wrong model before the cache file is written
+        _save(cached, tensors)
+        del tensors
+    yield from _joined(_read_safetensors(cached))
 
 
 def random_weights(
     config: Architecture, dtype: torch.dtype, seed: int, device: torch.device
-) -> Weights:
+) -> Tensors:
     """Return seeded random weights of a model's shape, made on the device, for benchmarks and
-    tests.
+    tests; see `random_pieces`."""
+    pieces = random_pieces(config, dtype, seed, device)
+    return {name: as_dense(weight, dtype) for name, weight in pieces}
+
+
+def random_pieces(
+    config: Architecture, dtype: torch.dtype, seed: int, device: torch.device
+) -> Pieces:
+    """Yield seeded random weights of a model's shape.
 
     Scaled by 1 / sqrt(fan-in), so that activations stay finite at any depth. Experts whose files
-    are in MXFP4 have values of it, so that they are packed as those are.
+    are in MXFP4 are packed as those are.
     """
     is_mxfp4 = config.moe is not None and config.moe.expert == "clamped"
     generator = torch.Generator(device=device).manual_seed(seed)
-    weights = {}
     for name, shape in expected_shapes(config).items():
         if name.endswith("norm.weight"):
-            weights[name] = torch.ones(shape, dtype=dtype, device=device)
+            yield name, torch.ones(shape, dtype=dtype, device=device)
+            continue
+        if is_mxfp4 and ".experts." in name and name.endswith("weight") and not shape[-1] % GROUP:
+            yield name, _random_mxfp4(shape, generator)
             continue
         tensor = torch.empty(shape, dtype=dtype, device=device)
         if name.endswith("bias"):
             tensor.zero_()
-        elif is_mxfp4 and ".experts." in name:
-            _draw_mxfp4(tensor, generator)
         else:
             tensor.normal_(0.0, shape[-1] ** -0.5, generator=generator)
-        weights[name] = tensor
-    return weights
+        yield name, tensor
 
 
-def _draw_mxfp4(stack: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill matrices [E, N, K] with random values of MXFP4 of about 1 / sqrt(K)."""
-    values = torch.tensor(MXFP4_VALUES, device=stack.device)
-    scale = 2.0 ** round(math.log2(stack.shape[-1] ** -0.5 / float(values.std())))
-    values = (values * scale).to(stack.dtype)
-    for matrix in stack:
-        codes = torch.randint(
-            len(values), matrix.shape, generator=generator, device=stack.device, dtype=torch.int32
-        )
-        matrix.copy_(values[codes])
+def _random_mxfp4(shape: tuple[int, ...], generator: torch.Generator) -> Packed:
+    """Return matrices [E, N, K] of random values of MXFP4 of about 1 / sqrt(K)."""
+    device, (*stack, columns) = generator.device, shape
+    codes = torch.randint(
+        256, (*stack, columns // 2), generator=generator, device=device, dtype=torch.uint8
+    )
+    exponent = round(math.log2(columns**-0.5 / 3.0))  # codes deviate by about 3
+    scales = torch.full(
+        (*stack, columns // GROUP), 127 + exponent, dtype=torch.uint8, device=device
+    )
+    return Packed("mxfp4", codes, scales, GROUP)
 
 
 def _check(weights: Weights, config: Architecture) -> None:
@@ -160,20 +205,23 @@ def _check(weights: Weights, config: Architecture) -> None:
 # --- files -------------------------------------------------------------------------------------
 
 
-def _read_folder(folder: Path, config: Architecture, dtype: torch.dtype) -> Pieces:
+def _read_folder(folder: Path, card: ModelCard, dtype: torch.dtype) -> Pieces:
     """Yield the model's tensors from a Hugging Face folder, sharded or not."""
+    config = card.config
     names = {**FOLDER_NAMES, **FAMILIES[config.family].folder_names}
-    reader = TensorReader(config, names, dtype)
+    reader, packed = TensorReader(config, names, dtype), PackedReader(card.quantisation)
     set_aside = 0
     for file in _folder_files(folder):
         for name, tensor in _read_safetensors(file):
             if name.endswith(_FOLDER_IGNORED):
                 continue
-            layer, rest = _folder_name(name)
+            layer, _ = _folder_name(name)
             if _SET_ASIDE.match(name) or _is_draft_layer(layer, config):
                 set_aside += 1
                 continue
-            yield from reader.take(layer, rest, tensor)
+            for whole, weight in packed.take(name, tensor):
+                yield from reader.take(*_folder_name(whole), weight)
+    packed.check()
     if set_aside:
         log.info("tensors_set_aside: %d of images, sound or drafts in %s", set_aside, folder)
 
@@ -232,13 +280,32 @@ def _is_readable(path: Path) -> bool:
         return False
 
 
-def _save(path: Path, weights: Weights) -> None:
+def _joined(tensors: Iterable[tuple[str, torch.Tensor]]) -> Pieces:
+    """Yield the weights that `_save` wrote: the parts of a packed one follow each other."""
+    codes: torch.Tensor | None = None
+    for name, tensor in sorted(tensors, key=lambda one: one[0]):
+        whole, _, part = name.partition(_PART)
+        if part == "0":
+            codes = tensor
+        elif codes is not None and part:
+            yield whole, Packed("mxfp4", codes, tensor, GROUP)
+        else:
+            yield name, tensor
+
+
+def _save(path: Path, weights: dict[str, Weight]) -> None:
     """Write a safetensors file atomically. Raises ModelError `storage`."""
+    tensors: Tensors = {}
+    for name, weight in weights.items():
+        if isinstance(weight, Packed):
+            tensors |= {f"{name}{_PART}{i}": part for i, part in enumerate(weight.parts)}
+        else:
+            tensors[name] = weight
     partial: str | None = None
     try:
         handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".weights-")
         os.close(handle)
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
         with Path(partial).open("rb") as file:
             os.fsync(file.fileno())
         Path(partial).replace(path)
@@ -264,10 +331,11 @@ def _read_gguf(path: Path, config: Architecture, dtype: torch.dtype) -> Pieces:
         if _is_draft_layer(layer, config):
             continue
         name = rest if layer else f"{_GGUF_TOP.get(stem, stem)}.{kind}"
-        yield from reader.take(layer, name, torch.from_numpy(_dequantise(path, data, info)))
+        yield from reader.take(layer, name, _from_gguf(path, data, info))
 
 
-def _dequantise(path: Path, data: np.memmap, info: TensorInfo) -> np.ndarray:
+def _from_gguf(path: Path, data: np.memmap, info: TensorInfo) -> Weight:
+    """Return a tensor of a GGUF file: MXFP4 packed, others dequantised to fp32."""
     try:
         kind = GGMLQuantizationType(info.type_id)
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -282,13 +350,25 @@ def _dequantise(path: Path, data: np.memmap, info: TensorInfo) -> np.ndarray:
         raise ModelError("corrupt", f"{path}: {info.name} of shape {shape} is outside the file")
     raw = data[info.offset : info.offset + size]
     if kind == GGMLQuantizationType.F32:
-        return np.array(raw.view(np.float32).reshape(shape))
+        return torch.from_numpy(np.array(raw.view(np.float32).reshape(shape)))
     if kind == GGMLQuantizationType.F16:
-        return raw.view(np.float16).reshape(shape).astype(np.float32)
+        return torch.from_numpy(raw.view(np.float16).reshape(shape).astype(np.float32))
+    if kind == GGMLQuantizationType.MXFP4:
+        return _mxfp4_blocks(torch.from_numpy(np.array(raw)).view(*shape[:-1], -1, block_bytes))
     try:
         rows = raw.reshape(*shape[:-1], shape[-1] // per_block * block_bytes)
-        return np.ascontiguousarray(dequantize(rows, kind), dtype=np.float32).reshape(shape)
+        values = np.ascontiguousarray(dequantize(rows, kind), dtype=np.float32)
+        return torch.from_numpy(values.reshape(shape))
     except NotImplementedError as error:
         raise ModelError(
             "unsupported", f"{path}: unsupported tensor type {kind.name} of {info.name}"
         ) from error
+
+
+def _mxfp4_blocks(blocks: torch.Tensor) -> Packed:
+    """Return blocks [..., G, 17] of GGUF's MXFP4 by rows: a byte is the exponent, then each has a
+    value of the first half in its low half, and one of the second in its high half."""
+    low, high = blocks[..., 1:] & 15, blocks[..., 1:] >> 4
+    codes = torch.cat([low, high], -1)
+    pairs = codes[..., 0::2] | codes[..., 1::2] << 4
+    return Packed("mxfp4", pairs.flatten(-2), blocks[..., 0].contiguous(), GROUP)

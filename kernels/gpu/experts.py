@@ -16,9 +16,9 @@ import triton.language as tl
 
 from kernels.gpu.dependent_launch import dependent_options, gdc_wait
 from kernels.gpu.fused_ops import DEPENDENT_ROWS_MAX
-from kernels.gpu.products import can_inline_ptx, product
+from kernels.gpu.products import Fp8, Fp8Rows, can_inline_ptx, product
 from kernels.reference_experts import ExpertActivation, Routing
-from kernels.reference_mxfp4 import Mxfp4
+from kernels.reference_weights import Mxfp4
 
 CHUNK = 128
 """Pairs that one program counts or places."""
@@ -36,10 +36,15 @@ ACTIVATIONS: dict[str, int] = {"": 0, "silu": 1, "clamped": 2, "gelu_tanh": 3}
 class ExpertMatrix(NamedTuple):
     """One matrix [N, K] of each expert: values [E, N, K], or packed, and biases [E, N]."""
 
-    values: torch.Tensor | Mxfp4
+    values: torch.Tensor | Mxfp4 | Fp8
     rows: int
     columns: int
     bias: torch.Tensor | None = None
+
+    @property
+    def kind(self) -> int:
+        """The kind of the values; see `kernels.gpu.products`."""
+        return 1 if isinstance(self.values, Mxfp4) else 2 if isinstance(self.values, Fp8) else 0
 
 
 class Tile(NamedTuple):
@@ -56,17 +61,22 @@ FEW, SOME, MANY = Tile(16, 64, 128, 4, 4), Tile(32, 128, 64, 5, 4), Tile(128, 25
 FEW_PACKED = Tile(16, 64, 128, 6, 4)
 SOME_PACKED = Tile(64, 128, 128, 4, 8)
 MANY_PACKED = Tile(128, 128, 128, 3, 8)
+FEW_FP8, SOME_FP8, MANY_FP8 = (
+    Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 5, 4), Tile(64, 128, 128, 4, 8)
+)  # fmt: skip
 """The fastest of those that `tests.bench.gpu_experts` times."""
+
+TILES = ((FEW, SOME, MANY), (FEW_PACKED, SOME_PACKED, MANY_PACKED), (FEW_FP8, SOME_FP8, MANY_FP8))
+"""By the kind of the weights."""
 
 FEW_TOKENS, SOME_TOKENS = 64, 512
 """Most tokens of a step whose pairs fill tiles of few pairs, and of some."""
 
 
-def tile_of(tokens: int, *, is_packed: bool) -> Tile:
+def tile_of(tokens: int, kind: int) -> Tile:
     """Return the tile of a step's products: a function of its padded number of tokens alone, so
     that a token's bits depend on no other token of a step of that size."""
-    tiles = (FEW_PACKED, SOME_PACKED, MANY_PACKED) if is_packed else (FEW, SOME, MANY)
-    return tiles[(tokens > FEW_TOKENS) + (tokens > SOME_TOKENS)]
+    return TILES[kind][(tokens > FEW_TOKENS) + (tokens > SOME_TOKENS)]
 
 
 # --- routing --------------------------------------------------------------------------------------
@@ -312,10 +322,11 @@ def _activated(gate, up, ACT: tl.constexpr):
 
 @triton.jit
 def expert_product_kernel(
-    x, w, scales, bias, out, order, blocks, N, K, matrix, scale_matrix,
-    KIND: tl.constexpr, ACT: tl.constexpr, GATHER: tl.constexpr, TOP_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr,
+    x, x_scales, w, scales, bias, out, order, blocks, N, K, matrix, scale_matrix,
+    KIND: tl.constexpr, GROUPS: tl.constexpr, ACT: tl.constexpr, GATHER: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_BIAS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """One block of pairs by one tile of rows of its expert's matrix. Grid: (blocks at most, tiles).
 
@@ -335,9 +346,11 @@ def expert_product_kernel(
     row = pair // TOP_K if GATHER else place
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     there = n < N
+    row = row.to(tl.int64)
     acc = product(
-        x + row.to(tl.int64) * K, live, w + expert * matrix, scales + expert * scale_matrix,
-        n, there, N, K, KIND, BT, BN, BK, EVEN, PTX, STAGES,
+        x + row * K, x_scales + row * GROUPS, live, w + expert * matrix,
+        scales + expert * scale_matrix, n, there, 0, K, N, K, KIND, GROUPS, BT, BN, BK, EVEN, PTX,
+        STAGES,
     )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias + expert * N + n, mask=there, other=0.0).to(tl.float32)[:, None]
@@ -355,29 +368,33 @@ def expert_product_kernel(
 
 
 def expert_product(
-    x: torch.Tensor, matrix: ExpertMatrix, order: torch.Tensor, blocks: torch.Tensor, top_k: int,
-    tile: Tile, *, activation: ExpertActivation | Literal[""] = "",
+    x: torch.Tensor | Fp8Rows, matrix: ExpertMatrix, order: torch.Tensor, blocks: torch.Tensor,
+    top_k: int, tile: Tile, *, activation: ExpertActivation | Literal[""] = "",
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return each pair's row times its expert's matrix, in x's dtype.
+    """Return each pair's row times its expert's matrix, in `dtype`, else x's.
 
     With `activation`: x [T, K] has a row a token; gate and up rows alternate in the matrix, and the
     result [P, N / 2] is in the pairs' sorted order. Without: x [P, K] is in that order, and the
-    result [P, N] has a row a pair. `order`, `blocks`: of `sort_pairs` with tile.pairs.
+    result [P, N] has a row a pair. x is in fp8 where the matrix is. `order`, `blocks`: of
+    `sort_pairs` with tile.pairs.
     """
     pairs, width = len(order), matrix.rows // 2 if activation else matrix.rows
-    out = x.new_empty(pairs, width)
-    values, scales, scale_matrix = matrix.values, order, 0
-    if isinstance(values, Mxfp4):
+    x, x_scales = x if isinstance(x, Fp8Rows) else (x, order)
+    out = x.new_empty(pairs, width, dtype=dtype or x.dtype)
+    values, scales, scale_matrix, groups = matrix.values, order, 0, 1
+    if not isinstance(values, torch.Tensor):
+        groups = values.scales.shape[1] if isinstance(values, Fp8) else 1
         values, scales = values
         scale_matrix = scales[0].numel()
     pdl = (_after_short if activation else _dependent)(x, pairs // top_k)
     grid = (blocks_max(pairs, len(values), tile.pairs), triton.cdiv(matrix.rows, tile.rows))
     expert_product_kernel[grid](
-        x, values, scales, order if matrix.bias is None else matrix.bias, out, order, blocks,
-        matrix.rows, matrix.columns, values[0].numel(), scale_matrix,
-        KIND=int(isinstance(matrix.values, Mxfp4)), ACT=ACTIVATIONS[activation],
-        GATHER=bool(activation), TOP_K=top_k, HAS_BIAS=matrix.bias is not None, BT=tile.pairs,
-        BN=tile.rows, BK=tile.columns, EVEN=matrix.columns % tile.columns == 0,
+        x, x_scales, values, scales, order if matrix.bias is None else matrix.bias, out, order,
+        blocks, matrix.rows, matrix.columns, values[0].numel(), scale_matrix,
+        KIND=matrix.kind, GROUPS=groups, ACT=ACTIVATIONS[activation], GATHER=bool(activation),
+        TOP_K=top_k, HAS_BIAS=matrix.bias is not None,
+        BT=tile.pairs, BN=tile.rows, BK=tile.columns, EVEN=matrix.columns % tile.columns == 0,
         PTX=can_inline_ptx(x), STAGES=tile.stages, WAITS=bool(pdl), num_warps=tile.warps, **pdl,
     )  # fmt: skip
     return out

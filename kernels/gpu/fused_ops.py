@@ -27,14 +27,29 @@ to 32). With many, the waiting kernel takes multiprocessors that the product bef
 """
 
 
-def _dependent(x: torch.Tensor) -> dict[str, Any]:
+def dependent_rows(x: torch.Tensor) -> dict[str, Any]:
+    """Return the options of a dependent launch for rows x, where they are few."""
     return dependent_options(x) if len(x) <= DEPENDENT_ROWS_MAX else {}
 
 
 @triton.jit
+def to_e4m3(groups):
+    """Return groups [G, width] fp32 in e4m3, and the scale of each: its largest value becomes
+    448, the largest of e4m3. Rounded to its values first: the interpreter's conversion is exact for
+    these alone."""
+    scales = over(tl.maximum(tl.max(tl.abs(groups), 1), 1e-12), 448.0)
+    x = over(groups, scales[:, None])
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    normal = tl.where(x - x == 0, bits.to(tl.float32, bitcast=True), x)
+    small = (x + 24576.0) - 24576.0  # 1.5 * 2^14, whose neighbours are 2^-9 apart
+    return tl.where(tl.abs(x) < 0.015625, small, normal).to(tl.float8e4nv), scales
+
+
+@triton.jit
 def _residual_rms_norm(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, eps, C: tl.constexpr, CP: tl.constexpr,
-    ADD: tl.constexpr, WAITS: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scales_ptr, eps, C: tl.constexpr, CP: tl.constexpr,
+    GROUPS: tl.constexpr, ADD: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     if WAITS:
         gdc_wait()
@@ -50,25 +65,36 @@ def _residual_rms_norm(
     scale = tl.rsqrt(tl.sum(x * x, 0) / C + eps)
     weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
     # Rounded before the weight, as in the reference, so that the bits are equal.
-    normed = (x * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * C + c, (normed * weight).to(out_ptr.dtype.element_ty), mask=inside)
+    kind = x_ptr.dtype.element_ty
+    normed = ((x * scale).to(kind).to(tl.float32) * weight).to(kind)
+    if GROUPS:
+        groups: tl.constexpr = GROUPS if GROUPS == 1 else CP // 128
+        table = tl.reshape(normed.to(tl.float32), [groups, CP // groups])
+        codes, scales = to_e4m3(table)
+        tl.store(out_ptr + row * C + c, tl.reshape(codes, [CP]), mask=inside)
+        g = tl.arange(0, groups)
+        tl.store(scales_ptr + row * GROUPS + g, scales, mask=g < GROUPS)
+    else:
+        tl.store(out_ptr + row * C + c, normed, mask=inside)
 
 
 def residual_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor,
-    eps: float,
+    eps: float, scales: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """residual += x; out = rms_norm(residual) * weight. All [T, C]; residual and out written.
 
-    With `residual` None: out = rms_norm(x) * weight. One program a row, sums in fp32.
+    With `residual` None: out = rms_norm(x) * weight. With `scales` [T, G] fp32, written too, out is
+    e4m3 as `kernels.reference_weights.round_rows` rounds what it would be in x's dtype. One program
+    a row, sums in fp32.
     """
     rows, channels = x.shape
     padded = triton.next_power_of_2(channels)
-    pdl = _dependent(x)
+    pdl = dependent_rows(x)
     _residual_rms_norm[(rows,)](
-        x, x if residual is None else residual, weight, out, eps,
-        C=channels, CP=padded, ADD=residual is not None,
-        WAITS=bool(pdl), num_warps=min(8, max(1, padded // 512)), **pdl,
+        x, x if residual is None else residual, weight, out, x if scales is None else scales, eps,
+        C=channels, CP=padded, GROUPS=0 if scales is None else scales.shape[1],
+        ADD=residual is not None, WAITS=bool(pdl), num_warps=min(8, max(1, padded // 512)), **pdl,
     )  # fmt: skip
 
 
@@ -103,11 +129,22 @@ def norm_heads(
     rows, all_heads, head_dim = qkv.shape
     kv_heads = (all_heads - heads) // 2
     step = min(16, triton.next_power_of_2(heads + kv_heads))
-    pdl = _dependent(qkv)
+    pdl = dependent_rows(qkv)
     _norm_heads[(rows, triton.cdiv(heads + kv_heads, step))](
         qkv, queries, keys, eps, H=heads, K=kv_heads, D=head_dim,
         DP=triton.next_power_of_2(head_dim), STEP=step, WAITS=bool(pdl), num_warps=4, **pdl,
     )  # fmt: skip
+
+
+@triton.jit
+def _gated(x_ptr, c, C: tl.constexpr, GELU: tl.constexpr):
+    """Return activation(x[c]) * x[C + c] in x's dtype, 0 behind the row's end."""
+    gate = tl.load(x_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + C + c, mask=c < C, other=0.0).to(tl.float32)
+    at = gate
+    if GELU:  # by tanh, which is a sigmoid: gate * sigmoid(2 * sqrt(2 / pi) * (gate + ...))
+        at = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return (gate / (1.0 + tl.exp(-at)) * up).to(x_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -118,22 +155,44 @@ def _gated_mul(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * STEP + tl.arange(0, STEP)
-    inside = c < C
-    gate = tl.load(x_ptr + row * 2 * C + c, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * C + C + c, mask=inside, other=0.0).to(tl.float32)
-    at = gate
-    if GELU:  # by tanh, which is a sigmoid: gate * sigmoid(2 * sqrt(2 / pi) * (gate + ...))
-        at = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    out = gate / (1.0 + tl.exp(-at)) * up
-    tl.store(out_ptr + row * C + c, out.to(out_ptr.dtype.element_ty), mask=inside)
+    out = _gated(x_ptr + row * 2 * C, c, C, GELU)
+    tl.store(out_ptr + row * C + c, out, mask=c < C)
 
 
-def gated_mul(x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> None:
+@triton.jit
+def _gated_mul_e4m3(
+    x_ptr, out_ptr, scales_ptr, C: tl.constexpr, CP: tl.constexpr, GROUPS: tl.constexpr,
+    BG: tl.constexpr, GELU: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """BG groups of a row a program. Grid: (rows, groups / BG)."""
+    if WAITS:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1) * BG + tl.arange(0, BG)
+    width: tl.constexpr = CP if GROUPS == 1 else 128
+    c = g[:, None] * width + tl.arange(0, width)[None, :]
+    codes, scales = to_e4m3(_gated(x_ptr + row * 2 * C, c, C, GELU).to(tl.float32))
+    tl.store(out_ptr + row * C + c, codes, mask=c < C)
+    tl.store(scales_ptr + row * GROUPS + g, scales, mask=g < GROUPS)
+
+
+def gated_mul(
+    x: torch.Tensor, out: torch.Tensor, *, gelu: bool = False, scales: torch.Tensor | None = None
+) -> None:
     """out [T, C] = silu(x[:, :C]) * x[:, C:], x [T, 2C], or with GELU by tanh in place of SiLU. out
-    written; arithmetic in fp32."""
+    written; arithmetic in fp32. `scales`: as in `residual_rms_norm`."""
     rows, channels = out.shape
     step = min(1024, triton.next_power_of_2(channels))
-    pdl = _dependent(x)
+    pdl = dependent_rows(x)
+    if scales is not None:
+        groups, padded = scales.shape[1], triton.next_power_of_2(channels)
+        at_once = min(8, groups)
+        _gated_mul_e4m3[(rows, triton.cdiv(groups, at_once))](
+            x, out, scales, C=channels, CP=padded, GROUPS=groups,
+            BG=triton.next_power_of_2(at_once), GELU=gelu, WAITS=bool(pdl),
+            num_warps=min(32, max(4, padded // 512)) if groups == 1 else 8, **pdl,
+        )  # fmt: skip
+        return
     _gated_mul[(rows, triton.cdiv(channels, step))](
         x, out, C=channels, STEP=step, GELU=gelu, WAITS=bool(pdl), num_warps=4, **pdl
     )
@@ -260,7 +319,7 @@ def rope_kv_write(
     rows, heads, head_dim = q_out.shape
     _, _, _, kv_heads, size, _ = kv.shape
     step = min(16, triton.next_power_of_2(heads))
-    pdl = _dependent(qkv)
+    pdl = dependent_rows(qkv)
     # The bytes of int8 are the reference's, which fuses no product with a sum.
     more = {"enable_fp_fusion": False} if kv.dtype == torch.int8 else {}
     rope_kv_write_kernel[(rows, triton.cdiv(heads, step) + 2)](

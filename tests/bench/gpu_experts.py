@@ -23,17 +23,16 @@ from typing import Any
 
 import torch
 
+from engine.config import WeightsKind
 from engine.model_store import Architecture
-from engine.models.gpu_experts import GpuExperts, router_logits
+from engine.models.gpu_experts import GpuExperts, router_logits, rows_for
 from engine.models.layers import TensorSource, TorchOps
 from engine.models.moe import Experts
-from engine.weights import random_weights
 from kernels.gpu import experts
 from kernels.gpu.experts import Tile
-from kernels.reference_mxfp4 import Mxfp4
 from tests.bench.device import copy_rate, describe, release_memory, time_graph
 from tests.bench.gpu_workloads import Bench, Workload
-from tests.bench.models import GPT_OSS_20B, QWEN3_30B_A3B, with_layers
+from tests.bench.models import GPT_OSS_20B, QWEN3_30B_A3B, packed_weights, with_layers
 from tests.bench.results import Results, print_line
 
 Sorted = tuple[torch.Tensor, torch.Tensor]
@@ -46,18 +45,23 @@ INPUTS = 8
 """Sets of rows that a graph computes in turn, so that one set's experts do not stay in the L2."""
 
 CANDIDATES = {
-    False: {
+    0: {
         64: [Tile(16, 64, 128, 4, 4), Tile(16, 128, 64, 4, 4), Tile(16, 64, 256, 3, 4)],
         512: [Tile(32, 128, 64, 5, 4), Tile(64, 128, 64, 4, 4), Tile(32, 64, 128, 4, 4)],
         2048: [Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 3, 8), Tile(64, 128, 64, 4, 4)],
     },
-    True: {
+    1: {
         64: [Tile(16, 64, 128, 6, 4), Tile(16, 128, 128, 6, 4), Tile(16, 64, 128, 8, 4)],
         512: [Tile(64, 128, 128, 4, 8), Tile(32, 128, 128, 4, 4), Tile(64, 128, 128, 3, 4)],
         2048: [Tile(128, 128, 128, 4, 8), Tile(128, 128, 128, 3, 8), Tile(64, 128, 128, 4, 8)],
     },
+    2: {
+        64: [Tile(16, 64, 128, 4, 4), Tile(16, 64, 256, 3, 4), Tile(16, 128, 128, 4, 4)],
+        512: [Tile(32, 128, 128, 4, 4), Tile(32, 64, 128, 5, 4), Tile(64, 128, 128, 4, 8)],
+        2048: [Tile(128, 128, 128, 4, 8), Tile(128, 256, 128, 3, 8), Tile(64, 128, 128, 4, 8)],
+    },
 }
-"""Tiles by whether weights are packed, and by the most rows that they are tried for."""
+"""Tiles by the kind of the weights, and by the most rows that they are tried for."""
 
 
 def product_rate() -> float:
@@ -74,15 +78,11 @@ def product_rate() -> float:
 class LayerBench:
     """One layer's experts over random rows."""
 
-    def __init__(self, config: Architecture) -> None:
+    def __init__(self, config: Architecture, kind: WeightsKind) -> None:
         assert config.moe is not None
         self.moe, self.config = config.moe, config
         one = with_layers(config, 1)
-        weights = {
-            k: v
-            for k, v in random_weights(one, torch.bfloat16, 0, torch.device("cuda")).items()
-            if ".0.mlp." in k
-        }
+        weights = {n: w for n, w in packed_weights(one, kind).items() if ".0.mlp." in n}
         kept: list[GpuExperts] = []
 
         class KeepingOps(TorchOps):
@@ -92,13 +92,12 @@ class LayerBench:
 
         self.reference = Experts(one, TensorSource(weights, "model.layers.0."), KeepingOps())
         self.kernels = kept[0]
-        values = self.kernels.gate_up.values
-        self.is_packed = isinstance(values, Mxfp4)
-        matrices = (self.kernels.gate_up, self.kernels.down)
+        self.kind = self.kernels.gate_up.kind
+        values = [matrix.values for matrix in (self.kernels.gate_up, self.kernels.down)]
         self.expert_bytes = sum(
-            part[0].numel() * part.element_size()
-            for matrix in matrices
-            for part in (matrix.values if isinstance(matrix.values, Mxfp4) else (matrix.values,))
+            part[0].nbytes
+            for one in values
+            for part in ((one,) if isinstance(one, torch.Tensor) else one)
         )
 
     def inputs(self, rows: int) -> list[torch.Tensor]:
@@ -116,7 +115,8 @@ class LayerBench:
         chosen = [len(set(self.routed(x)[0].flatten().tolist())) for x in inputs]
         moved = sum(chosen) / INPUTS * self.expert_bytes
         work = 6.0 * rows * self.moe.top_k * self.config.hidden * self.moe.intermediate
-        tile = experts.tile_of(rows, is_packed=self.is_packed)
+        flops *= 2 if self.kind == 2 else 1
+        tile = experts.tile_of(rows, self.kind)
 
         def route_and_sort(
             x: torch.Tensor,
@@ -144,11 +144,15 @@ class LayerBench:
     def first(self, x: torch.Tensor, pairs: Sorted, tile: Tile) -> torch.Tensor:
         kernels, k = self.kernels, self.moe.top_k
         return experts.expert_product(
-            x, kernels.gate_up, *pairs, k, tile, activation=kernels.activation
-        )
+            rows_for(x, kernels.gate_up), kernels.gate_up, *pairs, k, tile, dtype=x.dtype,
+            activation=kernels.activation,
+        )  # fmt: skip
 
     def second(self, hidden: torch.Tensor, pairs: Sorted, tile: Tile) -> torch.Tensor:
-        return experts.expert_product(hidden, self.kernels.down, *pairs, self.moe.top_k, tile)
+        down = self.kernels.down
+        return experts.expert_product(
+            rows_for(hidden, down), down, *pairs, self.moe.top_k, tile, dtype=hidden.dtype
+        )
 
     def error(self, x: torch.Tensor) -> float:
         """Return the relative distance to the reference."""
@@ -157,10 +161,10 @@ class LayerBench:
 
     def tiles(self, rows: int) -> dict[str, Any]:
         """Return microseconds of both products by tile."""
-        limit = min(most for most in CANDIDATES[self.is_packed] if rows <= most)
+        limit = min(most for most in CANDIDATES[self.kind] if rows <= most)
         inputs = self.inputs(rows)
         found: dict[str, Any] = {}
-        for tile in CANDIDATES[self.is_packed][limit]:
+        for tile in CANDIDATES[self.kind][limit]:
             routed = [self.routed(x)[0] for x in inputs]
             lists = [experts.sort_pairs(ids, self.moe.experts, tile.pairs) for ids in routed]
             hidden = [self.first(x, both, tile) for x, both in zip(inputs, lists, strict=True)]
@@ -184,10 +188,10 @@ def timed(run: Callable[[int], Any]) -> float:
     return round(time_graph(run_all)[0] / INPUTS, 1)
 
 
-def steps(config: Architecture) -> dict[str, Any]:
+def steps(config: Architecture, kind: WeightsKind) -> dict[str, Any]:
     """Return milliseconds of decoding steps by batch, and of a cold prompt."""
     blocks = 40_000 if any(layer.window for layer in config.layers) else 12_000
-    bench = Bench(config, blocks)
+    bench = Bench(config, blocks, weights=kind)
     found: dict[int, Any] = {}
     for batch in BATCHES:
         work = Workload(f"sweep-{batch}", batch, ((batch, 448),))
@@ -206,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--models", default=",".join(SHAPES))
+    parser.add_argument("--weights", default="auto", choices=["auto", "bf16", "fp8"])
     parser.add_argument("--parts", default="layer,steps")
     options = parser.parse_args()
     rate, flops = copy_rate(), product_rate()
@@ -214,7 +219,7 @@ def main() -> None:
     parts = options.parts.split(",")
     for name in options.models.split(","):
         with torch.inference_mode():
-            bench = LayerBench(SHAPES[name])
+            bench = LayerBench(SHAPES[name], options.weights)
             for rows in ROWS:
                 if "layer" in parts:
                     results.add({"model": name, **bench.measure(rows, rate, flops)})
@@ -223,7 +228,7 @@ def main() -> None:
         del bench
         release_memory()
         if "steps" in parts:
-            results.add({"model": name, **steps(SHAPES[name])})
+            results.add({"model": name, **steps(SHAPES[name], options.weights)})
             release_memory()
     results.write(options.json)
 

@@ -21,7 +21,7 @@ import torch
 
 from engine.api import CacheGrant, Finished, Request, Sampling, Tokens
 from engine.cache import PrefixCache
-from engine.config import EngineConfig, LevelsConfig
+from engine.config import EngineConfig, LevelsConfig, WeightsKind
 from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.kv.format import kv_format
@@ -34,9 +34,17 @@ from engine.runner.gpu_runner import GpuRunner
 from engine.server.gc_tuning import FrozenHeap
 from engine.server.levels_below import build_levels
 from engine.server.server import SWITCH_INTERVAL_S
-from engine.weights import random_weights
+from kernels.reference_weights import Packed
 from tests.bench.device import copy_rate, describe
-from tests.bench.models import BLOCK, KV_DTYPES, LLAMA_1B, LLAMA_8B, VOCAB, with_layers
+from tests.bench.models import (
+    BLOCK,
+    KV_DTYPES,
+    LLAMA_1B,
+    LLAMA_8B,
+    VOCAB,
+    packed_weights,
+    with_layers,
+)
 from tests.bench.results import Results, print_line
 
 SHAPES = {"llama-8b": LLAMA_8B, "llama-1b": LLAMA_1B}
@@ -177,17 +185,21 @@ class Bench(CoreBench):
         sequences: int = 256,
         constraints: Constraints | None = None,
         like: Bench | None = None,
+        weights: WeightsKind = "auto",
     ) -> None:
         """`levels`: those below the pool. `sequences`: most at once. `like`: a bench whose model is
-        used, with its weights."""
+        used, with its weights. `weights`: as `engine.weights`."""
         device = torch.device("cuda")
         self.config = config
         if like is None:
-            weights = random_weights(config, torch.bfloat16, 0, device)
-            self.weight_bytes = sum(t.numel() * 2 for t in weights.values())
-            if not config.tie_embeddings:
-                self.weight_bytes -= weights["model.embed_tokens.weight"].numel() * 2
-            self.model = DecoderModel(config, weights, GpuOps())
+            loaded = packed_weights(config, weights)
+            self.weight_bytes = sum(
+                part.nbytes
+                for name, one in loaded.items()
+                if config.tie_embeddings or name != "model.embed_tokens.weight"
+                for part in (one.parts if isinstance(one, Packed) else (one,))
+            )
+            self.model = DecoderModel(config, loaded, GpuOps())
         else:
             self.model, self.weight_bytes = like.model, like.weight_bytes
         form = kv_format(config, kv_dtype, BLOCK, has_groups=True)
@@ -283,6 +295,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16")
+    parser.add_argument("--weights", choices=["auto", "bf16", "fp8"], default="auto")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--blocks", type=int, default=20_000)
     options = parser.parse_args()
@@ -295,7 +308,9 @@ def main() -> None:
     chosen = [work for work in WORKLOADS if work.name in only]
     sequences = max([256, *(work.requests for work in chosen)])
     kv_dtype = KV_DTYPES[options.kv_dtype]
-    bench = Bench(config, options.blocks, kv_dtype=kv_dtype, sequences=sequences)
+    bench = Bench(
+        config, options.blocks, kv_dtype=kv_dtype, sequences=sequences, weights=options.weights
+    )
     print_line(describe(bench.copy_rate))
     results = Results()
     for work in chosen:

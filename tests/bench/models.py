@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
+from engine.config import WeightsKind
 from engine.kv.format import KvFormat
 from engine.kv.storage import KvStorage
 from engine.model_store import (
@@ -24,7 +25,10 @@ from engine.model_store import (
     resolve,
 )
 from engine.model_store.families import architecture_of
+from engine.models.gpu_layers import gpu_form
+from engine.weights import random_pieces
 from kernels import reference_int8
+from kernels.reference_weights import Weight
 
 BLOCK = 16
 LONG_CONTEXT = 32_768 + 256
@@ -100,6 +104,16 @@ V2_LITE = architecture_of(
 def with_layers(shape: Architecture, count: int) -> Architecture:
     """Return a shape with its first `count` layers alone."""
     return replace(shape, layers=shape.layers[:count])
+
+
+def packed_weights(
+    shape: Architecture, kind: WeightsKind, device: torch.device | None = None
+) -> dict[str, Weight]:
+    """Return random weights on the GPU, in the form in which an engine with `engine.weights` of
+    this kind has them."""
+    form = gpu_form(kind)
+    pieces = random_pieces(shape, torch.bfloat16, 0, device or torch.device("cuda"))
+    return {name: form(name, weight) for name, weight in pieces}
 
 
 def default_card(name: str = DEFAULT_MODEL, models: Path | None = None) -> ModelCard:

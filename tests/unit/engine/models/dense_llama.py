@@ -10,10 +10,10 @@ import math
 import torch
 
 from engine.model_store import Architecture
-from engine.weights import Weights
+from engine.weights import Tensors
 
 
-def dense_logits(config: Architecture, weights: Weights, tokens: list[int]) -> torch.Tensor:
+def dense_logits(config: Architecture, weights: Tensors, tokens: list[int]) -> torch.Tensor:
     """Return the logits [T, vocab] fp64 of every position, computed on the CPU."""
     w = {name: tensor.cpu().double() for name, tensor in weights.items()}
     x = w["model.embed_tokens.weight"][tokens]

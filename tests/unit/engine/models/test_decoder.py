@@ -14,6 +14,7 @@ from engine.models.moe import Experts
 from engine.weights import random_weights
 from kernels import reference_experts
 from kernels.reference_experts import Routing
+from kernels.reference_weights import Weight
 from tests.models import tiny_config
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ class RecordedOps(TorchOps):
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         compute = super().linear(weight, bias)
 
         def noted(x: torch.Tensor) -> torch.Tensor:
@@ -35,8 +36,9 @@ class RecordedOps(TorchOps):
         return noted
 
     def norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+        into: Linear | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         self.seen.append("norm" if residual is None else "add and norm")
         return super().norm(x, residual, weight, eps)
 
@@ -46,7 +48,9 @@ class RecordedOps(TorchOps):
         self.seen.append("norm heads")
         super().norm_heads(qkv, heads, queries, keys, eps)
 
-    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def gated(
+        self, x: torch.Tensor, activation: Activation, into: Linear | None = None
+    ) -> torch.Tensor:
         self.seen.append("gated")
         return super().gated(x, activation)
 

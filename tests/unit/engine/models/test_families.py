@@ -21,7 +21,7 @@ from engine.models.cpu_decoder import CpuDecoder
 from engine.models.decoder import DecoderModel
 from engine.models.layers import TorchOps
 from engine.plan import Group, Row, StepPlan
-from engine.weights import Weights, load_weights
+from engine.weights import Tensors, load_weights
 from kernels.cpu.build import Kernels, compile_library
 from tests.families import TINY, VOCAB, make, save_folder, write_gguf
 
@@ -36,7 +36,7 @@ ERROR_MAX = 3e-5
 class Paged:
     """A model over its own KV, and the logits of plans."""
 
-    def __init__(self, config: Architecture, weights: Weights) -> None:
+    def __init__(self, config: Architecture, weights: Tensors) -> None:
         self.kv = KvStorage(kv_format(config, torch.float32, BLOCK), 24, CPU)
         self.kv.data.fill_(1e30)  # a slot that is read before it is written shows
         self.attention = TorchAttention(config, self.kv, CONTEXT)

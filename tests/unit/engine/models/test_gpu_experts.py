@@ -11,8 +11,8 @@ from engine.model_store.architecture import Moe
 from engine.models.gpu_layers import GpuOps
 from engine.models.layers import Ops, TensorSource, TorchOps
 from engine.models.moe import Experts
-from engine.weights import Weights, random_weights
-from kernels.reference_mxfp4 import nearest
+from engine.weights import Tensors, Weights, random_weights
+from kernels.reference_weights import Weight, to_fp8, to_mxfp4
 from tests.models import tiny_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,10 +41,10 @@ def config_of(moe: Moe) -> Architecture:
 
 
 def experts_of(config: Architecture, weights: Weights, ops: Ops) -> Experts:
-    return Experts(config, TensorSource(dict(weights), "model.layers.0."), ops)
+    return Experts(config, TensorSource({**weights}, "model.layers.0."), ops)
 
 
-def weights_of(config: Architecture) -> Weights:
+def weights_of(config: Architecture) -> Tensors:
     """Return random weights; biases that are not zero."""
     weights = random_weights(config, DTYPE, 0, DEVICE)
     for name, tensor in weights.items():
@@ -62,21 +62,23 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("packing", ["", "mxfp4", "fp8"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_compute_what_torch_does(kind: str, is_packed: bool) -> None:
-    """Router, experts, and the MLP that all tokens take; packed where MXFP4 holds the weights."""
+def test_kernels_compute_what_torch_does(kind: str, packing: str) -> None:
+    """Router, experts, and the MLP that all tokens take; the experts packed or not."""
     config = config_of(KINDS[kind])
-    weights = weights_of(config)
-    for name, tensor in weights.items():
-        if is_packed and ".experts." in name and name.endswith("weight"):
-            tensor.copy_(nearest(tensor))
+    weights: dict[str, Weight] = {**weights_of(config)}
+    for name, tensor in weights_of(config).items():
+        if packing and ".experts." in name and name.endswith("weight"):
+            fits = packing == "fp8" or tensor.shape[-1] % 64 == 0
+            pack = to_fp8 if packing == "fp8" else to_mxfp4
+            weights[name] = pack(tensor) if fits else tensor
     x = rows(config, 7, 1)
 
     found = experts_of(config, weights, GpuOps())(x)
 
     expected = experts_of(config, weights, TorchOps())(x)
-    assert distance(found, expected) <= ERROR_MAX
+    assert distance(found, expected) <= (6e-2 if packing == "fp8" else ERROR_MAX)
 
 
 @pytest.mark.gpu

@@ -22,8 +22,9 @@ from engine.models.gpu_layers import SPLIT_ROWS, columns_in_full_waves, split_li
 from engine.models.interface import Model
 from engine.models.layers import TorchOps
 from engine.plan import Row, StepPlan
-from engine.weights import Weights
+from engine.weights import Tensors, Weights
 from kernels.cpu import build as cpu
+from kernels.reference_weights import Weight, as_dense, to_mxfp4
 from tests.models import LLAMA3_SCALING, tiny_config, tiny_weights
 from tests.unit.engine.models.dense_llama import dense_logits
 
@@ -242,7 +243,7 @@ EXTENDED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def weights_with_biases(config: Architecture) -> Weights:
+def weights_with_biases(config: Architecture) -> Tensors:
     """Return a model's weights; biases and sinks, which are zeros in these, are random too."""
     weights = tiny_weights(config)
     for name, tensor in weights.items():
@@ -345,26 +346,25 @@ def test_experts_published_in_mxfp4_stay_so(
     """In a quarter of the memory, with the same bits in the logits."""
     moe = Moe(experts=5, top_k=2, intermediate=64, score="chosen_softmax", expert="clamped")
     config = msgspec.structs.replace(SHAPES["GQA"], **{**EXTENDED["gpt-oss"], "moe": moe})
-    weights = {n: t.bfloat16() for n, t in tiny_weights(config).items()}
-    for name, tensor in weights.items():
+    plain = {n: t.bfloat16() for n, t in tiny_weights(config).items()}
+    packed: dict[str, Weight] = {**plain}
+    for name, tensor in plain.items():
         if ".experts." in name and name.endswith("weight"):
-            weights[name] = (tensor.sign() * 2.0 ** (tensor.abs() * 30).clamp(-3, 0).round()) / 8
-    packed: list[torch.Tensor | None] = []
-    pack = Kernels.pack_mxfp4
+            packed[name] = to_mxfp4(tensor)
+    plain = {n: as_dense(weight, torch.bfloat16) for n, weight in packed.items()}
+    expected = logits_of(config, plain, kernels, SLICES[2], torch.bfloat16)
+    wide: list[tuple[int, ...]] = []
+    pack = Kernels.pack
 
-    def recorded(self: Kernels, *given: Any) -> torch.Tensor | None:
-        packed.append(pack(self, *given))
-        return packed[-1]
+    def recorded(self: Kernels, weight: torch.Tensor, *given: Any) -> torch.Tensor:
+        wide.append(tuple(weight.shape))
+        return pack(self, weight, *given)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Kernels, "pack_mxfp4", recorded)
-        small = logits_of(config, dict(weights), kernels, SLICES[2], torch.bfloat16)
-    with monkeypatch.context() as patch:
-        patch.setattr(Kernels, "pack_mxfp4", lambda *_: None)
-        expected = logits_of(config, dict(weights), kernels, SLICES[2], torch.bfloat16)
+    monkeypatch.setattr(Kernels, "pack", recorded)
+    small = logits_of(config, packed, kernels, SLICES[2], torch.bfloat16)
 
-    assert len(packed) == 2 * 2 * moe.experts
-    assert None not in packed
+    assert wide
+    assert not {(2 * moe.intermediate, config.hidden), (config.hidden, moe.intermediate)} & {*wide}
     assert torch.equal(small, expected)
 
 

@@ -12,7 +12,7 @@ from engine.attention.rope import rope_tables
 from engine.model_store import Architecture
 from engine.models.decoder import DecoderModel
 from engine.models.layers import TorchOps
-from engine.weights import Weights
+from engine.weights import Tensors
 from kernels.reference import rotate
 
 
@@ -54,7 +54,7 @@ class MaskedAttention:
 
 def masked_logprobs(
     config: Architecture,
-    weights: Weights,
+    weights: Tensors,
     tokens: Sequence[int],
     asked: AttentionWindow | None,
     block_size: int,

@@ -15,6 +15,7 @@ import torch
 
 from engine.api import SampledToken, Sampling
 from engine.config import EngineConfig
+from engine.errors import ModelError
 from engine.model_store import ModelCard
 from engine.models.cpu_decoder import Kernels
 from engine.plan import BegunSequence, BlockCopy, Group, Row, StepPlan, StepResult
@@ -333,3 +334,11 @@ def test_warm_up_stays_within_the_pool_and_the_context(
     built = build_runner(card, EngineConfig(**smallest, kv_memory_mib=1, threads=1))
 
     assert not built.kv.data.any()
+
+
+def test_weights_in_fp8_are_refused(card: ModelCard) -> None:
+    """Only a GPU's kernels multiply them; the message names the setting."""
+    with pytest.raises(ModelError, match=r"engine\.weights is fp8") as caught:
+        build_runner(card, EngineConfig(weights="fp8"))
+
+    assert caught.value.code == "unsupported"

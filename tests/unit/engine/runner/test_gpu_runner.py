@@ -41,7 +41,7 @@ from engine.plan import BegunSequence, Group, Row, StepPlan
 from engine.runner import gpu_runner
 from engine.runner.gpu_runner import GpuRunner
 from engine.runner.warmup import SAMPLINGS, WarmupLimits
-from engine.weights import Weights, random_weights
+from engine.weights import Tensors, random_weights
 from tests.fakes import FakeClock
 from tests.grammars import PolledGrammars, characters
 from tests.unit.engine.models.dense_llama import dense_logits
@@ -161,7 +161,7 @@ class Engine:
 
 
 def torch_logits(
-    config: Architecture, weights: Weights, tokens: list[int],
+    config: Architecture, weights: Tensors, tokens: list[int],
     kv_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:  # fmt: skip
     """Return the logits of every position by the torch twin, in one piece."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,8 +14,9 @@ from engine.model_store import Architecture, Layer, Rope
 from engine.model_store.architecture import Latent, Moe
 from engine.model_store.tensor_names import FOLDER_NAMES, GPT_OSS_NAMES, MIXTRAL_NAMES, Names
 from engine.weights import random_weights
-from engine.weights.renaming import TensorReader, head_order, unpack_mxfp4
+from engine.weights.renaming import TensorReader, head_order
 from kernels.reference import rotate
+from kernels.reference_weights import GROUP, Packed, Weight, as_dense
 from tests.models import tiny_config
 
 LAYER = "model.layers.0."
@@ -27,10 +29,14 @@ def with_experts(**changes: Any) -> Architecture:
 
 
 def read(
-    config: Architecture, tensors: dict[str, torch.Tensor], names: Names | None = None
+    config: Architecture, tensors: Mapping[str, Weight], names: Names | None = None
 ) -> dict[str, torch.Tensor]:
     reader = TensorReader(config, {**FOLDER_NAMES, **(names or {})}, torch.float32)
-    return {n: t for rest, given in tensors.items() for n, t in reader.take(LAYER, rest, given)}
+    return {
+        name: as_dense(weight, torch.float32)
+        for rest, given in tensors.items()
+        for name, weight in reader.take(LAYER, rest, given)
+    }
 
 
 def weights_of(config: Architecture) -> dict[str, torch.Tensor]:
@@ -111,45 +117,34 @@ def test_norms_that_leave_out_the_1_get_it() -> None:
 
     ((_, found),) = reader.take(LAYER, "input_layernorm.weight", stored)
 
-    assert torch.equal(found, (stored + 1).bfloat16())
+    assert torch.equal(as_dense(found, torch.bfloat16), (stored + 1).bfloat16())
 
 
-def packed(values: list[list[float]], scale_bits: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack rows of 32 values, in units of their scale, by the format's description."""
-    known = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    codes = [[known.index(abs(v)) + (8 if v < 0 else 0) for v in row] for row in values]
-    pairs = [[low | high << 4 for low, high in zip(row[::2], row[1::2], strict=True)]
-             for row in codes]  # fmt: skip
-    return torch.tensor(pairs, dtype=torch.uint8), torch.tensor(scale_bits, dtype=torch.uint8)
-
-
-def test_mxfp4_blocks_are_unpacked() -> None:
-    """Two values a byte, the low one first; a scale is a power of two."""
-    rows = [[0.5, -6.0] + [1.0] * 30, [3.0, -1.5] + [0.0] * 30]
-    blocks, scales = packed(rows, [127, 130])
-
-    found = unpack_mxfp4(blocks.view(1, 1, 2, 16), scales.view(1, 1, 2), torch.float32)
-
-    assert found.shape == (1, 1, 64)
-    assert found[0, 0, :3].tolist() == [0.5, -6.0, 1.0]
-    assert found[0, 0, 32:35].tolist() == [24.0, -12.0, 0.0]
-
-
-@pytest.mark.parametrize("blocks_first", [True, False])
-def test_mxfp4_experts_alternate_between_gate_and_up(blocks_first: bool) -> None:
-    """gpt-oss's folders: rows in turns, scales in a tensor of their own, in either order."""
+def test_packed_experts_alternate_between_gate_and_up() -> None:
+    """gpt-oss's folders: rows in turns; the rows stay packed."""
     config = with_experts(expert="clamped", score="chosen_softmax")
     generator = torch.Generator().manual_seed(1)
-    blocks = torch.randint(256, (3, 64, 2, 16), dtype=torch.uint8, generator=generator)
+    codes = torch.randint(256, (3, 64, 32), dtype=torch.uint8, generator=generator)
     scales = torch.randint(120, 130, (3, 64, 2), dtype=torch.uint8, generator=generator)
-    halves = {"mlp.experts.gate_up_proj_blocks": blocks, "mlp.experts.gate_up_proj_scales": scales}
-    files = dict(sorted(halves.items(), reverse=not blocks_first))
+    packed = Packed("mxfp4", codes, scales, GROUP)
 
-    found = read(config, files, GPT_OSS_NAMES)
+    found = read(config, {"mlp.experts.gate_up_proj_blocks": packed}, GPT_OSS_NAMES)
 
-    whole = unpack_mxfp4(blocks, scales, torch.float32)
+    whole = packed.dense(torch.float32)
     assert torch.equal(found[f"{LAYER}mlp.experts.gate_proj.weight"], whole[:, 0::2])
     assert torch.equal(found[f"{LAYER}mlp.experts.up_proj.weight"], whole[:, 1::2])
+
+
+def test_experts_of_unlike_kinds_are_refused() -> None:
+    """One product computes all of them."""
+    packed = Packed("fp8", torch.zeros(32, 64, dtype=torch.float8_e4m3fn), torch.ones(32, 1), 64)
+    files: dict[str, Weight] = {
+        "mlp.experts.0.up_proj.weight": packed,
+        "mlp.experts.1.up_proj.weight": torch.zeros(32, 64),
+    }
+
+    with pytest.raises(ModelError, match="unlike kinds"):
+        read(with_experts(), files)
 
 
 def test_heads_of_latents_are_split() -> None:

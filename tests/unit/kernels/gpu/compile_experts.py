@@ -11,24 +11,30 @@ from typing import Any
 
 from triton.compiler import ASTSource
 
-from kernels.gpu import experts
+from kernels.gpu import experts, products
 from kernels.gpu.experts import Tile
 from tests.unit.kernels.gpu.compile_for_hopper import report
 
 POINTERS = {
-    "x": "*bf16", "w": "*bf16", "scales": "*i32", "bias": "*bf16", "out": "*bf16",
+    "x": "*bf16", "x_scales": "*fp32", "w": "*bf16", "scales": "*i32", "bias": "*bf16",
+    "out": "*bf16",
     "order": "*i32", "blocks": "*i32", "logits": "*fp32", "router_bias": "*bf16",
     "choice_bias": "*fp32", "ids_out": "*i32", "weights_out": "*fp32", "ids": "*i32",
     "counts": "*i32", "found": "*bf16", "weights": "*fp32", "shared": "*bf16",
 }  # fmt: skip
 
+TYPES: tuple[dict[str, str], ...] = (
+    {},
+    {"w": "*u8"},
+    {"x": "*fp8e4nv", "w": "*fp8e4nv", "scales": "*fp32"},
+)
+"""What differs by the kind of the weights."""
+
+KINDS = ("", " packed", " fp8")
 PRODUCTS = {
-    "few": (experts.FEW, False),
-    "some": (experts.SOME, False),
-    "many": (experts.MANY, False),
-    "few packed": (experts.FEW_PACKED, True),
-    "some packed": (experts.SOME_PACKED, True),
-    "many packed": (experts.MANY_PACKED, True),
+    f"{name}{KINDS[kind]}": (tile, kind)
+    for kind, tiles in enumerate(experts.TILES)
+    for name, tile in zip(("few", "some", "many"), tiles, strict=True)
 }
 
 
@@ -37,22 +43,37 @@ def compile_product(name: str, *, is_first: bool) -> dict[str, Any]:
 
     The sizes that a server passes are whole numbers of 16.
     """
-    tile, is_packed = PRODUCTS[name]
+    tile, kind = PRODUCTS[name]
+    is_packed = kind == 1
     constants: dict[str, Any] = {
-        "KIND": int(is_packed), "ACT": (2 if is_packed else 1) if is_first else 0,
+        "KIND": kind, "GROUPS": 1, "ACT": (2 if is_packed else 1) if is_first else 0,
         "GATHER": is_first, "TOP_K": 4 if is_packed else 8, "HAS_BIAS": is_packed,
         "BT": tile.pairs, "BN": tile.rows, "BK": tile.columns, "EVEN": not is_packed,
         "PTX": True, "STAGES": tile.stages, "WAITS": is_first or tile.pairs == 16,
     }  # fmt: skip
-    types = {**POINTERS, "w": "*u8" if is_packed else "*bf16"}
+    types = {**POINTERS, **TYPES[kind]}
     sizes = ("N", "K", "matrix", "scale_matrix")
-    return compiled(f"{name}, {'first' if is_first else 'second'}", tile, types, constants, sizes)
+    whole = f"{name}, {'first' if is_first else 'second'}"
+    return compiled(experts.expert_product_kernel, whole, tile, types, constants, sizes)
+
+
+def compile_linear(tokens: int, groups: int, split: int) -> dict[str, Any]:
+    """Compile a product in fp8 of Llama-8B's sizes."""
+    tile = products.fp8_tile(tokens)
+    constants: dict[str, Any] = {
+        "GROUPS": groups, "SPLIT": split, "HAS_BIAS": False, "BT": tile.pairs, "BN": tile.rows,
+        "BK": tile.columns, "EVEN": True, "STAGES": tile.stages, "WAITS": tokens <= 64,
+    }  # fmt: skip
+    types = {**POINTERS, **TYPES[2], "parts": "*fp32", "tickets": "*i32"}
+    name = f"linear of {tokens}, {groups} groups, {split} parts"
+    kernel = products.fp8_linear_kernel
+    return compiled(kernel, name, Tile(*tile), types, constants, ("N", "K", "span"))
 
 
 def compiled(
-    name: str, tile: Tile, types: dict[str, str], constants: dict[str, Any], sizes: tuple[str, ...]
-) -> dict[str, Any]:
-    kernel = experts.expert_product_kernel
+    kernel: Any, name: str, tile: Tile, types: dict[str, str], constants: dict[str, Any],
+    sizes: tuple[str, ...],
+) -> dict[str, Any]:  # fmt: skip
     arguments = kernel.arg_names
     signature = {a: "constexpr" if a in constants else types.get(a, "i32") for a in arguments}
     aligned = {
@@ -69,6 +90,10 @@ def main() -> None:
         for is_first in (True, False):
             sys.stdout.write(json.dumps(compile_product(name, is_first=is_first)) + "\n")
             sys.stdout.flush()
+    for tokens in (16, 32, 64, 256):
+        for groups in (1, 32):
+            one = compile_linear(tokens, groups, 4 if tokens < 256 else 1)
+            sys.stdout.write(json.dumps(one) + "\n")
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def report(source: ASTSource, options: dict[str, int]) -> dict[str, object]:
         "registers": int(found[1]),
         "stack_bytes": int(found[2]),
         "shared_bytes": kernel.metadata.shared,
-        "wgmma": sass.stdout.count("HGMMA"),
+        "wgmma": sass.stdout.count("HGMMA") + sass.stdout.count("QGMMA"),
         "mma": sass.stdout.count("HMMA"),
         "async_copies": sass.stdout.count("LDGSTS") + sass.stdout.count("UTMALDG"),
         "overlaps": kernel.asm["ptx"].count("wgmma.wait_group.sync.aligned 1"),

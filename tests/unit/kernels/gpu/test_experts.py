@@ -10,8 +10,19 @@ import torch
 from kernels import reference_experts
 from kernels.gpu import experts
 from kernels.gpu.experts import ExpertMatrix, Tile
+from kernels.gpu.products import Fp8, Fp8Rows, fp8_of
 from kernels.reference_experts import Block, ExpertActivation, Routing
-from kernels.reference_mxfp4 import MAGNITUDES, Mxfp4, nearest, pack, unpack
+from kernels.reference_weights import (
+    MAGNITUDES,
+    Mxfp4,
+    Packed,
+    Weight,
+    as_dense,
+    panels,
+    round_rows,
+    to_fp8,
+    to_mxfp4,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -19,6 +30,10 @@ HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
 ERROR_MAX = 1e-2 if DEVICE.type == "cuda" else 1e-5
 """Largest distance from the reference, over its length."""
+
+
+FP8_ERROR_MAX = 6e-2
+"""The same where rows are rounded to 3 bits of mantissa: 2^-4 at most, a quarter of it usually."""
 
 
 def rand(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -131,31 +146,49 @@ class Layer(NamedTuple):
 
 
 def layer_of(
-    count: int, inner: int, hidden: int, *, is_packed: bool = False, has_bias: bool = False
+    count: int, inner: int, hidden: int, *, kind: str = "", has_bias: bool = False
 ) -> Layer:
     gate, up = (rand(count, inner, hidden, seed=s).to(HALF) * hidden**-0.5 for s in (1, 2))
     down = rand(count, hidden, inner, seed=3).to(HALF) * inner**-0.5
-    if is_packed:
-        gate, up, down = (nearest(weights) for weights in (gate, up, down))
     gate_up_bias, down_bias, in_turns_bias = None, None, None
     if has_bias:
         gate_up_bias = rand(count, 2 * inner, seed=4).to(HALF)
         in_turns_bias = torch.stack(gate_up_bias.chunk(2, 1), 2).flatten(1)
         down_bias = rand(count, hidden, seed=5).to(HALF)
-    in_turns = torch.stack([gate, up], 2).flatten(1, 2)
+    in_turns = stored(torch.stack([gate, up], 2).flatten(1, 2), kind)
+    down_stored = stored(down, kind)
+    plain = as_dense(in_turns, HALF)
     return Layer(
-        ExpertMatrix(stored(in_turns, is_packed), 2 * inner, hidden, in_turns_bias),
-        ExpertMatrix(stored(down, is_packed), hidden, inner, down_bias),
-        (torch.cat([gate, up], 1), gate_up_bias, down, down_bias),
-    )
+        ExpertMatrix(in_layout(in_turns), 2 * inner, hidden, in_turns_bias),
+        ExpertMatrix(in_layout(down_stored), hidden, inner, down_bias),
+        (
+            torch.cat([plain[:, 0::2], plain[:, 1::2]], 1), gate_up_bias,
+            as_dense(down_stored, HALF), down_bias,
+        ),
+    )  # fmt: skip
 
 
-def stored(weights: torch.Tensor, is_packed: bool) -> torch.Tensor | Mxfp4:
-    if not is_packed:
+def stored(weights: torch.Tensor, kind: str) -> Weight:
+    if kind == "fp8, groups":
+        codes, scales = round_rows(weights, 128)
+        return Packed("fp8", codes, scales, 128)
+    if kind == "fp8":
+        return to_fp8(weights)
+    return to_mxfp4(weights) if kind else weights
+
+
+def in_layout(weights: Weight) -> torch.Tensor | Mxfp4 | Fp8:
+    if isinstance(weights, torch.Tensor):
         return weights
-    parts = [pack(weight) for weight in weights]
-    assert all(part is not None for part in parts)
-    return Mxfp4(*(torch.stack(part) for part in zip(*filter(None, parts), strict=True)))
+    return panels(weights) if weights.kind == "mxfp4" else fp8_of(weights)
+
+
+def rounded(x: torch.Tensor, matrix: ExpertMatrix) -> torch.Tensor | Fp8Rows:
+    """Return rows as the matrix takes them."""
+    if not isinstance(matrix.values, Fp8):
+        return x
+    groups = matrix.values.scales.shape[1]
+    return Fp8Rows(*round_rows(x, x.shape[1] // groups))
 
 
 def run(
@@ -163,13 +196,16 @@ def run(
     activation: ExpertActivation = "silu", shared: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     values = layer.gate_up.values
-    count = len(values.values if isinstance(values, Mxfp4) else values)
+    count = len(values if isinstance(values, torch.Tensor) else values[0])
     top_k = ids.shape[1]
     order, blocks = experts.sort_pairs(ids, count, tile.pairs)
     hidden = experts.expert_product(
-        x, layer.gate_up, order, blocks, top_k, tile, activation=activation
+        rounded(x, layer.gate_up), layer.gate_up, order, blocks, top_k, tile,
+        activation=activation, dtype=HALF,
+    )  # fmt: skip
+    found = experts.expert_product(
+        rounded(hidden, layer.down), layer.down, order, blocks, top_k, tile, dtype=HALF
     )
-    found = experts.expert_product(hidden, layer.down, order, blocks, top_k, tile)
     return experts.add_experts(found, weights, shared)
 
 
@@ -177,8 +213,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "whole tiles": {"count": 4, "inner": 32, "hidden": 128},
     "ragged": {"count": 5, "inner": 24, "hidden": 40},
     "biases": {"count": 4, "inner": 64, "hidden": 128, "has_bias": True},
-    "packed": {"count": 3, "inner": 64, "hidden": 128, "is_packed": True},
-    "packed, ragged": {"count": 2, "inner": 64, "hidden": 192, "is_packed": True, "has_bias": True},
+    "packed": {"count": 3, "inner": 64, "hidden": 128, "kind": "mxfp4"},
+    "packed, ragged": {"count": 2, "inner": 64, "hidden": 192, "kind": "mxfp4", "has_bias": True},
+    "fp8": {"count": 3, "inner": 64, "hidden": 128, "kind": "fp8"},
+    "fp8, ragged": {"count": 2, "inner": 48, "hidden": 144, "kind": "fp8", "has_bias": True},
+    "fp8, groups": {"count": 3, "inner": 128, "hidden": 256, "kind": "fp8, groups"},
 }
 TILES = {"few": Tile(16, 32, 128, 2, 4), "many": Tile(64, 64, 128, 2, 4)}
 
@@ -209,14 +248,15 @@ def test_experts_compute_what_the_reference_does(
     found = run(x, layer, ids, weights, TILES[tile], activation, shared)
 
     expected = (expected + shared).float()
-    assert float((found.float() - expected).norm() / expected.norm()) <= ERROR_MAX
+    limit = FP8_ERROR_MAX if "fp8" in shape else ERROR_MAX
+    assert float((found.float() - expected).norm() / expected.norm()) <= limit
 
 
-@pytest.mark.parametrize("shape", ["whole tiles", "packed"])
+@pytest.mark.parametrize("shape", ["whole tiles", "packed", "fp8", "fp8, groups"])
 def test_a_token_has_the_same_bits_alone_and_in_a_batch(shape: str) -> None:
     """Within one tile: a token's products do not depend on who else takes its experts."""
     layer = layer_of(**SHAPES[shape])
-    x = rand(3, 128, seed=7).to(HALF)
+    x = rand(3, layer.gate_up.columns, seed=7).to(HALF)
     ids, weights = chosen(3, SHAPES[shape]["count"])
     together = run(x, layer, ids, weights, TILES["few"])
 
@@ -228,7 +268,7 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch(shape: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("shape", ["ragged", "packed, ragged"])
+@pytest.mark.parametrize("shape", ["ragged", "packed, ragged", "fp8, ragged"])
 def test_a_row_of_nan_stays_in_its_row(shape: str) -> None:
     """One sequence's broken numbers end that sequence, not those whose tokens take its experts."""
     layer = layer_of(**SHAPES[shape])
@@ -251,9 +291,8 @@ def test_each_four_bit_float_is_unpacked_exactly() -> None:
         matrix[:, group * 32 : group * 32 + 16] = torch.ldexp(
             table, torch.tensor(group * 7 - 20, device=DEVICE)
         )
-    packed = pack(matrix)
-    assert packed is not None
-    stack = ExpertMatrix(Mxfp4(packed.values[None], packed.scales[None]), 16, 128)
+    packed = to_mxfp4(matrix[None])
+    stack = ExpertMatrix(panels(packed), 16, 128)
     x = torch.eye(128, device=DEVICE, dtype=HALF)
     ids = torch.zeros(128, 1, dtype=torch.int32, device=DEVICE)
     order, blocks = experts.sort_pairs(ids, 1, 16)
@@ -261,4 +300,4 @@ def test_each_four_bit_float_is_unpacked_exactly() -> None:
     found = experts.expert_product(x, stack, order, blocks, 1, Tile(16, 16, 128, 2, 4))
 
     assert torch.equal(found.T.float(), matrix)
-    assert torch.equal(unpack(packed, 128), matrix)
+    assert torch.equal(packed.dense(torch.float32)[0], matrix)
