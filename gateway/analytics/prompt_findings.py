@@ -86,7 +86,8 @@ class PromptFindings:
     def explain(
         self, completed: CompletedPrompt, context: PromptContext, reuse: PromptReuse, at_ms: int
     ) -> list[MissCause]:
-        """Return the causes that a prompt adds to: at most one that costs, and the legitimate ones.
+        """Return the causes that a prompt adds to: first the one that costs, if any, which is that
+        of the request; then the legitimate ones, and those of sums.
 
         What the request shows comes before what the contract says, and that before what only the
         comparison with earlier prompts (`reuse`) shows.
@@ -103,10 +104,11 @@ class PromptFindings:
         # A cause of the request's own explains what is new.
         is_new = waste is None and reuse.is_new_conversation
         waste = waste or _past_waste(make, record, context, reuse)
-        found = [make(NEW_CONVERSATION, "", 0)] if is_new else []
+        found = [] if waste is None else [self._with_facts(waste, record, context, reuse)]
+        found += [make(NEW_CONVERSATION, "", 0)] if is_new else []
         found += _writes(make, record, waste)
         found += _first_use(make, context, record, reuse, is_counted=waste is not None)
-        return found if waste is None else [*found, self._with_facts(waste, record, context, reuse)]
+        return found
 
     def _with_facts(
         self, waste: MissCause, record: UsageRecord, context: PromptContext, reuse: PromptReuse

@@ -18,6 +18,7 @@ from gateway.retention_classes import CacheProfile, CachingConfig, RetentionClas
 from tenancy.accounts.keys import change_key, find_key
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
+from tenancy.reuse.miss_causes import OF_SUMS
 from tenancy.types import wall_ms
 from tests.actors import TESTER
 from tests.unit.gateway.admin_client import AdminClient
@@ -128,6 +129,10 @@ def _anthropic(asked: Turns, roles: Sequence[tuple[str, str]]) -> dict[str, Any]
     return body
 
 
+OF_SEVERAL = {*OF_SUMS, "model_changed", "template_changed"}
+"""Causes that a request alone does not show."""
+
+
 class Findings:
     """A client that sends traffic and asks for findings."""
 
@@ -143,9 +148,15 @@ class Findings:
             assert status == 200, answer
 
     async def read(self, query: str = "") -> list[dict[str, Any]]:
-        """Return all findings."""
+        """Return all findings. Each request that one names as an example has its cause."""
         status, found = await self.admin.ask("GET", f"/admin/v1/findings{query}")
         assert status == 200, found
+        for one in found["findings"]:
+            if one["legitimate"] or one["cause"] in OF_SEVERAL:
+                continue
+            for request_id in one["example_request_ids"]:
+                status, request = await self.admin.ask("GET", f"/admin/v1/requests/{request_id}")
+                assert (status, request["cause"]) == (200, one["cause"]), request
         return list(found["findings"])
 
     async def faults(self) -> list[str]:
