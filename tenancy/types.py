@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 WallClock = Callable[[], int]
 """A function that returns milliseconds since the epoch, UTC."""
@@ -192,6 +193,53 @@ class Identity(Struct, frozen=True, forbid_unknown_fields=True):
         return self.policy if self.scope is None else self.scope.policy
 
 
+class TokenSums(Struct, frozen=True, kw_only=True):
+    """Tokens of one request or of many, as the ledger's columns have them."""
+
+    prompt_tokens: int = 0
+    cache_read_tokens: int = 0
+    """Read by contract, and charged so."""
+    cache_write_tokens: int = 0
+    fresh_tokens: int = 0
+    """The rest of the prompt tokens."""
+    output_tokens: int = 0
+    physical_cached_tokens: int = 0
+    """Prompt tokens that were not computed."""
+    recomputed_promised_tokens: int = 0
+    """Read by contract, but computed again: a broken promise."""
+    host_cached_tokens: int = 0
+    """The part of the cached tokens that was loaded from host memory."""
+    disk_cached_tokens: int = 0
+    remote_cached_tokens: int = 0
+
+
+TOKEN_COLUMNS = TokenSums.__struct_fields__
+LEVEL_COLUMNS = TOKEN_COLUMNS[-3:]
+Count = Annotated[int, Meta(ge=0)]
+"""A count of tokens, at least 0."""
+
+
+class TokenCounts(Struct, frozen=True, array_like=True):
+    """The tokens of one request, so far or at its end. A hold keeps them in this order."""
+
+    read: dict[str, Count] = {}
+    """Tokens by retention class, and so is `write`."""
+    write: dict[str, Count] = {}
+    fresh_tokens: Count = 0
+    output_tokens: Count = 0
+    physical_cached_tokens: Count = 0
+    recomputed_promised_tokens: Count = 0
+    host_cached_tokens: Count = 0
+    disk_cached_tokens: Count = 0
+    remote_cached_tokens: Count = 0
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a `UsageEntry` that count tokens."""
+        read, write = sum(self.read.values()), sum(self.write.values())
+        sums = {"cache_read_tokens": read, "cache_write_tokens": write}
+        return {"prompt_tokens": read + write + self.fresh_tokens, **sums, **asdict(self)}
+
+
 FREE = "free"
 """The id of the rate card that applies when no card matches: all usage is free."""
 
@@ -199,14 +247,8 @@ FREE = "free"
 class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True, tag="entry"):
     """One ledger entry: the usage of one request, unique by request id.
 
-    `read` and `write`: cache tokens by retention class; an empty dict means that only the sum is
-    known. `epoch`: the engine process that ran the request. `recomputed_promised_tokens`: tokens
-    that the contract counts as read and that the engine computed again (a broken promise).
-    `ttft_ms`: time to the first token. The ledger fills in `rate_card_id`, `charge_pico` and
-    `saved_pico`. `saved_pico` is by how much caching made the prompt cheaper than plain input; it
-    is below zero when writes cost more than reads saved. `host_cached_tokens`,
-    `disk_cached_tokens`, `remote_cached_tokens`: the parts of `physical_cached_tokens` that were
-    loaded from these levels.
+    It is a row of the ledger, with the columns of `TokenSums` in the ledger's order. The ledger
+    fills in `rate_card_id`, `charge_pico` and `saved_pico`.
     """
 
     request_id: str
@@ -223,16 +265,21 @@ class UsageEntry(Struct, frozen=True, forbid_unknown_fields=True, tag="entry"):
     output_tokens: int
     physical_cached_tokens: int
     read: dict[str, int] = {}
+    """Tokens by retention class; empty if only the sum is known."""
     write: dict[str, int] = {}
     workspace: str = "default"
     tier: str = "standard"
     dialect: str = ""
     recomputed_promised_tokens: int = 0
     ttft_ms: int | None = None
+    """Time to the first token."""
     epoch: str = ""
+    """The engine process that ran the request."""
     rate_card_id: str = FREE
     charge_pico: int = 0
     saved_pico: int = 0
+    """By how much caching made the prompt cheaper than plain input: below zero when writes cost
+    more than reads saved."""
     host_cached_tokens: int = 0
     disk_cached_tokens: int = 0
     remote_cached_tokens: int = 0

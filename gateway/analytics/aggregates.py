@@ -38,6 +38,7 @@ from tenancy.types import MINUTE_MS
 T = TypeVar("T")
 
 MINUTES = 120
+MINUTE_COLUMNS = ("requests", "read_tokens", "write_tokens", "fresh_tokens", "output_tokens")
 TENANTS_COUNTED_MAX = 2_000
 """Tenants with sums, at most about 30 kB each."""
 
@@ -55,105 +56,91 @@ TOKENS_MAX = DEPTH_BLOCKS_MAX * BLOCK_TOKENS
 """Tokens of a prompt that are sampled: prefixes are at its beginning."""
 
 
-class MinuteTotals:
-    """Token sums of one minute."""
+class RequestSums:
+    """Sums of requests."""
 
-    __slots__ = ("fresh", "number", "out", "read", "requests", "write")
+    COUNTERS = ("totals", "endings", "ignored", "misses", "read_classes", "write_classes")
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.requests = self.read = self.write = self.fresh = self.out = 0
-
-    def add(self, requests: int, read: int, write: int, fresh: int, out: int) -> None:
-        """Add counts. O(1)."""
-        self.requests += requests
-        self.read += read
-        self.write += write
-        self.fresh += fresh
-        self.out += out
-
-    def row(self) -> list[int]:
-        """Return [minute, requests, read, write, fresh, output]."""
-        return [self.number, self.requests, self.read, self.write, self.fresh, self.out]
-
-
-class AnalyticsSums:
-    """Sums of several requests of one tenant in one minute, added to every view that includes
-    them."""
-
-    def __init__(self, timed_prompts: Sequence[tuple[float, CompletedPrompt]]) -> None:
-        """O(requests)."""
+    def __init__(self) -> None:
+        self.totals: Counter[str] = Counter()
+        """Requests, and tokens by `MINUTE_COLUMNS` and others."""
         self.endings: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
         self.read_classes: Counter[str] = Counter()
         self.write_classes: Counter[str] = Counter()
         self.first_token_ms = {cached: LogHistogram() for cached in CACHE_OUTCOMES}
-        endings, reads, writes = self.endings, self.read_classes, self.write_classes
-        first_ms = {cached: times.counts for cached, times in self.first_token_ms.items()}
-        fresh = out = prompt = physical = breached = further = 0
-        for _, completed in timed_prompts:
-            record = completed.record
-            cached = record.physical_cached
-            fresh += record.fresh
-            out += record.out
-            prompt += record.total_in
-            physical += cached
-            breached += record.breached_tokens
-            if record.read:
-                for name, tokens in record.read.items():
-                    reads[name] += tokens
-            if record.write:
-                for name, tokens in record.write.items():
-                    writes[name] += tokens
-            if completed.missed:
-                self.misses[completed.missed] += 1
-            if completed.is_further:
-                further += 1
-                continue
-            endings[completed.ending] += 1
-            for label in completed.ignored:
-                self.ignored[label] += 1
-            if completed.first_token_s is not None:
-                times = first_ms[cache_outcome(cached, record.total_in)]
-                times[bucket_of(1000 * completed.first_token_s)] += 1
-        self.prompt, self.physical, self.breached = prompt, physical, breached
-        read, write = reads.total(), writes.total()
-        self.totals = len(timed_prompts) - further, read, write, fresh, out
+
+    def merge(self, sums: RequestSums) -> None:
+        """Add other sums. O(1)."""
+        for name in self.COUNTERS:
+            getattr(self, name).update(getattr(sums, name))
+        for cached, times in self.first_token_ms.items():
+            times.merge(sums.first_token_ms[cached])
 
 
-class TenantView:
+def sum_requests(timed_prompts: Sequence[tuple[float, CompletedPrompt]]) -> RequestSums:
+    """Return the sums of several requests, which are added to every view that includes them.
+    O(requests)."""
+    sums = RequestSums()
+    endings, reads, writes = sums.endings, sums.read_classes, sums.write_classes
+    first_ms = {cached: times.counts for cached, times in sums.first_token_ms.items()}
+    fresh = out = prompt = physical = recomputed = further = 0
+    for _, completed in timed_prompts:
+        record = completed.record
+        cached = record.physical_cached
+        fresh += record.fresh
+        out += record.out
+        prompt += record.total_in
+        physical += cached
+        recomputed += record.recomputed_promised
+        if record.read:
+            for name, tokens in record.read.items():
+                reads[name] += tokens
+        if record.write:
+            for name, tokens in record.write.items():
+                writes[name] += tokens
+        if completed.missed:
+            sums.misses[completed.missed] += 1
+        if completed.is_further:
+            further += 1
+            continue
+        endings[completed.ending] += 1
+        for label in completed.ignored:
+            sums.ignored[label] += 1
+        if completed.first_token_s is not None:
+            times = first_ms[cache_outcome(cached, record.total_in)]
+            times[bucket_of(1000 * completed.first_token_s)] += 1
+    sums.totals = Counter(
+        requests=len(timed_prompts) - further,
+        prompt_tokens=prompt,
+        read_tokens=reads.total(),
+        write_tokens=writes.total(),
+        fresh_tokens=fresh,
+        output_tokens=out,
+        physical_cached_tokens=physical,
+        recomputed_promised_tokens=recomputed,
+    )
+    return sums
+
+
+class TenantView(RequestSums):
     """Sums of one tenant."""
 
     def __init__(self) -> None:
-        self.total = MinuteTotals(0)
-        self.physical = 0
-        self.prompt = 0
-        self.breached = 0
-        self.minutes: deque[MinuteTotals] = deque(maxlen=MINUTES)
-        self.read_classes: Counter[str] = Counter()
-        self.write_classes: Counter[str] = Counter()
-        self.misses: Counter[str] = Counter()
+        super().__init__()
+        self.minutes: deque[list[int]] = deque(maxlen=MINUTES)
+        """Rows of a minute's number and the sums of `MINUTE_COLUMNS` in it."""
         self.recomputed: dict[str, FindingCount] = {}
         """What was wasted, by cause; evictions by their own."""
-        self.endings: Counter[str] = Counter()
-        self.ignored: Counter[str] = Counter()
-        self.first_token_ms = {cached: LogHistogram() for cached in CACHE_OUTCOMES}
 
-    def add(self, minute: int, sums: AnalyticsSums) -> None:
+    def add(self, minute: int, sums: RequestSums) -> None:
         """Add the sums of more requests of one minute. O(1)."""
-        self.total.add(*sums.totals)
-        _minute(self.minutes, minute).add(*sums.totals)
-        self.prompt += sums.prompt
-        self.physical += sums.physical
-        self.breached += sums.breached
-        self.endings.update(sums.endings)
-        self.ignored.update(sums.ignored)
-        self.read_classes.update(sums.read_classes)
-        self.write_classes.update(sums.write_classes)
-        self.misses.update(sums.misses)
-        for cached, times in self.first_token_ms.items():
-            times.merge(sums.first_token_ms[cached])
+        self.merge(sums)
+        if not self.minutes or self.minutes[-1][0] < minute:
+            self.minutes.append([minute] + [0] * len(MINUTE_COLUMNS))
+        for place, name in enumerate(MINUTE_COLUMNS, start=1):
+            self.minutes[-1][place] += sums.totals[name]
 
     def add_causes(self, causes: Iterable[MissCause]) -> None:
         """Add what single requests wasted. O(causes)."""
@@ -166,18 +153,14 @@ class TenantView:
 
     def summary(self) -> dict[str, Any]:
         """Return the tenant's totals as JSON fields."""
-        total = self.total
+        names = ("requests", "prompt_tokens", *MINUTE_COLUMNS[1:], "physical_cached_tokens")
+        found: dict[str, Any] = {name: self.totals[name] for name in names}
+        prompt = self.totals["prompt_tokens"]
         return {
-            "requests": total.requests,
-            "prompt_tokens": self.prompt,
-            "read_tokens": total.read,
-            "write_tokens": total.write,
-            "fresh_tokens": total.fresh,
-            "output_tokens": total.out,
-            "physical_cached_tokens": self.physical,
-            "hit_ratio": _ratio(total.read, self.prompt),
-            "physical_hit_ratio": _ratio(self.physical, self.prompt),
-            "recomputed_promised_tokens": self.breached,
+            **found,
+            "hit_ratio": _ratio(found["read_tokens"], prompt),
+            "physical_hit_ratio": _ratio(found["physical_cached_tokens"], prompt),
+            "recomputed_promised_tokens": self.totals["recomputed_promised_tokens"],
         }
 
     def by_class(self) -> dict[str, dict[str, int]]:
@@ -282,7 +265,7 @@ class Analytics:
 
         wall_ms_at_0 = self._wall() - 1_000 * self._clock()
         for tenant_id, timed_prompts in self._pending.items():
-            sums = AnalyticsSums(timed_prompts)
+            sums = sum_requests(timed_prompts)
             self._all.add(self._minute, sums)
             view = _touch(self._tenants, tenant_id, TenantView, TENANTS_COUNTED_MAX)
             view.add(self._minute, sums)
@@ -316,7 +299,7 @@ class Analytics:
         self._aggregate()
         return {
             "total": self._all.summary(),
-            "minutes": [minute.row() for minute in self._all.minutes],
+            "minutes": list(self._all.minutes),
             "first_token_ms": _latencies(self._all),
             "misses": dict(self._all.misses),
             "endings": dict(self._all.endings),
@@ -341,7 +324,7 @@ class Analytics:
         prompts = self._prompts.get(tenant_id) or PromptSamples(self._key, self._spans)
         return {
             "total": view.summary(),
-            "minutes": [minute.row() for minute in view.minutes],
+            "minutes": list(view.minutes),
             "first_token_ms": _latencies(view),
             **view.by_class(),
             "misses": dict(view.misses),
@@ -399,12 +382,6 @@ def _touch(kept: OrderedDict[int, T], tenant_id: int, make: Callable[[], T], kep
     while len(kept) > kept_max:
         kept.popitem(last=False)
     return one
-
-
-def _minute(minutes: deque[MinuteTotals], number: int) -> MinuteTotals:
-    if not minutes or minutes[-1].number < number:
-        minutes.append(MinuteTotals(number))
-    return minutes[-1]
 
 
 def _latencies(view: TenantView) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tenancy.accounting.usage import UsageGroup, UsageTotal, sum_tenants, usage
 from tenancy.ledger.epochs import ledger_epoch
 from tenancy.pricing.budgets import BudgetState
 from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
-from tenancy.types import DAY_MS, HOUR_MS, Tenant
+from tenancy.types import DAY_MS, HOUR_MS, TOKEN_COLUMNS, Tenant
 
 ROWS_MAX = 10_000
 BY_USER_DAYS_MAX = 32
@@ -29,15 +29,7 @@ PARAMETERS = ("since", "until", "group_by", "key_id", "model")
 
 _COUNTS = (
     "requests",
-    "prompt_tokens",
-    "cache_read_tokens",
-    "cache_write_tokens",
-    "fresh_tokens",
-    "output_tokens",
-    "physical_cached_tokens",
-    "host_cached_tokens",
-    "disk_cached_tokens",
-    "remote_cached_tokens",
+    *(name for name in TOKEN_COLUMNS if name != "recomputed_promised_tokens"),
 )
 _MONEY = ("charge", "saved", "adjusted")
 

@@ -21,7 +21,6 @@ from engine.api import (
     Clock,
     LeaseGrant,
     LeaseRequest,
-    LevelName,
     LevelWait,
     Namespace,
     Retention,
@@ -267,8 +266,6 @@ class Contract:
         """The tokens of the longest prefix that the call may read or write; None: all."""
         self.read_fidelity: Fidelity = "exact"
         """How far from exact the tokens are that were found."""
-        self.loaded_tokens: dict[LevelName, int] = {}
-        """Cached tokens that were loaded for this prompt, by level."""
         self.wait: LevelWait | None = None
         """What levels below the device cost this prompt, and what they did not bring."""
         self.missed_tokens = 0
@@ -307,7 +304,7 @@ class Contract:
         """Settle the read when the engine starts: record usage and grants, renew what was read."""
         now_s = self._manager.clock()
         cached_tokens, grants = started.cached_tokens, started.leases
-        self.loaded_tokens, self.wait = dict(started.loaded_tokens), started.wait
+        self.wait = started.wait
         self.read_fidelity, self.grants = started.fidelity, grants
         terms = self._terms
         if terms.writes:
@@ -318,8 +315,8 @@ class Contract:
         short = _short_lease(terms.writes, grants) if terms.writes else None
         if short is not None and self._manager.tells_leases:
             self._record = replace(self._record, short_lease=short)
-        if self.loaded_tokens:
-            self._record = replace(self._record, loaded={**self.loaded_tokens})
+        if started.loaded_tokens:
+            self._record = replace(self._record, loaded=dict(started.loaded_tokens))
         if terms.candidates:
             self._adopt(cached_tokens)
         read = self._record.read_tokens()
@@ -331,7 +328,7 @@ class Contract:
                 self.missed_tokens = max(0, terms.candidates[0][0] - read)
         if grants:
             self._manager.promises.count_grants(self._scope.tenant_id, grants)
-        if self._read_entry is not None and self._record.breached_tokens:
+        if self._read_entry is not None and self._record.recomputed_promised:
             self._manager.promises.record_broken(self._read_entry, now_s)
         for tokens, entry in terms.candidates:
             if tokens <= read and entry.is_live(now_s):
@@ -572,7 +569,7 @@ class ContractTerms(Struct, frozen=True):
             write=classes,
             fresh=fresh,
             physical_cached=cached_tokens,
-            breached_tokens=breached,
+            recomputed_promised=breached,
         )
         return record, entry
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from engine.api import AttentionWindow, Grammar, Sampling
 from gateway.dialects.tolerance import Mode
-from tenancy.types import Fidelity
+from tenancy.types import Fidelity, TokenCounts
 
 TOOLS_MAX = 512
 """Most functions of one request, in any dialect: each costs a rendering and a schema, and agents
@@ -408,7 +408,7 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True):
     fresh: int = 0
     out: int = 0
     physical_cached: int = 0
-    breached_tokens: int = 0
+    recomputed_promised: int = 0
     """Tokens read by contract but computed again: eviction or a restart broke their promise."""
     loaded: dict[str, int] = {}
     """The part of `physical_cached` that came from levels below the device, by level."""
@@ -430,6 +430,18 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True):
             "granted_tokens": lease.granted_tokens,
         }
         return {"trunkline": {"cache": told}}
+
+    def counts(self) -> TokenCounts:
+        """Return the counts as the ledger has them, without classes that have no tokens."""
+        read, write = (
+            {name: tokens for name, tokens in classes.items() if tokens}
+            for classes in (self.read, self.write)
+        )
+        levels = (self.loaded.get(name, 0) for name in ("host", "disk", "remote"))
+        return TokenCounts(
+            *(read, write, self.fresh, self.out, self.physical_cached, self.recomputed_promised),
+            *levels,
+        )
 
     def read_tokens(self) -> int:
         """Return the tokens read, over all retention classes."""

@@ -200,9 +200,7 @@ class EmbeddingRequest:
         if self._idempotent is not None:
             replayed = self._idempotent.to_store(self._head, self._gateway.wall())
         settled = hold.settle("done", record, None, replayed)
-        state.prompt_tokens = record.total_in
-        state.cached_tokens = record.physical_cached
-        state.cache_read_tokens = record.read_tokens()
+        state.usage = record
         metrics = self._gateway.metrics
         tenant = metrics.tenant_label(self._identity.tenant.name)
         counts = len(lookup.vectors), record.total_in, record.physical_cached

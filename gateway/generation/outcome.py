@@ -20,7 +20,7 @@ from gateway.dialects.tolerance import label_of
 from gateway.generation.output_stream import OutputStream
 from gateway.generation.preparation import Prepared
 from gateway.generation.rate_limits import actual_usage
-from gateway.generation.usage import longest_wait, read_fidelity, sum_loaded, sum_usage
+from gateway.generation.usage import longest_wait, read_fidelity, sum_usage
 from gateway.http.request_context import RequestState
 from tenancy.limits import NO_DEMAND, Reservation
 from tenancy.pricing.charges import is_charged
@@ -54,9 +54,7 @@ class Outcome:
         self._records = records = output.records_so_far()
         usage, state, metrics = sum_usage(records), self._state, self._gateway.metrics
         self._place.settle(actual_usage(usage) if is_charged(ending) else NO_DEMAND)
-        state.prompt_tokens = usage.total_in
-        state.cached_tokens = usage.physical_cached
-        state.loaded_tokens = sum_loaded(self._prepared.contracts)
+        state.usage = usage
         state.fidelity = self._prepared.contracts[0].fidelity
         if state.fidelity != "exact":
             state.read_fidelity = read_fidelity(self._prepared.contracts)
@@ -67,9 +65,6 @@ class Outcome:
         if wait is not None and wait.level is not None:
             state.load_s, state.load_level = wait.load_s, wait.level
             metrics.load_s.add(wait.load_s, wait.level)
-        state.cache_read_tokens = read = usage.read_tokens()
-        state.cache_write_tokens = written = usage.write_tokens()
-        state.output_tokens = usage.out
         state.first_token_s = output.first_token_s
         if len(self._prepared.rendered) == 1:
             state.segments = self._prepared.rendered[0].boundaries
@@ -82,7 +77,8 @@ class Outcome:
         metrics.output_format_violations.add(output.format_violations)
         for label in self._ignored:
             metrics.ignored_fields.add(1, label)
-        metrics.contract_tokens.add(tenant, read, written, usage.breached_tokens)
+        contracted = usage.read_tokens(), usage.write_tokens(), usage.recomputed_promised
+        metrics.contract_tokens.add(tenant, *contracted)
         for contract in self._prepared.contracts:
             contract.finish(state.response_id)
         for contract in self._prepared.contracts[: len(records)]:

@@ -39,19 +39,11 @@ def sum_usage(records: Sequence[UsageRecord]) -> UsageRecord:
         fresh=sum(record.fresh for record in records),
         out=sum(record.out for record in records),
         physical_cached=sum(record.physical_cached for record in records),
-        breached_tokens=sum(record.breached_tokens for record in records),
+        recomputed_promised=sum(record.recomputed_promised for record in records),
         loaded=dict(loaded),
         thinking=sum(record.thinking for record in records),
         short_lease=next((record.short_lease for record in records if record.short_lease), None),
     )
-
-
-def sum_loaded(contracts: Sequence[Contract]) -> dict[str, int]:
-    """Return the cached tokens of a call that were loaded, by level; empty if none were."""
-    found: Counter[str] = Counter()
-    for contract in contracts:
-        found.update(contract.loaded_tokens)
-    return dict(sorted(found.items(), reverse=True))  # host before disk
 
 
 def read_fidelity(contracts: Sequence[Contract]) -> Fidelity:
@@ -91,7 +83,8 @@ def cache_header(contracts: Sequence[Contract]) -> str:
         f"read={record.read_tokens()}; write={record.write_tokens()}; fresh={record.fresh};"
         f" physical={record.physical_cached}"
     )
-    if loaded := sum_loaded(contracts):
+    if record.loaded:
+        loaded = dict(sorted(record.loaded.items(), reverse=True))  # host before disk
         device = record.physical_cached - sum(loaded.values())
         text += f"; device={device}" + "".join(f"; {name}={n}" for name, n in loaded.items())
     wait = longest_wait(contracts)

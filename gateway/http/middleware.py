@@ -327,7 +327,7 @@ class Middleware:
         if state.is_generation or (is_refused and has_owner):
             self._gateway.ended_requests.add((record_of(state, status, total_s), state.segments))
         if state.first_token_s is not None:
-            cached = cache_outcome(state.cached_tokens, state.prompt_tokens)
+            cached = cache_outcome(state.usage.physical_cached, state.usage.total_in)
             metrics.first_token_s.add(state.first_token_s, cached)
         # Health probes come every second: log only requests of known callers, and failures.
         is_known = (

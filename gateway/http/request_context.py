@@ -15,7 +15,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.config import Config, is_model_name
-from gateway.dialects.canonical import NO_METADATA, Boundary, RequestMetadata
+from gateway.dialects.canonical import NO_METADATA, Boundary, RequestMetadata, UsageRecord
 from gateway.dialects.families import PLAIN, VERSION_HEADERS
 from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import CompletedRequest
@@ -97,13 +97,8 @@ class RequestState(Struct):
     epoch: str = ""
     """The engine's epoch."""
     response_id: str = ""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    loaded_tokens: dict[str, int] = {}
-    """Cached tokens that came from a level below the device, by level."""
-    cache_read_tokens: int = 0
-    cache_write_tokens: int = 0
-    output_tokens: int = 0
+    usage: UsageRecord = UsageRecord(0)
+    """The tokens of all prompts together."""
     finish_reasons: dict[int, str] = {}
     fidelity: Fidelity = "exact"
     """How far from exact copies might be; `read_fidelity`: how far those may be that were found."""
@@ -178,9 +173,9 @@ def log_facts(
         "key_id": state.admin_key_id if owner is None else owner.key_id,
         "model": state.model,
         "stream": state.is_stream,
-        "prompt_tokens": state.prompt_tokens,
-        "cached_tokens": state.cached_tokens,
-        "output_tokens": state.output_tokens,
+        "prompt_tokens": state.usage.total_in,
+        "cached_tokens": state.usage.physical_cached,
+        "output_tokens": state.usage.out,
         "load_ms": round(state.load_s * 1000, 1) if state.load_level else None,
         "first_token_ms": None if first_s is None else round(first_s * 1000, 1),
         "total_ms": round(total_s * 1000, 1),
@@ -212,12 +207,12 @@ def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord
         started_s=None if submitted_s is None else submitted_s + state.queue_s,
         first_token_s=first_token_s,
         settled_s=settled_s,
-        prompt_tokens=state.prompt_tokens,
-        cached_tokens=state.cached_tokens,
-        output_tokens=state.output_tokens,
+        prompt_tokens=state.usage.total_in,
+        cached_tokens=state.usage.physical_cached,
+        output_tokens=state.usage.out,
         missed=state.missed,
         missed_tokens=state.missed_tokens,
-        loaded_tokens=state.loaded_tokens,
+        loaded_tokens=state.usage.loaded,
         fidelity=state.fidelity,
         read_fidelity=state.read_fidelity,
         load_s=state.load_s if state.load_level else None,
@@ -244,12 +239,8 @@ def span_facts(
         model=state.model,
         response_id=state.response_id,
         is_stream=state.is_stream,
-        prompt_tokens=state.prompt_tokens,
-        cached_tokens=state.cached_tokens,
+        usage=state.usage,
         load_s=state.load_s if state.load_level else None,
-        cache_read_tokens=state.cache_read_tokens,
-        cache_write_tokens=state.cache_write_tokens,
-        output_tokens=state.output_tokens,
         finish_reasons=tuple(reasons[index] for index in sorted(reasons)),
         submitted_s=submitted_s,
         first_token_s=first_token_s,

@@ -22,12 +22,12 @@ from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
 from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
 from tenancy.ledger.child_process import encode_frame
 from tenancy.ledger.epochs import LedgerEpoch
-from tenancy.ledger.holds import Progress, ProgressNote
+from tenancy.ledger.holds import ProgressNote
 from tenancy.ledger.protocol import BatchResult, NotOpened, Open, Opened, error_of, read_from_writer
 from tenancy.ledger.transactions import Hold, Item, NamedEntry, entry_in
 from tenancy.ledger.writer import NOT_DURABLE, is_written
 from tenancy.storage.backends import is_server
-from tenancy.types import UsageEntry
+from tenancy.types import TokenCounts, UsageEntry
 
 COMMAND = (sys.executable, "-m", "tenancy.ledger.process")
 RESTARTS = RestartPolicy((0.0, 0.5, 1.0, 2.0, 4.0, 5.0))
@@ -141,7 +141,7 @@ class LedgerProcessClient:
             waiter.set_exception(self._unavailable_error())
         return waiter
 
-    def note_progress(self, reached: Mapping[str, Progress]) -> None:
+    def note_progress(self, reached: Mapping[str, TokenCounts]) -> None:
         """See `LedgerClient`."""
         if self._accepts_items and not self._is_restart_paused:
             self._enqueue(ProgressNote(reached), None)

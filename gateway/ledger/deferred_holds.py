@@ -19,10 +19,9 @@ from msgspec import structs
 
 from gateway.ledger.interface import LedgerClient
 from tenancy.errors import StoreError
-from tenancy.ledger.holds import Progress
 from tenancy.ledger.transactions import Hold, Item, NamedEntry
 from tenancy.pricing.budget_watch import BudgetWatch
-from tenancy.types import UsageEntry
+from tenancy.types import TokenCounts, UsageEntry
 
 DEFER_S = 0.05
 """Seconds. A hold is written between one and two times this long after its request began."""
@@ -81,7 +80,7 @@ class DeferredHolds:
             self._forget(item.entry.request_id)
         return self._ledger.write(item)
 
-    def note_progress(self, reached: Mapping[str, Progress]) -> None:
+    def note_progress(self, reached: Mapping[str, TokenCounts]) -> None:
         """See `LedgerClient`. Writes the deferred holds of these requests first: notes are kept in
         holds."""
         for request_id in reached:

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from tenancy.ledger.epochs import LedgerEpoch
-from tenancy.ledger.holds import Progress
 from tenancy.ledger.ledger import Ledger
 from tenancy.ledger.transactions import Item
+from tenancy.types import TokenCounts
 
 
 class LedgerClient(Protocol):
@@ -39,7 +39,7 @@ class LedgerClient(Protocol):
         withdraw the item.
         """
 
-    def note_progress(self, reached: Mapping[str, Progress]) -> None:
+    def note_progress(self, reached: Mapping[str, TokenCounts]) -> None:
         """Record how far requests have come, by request id. Waits for nothing and confirms
         nothing."""
 
@@ -84,7 +84,7 @@ class InProcessLedger:
         """See `LedgerClient`."""
         return asyncio.wrap_future(self._ledger.write(item))
 
-    def note_progress(self, reached: Mapping[str, Progress]) -> None:
+    def note_progress(self, reached: Mapping[str, TokenCounts]) -> None:
         """See `LedgerClient`."""
         self._ledger.note_progress(reached)
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from gateway.dialects.canonical import UsageRecord
 from gateway.ledger.interface import LedgerClient
 from tenancy.errors import BadPrice, BudgetExceeded, IdempotencyConflict
-from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayRecord
 from tenancy.ledger.transactions import Hold, NamedEntry
 from tenancy.limits import NO_DEMAND, Demand
@@ -21,21 +20,7 @@ from tenancy.types import Identity, UsageEntry, WallClock
 
 def note_progress(ledger: LedgerClient, notes: Mapping[str, UsageRecord]) -> None:
     """Record what running requests have delivered, by request id. Waits for nothing."""
-    ledger.note_progress({request_id: _progress(record) for request_id, record in notes.items()})
-
-
-def _progress(record: UsageRecord) -> Progress:
-    return Progress(
-        read=record.read,
-        write=record.write,
-        fresh_tokens=record.fresh,
-        output_tokens=record.out,
-        physical_cached_tokens=record.physical_cached,
-        breached_tokens=record.breached_tokens,
-        host_cached_tokens=record.loaded.get("host", 0),
-        disk_cached_tokens=record.loaded.get("disk", 0),
-        remote_cached_tokens=record.loaded.get("remote", 0),
-    )
+    ledger.note_progress({request_id: record.counts() for request_id, record in notes.items()})
 
 
 class LedgerReservation:
@@ -115,28 +100,12 @@ class LedgerReservation:
             ending=ending,
             started_ms=hold.started_ms,
             ended_ms=self._wall(),
-            prompt_tokens=record.total_in,
-            cache_read_tokens=record.read_tokens(),
-            cache_write_tokens=record.write_tokens(),
-            fresh_tokens=record.fresh,
-            output_tokens=record.out,
-            physical_cached_tokens=record.physical_cached,
-            read=_nonzero(record.read),
-            write=_nonzero(record.write) if record.write else {},
             workspace=hold.workspace,
             tier=hold.tier,
             dialect=hold.dialect,
-            recomputed_promised_tokens=record.breached_tokens,
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
             epoch=hold.epoch,
-            host_cached_tokens=record.loaded.get("host", 0),
-            disk_cached_tokens=record.loaded.get("disk", 0),
-            remote_cached_tokens=record.loaded.get("remote", 0),
+            **record.counts().fields(),
         )
         item = entry if hold.claim is None else NamedEntry(entry, replay)
         return self._ledger.write(item)
-
-
-def _nonzero(classes: dict[str, int]) -> dict[str, int]:
-    """Return the classes that have tokens. Most requests have none."""
-    return {name: tokens for name, tokens in classes.items() if tokens} if classes else classes

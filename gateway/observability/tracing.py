@@ -13,6 +13,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from gateway.dialects.canonical import UsageRecord
+
 Attribute = str | int | float | bool | Sequence[str]
 
 CACHE_READ_TOKENS = "gen_ai.usage.cache_read.input_tokens"
@@ -38,12 +40,8 @@ class CompletedRequest(Struct, frozen=True):
     model: str = ""
     response_id: str = ""
     is_stream: bool = False
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    cache_read_tokens: int = 0
-    cache_write_tokens: int = 0
+    usage: UsageRecord = UsageRecord(0)
     load_s: float | None = None
-    output_tokens: int = 0
     finish_reasons: tuple[str, ...] = ()
     submitted_s: float | None = None
     first_token_s: float | None = None
@@ -95,11 +93,11 @@ class CompletedRequest(Struct, frozen=True):
 
     def _usage(self) -> dict[str, Attribute]:
         attributes: dict[str, Attribute] = {
-            "gen_ai.usage.input_tokens": self.prompt_tokens,
-            "gen_ai.usage.output_tokens": self.output_tokens,
-            CACHE_READ_TOKENS: self.cache_read_tokens,
-            CACHE_WRITE_TOKENS: self.cache_write_tokens,
-            "trunkline.cached_tokens": self.cached_tokens,
+            "gen_ai.usage.input_tokens": self.usage.total_in,
+            "gen_ai.usage.output_tokens": self.usage.out,
+            CACHE_READ_TOKENS: self.usage.read_tokens(),
+            CACHE_WRITE_TOKENS: self.usage.write_tokens(),
+            "trunkline.cached_tokens": self.usage.physical_cached,
         }
         if self.request_id in self.response_id:  # another id leads to what is stored under it
             attributes["gen_ai.response.id"] = self.response_id

@@ -23,7 +23,7 @@ from tenancy.errors import TenancyError
 from tenancy.pricing.charges import is_charged, write_tokens_by_class
 from tenancy.storage.atomic_files import atomic_write
 from tenancy.storage.interface import Store
-from tenancy.types import UsageEntry, format_utc
+from tenancy.types import TOKEN_COLUMNS, UsageEntry, format_utc
 
 PAGE = 2_000
 """Entries that one query reads."""
@@ -146,10 +146,7 @@ def write_parquet(columns: Sequence[str], rows: Rows, path: Path) -> int:
 
 
 _INTEGER_COLUMNS = frozenset(
-    {"entry_id", "tenant_id", "key_id", "prompt_tokens", "cache_read_tokens", "fresh_tokens"}
-    | {"cache_write_tokens", "output_tokens", "physical_cached_tokens", "ttft_ms"}
-    | {"recomputed_promised_tokens", "host_cached_tokens", "disk_cached_tokens"}
-    | {"remote_cached_tokens", "charge_pico", "saved_pico"}
+    {"entry_id", "tenant_id", "key_id", "ttft_ms", "charge_pico", "saved_pico", *TOKEN_COLUMNS}
 )
 
 

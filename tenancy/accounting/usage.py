@@ -17,46 +17,36 @@ from tenancy.ledger.entries import ROW_FIELDS, entry_of
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.hourly_usage import HOUR_SUMS
 from tenancy.storage.interface import Row, Store, Value
-from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, TokenSums, UsageEntry
 
 UsageGroup = Literal["tenant", "key", "model", "user", "hour", "day"]
 """A column to group by."""
 
 
-class UsageTotal(Struct, frozen=True):
-    """A sum of ledger entries. Money is pico-dollars; `charge_pico` is before adjustments.
-
-    `host_cached_tokens`, `disk_cached_tokens`, `remote_cached_tokens`: the parts of
-    `physical_cached_tokens` that were loaded from these levels. `hits`: requests that read the
-    cache. `ttft_*`: how many requests reported a time to first token, and its sum, for hits and
-    misses. `key_id`, `model` and `from_ms` (the start of the hour or day) are set if the query
-    groups by them, and `user`: "" for entries that name none.
-    """
+class UsageTotal(TokenSums, frozen=True):
+    """A sum of ledger entries. Money is pico-dollars. Fields of groups are None unless the query
+    groups by them."""
 
     tenant: str
     requests: int = 0
-    prompt_tokens: int = 0
-    cache_read_tokens: int = 0
-    cache_write_tokens: int = 0
-    fresh_tokens: int = 0
-    output_tokens: int = 0
-    physical_cached_tokens: int = 0
-    recomputed_promised_tokens: int = 0
-    host_cached_tokens: int = 0
-    disk_cached_tokens: int = 0
-    remote_cached_tokens: int = 0
     hits: int = 0
+    """Requests that read the cache."""
     ttft_hits: int = 0
+    """Hits that reported a time to first token."""
     ttft_hit_ms: int = 0
+    """The sum of these times."""
     ttft_misses: int = 0
     ttft_miss_ms: int = 0
     charge_pico: int = 0
+    """Before adjustments."""
     saved_pico: int = 0
     adjusted_pico: int = 0
     key_id: int | None = None
     model: str | None = None
     from_ms: int | None = None
+    """The start of the hour or day."""
     user: str | None = None
+    """"" for entries that name none."""
 
 
 _SUMS = (*HOUR_SUMS, "adjusted_micros", "adjusted_rest")

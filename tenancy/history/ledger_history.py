@@ -10,23 +10,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from msgspec import Struct
-
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.interface import Store, Value
-from tenancy.types import DAY_MS, HOUR_MS
+from tenancy.types import DAY_MS, HOUR_MS, TOKEN_COLUMNS, TokenSums
 
-_COUNTS = (
-    *("prompt_tokens", "cache_read_tokens", "cache_write_tokens", "fresh_tokens"),
-    *("output_tokens", "physical_cached_tokens", "host_cached_tokens", "disk_cached_tokens"),
-    "remote_cached_tokens",
-)
 _MONEY = ("charge_micros", "charge_rest", "saved_micros", "saved_rest")
-_OF_SUMS = ", ".join(f"sum({name})" for name in ("requests", *_COUNTS, *_MONEY))
+_OF_SUMS = ", ".join(f"sum({name})" for name in ("requests", *TOKEN_COLUMNS, *_MONEY))
 _OF_ENTRIES = ", ".join(
     (
         "count(*)",
-        *(f"sum({name})" for name in _COUNTS),
+        *(f"sum({name})" for name in TOKEN_COLUMNS),
         *(
             f"sum({name}_pico {part} {PICO_PER_MICRO})"
             for name in ("charge", "saved")
@@ -40,23 +33,10 @@ _WHERE = (
 )
 
 
-class LedgerBucket(Struct, frozen=True):
-    """What was booked in one bucket. Money is pico-dollars, before adjustments.
-
-    `physical_cached_tokens`: prompt tokens that were not computed; of these `host_cached_tokens`,
-    `disk_cached_tokens` and `remote_cached_tokens` were loaded from these levels.
-    """
+class LedgerBucket(TokenSums, frozen=True, kw_only=True):
+    """What was booked in one bucket. Money is pico-dollars, before adjustments."""
 
     requests: int = 0
-    prompt_tokens: int = 0
-    cache_read_tokens: int = 0
-    cache_write_tokens: int = 0
-    fresh_tokens: int = 0
-    output_tokens: int = 0
-    physical_cached_tokens: int = 0
-    host_cached_tokens: int = 0
-    disk_cached_tokens: int = 0
-    remote_cached_tokens: int = 0
     charge_pico: int = 0
     saved_pico: int = 0
 
@@ -101,7 +81,9 @@ def _part(columns: str, table: str, time: str) -> str:
 
 
 def _buckets(store: Store, sql: str, values: Sequence[Value]) -> dict[int, LedgerBucket]:
-    sums: defaultdict[int, list[int]] = defaultdict(lambda: [0] * (1 + len(_COUNTS) + len(_MONEY)))
+    sums: defaultdict[int, list[int]] = defaultdict(
+        lambda: [0] * (1 + len(TOKEN_COLUMNS) + len(_MONEY))
+    )
     for at_ms, *row in store.query(sql, values):
         found = sums[at_ms]
         for place, value in enumerate(row):
@@ -110,6 +92,6 @@ def _buckets(store: Store, sql: str, values: Sequence[Value]) -> dict[int, Ledge
     for at_ms, (*counts, micros, rest, saved_micros, saved_rest) in sums.items():
         charge_pico = micros * PICO_PER_MICRO + rest
         saved_pico = saved_micros * PICO_PER_MICRO + saved_rest
-        facts = dict(zip(("requests", *_COUNTS), counts, strict=True))
+        facts = dict(zip(("requests", *TOKEN_COLUMNS), counts, strict=True))
         buckets[at_ms] = LedgerBucket(**facts, charge_pico=charge_pico, saved_pico=saved_pico)
     return buckets

@@ -9,11 +9,12 @@ and epoch. From time to time these rows are folded into the permanent tables `us
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.hourly_usage import HOUR_SUMS
 from tenancy.storage.interface import Transaction, Value, placeholders
-from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, TOKEN_COLUMNS, UsageEntry
 
 FOLD_ROWS_MAX = 200
 """Rows folded in one transaction, so that other transactions wait only briefly."""
@@ -21,6 +22,7 @@ FOLD_ROWS_MAX = 200
 
 _NO_TIMES = (0, 0, 0, 0)
 """TTFT columns of an entry without a time to first token."""
+_tokens_of = attrgetter(*TOKEN_COLUMNS)
 
 
 class HourlySums:
@@ -63,10 +65,7 @@ def sums_of(entry: UsageEntry) -> list[int]:
     else:
         times = (0, 0, 1, ttft_ms)
     return [
-        *(1, entry.prompt_tokens, entry.cache_read_tokens, entry.cache_write_tokens),
-        *(entry.fresh_tokens, entry.output_tokens, entry.physical_cached_tokens),
-        *(entry.recomputed_promised_tokens, entry.host_cached_tokens, entry.disk_cached_tokens),
-        *(entry.remote_cached_tokens, int(is_hit), *times),
+        *(1, *_tokens_of(entry), int(is_hit), *times),
         *(charge // PICO_PER_MICRO, charge % PICO_PER_MICRO),
         *(saved // PICO_PER_MICRO, saved % PICO_PER_MICRO),
     ]
@@ -127,7 +126,7 @@ _FOLD = (
 
 ENTRY_SUMS = (
     "count(*)",
-    *(f"sum({name})" for name in HOUR_SUMS[1 : HOUR_SUMS.index("hits")]),
+    *(f"sum({name})" for name in TOKEN_COLUMNS),
     "count(*) filter (where cache_read_tokens > 0)",
     "count(*) filter (where cache_read_tokens > 0 and ttft_ms is not null)",
     "coalesce(sum(ttft_ms) filter (where cache_read_tokens > 0), 0)",

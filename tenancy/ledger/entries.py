@@ -18,7 +18,7 @@ from msgspec import structs
 
 from tenancy.ledger.aggregates import HourlySums
 from tenancy.storage.interface import Transaction, Value, placeholders
-from tenancy.types import DAY_MS, HOUR_MS, UsageEntry
+from tenancy.types import DAY_MS, HOUR_MS, LEVEL_COLUMNS, UsageEntry
 
 NO_CHAIN = b""
 """The chain before the first entry."""
@@ -38,11 +38,9 @@ ENTRY_FIELDS = (
 
 They are the fields of `UsageEntry` in their order but for the last ones, and then `booked_ms`.
 """
-LEVEL_FIELDS = ("host_cached_tokens", "disk_cached_tokens", "remote_cached_tokens")
-"""Columns beside the chain, the last fields of `UsageEntry`: where cached tokens came from is no
-money."""
-ROW_FIELDS = (*ENTRY_FIELDS, *LEVEL_FIELDS)
-"""All columns of an entry but `entry_id` and `chain`."""
+ROW_FIELDS = (*ENTRY_FIELDS, *LEVEL_COLUMNS)
+"""All columns of an entry but `entry_id` and `chain`. The chain does not cover those of levels,
+which are the last fields of `UsageEntry`: where cached tokens came from is no money."""
 
 
 class EntryAppender:
@@ -84,7 +82,7 @@ class EntryAppender:
 
 def entry_row(entry: UsageEntry, booked_ms: int) -> list[Value]:
     """Return an entry's columns in the order of `ENTRY_FIELDS`."""
-    row: list[Value] = list(structs.astuple(entry)[: -len(LEVEL_FIELDS)])
+    row: list[Value] = list(structs.astuple(entry)[: -len(LEVEL_COLUMNS)])
     row[_READS] = _counts(entry.read) if entry.read else _NO_COUNTS
     row[_WRITES] = _counts(entry.write) if entry.write else _NO_COUNTS
     row.append(booked_ms)
@@ -126,7 +124,7 @@ def hour_of(at_ms: int) -> int:
 
 _READS, _WRITES = ENTRY_FIELDS.index("reads"), ENTRY_FIELDS.index("writes")
 _INSERT_ENTRIES = (
-    f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain, {', '.join(LEVEL_FIELDS)})"
+    f"insert into ledger ({', '.join(ENTRY_FIELDS)}, chain, {', '.join(LEVEL_COLUMNS)})"
     f" values {placeholders(len(ROW_FIELDS) + 1)}"
 )
 _INSERT_SEAL = "insert into seals (hour_ms, entry_id, chain) select ?, max(entry_id), ? from ledger"

@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from tenancy.storage.interface import Row, Transaction, Value, pad_to_power_of_two, placeholders
-from tenancy.types import UsageEntry
+from tenancy.types import TokenCounts, UsageEntry
 
 HeldTerms = tuple[str, int, int]
 """Terms of a hold: rate card id, reserved pico-dollars, and the instant it is booked at (ms)."""
@@ -107,31 +106,14 @@ The progress of a named request is left out: its client sends it again and pays 
 under one name.
 """
 
-Count = Annotated[int, Meta(ge=0)]
-"""A count of tokens, at least 0."""
-
-
-class Progress(Struct, frozen=True, array_like=True):
-    """The usage of one request so far: the counts of an entry, without sums."""
-
-    read: dict[str, Count] = {}
-    write: dict[str, Count] = {}
-    fresh_tokens: Count = 0
-    output_tokens: Count = 0
-    physical_cached_tokens: Count = 0
-    breached_tokens: Count = 0
-    host_cached_tokens: Count = 0
-    disk_cached_tokens: Count = 0
-    remote_cached_tokens: Count = 0
-
 
 class ProgressNote(Struct, frozen=True, tag="progress"):
     """Progress of requests since the last note, by request id."""
 
-    reached: Mapping[str, Progress]
+    reached: Mapping[str, TokenCounts]
 
 
-def write_progress(db: Transaction, reached: Mapping[str, Progress]) -> None:
+def write_progress(db: Transaction, reached: Mapping[str, TokenCounts]) -> None:
     """Store progress in the requests' holds, all in one statement; ids without a hold are
     ignored."""
     rows = [(msgspec.msgpack.encode(one), request_id) for request_id, one in reached.items()]
@@ -145,8 +127,6 @@ def interrupted(hold: Row, now_ms: int) -> UsageEntry:
     were queried before that.
     """
     request_id, _, tenant_id, key_id, model, started_ms, workspace, tier, dialect, epoch = hold[:-1]
-    done = _decode(hold[-1])
-    read_tokens, write_tokens = sum(done.read.values()), sum(done.write.values())
     return UsageEntry(
         request_id=request_id,
         tenant_id=tenant_id,
@@ -155,28 +135,17 @@ def interrupted(hold: Row, now_ms: int) -> UsageEntry:
         ending="interrupted",
         started_ms=started_ms,
         ended_ms=now_ms,
-        prompt_tokens=read_tokens + write_tokens + done.fresh_tokens,
-        cache_read_tokens=read_tokens,
-        cache_write_tokens=write_tokens,
-        fresh_tokens=done.fresh_tokens,
-        output_tokens=done.output_tokens,
-        physical_cached_tokens=done.physical_cached_tokens,
-        read=done.read,
-        write=done.write,
         workspace=workspace,
         tier=tier,
         dialect=dialect,
-        recomputed_promised_tokens=done.breached_tokens,
         epoch=epoch,
-        host_cached_tokens=done.host_cached_tokens,
-        disk_cached_tokens=done.disk_cached_tokens,
-        remote_cached_tokens=done.remote_cached_tokens,
+        **_decode(hold[-1]).fields(),
     )
 
 
-def _decode(blob: bytes | None) -> Progress:
+def _decode(blob: bytes | None) -> TokenCounts:
     """Decode progress; an unreadable blob is no progress, so a start does not fail."""
     if blob is not None:
         with suppress(msgspec.MsgspecError):
-            return msgspec.msgpack.decode(bytes(blob), type=Progress)
-    return Progress()
+            return msgspec.msgpack.decode(bytes(blob), type=TokenCounts)
+    return TokenCounts()

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 from tenancy.errors import LedgerUnavailable
-from tenancy.ledger.holds import Progress, ProgressNote
+from tenancy.ledger.holds import ProgressNote
 from tenancy.ledger.transactions import (
     EngineTotals,
     Hold,
@@ -26,7 +26,7 @@ from tenancy.ledger.transactions import (
 )
 from tenancy.ledger.writer import BATCH_MAX, LedgerWriter, is_written
 from tenancy.storage.interface import Store
-from tenancy.types import UsageEntry, WallClock
+from tenancy.types import TokenCounts, UsageEntry, WallClock
 
 __all__ = [
     "EngineTotals",
@@ -92,7 +92,7 @@ class Ledger:
         """
         return self.write(entry)
 
-    def note_progress(self, reached: Mapping[str, Progress]) -> None:
+    def note_progress(self, reached: Mapping[str, TokenCounts]) -> None:
         """Note the progress of requests by id, in case this process dies before they settle.
 
         There is no result: a note that could not be written is replaced by a later one, or lost.

@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
 from tenancy.ledger.aggregates import max_of
 from tenancy.ledger.entries import NO_CHAIN, EntryAppender, hour_of
-from tenancy.ledger.holds import Holds, Progress, ProgressNote, write_progress
+from tenancy.ledger.holds import Holds, ProgressNote, write_progress
 from tenancy.ledger.idempotency import Claim, IdempotencyNames, ReplayRecord
 from tenancy.pricing.budgets import (
     BudgetDay,
@@ -27,7 +27,7 @@ from tenancy.pricing.budgets import (
 from tenancy.pricing.charges import FREE_CARD, RateCard, compute_charge, compute_savings, max_charge
 from tenancy.pricing.rate_cards import SELECT_CARDS, RateCards, read_card
 from tenancy.storage.interface import Store, Transaction, pad_to_power_of_two, placeholders
-from tenancy.types import DAY_MS, FREE, UsageEntry
+from tenancy.types import DAY_MS, FREE, TokenCounts, UsageEntry
 
 
 class Hold(Struct, frozen=True, tag="hold"):
@@ -184,7 +184,7 @@ class _Batch:
         self._db = db
         self._state = state
         self._items = items
-        self.reached: dict[str, Progress] = {}
+        self.reached: dict[str, TokenCounts] = {}
         self.breached: list[UsageEntry] = []
         self._ids: list[str] = []
         self._claimed: set[tuple[int, str]] = set()

@@ -7,10 +7,10 @@ and no prices.
 
 from __future__ import annotations
 
+from tenancy.types import TOKEN_COLUMNS
+
 HOUR_SUMS = (
-    *("requests", "prompt_tokens", "cache_read_tokens", "cache_write_tokens", "fresh_tokens"),
-    *("output_tokens", "physical_cached_tokens", "recomputed_promised_tokens"),
-    *("host_cached_tokens", "disk_cached_tokens", "remote_cached_tokens", "hits"),
+    *("requests", *TOKEN_COLUMNS, "hits"),
     *("ttft_hits", "ttft_hit_ms", "ttft_misses", "ttft_miss_ms"),
     *("charge_micros", "charge_rest", "saved_micros", "saved_rest"),
 )

@@ -16,7 +16,6 @@ from pathlib import Path
 from tenancy.accounts.tenants import create_tenant, list_tenants
 from tenancy.errors import TenancyError
 from tenancy.ledger.adjustments import Adjustment, adjust
-from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord
 from tenancy.ledger.ledger import Hold, Ledger, NamedEntry, StorageReading, StorageReadings
 from tenancy.pricing.budgets import Budget, set_budget
@@ -24,7 +23,7 @@ from tenancy.pricing.charges import PAYERS, RateCard, is_charged
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
-from tenancy.types import UsageEntry
+from tenancy.types import TokenCounts, UsageEntry
 from tests.actors import TESTER
 
 AT_ONCE = 4
@@ -132,7 +131,10 @@ def main(place: str, count: int, lie: int | None) -> None:
             os.write(1, f"{request_ids[0]}\n".encode())
             os.kill(os.getpid(), signal.SIGKILL)
         ledger.note_progress(
-            {one: Progress(fresh_tokens=1, output_tokens=noted_tokens(one)) for one in request_ids}
+            {
+                one: TokenCounts(fresh_tokens=1, output_tokens=noted_tokens(one))
+                for one in request_ids
+            }
         )
         settled = [ledger.settle(named(request_id)) for request_id in request_ids]
         for request_id, future in zip(request_ids, settled, strict=True):

@@ -24,7 +24,7 @@ from tenancy.accounts.tenants import find_tenant
 from tenancy.errors import BadName
 from tenancy.ledger.epochs import ledger_epoch
 from tenancy.pricing.charges import PICO_PER_DOLLAR, format_dollars
-from tenancy.types import format_utc, wall_ms
+from tenancy.types import TOKEN_COLUMNS, format_utc, wall_ms
 
 Row = dict[str, Any]
 DAYS_MAX = 36_500
@@ -113,7 +113,8 @@ def _row(one: UsageTotal, groups: Sequence[UsageGroup], storage_pico: int) -> Ro
     names = {"tenant": "tenant", "key": "key_id", "model": "model", "user": "user"}
     parts = {group: (name, facts.pop(name)) for group, name in names.items()}
     parts |= {"hour": start, "day": start}
-    row: Row = dict(parts[group] for group in groups) | facts
+    counts = {name: facts.pop(name) for name in ("requests", *TOKEN_COLUMNS)}
+    row: Row = dict(parts[group] for group in groups) | counts | facts
     row["hit_ratio"] = (
         round(one.cache_read_tokens / one.prompt_tokens, 6) if one.prompt_tokens else None
     )

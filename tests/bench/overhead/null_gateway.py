@@ -34,10 +34,9 @@ from gateway.observability.logging import LogLines
 from gateway.prompt import Renderer
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
-from tenancy.ledger.holds import Progress
 from tenancy.ledger.transactions import Item
 from tenancy.storage.interface import Store
-from tenancy.types import Limits, wall_ms
+from tenancy.types import Limits, TokenCounts, wall_ms
 
 ENOUGH = 10**9
 """A limit that counts every request and refuses none."""
@@ -78,7 +77,7 @@ class _NoLedger:
         done.set_result(None)
         return done
 
-    def note_progress(self, reached: Mapping[str, Progress]) -> None:
+    def note_progress(self, reached: Mapping[str, TokenCounts]) -> None:
         """See `LedgerClient`."""
 
     def holds_first(self) -> AbstractContextManager[None]:

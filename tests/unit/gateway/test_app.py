@@ -22,11 +22,10 @@ from safetensors.torch import load_file, save_file
 
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
-from tenancy.ledger.holds import Progress
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.sqlite import SqliteStore
-from tenancy.types import wall_ms
+from tenancy.types import TokenCounts, wall_ms
 from tests.models import write_folder
 from tests.server_process import (
     SETTINGS,
@@ -208,7 +207,7 @@ def until_logged(log: Path, process: subprocess.Popen[str], event: str) -> None:
 def noted_tokens(data: Path) -> int:
     """Return the output tokens that the holds have noted."""
     blobs = rows(data, "select progress from holds where progress is not null")
-    return sum(msgspec.msgpack.decode(blob, type=Progress).output_tokens for (blob,) in blobs)
+    return sum(msgspec.msgpack.decode(blob, type=TokenCounts).output_tokens for (blob,) in blobs)
 
 
 def kill_once_noted(server: Server, data: Path, tokens: int) -> int:

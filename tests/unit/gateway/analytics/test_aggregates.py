@@ -239,7 +239,7 @@ def test_sums_equal_those_over_a_list_of_all_requests(answers: list[Any]) -> Non
             "physical_cached_tokens": found,
             "hit_ratio": found / total if total else None,
             "physical_hit_ratio": found / total if total else None,
-            "recomputed_promised_tokens": sum(one.breached_tokens for one in records),
+            "recomputed_promised_tokens": sum(one.recomputed_promised for one in records),
         }
         assert page["endings"] == Counter(row[4] for row in mine)
         assert page["misses"] == Counter(row[3] for row in mine if row[3])

@@ -136,7 +136,7 @@ def test_prefix_erased_while_written_is_not_promised(what: str, is_kept: bool) -
 
     assert len(world.contracts.entries) == is_kept
     assert bool(world.contracts.promises.by_class(world.clock())) == is_kept
-    assert bool(world.run("abc", {2: "5m"}).breached_tokens) == is_kept
+    assert bool(world.run("abc", {2: "5m"}).recomputed_promised) == is_kept
     assert world.run("abc", {2: "5m"}).read == {"5m": 20}
 
 
@@ -205,7 +205,7 @@ def test_broken_promise_is_billed_as_read_and_counted() -> None:
     record = world.run("abc", {2: "5m"})
 
     assert (record.read, record.fresh, record.physical_cached) == ({"5m": 20}, 10, 0)
-    assert record.breached_tokens == 20
+    assert record.recomputed_promised == 20
 
 
 def test_broken_promise_is_written_again_if_not_honoured() -> None:

@@ -36,7 +36,7 @@ def test_what_comes_back_is_read_and_not_broken() -> None:
     world = restarted(comes_back=True)
     record = world.run("abc", {2: "1h"})
 
-    assert (record.read, record.breached_tokens) == ({"1h": 20}, 0)
+    assert (record.read, record.recomputed_promised) == ({"1h": 20}, 0)
     assert world.last.why_missed() == ""
     assert outcome(world) == {"given": 1, "running": 1}
     world.clock.advance(2 * HOUR_S)
@@ -64,7 +64,7 @@ def test_a_part_of_a_block_is_not_kept_below(cached: int, breached: int) -> None
     world = restarted(comes_back=True)
     record = world.resolve("abc", {2: "1h"}).begin(started(cached))
 
-    assert (record.read, record.breached_tokens) == ({"1h": 20}, breached)
+    assert (record.read, record.recomputed_promised) == ({"1h": 20}, breached)
     assert outcome(world) == ({"given": 1, "broken": 1} if breached else {"given": 1, "running": 1})
 
 

@@ -217,7 +217,7 @@ async def test_second_disconnect_keeps_final_counts(
     assert 0 < output < 400
     assert (line["ending"], ending) == ("cancelled", "cancelled")
     assert (line["prompt_tokens"], line["output_tokens"]) == counted(gateway) == (prompt, output)
-    assert (span.prompt_tokens, span.output_tokens) == (prompt, output)
+    assert (span.usage.total_in, span.usage.out) == (prompt, output)
     await gateway.check_quiet()
 
 

@@ -21,9 +21,9 @@ from gateway.ledger.client import COMMAND, FRAME_ITEMS, LedgerProcessClient
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger import child_process
-from tenancy.ledger.holds import Progress
 from tenancy.ledger.transactions import Hold, Item
 from tenancy.storage.sqlite import SqliteStore
+from tenancy.types import TokenCounts
 from tests.unit.tenancy.conftest import used
 from tests.unit.tenancy.ledger.written import endings, holds
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
@@ -183,7 +183,7 @@ async def test_is_unwell_while_writes_stall_or_process_is_gone(ledger: LedgerUnd
 async def test_next_process_settles_running_requests(ledger: LedgerUnderTest) -> None:
     """A death during a request costs a pause, and neither the request nor its true entry."""
     await ledger.client.write(hold("runs"))
-    ledger.client.note_progress({"runs": Progress(output_tokens=1)})
+    ledger.client.note_progress({"runs": TokenCounts(output_tokens=1)})
     ledger.kill()
     await ledger.until_event("ledger_started")
     held = holds(ledger.store)

@@ -23,7 +23,6 @@ from tenancy.accounting.audit import check_books
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, LedgerUnavailable, TenancyError
-from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim
 from tenancy.ledger.ledger import Ledger
 from tenancy.ledger.transactions import EngineTotals, Hold, Item, NamedEntry, entry_in
@@ -32,7 +31,7 @@ from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.sqlite import SqliteStore
-from tenancy.types import UsageEntry
+from tenancy.types import TokenCounts, UsageEntry
 from tests.examples import examples
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.tenancy.conftest import used
@@ -60,7 +59,7 @@ class FakeLedger:
             waiter.set_exception(self.refusal)
         return waiter
 
-    def note_progress(self, reached: Mapping[str, Progress]) -> None:
+    def note_progress(self, reached: Mapping[str, TokenCounts]) -> None:
         self.handed.append(f"progress {' '.join(reached)}")
 
     def holds_first(self) -> AbstractContextManager[None]:
@@ -148,7 +147,9 @@ async def test_writes_hold_before_progress_note(deferred: DeferredLedger) -> Non
     deferred.tick()
     await deferred.hold("young")
     await deferred.hold("other")
-    deferred.client.note_progress({"old": Progress(), "young": Progress(), "gone": Progress()})
+    deferred.client.note_progress(
+        {"old": TokenCounts(), "young": TokenCounts(), "gone": TokenCounts()}
+    )
 
     assert deferred.ledger.handed == [
         "hold old running",

@@ -14,7 +14,6 @@ from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.interface import InProcessLedger, LedgerClient, OpenedLedger
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, IdempotencyConflict, LedgerUnavailable, TenancyError
-from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord, find
 from tenancy.ledger.ledger import Ledger
 from tenancy.ledger.transactions import (
@@ -28,6 +27,7 @@ from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.sqlite import SqliteStore
+from tenancy.types import TokenCounts
 from tests.unit.tenancy.conftest import used
 from tests.unit.tenancy.ledger.written import endings, holds
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
@@ -153,7 +153,7 @@ async def test_keeps_large_response_for_replay(ledger: LedgerUnderTest) -> None:
 async def test_writes_totals_storage_and_progress(ledger: LedgerUnderTest) -> None:
     """They have no hold, and progress has no waiter."""
     await ledger.client.write(hold("open"))
-    ledger.client.note_progress({"open": Progress(output_tokens=3)})
+    ledger.client.note_progress({"open": TokenCounts(output_tokens=3)})
     reading = StorageReading(1, "1h", 7, "m")
     await ledger.client.write(StorageReadings("meter", 1, 10, (reading,)))
     await ledger.client.write(EngineTotals("e", 10, *range(1, 7)))

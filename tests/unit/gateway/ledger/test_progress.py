@@ -22,7 +22,7 @@ from gateway.ledger.progress import (
     ProgressJournal,
     StreamProgress,
 )
-from tenancy.ledger.holds import Progress
+from tenancy.types import TokenCounts
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 PROMPT = 7
@@ -278,10 +278,10 @@ async def test_notes_running_streams_of_every_dialect(gateway: GatewayFixture, p
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     body = {"model": gateway.model, "stream": True, limit: 40, **STREAMS[path]}
 
-    def noted() -> Progress:
+    def noted() -> TokenCounts:
         rows = gateway.store.query("select progress from holds")
         blob = rows[0][0] if rows else None
-        return msgspec.msgpack.decode(blob, type=Progress) if blob else Progress()
+        return msgspec.msgpack.decode(blob, type=TokenCounts) if blob else TokenCounts()
 
     gateway.runner.hold_after(20)
     async with gateway.session.post(

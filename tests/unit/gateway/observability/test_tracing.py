@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from gateway.dialects.canonical import UsageRecord
 from gateway.dialects.families import ENDPOINTS, embeddings
 from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import CompletedRequest
@@ -18,8 +19,8 @@ ASKED = CompletedRequest(
     operation="chat", route="/v1/messages", ended_ms=5_000, total_s=2.0, request_id="r1"
 )
 ANSWERED = msgspec.structs.replace(
-    ASKED, status=200, model="m", response_id="msg_r1", tenant_id=7, prompt_tokens=100,
-    cached_tokens=64, cache_read_tokens=48, cache_write_tokens=32, output_tokens=9,
+    ASKED, status=200, model="m", response_id="msg_r1", tenant_id=7,
+    usage=UsageRecord(100, {"5m": 48}, {"5m": 32}, 20, out=9, physical_cached=64),
     finish_reasons=("stop", "length"), submitted_s=0.25, first_token_s=0.5, settled_s=1.5,
 )  # fmt: skip
 

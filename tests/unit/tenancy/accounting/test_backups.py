@@ -16,13 +16,12 @@ from tenancy.accounting.audit import check_books
 from tenancy.accounting.backups import MissingEntries, backup, mark_restored, restore
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import StoreError
-from tenancy.ledger.holds import Progress
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.storage import sqlite
 from tenancy.storage.interface import Store
 from tenancy.storage.schema import migrations
 from tenancy.storage.sqlite import SqliteStore
-from tenancy.types import DAY_MS
+from tenancy.types import DAY_MS, TokenCounts
 from tests.actors import TESTER
 from tests.crash.ledger_child import entry
 from tests.unit.tenancy.conftest import Wall
@@ -166,7 +165,7 @@ def test_open_hold_in_a_backup_is_closed_by_its_progress(path: Path, wall: Wall)
     store = SqliteStore(path)
     ledger = Ledger(store, wall)
     ledger.hold(Hold("1-9", 1, 1, "m", wall(), 9, 9)).result(PATIENCE_S)
-    ledger.note_progress({"1-9": Progress(fresh_tokens=9, output_tokens=4)})
+    ledger.note_progress({"1-9": TokenCounts(fresh_tokens=9, output_tokens=4)})
     ledger.settle(entry("1-3")).result(PATIENCE_S)
     backup(path, path.parent / "b.db")
     ledger.settle(entry("1-9")).result(PATIENCE_S)

@@ -30,7 +30,6 @@ from tenancy.history.request_records import RequestRecord, write_records
 from tenancy.history.samples import Sample, SampleDetails, write_samples
 from tenancy.ledger.adjustments import Adjustment, adjust
 from tenancy.ledger.epochs import begin_ledger_epoch, ledger_epoch
-from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.transactions import EngineTotals, NamedEntry, StorageReading, StorageReadings
@@ -46,7 +45,7 @@ from tenancy.responses.stored_responses import StoredResponse, store_responses
 from tenancy.responses.stored_sums import StorageQuota
 from tenancy.storage.postgres import PostgresStore
 from tenancy.storage.sqlite import SqliteStore
-from tenancy.types import DAY_MS, CachePolicy
+from tenancy.types import DAY_MS, CachePolicy, TokenCounts
 from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall, used
 
@@ -100,7 +99,7 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
         totals = EngineTotals("e1", wall(), 10, 0, 1, 10, 0, 1, is_ended=True)
         ledger.write(totals).result(PATIENCE_S)
         ledger.hold(Hold("open", 1, 1, "m", wall(), 9, 9)).result(PATIENCE_S)
-        ledger.note_progress({"open": Progress(fresh_tokens=4, output_tokens=3)})
+        ledger.note_progress({"open": TokenCounts(fresh_tokens=4, output_tokens=3)})
         ledger.settle(used("last", wall())).result(PATIENCE_S)
         ledger.close()
         delete_tenant(store, wall, "gone")

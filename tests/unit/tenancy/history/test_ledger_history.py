@@ -22,6 +22,7 @@ ONE = LedgerBucket(
     fresh_tokens=2,
     output_tokens=4,
     physical_cached_tokens=5,
+    recomputed_promised_tokens=1,
     host_cached_tokens=2,
     disk_cached_tokens=1,
     remote_cached_tokens=1,

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from tenancy.ledger.entries import (
     ENTRY_FIELDS,
-    LEVEL_FIELDS,
     ROW_FIELDS,
     entry_of,
     entry_row,
@@ -19,7 +18,7 @@ from tenancy.ledger.ledger import Ledger
 from tenancy.ledger.transactions import LedgerTransactions
 from tenancy.storage.hourly_usage import HOURLY_USAGE
 from tenancy.storage.interface import Store
-from tenancy.types import HOUR_MS
+from tenancy.types import HOUR_MS, LEVEL_COLUMNS
 from tests.unit.tenancy.conftest import Wall, used
 
 
@@ -45,7 +44,7 @@ def test_the_chain_does_not_cover_levels(store: Store, ledger: Ledger, wall: Wal
     entry = used("a", wall())
     ledger.settle(entry).result(60)
     (row,) = store.query(f"select {', '.join(ROW_FIELDS)} from ledger")
-    older = replace(entry, **dict.fromkeys(LEVEL_FIELDS, 0))
+    older = replace(entry, **dict.fromkeys(LEVEL_COLUMNS, 0))
 
     assert entry_row(entry, wall()) == entry_row(older, wall())
     assert entry_of(row) == entry

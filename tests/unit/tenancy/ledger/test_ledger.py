@@ -23,10 +23,10 @@ from msgspec import structs
 from tenancy.accounting.usage import usage
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreBusy, StoreError
-from tenancy.ledger.holds import Progress, ProgressNote
+from tenancy.ledger.holds import ProgressNote
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.storage.interface import Store, Transaction
-from tenancy.types import UsageEntry
+from tenancy.types import TokenCounts, UsageEntry
 from tests.unit.tenancy.book_machine import BookMachine, run_on_server
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.ledger.written import PATIENCE_S, done, entries, holds
@@ -343,7 +343,7 @@ class Life(BookMachine):
 
     @rule(request_ids=st.lists(st.sampled_from("abcdef"), min_size=1), output=st.integers(1, 9))
     def note(self, request_ids: list[str], output: int) -> None:
-        note = ProgressNote(dict.fromkeys(request_ids, Progress(output_tokens=output)))
+        note = ProgressNote(dict.fromkeys(request_ids, TokenCounts(output_tokens=output)))
         done(self.ledger.write(note))  # or it could share a batch with a later hold
         for request_id in self.held & set(request_ids):
             self.noted[request_id] = output

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from tenancy.accounts.tenants import create_tenant
-from tenancy.ledger.holds import Progress, ProgressNote
+from tenancy.ledger.holds import ProgressNote
 from tenancy.ledger.protocol import NotOpened, Open, Opened, error_of
 from tenancy.ledger.transactions import Hold, Item
 from tenancy.ledger.writer import BATCH_MAX
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
+from tenancy.types import TokenCounts
 from tests.unit.tenancy.conftest import Wall, used
 from tests.unit.tenancy.ledger.ledger_process import Process, ledger_process
 from tests.unit.tenancy.ledger.written import endings, holds
@@ -86,7 +87,7 @@ def test_writes_items_of_a_dead_gateway(database: str, store: Store) -> None:
     with ledger_process() as process:
         open_ledger(process, database)
         process.write(hold("open"), hold("sent"))
-        process.send([ProgressNote({"open": Progress(output_tokens=3)})])
+        process.send([ProgressNote({"open": TokenCounts(output_tokens=3)})])
         for _ in range(20):  # each is a commit: most of them wait in the socket
             process.send([used("sent", 10)])
         process.wire.sendall(b"\x80\0\0\0half")

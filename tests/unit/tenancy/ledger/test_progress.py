@@ -10,7 +10,6 @@ import pytest
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreBusy
-from tenancy.ledger.holds import Progress
 from tenancy.ledger.idempotency import Claim
 from tenancy.ledger.ledger import Ledger
 from tenancy.ledger.transactions import Hold
@@ -18,14 +17,14 @@ from tenancy.pricing.budgets import Budget, budget_states, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
-from tenancy.types import UsageEntry
+from tenancy.types import TokenCounts, UsageEntry
 from tests.crash.ledger_child import entry
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.ledger.written import done, entries
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 CARD = RateCard("std", input=2, output=10, cache_read=1, cache_write={"5m": 3})
-PROGRESS = Progress({"1h": 4}, {"5m": 6}, 10, 3, 5, 0, 2, 1, 1)
+PROGRESS = TokenCounts({"1h": 4}, {"5m": 6}, 10, 3, 5, 0, 2, 1, 1)
 CHARGE = 4 * 1 + 6 * 3 + 10 * 2 + 3 * 10
 
 
@@ -50,7 +49,7 @@ def restart(ledger: Ledger, store: Store, wall: Wall) -> None:
 def test_dead_hold_is_settled_to_its_last_note(store: Store, wall: Wall) -> None:
     """L3: every count as noted, at the price of its admission, in its budget; once."""
     ledger = held(store, wall, "a")
-    ledger.note_progress({"a": Progress({"1h": 4}, {"5m": 6}, 10, 2, 5)})
+    ledger.note_progress({"a": TokenCounts({"1h": 4}, {"5m": 6}, 10, 2, 5)})
     ledger.note_progress({"a": PROGRESS})
     ledger.close()
     wall.ms += 1_000
@@ -129,7 +128,7 @@ def test_named_dead_request_is_free(store: Store, wall: Wall) -> None:
 def test_writes_any_number_of_notes(store: Store, wall: Wall, count: int) -> None:
     """Each to its own hold."""
     ledger = held(store, wall, *(str(number) for number in range(count)))
-    ledger.note_progress({str(n): Progress(output_tokens=n + 1) for n in range(count)})
+    ledger.note_progress({str(n): TokenCounts(output_tokens=n + 1) for n in range(count)})
     restart(ledger, store, wall)
 
     found = {request_id: one.output_tokens for request_id, one in entries(store).items()}
@@ -153,7 +152,7 @@ def test_noted_breach_is_credited(store: Store, wall: Wall) -> None:
     add_card(store, wall, RateCard("std", output=10, cache_read=1, breach_credit="read_price"))
     ledger = Ledger(store, wall)
     done(ledger.hold(Hold("a", 1, 1, "m", wall(), 100, 100)))
-    ledger.note_progress({"a": Progress({"1h": 9}, {}, 1, 2, 0, 8)})
+    ledger.note_progress({"a": TokenCounts({"1h": 9}, {}, 1, 2, 0, 8)})
     restart(ledger, store, wall)
 
     assert store.query("select adjustment_id, amount_pico from adjustments") == [("breach:a", -8)]

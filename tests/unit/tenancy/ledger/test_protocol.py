@@ -13,7 +13,7 @@ from tenancy import errors
 from tenancy.errors import BudgetExceeded, IdempotencyConflict, LimitExceeded, TenancyError
 from tenancy.ledger.child_process import FrameReader, encode_frame
 from tenancy.ledger.epochs import LedgerEpoch
-from tenancy.ledger.holds import Progress, ProgressNote
+from tenancy.ledger.holds import ProgressNote
 from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord
 from tenancy.ledger.protocol import (
     BatchResult,
@@ -35,7 +35,7 @@ from tenancy.ledger.transactions import (
     StorageReading,
     StorageReadings,
 )
-from tenancy.types import UsageEntry
+from tenancy.types import TokenCounts, UsageEntry
 from tests.examples import examples
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -66,7 +66,7 @@ CLAIM = st.none() | st.builds(Claim, TEXT, st.binary(max_size=40), NUMBER)
 ANSWER = st.none() | st.builds(ReplayedResponse, TEXT, st.binary(max_size=500))
 KEEPING = st.none() | st.builds(ReplayRecord, NUMBER, NUMBER, ANSWER)
 ENTRY = structs_of(UsageEntry, ttft_ms=st.none() | NUMBER)
-PROGRESS = st.builds(Progress, COUNTS, COUNTS, *[st.integers(0, 2**63 - 1)] * 4)
+PROGRESS = st.builds(TokenCounts, COUNTS, COUNTS, *[st.integers(0, 2**63 - 1)] * 4)
 ITEM: st.SearchStrategy[Item] = st.one_of(
     structs_of(Hold, claim=CLAIM),
     ENTRY,

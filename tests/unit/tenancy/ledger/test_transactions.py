@@ -12,7 +12,7 @@ from tenancy.accounting.audit import check_books
 from tenancy.accounting.closing import close_days
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, BadPrice, BudgetExceeded, LedgerUnavailable
-from tenancy.ledger.holds import Progress, ProgressNote
+from tenancy.ledger.holds import ProgressNote
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.transactions import (
     EngineTotals,
@@ -27,7 +27,7 @@ from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import PRICE_MAX, RateCard, compute_savings, itemize
 from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS
+from tenancy.types import DAY_MS, TokenCounts
 from tests.actors import TESTER
 from tests.unit.tenancy.conftest import Wall, used
 from tests.unit.tenancy.ledger.written import done, entries, holds
@@ -99,7 +99,7 @@ def test_refuses_a_hold_beyond_the_largest_charge(store: Store, ledger: Ledger, 
 def test_progress_applies_to_holds_of_the_same_batch(store: Store, wall: Wall) -> None:
     """A stream's first note may share its hold's batch; settled requests need none."""
     create_tenant(store, wall, "ada")
-    noted = ProgressNote({"a": Progress(output_tokens=3), "b": Progress(output_tokens=5)})
+    noted = ProgressNote({"a": TokenCounts(output_tokens=3), "b": TokenCounts(output_tokens=5)})
     held = [Hold(name, 1, 1, "m", wall()) for name in "ab"]
     items: list[Item] = [*held, noted, used("b", wall())]
     writer = LedgerWriter(store, wall)
@@ -226,7 +226,7 @@ def test_caches_are_dropped_when_the_database_changes(store: Store, wall: Wall) 
         add_card(other, wall, CARD)
         set_budget(other, Budget(1, "day", hard_micros=1))
         close_days(other, wall, "1970-01-01", by=TESTER)
-    writer.write([ProgressNote({"a": Progress()})])  # which reads no caches
+    writer.write([ProgressNote({"a": TokenCounts()})])  # which reads no caches
     refused = writer.write([used("b", wall()), Hold("c", 1, 1, "m", wall(), 10**6, 10**6)])
     refused += writer.write([structs.replace(used("d", wall() - DAY_MS), ended_ms=wall())])
     writer.close()

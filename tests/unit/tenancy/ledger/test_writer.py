@@ -11,12 +11,13 @@ from msgspec import structs
 
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreError, TryAgain
-from tenancy.ledger.holds import Progress, ProgressNote
+from tenancy.ledger.holds import ProgressNote
 from tenancy.ledger.transactions import Hold, Item
 from tenancy.ledger.writer import ATTEMPTS, KEEP_POINT_MS, LedgerWriter, is_written
 from tenancy.storage.interface import Store, Transaction
 from tenancy.storage.postgres import WRITE_LOCK, PostgresStore
 from tenancy.storage.postgres_connection import ConnectionLost, StatementFailed
+from tenancy.types import TokenCounts
 from tests.unit.tenancy.conftest import Wall, used
 from tests.unit.tenancy.ledger.written import endings
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
@@ -146,7 +147,7 @@ def test_successor_closes_only_dead_holds(store: Store, wall: Wall) -> None:
     """Requests that the gateway still runs settle later; refused ones must not stay open."""
     writer = LedgerWriter(store, wall)
     write(writer, *map(hold, ("lives", "refused")))
-    write(writer, ProgressNote({"refused": Progress(output_tokens=7)}))
+    write(writer, ProgressNote({"refused": TokenCounts(output_tokens=7)}))
     dies(store)
     with closing(store.open_another()) as next_store:
         successor = LedgerWriter(next_store, wall, living={"lives"}, successor_of=writer.writer_id)
@@ -218,7 +219,7 @@ def test_abandoned_holds_are_closed_at_once(store: Store, wall: Wall) -> None:
         if other is not None:
             write(other, hold("others"))
         write(writer, hold("a"))
-        write(writer, ProgressNote({"a": Progress(output_tokens=3)}))
+        write(writer, ProgressNote({"a": TokenCounts(output_tokens=3)}))
         writer.close_own_holds()
         writer.close()
         left = holds(store)

@@ -19,13 +19,12 @@ from tenancy.accounts.deletion import delete_tenant
 from tenancy.accounts.keys import create_key, rotate_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadPrice, BudgetExceeded
-from tenancy.ledger.holds import Progress
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.pricing.budgets import MICROS_MAX, Budget, budget_states, set_budget, window_of
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, UsageEntry
+from tenancy.types import DAY_MS, TokenCounts, UsageEntry
 from tests.actors import TESTER
 from tests.examples import examples
 from tests.unit.tenancy.book_machine import BookMachine, run_on_server
@@ -428,7 +427,7 @@ class Spending(BookMachine):
             return
         request_id = data.draw(st.sampled_from(sorted(self.reserved)))
         tokens = data.draw(st.integers(0, self.reserved[request_id][1]))
-        self.ledger.note_progress({request_id: Progress(fresh_tokens=tokens)})
+        self.ledger.note_progress({request_id: TokenCounts(fresh_tokens=tokens)})
         self.noted[request_id] = tokens
 
     def spend(self, at_ms: int, tokens: int) -> None:
