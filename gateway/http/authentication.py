@@ -166,8 +166,7 @@ class CheckedKeys(Generic[T]):
         """Check every key, valid or not, so that the time tells nothing of their order."""
         self.valid: list[T] = []
         self.unknown: list[str] = []
-        message = "Missing API key; expected Authorization: Bearer <key>."
-        self.error = KeyRefused("key_unknown", message)
+        self.error = KeyRefused("key_unknown", "Missing API key.")
         errors = []
         for key in keys:
             try:
@@ -193,6 +192,17 @@ class CheckedKeys(Generic[T]):
             message = "Two different keys, and both are valid; expected one."
             raise Refusal(Kind.BAD, "ambiguous_key", message)
         return next(filter(suits, self.valid), self.valid[0])
+
+
+def key_problem(error: KeyRefused, header: str, *, is_admin: bool = False) -> str:
+    """Return why a key is refused; for one that is missing or unknown also what would be right.
+    `header`: where the client's kind sends its key, "" for `Authorization`."""
+    if error.code != "key_unknown":
+        return error.message
+    printed = f"`trunkline key create{' --admin' if is_admin else ''}`"
+    where = header or "Authorization: Bearer"
+    problem = error.message.rstrip(".")
+    return f"{problem}; expected a key of this server, which {printed} prints, in {where}."
 
 
 class TrustedHeader:

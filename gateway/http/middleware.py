@@ -33,6 +33,7 @@ from gateway.http.authentication import (
     TrustedHeader,
     WrongKeys,
     check_host,
+    key_problem,
     request_keys,
 )
 from gateway.http.connection import CONNECTION
@@ -47,7 +48,7 @@ from gateway.http.request_context import (
     span_facts,
 )
 from gateway.http.response import RESPONSE_HEADERS, ClientGone, abort, finish
-from gateway.http.route_table import RouteTable, canonical, tidy
+from gateway.http.route_table import PathNotFound, RouteTable, canonical, tidy
 from gateway.observability.logging import RefusalLines
 from gateway.observability.metrics import cache_outcome
 from tenancy.accounts.keys import ADMIN, is_key
@@ -180,7 +181,7 @@ class Middleware:
         except (web.HTTPException, Refusal) as error:
             state.shape = self._shape_of(request)
             check_host(request, self._hosts, self._hosts_setting)
-            if isinstance(error, web.HTTPNotFound) and not self._is_public:
+            if isinstance(error, PathNotFound) and not (self._is_public or error.close):
                 raise Refusal(Kind.NOT_FOUND, "not_found", _NO_ADMIN_PATH) from None
             if isinstance(error, web.HTTPMethodNotAllowed):
                 state.headers["Allow"] = ", ".join(sorted(error.allowed_methods))
@@ -237,7 +238,10 @@ class Middleware:
             state.owner = self._former_owner(error)
             if error.code == "tenant_suspended":
                 raise Refusal(Kind.PERMISSION, error.code, "This tenant is suspended.") from error
-            raise Refusal(Kind.AUTH, "invalid_api_key", error.message) from error
+            family = find_family(tidy(request.path) + "/", request.headers)
+            header = "" if role.startswith(ADMIN) else next(iter(family.key_headers), "")
+            message = key_problem(error, header, is_admin=role.startswith(ADMIN))
+            raise Refusal(Kind.AUTH, "invalid_api_key", message) from error
 
     async def _check(
         self, request: web.BaseRequest, keys: list[str], authenticate: Callable[[str], T]

@@ -6,6 +6,7 @@ handler and no role. `gateway.http.middleware` builds one for each listener.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Container
 from typing import Generic, TypeVar
@@ -16,6 +17,10 @@ T = TypeVar("T")
 
 _STEPS_MAX = 12
 """Most steps of a path for which a similar one is sought."""
+_CLOSE_CHARS_MAX = 100
+"""Longest path for which a nearly equal one is sought."""
+_CLOSE_MIN = 0.8
+"""Part of the characters that nearly equal paths have in common."""
 
 _PARAMETER = re.compile(r"\{(\w+)(?::([^{}]+))?\}")
 
@@ -41,11 +46,12 @@ def canonical(path: str) -> str:
 
 
 class PathNotFound(web.HTTPNotFound):
-    """No route has the path. `similar`: a declared path that the client may have meant, or ""."""
+    """No route has the path. `similar`: a declared path that it ends with, `close`: one that it
+    nearly is, or begins; "" for none."""
 
-    def __init__(self, similar: str = "") -> None:
+    def __init__(self, similar: str = "", close: str = "") -> None:
         super().__init__()
-        self.similar = similar
+        self.similar, self.close = similar, close
 
 
 class RouteTable(Generic[T]):
@@ -91,7 +97,7 @@ class RouteTable(Generic[T]):
             allowed.add("HEAD")
         if allowed:
             raise web.HTTPMethodNotAllowed(method, allowed)
-        raise PathNotFound(self._similar(path))
+        raise PathNotFound(self._similar(path), self._close(path))
 
     def _matches(self, path: str) -> list[tuple[dict[str, T], dict[str, str]]]:
         """Return what is declared for a path, by method, and the path's parameters."""
@@ -108,6 +114,24 @@ class RouteTable(Generic[T]):
         steps = path.split("/")[1 : _STEPS_MAX + 1]
         shorter = ("/" + "/".join(steps[at:]) for at in range(1, len(steps)))
         return next(filter(self._matches, (*shorter, f"/v1{path}")), "")
+
+    def _close(self, path: str) -> str:
+        """Return the declared path that is nearly the given one, or the only one that begins with
+        it; "" for none. A parameter is what the given path has there. O(declared paths)."""
+        steps = path.split("/")
+        if len(path) > _CLOSE_CHARS_MAX:
+            return ""
+        declared = [*self._exact, *(canonical(path) for path, _, _ in self._patterns)]
+        longer = [one for one in declared if one.startswith(f"{path}/") and "{" not in one]
+        filled = {}
+        for one in declared:
+            names = one.split("/")
+            if len(names) == len(steps):
+                pairs = zip(names, steps, strict=True)
+                known = "/".join(step if name[:1] == "{" else name for name, step in pairs)
+                filled[known.lower()] = known
+        close = difflib.get_close_matches(path.lower(), filled, n=1, cutoff=_CLOSE_MIN)
+        return filled[close[0]] if close else longer[0] if len(longer) == 1 else ""
 
 
 def tidy(path: str) -> str:

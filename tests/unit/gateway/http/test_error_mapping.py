@@ -112,6 +112,23 @@ def test_path_of_a_wrong_base_url_names_the_right_one() -> None:
     assert "expected '/v1/messages'" in refusal.message
 
 
+@pytest.mark.parametrize(
+    ("close", "path", "told"),
+    [
+        ("/v1/messages", "/v1/message", "'/v1/message'; expected '/v1/messages'."),
+        ("", "/nothing", "'/nothing'; expected one of GET /openapi.json."),
+        ("/v1/models", "/v1/rerank", "Ranking is not supported"),
+    ],
+)
+def test_path_that_is_not_found_names_the_nearest(close: str, path: str, told: str) -> None:
+    """An endpoint of other servers has its own reason, whatever its name is near to."""
+    refusal = refusal_of(PathNotFound("", close), "POST", path)
+
+    assert refusal is not None
+    assert refusal.kind is Kind.NOT_FOUND
+    assert told in refusal.message
+
+
 @pytest.mark.parametrize("error", [ValueError("secret"), EngineError("invariant", "secret")])
 def test_internal_errors_have_no_refusal(error: Exception) -> None:
     """Messages of unexpected errors may quote prompts or internals."""

@@ -114,6 +114,35 @@ async def test_every_public_route_has_the_declared_status_without_a_key(
     assert answers == DECLARED
 
 
+PLACES = {
+    "/v1/chat/completions": "Authorization: Bearer",
+    "/v1/messages": "X-Api-Key",
+    "/v1beta/models/tiny:generateContent": "X-Goog-Api-Key",
+}
+
+
+@pytest.mark.parametrize("is_admin", [False, True])
+@pytest.mark.parametrize(("path", "place"), PLACES.items())
+@pytest.mark.parametrize("key", ["", "sk-of-another-service"])
+async def test_a_refused_key_is_told_what_would_be_right(
+    gateway: GatewayFixture, path: str, place: str, key: str, is_admin: bool
+) -> None:
+    """In each dialect the header that its clients set, and the command that makes a key."""
+    headers = {place.partition(":")[0]: f"Bearer {key}" if ":" in place else key}
+    if is_admin:
+        async with gateway.session.get(
+            gateway.admin_url + "/admin/v1/tenants", headers=headers
+        ) as answer:
+            told, place = await answer.text(), "Authorization: Bearer"
+    else:
+        _, body, _ = await gateway.ask(path, {}, who=None, headers=headers)
+        told = json.dumps(body)
+
+    assert ("Unknown key" if key else "Missing API key") in told
+    assert f"prints, in {place}." in told
+    assert ("`trunkline key create --admin`" in told) == is_admin
+
+
 BAD_KEYS = [
     {},
     {"Authorization": ""},

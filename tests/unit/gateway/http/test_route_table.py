@@ -88,6 +88,28 @@ def test_path_of_a_wrong_base_url_has_a_similar_one(
     assert missing.value.similar == similar
 
 
+@pytest.mark.parametrize(
+    ("path", "close"),
+    [
+        ("/v1/model", "/v1/models"),
+        ("/V1/Models", "/v1/models"),
+        ("/v2/models", "/v1/models"),
+        ("/v1/modelss/a", "/v1/models/a"),
+        ("/v1beta/model/a:go", "/v1beta/models/a:go"),
+        ("/v1", "/v1/models"),
+        ("/v1/files", ""),
+        ("/v1/" + "models" * 20, ""),
+        ("/", ""),
+    ],
+)
+def test_path_with_a_slip_has_a_close_one(table: RouteTable[str], path: str, close: str) -> None:
+    """One letter or the case; what stands for a parameter stays as it is."""
+    with pytest.raises(PathNotFound) as missing:
+        table.find(make_mocked_request("GET", path))
+
+    assert missing.value.close == close
+
+
 def test_wrong_method_lists_methods_of_every_matching_route(table: RouteTable[str]) -> None:
     """Two declared paths may match one request path; Allow must list the methods of both."""
     with pytest.raises(web.HTTPMethodNotAllowed) as caught:
