@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from functools import cache
@@ -71,6 +72,8 @@ def decode_object(body: bytes) -> dict[str, Any]:
     try:
         tree = decode_json(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if "out of range" in str(error) and (found := _number_out_of_range(body)) is not None:
+            raise invalid_field(*found) from None
         message = f"The body is not valid JSON: {error}."
         raise Refusal(Kind.BAD, "invalid_json", message) from None
     except RecursionError:
@@ -79,6 +82,38 @@ def decode_object(body: bytes) -> dict[str, Any]:
         message = f"The body is a JSON {json_type(tree)}; expected a JSON object."
         raise Refusal(Kind.BAD, "invalid_json", message)
     return tree
+
+
+class _OutOfRange(str):
+    """A number's text, in the place of a number that is out of range."""
+
+
+def _number_out_of_range(body: bytes) -> tuple[str, str] | None:
+    """Return the path of the first number that `decode_json` does not take, and the problem."""
+
+    def read(text: str) -> float | _OutOfRange:
+        is_long = text.lstrip("-").isdigit() and len(text) > sys.get_int_max_str_digits()
+        is_huge = not text.lstrip("-").isdigit() and math.isinf(float(text))
+        return _OutOfRange(text) if is_long or is_huge else 0.0
+
+    try:
+        waiting = [("", json.loads(body, parse_float=read, parse_int=read))]
+    except (ValueError, RecursionError):
+        return None
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, _OutOfRange):
+            digits = sys.get_int_max_str_digits()
+            most = f"{digits} digits" if value.lstrip("-").isdigit() else "1.8e308"
+            shown = value if len(value) <= 40 else f"{value[:20]}… ({len(value)} characters)"
+            return path, f"{shown} is out of range; expected at most {most}."
+        if isinstance(value, dict):
+            below = [(f"{path}.{name}".lstrip("."), one) for name, one in value.items()]
+        else:
+            items = value if isinstance(value, list) else ()
+            below = [(f"{path}[{at}]", one) for at, one in enumerate(items)]
+        waiting += reversed(below)
+    return None
 
 
 def invalid_field(path: str, problem: str, code: str = "invalid_value") -> Refusal:

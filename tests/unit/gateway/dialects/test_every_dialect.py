@@ -103,6 +103,27 @@ def test_refuses_invalid_body(endpoint: Endpoint, body: bytes) -> None:
 
 
 @every_endpoint
+@pytest.mark.parametrize(
+    ("number", "shown", "most"),
+    [
+        ("1e400", "1e400", "1.8e308"),
+        ("-2.5E309", "-2.5E309", "1.8e308"),
+        ("9" * 5_000, "99999… (5000 characters)", "4300 digits"),
+    ],
+)
+def test_a_number_out_of_range_is_named_with_its_place_and_the_limit(
+    endpoint: Endpoint, number: str, shown: str, most: str
+) -> None:
+    """The body is valid JSON; what is wrong is one number deep in a schema that a tool wrote."""
+    body = f'{{"model":"1e400","tools":[{{"parameters":{{"maximum":{number}}}}}]}}'
+    refusal = refusal_of(endpoint.parse_body, body.encode())
+
+    assert (refusal.code, refusal.param) == ("invalid_value", "tools[0].parameters.maximum")
+    assert shown in refusal.message
+    assert f"expected at most {most}." in refusal.message
+
+
+@every_endpoint
 @given(body=st.binary(max_size=60))
 def test_any_bytes_parse_to_a_call_or_a_refusal(endpoint: Endpoint, body: bytes) -> None:
     """A parser raises no other exception."""
