@@ -48,7 +48,7 @@ from gateway.generation.choice import Choice, OutputParser, call_id_generator, t
 from gateway.generation.usage import sum_usage
 from gateway.http.error_mapping import engine_refusal
 from gateway.prompt import Renderer
-from gateway.structured_output.grammars import schema_field
+from gateway.structured_output.grammars import locate_fault
 from gateway.structured_output.tool_call_parser import Cut
 
 _is_over = attrgetter("is_over")
@@ -268,11 +268,12 @@ class OutputStream:
             wait_s = event.retry_after_s
             if wait_s is not None:
                 wait_s = retry_after_s(wait_s)
+            field, message = locate_fault(sent, event.code, event.message)
             raise engine_refusal(
                 event.code,
-                event.message,
+                message,
                 wait_s,
-                schema_field=schema_field(sent),
+                schema_field=field,
                 is_schema=is_schema,
             )
         self._contracts[prompt].written()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from engine.api import Grammar
@@ -19,10 +19,12 @@ from gateway.structured_output.gbnf import GbnfError, is_gbnf, translate_gbnf
 from gateway.structured_output.json_text import parse_schema
 from gateway.structured_output.patterns import (
     UnsupportedPattern,
+    find_patterns,
     translate_pattern,
     translate_schema,
 )
 from gateway.structured_output.schema_keywords import (
+    find_fault,
     keyword_refusal,
     prepared_schema,
     without_inexact_numbers,
@@ -145,6 +147,28 @@ def schema_field(prompt: Prompt) -> str | None:
         return fields[0]
     lists = {field.partition("[")[0] for field in fields}
     return lists.pop() if len(lists) == 1 else None
+
+
+def locate_fault(prompt: Prompt, code: str, message: str) -> tuple[str | None, str]:
+    """Return the field that an engine's refusal is about, if it is one of a grammar, and the
+    message for it, which is unchanged where no keyword is found. O(schemas)."""
+    for path, text in _schemas(prompt) if code == "grammar_invalid" else ():
+        if (fault := find_fault(parse_schema(text, path), message)) is not None:
+            where = ".".join((path, *fault[0]))
+            return where, f"{where}: {fault[1]}."
+    return schema_field(prompt), message
+
+
+def _schemas(prompt: Prompt) -> Iterator[tuple[str, str]]:
+    """Yield the fields and texts of the schemas that constrain the answer."""
+    choice, wanted = prompt.tool_choice, prompt.output_format
+    is_forced = bool(prompt.tools) and choice.mode == "required"
+    if wanted.kind == "json_schema" and not is_forced:
+        yield wanted.path, wanted.schema
+    if choice.mode != "none":
+        for tool in callable_tools(prompt):
+            if tool.strict or is_forced:
+                yield tool.schema_path, tool.parameters
 
 
 def callable_tools(prompt: Prompt) -> tuple[Tool, ...]:
@@ -277,8 +301,9 @@ def _schema_grammar(schema: dict[str, Any], path: str, *, strict: bool) -> Gramm
         schema = translate_schema(schema, strict=strict)
         text = lark_of_schema(schema, _OPTIONS if strict else _LENIENT_OPTIONS)
     except UnsupportedPattern as error:
-        message = f"{path}: {error.why}. Only a schema that is not strict may contain it."
-        raise Refusal(Kind.BAD, "invalid_json_schema", message, param=path) from error
+        found = (steps for steps, pattern in find_patterns(schema) if pattern == error.pattern)
+        problem = f"{error.why}. Only a schema that is not strict may contain it"
+        raise keyword_refusal(path, next(found, ()), problem) from error
     except InexactNumber as error:
         if strict:
             problem = f"a number near it has more digits than can be enforced: {error.why}"

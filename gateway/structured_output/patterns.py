@@ -64,9 +64,10 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 
 class UnsupportedPattern(Exception):
-    """A strict schema contains an unsupported pattern. `why`: the reason and a remedy."""
+    """A strict schema contains an unsupported `pattern`. `why`: the reason and a remedy."""
 
     def __init__(self, pattern: str, why: str) -> None:
+        self.pattern = pattern
         self.why = f"the pattern '{pattern[:200]}' {why}"
         super().__init__(self.why)
 
@@ -213,6 +214,23 @@ def _translate_class_piece(found: re.Match[str]) -> str:
     return piece if piece.startswith("\\") else "".join(f"\\{char}" for char in piece)
 
 
+def find_patterns(
+    schema: Any, steps: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the patterns of a schema, with the steps to the keyword of each. O(schema), recursion
+    as deep as the schema."""
+    if isinstance(schema, dict):
+        for name, value in schema.items():
+            if name == "pattern" and isinstance(value, str):
+                yield (*steps, name), value
+            elif name == "patternProperties" and isinstance(value, dict):
+                yield from (((*steps, name), pattern) for pattern in value)
+            yield from find_patterns(value, (*steps, name))
+    elif isinstance(schema, list):
+        for at, one in enumerate(schema):
+            yield from find_patterns(one, (*steps, str(at)))
+
+
 def translate_schema(schema: Any, *, strict: bool) -> Any:
     """Return the schema with translated patterns; the same object if nothing changes.
 
@@ -271,7 +289,7 @@ class _Translation:
         translated = translate_pattern(pattern)
         piece = first_unsupported(translated)
         if piece is not None and self._strict:
-            raise UnsupportedPattern(translated, _why(piece))
+            raise UnsupportedPattern(pattern, _why(piece))
         return translated if piece is None else None
 
     def _too_long(self, pattern: str) -> str:

@@ -1,18 +1,22 @@
 """Check the keywords of a JSON Schema before the grammar engine reads them.
 
 A keyword that is null is absent, as code generators write it. A value of a wrong type, and in a
-strict schema a keyword that cannot be enforced, is refused with the client's path to it. The module
-knows no grammar; `gateway.structured_output.grammars` calls it.
+strict schema a keyword that cannot be enforced, is refused with the client's path to it. The same
+path is sought for what the engine refuses later: it names a pattern, or the outermost required
+member that no value satisfies. The module knows no grammar; `gateway.structured_output.grammars`
+calls it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
 from gateway.errors import Kind, Refusal
-from gateway.structured_output.output_check import MISSING, References
+from gateway.structured_output.output_check import MISSING, References, SchemaCheck
+from gateway.structured_output.patterns import find_patterns, translate_pattern
 from gateway.structured_output.schema_lark import BOUNDS, is_exact, is_number
 
 COUNT_MAX: Final = 2**31
@@ -45,6 +49,17 @@ _UNENFORCEABLE: Final = frozenset(
     | {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
 )
 """Keywords that no grammar can hold an answer to."""
+_BAD_PATTERN = re.compile(r"regex parse error: (.*) error: (.*)", re.DOTALL)
+_UNSATISFIABLE = re.compile("Unsatisfiable schema|No text satisfies")
+_MEMBER = re.compile("required property '(.*)' is unsatisfiable")
+_PAIRS = (
+    *(("minimum", "maximum"), ("minLength", "maxLength")),
+    *(("minItems", "maxItems"), ("minProperties", "maxProperties")),
+)
+_FAULT_STEPS_MAX: Final = 128
+
+Fault = tuple[tuple[str, ...], str]
+"""The steps to a keyword, and what is wrong with it."""
 
 
 def prepared_schema(schema: dict[str, Any], path: str, *, strict: bool) -> dict[str, Any]:
@@ -173,3 +188,82 @@ class _Preparation:
     def _wrong(self, steps: tuple[str, ...], value: Any, expected: str) -> Refusal:
         shown = json.dumps(value, default=str)[:64]
         return keyword_refusal(self._path, steps, f"invalid value {shown}; expected {expected}")
+
+
+# -- what the engine refuses ------------------------------------------------------------------
+
+
+def find_fault(schema: dict[str, Any], message: str) -> Fault | None:
+    """Return the fault of a schema that an engine's message is about; None if it is not found.
+    O(schema)."""
+    if (bad := _BAD_PATTERN.search(message)) is not None:
+        told = bad[1]
+        for steps, pattern in find_patterns(schema):
+            if " ".join(translate_pattern(pattern).split()) in told:
+                return steps, f"invalid pattern {pattern[:64]!r}: {bad[2].rstrip('.')}"
+    if _UNSATISFIABLE.search(message) is not None:
+        if (fault := _FaultSearch(schema).conflict(schema, ())) is not None:
+            return fault
+        members, name = schema.get("properties"), _MEMBER.search(message)
+        if isinstance(members, dict) and name is not None and name[1] in members:
+            return ("properties", name[1]), "no value satisfies all keywords of this schema"
+    return None
+
+
+class _FaultSearch:
+    """The search for keywords of one schema that exclude each other."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._references, self._check = References(root), SchemaCheck(root)
+        self._seen: set[str] = set()
+
+    def conflict(self, schema: Any, steps: tuple[str, ...]) -> Fault | None:
+        """Return why no value satisfies a schema, as far as it shows without a grammar."""
+        if schema is False:
+            return steps, "no value is allowed here, and one is required"
+        if not isinstance(schema, dict) or len(steps) > _FAULT_STEPS_MAX:
+            return None
+        return self._own(schema, steps) or self._inner(schema, steps)
+
+    def _own(self, schema: dict[str, Any], steps: tuple[str, ...]) -> Fault | None:
+        for least, most in _PAIRS:
+            low, high = schema.get(least), schema.get(most)
+            if is_number(low) and is_number(high) and low > high:
+                return (*steps, least), f"invalid value {low}; expected at most {most}, {high}"
+        for keyword in ("const", "enum"):
+            if keyword in schema:
+                values = schema[keyword] if keyword == "enum" else [schema[keyword]]
+                rest = {name: value for name, value in schema.items() if name != keyword}
+                if isinstance(values, list) and not any(self._holds(one, rest) for one in values):
+                    return (*steps, keyword), "no value of it satisfies the keywords beside it"
+        return None
+
+    def _holds(self, value: Any, schema: dict[str, Any]) -> bool:
+        try:
+            return self._check.holds(value, schema)
+        except Exception:  # of a keyword in no known form, which the engine reads in its own way
+            return True
+
+    def _inner(self, schema: dict[str, Any], steps: tuple[str, ...]) -> Fault | None:
+        """Return the fault of a part that every value of the schema has."""
+        parts: list[tuple[Any, Sequence[str]]] = []
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in self._seen:
+            self._seen.add(reference)
+            names = reference.partition("#")[2].split("/")[1:]
+            if (
+                fault := self.conflict(self._references.target(reference), tuple(names))
+            ) is not None:
+                return fault
+        members, required = schema.get("properties"), schema.get("required")
+        if isinstance(members, dict) and isinstance(required, list):
+            parts += [(members[one], ("properties", one)) for one in required if one in members]
+        if isinstance(schema.get("minItems"), int) and schema["minItems"] > 0:
+            parts.append((schema.get("items"), ("items",)))
+        both = schema.get("allOf")
+        if isinstance(both, list):
+            parts += [(one, ("allOf", str(at))) for at, one in enumerate(both)]
+        for part, more in parts:
+            if (fault := self.conflict(part, (*steps, *more))) is not None:
+                return fault
+        return None

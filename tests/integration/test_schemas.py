@@ -29,19 +29,19 @@ def chat(**more: object) -> tuple[str, dict[str, Any]]:
     return CHAT, {"messages": USER, "max_tokens": 200, **more}
 
 
-def chat_format(strict: bool | None) -> tuple[str, dict[str, Any]]:
-    form = {"name": "n", "schema": TWICE, "strict": strict}
+def chat_format(strict: bool | None, schema: Any = TWICE) -> tuple[str, dict[str, Any]]:
+    form = {"name": "n", "schema": schema, "strict": strict}
     return chat(response_format={"type": "json_schema", "json_schema": form})
 
 
-def chat_call(strict: bool | None) -> tuple[str, dict[str, Any]]:
-    function = {"name": "f", "parameters": TWICE, "strict": strict}
+def chat_call(strict: bool | None, schema: Any = TWICE) -> tuple[str, dict[str, Any]]:
+    function = {"name": "f", "parameters": schema, "strict": strict}
     tools = [{"type": "function", "function": function}]
     return chat(tools=tools, tool_choice="required")
 
 
-def responses_format(strict: bool | None) -> tuple[str, dict[str, Any]]:
-    form = {"type": "json_schema", "name": "n", "schema": TWICE, "strict": strict}
+def responses_format(strict: bool | None, schema: Any = TWICE) -> tuple[str, dict[str, Any]]:
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": strict}
     return RESPONSES, {"input": "hello", "max_output_tokens": 200, "text": {"format": form}}
 
 
@@ -49,8 +49,8 @@ def messages(**more: object) -> tuple[str, dict[str, Any]]:
     return MESSAGES, {"messages": USER, "max_tokens": 200, **more}
 
 
-def messages_call(strict: bool) -> tuple[str, dict[str, Any]]:
-    tool = {"name": "f", "input_schema": TWICE, "strict": strict}
+def messages_call(strict: bool, schema: Any = TWICE) -> tuple[str, dict[str, Any]]:
+    tool = {"name": "f", "input_schema": schema, "strict": strict}
     return messages(tools=[tool], tool_choice={"type": "any"})
 
 
@@ -83,6 +83,86 @@ async def test_strict_schema_is_refused_if_unsupported(gateway: GatewayFixture, 
     assert "uniqueItems" in said["error"]["message"]
     assert field.split()[0] in str(said)
     assert all(output == 0 for *_, output in gateway.entries())
+    await gateway.check_quiet()
+
+
+def member(schema: Any, *names: str) -> dict[str, Any]:
+    """Return a schema of an object that requires one member, of such objects in turn."""
+    for name in reversed(names):
+        schema = {"type": "object", "properties": {name: schema}, "required": [name]}
+    return dict(schema)
+
+
+FAULTS: dict[str, tuple[Any, str, str]] = {
+    "a pattern": (
+        member({"type": "string", "pattern": "(["}, "a", "b"),
+        "properties.a.properties.b.pattern",
+        "invalid pattern '([': unclosed character class",
+    ),
+    "the later of two patterns": (
+        {
+            "properties": {"a": {"pattern": "x"}, "b": {"type": "string", "pattern": "a{3,1}"}},
+            "type": "object",
+        },
+        "properties.b.pattern",
+        "invalid repetition count range",
+    ),
+    "a name's pattern": (
+        {"type": "object", "patternProperties": {"x(": {"type": "string"}}},
+        "patternProperties",
+        "unclosed group",
+    ),
+    "lookaround": (
+        member({"type": "string", "pattern": "(?<=a)b"}, "a", "b"),
+        "properties.a.properties.b.pattern",
+        "lookaround",
+    ),
+    "values of another type": (
+        member({"type": "string", "enum": [1, 2]}, "a", "b"),
+        "properties.a.properties.b.enum",
+        "no value of it satisfies the keywords beside it",
+    ),
+    "fewer items than required": (
+        member({"type": "array", "items": {}, "minItems": 3, "maxItems": 1}, "a"),
+        "properties.a.minItems",
+        "invalid value 3; expected at most maxItems, 1",
+    ),
+    "a member that may not be": (member(False, "a"), "properties.a", "one is required"),
+    "items of a reference": (
+        member({"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/one"}}, "a")
+        | {"$defs": {"one": {"type": "integer", "const": "x"}}},
+        "$defs.one.const",
+        "no value of it satisfies",
+    ),
+    "what only a grammar shows": (
+        member({"type": "string", "pattern": "^a{10}$", "maxLength": 3}, "a"),
+        "properties.a",
+        "no value satisfies all keywords",
+    ),
+}
+PLACES = {
+    "chat": ("response_format.json_schema.schema", chat_format),
+    "chat call": ("tools[0].function.parameters", chat_call),
+    "responses": ("text.format.schema", responses_format),
+    "messages call": ("tools[0].input_schema", messages_call),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("schema", "steps", "problem"), FAULTS.values(), ids=FAULTS)
+async def test_a_refused_schema_names_the_keyword_inside(
+    gateway: GatewayFixture, place: str, schema: Any, steps: str, problem: str
+) -> None:
+    """A generated schema has hundreds of them; the engine's words have no path."""
+    field, make = PLACES[place]
+    path, body = make(True, schema)
+
+    status, said, _ = await gateway.ask(path, {"model": gateway.model, **body})
+
+    told = said["error"]["message"]
+    assert (status, told.startswith(f"{field}.{steps}: ")) == (400, True), told
+    assert problem in told
+    assert said["error"].get("param") in (None, f"{field}.{steps}")
     await gateway.check_quiet()
 
 
