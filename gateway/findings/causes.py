@@ -305,8 +305,8 @@ PLAIN: Mapping[str, CauseWords] = {
     ),
     "cache_key_changes": CauseWords(
         "The cache key changes",
-        "prompt_cache_key (or cache_salt) is another one than before {share}, though the prompt"
-        " begins as one sent before",
+        "cache_salt (or prompt_cache_key, where it is a namespace) is another one than before"
+        " {share}, though the prompt begins as one sent before",
         "If the client sends prompt_cache_key of itself (Codex and opencode send their session's"
         ' id), leave caching.cache_key at "hint" on the server or for this API key; if it sends'
         " cache_salt, send one with all requests that begin alike, or none. Keep values that"

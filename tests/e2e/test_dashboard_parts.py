@@ -179,6 +179,23 @@ async def test_small_amounts_are_not_zero(page: Page) -> None:
     ]
 
 
+async def test_a_sentence_keeps_the_name_of_a_field(page: Page) -> None:
+    """It is what the reader has to look for in a request."""
+    told = {
+        "acme: the system message changes": "The system message changes",
+        "acme: messages[0].content changes": "messages[0].content changes",
+        "acme: cache_salt is another one": "cache_salt is another one",
+        "asks for gpt-4o": "Asks for gpt-4o",
+    }
+    said = await in_page(
+        page,
+        f"return {list(told)}.map((sentence) => findings.said({{ tenant: 'acme', sentence }}));",
+        findings="findings",
+    )
+
+    assert said == list(told.values())
+
+
 async def test_of_many_budgets_the_most_used_are_shown_first(page: Page) -> None:
     """Ten thousand bars would stop the page, and the one that is spent would be below them."""
     body = """

@@ -46,9 +46,9 @@ function OneEngine({ engine }) {
       <${Tile} label="Engine" value=${engine.ready ? "ready" : engine.state ?? "not ready"}
         note=${engine.model ?? ""} tone=${engine.ready ? "" : "alarm"} />
       <${Tile} label="Requests" value=${`${count(engine.running)} / ${count(engine.waiting)}`}
-        unit="running / waiting" note=${`${number(1)(engine.steps_per_s)} steps per second`} />
+        unit="running / waiting" note=${`${number(1)(engine.steps_per_s)} steps per second while busy`} />
       <${Tile} label="Prefill" value=${about(engine.prefill_tokens_per_s)} unit="tokens per second"
-        note="prompt tokens computed" />
+        note="prompt tokens computed, while busy" />
       <${Tile} label="KV memory" value=${pool ? bytes(pool) : NONE} note=${`${
         engine.kv_format ?? ""} on ${engine.device ?? "?"}; ${count(engine.restarts)} restarts`} />
     <//>

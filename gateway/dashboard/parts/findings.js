@@ -19,10 +19,11 @@ export const costly = (data) => (data?.findings ?? []).filter((one) => !one.legi
 export const savingOf = (data) =>
   costly(data).reduce((sum, one) => sum + Number(one.saving_usd_month ?? 0), 0);
 
-// The sentence without the tenant's name, which stands above it.
-function said({ tenant, sentence }) {
+// The sentence without the tenant's name, which stands above it. A field's name at its beginning
+// stays as it is written.
+export function said({ tenant, sentence }) {
   const text = sentence.startsWith(`${tenant}: `) ? sentence.slice(tenant.length + 2) : sentence;
-  return text[0].toUpperCase() + text.slice(1);
+  return text.replace(/^[a-z]+(?= )/, (word) => word[0].toUpperCase() + word.slice(1));
 }
 
 function Evidence({ one, isOwn }) {
@@ -30,7 +31,8 @@ function Evidence({ one, isOwn }) {
   const examples = isOwn ? [] : (one.example_request_ids ?? []).slice(0, 3);
   return html`<p class="note">${percent(one.confidence)} sure ·
     ${" "}${count(one.requests)} of ${count(one.of_requests)} requests ·
-    ${" "}${count(one.wasted_tokens)} tokens, ${write(one.cost_usd)} of ${write(one.of_cost_usd)} ·
+    ${" "}${one.wasted_tokens > 0 && html`${count(one.wasted_tokens)} tokens,
+      ${" "}${write(one.cost_usd)} of ${write(one.of_cost_usd)} · `}
     ${" "}${one.model} · last seen ${ago(one.last_seen_ms)}${examples.length > 0
       && html` · for example ${examples.map((id) => html` <a class="mono"
         href=${href(["requests", id])}>${id.slice(0, 14)}…</a>`)}`}</p>`;

@@ -16,7 +16,7 @@ function decimals(least, most = least) {
   return formats.get(name);
 }
 
-export const number = (digits) => format((n) => decimals(digits).format(n));
+export const number = (digits) => format((n) => decimals(digits).format(n).replace("-", "−"));
 export const count = number(0);
 export const about = format((n) => (Math.abs(n) < 10_000 ? count(n) : compact.format(n)));
 export const share = format((x) => `${number(1)(100 * x)} %`);

@@ -111,9 +111,10 @@ function Details({ name, range }) {
   const used = useData(address("/admin/v1/usage",
     { tenant: name, group_by: "model", ...windowOf(range) }), SLOW_POLL_MS);
   const one = seen.data, missing = instead(seen, "what was counted since the start");
-  return html`<h2 class="divider">Since the gateway's start</h2><div class="grid">
+  return html`<div class="grid">
     <${Panel} title="Bill" note=${used.data && windowText(used.data.window)}>${
-      instead(used, "the bill") ?? html`<${Bill} used=${used.data} />`}<//>
+      instead(used, "the bill") ?? html`<${Bill} used=${used.data} />`}<//></div>
+    <h2 class="divider">Since the gateway's start</h2><div class="grid">
     ${missing ? html`<${Panel} title="Prefixes and misses">${missing}<//>` : html`
       <${FirstToken} times=${one.first_token_ms} /><${Misses} counts=${one.misses} />
       <${Recomputed} rows=${one.recomputed} /><${Divergence} rows=${one.breaks} />

@@ -10,6 +10,10 @@ import { Empty } from "../pieces.js";
 import { useScheme } from "../scheme.js";
 
 const HEIGHT = 190, DRAG_MIN = 8, RANGE_MIN_MS = 60_000;
+// Steps of the time's axis, in seconds: whole minutes, as its labels tell no less.
+const MINUTE = 60, HOUR = 3_600, DAY = 86_400;
+const STEPS = [...[1, 2, 5, 10, 15, 30].map((n) => n * MINUTE),
+  ...[1, 2, 3, 4, 6, 8, 12].map((n) => n * HOUR), ...[1, 2, 5, 10, 30].map((n) => n * DAY)];
 // Steps of an axis that counts: 1, 2, 5, 10, 20, … so that no label is rounded.
 const WHOLE = Array.from({ length: 30 }, (_, k) => [1, 2, 5][k % 3] * 10 ** Math.floor(k / 3));
 
@@ -97,7 +101,7 @@ function optionsOf(props, drawn, width, latest, tell) {
       points: { size: 6 }, y: false },
     scales: { x: { time: true },
       y: { range: (_u, _low, high) => [0, props.most ?? (high > 0 ? high * 1.08 : 1)] } },
-    axes: [{ ...axis, values: timeLabels, size: 36, space: 64 },
+    axes: [{ ...axis, values: timeLabels, incrs: STEPS, size: 36, space: 64 },
       { ...axis, space: 34, ...(isCount ? { incrs: WHOLE } : {}),
         size: (_u, texts) => Math.max(58, ...(texts ?? []).map((text) => 18 + 6.4 * text.length)),
         values: (_u, splits) => splits.map((v) => (latest().axis ?? latest().write)(v)) }],
