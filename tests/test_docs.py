@@ -105,6 +105,55 @@ def test_prose_is_wrapped(path: Path) -> None:
     assert longer == [] or name_of(path) in UNWRAPPED
 
 
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a document's prose: links as their texts, code as one word."""
+    items: list[str] = []
+    unfenced = re.sub(r"^ *```.*?^ *```", "\n\n", text, flags=re.MULTILINE | re.DOTALL)
+    for block in re.split(r"\n\s*\n", unfenced):
+        items.append("")
+        for line in block.splitlines():
+            is_prose = not line.startswith("#") and not line.lstrip().startswith("|")
+            if not is_prose or LIST_ITEM.match(line):
+                items.append("")
+            if is_prose:
+                items[-1] += f" {LIST_ITEM.sub('', line).strip()}"
+    found: list[str] = []
+    for item in items:
+        plain = re.sub(r"`[^`]*`", "code", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", item.strip()))
+        found += re.split(r"(?<=[.!?])[)\"”*_]*\s+(?=[A-Z\"“(*_0-9c])", plain)
+    return found
+
+
+LIST_ITEM = re.compile(r"^\s*(?:[-*]|\d+\.) ")
+SENTENCE_WORDS_MAX = 35
+LONG_SENTENCES_MAX = 45
+"""Sentences of more words, in all manuals, READMEs and the map. It may only shrink."""
+
+
+def test_sentences_are_short() -> None:
+    """A sentence of more than 35 words is read twice."""
+    pages = [
+        path
+        for path in DOCUMENTS
+        if path.name in ("README.md", "ARCHITECTURE.md") or path.is_relative_to(ROOT / "docs")
+    ]
+    long = [
+        f"{name_of(path)}: {one[:80]}"
+        for path in pages
+        for one in sentences(path.read_text())
+        if len(one.split()) > SENTENCE_WORDS_MAX
+    ]
+
+    assert len(long) <= LONG_SENTENCES_MAX, "\n".join(long)
+
+
+def test_long_sentences_are_counted_as_a_reader_does() -> None:
+    """Links count by their text, code as one word; items of a list and tables stand apart."""
+    text = "A [b c](d.md) e. `f g` h.\n- I j\n- K\n\n| l m | n |\n```\no. P q\n```\nR"
+
+    assert [one for one in sentences(text) if one] == ["A b c e.", "code h.", "I j", "K", "R"]
+
+
 FORBIDDEN = {
     r"\bpage_table\b": "block table",
     r"\bblock_map\b": "block table",
