@@ -278,7 +278,7 @@ async def run(
         elif failure is not None:
             log("loading_failed", error=type(failure).__name__)
             gateway.reject(*_failure_reason(failure))
-        if serving.done():
+        if serving.done() and info is not None:  # before that, a gateway ends failed starts
             log("parent_gone")
         await gateway.close()
         serving.cancel()

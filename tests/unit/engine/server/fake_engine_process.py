@@ -5,7 +5,8 @@ Run as `python -m tests.unit.engine.server.fake_engine_process`.
 The same program as `python -m engine.server.server`, with another core. A model folder's name
 selects a fault: `hang` never ends its first step after the smoke test, `missing` is a missing
 model, `deadly` kills the process in the step that begins a prompt with token 13, `broken` raises
-in a step that computes token 13, `compiling` never compiles a grammar.
+in a step that computes token 13, `compiling` never compiles a grammar, `loading` never ends its
+start.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.errors import ModelError
 from engine.plan import StepPlan
-from engine.server.server import serve_process
+from engine.server.server import log, serve_process
 from tests.fakes import FakeRunner
 from tests.grammars import PolledGrammars
 
@@ -54,6 +55,9 @@ def fake_core(config: EngineConfig, fault: str = "") -> tuple[Core, EngineInfo]:
     """Return a core over the fake runner, and its EngineInfo."""
     if fault == "missing":
         raise ModelError("not_found", "There is no such model here.")
+    if fault == "loading":
+        log("loading")
+        threading.Event().wait()
     core = Core(
         PrefixCache(blocks=BLOCKS, block_size=16),
         FaultyRunner(fault),

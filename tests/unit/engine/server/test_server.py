@@ -58,6 +58,11 @@ class Child:
                     return facts
         raise AssertionError(f"it ended without {name}")
 
+    async def rest(self) -> str:
+        """Return what the log has until its end."""
+        async with asyncio.timeout(DEADLINE_S):
+            return (await self._lines.read()).decode()
+
     async def ended(self) -> int:
         """Wait for the exit and return its status."""
         async with asyncio.timeout(DEADLINE_S):
@@ -172,6 +177,22 @@ async def test_exits_with_its_gateway(when: str) -> None:
         engine.wire.close()
 
         assert await engine.ended() == (0 if when == "while it serves" else 1)
+
+
+@pytest.mark.parametrize("when", ["loading", ""])
+async def test_tells_only_while_it_serves_that_its_gateway_is_gone(when: str) -> None:
+    """A gateway that refuses to start, such as for a data directory in use, has its own reason;
+    before it a line that its parent is gone misleads."""
+    async with child(when) as engine:
+        if when:
+            engine.wire.sendall(encode(engine.hello()))
+            await engine.event("loading")
+            engine.wire.close()
+        else:
+            await (await engine.connect()).close()
+
+        assert await engine.ended() == 0
+        assert ("parent_gone" in await engine.rest()) == (not when)
 
 
 async def test_exits_with_its_gateway_during_a_hanging_step() -> None:
