@@ -61,7 +61,7 @@ class ChatTemplate:
         calendar: Calendar | None = None,
     ) -> None:
         """Compile `source`. `calendar`: None for today by the machine's clock. Raises ValueError if
-        it is too long or does not compile."""
+        it is too long, does not compile, or needs another template."""
         if len(source) > SOURCE_CHARS_MAX:
             raise ValueError(
                 f"the chat template is too long: {len(source)} characters;"
@@ -74,9 +74,16 @@ class ChatTemplate:
             self._template = self._sandbox.from_string(source)
             self.has_captures = self._sandbox.has_captures
             """Whether the template captures its own output (macro, call, filter or set block)."""
-            self.variables = frozenset(meta.find_undeclared_variables(self._sandbox.parse(source)))
+            tree = self._sandbox.parse(source)
+            self.variables = frozenset(meta.find_undeclared_variables(tree))
         except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
+        for name in meta.find_referenced_templates(tree):
+            told = "computed as it runs" if name is None else repr(name[:100])
+            raise ValueError(
+                f"the chat template needs another template, {told}; expected one that is complete,"
+                " without include, import and extends"
+            )
 
     def date_variables(self) -> tuple[tuple[str, object], ...]:
         """Return the variables that tell the template today's date: none if it asks for no date.

@@ -235,7 +235,6 @@ def test_stops_long_loops(source: str) -> None:
         "{{ self.__init__.__globals__ }}",
         "{{ (messages|attr('__class__')).mro() }}",
         "{{ messages|map(attribute='__class__')|list }}{{ x.y }}",
-        "{% include 'x' %}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update(role='system') }}",
         "{{ lipsum() }}",
@@ -266,6 +265,23 @@ def test_unsafe_or_failing_template_is_a_refusal(source: str) -> None:
 def test_compile_error_is_raised_at_load(source: str) -> None:
     """Not at the first request."""
     with pytest.raises(ValueError, match="chat template"):
+        ChatTemplate(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% include 'turns.jinja' %}",
+        "{% if tools %}{% include 'turns.jinja' ignore missing %}{% endif %}",
+        "{% import 'turns.jinja' as turns %}",
+        "{% from 'turns.jinja' import turn %}",
+        "{% extends 'turns.jinja' %}",
+        "{% include messages[0].content %}",
+    ],
+)
+def test_a_template_in_several_files_is_refused_at_load(source: str) -> None:
+    """There is no file that it could read, so each request failed."""
+    with pytest.raises(ValueError, match="needs another template"):
         ChatTemplate(source)
 
 
