@@ -7,6 +7,8 @@ runs it. It knows no tensor, file or device. Sizes are in channels, heads or tok
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
@@ -14,7 +16,20 @@ from msgspec import Meta, Struct
 
 from engine.errors import ModelError
 
-Size = Annotated[int, Meta(ge=1, le=2**31)]
+SIZE_MAX = 2**31
+Size = Annotated[int, Meta(ge=1, le=SIZE_MAX)]
+SIZE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "hidden": "hidden_size",
+        "intermediate": "intermediate_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "vocab": "vocab_size",
+        "context": "max_position_embeddings",
+    }
+)
+"""What a config.json calls the sizes of an `Architecture`."""
 
 FULL = "full"
 """Name of the rotary table of families that have one."""
@@ -184,21 +199,30 @@ _LAYER_NORMS = {
 }
 
 
-def check_architecture(architecture: Architecture) -> Architecture:
-    """Return `architecture`. Raises ModelError where its sizes cannot be those of a model."""
+def check_architecture(
+    architecture: Architecture, names: Mapping[str, str] = SIZE_NAMES
+) -> Architecture:
+    """Return `architecture`. Raises ModelError where its sizes cannot be those of a model. `names`:
+    what the model's files call them."""
     a = architecture
+    for field, name in names.items():
+        if not 1 <= (size := getattr(a, field)) <= SIZE_MAX:
+            raise ModelError("corrupt", f"{name}: {size}; expected 1 to {SIZE_MAX}")
     try:
         msgspec.convert(msgspec.to_builtins(a), Architecture)
     except msgspec.ValidationError as error:
-        raise ModelError("corrupt", f"invalid model shape: {error}") from error
+        problem, _, steps = str(error).partition(" - at `$.")
+        raise ModelError("corrupt", f"{steps.rstrip('`')}: {problem}") from error
     if not (math.isfinite(a.norm_eps) and a.norm_eps > 0):
-        raise ModelError("corrupt", f"invalid norm_eps: {a.norm_eps}; expected a number above 0")
-    if a.heads % a.kv_heads:
         raise ModelError(
-            "corrupt", f"{a.heads} query heads are not a multiple of {a.kv_heads} KV heads"
+            "corrupt", f"rms_norm_eps or layer_norm_eps: {a.norm_eps}; expected a number above 0"
         )
+    if a.heads % a.kv_heads:
+        expected = f"a multiple of {names['kv_heads']}, {a.kv_heads}"
+        raise ModelError("corrupt", f"{names['heads']}: {a.heads}; expected {expected}")
     if a.head_dim % 2:
-        raise ModelError("unsupported", f"odd head_dim: {a.head_dim}; expected an even number")
+        odd = f"{names['head_dim']}: {a.head_dim}; expected an even number"
+        raise ModelError("unsupported", odd)
     for name in {layer.rope for layer in a.layers} - {""}:
         if name not in a.ropes:
             known = ", ".join(a.ropes)

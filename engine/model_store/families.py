@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.errors import ModelError
-from engine.model_store.architecture import FULL, Architecture, Latent, Layer, Moe, Rope
+from engine.model_store.architecture import FULL, SIZE_NAMES, Architecture, Latent, Layer, Moe, Rope
 from engine.model_store.rope_parameters import (
     Config,
     known,
@@ -71,6 +71,10 @@ def architecture_of(config: Config) -> Architecture:
         raise unsupported_family(kind)
     given = {**family.defaults, **known(config)}
     try:
+        for name in ("num_hidden_layers", *SIZE_NAMES.values()):
+            size = given.get(name)
+            if size is not None and (not isinstance(size, int | float) or size != int(size)):
+                raise ValueError(f"{name}: {size!r}; expected a whole number")
         if not 0 < (layers := int(given["num_hidden_layers"])) <= LAYERS_MAX:
             raise ValueError(f"num_hidden_layers: {layers}; expected 1 to {LAYERS_MAX}")
         return family.read(given)

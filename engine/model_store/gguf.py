@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import ModelError
-from engine.model_store.architecture import Architecture
+from engine.model_store.architecture import SIZE_NAMES, Architecture
 from engine.model_store.families import FAMILIES, architecture_of, unsupported_family
 from engine.model_store.gguf_header import GgufHeader, TensorInfo, Value, read_header
 from engine.model_store.gguf_tokenizer import special_ids, tokenizer_json, tokenizer_warnings
@@ -102,6 +102,7 @@ def read_gguf(path: Path) -> ModelParts:
         template=template,
         warnings=(*tokenizer_warnings(header), *warnings),
         stop_token_ids=stop_ids,
+        size_names=_size_names(header.string("general.architecture") or ""),
         special_token_ids=specials,
         bos_token_id=bos,
         eos_token_id=eos if eos is not None else next(iter(stop_ids), None),
@@ -149,10 +150,19 @@ def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:
         rope_scaling=_scaling(path, header, name),
     )
     _add_features(config, header, name)
-    architecture = architecture_of(config)
+    try:
+        architecture = architecture_of(config)
+    except ModelError as error:
+        message = error.message.replace("config.json", str(path))
+        raise ModelError(error.code, message) from error
     interleaved = FAMILIES[family].gguf_interleaved
     # In these files norm weights hold the factor itself.
     return msgspec.structs.replace(architecture, interleaved=interleaved, norms_less_one=False)
+
+
+def _size_names(name: str) -> dict[str, str]:
+    """Return the metadata's keys of sizes, by field of the architecture."""
+    return {field: f"{name}.{_FIELDS.get(told, told)}" for field, told in SIZE_NAMES.items()}
 
 
 def _family(name: str, header: GgufHeader) -> str:

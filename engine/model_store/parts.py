@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from engine.model_store.architecture import Architecture, Quantisation
+from engine.model_store.architecture import SIZE_NAMES, Architecture, Quantisation
 
 PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
@@ -39,7 +39,7 @@ def choose_template(named: Mapping[object, object]) -> tuple[str, tuple[str, ...
 class ModelParts(Struct, frozen=True):
     """`tokenizer`: text of a tokenizer.json. `template`: text of a Jinja chat template. `warnings`:
     what is doubtful, each in a sentence for operators. `quantisation`: how a folder's weights are
-    packed."""
+    packed. `size_names`: what the files call sizes, by field of the architecture."""
 
     config: Architecture
     tokenizer: str
@@ -50,4 +50,5 @@ class ModelParts(Struct, frozen=True):
     eos_token_id: int | None
     add_bos: bool
     warnings: tuple[str, ...] = ()
+    size_names: Mapping[str, str] = SIZE_NAMES
     quantisation: Quantisation | None = None

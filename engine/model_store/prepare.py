@@ -125,7 +125,11 @@ def _one_line(error: BaseException) -> str:
 
 def _check(parts: ModelParts, source: Path) -> None:
     """Refuse a damaged model here, not in the process that first uses its tokenizer."""
-    check_architecture(parts.config)
+    place = source if source.is_file() else source / "config.json"
+    try:
+        check_architecture(parts.config, parts.size_names)
+    except ModelError as error:
+        raise ModelError(error.code, f"{place}: {error.message}") from error
     if problem := _tokenizer_problem(parts.tokenizer):
         raise ModelError("corrupt", f"{source}: invalid tokenizer: {problem}")
     try:

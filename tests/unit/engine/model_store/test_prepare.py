@@ -193,6 +193,41 @@ def test_invalid_config_is_refused(change: dict[str, Any], code: str, tmp_path: 
     assert refusal(source, tmp_path).code == code
 
 
+SIZES: dict[str, tuple[object, str]] = {
+    "max_position_embeddings": (0, "0; expected 1 to 2147483648"),
+    "vocab_size": (-1, "-1; expected 1 to 2147483648"),
+    "hidden_size": (2**62, f"{2**62}; expected 1 to 2147483648"),
+    "intermediate_size": ("wide", "'wide'; expected a whole number"),
+    "num_attention_heads": (3, "3; expected a multiple of num_key_value_heads, 2"),
+    "head_dim": (7, "7; expected an even number"),
+    "num_hidden_layers": (1.5, "1.5; expected a whole number"),
+    "num_key_value_heads": ([2, 2], "[2, 2]; expected a whole number"),
+}
+
+
+@pytest.mark.parametrize(("name", "told"), SIZES.items())
+def test_an_impossible_size_is_told_in_the_files_own_words(
+    name: str, told: tuple[object, str], tmp_path: Path
+) -> None:
+    """The operator has config.json open, not our fields."""
+    value, problem = told
+    source = folder_with(tmp_path / "m", **{name: value})
+
+    assert f"config.json: {name}: {problem}" in refusal(source, tmp_path).message
+
+
+@pytest.mark.parametrize("key", ["context_length", "embedding_length"])
+def test_an_impossible_size_of_a_gguf_file_is_told_by_its_key(key: str, tmp_path: Path) -> None:
+    """As tools that edit such files call it."""
+    path, name = write_gguf(tmp_path / "m.gguf"), f"llama.{key}".encode()
+    content = path.read_bytes()
+    at = content.index(name) + len(name) + 4
+    path.write_bytes(content[:at] + bytes(4) + content[at + 4 :])
+
+    message = refusal(path, tmp_path).message
+    assert f"m.gguf: {name.decode()}: 0; expected 1 to 2147483648" in message
+
+
 FILES: dict[str, tuple[str, bytes | None]] = {
     "no config": ("config.json", None),
     "a config that is a list": ("config.json", b"[]"),
