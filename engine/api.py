@@ -77,20 +77,20 @@ def _ids_below(vocab_size: int) -> Any:
 
 
 class Retention(Struct, frozen=True, forbid_unknown_fields=True):
-    """A retention class: how long a prefix is promised, and when it may no longer be matched.
-
-    `promise_s`: not evicted before (within the payer's quota); 0 is plain best effort. `limit_s`:
-    not matched at or after, and its blocks are freed; None: no limit. `clock`: both count from the
-    start of the request that asked (`request_start`), from the last use (`last_use`), or from that
-    request without ever moving (`absolute`). `renewed_on_read`: a hit restarts the clock. `pinned`:
-    the promise covers the whole limit."""
+    """A retention class: how long a prefix is promised, and when it may no longer be matched."""
 
     name: str
     promise_s: float = 0.0
+    """Not evicted before (within the payer's quota); 0 is plain best effort."""
     limit_s: float | None = None
+    """Not matched at or after, and its blocks are freed; None: no limit."""
     clock: Literal["request_start", "last_use", "absolute"] = "last_use"
+    """Both count from the start of the request that asked (`request_start`), from the last use
+    (`last_use`), or from that request without ever moving (`absolute`)."""
     renewed_on_read: bool = True
+    """A hit restarts the clock."""
     pinned: bool = False
+    """The promise covers the whole limit."""
 
 
 BEST_EFFORT = Retention(name="best_effort")
@@ -109,45 +109,39 @@ Bound = Literal["", "pool", "ceiling", "quota", "window", "attention"]
 
 
 class LeaseGrant(Struct, frozen=True, forbid_unknown_fields=True):
-    """The answer to a `LeaseRequest`: promises are granted, clipped or refused, never lost.
-
-    `tokens`: how many are promised (fewer than asked when clipped, 0 if refused). `bound`: the
-    limit that clipped it: the payer's `ceiling`, its `quota` of promises, or the `pool`; `window`:
-    a block that resuming there needs had been freed. `attention`: the prefix ends beyond what a
-    request with an attention window shares.
-    """
+    """The answer to a `LeaseRequest`: promises are granted, clipped or refused, never lost."""
 
     lease_id: str
     retention: str
     outcome: Literal["granted", "clipped", "refused"]
     tokens: Count
+    """How many are promised (fewer than asked when clipped, 0 if refused)."""
     bound: Bound = ""
+    """The limit that clipped it: the payer's `ceiling`, its `quota` of promises, or the `pool`;
+    `window`: a block that resuming there needs had been freed; `attention`: the prefix ends beyond
+    what a request with an attention window shares."""
 
 
 class Quota(Struct, frozen=True, forbid_unknown_fields=True):
     """A payer's share of device blocks. Floor: never taken by others. Ceiling: never exceeded.
 
-    Between them the payer borrows in proportion to `weight`. `promised_blocks_max`: the most blocks
-    that leases may promise it; `promised_on_device_max`: those that they may hold on the device,
-    where a level below keeps promises. `payer`: all namespaces that name the same payer share the
-    quota and one turn in the queue; b"" stands for the namespace alone.
+    Between them the payer borrows in proportion to `weight`.
     """
 
     floor_blocks: Count = 0
     ceiling_blocks: Count | None = None
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     promised_blocks_max: Count | None = None
+    """The most blocks that leases may promise it."""
     payer: Payer = b""
+    """All namespaces that name the same payer share the quota and one turn in the queue; b"" stands
+    for the namespace alone."""
     promised_on_device_max: Count | None = None
+    """The most blocks that leases may hold on the device, if a level below keeps promises."""
 
 
 class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
-    """A request's rights in the cache. `read`/`write` false: neither match nor commit.
-
-    `fidelity`: of the copies that the namespace's blocks get below the device. It belongs to the
-    namespace: all its requests name the same one. `at_rest`: how far copies of what this request
-    commits may go; where the operator has configured less, they go no further.
-    """
+    """A request's rights in the cache. `read`/`write` false: neither match nor commit."""
 
     namespace: Namespace
     quota: Quota = Quota()
@@ -155,7 +149,11 @@ class CacheGrant(Struct, frozen=True, forbid_unknown_fields=True):
     read: bool = True
     write: bool = True
     fidelity: Fidelity = "exact"
+    """The fidelity of the copies that the namespace's blocks get below the device. It belongs to
+    the namespace: all its requests name the same one."""
     at_rest: AtRest = "remote"
+    """How far copies of what this request commits may go; where the operator has configured less,
+    they go no further."""
 
     @property
     def payer(self) -> Payer:
@@ -169,9 +167,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     Temperature 0 is greedy; every default changes nothing. Order: logit bias, penalties, grammar,
     temperature, top-k, top-p, min-p. Presence and frequency count output tokens; repetition counts
     prompt and output. With a `seed` the choice depends only on (seed, sample index, output
-    position) and the logits, not on the rest of the batch. `logprobs`: how many alternatives to
-    report with each token (0: only the chosen one; None: no logprobs), from the model's own
-    distribution, before any of the above.
+    position) and the logits, not on the rest of the batch.
     """
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
@@ -186,19 +182,22 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True):
     ] = {}
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """How many alternatives to report with each token (0: only the chosen one; None: no logprobs),
+    from the model's own distribution, before any of the above."""
 
 
 class Grammar(Struct, frozen=True, forbid_unknown_fields=True):
     """A constraint on the whole output.
 
-    `text`: a JSON schema, a Lark grammar in llguidance's dialect, or a regular expression; empty
-    for `json_object`. The engine compiles it within bounds of size, time and memory, or refuses it
-    as `grammar_invalid` or `grammar_too_big`. Keywords that cannot be enforced during generation
-    are ignored in a lenient schema; in any other schema they refuse it, by name.
+    The engine compiles it within bounds of size, time and memory, or refuses it as
+    `grammar_invalid` or `grammar_too_big`. Keywords that cannot be enforced during generation are
+    ignored in a lenient schema; in any other schema they refuse it, by name.
     """
 
     kind: Literal["json_schema", "lenient_json_schema", "json_object", "lark", "regex"]
     text: str = ""
+    """A JSON schema, a Lark grammar in llguidance's dialect, or a regular expression; empty for
+    `json_object`."""
 
 
 class BlockWindow(Struct, frozen=True, gc=False):
@@ -263,15 +262,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     tokens per sample; 0 means "prefill only" (a prewarm: it finishes with `length` and no output).
     A sample ends with reason `stop` on any of `stop_token_ids` (which contain the model's end
     tokens unless the gateway leaves them out) once it has `min_tokens`; the stop token itself is
-    reported. `priority`: higher first. `turn`: the payer whose turn in the queue, batch slots and
-    computing time the request uses; empty: the payer of its blocks. `weight`: that payer's share of
-    service. `deadline_s`: seconds from receipt after which a request not yet started is finished as
-    `timeout`. `prompt_logprobs`: report logprobs of prompt tokens (reads no cache: logits are
-    needed). `grammar`: excluded tokens are never sampled, end tokens only where the text may end. A
-    complete text ends as `stop`, with or without an end token, and before `min_tokens` if nothing
-    can follow. `isolated_tokens`: the request's steps contain no other request until each
-    sample has so many output tokens; the gateway asks for it where it suspects a request of ending
-    the process. `attention`: a window of attention, None for all tokens.
+    reported. A complete text ends as `stop`, with or without an end token, and before `min_tokens`
+    if nothing can follow.
     """
 
     request_id: str
@@ -283,13 +275,23 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     stop_token_ids: tuple[TokenId, ...] = ()
     min_tokens: Count = 0
     priority: int = 0
+    """Higher first."""
     turn: Payer = b""
+    """The payer whose turn in the queue, batch slots and computing time the request uses; empty:
+    the payer of its blocks."""
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    """That payer's share of service."""
     deadline_s: float | None = None
+    """Seconds from receipt after which a request not yet started is finished as `timeout`."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """Report logprobs of prompt tokens (reads no cache: logits are needed)."""
     grammar: Grammar | None = None
+    """Excluded tokens are never sampled, end tokens only where the text may end."""
     isolated_tokens: Count = 0
+    """The request's steps contain no other request until each sample has so many output tokens; the
+    gateway asks for it where it suspects a request of ending the process."""
     attention: AttentionWindow | None = None
+    """A window of attention, None for all tokens."""
 
     @property
     def turn_payer(self) -> Payer:
@@ -322,15 +324,13 @@ class EndSample(Struct, frozen=True, tag="end_sample", forbid_unknown_fields=Tru
 
 
 class Peek(Struct, frozen=True, tag="peek", forbid_unknown_fields=True):
-    """Ask what these tokens would match. Changes nothing: no pin, no renewal, no last use.
-
-    `quota`: the payer's; with it the answer tells how much a lease could promise.
-    """
+    """Ask what these tokens would match. Changes nothing: no pin, no renewal, no last use."""
 
     call_id: Count
     namespace: Namespace
     tokens: tuple[TokenId, ...]
     quota: Quota | None = None
+    """The payer's; with it the answer tells how much a lease could promise."""
 
 
 class SetQuotas(Struct, frozen=True, tag="set_quotas", forbid_unknown_fields=True):
@@ -413,13 +413,13 @@ class Usage(Struct, frozen=True, forbid_unknown_fields=True):
     prompt_tokens = cached_tokens + computed_tokens. `cached_tokens` is physical: prompt tokens
     whose KV was cached when the request first ran. A later preemption never lowers it:
     recomputation counts in `recomputed_tokens` (the operator's cost, not the client's).
-    `output_tokens`: of all samples.
     """
 
     prompt_tokens: Count = 0
     cached_tokens: Count = 0
     computed_tokens: Count = 0
     output_tokens: Count = 0
+    """The tokens of all samples."""
     recomputed_tokens: Count = 0
     preemptions: Count = 0
     queue_s: float = 0.0
@@ -434,37 +434,36 @@ the level is off. `not_worth_loading`: computing was predicted to be faster."""
 
 
 class LevelWait(Struct, frozen=True, forbid_unknown_fields=True):
-    """What levels below the device cost a request, and what they did not bring.
-
-    `load_s`: seconds that it waited for its loads, a part of its time before the first step;
-    `level`: the slowest level that they came from, None without a load. `missed_tokens`: further
-    tokens that a level had, or may have had where it could not be asked; `cause`: why they were
-    computed.
-    """
+    """What levels below the device cost a request, and what they did not bring."""
 
     load_s: float = 0.0
+    """Seconds that it waited for its loads, a part of its time before the first step."""
     level: LevelName | None = None
+    """The slowest level that they came from, None without a load."""
     missed_tokens: Count = 0
+    """Further tokens that a level had, or may have had where it could not be asked."""
     cause: LoadMiss = ""
+    """Why they were computed."""
 
 
 class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
     """The request was first scheduled. Sent once, before any token, and not again after
-    preemption. `window_gone_tokens`: further tokens that were cached but for the blocks of a
-    window, so they are computed again. `loaded_tokens`: the part of the cached tokens that was
-    loaded for this request, by the level it was on. `fidelity`: how far from exact the cached
-    tokens may be; laxer than exact only where the request allows it and a packed copy was loaded in
-    its namespace. `wait`: None where no level below the device had anything of it.
-    """
+    preemption."""
 
     request_id: str
     prompt_tokens: Count
     cached_tokens: Count
     leases: tuple[LeaseGrant, ...] = ()
     window_gone_tokens: Count = 0
+    """Further tokens that were cached but for the blocks of a window, so they are computed
+    again."""
     loaded_tokens: tuple[tuple[LevelName, Count], ...] = ()
+    """The part of the cached tokens that was loaded for this request, by the level it was on."""
     fidelity: Fidelity = "exact"
+    """How far from exact the cached tokens may be; laxer than exact only where the request allows
+    it and a packed copy was loaded in its namespace."""
     wait: LevelWait | None = None
+    """None where no level below the device had anything of it."""
 
 
 class PromptLogprobs(Struct, frozen=True, tag="prompt_logprobs", forbid_unknown_fields=True):
@@ -500,8 +499,7 @@ class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
     """The one final event of a request.
 
     `code` and `message` (for operators and clients; no internal names) say why it was refused or
-    failed; `code` is stable (`engine.errors`). `retry_after_s`: when a full queue may have
-    room for its payer, or when the first promise ends that holds the memory.
+    failed; `code` is stable (`engine.errors`).
     """
 
     request_id: str
@@ -510,36 +508,39 @@ class Finished(Struct, frozen=True, tag="finished", forbid_unknown_fields=True):
     code: str = ""
     message: str = ""
     retry_after_s: float | None = None
+    """When a full queue may have room for its payer, or when the first promise ends that holds the
+    memory."""
 
 
 class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
-    """The answer to `Peek`. `expires_in_s`: until the match ends by itself; None without a
-    limit. `promised_tokens`: on any level. `window_gone_tokens`: as in `Started`. `stored_tokens`:
-    further tokens that levels below the device are known to have; a disk may have more.
-    `promisable_tokens`: how many leading tokens a lease could promise now, and the `bound` that
-    would clip more; None without a quota in the call, or for a model with window groups.
-    """
+    """The answer to `Peek`."""
 
     call_id: Count
     cached_tokens: Count
     promised_tokens: Count = 0
+    """Matched tokens that are promised on any level."""
     expires_in_s: float | None = None
+    """Until the match ends by itself; None without a limit."""
     window_gone_tokens: Count = 0
+    """Further tokens that are cached but for the blocks of a window, as in `Started`."""
     stored_tokens: tuple[tuple[LevelName, Count], ...] = ()
+    """Further tokens that levels below the device are known to have; a disk may have more."""
     promisable_tokens: Count | None = None
+    """How many leading tokens a lease could promise now, and the `bound` that would clip more; None
+    without a quota in the call, or for a model with window groups."""
     bound: Bound = ""
 
 
 class LevelErased(Struct, frozen=True, forbid_unknown_fields=True):
-    """The copies that an erasure took from one level. `code`: why that failed; empty if it did
-    not. `is_shredded`: the key with which they were sealed is destroyed.
-    """
+    """The copies that an erasure took from one level."""
 
     level: LevelName
     blocks: Count
     bytes: Count
     code: str = ""
+    """Why that failed; empty if it did not."""
     is_shredded: bool = False
+    """The key with which they were sealed is destroyed."""
 
 
 class Erased(Struct, frozen=True, tag="erased", forbid_unknown_fields=True):
@@ -554,19 +555,19 @@ class Erased(Struct, frozen=True, tag="erased", forbid_unknown_fields=True):
 
 
 class Branch(Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """A run of blocks without a fork.
-
-    `parent`: the index of the branch it grows from, -1 for none. `tokens`: of this branch;
-    `total_tokens`: with all branches below it. `hits`: requests that matched its beginning.
-    `idle_s`: seconds since its latest use.
-    """
+    """A run of blocks without a fork."""
 
     parent: int
+    """The index of the branch it grows from, -1 for none."""
     tokens: Count
+    """The tokens of this branch."""
     total_tokens: Count
+    """Its tokens with those of all branches below it."""
     hits: Count
+    """Requests that matched its beginning."""
     promised_blocks: Count
     idle_s: float
+    """Seconds since its latest use."""
 
 
 class Surveyed(Struct, frozen=True, tag="surveyed", forbid_unknown_fields=True):
@@ -606,14 +607,7 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     """Facts about a loaded engine that the gateway needs.
 
     Each start has its own `epoch`, with an empty cache. `model_digest` covers weights, tokenizer
-    and KV format; every namespace contains it. `kv_windows`: the windows of the KV groups beside
-    the first, in tokens: `block_size` tokens take a block in each of them as well.
-    `floor_blocks_max`: the most that floors together may take; floors that ask for more are cut.
-    `promisable_blocks`: the most that promises and floors together may take, on the lowest level
-    that keeps promises; `promisable_on_device`: on the device, 0 where that is the same.
-    `kv_fidelity`: of the KV that all answers are computed with. `attention_policies`: those that
-    requests may ask for by the configuration; `attention_lacks`: what in this engine or model
-    computes none of them, empty where it does.
+    and KV format; every namespace contains it.
     """
 
     epoch: str
@@ -625,13 +619,22 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     block_size: Count
     blocks: Count
     floor_blocks_max: Count
+    """The most that floors together may take; floors that ask for more are cut."""
     kv_bytes_per_block: Count
     kv_format: str
     device: str
     pid: Count
     promisable_blocks: Count = 0
+    """The most that promises and floors together may take, on the lowest level that keeps
+    promises."""
     kv_windows: tuple[Count, ...] = ()
+    """The windows of the KV groups beside the first, in tokens: `block_size` tokens take a block in
+    each of them as well."""
     kv_fidelity: Fidelity = "exact"
+    """The fidelity of the KV that all answers are computed with."""
     promisable_on_device: Count = 0
+    """The most that they may take on the device; 0 if that is the same."""
     attention_policies: tuple[AttentionPolicy, ...] = ()
+    """The policies that requests may ask for by the configuration."""
     attention_lacks: str = ""
+    """Why this engine or model computes none of them; empty if it does."""

@@ -20,51 +20,57 @@ WeightsKind = Literal["auto", "bf16", "fp8"]
 class RemoteConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """A remote store below the disk, which holds only sealed copies.
 
-    `url`: `s3://BUCKET/PREFIX`, `gs://…`, `az://…` or `file:///FOLDER`; empty: none. Credentials
-    come from the environment. `gib`: its bound; 0: none. `timeout_ms`: the longest that any call of
-    it may take. `tokens_min`: the shortest prefix that is loaded from it.
+    Credentials come from the environment.
     """
 
     url: str = ""
+    """`s3://BUCKET/PREFIX`, `gs://…`, `az://…` or `file:///FOLDER`; empty: none."""
     gib: Annotated[float, Meta(ge=0)] = 0.0
+    """The bound of the store; 0: none."""
     timeout_ms: Annotated[float, Meta(gt=0, le=60_000)] = 2_000.0
+    """The longest that any call of it may take."""
     tokens_min: Positive = 1024
+    """The shortest prefix that is loaded from it."""
 
 
 class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Levels of the cache below the device: host memory and a disk.
 
-    `host_mib`: host memory for copies of blocks; 0: none beyond the stage through which the disk
-    reads and writes (`stage_mib`); "auto": a share of what is free at the start, which the gateway
-    puts in its place. `disk_gib`: room on disk, index included; 0: no disk. `dir`: the
-    folder on disk. `disk_write_gib_per_day`: wear; 0: as much as `disk_gib`; promised prefixes are
-    counted and never refused for it. `disk_tokens_min`, `host_tokens_min`: shortest prefix that is
-    stored without a promise, or loaded. `look_ms`: the longest wait for the disk's index.
-    `verify_host`: one of so many loads from host memory is checked. `seal`: what is on disk is
-    encrypted under a key of its own for each namespace, wrapped by the master key in `key_file` or
-    in the environment's variable `key_env`; `key_file_before`: the former master key, to replace.
-    `remote`: where copies go that the disk has no room for, and promised ones too.
-    `host_keeps_promises`: without a disk, a promised prefix may leave the device once host memory
-    has it.
+    `disk_tokens_min`, `host_tokens_min`: shortest prefix that is stored without a promise, or
+    loaded.
     """
 
     host_mib: Annotated[int, Meta(ge=0)] | Literal["auto"] = 0
+    """Host memory for copies of blocks; 0: none beyond the stage through which the disk reads and
+    writes (`stage_mib`); "auto": a share of what is free at the start, which the gateway puts in
+    its place."""
     stage_mib: Positive = 256
     disk_gib: Annotated[float, Meta(ge=0)] = 0.0
+    """Room on disk, index included; 0: no disk."""
     dir: str = ""
+    """The folder on disk."""
     slab_mib: Positive = 1024
     io_threads: Positive = 4
     disk_write_gib_per_day: Annotated[float, Meta(ge=0)] = 0.0
+    """The most that is written in a day, because of wear; 0: as much as `disk_gib`; promised
+    prefixes are counted and never refused for it."""
     disk_tokens_min: Positive = 256
     host_tokens_min: Positive = 64
     look_ms: Annotated[float, Meta(gt=0)] = 20.0
+    """The longest wait for the disk's index."""
     verify_host: Positive = 64
+    """One of so many loads from host memory is checked."""
     seal: bool = False
+    """What is on disk is encrypted under a key of its own for each namespace, wrapped by the master
+    key in `key_file` or in the environment's variable `key_env`."""
     key_file: str = ""
     key_env: str = ""
     key_file_before: str = ""
+    """The former master key, to replace."""
     remote: RemoteConfig = RemoteConfig()
+    """Where copies go that the disk has no room for, and promised ones too."""
     host_keeps_promises: bool = False
+    """Without a disk, a promised prefix may leave the device once host memory has it."""
 
     @property
     def is_on(self) -> bool:
@@ -91,15 +97,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `weights` "auto": as the model's files hold them, packed where the device multiplies that, else
     in `dtype`. "bf16": none is packed. "fp8", on a GPU: linear maps that the files do not pack are
     rounded to 8 bits at the start. `kv_dtype` "int8": keys and values of 8 bits with a scale for
-    each token and head; a model whose path lacks it is refused. `kv_memory_mib`: device memory for
-    KV blocks; `kv_blocks` overrides it when not 0.
-    `step_tokens_max`: the token budget of one step; each stream has its token and prompts have one,
-    even beyond it. `prefill_chunk_tokens_max`: the longest slice of one prompt in a step; 0: as
-    long as the step allows. `gap_target_ms`: the longest time between two tokens of a stream that
-    prompts of other requests may cause: a step gets as many prompt tokens as its measured cost
-    allows. `gap_target_shared_ms`: the same while several tenants have requests; 0:
-    `GAP_TARGET_SHARED_MS` by the device, or `gap_target_ms`, if that is less. `threads` 0: one per
-    core. `attention_policies`: those that requests may ask for; none by default.
+    each token and head; a model whose path lacks it is refused. `threads` 0: one per core.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -108,12 +106,20 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: Literal["auto", "bf16", "fp32", "int8"] = "auto"
     block_size: Literal[16] = 16
     kv_memory_mib: Positive = 512
+    """Device memory for KV blocks; `kv_blocks` overrides it when not 0."""
     kv_blocks: Annotated[int, Meta(ge=0)] = 0
     context_tokens_max: Annotated[int, Meta(ge=0)] = 0
     step_tokens_max: Positive = 2048
+    """The token budget of one step; each stream has its token and prompts have one, even beyond
+    it."""
     prefill_chunk_tokens_max: Annotated[int, Meta(ge=0)] = 0
+    """The longest slice of one prompt in a step; 0: as long as the step allows."""
     gap_target_ms: Annotated[float, Meta(gt=0)] = 50.0
+    """The longest time between two tokens of a stream that prompts of other requests may cause: a
+    step gets as many prompt tokens as its measured cost allows."""
     gap_target_shared_ms: Annotated[float, Meta(ge=0)] = 0.0
+    """The same while several tenants have requests; 0: `GAP_TARGET_SHARED_MS` by the device, or
+    `gap_target_ms`, if that is less."""
     sequences_max: Positive = 64
     queue_requests_max: Positive = 512
     queue_tokens_max: Positive = 1_000_000
@@ -125,6 +131,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 60.0
     levels: LevelsConfig = LevelsConfig()
     attention_policies: tuple[AttentionPolicy, ...] = ()
+    """Attention windows that requests may ask for; none by default."""
 
     def for_device(self, device: str) -> EngineConfig:
         """Return the settings with `gap_target_shared_ms` as it is on this device."""

@@ -50,45 +50,45 @@ class BlockCopy(Struct, frozen=True, gc=False):
 
 class BegunSequence(Struct, frozen=True):
     """A sequence that is new to the runner, or that the runner was told had ended (preempted,
-    resumed).
-
-    `token_ids`: the whole history so far, prompt and outputs; `prompt_tokens` of them are prompt.
-    `sample_index`: the sequence's index among the request's samples; with the seed and the output
-    position it keys the random choice.
-    """
+    resumed)."""
 
     sequence_id: int
     sampling: Sampling
     token_ids: Sequence[int]
+    """The whole history so far, prompt and outputs; `prompt_tokens` of them are prompt."""
     prompt_tokens: int
     sample_index: int = 0
+    """The sequence's index among the request's samples; with the seed and the output position it
+    keys the random choice."""
 
 
 class Row(Struct, frozen=True, gc=False):
     """Compute `count` tokens of a sequence from position `start`; their KV goes to its own blocks.
 
-    `block_ids`: the sequence's block table, covering `start + count` slots. `beside`: its tables in
-    the window groups of KV, as long as the first; an entry behind the window may be a hole (-1),
-    which no query reads. `table_version` changes when an entry of any table changes to another
-    block; appended entries and holes do not change it. `samples`: the ids of the
-    sequences that each sample next tokens from the logits of the last position (several right
-    after a fork, none in the middle of a prompt). `prompt_logprobs`: report logprobs of the tokens
-    that follow each computed position within `token_ids` + `next_token_id`. `attention`: what the
-    row reads of `block_ids` where that is not all before it; what no token of the row reads may be
-    a hole.
+    `table_version` changes when an entry of any table changes to another block; appended entries
+    and holes do not change it.
     """
 
     sequence_id: int
     start: int
     count: int
     block_ids: Sequence[int]
+    """The sequence's block table, covering `start + count` slots."""
     table_version: int
     token_ids: Sequence[int] | None
     samples: tuple[int, ...] = ()
+    """The ids of the sequences that each sample next tokens from the logits of the last position
+    (several right after a fork, none in the middle of a prompt)."""
     prompt_logprobs: int | None = None
+    """Report logprobs of the tokens that follow each computed position within `token_ids` +
+    `next_token_id`."""
     next_token_id: int | None = None
     beside: tuple[Sequence[int], ...] = ()
+    """Its tables in the window groups of KV, as long as the first; an entry behind the window may
+    be a hole (-1), which no query reads."""
     attention: BlockWindow | None = None
+    """What the row reads of `block_ids` where that is not all before it; what no token of the row
+    reads may be a hole."""
 
 
 class Group(Struct, frozen=True, gc=False):
@@ -107,7 +107,7 @@ class Group(Struct, frozen=True, gc=False):
 
 
 class StepPlan(Struct, frozen=True):
-    """The work of one step. `masks`: by sequence id, for sampling sequences under a grammar."""
+    """The work of one step."""
 
     step: int
     rows: tuple[Row, ...]
@@ -116,6 +116,7 @@ class StepPlan(Struct, frozen=True):
     ended: tuple[int, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     masks: dict[int, Mask] = {}
+    """By sequence id, for sampling sequences under a grammar."""
 
 
 class StepResult(Struct, frozen=True):
@@ -125,9 +126,7 @@ class StepResult(Struct, frozen=True):
     sequence to a stable error code: only that sequence ends. `nan_logits` says that the model
     itself gave it no token, so a block that it read is at fault; `grammar_dead_end`, that its own
     mask, bias and penalties left none. `prompt_logprobs` maps a sequence to entries for the
-    positions it computed. `elapsed_s`: seconds that the device took,
-    without the time in which it waited for earlier steps or for the host; 0 where that is not
-    measured.
+    positions it computed.
     """
 
     step: int
@@ -135,6 +134,8 @@ class StepResult(Struct, frozen=True):
     prompt_logprobs: TokensBySequence = {}
     failed: dict[int, str] = {}
     elapsed_s: float = 0.0
+    """Seconds that the device took, without the time in which it waited for earlier steps or for
+    the host; 0 where that is not measured."""
 
 
 class Runner(Protocol):

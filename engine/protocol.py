@@ -60,8 +60,6 @@ Messages = tuple[Event | Reply, ...]
 class Hello(Struct, frozen=True, tag="hello"):
     """The client's first message: the model to load, and an `EngineConfig` as plain data.
 
-    `record_fd`: an inherited descriptor of a `StepRecord`; -1 for none. `host_fds`: inherited
-    descriptors of the files of host memory (`HostMemoryFiles`), if that outlives the engine.
     Unknown fields are allowed, so that another version gets a `Rejected` that says so.
     """
 
@@ -69,7 +67,10 @@ class Hello(Struct, frozen=True, tag="hello"):
     model_dir: str = ""
     config: dict[str, Any] = {}
     record_fd: int = -1
+    """An inherited descriptor of a `StepRecord`; -1 for none."""
     host_fds: tuple[int, int] | None = None
+    """Inherited descriptors of the files of host memory (`HostMemoryFiles`), if that outlives the
+    engine."""
 
 
 class Welcome(Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):

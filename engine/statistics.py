@@ -15,13 +15,7 @@ from engine.api import Count, Fidelity, LevelName, Namespace, Payer
 
 
 class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
-    """The blocks and live requests of one namespace; zeros where it has none left.
-
-    `promised_by_class`: blocks under a live promise, on any level, each in the class that promises
-    it longest. `promised_below`: those whose promise a level below the device keeps;
-    `promised_away`: those of them that the device has evicted, which `blocks` does not count.
-    `host_bytes`: copies in host memory. `is_stored`: whether the disk has records of it.
-    """
+    """The blocks and live requests of one namespace; zeros where it has none left."""
 
     namespace: Namespace
     blocks: Count
@@ -29,10 +23,15 @@ class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
     running: Count
     waiting: Count
     promised_by_class: dict[str, Count] = {}
+    """Blocks under a live promise, on any level, each in the class that promises it longest."""
     host_bytes: Count = 0
+    """Copies in host memory."""
     is_stored: bool = False
+    """Whether the disk has records of it."""
     promised_below: Count = 0
+    """Promised blocks whose promise a level below the device keeps."""
     promised_away: Count = 0
+    """Promised blocks that the device has evicted, and that `blocks` does not count."""
 
     @property
     def promised_blocks(self) -> int:
@@ -69,50 +68,59 @@ class FidelityBytes(Struct, frozen=True):
 class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     """One level below the device. Totals count blocks unless they say otherwise, and never fall.
 
-    `state`: `open`, `full` (it takes nothing new) or `off`; `reason`: why it is not open, or what
-    of it is not used. `offloaded_total`: device -> host; `loaded_total`: to the device, from here;
-    `stored_total`: host -> disk; `fetched_total`: disk -> host. `failed_total`: moves that failed;
-    `damaged_total`: copies with other bytes than were written. `dropped_total`: given up for room;
-    `expired_total`: at their limit. `regret_s_total`: time lost by loads slower than computing.
-    `bytes_per_s`: the measured rate of reading. `loaded_tokens_total`: cached tokens of requests
-    that were loaded from here before they started. `chosen_total`, `declined_total`: prompts with a
-    prefix here that were loaded, or computed since that was faster; `not_loaded`: those of which
-    not all was loaded, by why. `uncopied_total`: evicted from the device without a copy.
-    `pending_erasures`: not confirmed yet. `recovered_total`: copies in host memory taken over from
-    the engine before; of the others, `torn_total` were being written when it died, `orphaned_total`
-    hung on one that is gone, `lapsed_total` were over. `unnoted_total`: not found by the next.
+    `chosen_total`, `declined_total`: prompts with a prefix here that were loaded, or computed since
+    that was faster; `not_loaded`: those of which not all was loaded, by why.
     """
 
     name: LevelName
     state: Literal["open", "full", "off"]
+    """`open`, `full` (it takes nothing new) or `off`."""
     reason: str = ""
+    """Why it is not open, or what of it is not used."""
     capacity_bytes: Count = 0
     used_bytes: Count = 0
     promised_bytes: Count = 0
     blocks: Count = 0
     offloaded_total: Count = 0
+    """Blocks copied from the device to host memory."""
     loaded_total: Count = 0
+    """Blocks copied from here to the device."""
     stored_total: Count = 0
+    """Blocks copied from host memory to disk."""
     fetched_total: Count = 0
+    """Blocks copied from disk to host memory."""
     failed_total: Count = 0
+    """Moves that failed."""
     damaged_total: Count = 0
+    """Copies with other bytes than were written."""
     dropped_total: Count = 0
+    """Copies given up for room."""
     expired_total: Count = 0
+    """Copies given up at their limit."""
     loaded_tokens_total: Count = 0
+    """Cached tokens of requests that were loaded from here before they started."""
     regret_s_total: float = 0.0
+    """Time lost by loads slower than computing."""
     bytes_per_s: float = 0.0
+    """The measured rate of reading."""
     written_bytes_today: Count = 0
     written_bytes_total: Count = 0
     chosen_total: Count = 0
     declined_total: Count = 0
     not_loaded: dict[str, Count] = {}
     uncopied_total: Count = 0
+    """Blocks evicted from the device without a copy."""
     pending_erasures: Count = 0
+    """Erasures that are not confirmed yet."""
     recovered_total: Count = 0
+    """Copies in host memory taken over from the engine before; of the others, `torn_total` were
+    being written when it died, `orphaned_total` hung on one that is gone, `lapsed_total` were
+    over."""
     torn_total: Count = 0
     orphaned_total: Count = 0
     lapsed_total: Count = 0
     unnoted_total: Count = 0
+    """Copies that the next engine will not find."""
     payers: tuple[PayerBytes, ...] = ()
     copies: tuple[FidelityBytes, ...] = ()
 
@@ -133,16 +141,8 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
 class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     """The heartbeat, and the answer to `GetStats`. Counters never fall within an epoch.
 
-    `device_tokens_total`: cached tokens that were on the device, not loaded from a level below.
-    `unneeded_tokens_total`: output tokens sampled beyond the end of their text, before the engine
-    knew of it; they are charged to no client. `changed`: namespaces whose numbers have changed
-    since the last `Stats` on this connection; in the first, all of them. A heartbeat with many
-    changes reports a part, later ones the rest. `compiling`: requests among the waiting ones whose
-    grammar is not compiled; they are no work for a step. blocks = free + cached (only the tree
-    refers to them) + pinned (a block table does, or a move). `window_blocks`: the blocks of window
-    groups that trees hold; `window_gone_tokens_total`: prompt tokens computed again for want of
-    such blocks. `levels`: host memory and disk, where they are configured; `loading`: requests
-    among the waiting and running ones that wait for a level.
+    blocks = free + cached (only the tree refers to them) + pinned (a block table does, or a move).
+    A heartbeat with many changes reports a part, later ones the rest.
     """
 
     call_id: Count = 0
@@ -154,24 +154,35 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     waiting: Count = 0
     running: Count = 0
     compiling: Count = 0
+    """Requests among the waiting ones whose grammar is not compiled; they are no work for a
+    step."""
     waiting_tokens: Count = 0
     prompt_tokens_total: Count = 0
     cached_tokens_total: Count = 0
     device_tokens_total: Count = 0
+    """Cached tokens that were on the device, not loaded from a level below."""
     computed_tokens_total: Count = 0
     output_tokens_total: Count = 0
     unneeded_tokens_total: Count = 0
+    """Output tokens sampled beyond the end of their text, before the engine knew of it; they are
+    charged to no client."""
     evicted_blocks_total: Count = 0
     expired_blocks_total: Count = 0
     copied_blocks_total: Count = 0
     window_blocks: Count = 0
+    """The blocks of window groups that trees hold."""
     window_gone_tokens_total: Count = 0
+    """Prompt tokens computed again for want of such blocks."""
     preemptions_total: Count = 0
     steps_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     levels: tuple[LevelStats, ...] = ()
+    """Host memory and disk, where they are configured."""
     loading: Count = 0
+    """Requests among the waiting and running ones that wait for a level."""
     changed: tuple[NamespaceStats, ...] = ()
+    """Namespaces whose numbers have changed since the last `Stats` on this connection; in the
+    first, all of them."""
 
     @property
     def used_blocks(self) -> int:
@@ -185,17 +196,15 @@ LossCause = Literal["evicted_own_quota", "evicted_pressure", "expired", "erased"
 
 
 class Loss(Struct, frozen=True, forbid_unknown_fields=True):
-    """`blocks` of `namespace` left the tree, or were `lost_below` it.
-
-    `taker`: the namespace they were evicted for; `lived_s`: seconds they had been in the tree,
-    summed.
-    """
+    """`blocks` of `namespace` left the tree, or were `lost_below` it."""
 
     namespace: Namespace
     cause: LossCause
     taker: Namespace
+    """The namespace they were evicted for."""
     blocks: Count
     lived_s: float = 0.0
+    """Seconds they had been in the tree, summed."""
 
 
 class Gain(Struct, frozen=True, forbid_unknown_fields=True):

@@ -38,15 +38,15 @@ Report = Callable[[str, dict[str, object]], None]
 class RestartPolicy(Struct, frozen=True):
     """When a lost process is replaced.
 
-    `pauses_s`: the pauses before the first, the second, … consecutive restart; the last one
-    repeats, for ever. A process that served for `steady_s` starts the sequence anew.
-    `first_starts_max`: attempts until a process has served for the first time; with 0 they are
-    without end, too.
+    A process that served for `steady_s` starts the sequence anew.
     """
 
     pauses_s: tuple[float, ...]
+    """The pauses before the first, the second, … consecutive restart; the last one repeats, for
+    ever."""
     steady_s: float = 10.0
     first_starts_max: int = 0
+    """Attempts until a process has served for the first time; with 0 they are without end, too."""
 
 
 class StartLimit(Exception):

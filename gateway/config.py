@@ -64,55 +64,55 @@ class ConfigError(Exception):
 
 
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The public listener.
-
-    `hosts`: allowed values of the `Host` header beside the address of `listen`; "*" allows all.
-
-    `header_timeout_s`: for the head of a request. `body_timeout_s`: for its body, which must then
-    arrive at `body_rate_min_bytes_per_s` or faster. `write_timeout_s`: for a client to read written
-    bytes. `body_bytes_in_flight_max`: bodies that are received or parsed at a time, and stored
-    content that requests name, of all clients; one tenant may hold a quarter of what the others
-    leave. `body_values_max`: values in a JSON body, counted by its braces, brackets and commas.
-    `connections_per_address_max`: of clients that have shown no valid key; 0 is no limit.
-    `tolerance`: how requests with fields that the server does not honour are treated, unless their
-    key says otherwise (docs/dialects.md). `dashboard`: whether tenants have a page of their own at
-    /dashboard. `cors_origins`: origins of web pages that may call this listener; "*" allows all.
-    """
+    """The public listener."""
 
     listen: str = "127.0.0.1:8080"
     hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
+    """Allowed values of the `Host` header beside the address of `listen`; "*" allows all."""
     header_timeout_s: Seconds = 10.0
+    """The longest wait for the head of a request."""
     body_timeout_s: Seconds = 30.0
+    """The longest wait for its body, which must then arrive at `body_rate_min_bytes_per_s` or
+    faster."""
     body_rate_min_bytes_per_s: Seconds = 1_000.0
     keep_alive_timeout_s: Seconds = 75.0
     write_timeout_s: Seconds = 20.0
+    """The longest wait until a client reads written bytes."""
     send_buffer_bytes: PositiveInt = 65_536
     body_bytes_max: PositiveInt = 10 * 2**20
     body_bytes_in_flight_max: PositiveInt = 256 * 2**20
+    """Bodies that are received or parsed at a time, and stored content that requests name, of all
+    clients; one tenant may hold a quarter of what the others leave."""
     body_values_max: PositiveInt = 200_000
+    """Values in a JSON body, counted by its braces, brackets and commas."""
     connections_max: PositiveInt = 4_096
     connections_per_address_max: Annotated[int, Meta(ge=0)] = 512
+    """Connections of clients that have shown no valid key; 0 is no limit."""
     stream_keep_alive_s: Seconds = 15.0
     tolerance: ToleranceMode = "standard"
+    """How requests with fields that the server does not honour are treated, unless their key says
+    otherwise (docs/dialects.md)."""
     dashboard: bool = True
+    """Whether tenants have a page of their own at /dashboard."""
     cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call this listener; "*" allows all."""
 
 
 class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The admin listener: metrics, admin API, dashboard. Operators alone should reach it.
-
-    `hosts`: allowed values of the `Host` header beside the address of `listen`; "*" allows all.
-    `audit_days`: how long the audit log keeps a change. `trusted_header`: the header in which a
-    proxy names the administrator that it has authenticated; "" trusts none. `trusted_proxies`:
-    networks of such proxies, as they connect. `trusted_scopes`: what their users may do.
-    """
+    """The admin listener: metrics, admin API, dashboard. Operators alone should reach it."""
 
     listen: str = "127.0.0.1:8081"
     hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
+    """Allowed values of the `Host` header beside the address of `listen`; "*" allows all."""
     audit_days: Annotated[int, Meta(ge=1, le=36_500)] = 400
+    """How long the audit log keeps a change."""
     trusted_header: str = ""
+    """The header in which a proxy names the administrator that it has authenticated; "" trusts
+    none."""
     trusted_proxies: tuple[str, ...] = ()
+    """Networks of such proxies, as they connect."""
     trusted_scopes: tuple[Literal["erase", "money", "read", "tenants"], ...] = ("read",)
+    """What their users may do."""
 
 
 class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,23 +126,24 @@ class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServedModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """One of several models, each in an engine of its own.
-
-    `name`: what clients send; prices, usage and metrics name the model so. `path`: as `model.name`;
-    empty: `name`. `aliases`: further names; "*": every name that no model has. `default`: the model
-    that decides on readiness and that commands without a model's name use; the first one, if none
-    is. `quota_scale`: factor of tenants' floors, ceilings and promises, which are in blocks, in
-    this model's pool. `tenants`: names of those that may use the model; without the key, all.
-    `engine`: settings of [engine] that differ for this model.
-    """
+    """One of several models, each in an engine of its own."""
 
     name: str
+    """What clients send; prices, usage and metrics name the model so."""
     path: str = ""
+    """As `model.name`; empty: `name`."""
     aliases: tuple[str, ...] = ()
+    """Further names; "*": every name that no model has."""
     default: bool = False
+    """The model that decides on readiness and that commands without a model's name use; the first
+    one, if none is."""
     quota_scale: Annotated[float, Meta(gt=0, le=1_000)] = 1.0
+    """Factor of tenants' floors, ceilings and promises, which are in blocks, in this model's
+    pool."""
     tenants: tuple[str, ...] | None = None
+    """Names of those that may use the model; without the key, all."""
     engine: dict[str, Any] = {}
+    """Settings of [engine] that differ for this model."""
 
     @property
     def open_to(self) -> frozenset[str] | None:
@@ -156,108 +157,98 @@ class ServedModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EmbeddingsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The model of `/v1/embeddings`, in a process of its own; an empty `model` turns it off.
-
-    `model`: a built-in embedding model, or a folder. `aliases`: further names that clients may
-    request. `truncate`: texts that are too long are cut, which a header tells; else refused.
-    `threads`: of the process; 0: half of the processors. `cache_mib`: of vectors, by tenant; 0: no
-    cache. `waiting_tokens_max`: of texts that wait; a tenant may hold half of what others leave.
-    """
+    """The model of `/v1/embeddings`, in a process of its own; an empty `model` turns it off."""
 
     model: str = ""
+    """A built-in embedding model, or a folder."""
     aliases: tuple[str, ...] = ()
+    """Further names that clients may request."""
     truncate: bool = True
+    """Texts that are too long are cut, which a header tells; else refused."""
     threads: Annotated[int, Meta(ge=0, le=1_024)] = 0
+    """Threads of the process; 0: half of the processors."""
     cache_mib: Annotated[int, Meta(ge=0, le=2**20)] = 64
+    """Vectors that are kept, of each tenant; 0: no cache."""
     waiting_tokens_max: Annotated[int, Meta(ge=2_048, le=2**40)] = 1_000_000
+    """Tokens of texts that wait; a tenant may hold half of what others leave."""
 
 
 class LimitsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits of one request.
-
-    `output_tokens_default`: without `max_tokens`, if the context has room.
-    `requests_per_tenant_max`: concurrent requests of a tenant.
-    """
+    """Limits of one request."""
 
     choices_max: Annotated[int, Meta(ge=1, le=128)] = 16
     output_tokens_default: PositiveInt = 4_096
+    """Output tokens of a request without `max_tokens`, if the context has room."""
     requests_per_tenant_max: PositiveInt = 256
+    """Concurrent requests of a tenant."""
     queue_timeout_s: Seconds = 120.0
 
 
 class TenancyConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`database`: a file, relative to the data directory, or postgresql://USER@HOST/DATABASE.
-
-    The address of a server has no password. `tenants_as_labels_max`: tenants with their own label
-    in metrics; the rest share one label. `tenants_followed_max`: the most recently active tenants,
-    whose prompts are sampled for advice and findings, at most 5 MiB each. `shared_scopes`: the
-    declared shared scopes; a reload removes a scope that is no longer declared. Without the key,
-    none is changed.
-    """
+    """Tenants and their database."""
 
     database: str = "trunkline.db"
+    """A file, relative to the data directory, or postgresql://USER@HOST/DATABASE, without a
+    password."""
     tenants_as_labels_max: Annotated[int, Meta(ge=0, le=1_000)] = 100
+    """Tenants with their own label in metrics; the rest share one label."""
     tenants_followed_max: Annotated[int, Meta(ge=1, le=100_000)] = 500
+    """The most recently active tenants, whose prompts are sampled for advice and findings, at most
+    5 MiB each."""
     shared_scopes: tuple[ScopeTerms, ...] | None = None
+    """The declared shared scopes; a reload removes a scope that is no longer declared. Without the
+    key, none is changed."""
 
 
 class IdempotencyConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Stored responses of requests that have an `Idempotency-Key`.
-
-    `keep_hours`: 24 or more; 0 stores none and refuses the header. `result_bytes_max`: of one
-    response as sent; of a larger one only the key is stored. `tenant_bytes_max`: all stored
-    responses of a tenant, compressed; a further one counts as too large. `keys_per_tenant_max`:
-    stored keys of a tenant.
-    """
+    """Stored responses of requests that have an `Idempotency-Key`."""
 
     keep_hours: Annotated[int, Meta(ge=0, le=744)] = 24
+    """How long a response is kept: 24 or more; 0 stores none and refuses the header."""
     result_bytes_max: PositiveInt = 4 * 2**20
+    """The size of one response as sent; of a larger one only the key is stored."""
     tenant_bytes_max: PositiveInt = 256 * 2**20
+    """All stored responses of a tenant, compressed; a further one counts as too large."""
     keys_per_tenant_max: PositiveInt = 100_000
+    """Stored keys of a tenant."""
 
 
 class ResponsesConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Stored responses and conversations, which clients continue and read by id.
 
-    `keep_hours`: how long a response is kept after the latest one of its thread, and a conversation
-    after its latest change; 0 stores none. A day by default: agents continue within minutes, and a
-    server whose operator has not decided should not hold a month of its tenants' texts.
-    `per_tenant_max`, `tenant_bytes_max`: of a tenant's responses and conversations; beyond them
-    nothing more is stored.
+    A day by default: agents continue within minutes, and a server whose operator has not decided
+    should not hold a month of its tenants' texts. `per_tenant_max`, `tenant_bytes_max`: of a
+    tenant's responses and conversations; beyond them nothing more is stored.
     """
 
     keep_hours: Annotated[int, Meta(ge=0, le=8_784)] = 24
+    """How long a response is kept after the latest one of its thread, and a conversation after its
+    latest change; 0 stores none."""
     per_tenant_max: PositiveInt = 100_000
     tenant_bytes_max: PositiveInt = 256 * 2**20
 
 
 class BillingConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`attribution`: "user" stores which end user each request names, for usage by user.
-
-    The user is the `user` or `metadata.user_id` that the client sends.
-    """
+    """The user is the `user` or `metadata.user_id` that the client sends."""
 
     attribution: Literal["none", "user"] = "none"
+    """"user" stores which end user each request names, for usage by user."""
 
 
 class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """`requests`: log one JSON line per request on standard error, never with prompts or keys.
-
-    Failures and engine events are logged in any case.
-    """
+    """Failures and engine events are logged in any case."""
 
     requests: bool = True
+    """Log one JSON line per request on standard error, never with prompts or keys."""
 
 
 class TracingConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """OpenTelemetry traces; an empty `endpoint` turns them off.
-
-    `endpoint`: base address of a collector that takes OTLP over HTTP. `sample_ratio`: share of the
-    traces that no client began.
-    """
+    """OpenTelemetry traces; an empty `endpoint` turns them off."""
 
     endpoint: str = ""
+    """Base address of a collector that takes OTLP over HTTP."""
     sample_ratio: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Share of the traces that no client began."""
 
 
 WebhookFormat = Literal["standard", "slack"]
@@ -275,35 +266,34 @@ WebhookEventType = Literal[
 class WebhookConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """An address that events are sent to.
 
-    `name`: names it in the database and the log. `url`, or `url_file`: a file with the address,
-    where it is a secret. `secret_file` or `secret_env`: a file or a variable with the secret that
-    signs requests, `whsec_` and base64; not for `slack`. `events`: empty for all.
+    `url`, or `url_file`: a file with the address, where it is a secret. `secret_file` or
+    `secret_env`: a file or a variable with the secret that signs requests, `whsec_` and base64; not
+    for `slack`.
     """
 
     name: str
+    """Names it in the database and the log."""
     url: str = ""
     url_file: str = ""
     secret_file: str = ""
     secret_env: str = ""
     events: tuple[WebhookEventType, ...] = ()
+    """Empty for all."""
     format: WebhookFormat = "standard"
 
 
 class MetricsConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Export of metrics by OpenTelemetry's protocol, beside `/metrics`; off without `endpoint`.
-
-    `endpoint`: base address of a collector that takes OTLP over HTTP.
-    """
+    """Export of metrics by OpenTelemetry's protocol, beside `/metrics`; off without `endpoint`."""
 
     endpoint: str = ""
+    """Base address of a collector that takes OTLP over HTTP."""
     interval_s: Annotated[float, Meta(ge=1, le=3_600)] = 30.0
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
-    """All settings. `tenants`: the declared tenants; a reload suspends a tenant no longer declared.
+    """All settings.
 
-    Without the key, no tenant is changed; `tenants = []` declares none. `models`: several models,
-    in place of `model`.
+    Without the key, no tenant is changed; `tenants = []` declares none.
     """
 
     data_dir: str = str(DEFAULT_DATA_DIR)
@@ -311,6 +301,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     admin: AdminConfig = AdminConfig()
     model: ModelSettings = ModelSettings()
     models: tuple[ServedModelSettings, ...] = ()
+    """Several models, in place of `model`."""
     templates: TemplatesConfig = TemplatesConfig()
     embeddings: EmbeddingsConfig = EmbeddingsConfig()
     limits: LimitsConfig = LimitsConfig()
@@ -325,6 +316,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineConfig = EngineConfig()
     webhooks: tuple[WebhookConfig, ...] = ()
     tenants: tuple[DeclaredTenant, ...] | None = None
+    """The declared tenants; a reload suspends a tenant no longer declared."""
 
     @property
     def data(self) -> Path:

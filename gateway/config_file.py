@@ -63,8 +63,9 @@ def describe(file: Path | str | None) -> str:
 
 
 class ConfigSource(Struct, frozen=True):
-    """Where a server's settings come from. `file`: the one that was read at the start. `read`:
-    reads the settings anew; raises ConfigError."""
+    """Where a server's settings come from."""
 
     file: Path | None
+    """The one that was read at the start."""
     read: Callable[[], Config]
+    """Reads the settings anew; raises ConfigError."""

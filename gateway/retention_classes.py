@@ -44,18 +44,17 @@ class RetentionClass(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheProfile(Struct, frozen=True, forbid_unknown_fields=True):
-    """How one dialect's answers count.
-
-    `lookup`: what a call without its own setting reads: "longest": everything cached; "written":
-    prefixes that an earlier call wrote at a breakpoint. `min_tokens`: shorter prefixes are neither
-    read nor written. `granularity`: reads are reported in multiples of it. `reports_writes`: false
-    counts writes as computed tokens.
-    """
+    """How one dialect's answers count."""
 
     lookup: Literal["longest", "written"] = "longest"
+    """What a call without its own setting reads: "longest": everything cached; "written": prefixes
+    that an earlier call wrote at a breakpoint."""
     min_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    """Shorter prefixes are neither read nor written."""
     granularity: Annotated[int, Meta(ge=1, le=2**20)] = 1
+    """Reads are reported in multiples of it."""
     reports_writes: bool = True
+    """False counts writes as computed tokens."""
 
 
 def default_classes() -> dict[str, RetentionClass]:
@@ -74,17 +73,10 @@ _CLASSES = default_classes()
 
 
 class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """Caching settings. `classes` and `profiles` (by family) extend or replace the built-in
-    ones.
+    """Caching settings. `classes` and `profiles` (by family) extend or replace the built-in ones.
 
-    `cache_key`: what the field `prompt_cache_key` means, unless the request's key says otherwise. A
-    hint separates nothing: agents send their session's id, and their sessions begin alike.
+    A hint separates nothing: agents send their session's id, and their sessions begin alike.
 
-    `honour_broken_promises`: a promised prefix that was lost is still billed as read; the operator
-    pays for the recomputation. `promised_share_default`: the share of the promisable blocks that a
-    tenant without `promised_blocks_max` may promise itself beside other tenants;
-    `promised_together_default`: the share up to which all promises together leave room for those of
-    such tenants. `entries_max`: written prefixes indexed; `entries_per_tenant_max`: of one tenant.
     `fingerprints_max` and `fingerprint_life_s`: prompts kept (as digests) to explain misses of
     later ones. `resources_per_tenant_max`, `resource_bytes_per_tenant_max`: number and total size
     of a tenant's cached contents.
@@ -93,11 +85,19 @@ class CachingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     classes: dict[str, RetentionClass] = {}
     profiles: dict[str, CacheProfile] = {}
     cache_key: CacheKeyMode = "hint"
+    """What the field `prompt_cache_key` means, unless the request's key says otherwise."""
     honour_broken_promises: bool = True
+    """A promised prefix that was lost is still billed as read; the operator pays for the
+    recomputation."""
     promised_share_default: Annotated[float, Meta(gt=0, le=1)] = 0.25
+    """The share of the promisable blocks that a tenant without `promised_blocks_max` may promise
+    itself beside other tenants."""
     promised_together_default: Annotated[float, Meta(gt=0, le=1)] = 0.75
+    """The share up to which all promises together leave room for those of such tenants."""
     entries_max: Annotated[int, Meta(ge=1, le=2**24)] = 200_000
+    """Written prefixes indexed."""
     entries_per_tenant_max: Annotated[int, Meta(ge=1, le=2**24)] = 20_000
+    """Entries of one tenant."""
     fingerprints_max: Annotated[int, Meta(ge=0, le=2**24)] = 20_000
     fingerprint_life_s: Seconds = 3_600.0
     resources_per_tenant_max: Annotated[int, Meta(ge=0, le=2**20)] = 1_000

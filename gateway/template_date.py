@@ -18,12 +18,12 @@ TODAY = "today"
 
 
 class TemplatesConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What chat templates are told of the day. `date`: "today", or always this one, such as
-    "2026-11-28". `time_zone`: whose midnight begins a day, such as "Europe/Paris"; empty: the
-    machine's."""
+    """What chat templates are told of the day."""
 
     date: str = TODAY
+    """"today", or always this one, such as "2026-11-28"."""
     time_zone: str = ""
+    """Whose midnight begins a day, such as "Europe/Paris"; empty: the machine's."""
 
     def __post_init__(self) -> None:
         """Check both: a ValueError here is one of the decoder."""
@@ -31,11 +31,12 @@ class TemplatesConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Calendar(Struct, frozen=True):
-    """What day it is. `fixed`: always this one; None: today. `time_zone`: whose midnight begins a
-    day; None: the machine's."""
+    """What day it is."""
 
     fixed: date | None = None
+    """Always this one; None: today."""
     time_zone: ZoneInfo | None = None
+    """Whose midnight begins a day; None: the machine's."""
     wall: WallClock = wall_ms
 
     def today(self) -> date:

@@ -38,16 +38,18 @@ class Packed(Struct, frozen=True, eq=False):
     """A matrix [N, K] of few bits a value, or a stack of them [..., N, K].
 
     A value is its code times the scale of its group, which are `group` columns of a row, plus the
-    group's minimum. `codes`: fp8: [..., N, K] e4m3; int8: [..., N, K] int8; int4 (0 to 15) and
-    mxfp4: [..., N, K / 2] uint8, of two columns the first in the low half. `scales` [..., N,
-    ceil(K / group)]: fp32; of mxfp4 uint8, exponents biased by 127. `minima`: like scales, or None.
+    group's minimum. `scales` [..., N, ceil(K / group)]: fp32; of mxfp4 uint8, exponents biased by
+    127.
     """
 
     kind: Kind
     codes: torch.Tensor
+    """Fp8: [..., N, K] e4m3; int8: [..., N, K] int8; int4 (0 to 15) and mxfp4: [..., N, K / 2]
+    uint8, of two columns the first in the low half."""
     scales: torch.Tensor
     group: int
     minima: torch.Tensor | None = None
+    """Like scales, or None."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -118,18 +118,17 @@ _Row = tuple[tuple[TokenBucket, int, int], ...]
 
 @dataclass(slots=True)
 class _Usage:
-    """The buckets and the running requests of one tenant or one line of keys.
-
-    `buckets`: by index into `METERS`. `row`: the buckets that `limits` sets. `running_max`: how
-    many requests these limits allow to run at a time.
-    """
+    """The buckets and the running requests of one tenant or one line of keys."""
 
     kind: Kind
     buckets: dict[int, TokenBucket] = field(default_factory=dict)
+    """By index into `METERS`."""
     running: int = 0
     running_max: int = LIMIT_MAX
+    """How many requests these limits allow to run at a time."""
     limits: Limits = field(default_factory=Limits)
     row: _Row = ()
+    """The buckets that `limits` sets."""
 
     def apply(self, limits: Limits, now_ns: int) -> _Row:
         """Return the buckets under these limits, which apply from now on. O(1) if unchanged."""

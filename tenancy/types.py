@@ -68,8 +68,7 @@ SINK_TOKENS_MAX = 2**16
 class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
     """A tenant: the paying party. `name` is unique and has 1 to 64 characters of [a-z0-9-_.].
 
-    `tier` selects rate cards and has the form of a name. `is_declared`: the configuration file
-    declares the tenant and its settings.
+    `tier` selects rate cards and has the form of a name.
     """
 
     tenant_id: int
@@ -78,30 +77,31 @@ class Tenant(Struct, frozen=True, forbid_unknown_fields=True):
     created_ms: int
     tier: str = "standard"
     is_declared: bool = False
+    """The configuration file declares the tenant and its settings."""
 
 
 class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tenant's share of the cache and of the engine's time, without the engine's types.
-
-    `classes`: the retention classes that the tenant may use; None allows all. `default_class`: the
-    class of requests that name none; None leaves it to their API.
-    `promised_blocks_max`: how many blocks may be promised to the tenant at a time; None leaves the
-    bound to the engine. `fidelity`: the least strict that the tenant's requests may ask for, and
-    what they get if they ask for none. `at_rest`: "local" keeps the tenant's KV on the server,
-    "never" off its disk, too. `attention`: "allowed" lets its requests ask for attention windows,
-    "never" does not; "window=W;sinks=S" is the window of those that ask for nothing.
-    """
+    """A tenant's share of the cache and of the engine's time, without the engine's types."""
 
     floor_blocks: int = 0
     ceiling_blocks: int | None = None
     weight: float = 1.0
     priority: int = 0
     classes: tuple[str, ...] | None = None
+    """The retention classes that the tenant may use; None allows all."""
     promised_blocks_max: int | None = None
+    """How many blocks may be promised to the tenant at a time; None leaves the bound to the
+    engine."""
     default_class: str | None = None
+    """The class of requests that name none; None leaves it to their API."""
     fidelity: Fidelity = "exact"
+    """The least strict that the tenant's requests may ask for, and what they get if they ask for
+    none."""
     at_rest: AtRest = "local"
+    """"local" keeps the tenant's KV on the server, "never" off its disk, too."""
     attention: str = "allowed"
+    """"allowed" lets its requests ask for attention windows, "never" does not; "window=W;sinks=S"
+    is the window of those that ask for nothing."""
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -168,22 +168,24 @@ class SharedScope(Struct, frozen=True, forbid_unknown_fields=True):
 class Identity(Struct, frozen=True, forbid_unknown_fields=True):
     """The tenant, workspace and rights that a valid key proves.
 
-    `line_id`: the id of the first key in the rotation chain of `key_id` (or `key_id` itself); keys
-    of one line share their rate limits and budgets. `scopes`: the scopes of the key. `limits`: the
-    tenant's; `key_limits`: the key's. `scope`: the shared scope that holds the workspace's cache;
-    None when the workspace shares nothing. `tolerance`, `cache_key`: the key's; None leaves it to
-    the server.
+    `tolerance`, `cache_key`: the key's; None leaves it to the server.
     """
 
     tenant: Tenant
     workspace: str
     key_id: int
     line_id: int
+    """The id of the first key in the rotation chain of `key_id` (or `key_id` itself); keys of one
+    line share their rate limits and budgets."""
     policy: CachePolicy
     scopes: frozenset[str] = frozenset({"inference"})
+    """The scopes of the key."""
     limits: Limits = Limits()
+    """The tenant's."""
     key_limits: Limits = Limits()
+    """The key's."""
     scope: SharedScope | None = None
+    """The shared scope that holds the workspace's cache; None when the workspace shares nothing."""
     tolerance: ToleranceMode | None = None
     cache_key: CacheKeyMode | None = None
 

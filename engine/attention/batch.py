@@ -21,8 +21,7 @@ class Batch(Struct, frozen=True):
     """T query tokens of R rows, in the plan's order. Tensors are int64.
 
     `token_ids`, `positions` [T]. `slots` [T], for each KV group: block id * block_size + offset.
-    `row_ends` [R]: index behind each row's last token. `logit_rows`: indices of the tokens whose
-    logits are needed.
+    `row_ends` [R]: index behind each row's last token.
     """
 
     token_ids: torch.Tensor
@@ -30,6 +29,7 @@ class Batch(Struct, frozen=True):
     slots: tuple[torch.Tensor, ...]
     row_ends: list[int]
     logit_rows: list[int]
+    """Indices of the tokens whose logits are needed."""
 
 
 def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]) -> Batch:

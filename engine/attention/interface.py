@@ -21,19 +21,18 @@ from engine.plan import StepPlan
 
 class AttentionSpec(Struct, frozen=True):
     """Shape of a model's attention: `heads` query heads over `kv_heads` KV heads (H and K) of
-    `head_dim` channels (D). MHA, GQA or MQA by `kv_heads`.
-
-    `scale`: factor of the scores before the softmax. `cap`: see `Architecture.score_cap`.
-    `latent`: 0, or the channels at the end of a key that are the value too (V): keys and values are
-    one record.
-    """
+    `head_dim` channels (D). MHA, GQA or MQA by `kv_heads`."""
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
+    """Factor of the scores before the softmax."""
     cap: float = 0.0
+    """See `Architecture.score_cap`."""
     latent: int = 0
+    """0, or the channels at the end of a key that are the value too (V): keys and values are one
+    record."""
 
     @property
     def group_size(self) -> int:

@@ -20,13 +20,14 @@ class RowPiece(Struct, frozen=True, gc=False):
     """Tokens [first, end) of a row, counted from its beginning, which read the first `sinks` blocks
     of its table and those from `begin_block` to `end_block`, in this order.
 
-    `at`: which of the keys of these blocks is the first token's own; each further token sees one
-    more. Where a piece reads all blocks, `sinks` and `begin_block` are 0.
+    Where a piece reads all blocks, `sinks` and `begin_block` are 0.
     """
 
     first: int
     end: int
     at: int
+    """Which of the keys of these blocks is the first token's own; each further token sees one
+    more."""
     sinks: int
     begin_block: int
     end_block: int

@@ -59,8 +59,7 @@ class _Prompt:
 class _Layout:
     """A step as the layers of one KV group and window see it (0: no window).
 
-    `slot_block` and `slot_offset` [T]: where the tokens' KV goes. `rows`: the tokens that decode,
-    with their blocks in `table` [R, blocks] and `hidden` [R, keys], the keys that they do not see.
+    `slot_block` and `slot_offset` [T]: where the tokens' KV goes.
     """
 
     window: int
@@ -69,6 +68,8 @@ class _Layout:
     shared: list[_Shared]
     prompts: list[_Prompt]
     rows: torch.Tensor
+    """The tokens that decode, with their blocks in `table` [R, blocks] and `hidden` [R, keys], the
+    keys that they do not see."""
     table: torch.Tensor
     hidden: torch.Tensor
 

@@ -25,12 +25,12 @@ GroupOf = Callable[[Namespace], Hashable]
 
 @dataclass(slots=True)
 class BlockMoves:
-    """Blocks of a namespace that were inserted and lost. `lived_s`: summed lifetime of those
-    evicted."""
+    """Blocks of a namespace that were inserted and lost."""
 
     gained: int = 0
     lost: Counter[LossCause] = field(default_factory=Counter)
     lived_s: float = 0.0
+    """Summed lifetime of those evicted."""
 
     @property
     def evicted(self) -> int:

@@ -56,10 +56,7 @@ class BertShape(Struct, frozen=True, kw_only=True):
 class EncoderCard(Struct, frozen=True, forbid_unknown_fields=True):
     """A prepared encoder.
 
-    `digest` covers config, tokenizer and weights. `weights`: the path of the safetensors file.
-    `tokens_max`: of one text, with the two tokens `first_token_id` and `last_token_id` around it.
-    `pooling`: the mean of all tokens, or the first one. `cuts`: to how many dimensions a vector may
-    be cut; empty for a model that was not trained for it.
+    `digest` covers config, tokenizer and weights.
     """
 
     name: str
@@ -67,11 +64,15 @@ class EncoderCard(Struct, frozen=True, forbid_unknown_fields=True):
     shape: BertShape
     folder: str
     weights: str
+    """The path of the safetensors file."""
     tokens_max: int
+    """Of one text, with the two tokens `first_token_id` and `last_token_id` around it."""
     first_token_id: int
     last_token_id: int
     pooling: Literal["mean", "first"] = "mean"
+    """The mean of all tokens, or the first one."""
     cuts: tuple[int, ...] = ()
+    """To how many dimensions a vector may be cut; empty for a model that was not trained for it."""
     version: int = ENCODER_CARD_VERSION
 
     @property

@@ -33,16 +33,18 @@ class StartEncoder(Struct, frozen=True, array_like=True, tag="start"):
 
 
 class EncodeBatch(Struct, frozen=True, array_like=True, tag="batch"):
-    """Texts to encode. `texts`: the packed token ids of each, with [CLS] and [SEP]."""
+    """Texts to encode."""
 
     number: int
     texts: list[bytes]
+    """The packed token ids of each, with [CLS] and [SEP]."""
 
 
 class EncoderReady(Struct, frozen=True, array_like=True, tag="ready"):
-    """The model is loaded and has encoded a text. `dimensions`: of a vector."""
+    """The model is loaded and has encoded a text."""
 
     dimensions: int
+    """The length of a vector."""
 
 
 class EncoderRejected(Struct, frozen=True, array_like=True, tag="rejected"):
@@ -53,11 +55,11 @@ class EncoderRejected(Struct, frozen=True, array_like=True, tag="rejected"):
 
 
 class EncodedBatch(Struct, frozen=True, array_like=True, tag="encoded"):
-    """The vectors of a batch, in its order. `vectors`: of each text, float32, little-endian; empty
-    for one that is not finite."""
+    """The vectors of a batch, in its order."""
 
     number: int
     vectors: list[bytes]
+    """The vector of each text, float32, little-endian; empty for one that is not finite."""
 
 
 ToEncoder = StartEncoder | EncodeBatch

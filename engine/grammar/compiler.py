@@ -139,18 +139,16 @@ class CompiledCache:
 
 @dataclass(slots=True)
 class _Compilation:
-    """One grammar to compile, and the requests that wait for it.
-
-    `sandbox`: the child process that tries it, as long as it does. `is_erased`: its namespace was
-    erased meanwhile, so its outcome is not cached.
-    """
+    """One grammar to compile, and the requests that wait for it."""
 
     payer: Payer
     namespace: Namespace
     grammar: Grammar
     request_ids: list[str]
     sandbox: GrammarSandbox | None = None
+    """The child process that tries it, as long as it does."""
     is_erased: bool = False
+    """Its namespace was erased meanwhile, so its outcome is not cached."""
 
 
 class GrammarCompiler:

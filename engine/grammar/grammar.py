@@ -39,21 +39,22 @@ _IN_SCHEMA: Final = "failed to compile JSON schema: "
 class GrammarLimits(Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of one grammar. The bounds of a step apply during generation.
 
-    `text_bytes_max`: of its source. `symbols_max`, `compile_fuel`: of the compiled form (a
-    millisecond is about 50,000 of fuel). `step_fuel`, `step_items`: of one mask. `row_items_max`:
-    places in the grammar where one text may be, about four for an optional property;
-    `lark_row_items_max` where a grammar may be ambiguous, whose masks cost its square.
-    `lexer_states_max`: lexer states that a matcher may keep, one to two kilobytes each.
+    `symbols_max`, `compile_fuel`: of the compiled form (a millisecond is about 50,000 of fuel).
+    `step_fuel`, `step_items`: of one mask.
     """
 
     text_bytes_max: int = 131_072
+    """The longest source, in bytes."""
     symbols_max: int = 100_000
     compile_fuel: int = 1_000_000
     step_fuel: int = 50_000
     step_items: int = 10_000
     row_items_max: int = 1_000
+    """Places in the grammar where one text may be, about four for an optional property;
+    `lark_row_items_max` where a grammar may be ambiguous, whose masks cost its square."""
     lark_row_items_max: int = 400
     lexer_states_max: int = 10_000
+    """Lexer states that a matcher may keep, one to two kilobytes each."""
 
 
 class Vocabulary:

@@ -177,7 +177,7 @@ class BatchCopy:
     """
 
     MAJOR = 13
-    """Of CUDA, from which on the call has these arguments."""
+    """The version of CUDA from which on the call has these arguments."""
 
     def __init__(self, function: Callable[..., int]) -> None:
         self._function = function

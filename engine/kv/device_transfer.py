@@ -89,14 +89,14 @@ class _Ready(Struct, frozen=True, eq=False):
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Moves of one format whose copies one mark ends. `digests`: of slots that are to be loaded
-    and verified, `DIGESTED` at a time. `area`: the batch's part of the staging memory.
-    """
+    """Moves of one format whose copies one mark ends."""
 
     format: str
     ready: list[_Ready]
     digests: list[Future[list[bytes]]]
+    """Of slots that are to be loaded and verified, `DIGESTED` at a time."""
     area: int = 0
+    """The batch's part of the staging memory."""
     mark: CopyMark | None = None
 
     @property

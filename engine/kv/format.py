@@ -65,10 +65,7 @@ class KvFormat(Struct, frozen=True):
     """Format of a block: keys after rotation and values, the layers of one group, in one dtype.
 
     A block holds `block_size` tokens (slots) of `layers` layers and `kv_heads` KV heads of
-    `head_dim` channels. `parts`: 2, keys and values; 1, latents that are both. `groups`: the
-    model's KV groups, where it has several; a group of fewer layers leaves the rest of its blocks
-    empty. With torch.int8 each token and head has a scale, behind its head's slots
-    (`kernels/reference_int8.py`).
+    `head_dim` channels.
     """
 
     layers: int
@@ -78,7 +75,11 @@ class KvFormat(Struct, frozen=True):
     dtype: torch.dtype
     layout: Layout = "slots"
     parts: int = 2
+    """2, keys and values; 1, latents that are both."""
     groups: tuple[KvGroup, ...] = ()
+    """The model's KV groups, where it has several; a group of fewer layers leaves the rest of its
+    blocks empty. With torch.int8 each token and head has a scale, behind its head's slots
+    (`kernels/reference_int8.py`)."""
 
     @property
     def name(self) -> str:

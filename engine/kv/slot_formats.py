@@ -47,11 +47,10 @@ P = TypeVar("P", bound=SizedPacker)
 
 class SlotShape(NamedTuple, Generic[P]):
     """How a copy of one format lies in its slot: `parts` side by side, `part_bytes` from one to the
-    next, each a block that fills the first `stored_bytes`. `packer`: None where blocks are as they
-    are.
-    """
+    next, each a block that fills the first `stored_bytes`."""
 
     packer: P | None
+    """None where blocks are as they are."""
     parts: int
     stored_bytes: int
     part_bytes: int

@@ -36,16 +36,15 @@ FULL = "full"
 
 
 class Layer(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One decoder layer.
-
-    `mixer`: grouped-query attention, or attention over latents (a mixer with a recurrent state
-    would be a third). `window`: a query at position p sees keys above p - window; 0: all keys up to
-    p. `rope`: name of a table in `Architecture.ropes`; empty: no rotation.
-    """
+    """One decoder layer."""
 
     mixer: Literal["gqa", "mla"] = "gqa"
+    """Grouped-query attention, or attention over latents (a mixer with a recurrent state would be a
+    third)."""
     window: int = 0
+    """A query at position p sees keys above p - window; 0: all keys up to p."""
     rope: str = FULL
+    """Name of a table in `Architecture.ropes`; empty: no rotation."""
     ffn: Literal["dense", "moe"] = "dense"
 
 
@@ -53,9 +52,8 @@ class Rope(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A rotary table: `dim` channels rotate by theta ** (-2i / dim), scaled as `kind` says.
 
     `linear`: divided by `factor`. `llama3`: Llama 3's bands. `yarn`: a ramp between dimensions that
-    make `beta_fast` and `beta_slow` turns in the original context. `divisors`: divided one by one;
-    where the engine serves more than `original_context`, by `long_divisors`, if there are any.
-    `amplitude` multiplies cos and sin.
+    make `beta_fast` and `beta_slow` turns in the original context. `amplitude` multiplies cos and
+    sin.
     """
 
     theta: float
@@ -69,6 +67,8 @@ class Rope(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     beta_slow: float = 1.0
     truncate: bool = True
     divisors: tuple[float, ...] = ()
+    """Divided one by one; where the engine serves more than `original_context`, by `long_divisors`,
+    if there are any."""
     long_divisors: tuple[float, ...] = ()
     amplitude: float = 1.0
 
@@ -76,26 +76,28 @@ class Rope(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 class Moe(Struct, frozen=True, forbid_unknown_fields=True):
     """A mixture of experts: each token goes to `top_k` of `experts` gated MLPs.
 
-    `score`: of the router's logits; `chosen_softmax` takes the softmax over the chosen logits
-    alone. `choose_by_bias`: a bias is added for the choice and not for the weight. `groups` and
-    `groups_kept`: experts are chosen in the best groups only; a group's score is its best expert's,
-    or with `choose_by_bias` the sum of its best two. `shared`: an MLP of `shared_intermediate`
-    channels that all tokens take, added, or times the sigmoid of a gate. `expert`: `clamped` is
-    gpt-oss's, with biases.
+    `groups` and `groups_kept`: experts are chosen in the best groups only; a group's score is its
+    best expert's, or with `choose_by_bias` the sum of its best two.
     """
 
     experts: Size
     top_k: Size
     intermediate: Size
     score: Literal["softmax", "sigmoid", "chosen_softmax"] = "softmax"
+    """How the router's logits become weights; `chosen_softmax` takes the softmax over the chosen
+    logits alone."""
     choose_by_bias: bool = False
+    """A bias is added for the choice and not for the weight."""
     renormalise: bool = True
     scale: float = 1.0
     groups: int = 1
     groups_kept: int = 1
     shared: Literal["", "add", "gated"] = ""
+    """An MLP of `shared_intermediate` channels that all tokens take, added, or times the sigmoid of
+    a gate."""
     shared_intermediate: int = 0
     expert: Literal["gated", "clamped"] = "gated"
+    """`clamped` is gpt-oss's, with biases."""
 
 
 class Latent(Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,7 +105,6 @@ class Latent(Struct, frozen=True, forbid_unknown_fields=True):
     expand, and `rope` rotated channels.
 
     A head's query has `nope` channels without rotation and `rope` with; its value has `value`.
-    `query_rank`: rank of the query's own latent; 0: none.
     """
 
     rank: Size
@@ -111,6 +112,7 @@ class Latent(Struct, frozen=True, forbid_unknown_fields=True):
     rope: Size
     value: Size
     query_rank: int = 0
+    """Rank of the query's own latent; 0: none."""
     norm_eps: float = 1e-6
 
 
@@ -118,25 +120,21 @@ Packing = Literal["fp8", "int8", "mxfp4", "mxfp4_rows", "awq", "gptq", "gptq_v2"
 
 
 class Quantisation(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How linear maps lie in a folder. `group`: columns of a row that share a scale; 0: as the
-    scales' shape says. `has_zeros`: each group has a zero of its own."""
+    """How linear maps lie in a folder."""
 
     layout: Packing
     group: int = 0
+    """Columns of a row that share a scale; 0: as the scales' shape says."""
     has_zeros: bool = False
+    """Each group has a zero of its own."""
 
 
 class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Shape and arithmetic of a decoder.
 
-    MHA, GQA or MQA by `kv_heads`; with `latent`, one KV head of the latent's width. `place`: norms
-    before mixer and MLP, after them, both, or one norm before both side by side. `norm`: RMS, or
-    `mean`, which takes the mean off first. `qk_norm`: over each head's channels, or over all heads
-    at once. `score_scale`: factor of the scores; 0: 1 / sqrt(head_dim). `score_cap`: scores s
-    become cap * tanh(s / cap). `sinks`: each head has a logit that takes part in the softmax and
-    has no value. `query_growth` (beta, original context): queries at position p are multiplied by
-    1 + beta * ln(1 + floor(p / original)). `tie_embeddings`: the output head shares the embedding's
-    weights.
+    MHA, GQA or MQA by `kv_heads`; with `latent`, one KV head of the latent's width. `query_growth`
+    (beta, original context): queries at position p are multiplied by 1 + beta * ln(1 + floor(p /
+    original)).
 
     Two fields say how the files hold weights, which the loader undoes: `interleaved` (neighbouring
     channels rotate, not halves of a head) and `norms_less_one` (norm weights minus 1).
@@ -154,16 +152,23 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     ropes: dict[str, Rope]
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    """The output head shares the embedding's weights."""
     norm: Literal["rms", "mean"] = "rms"
+    """RMS, or `mean`, which takes the mean off first."""
     place: Literal["pre", "post", "sandwich", "parallel"] = "pre"
+    """Norms before mixer and MLP, after them, both, or one norm before both side by side."""
     qk_norm: Literal["", "head", "whole"] = ""
+    """Over each head's channels, or over all heads at once."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     score_scale: float = 0.0
+    """Factor of the scores; 0: 1 / sqrt(head_dim)."""
     score_cap: float = 0.0
+    """Scores s become cap * tanh(s / cap)."""
     sinks: bool = False
+    """Each head has a logit that takes part in the softmax and has no value."""
     query_growth: tuple[float, int] | None = None
     embed_scale: float = 1.0
     residual_scale: float = 1.0

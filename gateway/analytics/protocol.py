@@ -30,9 +30,10 @@ class StartAnalytics(Struct, frozen=True, array_like=True, tag="begin"):
 
 
 class CompletedRequests(Struct, frozen=True, array_like=True, tag="completed", gc=False):
-    """Finished requests, each with the gateway's monotonic seconds. `wall_ms`: Unix time at 0 s."""
+    """Finished requests, each with the gateway's monotonic seconds."""
 
     wall_ms: float
+    """Unix time at 0 s."""
     prompts: list[tuple[float, CompletedPrompt]]
 
 

@@ -30,20 +30,18 @@ Change = TenantChange | KeyChange | ScopeChange
 
 
 class ReloadResult(Struct, frozen=True):
-    """Changes to tenants, shared scopes and keys, and settings that need a restart.
-
-    `left`: tenants that an earlier file declared, if this file declares none. `webhooks`: names of
-    those that were added, changed or removed. `models`: names of those that other tenants may use
-    now.
-    """
+    """Changes to tenants, shared scopes and keys, and settings that need a restart."""
 
     tenants: tuple[TenantChange, ...]
     needs_restart: tuple[str, ...]
     shared_scopes: tuple[ScopeChange, ...] = ()
     keys: tuple[KeyChange, ...] = ()
     left: tuple[str, ...] = ()
+    """Tenants that an earlier file declared, if this file declares none."""
     webhooks: tuple[str, ...] = ()
+    """Names of those that were added, changed or removed."""
     models: tuple[str, ...] = ()
+    """Names of those that other tenants may use now."""
 
 
 async def reload(

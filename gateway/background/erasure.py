@@ -54,12 +54,13 @@ _CALLS_IN_FLIGHT_MAX = 32
 class ErasureTarget(Struct, frozen=True):
     """The part of a tenant's cache to erase: all, a workspace, or one lease.
 
-    Without a workspace it includes the shared scopes that the tenant owns. `key_id`: the key that
-    requests it, or 0. A shared scope is like a workspace of its owner: see `scope_target`.
+    Without a workspace it includes the shared scopes that the tenant owns. A shared scope is like a
+    workspace of its owner: see `scope_target`.
     """
 
     tenant_id: int
     key_id: int
+    """The key that requests it, or 0."""
     workspace: str | None = None
     lease_id: str | None = None
 

@@ -24,11 +24,12 @@ class BenchError(Exception):
 
 
 class BenchTarget(Struct, frozen=True):
-    """An endpoint. `keys`: one per tenant."""
+    """An endpoint."""
 
     url: str
     model: str
     keys: tuple[str, ...]
+    """One per tenant."""
     ignores_end: bool = True
     """Whether the endpoint accepts `ignore_eos` (Trunkline and vLLM do), so that outputs have
     full length."""
@@ -40,14 +41,15 @@ class BenchTarget(Struct, frozen=True):
 
 
 class Measurement(Struct, frozen=True):
-    """One completed request. `sent_s`: when it was due; `pieces_s`: when each piece of text
-    arrived.
+    """One completed request.
 
     Counts are the endpoint's; `cached_tokens` is None if it does not report them.
     """
 
     sent_s: float
+    """When it was due."""
     pieces_s: tuple[float, ...]
+    """When each piece of text arrived."""
     ended_s: float
     prompt_tokens: int
     cached_tokens: int | None

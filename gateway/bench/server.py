@@ -28,11 +28,12 @@ KEY_FILE = "default.key"
 
 
 class BenchServer(Struct, frozen=True):
-    """A running server. `ready_s`: seconds from its start until it was ready."""
+    """A running server."""
 
     url: str
     keys: tuple[str, ...]
     ready_s: float
+    """Seconds from its start until it was ready."""
     memory: MemoryWatch
 
 

@@ -30,15 +30,14 @@ LINE_BYTES_MAX = 1 << 20
 
 
 class Arrival(Struct, frozen=True):
-    """One request of a trace. `at_s`: seconds since the first request.
-
-    `blocks`: ids of the prompt's blocks of 512 tokens, the last perhaps partial; empty without ids.
-    """
+    """One request of a trace."""
 
     at_s: float
+    """Seconds since the first request."""
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
+    """Ids of the prompt's blocks of 512 tokens, the last perhaps partial; empty without ids."""
 
 
 class _MooncakeLine(Struct):

@@ -32,11 +32,7 @@ T = TypeVar("T")
 
 
 class Sizes(Struct, frozen=True):
-    """Sizes of the workloads, in tokens and counts; tests use small ones.
-
-    `at_once`: requests in flight, in (c) and (d). `rates`: arrivals a second in (g), one after the
-    other, each for `seconds`.
-    """
+    """Sizes of the workloads, in tokens and counts; tests use small ones."""
 
     long_prompt: int = 2048
     question: int = 32
@@ -45,11 +41,13 @@ class Sizes(Struct, frozen=True):
     own: int = 64
     output: int = 64
     at_once: int = 16
+    """Requests in flight, in (c) and (d)."""
     tenants: int = 4
     per_tenant: int = 8
     chats: int = 8
     turns: int = 4
     rates: tuple[float, ...] = (1.0, 2.0, 4.0)
+    """Arrivals a second in (g), one after the other, each for `seconds`."""
     seconds: float = 20.0
 
 

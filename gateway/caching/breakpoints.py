@@ -26,12 +26,14 @@ class WritePosition(Struct, frozen=True):
 
 
 class BreakpointPlan(Struct, frozen=True):
-    """The positions of one call. `candidates`: prefix lengths to look up, ascending. `writes`:
-    ascending. `is_below`: the call has breakpoints, and all are shorter than the minimum."""
+    """The positions of one call."""
 
     candidates: tuple[int, ...]
+    """Prefix lengths to look up, ascending."""
     writes: tuple[WritePosition, ...] = ()
+    """Ascending."""
     is_below: bool = False
+    """The call has breakpoints, and all are shorter than the minimum."""
 
 
 def plan_breakpoints(

@@ -55,22 +55,23 @@ CAUSES_ELSEWHERE = ("other_namespace", "template", "model")
 
 class CacheScope(Struct, frozen=True):
     """The scope of a call's prefixes: the engine's `namespace`, the tenant that owns the written
-    prefixes, and `name`, the tenant and workspace, for fingerprints. `classes`: retention classes
-    that the tenant may use; None: all. `origin`: the writer, its model and its template.
-    `default_class`: the class of calls and breakpoints that name none; None: the dialect's.
-    `fidelity`: of the namespace's copies below the device. `attention`: the call's attention
-    window; `shared_tokens`: the tokens of the longest prefix that it may then read or write; None:
-    all."""
+    prefixes, and `name`, the tenant and workspace, for fingerprints."""
 
     namespace: Namespace
     tenant_id: int
     name: str
     classes: tuple[str, ...] | None = None
+    """Retention classes that the tenant may use; None: all."""
     origin: PrefixOrigin = NO_ORIGIN
+    """The writer, its model and its template."""
     default_class: str | None = None
+    """The class of calls and breakpoints that name none; None: the dialect's."""
     fidelity: Fidelity = "exact"
+    """The fidelity of the namespace's copies below the device."""
     attention: AttentionWindow | None = None
+    """The call's attention window."""
     shared_tokens: int | None = None
+    """The tokens of the longest prefix that it may then read or write; None: all."""
 
 
 class ContractManager:
@@ -513,19 +514,21 @@ class PlannedWrite(Struct, frozen=True):
 
 
 class ContractTerms(Struct, frozen=True):
-    """The rules of one prompt. `total`: tokens of the prompt. `candidates`: written prefixes found,
-    with their lengths, longest first. `writes`: ascending. `is_below`: the call has breakpoints,
-    and all of them are shorter than the minimum. `unkept_tokens`: at the end of a promised prefix,
-    which the engine may compute again."""
+    """The rules of one prompt."""
 
     profile: CacheProfile
     lookup: str
     total: int
+    """Tokens of the prompt."""
     candidates: Sequence[tuple[int, IndexedPrefix]]
+    """Written prefixes found, with their lengths, longest first."""
     writes: tuple[PlannedWrite, ...]
+    """Ascending."""
     is_below: bool
+    """The call has breakpoints, and all of them are shorter than the minimum."""
     honours_promises: bool
     unkept_tokens: Callable[[], int] = lambda: 0
+    """Tokens at the end of a promised prefix that the engine may compute again."""
 
     def requested_tokens(self) -> int:
         """Return the tokens that would be read if every breakpoint had been written."""

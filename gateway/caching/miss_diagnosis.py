@@ -39,11 +39,11 @@ class RememberedBoundary(Struct, frozen=True, gc=False):
 
 
 class Fingerprint(Struct, frozen=True):
-    """A prompt, reduced to what a comparison needs. `scope`: its tenant and workspace,
-    with a slash between. `model` and
-    `template`: digests, because names may change without a change of meaning."""
+    """A prompt, reduced to what a comparison needs. `model` and `template`: digests, because names
+    may change without a change of meaning."""
 
     scope: str
+    """Its tenant and workspace, with a slash between."""
     model: str
     template: str
     partition: str

@@ -11,12 +11,12 @@ from msgspec import Struct
 
 
 class Command(Struct, frozen=True):
-    """A command's help, and its module below `gateway.cli`. `has_actions`: its first argument is an
-    action with options."""
+    """A command's help, and its module below `gateway.cli`."""
 
     text: str
     module: str
     has_actions: bool = False
+    """Its first argument is an action with options."""
 
 
 def version_text() -> str:

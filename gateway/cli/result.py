@@ -25,35 +25,35 @@ class CommandError(Exception):
 
 
 class CommandResult(Struct, frozen=True):
-    """`text` for people, `data` for `--json`, `status` for the shell.
-
-    `has_heading`: the first line of the text is a table's heading.
-    """
+    """`text` for people, `data` for `--json`, `status` for the shell."""
 
     text: str
     data: object
     status: int = 0
     has_heading: bool = False
+    """The first line of the text is a table's heading."""
 
 
 class CommandCall(Struct, frozen=True):
     """A call of a command: its options, the settings with their sources, and the ways out.
 
-    `source`: of the settings. `say` and `warn`: print a line to standard output and standard error.
-    `write`: writes bytes to standard output. `columns`: the terminal's width.
-    `has_colours`: standard output is a terminal that shows colours.
+    `say` and `warn`: print a line to standard output and standard error.
     """
 
     options: argparse.Namespace
     config: Config
     origin: Origin
     source: ConfigSource
+    """Where the settings come from."""
     say: Callable[[str], None]
     warn: Callable[[str], None]
     write: Callable[[bytes], object]
+    """Writes bytes to standard output."""
     show: ShowProgress
     columns: int
+    """The terminal's width."""
     has_colours: bool
+    """Standard output is a terminal that shows colours."""
 
 
 class Entry(Struct, frozen=True):

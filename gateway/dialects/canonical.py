@@ -45,8 +45,7 @@ class Segment(Struct, frozen=True):
 
     `path` is the segment's field in the request ("messages[2].content[0]"), for errors and miss
     diagnosis. A segment holds either `text` or a `call` that the assistant made. In a tool's
-    result, `answers` is the id of the call. `is_thought`: the text is what the assistant thought
-    before an earlier answer; the template decides whether the model sees it again.
+    result, `answers` is the id of the call.
     """
 
     role: Role
@@ -60,6 +59,8 @@ class Segment(Struct, frozen=True):
     call: ToolCall | None = None
     answers: str | None = None
     is_thought: bool = False
+    """The text is what the assistant thought before an earlier answer; the template decides whether
+    the model sees it again."""
 
     @property
     def tier(self) -> Tier:
@@ -69,17 +70,18 @@ class Segment(Struct, frozen=True):
 class Tool(Struct, frozen=True):
     """A function that the model may call.
 
-    `parameters` is its JSON Schema as JSON text, with the client's key order. `strict`: decoding is
-    constrained so that arguments satisfy the whole schema. `retention`: class of a breakpoint after
-    the tool. `path`: its field in the request, of which `schema_field` is the schema.
+    `parameters` is its JSON Schema as JSON text, with the client's key order.
     """
 
     name: str
     description: str = ""
     parameters: str = '{"type":"object","properties":{}}'
     path: str = "tools"
+    """Its field in the request, of which `schema_field` is the schema."""
     strict: bool = False
+    """Decoding is constrained so that arguments satisfy the whole schema."""
     retention: str | None = None
+    """Class of a breakpoint after the tool."""
     schema_field: str = "parameters"
 
     @property
@@ -91,41 +93,43 @@ class Tool(Struct, frozen=True):
 class ToolChoice(Struct, frozen=True):
     """Which tools the model may or must call.
 
-    `required`: at least one call. `names`: the tools that may be called; empty means all.
-    `parallel`: one answer may hold several calls.
+    `required`: at least one call.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
     names: tuple[str, ...] = ()
+    """The tools that may be called; empty means all."""
     parallel: bool = True
+    """One answer may hold several calls."""
 
 
 class OutputFormat(Struct, frozen=True):
     """The required format of the answer's text.
 
-    `schema` is JSON Schema as JSON text, a regular expression or a grammar in Lark or GBNF;
-    `path` is its field in the request. `strict`: keywords that no grammar can enforce are refused;
-    otherwise they are ignored.
+    `schema` is JSON Schema as JSON text, a regular expression or a grammar in Lark or GBNF; `path`
+    is its field in the request.
     """
 
     kind: Literal["text", "json_object", "json_schema", "regex", "lark"] = "text"
     schema: str = ""
     path: str = "schema"
     strict: bool = True
+    """Keywords that no grammar can enforce are refused; otherwise they are ignored."""
 
 
 class Thinking(Struct, frozen=True):
     """How long the model should think before it answers; models that do not think ignore it.
 
-    `is_on` None: as `effort` says, or else as the model does by default. `effort`: "none" to
-    "xhigh", "" for none given. `budget_tokens`: most tokens of thought. `is_shown`: whether the
-    answer has the thoughts; they are counted in usage in any case.
+    `is_on` None: as `effort` says, or else as the model does by default.
     """
 
     is_on: bool | None = None
     effort: str = ""
+    """"none" to "xhigh", "" for none given."""
     budget_tokens: int | None = None
+    """Most tokens of thought."""
     is_shown: bool = True
+    """Whether the answer has the thoughts; they are counted in usage in any case."""
 
     def is_on_for(self, off_efforts: Collection[str]) -> bool | None:
         """Return whether the model should think; None: as it does by default."""
@@ -143,8 +147,7 @@ DEFAULT_THINKING = Thinking()
 class Prompt(Struct, frozen=True):
     """A prompt: chat `segments` after `tools` for the template, one raw `text`, or `token_ids`.
 
-    `resource` is the id of cached content that precedes the prompt. `continues`: the last message
-    is an assistant prefill, and the answer continues it.
+    `resource` is the id of cached content that precedes the prompt.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -156,6 +159,7 @@ class Prompt(Struct, frozen=True):
     output_format: OutputFormat = OutputFormat()
     resource: str = ""
     continues: bool = False
+    """The last message is an assistant prefill, and the answer continues it."""
     thinking: Thinking = DEFAULT_THINKING
 
     @property
@@ -172,7 +176,6 @@ class Boundary(Struct, frozen=True, omit_defaults=True):
     The first `tokens` prompt tokens hold the segment at `path` and every segment before it in API
     order. Where a template writes parts in another order, the offset is the furthest of theirs.
     Consecutive boundaries with the same non-empty `run` count as one position of a lookback.
-    `own_tokens`: where the part itself ends, if an earlier part ends behind it; else 0.
     """
 
     tokens: int
@@ -183,6 +186,7 @@ class Boundary(Struct, frozen=True, omit_defaults=True):
     ends_message: bool = True
     run: Literal["", "call", "result"] = ""
     own_tokens: int = 0
+    """Where the part itself ends, if an earlier part ends behind it; else 0."""
 
     @property
     def end(self) -> int:
@@ -198,16 +202,14 @@ def path_behind(boundaries: Iterable[Boundary], tokens: int) -> str:
 
 
 class Rendered(Struct, frozen=True, omit_defaults=True):
-    """A rendered prompt: its token ids, its segment boundaries, and the answer's grammar.
-
-    `thought`: "open" if the prompt ends inside a thought, "possible" if the answer may begin with
-    one, "" if it does not think.
-    """
+    """A rendered prompt: its token ids, its segment boundaries, and the answer's grammar."""
 
     token_ids: tuple[int, ...]
     boundaries: tuple[Boundary, ...] = ()
     grammar: Grammar | None = None
     thought: Literal["", "possible", "open"] = ""
+    """"open" if the prompt ends inside a thought, "possible" if the answer may begin with one, ""
+    if it does not think."""
 
 
 class GenerationParameters(Struct, frozen=True):
@@ -215,9 +217,7 @@ class GenerationParameters(Struct, frozen=True):
 
     The engine computes `samples` and the gateway returns the best `choices` of them by mean
     logprob; `choices_field` is the request's field for that number. `max_tokens` None: the server's
-    limit; one beyond the room that the prompt leaves is cut to that room. `echo`: the answer begins
-    with the prompt's text. `report_logprobs`: the client asked for logprobs; False where only
-    ranking needs them.
+    limit; one beyond the room that the prompt leaves is cut to that room.
     """
 
     max_tokens: int | None = None
@@ -230,8 +230,10 @@ class GenerationParameters(Struct, frozen=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     echo: bool = False
+    """The answer begins with the prompt's text."""
     prompt_logprobs: int | None = None
     report_logprobs: bool = True
+    """The client asked for logprobs; False where only ranking needs them."""
 
 
 def temperature_of(temperature: float | None, top_p: float | None) -> float:
@@ -250,24 +252,24 @@ class CacheDirectives(Struct, frozen=True):
     """A call's cache settings, which `gateway.caching` applies by the rules of one profile.
 
     A profile configures a minimum length, reporting and retention classes.
-
-    `lookup`: "longest" reads any cached prefix, "written" only a prefix that an earlier call wrote
-    at a breakpoint, "none" nothing (breakpoints are still written); None means the profile's
-    default. With "written", each breakpoint tries `lookback` positions, the first of which is its
-    own. `implicit`: the retention class of an implicit breakpoint at the end of the latest user
-    message, tool result or leading developer message; its lookup tries the `lookback` latest ends
-    of such messages. `writes_max`: at most this many breakpoints are written, the latest ones;
-    None: all. `compare_with`: id of the response whose prompt a miss is diagnosed against; "": no
-    diagnosis. `remember`: keep this call's prompt digests for a later diagnosis.
     """
 
     profile: str = "openai"
     lookup: Literal["longest", "written", "none"] | None = None
+    """"longest" reads any cached prefix, "written" only a prefix that an earlier call wrote at a
+    breakpoint, "none" nothing (breakpoints are still written); None means the profile's default.
+    With "written", each breakpoint tries `lookback` positions, the first of which is its own."""
     lookback: int = 20
     implicit: str | None = None
+    """The retention class of an implicit breakpoint at the end of the latest user message, tool
+    result or leading developer message; its lookup tries the `lookback` latest ends of such
+    messages."""
     writes_max: int | None = None
+    """At most this many breakpoints are written, the latest ones; None: all."""
     compare_with: str = ""
+    """Id of the response whose prompt a miss is diagnosed against; "": no diagnosis."""
     remember: bool = False
+    """Keep this call's prompt digests for a later diagnosis."""
     echo: tuple[tuple[str, str], ...] = ()
     """Settings (name, value) that the dialect repeats in its answer."""
 
@@ -285,18 +287,20 @@ class ItemReference(Struct, frozen=True):
 class ThreadDirectives(Struct, frozen=True):
     """Which stored items a call continues, and what of the call is stored.
 
-    `previous_id`: the stored response that it continues; "" for none. `conversation_id`: the
-    conversation that it continues, to which its own items and its output are appended.
-    `references`: stored items that its input names. `store`: whether to store the response.
-    `input`: the request's own items as a JSON list. A call with `is_pending` has no prompt: it must
-    be parsed again with the earlier items in `RequestMetadata.earlier`.
+    A call with `is_pending` has no prompt: it must be parsed again with the earlier items in
+    `RequestMetadata.earlier`.
     """
 
     previous_id: str = ""
+    """The stored response that it continues; "" for none."""
     conversation_id: str = ""
+    """The conversation that it continues, to which its own items and its output are appended."""
     references: tuple[ItemReference, ...] = ()
+    """Stored items that its input names."""
     store: bool = False
+    """Whether to store the response."""
     input: bytes = b""
+    """The request's own items as a JSON list."""
     is_pending: bool = False
 
 
@@ -308,12 +312,7 @@ class Call(Struct, frozen=True):
     """One request in canonical form.
 
     A request of /v1/completions may have several `prompts`; every other call has one. `partition`
-    narrows the namespace. `digests`: settings (name, digest) that a miss diagnosis compares beside
-    the prompt; they have no other effect. `ignored`: names of fields that were taken and have no
-    effect (`gateway.dialects.tolerance`). `continuous_usage`: every chunk of a stream has usage.
-    `fidelity`: that the request asks of copies of its KV; None leaves it to the tenant.
-    `attention`: the attention window that it asks for; `asks_full_attention`: it asks for none,
-    also where its tenant has one by default.
+    narrows the namespace.
     """
 
     model: str
@@ -323,16 +322,23 @@ class Call(Struct, frozen=True):
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    """Every chunk of a stream has usage."""
     partition: str = ""
     client_user: str = ""
     priority: int = 0
     cache: CacheDirectives = CacheDirectives()
     digests: tuple[tuple[str, str], ...] = ()
+    """Settings (name, digest) that a miss diagnosis compares beside the prompt; they have no other
+    effect."""
     ignored: tuple[str, ...] = ()
+    """Names of fields that were taken and have no effect (`gateway.dialects.tolerance`)."""
     thread: ThreadDirectives = NO_THREAD
     fidelity: Fidelity | None = None
+    """That the request asks of copies of its KV; None leaves it to the tenant."""
     attention: AttentionWindow | None = None
+    """The attention window that it asks for."""
     asks_full_attention: bool = False
+    """It asks for none, also where its tenant has one by default."""
 
 
 def digest_of(setting: object) -> str:
@@ -341,18 +347,20 @@ def digest_of(setting: object) -> str:
 
 
 class StoredItem(Struct, frozen=True):
-    """An item as a conversation keeps it. `data`: its JSON, with its id."""
+    """An item as a conversation keeps it."""
 
     item_id: str
     data: bytes
+    """Its JSON, with its id."""
 
 
 class EarlierItems(Struct, frozen=True):
-    """The stored items that a request needs. `history`: those that it continues, in order.
-    `referenced`: those that it names, by id; an item that is not stored is left out."""
+    """The stored items that a request needs."""
 
     history: tuple[dict[str, Any], ...] = ()
+    """The items that it continues, in order."""
     referenced: Mapping[str, dict[str, Any]] = {}
+    """The items that it names, by id; an item that is not stored is left out."""
 
 
 NO_EARLIER_ITEMS = EarlierItems()
@@ -362,9 +370,7 @@ NO_EARLIER_ITEMS = EarlierItems()
 class RequestMetadata(Struct, frozen=True):
     """Path and header fields of a request that a dialect may read, and its key's modes.
 
-    `model` and `action` come from the path, `version` from a header. `earlier`: the stored items
-    that the request needs (`ThreadDirectives`); None before they are loaded. `separates_cache_key`:
-    OpenAI's `prompt_cache_key` narrows the namespace.
+    `model` and `action` come from the path, `version` from a header.
     """
 
     model: str = ""
@@ -372,7 +378,9 @@ class RequestMetadata(Struct, frozen=True):
     version: str = ""
     tolerance: Mode = "standard"
     separates_cache_key: bool = False
+    """OpenAI's `prompt_cache_key` narrows the namespace."""
     earlier: EarlierItems | None = None
+    """The stored items that the request needs (`ThreadDirectives`); None before they are loaded."""
 
 
 NO_METADATA = RequestMetadata()
@@ -384,10 +392,11 @@ NO_METADATA = RequestMetadata()
 
 class ShortLease(Struct, frozen=True):
     """A lease that the engine did not grant whole: `granted_tokens` of `tokens` are promised in the
-    class `retention`. `bound`: the limit, as in `engine.api.LeaseGrant`."""
+    class `retention`."""
 
     outcome: Literal["clipped", "refused"]
     bound: str
+    """The limit, as in `engine.api.LeaseGrant`."""
     retention: str
     tokens: int
     granted_tokens: int

@@ -66,10 +66,10 @@ class Encoder(Protocol):
 
 @runtime_checkable
 class StoredEncoder(Encoder, Protocol):
-    """Encodes an answer that may be stored. `is_stored`: what the answer says about that, and
-    `is_appended` about the items in their conversation."""
+    """Encodes an answer that may be stored."""
 
     is_stored: bool
+    """What the answer says about that, and `is_appended` about the items in their conversation."""
     is_appended: bool
 
     def response(self, end: End) -> bytes:
@@ -99,17 +99,17 @@ class Dialect(ErrorShape, Protocol):
 
 
 class Endpoint(Struct, frozen=True):
-    """A path that generates. `id_prefix`: of the ids of its responses. `body`: of its requests.
-
-    `without_sse`: the dialect for requests without `alt=sse`; None, if there is only one.
-    """
+    """A path that generates."""
 
     path: str
     dialect: Dialect
     summary: str
     body: type[Struct]
+    """The struct of its requests' bodies."""
     id_prefix: str = ""
+    """The prefix of the ids of its responses."""
     without_sse: Dialect | None = None
+    """The dialect for requests without `alt=sse`; None, if there is only one."""
     counts: bool = False
     """Whether it only counts tokens."""
 
@@ -134,27 +134,27 @@ def page_number(query: Mapping[str, str], name: str, default: int, least: int = 
 
 
 class ApiFamily(Struct, frozen=True):
-    """The dialects of one vendor's API, and how the server tells its clients from others.
-
-    `paths`: prefixes of paths that no other family has. `headers`: sent by no other client.
-    `key_headers`: may hold the key, beside Authorization; `key_parameter`: so may this parameter of
-    the query. `version_headers`: change what a body means. `profile`: how answers count reads,
-    unless the configuration says otherwise.
-    """
+    """The dialects of one vendor's API, and how the server tells its clients from others."""
 
     name: str
     errors: ErrorShape
     endpoints: tuple[Endpoint, ...]
     profile: CacheProfile
+    """How answers count reads, unless the configuration says otherwise."""
     list_models: Callable[[Sequence[ListedModel], Mapping[str, str]], dict[str, Any]]
     show_model: Callable[[ListedModel], dict[str, Any]]
     find_dialect: Callable[[Collection[str]], Dialect]
     """Returns the dialect of a body with these fields."""
     paths: tuple[str, ...] = ()
+    """Prefixes of paths that no other family has."""
     headers: tuple[str, ...] = ()
+    """Sent by no other client."""
     key_headers: tuple[str, ...] = ()
+    """May hold the key, beside Authorization."""
     key_parameter: str = ""
+    """So may this parameter of the query."""
     version_headers: tuple[str, ...] = ()
+    """Change what a body means."""
     is_camel_case: bool = False
     """Whether documents spell fields in camelCase."""
     lists_embeddings: bool = False

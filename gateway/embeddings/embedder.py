@@ -32,18 +32,17 @@ CacheKey = tuple[str, bytes]
 
 @dataclass(slots=True)
 class TextLookup:
-    """The texts of one request and what the cache has of them.
-
-    `vectors`: by text, None for a missing one. `missing`: the places of each text to encode, once
-    for texts that occur several times. `cached_tokens`: of found texts, and of repeated ones.
-    """
+    """The texts of one request and what the cache has of them."""
 
     tenant_id: int
     workspace: str
     vectors: list[bytes | None]
+    """By text, None for a missing one."""
     missing: dict[bytes, list[int]]
+    """The places of each text to encode, once for texts that occur several times."""
     tokens: int
     cached_tokens: int
+    """Tokens of found texts, and of repeated ones."""
     erasures: int
 
 

@@ -54,10 +54,11 @@ class TextRequest:
 
 
 class QueuedText(NamedTuple):
-    """One text of a request. `place`: its index there."""
+    """One text of a request."""
 
     request: TextRequest
     place: int
+    """Its index there."""
 
     @property
     def data(self) -> bytes:

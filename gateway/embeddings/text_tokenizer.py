@@ -26,12 +26,13 @@ class SparseTextError(ValueError):
 
 
 class TokenizedText(Struct, frozen=True):
-    """A text as the encoder takes it. `data`: its packed ids with the two around them; `is_whole`:
-    nothing was cut off."""
+    """A text as the encoder takes it."""
 
     data: bytes
+    """Its packed ids with the two around them."""
     tokens: int
     is_whole: bool
+    """Nothing was cut off."""
 
 
 class TextTokenizer:

@@ -47,15 +47,17 @@ memory that copies on their way to the disk need."""
 
 
 class ModelMemory(Struct, frozen=True):
-    """The host memory of one model, in MiB. `name`: "" for a single model. `host_mib`: of the host
-    level of its cache; `host_mib_max`: the most that it may get where it is "auto", else 0. Weights
-    and KV of a model on an NVIDIA device count nothing here."""
+    """The host memory of one model, in MiB. Weights and KV of a model on an NVIDIA device count
+    nothing here."""
 
     name: str
+    """"" for a single model."""
     model_mib: int
     kv_mib: int
     host_mib: int = 0
+    """The size of its cache's level in host memory."""
     host_mib_max: int = 0
+    """The most that it may get where it is "auto", else 0."""
 
 
 class MemoryPlan(Struct, frozen=True):

@@ -50,12 +50,13 @@ def _no_failure() -> str:
 
 
 class FailedModel(Struct, frozen=True):
-    """A model with a fault that was found before it had a renderer. `reason`: for people.
-    `has_disk`: an earlier engine may have left blocks there."""
+    """A model with a fault that was found before it had a renderer."""
 
     settings: ServedModelSettings
     reason: str
+    """For people."""
     has_disk: bool = False
+    """An earlier engine may have left blocks there."""
 
 
 def _failed_to_start(name: str, reason: str) -> str:
@@ -66,29 +67,30 @@ def _failed_to_start(name: str, reason: str) -> str:
 
 @dataclass(slots=True)
 class ServedModel:
-    """One model and what serves it.
-
-    `name`: what clients send, and what usage and prices name. `aliases`: further names; `ANY_NAME`:
-    every name that no model has. `restarts`: of its engine. `failure`: why its engine never will
-    serve; "" while it may. `has_disk`: blocks of an earlier engine may lie on disk. `quota_scale`:
-    factor of tenants' floors, ceilings and promises in this model's pool. `tenants`: names of those
-    that may use it; None: all. `waiting`: requests that its engine has not started. `suffix`: tells
-    its namespaces from those of another served model of the same digest.
-    """
+    """One model and what serves it."""
 
     name: str
+    """What clients send, and what usage and prices name."""
     engine: Engine
     renderer: Renderer
     aliases: tuple[str, ...] = ()
+    """Further names; `ANY_NAME`: every name that no model has."""
     restarts: Callable[[], int] = _no_restarts
+    """The settings of its engine."""
     failure: Callable[[], str] = _no_failure
+    """Why its engine never will serve; "" while it may."""
     has_disk: bool = False
+    """Blocks of an earlier engine may lie on disk."""
     quota_scale: float = 1.0
+    """Factor of tenants' floors, ceilings and promises in this model's pool."""
     tenants: frozenset[str] | None = None
+    """Names of those that may use it; None: all."""
     waiting: WaitingRequests = field(
         default_factory=lambda: WaitingRequests(WaitingBounds(512, 1_000_000))
     )
+    """Requests that its engine has not started."""
     suffix: str = ""
+    """Tells its namespaces from those of another served model of the same digest."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -38,24 +38,28 @@ OF_HARDWARE = frozenset({"damaged"})
 
 
 class CauseFacts(Struct, frozen=True):
-    """Sums of one cause at one place. `sums`: the facts of its counts. `takers`: names of tenants
-    by the blocks that they took, most first; empty in a tenant's own report. `paying_class`: the
-    retention class that would have paid. `lost_blocks`: the blocks of different prefixes that were
-    evicted in one hour, at most: the floor that would have kept them. `ceiling_blocks`: the
-    tenant's. `changes_itself`: another finding is about what its requests change. `is_own`: the
-    tenant reads it, who cannot set what the operator sets. `tenant`: its name, for commands."""
+    """Sums of one cause at one place."""
 
     place: str
     requests: int
     of_requests: int
     sums: Mapping[str, int]
+    """The facts of its counts."""
     takers: tuple[str, ...] = ()
+    """Names of tenants by the blocks that they took, most first; empty in a tenant's own report."""
     paying_class: str = ""
+    """The retention class that would have paid."""
     lost_blocks: int = 0
+    """The blocks of different prefixes that were evicted in one hour, at most: the floor that would
+    have kept them."""
     ceiling_blocks: int | None = None
+    """The tenant's ceiling."""
     changes_itself: bool = False
+    """Another finding is about what its requests change."""
     is_own: bool = False
+    """The tenant reads it, who cannot set what the operator sets."""
     tenant: str = ""
+    """Its name, for commands."""
 
     def mean(self, name: str) -> float:
         """Return a fact's mean over the requests."""

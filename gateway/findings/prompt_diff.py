@@ -43,24 +43,24 @@ _KEY = 0  # digests of one comparison, which leave no trace
 class PromptDifference(Struct, frozen=True):
     """How much of the second prompt a cache has after the first, and where they part.
 
-    `cause`: as of findings; `model` or `partition` if nothing can be shared; "messages" if the
-    prompts differ where requests usually do; "" if the second prompt continues or repeats the
-    first. `path` and `other_path`: the field of the second and of the first request that holds the
-    first difference; `character` its place in the second one's text, or None if not both have a
-    text, and `token` its place in the prompt, both counted from 0. `repeated_tokens`: tokens behind
-    the difference that the first prompt also has there.
+    `path` and `other_path`: the field of the second and of the first request that holds the first
+    difference; `character` its place in the second one's text, or None if not both have a text, and
+    `token` its place in the prompt, both counted from 0.
     """
 
     first_tokens: int
     second_tokens: int
     shared_tokens: int
     cause: str = ""
+    """As of findings; `model` or `partition` if nothing can be shared; "messages" if the prompts
+    differ where requests usually do; "" if the second prompt continues or repeats the first."""
     reason: str = ""
     path: str = ""
     other_path: str = ""
     character: int | None = None
     token: int | None = None
     repeated_tokens: int = 0
+    """Tokens behind the difference that the first prompt also has there."""
 
     @property
     def shared_share(self) -> float:

@@ -18,11 +18,12 @@ SECONDS_MAX = 2.0
 
 
 class DiskSpeed(Struct, frozen=True):
-    """Rates in bytes per second. `is_cached`: reads may have come from memory, not the disk."""
+    """Rates in bytes per second."""
 
     write_bytes_per_s: float
     read_bytes_per_s: float
     is_cached: bool
+    """Reads may have come from memory, not the disk."""
 
 
 def measure_disk(folder: Path, clock: Clock, *, bytes_max: int = BYTES_MAX) -> DiskSpeed:

@@ -36,12 +36,13 @@ ROWS_MAX = 1_000
 
 
 class EngineLevels(Struct, frozen=True):
-    """One model's engine as it reports its levels. `promised_blocks`: held on the device."""
+    """One model's engine as it reports its levels."""
 
     model: str
     info: EngineInfo | None
     stats: Stats
     promised_blocks: int
+    """Held on the device."""
 
 
 def sum_levels(each: Iterable[Sequence[LevelStats]]) -> tuple[LevelStats, ...]:

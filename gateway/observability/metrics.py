@@ -360,9 +360,10 @@ class Metrics:
 
 
 class EngineState(Struct, frozen=True):
-    """One engine as metrics show it. `model`: the label; "" for none."""
+    """One engine as metrics show it."""
 
     model: str
+    """The label; "" for none."""
     stats: Stats
     is_ready: bool
     restarts: int

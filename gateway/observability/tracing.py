@@ -22,11 +22,7 @@ CACHE_WRITE_TOKENS = "gen_ai.usage.cache_write.input_tokens"
 
 
 class CompletedRequest(Struct, frozen=True):
-    """A finished request. Times are seconds after its arrival; `ended_ms` is wall time.
-
-    `error`: the error code of a refusal, else the ending, else "". `load_s`: how long it waited for
-    a level below the device; None without a load. `traceparent`: the client's header.
-    """
+    """A finished request. Times are seconds after its arrival; `ended_ms` is wall time."""
 
     operation: str
     route: str
@@ -37,16 +33,19 @@ class CompletedRequest(Struct, frozen=True):
     status: int = 0
     ending: str = "done"
     error: str = ""
+    """The error code of a refusal, else the ending, else ""."""
     model: str = ""
     response_id: str = ""
     is_stream: bool = False
     usage: UsageRecord = UsageRecord(0)
     load_s: float | None = None
+    """How long it waited for a level below the device; None without a load."""
     finish_reasons: tuple[str, ...] = ()
     submitted_s: float | None = None
     first_token_s: float | None = None
     settled_s: float | None = None
     traceparent: str = ""
+    """The client's header."""
 
     @property
     def name(self) -> str:

@@ -50,11 +50,12 @@ _PAST_END = 2**62
 
 
 class Piece(Struct, frozen=True):
-    """A piece of a rendering, in order. `part`: index of the part, None for template text; template
-    text begins at offset `start` of the rendering with placeholders."""
+    """A piece of a rendering, in order."""
 
     text: str
     part: int | None
+    """Index of the part, None for template text; template text begins at offset `start` of the
+    rendering with placeholders."""
     start: int = 0
 
 

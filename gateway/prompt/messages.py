@@ -31,12 +31,12 @@ _TOOLS_RULES = (
 
 
 class TemplatePart(Struct, frozen=True):
-    """A part of a prompt. `text`: the text to find in the rendering, None for a tool that the
-    template writes itself. `boundary`: where the part ends, tokens not yet set; None for text that
-    the gateway adds."""
+    """A part of a prompt."""
 
     text: str | None
+    """The text to find in the rendering, None for a tool that the template writes itself."""
     boundary: Boundary | None = None
+    """Where the part ends, tokens not yet set; None for text that the gateway adds."""
     is_call: bool = False
 
 
@@ -58,14 +58,15 @@ class TemplateMessage(Struct, frozen=True):
 
 class TemplateInput(Struct, frozen=True):
     """The input of a template: `messages` made of `parts`, and `tools` if the template writes them;
-    tools are then the first parts. `variables`: further variables; `thoughts_key`: the key of a
-    message's thoughts, "" if the template takes none."""
+    tools are then the first parts."""
 
     parts: tuple[TemplatePart, ...]
     messages: tuple[TemplateMessage, ...]
     tools: tuple[TemplateTool, ...] = ()
     variables: tuple[tuple[str, object], ...] = ()
+    """Further variables."""
     thoughts_key: str = ""
+    """The key of a message's thoughts, "" if the template takes none."""
 
     def for_template(
         self,

@@ -85,12 +85,13 @@ class Encode(Protocol):
 class ChatShape(Struct, frozen=True):
     """The template's output for every chat with the same roles and names: `steps` in order, `inner`
     with the token ids of the template's own pieces when they do not begin the prompt, and
-    `boundaries` of the segments, tokens not yet set. `thought`: as in `Rendered`."""
+    `boundaries` of the segments, tokens not yet set."""
 
     steps: tuple[ShapeStep, ...]
     inner: tuple[tuple[int, ...], ...]
     boundaries: tuple[Boundary, ...]
     thought: Literal["", "possible", "open"] = ""
+    """As in `Rendered`."""
 
 
 class Renderer:

@@ -30,20 +30,19 @@ HARMONY_EFFORTS: Mapping[str, str] = {"none": "low", "minimal": "low", "xhigh": 
 
 
 class ThinkingFormat(Struct, frozen=True):
-    """How one model thinks.
-
-    `kind`: "none", "tags" (between `opening` and `closing`), or "harmony" (channels). `switch`: the
-    template variable that turns thinking on or off, "" if there is none. `reads_effort`: the
-    template reads `reasoning_effort`. `history`: the key under which the template takes the
-    thoughts of an earlier answer, "" if it takes none.
-    """
+    """How one model thinks."""
 
     kind: Literal["none", "tags", "harmony"] = "none"
+    """"none", "tags" (between `opening` and `closing`), or "harmony" (channels)."""
     opening: str = ""
     closing: str = ""
     switch: str = ""
+    """The template variable that turns thinking on or off, "" if there is none."""
     reads_effort: bool = False
+    """The template reads `reasoning_effort`."""
     history: str = ""
+    """The key under which the template takes the thoughts of an earlier answer, "" if it takes
+    none."""
 
     @property
     def markers(self) -> tuple[str, ...]:

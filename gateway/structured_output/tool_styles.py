@@ -20,19 +20,20 @@ class ToolStyle(Struct, frozen=True):
     """How one model family writes calls.
 
     `opening` and `closing` enclose a call, or (`listed`) a JSON list of calls; without a closing
-    the call ends with its object. `bare`: an answer that begins with an object may also be a call
-    without the opening. `arguments`: the name of the arguments member. `between` separates forced
-    calls. `is_native`: the template writes tools and calls itself.
+    the call ends with its object. `between` separates forced calls.
     """
 
     family: Literal["hermes", "llama3", "mistral"]
     opening: str
     closing: str = ""
     arguments: str = "arguments"
+    """The name of the arguments member."""
     between: str = "\n"
     listed: bool = False
     bare: bool = False
+    """An answer that begins with an object may also be a call without the opening."""
     is_native: bool = True
+    """The template writes tools and calls itself."""
 
     def call_id(self, call_id: str) -> str:
         """Return the id that the template accepts; the same for the call and its result."""

@@ -39,7 +39,7 @@ class TileConfig:
     tiles of `keys` keys.
 
     `programs_per_sm`, `programs_beside`: programs per multiprocessor when the class runs alone, and
-    when two classes run side by side. `overhead_blocks`: fixed cost of a unit, in tiles of keys.
+    when two classes run side by side.
     """
 
     name: str
@@ -51,6 +51,7 @@ class TileConfig:
     programs_per_sm: int
     programs_beside: int
     overhead_blocks: float
+    """Fixed cost of a unit, in tiles of keys."""
 
 
 # Measured on an H200 (Triton 3.6, head_dim 128, bf16); docs/gpu-experiments.md has the
@@ -124,13 +125,13 @@ class HostPlan:
     """The plan of one step, on the host.
 
     `parts_of_row` [T]: parts that the merge combines; 1 means that the row is written directly.
-    `side_by_side`: small tiles are launched first and big tiles run beside them.
     """
 
     work: tuple[TileWork, ...]
     parts_of_row: Int32
     parts_max: int
     side_by_side: bool = False
+    """Small tiles are launched first and big tiles run beside them."""
 
     @property
     def tile_count(self) -> int:
@@ -148,19 +149,11 @@ class HostPlan:
 class WorkPlanner:
     """Plans steps for one model shape and one GPU; the fields are the rules of cutting.
 
-    `span_keys_min`: smallest span of a shared node, because each part costs a store and a merge;
-    `span_keys_beside` where tile classes run side by side. They do so below `beside_load_max`
-    shared keys per program, and if own keys take at least `beside_share_min` of the shared keys'
-    time. `parts_max`: most parts of a node. `group_keys_min`, `group_rows_min`: rows read the keys
-    of a shorter or smaller group themselves; `window_group_keys_min`: the same for keys within a
-    window. `wide_fill_min`: fill from which shared keys take wide tiles. `own_span_keys_*`:
-    smallest and usual span of own keys.
-    `part_rows`: rows times parts that the scratch memory holds; no cut exceeds it, however deep the
-    tree: the deepest levels that have no room are read by each row itself.
-    `wide_rows_min`, `wide_rows_min_prompts`: no step of fewer rows takes wide tiles, in decoding
-    and in steps with prompts. Steps with prompts of at most `few_rows` rows cut shared keys into
-    spans of `span_keys_few`, at most `parts_few` parts. `prefill_span_keys_min`: smallest span of
-    the keys before a prompt's rows.
+    `group_keys_min`, `group_rows_min`: rows read the keys of a shorter or smaller group themselves;
+    `window_group_keys_min`: the same for keys within a window. `own_span_keys_*`: smallest and
+    usual span of own keys. `wide_rows_min`, `wide_rows_min_prompts`: no step of fewer rows takes
+    wide tiles, in decoding and in steps with prompts. Steps with prompts of at most `few_rows` rows
+    cut shared keys into spans of `span_keys_few`, at most `parts_few` parts.
     """
 
     kv_heads: int
@@ -171,21 +164,30 @@ class WorkPlanner:
     group_keys_min: int = 64
     window_group_keys_min: int = 256
     span_keys_min: int = 1024
+    """Smallest span of a shared node, because each part costs a store and a merge;
+    `span_keys_beside` where tile classes run side by side. They do so below `beside_load_max`
+    shared keys per program, and if own keys take at least `beside_share_min` of the shared keys'
+    time."""
     span_keys_beside: int = 2048
     beside_load_max: int = 3072
     beside_share_min: float = 0.4
     wide_fill_min: float = 0.75
+    """Fill from which shared keys take wide tiles."""
     group_rows_min: int = 2
     own_span_keys_min: int = 64
     own_span_keys_target: int = 2048
     parts_max: int = 5
+    """Most parts of a node."""
     wide_rows_min: int = 65
     wide_rows_min_prompts: int = 2_049
     few_rows: int = 64
     span_keys_few: int = 256
     parts_few: int = 9
     prefill_span_keys_min: int = 256
+    """Smallest span of the keys before a prompt's rows."""
     part_rows: int = 65_536
+    """Rows times parts that the scratch memory holds; no cut exceeds it, however deep the tree: the
+    deepest levels that have no room are read by each row itself."""
 
     @property
     def padded_heads(self) -> int:

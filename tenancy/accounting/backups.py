@@ -48,11 +48,12 @@ class MissingEntries(Struct, frozen=True):
 
 
 class Restored(Struct, frozen=True):
-    """The result of a restore. `kept`: the path of the replaced database, if there was one."""
+    """The result of a restore."""
 
     epoch: LedgerEpoch
     missing: MissingEntries
     kept: Path | None
+    """The path of the replaced database, if there was one."""
 
 
 def backup(path: Path, target: Path) -> int:

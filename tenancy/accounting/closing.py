@@ -34,9 +34,7 @@ _PAGE = 50_000
 class ClosedDay(Struct, frozen=True):
     """A closed day with its control totals. Money is pico-dollars.
 
-    `digest`: SHA-256 over the digest of the close before, the day's chains in ledger order, the
-    chains of its adjustments, and these totals. A copy stored elsewhere proves what the day
-    contained.
+    A copy stored elsewhere proves what the day contained.
     """
 
     day: str
@@ -52,6 +50,8 @@ class ClosedDay(Struct, frozen=True):
     storage_token_seconds: int
     ledger_epoch: int
     digest: str
+    """SHA-256 over the digest of the close before, the day's chains in ledger order, the chains of
+    its adjustments, and these totals."""
 
 
 def close_days(

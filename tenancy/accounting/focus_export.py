@@ -62,10 +62,11 @@ class _Group(Struct, frozen=True):
 
 
 class _Sum(Struct):
-    """Sums of a row. `priced`: the tokens that were charged."""
+    """Sums of a row."""
 
     tokens: int = 0
     priced: int = 0
+    """The tokens that were charged."""
     pico: int = 0
     uncached: int = 0
     requests: int = 0

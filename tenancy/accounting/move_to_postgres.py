@@ -113,13 +113,13 @@ def ignore_stage_progress(stage: Stage, done: int, total: int) -> None:
 
 
 class MoveResult(Struct, frozen=True):
-    """The server's control totals after the move. `was_there`: an earlier run had moved
-    everything."""
+    """The server's control totals after the move."""
 
     rows: dict[str, int]
     charge_pico: int
     chain: bytes
     was_there: bool
+    """An earlier run had moved everything."""
 
 
 def move(

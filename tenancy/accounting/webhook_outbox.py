@@ -35,15 +35,15 @@ TEST_KIND = "webhook.test"
 
 
 class WebhookEvent(Struct, frozen=True):
-    """An event. `key`: names what happened; an event with a known key is not recorded again.
-
-    `data`: JSON values. `tenant_id`: its tenant, with which it is deleted.
-    """
+    """An event."""
 
     key: str
+    """Names what happened; an event with a known key is not recorded again."""
     kind: str
     data: Mapping[str, object]
+    """JSON values."""
     tenant_id: int | None = None
+    """Its tenant, with which it is deleted."""
 
     @property
     def event_id(self) -> str:
@@ -52,14 +52,16 @@ class WebhookEvent(Struct, frozen=True):
 
 
 class Delivery(Struct, frozen=True):
-    """An event on its way to one endpoint. `body`: JSON as sent. `attempts`: those begun so far."""
+    """An event on its way to one endpoint."""
 
     event_id: str
     endpoint: str
     kind: str
     body: bytes
+    """JSON as sent."""
     created_ms: int
     attempts: int
+    """Attempts begun so far."""
     next_ms: int
     state: str
     last_status: int | None

@@ -41,13 +41,14 @@ _DIGEST = re.compile("[0-9a-fA-F]{64}")
 class DeclaredKey(Limits, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One `[[tenants.keys]]` table: the settings of `trunkline key create`, with limits inlined.
 
-    `sha256`: the digest of the whole key, in hexadecimal. `file`: alternatively, the file from
-    which the gateway reads the key. `tolerance`, `cache_key`: None leaves it to the server.
+    `tolerance`, `cache_key`: None leaves it to the server.
     """
 
     label: str
     sha256: str = ""
+    """The digest of the whole key, in hexadecimal."""
     file: str = ""
+    """Alternatively, the file from which the gateway reads the key."""
     workspace: str = "default"
     scopes: tuple[str, ...] = SCOPES
     expires: Annotated[datetime, Meta(tz=True)] | None = None

@@ -25,38 +25,36 @@ RECEIPTS_MAX = 1_000
 
 
 class ErasedLevel(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an erasure took from one level of the cache.
-
-    `state`: `gone`, no later start finds it; `shredded`, that, and the key with which it was sealed
-    is destroyed, so that no backup of it opens; `pending`, the level could not confirm it yet.
-    """
+    """What an erasure took from one level of the cache."""
 
     blocks: int
     bytes: int
     state: ErasedState = "gone"
+    """`gone`, no later start finds it; `shredded`, that, and the key with which it was sealed is
+    destroyed, so that no backup of it opens; `pending`, the level could not confirm it yet."""
 
 
 _Levels = dict[str, ErasedLevel]
 
 
 class ErasureReceipt(Struct, frozen=True):
-    """The receipt of one erasure.
-
-    `key_id`: the tenant's or administrator's key that requested it. `what`: `all`, `workspace NAME`
-    or `lease ID`. `blocks`: how many blocks left the cache. `levels`: the same by level.
-    `embeddings`: how many vectors left their cache.
-    """
+    """The receipt of one erasure."""
 
     receipt_id: str
     tenant_id: int
     key_id: int
+    """The tenant's or administrator's key that requested it."""
     at_ms: int
     what: str
+    """`all`, `workspace NAME` or `lease ID`."""
     namespaces: int
     namespace_digest: str
     blocks: int
+    """How many blocks left the cache."""
     levels: _Levels = {}
+    """The same by level."""
     embeddings: int = 0
+    """How many vectors left their cache."""
 
 
 _COLUMNS = ", ".join(ErasureReceipt.__struct_fields__)

@@ -23,7 +23,6 @@ class KeyFacts(Struct, frozen=True):
     """The columns of a key that authentication needs.
 
     `tenant_id` is 0 for an administrator's key, which has the scope `admin` beside its own.
-    `line_id`: the first key of its rotation chain, or its own id.
     """
 
     digest: bytes
@@ -35,6 +34,7 @@ class KeyFacts(Struct, frozen=True):
     scopes: frozenset[str]
     limits: Limits
     line_id: int
+    """The first key of its rotation chain, or its own id."""
     tolerance: ToleranceMode | None = None
     cache_key: CacheKeyMode | None = None
 

@@ -70,9 +70,7 @@ class Key(Struct, frozen=True):
     """A key as lists show it.
 
     `tenant` is None for an administrator's key, whose scopes are `admin` for all, or some of
-    `ADMIN_SCOPES`. `shown`: the beginning of the key, never more. `replaced_by`: the id of the key
-    it was rotated to. `is_declared`: the configuration file declares the key. `tolerance`,
-    `cache_key`: None leaves it to the server.
+    `ADMIN_SCOPES`. `tolerance`, `cache_key`: None leaves it to the server.
     """
 
     key_id: int
@@ -80,13 +78,16 @@ class Key(Struct, frozen=True):
     workspace: str
     label: str
     shown: str
+    """The beginning of the key, never more."""
     created_ms: int
     expires_ms: int | None
     revoked_ms: int | None
     scopes: tuple[str, ...] = SCOPES
     limits: Limits = _FREE
     replaced_by: int | None = None
+    """The id of the key it was rotated to."""
     is_declared: bool = False
+    """The configuration file declares the key."""
     tolerance: ToleranceMode | None = None
     cache_key: CacheKeyMode | None = None
 

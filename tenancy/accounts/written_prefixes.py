@@ -19,9 +19,7 @@ PrefixClass = tuple[bytes, bytes, str]
 
 
 class WrittenPrefix(Struct, frozen=True):
-    """One promise. `retention`: the terms of the class `name` as JSON. `expires_ms`: None without
-    an end. `epoch`: the engine that held it. `writer`, `model`, `template`, `content`: see
-    `gateway.caching.prefix_index`."""
+    """One promise. `writer`, `model`, `template`, `content`: see `gateway.caching.prefix_index`."""
 
     namespace: bytes
     digest: bytes
@@ -29,9 +27,12 @@ class WrittenPrefix(Struct, frozen=True):
     tenant_id: int
     tokens: int
     retention: str
+    """The terms of the class `name` as JSON."""
     expires_ms: int | None
+    """None without an end."""
     promised_until_ms: int
     epoch: str
+    """The engine that held it."""
     writer: int
     model: str
     template: str

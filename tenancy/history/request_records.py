@@ -32,57 +32,63 @@ _ENTRIES = ", ".join(f"ledger.{name}" for name in ROW_FIELDS)
 class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     """One ended request. Times are seconds after it was received; None where not reached.
 
-    `tenant_id` 0: no valid key. `model`: as it is served; where it is not, as the client asked for
-    it, if that could be a name. `endpoint`: the declared route. `submitted_s`: the engine accepted
-    the request; `started_s`: its first step began; `settled_s`: the ledger entry was durable.
-    `missed`: the cause of the first miss; `missed_tokens`: prompt tokens written before and not
-    read. `segments`: parts of the prompt as (path in the request, token at which it ends), in order
-    of their ends; of many, the first and the last. `loaded_tokens`: of the cached tokens, those
-    that were loaded for the request, by level. `load_s`: the part of the time before `started_s`
-    that it waited for that; None without a load. `fidelity`: how far from exact their copies might
-    be; `read_fidelity`: how far the cached tokens may have been. `attention`: the attention window
-    that it ran under, as "window=W;sinks=S"; "" for all tokens. `part_tokens`: by
-    tier of the prompt.
+    `tenant_id` 0: no valid key.
     """
 
     request_id: str
     tenant_id: int
     key_id: int
     endpoint: str
+    """The declared route."""
     dialect: str
     model: str
+    """As it is served; where it is not, as the client asked for it, if that could be a name."""
     is_stream: bool
     status: int
     ending: str
     code: str
     total_s: float
     submitted_s: float | None = None
+    """The engine accepted the request."""
     started_s: float | None = None
+    """Its first step began."""
     first_token_s: float | None = None
     settled_s: float | None = None
+    """The ledger entry was durable."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     missed: str = ""
+    """The cause of the first miss."""
     missed_tokens: int = 0
+    """Prompt tokens written before and not read."""
     segments: tuple[tuple[str, int], ...] = ()
+    """Parts of the prompt as (path in the request, token at which it ends), in order of their ends;
+    of many, the first and the last."""
     loaded_tokens: dict[str, int] = {}
+    """Of the cached tokens, those that were loaded for the request, by level."""
     fidelity: str = "exact"
+    """How far from exact their copies might be."""
     read_fidelity: str = "exact"
+    """How far the cached tokens may have been."""
     load_s: float | None = None
+    """The part of the time before `started_s` that it waited for that; None without a load."""
     attention: str = ""
+    """The attention window that it ran under, as "window=W;sinks=S"; "" for all tokens."""
     part_tokens: dict[str, int] = {}
+    """By tier of the prompt."""
 
 
 class RequestFilter(Struct, frozen=True):
     """Conditions that all have to hold: a tenant, a code or an ending, and a time of receipt in
-    [since_ms, until_ms). `before_id`: only requests before this one."""
+    [since_ms, until_ms)."""
 
     since_ms: int
     until_ms: int
     tenant_id: int | None = None
     code: str | None = None
     before_id: str | None = None
+    """Only requests before this one."""
 
 
 class EndedRequest(Struct, frozen=True):

@@ -41,12 +41,12 @@ _WRITE = (
 class SampleDetails(Struct, frozen=True, array_like=True):
     """Counts of a sample: refusals by code, and times to first token by bucket.
 
-    Buckets are those of `tenancy.reuse.miss_ratio_curve.bucket_of`, in milliseconds. `hits`: half
-    of the prompt or more was cached.
+    Buckets are those of `tenancy.reuse.miss_ratio_curve.bucket_of`, in milliseconds.
     """
 
     refusals: dict[str, int] = {}
     hits: dict[int, int] = {}
+    """Half of the prompt or more was cached."""
     misses: dict[int, int] = {}
 
 

@@ -18,14 +18,12 @@ from tenancy.types import WallClock
 
 
 class LedgerEpoch(Struct, frozen=True):
-    """An epoch of the ledger, which begins after `entry_id`, whose chain is `chain`.
-
-    `reason`: `begun`, `restored`, `marked` by command, or `found` at a start.
-    """
+    """An epoch of the ledger, which begins after `entry_id`, whose chain is `chain`."""
 
     number: int
     begun_ms: int
     reason: str
+    """`begun`, `restored`, `marked` by command, or `found` at a start."""
     entry_id: int
     chain: bytes
 

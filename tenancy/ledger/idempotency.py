@@ -31,15 +31,13 @@ T = TypeVar("T")
 
 
 class Claim(Struct, frozen=True):
-    """A request's claim on a name.
-
-    `digest`: the digest of everything that identifies the request. `names_max`: how many names the
-    tenant may have at once.
-    """
+    """A request's claim on a name."""
 
     name: str
     digest: bytes
+    """The digest of everything that identifies the request."""
     names_max: int
+    """How many names the tenant may have at once."""
 
 
 class ReplayedResponse(Struct, frozen=True):
@@ -50,15 +48,14 @@ class ReplayedResponse(Struct, frozen=True):
 
 
 class ReplayRecord(Struct, frozen=True):
-    """What is stored for replays of a named request that was answered.
-
-    `until_ms`: its expiry. `bytes_max`: bound on the tenant's stored bodies. `answer`: None if the
-    response is too large to keep.
-    """
+    """What is stored for replays of a named request that was answered."""
 
     until_ms: int
+    """Its expiry."""
     bytes_max: int
+    """Bound on the tenant's stored bodies."""
     answer: ReplayedResponse | None
+    """None if the response is too large to keep."""
 
 
 def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> ReplayedResponse | None:
@@ -88,8 +85,7 @@ def find(store: Store, tenant_id: int, claim: Claim, now_ms: int) -> ReplayedRes
 
 @dataclass(slots=True)
 class _NameRow:
-    """A name within the transaction. `size`: bytes of its stored body. `answer`: not written
-    yet."""
+    """A name within the transaction."""
 
     tenant_id: int
     name: str
@@ -97,7 +93,9 @@ class _NameRow:
     until_ms: int | None
     request_id: str
     size: int = 0
+    """Bytes of its stored body."""
     answer: ReplayedResponse | None = None
+    """Not written yet."""
 
 
 class IdempotencyNames:

@@ -29,15 +29,13 @@ class Failure(Struct, frozen=True, array_like=True):
 
 
 class Open(Struct, frozen=True, array_like=True):
-    """The gateway's first message: its database, as `tenancy.storage.backends` names it.
-
-    `living`: ids of running requests. Their holds were written by the dead writer `successor_of`,
-    and stay open.
-    """
+    """The gateway's first message: its database, as `tenancy.storage.backends` names it."""
 
     place: str
     folder: str
     living: list[str] = []
+    """Ids of running requests. Their holds were written by the dead writer `successor_of`, and stay
+    open."""
     successor_of: int = 0
 
 

@@ -31,13 +31,7 @@ from tenancy.types import DAY_MS, FREE, TokenCounts, UsageEntry
 
 
 class Hold(Struct, frozen=True, tag="hold"):
-    """An admitted request that is not settled yet, with the maximum usage it may have.
-
-    `input_tokens`: of all its prompts. `output_tokens`: the maximum output. `claim`: the claim on
-    its idempotency key; a hold whose key is taken is refused. `is_running`: the request was
-    admitted while no budget applied to it; a budget set since then counts it and does not refuse
-    it.
-    """
+    """An admitted request that is not settled yet, with the maximum usage it may have."""
 
     request_id: str
     tenant_id: int
@@ -45,13 +39,18 @@ class Hold(Struct, frozen=True, tag="hold"):
     model: str
     started_ms: int
     input_tokens: int = 0
+    """The tokens of all its prompts."""
     output_tokens: int = 0
+    """The maximum output."""
     workspace: str = "default"
     tier: str = "standard"
     dialect: str = ""
     epoch: str = ""
     claim: Claim | None = None
+    """The claim on its idempotency key; a hold whose key is taken is refused."""
     is_running: bool = False
+    """The request was admitted while no budget applied to it; a budget set since then counts it and
+    does not refuse it."""
 
 
 class NamedEntry(Struct, frozen=True, tag="named_entry"):
@@ -75,24 +74,20 @@ class StorageReading(Struct, frozen=True):
 
 
 class StorageReadings(Struct, frozen=True, tag="storage"):
-    """Readings of one meter at one instant, written together or not at all.
-
-    `meter`: a name that no other meter has. `readings`: one or more. `number`: from 1, higher than
-    that of the meter's readings before, which are durable. So readings that are written again,
-    because their first answer was lost, count once.
-    """
+    """Readings of one meter at one instant, written together or not at all."""
 
     meter: str
+    """A name that no other meter has."""
     number: int
+    """From 1, higher than that of the meter's readings before, which are durable. So readings that
+    are written again, because their first answer was lost, count once."""
     at_ms: int
     readings: tuple[StorageReading, ...]
+    """One or more."""
 
 
 class EngineTotals(Struct, frozen=True, tag="engine"):
-    """The engine's counters since its start (`epoch`), and the gateway metrics' since then.
-
-    `is_ended`: the engine has stopped, so these are its final counts.
-    """
+    """The engine's counters since its start (`epoch`), and the gateway metrics' since then."""
 
     epoch: str
     at_ms: int
@@ -103,6 +98,7 @@ class EngineTotals(Struct, frozen=True, tag="engine"):
     metric_cached_tokens: int
     metric_output_tokens: int
     is_ended: bool = False
+    """The engine has stopped, so these are its final counts."""
 
 
 Item = Hold | UsageEntry | NamedEntry | StorageReadings | EngineTotals | ProgressNote

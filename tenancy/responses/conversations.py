@@ -24,7 +24,7 @@ Owner = tuple[int, str]
 
 
 class ConversationRecord(Struct, frozen=True):
-    """A conversation without its items. `metadata`: JSON."""
+    """A conversation without its items."""
 
     conversation_id: str
     tenant_id: int
@@ -32,6 +32,7 @@ class ConversationRecord(Struct, frozen=True):
     created_ms: int
     expires_ms: int
     metadata: bytes
+    """JSON."""
 
     @property
     def owner(self) -> Owner:
@@ -40,10 +41,11 @@ class ConversationRecord(Struct, frozen=True):
 
 
 class ItemRecord(Struct, frozen=True):
-    """An item of a conversation. `item`: its JSON, with its id."""
+    """An item of a conversation."""
 
     item_id: str
     item: bytes
+    """Its JSON, with its id."""
 
     @property
     def size(self) -> int:
@@ -52,18 +54,17 @@ class ItemRecord(Struct, frozen=True):
 
 
 class ItemsChange(Struct, frozen=True):
-    """Items to append to a conversation of this owner.
-
-    `since_ms`: when the request began. `now_ms`: the conversation must not have expired until then.
-    `expires_ms`: the conversation is kept until then at least.
-    """
+    """Items to append to a conversation of this owner."""
 
     owner: Owner
     conversation_id: str
     items: tuple[ItemRecord, ...]
     since_ms: int
+    """When the request began."""
     now_ms: int
+    """The conversation must not have expired until then."""
     expires_ms: int
+    """The conversation is kept until then at least."""
 
     @property
     def size(self) -> int:

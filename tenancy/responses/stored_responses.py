@@ -41,9 +41,7 @@ ItemsColumn = Literal["input", "response"]
 class StoredResponse(Struct, frozen=True):
     """A response to store.
 
-    `previous_id`: the response that it continues. `input`: the request's own items; `response`: the
-    response as it was sent. `is_kept`: whether the response itself is stored; `turn`: the items
-    that are appended to its conversation. Both are stored or none is.
+    Both are stored or none is.
     """
 
     response_id: str
@@ -52,10 +50,15 @@ class StoredResponse(Struct, frozen=True):
     created_ms: int
     expires_ms: int
     input: bytes
+    """The request's own items."""
     response: bytes
+    """The response as it was sent."""
     previous_id: str | None = None
+    """The response that it continues."""
     is_kept: bool = True
+    """Whether the response itself is stored."""
     turn: ItemsChange | None = None
+    """The items that are appended to its conversation."""
 
     @property
     def size(self) -> int:

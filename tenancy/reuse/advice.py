@@ -35,19 +35,19 @@ class ClassTerms(Struct, frozen=True):
 class ClassAdvice(Struct, frozen=True):
     """A retention class, as if all prompts had used it.
 
-    `error`: one standard error of the ratio. `saving_pico` and `error_pico`: per million prompt
-    tokens, against plain input. `is_early`: the class keeps for longer than was observed, so ratio
-    and saving are lower bounds.
+    `saving_pico` and `error_pico`: per million prompt tokens, against plain input.
     """
 
     retention: str
     seconds: float
     hit_ratio: float
     error: float
+    """One standard error of the ratio."""
     saving_pico: int
     error_pico: int
     verdict: Verdict
     is_early: bool
+    """The class keeps for longer than was observed, so ratio and saving are lower bounds."""
 
 
 class SizeAdvice(Struct, frozen=True):

@@ -82,10 +82,9 @@ class FindingCount(Struct, frozen=True, array_like=True):
 
 class PromptOrigin(Struct, frozen=True):
     """The digests of the model and the template that a tenant's prompts are made for since
-    `since_ms`, and of those before; "" if there were none. `gateway`: the gateway that served them,
-    since those of one database may serve other models; "" for a database that has one. `heads`,
-    `heads_before`: digests of the latest beginnings of prompts under the model and the one before,
-    in hexadecimal, with spaces between them."""
+    `since_ms`, and of those before; "" if there were none. `heads`, `heads_before`: digests of the
+    latest beginnings of prompts under the model and the one before, in hexadecimal, with spaces
+    between them."""
 
     tenant_id: int
     model: str
@@ -94,6 +93,8 @@ class PromptOrigin(Struct, frozen=True):
     model_before: str = ""
     template_before: str = ""
     gateway: str = ""
+    """The gateway that served them, since those of one database may serve other models; "" for a
+    database that has one."""
     heads: str = ""
     heads_before: str = ""
 

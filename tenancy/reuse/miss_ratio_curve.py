@@ -44,20 +44,18 @@ BUCKETS_PER_OCTAVE = 4
 
 
 class CurvePoint(Struct, frozen=True):
-    """`hit_ratio` of block uses for a cache of `at` blocks, or a retention of `at` seconds.
-
-    `error`: one standard error of the ratio, from the sample of blocks and of prompts. `prompts`:
-    the effective number of equally long prompts behind it. `held_s`: the mean seconds for which a
-    use keeps its blocks. `is_early`: the retention exceeds the time observed, so the ratio is a
-    lower bound.
-    """
+    """`hit_ratio` of block uses for a cache of `at` blocks, or a retention of `at` seconds."""
 
     at: float
     hit_ratio: float
     error: float
+    """One standard error of the ratio, from the sample of blocks and of prompts."""
     prompts: float
+    """The effective number of equally long prompts behind it."""
     held_s: float
+    """The mean seconds for which a use keeps its blocks."""
     is_early: bool
+    """The retention exceeds the time observed, so the ratio is a lower bound."""
 
 
 class HitRatioChange(Struct, frozen=True):

@@ -70,14 +70,14 @@ ChangeCause = Literal[
 
 
 class PromptPart(Struct, frozen=True):
-    """A part of a prompt: its tokens are [start, end). `is_answer`: an assistant's message, a tool
-    call or its result: what only a conversation has."""
+    """A part of a prompt: its tokens are [start, end)."""
 
     path: str
     tier: Tier
     start: int
     end: int
     is_answer: bool = False
+    """An assistant's message, a tool call or its result: what only a conversation has."""
 
 
 class ToolDigest(Struct, frozen=True, array_like=True, gc=False):
@@ -88,12 +88,11 @@ class ToolDigest(Struct, frozen=True, array_like=True, gc=False):
 
 
 class ObservedPrompt(Struct, frozen=True):
-    """A prompt that was computed. `data`: its first token ids, four bytes each; `parts` cover no
-    more. `total` and `cached`: tokens of the prompt, and those found in the cache. `losses`: blocks
-    that its namespace has lost so far, by cause; None if that was not looked up. `tools`: in the
-    order in which the request has them."""
+    """A prompt that was computed. `total` and `cached`: tokens of the prompt, and those found in
+    the cache."""
 
     data: bytes
+    """Its first token ids, four bytes each; `parts` cover no more."""
     parts: tuple[PromptPart, ...]
     total: int
     cached: int
@@ -101,51 +100,54 @@ class ObservedPrompt(Struct, frozen=True):
     ended_s: float
     epoch: str = ""
     losses: Mapping[str, int] | None = None
+    """Blocks that its namespace has lost so far, by cause; None if that was not looked up."""
     tools: tuple[ToolDigest, ...] = ()
+    """In the order in which the request has them."""
 
 
 class Divergence(Struct, frozen=True):
-    """Where a prompt parts from an earlier one. `shared`: tokens before the first difference, and
-    `at` those of them inside the part at `path`, which has `part_tokens`. `repeated`: tokens behind
-    the difference that the earlier prompt also had there; `is_repetition`: they are so many that
-    the change, and not another text, is why they were computed again. `changed`: the tokens of the
-    part that differ, about. `is_shortened`: messages before the rest were left out.
-    `has_other_tools`: tools were added, left out or replaced by others."""
+    """Where a prompt parts from an earlier one."""
 
     cause: ChangeCause
     path: str
     shared: int
+    """Tokens before the first difference, and `at` those of them inside the part at `path`, which
+    has `part_tokens`."""
     at: int
     part_tokens: int
     repeated: int
+    """Tokens behind the difference that the earlier prompt also had there."""
     changed: int
+    """The tokens of the part that differ, about."""
     is_repetition: bool
+    """The repeated tokens are so many that the change, and not another text, is why they were
+    computed again."""
     is_shortened: bool
+    """Messages before the rest were left out."""
     has_other_tools: bool = False
+    """Tools were added, left out or replaced by others."""
 
 
 class PromptReuse(Struct, frozen=True):
-    """A prompt beside the earlier ones of its namespace.
-
-    `known`: tokens of the longest prefix that an earlier prompt had computed before this one began,
-    and `known_digest` its digest; it was last used `idle_s` seconds before. `lost`: those of its
-    tokens that were not cached any more, because of `lost_by`: `restarted`, or the causes by which
-    the namespace lost blocks since, with their number. `is_new_head`: no earlier prompt began with
-    the same tools and system text. `known_elsewhere`: tokens of the longest prefix that an earlier
-    prompt of a sibling namespace had computed, if it is longer than `known`.
-    `is_new_conversation`: the first message is new, and nothing that was computed again is to
-    blame.
-    """
+    """A prompt beside the earlier ones of its namespace."""
 
     known: int = 0
+    """Tokens of the longest prefix that an earlier prompt had computed before this one began, and
+    `known_digest` its digest; it was last used `idle_s` seconds before."""
     known_digest: int = 0
     lost: int = 0
+    """Those of its tokens that were not cached any more, because of `lost_by`: `restarted`, or the
+    causes by which the namespace lost blocks since, with their number."""
     idle_s: float = 0.0
     lost_by: Mapping[str, int] = {}
     divergence: Divergence | None = None
     is_new_head: bool = False
+    """No earlier prompt began with the same tools and system text."""
     is_new_conversation: bool = False
+    """The first message is new, and nothing that was computed again is to blame."""
     known_elsewhere: int = 0
+    """Tokens of the longest prefix that an earlier prompt of a sibling namespace had computed, if
+    it is longer than `known`."""
 
 
 LOST_TOKENS_MIN = 64
@@ -195,17 +197,18 @@ class _Prefix(PrefixUsage):
 
 class _Windows(Struct, frozen=True):
     """Digests of a part's token windows: `places` and `digests` of those whose `ranks`, which their
-    first tokens give, are below 2**32 / `step`. `first`: digests of its first tokens, up to each of
-    them; `checks`: digests of its beginning, after each `CHECK_TOKENS`. `least`: the smallest
-    digests, of which texts with much in common share some."""
+    first tokens give, are below 2**32 / `step`."""
 
     step: int
     places: array[int]
     digests: array[int]
     ranks: array[int]
     first: array[int]
+    """Digests of its first tokens, up to each of them."""
     checks: array[int]
+    """Digests of its beginning, after each `CHECK_TOKENS`."""
     least: frozenset[int]
+    """The smallest digests, of which texts with much in common share some."""
     tokens: int
 
 
@@ -218,14 +221,15 @@ class _Overlap(Struct, frozen=True):
 
 class _Sketch(Struct, frozen=True):
     """A prompt's digests: `own` of each part's tokens, `upto` of all tokens up to its end.
-    `heads`: how many parts come before the first message. `own_set`: `own` as a set. `tool_names`,
-    `tools`: digests of the tools' names and contents, sorted."""
+    `tool_names`, `tools`: digests of the tools' names and contents, sorted."""
 
     parts: tuple[PromptPart, ...]
     own: tuple[int, ...]
     upto: tuple[int, ...]
     heads: int
+    """How many parts come before the first message."""
     own_set: frozenset[int]
+    """`own` as a set."""
     tool_names: tuple[int, ...]
     tools: tuple[int, ...]
 

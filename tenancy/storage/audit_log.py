@@ -35,21 +35,20 @@ ActorKind = Literal["admin_key", "command", "file", "trusted_header"]
 
 
 class Actor(Struct, frozen=True):
-    """The party that makes a change, and the time.
-
-    `actor_id`: the number of the administrator's key, the user of the command, or the user that a
-    trusted proxy named. `address`: of the administrator's client, or of the proxy.
-    """
+    """The party that makes a change, and the time."""
 
     kind: ActorKind
     actor_id: str
+    """The number of the administrator's key, the user of the command, or the user that a trusted
+    proxy named."""
     at_ms: int
     address: str = ""
+    """The address of the administrator's client, or of the proxy."""
 
 
 class AuditRecord(Struct, frozen=True):
-    """One change. `target`: its kind and number, such as `key:7`. `before`, `after`: the values
-    that differ, as JSON values; None where there was, or is, nothing."""
+    """One change. `before`, `after`: the values that differ, as JSON values; None where there was,
+    or is, nothing."""
 
     audit_id: int
     at_ms: int
@@ -59,13 +58,14 @@ class AuditRecord(Struct, frozen=True):
     action: str
     tenant_id: int | None
     target: str
+    """Its kind and number, such as `key:7`."""
     before: Mapping[str, object] | None
     after: Mapping[str, object] | None
 
 
 class AuditFilter(Struct, frozen=True):
     """Which records to return; a field that is None restricts nothing. `since_ms` <= time <
-    `until_ms`. `action`: a whole action, or its part before the point."""
+    `until_ms`."""
 
     since_ms: int | None = None
     until_ms: int | None = None
@@ -73,6 +73,7 @@ class AuditFilter(Struct, frozen=True):
     actor: str | None = None
     actor_id: str | None = None
     action: str | None = None
+    """A whole action, or its part before the point."""
 
 
 Values = Struct | Mapping[str, object] | None

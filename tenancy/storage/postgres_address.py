@@ -24,7 +24,7 @@ _OPTIONS = ("host", "sslmode", "sslrootcert")
 
 
 class PostgresAddress(Struct, frozen=True):
-    """The address of a database. `folder`: of the server's Unix socket; empty for TCP.
+    """The address of a database.
 
     A TCP connection `is_encrypted` and its certificate checked, unless the URL has
     `sslmode=disable`.
@@ -35,6 +35,7 @@ class PostgresAddress(Struct, frozen=True):
     host: str
     port: int
     folder: str
+    """The folder of the server's Unix socket; empty for TCP."""
     is_encrypted: bool
     root_certificate: str
     password: str | None

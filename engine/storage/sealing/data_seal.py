@@ -52,12 +52,13 @@ TEXT_BYTES_MAX = HEADER_BYTES - _ENVELOPE.size - 2 * TAG_BYTES - _CHECK.size
 
 
 class Envelope(NamedTuple):
-    """What is needed to open a sealed record. `number`: the counter of its nonces."""
+    """What is needed to open a sealed record."""
 
     magic: bytes
     key_id: bytes
     salt: bytes
     number: int
+    """The counter of its nonces."""
     text_bytes: int
     payload_bytes: int
 

@@ -22,14 +22,12 @@ EXTRA = "sealed copies need the extra `sealed`: pip install 'trunkline[sealed]'"
 
 
 class SealSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the master key is: in a file, or in a variable of the environment.
-
-    `key_file_before`: the file of the former key; what it still wraps is wrapped anew.
-    """
+    """Where the master key is: in a file, or in a variable of the environment."""
 
     key_file: str = ""
     key_env: str = ""
     key_file_before: str = ""
+    """The file of the former key; what it still wraps is wrapped anew."""
 
 
 def seal_settings(config: LevelsConfig) -> SealSettings | None:

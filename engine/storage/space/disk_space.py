@@ -35,18 +35,20 @@ SLABS_MIN = 32
 
 @dataclass
 class StoreSettings:
-    """How much a store may take. `slot_sizes`: the bytes of copies, by format.
-    `write_bytes_per_day`: 0 for as much as `disk_bytes`. `spare_bytes`: left to others on its file
-    system. `remote_bytes`: in the remote store; 0: without a bound."""
+    """How much a store may take."""
 
     folder: Path
     disk_bytes: int
     slot_sizes: tuple[int, ...]
+    """The bytes of copies, by format."""
     slab_bytes: int = 2**30
     write_bytes_per_day: int = 0
+    """0 for as much as `disk_bytes`."""
     run_tokens: int = 16
     spare_bytes: int = 2 * 2**30
+    """Left to others on its file system."""
     remote_bytes: int = 0
+    """In the remote store; 0: without a bound."""
 
     def __post_init__(self) -> None:
         """Cut slabs so that each size may have some of its own."""

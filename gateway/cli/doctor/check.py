@@ -6,9 +6,10 @@ from msgspec import Struct
 
 
 class Check(Struct, frozen=True):
-    """A finding. `fix`: what to do; with `ok` it is advice, without `ok` the server needs it."""
+    """A finding."""
 
     check: str
     ok: bool
     found: str
     fix: str | None = None
+    """What to do; with `ok` it is advice, without `ok` the server needs it."""

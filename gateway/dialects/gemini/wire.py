@@ -332,9 +332,10 @@ def _message(refusal: Refusal) -> str:
 
 
 class GeminiError(Struct, frozen=True):
-    """An error as Gemini's SDKs read it. `code`: the HTTP status."""
+    """An error as Gemini's SDKs read it."""
 
     code: int
+    """The HTTP status."""
     message: str
     status: str
 

@@ -55,13 +55,14 @@ class CacheSettings(Struct, frozen=True):
     """The caching fields of a whole request.
 
     `retention` is the deprecated `prompt_cache_retention`, an upper limit; `options` promise
-    retention. `is_native`: some part has OpenAI's own breakpoint.
+    retention.
     """
 
     options: ChatCacheOptions | None = None
     retention: Literal["in_memory", "in-memory", "24h"] | None = None
     control: CompatCacheControl | None = None
     is_native: bool = False
+    """Some part has OpenAI's own breakpoint."""
 
     @property
     def retention_class(self) -> str | None:

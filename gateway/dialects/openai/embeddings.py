@@ -35,17 +35,18 @@ RULES = wire.FieldRules(
 
 
 class EmbeddingBody(Struct, frozen=True, kw_only=True):
-    """A body. `input`: a text, a list of texts, token ids, or a list of token ids."""
+    """A body."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     input: Any
+    """A text, a list of texts, token ids, or a list of token ids."""
     encoding_format: EncodingFormat | None = None
     dimensions: Annotated[int, Meta(ge=1, le=DIMENSIONS_MAX)] | None = None
     user: wire.Short | None = None
 
 
 class EmbeddingCall(Struct, frozen=True):
-    """A request for vectors. `ignored`: names of the fields without effect."""
+    """A request for vectors."""
 
     model: str
     inputs: tuple[wire.TextOrIds, ...]
@@ -53,6 +54,7 @@ class EmbeddingCall(Struct, frozen=True):
     dimensions: int | None = None
     client_user: str = ""
     ignored: tuple[str, ...] = ()
+    """Names of the fields without effect."""
 
     @property
     def is_list(self) -> bool:

@@ -33,11 +33,7 @@ ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 
 class TokenizeBody(Struct, frozen=True, kw_only=True):
     """A body of `/tokenize`: a `prompt` or `messages`. Without a `model`, the default one is
-    meant.
-
-    `add_special_tokens`: the model's first token stands before the text (by default), or before
-    what the template writes (not by default: templates write it themselves).
-    """
+    meant."""
 
     model: ModelName | None = None
     prompt: wire.Text | None = None
@@ -51,6 +47,8 @@ class TokenizeBody(Struct, frozen=True, kw_only=True):
         None
     )
     add_special_tokens: bool | None = None
+    """The model's first token stands before the text (by default), or before what the template
+    writes (not by default: templates write it themselves)."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
@@ -64,24 +62,26 @@ class DetokenizeBody(Struct, frozen=True, kw_only=True):
 
 
 class TokenizeCall(Struct, frozen=True):
-    """A request for token ids. `model`: None for the default one. `ignored`: names of the fields
-    without effect."""
+    """A request for token ids."""
 
     model: str | None
+    """None for the default one."""
     prompt: Prompt
     add_special_tokens: bool
     return_token_strs: bool
     ignored: tuple[str, ...] = ()
+    """Names of the fields without effect."""
 
 
 class TokenizeAnswer(Struct, frozen=True):
-    """The ids of a prompt. `max_model_len`: the model's context, in tokens. `token_strs`: each
-    token as the vocabulary spells it."""
+    """The ids of a prompt."""
 
     count: int
     max_model_len: int
+    """The model's context, in tokens."""
     tokens: tuple[int, ...]
     token_strs: list[str] | None = None
+    """Each token as the vocabulary spells it."""
 
 
 class DetokenizeAnswer(Struct, frozen=True):

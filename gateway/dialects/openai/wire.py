@@ -127,16 +127,17 @@ LIMIT_ALIASES: Mapping[str, str] = {"n_predict": "max_tokens", "num_predict": "m
 class FieldRules(Struct, frozen=True, kw_only=True):
     """How an endpoint treats top-level fields that its body does not know.
 
-    `refused`: fields that cannot be honoured, with the reason; `neutral`: their values without
-    effect, which are accepted. `records`: fields that are ignored in every mode. Outside the strict
-    mode, `aliases` are fields of other servers with their equal here; of refused objects,
-    `switches` may hold hints on reasoning; and `cleaned` are fields whose content is cleaned before
-    it is decoded.
+    Outside the strict mode, `aliases` are fields of other servers with their equal here; of refused
+    objects, `switches` may hold hints on reasoning; and `cleaned` are fields whose content is
+    cleaned before it is decoded.
     """
 
     refused: Mapping[str, str] = {}
+    """Fields that cannot be honoured, with the reason."""
     neutral: Mapping[str, object] = {}
+    """Their values without effect, which are accepted."""
     records: frozenset[str] = RECORD_FIELDS
+    """Fields that are ignored in every mode."""
     aliases: Mapping[str, str] = {}
     switches: frozenset[str] = frozenset()
     cleaned: Mapping[str, Callable[[Any, Tolerance], Any]] = {}
