@@ -49,7 +49,7 @@ from engine.core.planner import InFlightStep, StepPlanner
 from engine.core.request_checks import check_request
 from engine.core.smoke_test import BARREN_STEPS_MAX, SMOKE_TEST_ID, smoke_test_request
 from engine.core.stats import EngineStats
-from engine.core.timeouts import ForcedEnding, Timeouts
+from engine.core.timeouts import Timeouts
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation
 from engine.levels.copy_formats import laxest
 from engine.levels.levels import Levels
@@ -305,12 +305,29 @@ class Core:
     # -- one step -----------------------------------------------------------------------------
 
     def step(self) -> list[Event]:
-        """Run one step: plan, launch, collect, commit. Return its events, in order.
+        """Launch the next step, then collect the oldest one if `pipeline_depth` are in flight or
+        nothing was launched. Return the events, in order.
 
         Without work it does maintenance. A failure of a step ends the requests it concerns. Raises
         InvariantViolation, and EngineUnavailable where a repeated smoke test fails.
         """
         now_s = self.clock()
+        self._prepare(now_s)
+        # A step of an isolated request, and the step after it, must not overlap with others.
+        must_collect = self._in_flight and self.scheduler.isolation
+        slices = [] if must_collect else self.scheduler.schedule(now_s)
+        is_launched = bool(slices) and self._launch(slices, now_s)
+        if self._in_flight and (len(self._in_flight) == self.pipeline_depth or not is_launched):
+            self._collect()
+        elif not slices:
+            self._give_up_stalled(now_s)
+        self._pace()
+        self._maintenance.run(now_s, is_busy=bool(self.requests or self._in_flight))
+        events, self._events = self._events, []
+        return events
+
+    def _prepare(self, now_s: float) -> None:
+        """End what is overdue, and take what the next step may use: grammars, loads and masks."""
         if self.requests.waiting_requests or self._timeouts.is_draining:
             for overdue in list(self._timeouts.overdue(self.requests, now_s)):
                 self._finish(*overdue)
@@ -318,29 +335,13 @@ class Core:
         if self.scheduler.loading is not None:
             self._take_loaded(self.scheduler.loading, now_s)
         self._make_masks()
-        # A step of an isolated request, and the step after it, must not overlap with others.
-        must_collect = bool(self._in_flight) and bool(self.scheduler.isolation)
-        slices = [] if must_collect else self.scheduler.schedule(now_s)
-        launched = bool(slices) and self._launch(slices, now_s)
-        if self._in_flight and (len(self._in_flight) >= self.pipeline_depth or not launched):
-            self._collect()
-        elif (
-            not slices
-            and not self.constraints.has_pending_masks
-            and not self._is_moving
-            and (stalled := self._timeouts.find_stalled(self.requests, self._is_inside_floor))
-        ):
-            self._give_up(stalled, now_s)
-        self._pace()
-        self._maintenance.run(now_s, is_busy=bool(self.requests or self._in_flight))
-        events, self._events = self._events, []
-        return events
 
     def _launch(self, slices: list[Slice], now_s: float) -> bool:
         """Plan and launch a step; return whether it is in flight."""
         for piece in slices:
-            if not piece.is_plain and piece.sequence.parent.started_at_s is None:
-                self._mark_started(piece.sequence, now_s)
+            sequence = piece.sequence
+            if not sequence.is_known_to_runner and sequence.parent.started_at_s is None:
+                self._mark_started(sequence, now_s)
         plan, in_flight = self._planner.plan(self.engine_stats.next_step(), slices, now_s)
         self._timeouts.record_progress()
         try:
@@ -369,8 +370,7 @@ class Core:
             return
         now_s = self.clock()
         has_prompts = len(self.requests) > self.scheduler.running.totals.requests or any(
-            piece.start + piece.count < len(piece.sequence.parent.request.tokens)
-            for piece in in_flight.slices
+            piece.start + piece.count < piece.sequence.prompt_tokens for piece in in_flight.slices
         )
         if has_prompts and not self.scheduler.is_shared(now_s):
             return
@@ -427,45 +427,44 @@ class Core:
         self._erasures.erase(call, lambda erased: None)
 
     def _commit_slices(self, in_flight: InFlightStep, result: StepResult, now_s: float) -> int:
-        """Commit what a step has computed; return how many tokens that is."""
-        size, computed = self.cache.block_size, 0
-        grown: list[BlockTable] = []
-        for piece in in_flight.slices:
-            sequence, table, end = piece.sequence, piece.table, piece.start + piece.count
-            computed += piece.count
-            if (
-                piece.is_plain
-                and end % size
-                and sequence.table is table
-                and sequence.computed_before < end
-                and not table.beside
-            ):  # as `_commit_slice`, without a call: most slices of most steps
-                sequence.computed_before = end
-                grown.append(table)
-            elif not sequence.parent.is_finished:
-                self._commit_slice(piece, result, now_s)
-        self.cache.commit_tokens(grown)
-        return computed
-
-    def _commit_slice(self, piece: Slice, result: StepResult, now_s: float) -> None:
-        """Commit a slice that a step has computed: count it and make its blocks findable.
+        """Commit what a step has computed: count it and make its blocks findable. Return how many
+        tokens that is.
 
         The work is counted even where the table is gone (preempted while in flight).
         """
-        sequence, table, end = piece.sequence, piece.table, piece.start + piece.count
-        active, prompt = sequence.parent, len(sequence.parent.request.tokens)
-        recomputed = max(0, min(end, sequence.computed_before) - piece.start)
-        sequence.computed_before = max(sequence.computed_before, end)
-        active.recomputed_tokens += recomputed
-        if sequence.table is table:
-            self.cache.commit(table, sequence.tokens, end, now_s)
-            self.scheduler.prefix_sharing.resume_reached(sequence)
-        if sequence.index == 0 and piece.count and piece.start < prompt:
-            fresh = min(end, prompt) - piece.start - recomputed
-            self.engine_stats.computed_tokens += active.count_prompt(fresh, is_whole=end >= prompt)
-            self._prompt_logprobs(piece, result)
-            if end >= prompt and active.request.max_tokens == 0 and sequence.table is table:
-                self._finish_sample(sequence, "length")  # a preempted one has kept nothing yet
+        size, computed = self.cache.block_size, 0
+        grown: list[BlockTable] = []
+        for piece in in_flight.slices:
+            sequence, table, start = piece.sequence, piece.table, piece.start
+            end, before = start + piece.count, sequence.computed_before
+            computed += piece.count
+            if before <= start:
+                sequence.computed_before = end
+            else:
+                sequence.parent.recomputed_tokens += min(end, before) - start
+                sequence.computed_before = max(end, before)
+            if sequence.table is table:  # not preempted, and not ended
+                if end % size and start + 1 == end and table.attention is None and not table.beside:
+                    grown.append(table)
+                else:
+                    self.cache.commit(table, sequence.tokens, end, now_s)
+                    self.scheduler.prefix_sharing.resume_reached(sequence)
+            if start < sequence.prompt_tokens and not sequence.parent.is_finished:
+                self._commit_prompt(piece, max(start, before), result)
+        self.cache.commit_tokens(grown)
+        return computed
+
+    def _commit_prompt(self, piece: Slice, fresh_from: int, result: StepResult) -> None:
+        """Count a slice of a prompt, of which what precedes `fresh_from` was computed before."""
+        sequence, end = piece.sequence, piece.start + piece.count
+        active, prompt = sequence.parent, sequence.prompt_tokens
+        if sequence.index or not piece.count:
+            return
+        fresh = min(end, prompt) - min(end, fresh_from)
+        self.engine_stats.computed_tokens += active.count_prompt(fresh, is_whole=end >= prompt)
+        self._prompt_logprobs(piece, result)
+        if end >= prompt and active.request.max_tokens == 0 and sequence.table is piece.table:
+            self._finish_sample(sequence, "length")  # a preempted one has kept nothing yet
 
     def _prompt_logprobs(self, piece: Slice, result: StepResult) -> None:
         """Send the entries of a slice that have not been sent: a prompt's logprobs may be larger
@@ -493,9 +492,10 @@ class Core:
         large batch.
         """
         events, sampled, accepted = self._events, result.sampled, 0
-        sampling = in_flight.sampling.values()
-        first = [sequence for sequence in sampling if not sequence.output_tokens]
-        for sequence in first + [sequence for sequence in sampling if sequence.output_tokens]:
+        sampling = list(in_flight.sampling.values())
+        if first := [sequence for sequence in sampling if not sequence.output_tokens]:
+            sampling = first + [sequence for sequence in sampling if sequence.output_tokens]
+        for sequence in sampling:
             sequence.in_flight -= 1
             if sequence.is_ended:
                 continue
@@ -571,11 +571,19 @@ class Core:
         grant = active.request.grant
         return self.cache.is_inside_floor(grant.namespace, grant.quota, 1)
 
-    def _give_up(self, stalled: ForcedEnding, now_s: float) -> None:
-        """End a request for which promises leave no room; it may return when the first one ends."""
-        lapse_s = self.cache.promises.next_lapse_s()
-        wait_s = None if lapse_s is None else max(0.0, lapse_s - now_s)
-        self._finish(*stalled, retry_after_s=wait_s)
+    def _give_up_stalled(self, now_s: float) -> None:
+        """End a request for which promises have left no room for several steps; it may return when
+        the first of them ends.
+        """
+        loading = self.scheduler.loading
+        is_moving = loading is not None and (len(loading) > 0 or loading.levels.is_moving)
+        if is_moving or self.constraints.has_pending_masks:
+            return
+        stalled = self._timeouts.find_stalled(self.requests, self._is_inside_floor)
+        if stalled is not None:
+            lapse_s = self.cache.promises.next_lapse_s()
+            wait_s = None if lapse_s is None else max(0.0, lapse_s - now_s)
+            self._finish(*stalled, retry_after_s=wait_s)
 
     def _fail(self, active: ActiveRequest, code: str) -> None:
         if not active.is_finished:
@@ -633,12 +641,6 @@ class Core:
         return message, self.engine_stats.wait_s(self.requests, turn)
 
     # -- internals ----------------------------------------------------------------------------
-
-    @property
-    def _is_moving(self) -> bool:
-        """Return whether moves between levels hold blocks, or requests wait for them."""
-        loading = self.scheduler.loading
-        return loading is not None and (len(loading) > 0 or loading.levels.is_moving)
 
     def _take_loaded(self, loading: Loading, now_s: float) -> None:
         """Take what has come from the levels: sequences go on, followers are released."""

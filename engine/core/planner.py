@@ -33,8 +33,9 @@ class InFlightStep:
     """A launched step that has not been collected.
 
     `slices`: those of its `rows`, in their order, then one of no tokens for each fork. `sampling`:
-    the sequences that sample a token, by id; `masks`: of those under a grammar. `copy_targets`:
-    sequences without a row whose pending copy runs with the step.
+    the sequences that sample a token, by id; `masks`: of those under a grammar. `ends_of_prompts`:
+    the slices after which samples part. `copy_targets`: sequences without a row whose pending copy
+    runs with the step.
     """
 
     step: int
@@ -43,6 +44,7 @@ class InFlightStep:
     rows: int
     sampling: dict[int, Sequence] = field(default_factory=dict)
     masks: dict[int, Mask] = field(default_factory=dict)
+    ends_of_prompts: list[Slice] = field(default_factory=list)
     copy_targets: list[Sequence] = field(default_factory=list)
 
 
@@ -94,11 +96,8 @@ class StepPlanner:
         """Fork the samples of each prompt that this step finishes: each gets a table over its
         blocks.
         """
-        for piece in [one for one in in_flight.slices if not one.is_plain]:
-            active = piece.sequence.parent
-            if active.is_forked or piece.sequence.sequence_id not in in_flight.sampling:
-                continue
-            forks = active.sequences[1:]
+        for piece in in_flight.ends_of_prompts:
+            forks = piece.sequence.parent.sequences[1:]
             for fork in forks:
                 fork.table = self._cache.fork(piece.table)
                 fork.computed = fork.computed_before = piece.sequence.computed
@@ -108,65 +107,58 @@ class StepPlanner:
     # -- rows ---------------------------------------------------------------------------------
 
     def _rows(self, in_flight: InFlightStep, begun: list[BegunSequence]) -> list[Row]:
-        """Return the rows of the step's slices, and count these as computed."""
-        rows, sampling = list[Row](), in_flight.sampling
+        """Return the rows of the step's slices, and count these as computed.
+
+        The slice that ends a prompt of several samples adds their sequences.
+        """
+        rows, sampling, masks = list[Row](), in_flight.sampling, in_flight.masks
+        size = self._cache.block_size
         for piece in in_flight.slices:
-            sequence = piece.sequence
-            if not (piece.is_plain and sequence.is_known_to_runner):
-                rows.append(self._row(piece, in_flight, begun))
-                continue
-            # As `_row`, without a call: most rows of most steps.
-            sequence_id, table, tokens = sequence.sequence_id, piece.table, sequence.tokens
-            start = piece.start
-            sequence.computed = start + 1
-            sequence.in_flight += 1
-            sampling[sequence_id] = sequence
-            known = tokens[start : start + 1] if start < len(tokens) else None
+            sequence, table, start = piece.sequence, piece.table, piece.start
+            sequence_id, tokens, end = sequence.sequence_id, sequence.tokens, start + piece.count
+            if not sequence.is_known_to_runner:
+                begun.append(_introduce(sequence))
+            samples: tuple[int, ...] = ()
+            if end == len(tokens) + sequence.in_flight and sequence.has_output:
+                samples = (sequence_id,)
+                sequence.in_flight += 1
+                sampling[sequence_id] = sequence
+                if sequence.mask is not None:
+                    masks[sequence_id] = sequence.mask
+            sequence.computed = end
+            logprobs = next_token_id = window = None
+            if start < sequence.prompt_tokens and not sequence.parent.is_forked:
+                logprobs = sequence.parent.request.prompt_logprobs
+                if logprobs is not None and end < sequence.prompt_tokens:
+                    next_token_id = tokens[end]
+                if samples:
+                    in_flight.ends_of_prompts.append(piece)
+                    samples += self._add_samples(sequence.parent, in_flight, begun)
+            if table.attention is not None and _reads_window(piece, size):
+                window = table.attention
+            known = tokens[start:end] if end <= len(tokens) else None
             rows.append(
                 Row(
-                    sequence_id, start, 1, table.blocks, table.version, known, (sequence_id,),
-                    None, None, table.beside,
+                    sequence_id, start, piece.count, table.blocks, table.version, known, samples,
+                    logprobs, next_token_id, table.beside, window,
                 )
             )  # fmt: skip
         return rows
 
-    def _row(self, piece: Slice, in_flight: InFlightStep, begun: list[BegunSequence]) -> Row:
-        """Return the plan's row for a slice, and count the slice as computed.
-
-        The slice that ends a prompt of several samples adds their sequences.
+    def _add_samples(
+        self, active: ActiveRequest, in_flight: InFlightStep, begun: list[BegunSequence]
+    ) -> tuple[int, ...]:
+        """Add the sequences of a request's further samples, each of which samples a token after
+        the prompt's last row; return their ids.
         """
-        sequence, end = piece.sequence, piece.start + piece.count
-        active, table, tokens = sequence.parent, piece.table, sequence.tokens
-        request = active.request
-        if not sequence.is_known_to_runner:
+        added = [self._add_sequence(active) for _ in range(1, active.request.samples)]
+        for sequence in added:
             begun.append(_introduce(sequence))
-        sampling: list[Sequence] = []
-        if end == len(tokens) + sequence.in_flight and request.max_tokens > 0:
-            sampling.append(sequence)
-            if not active.is_forked and request.samples > 1:
-                sampling += [self._add_sequence(active) for _ in range(1, request.samples)]
-                begun.extend(_introduce(fork) for fork in sampling[1:])
-        wants_logprobs = request.prompt_logprobs is not None and not active.is_forked
-        in_prompt = wants_logprobs and piece.start < len(request.tokens)
-        sequence.computed = end
-        for sampler in sampling:
-            sampler.in_flight += 1
-            in_flight.sampling[sampler.sequence_id] = sampler
-            if sampler.mask is not None:
-                in_flight.masks[sampler.sequence_id] = sampler.mask
-        return Row(
-            sequence_id=sequence.sequence_id,
-            start=piece.start,
-            count=piece.count,
-            block_ids=table.blocks,
-            table_version=table.version,
-            token_ids=tokens[piece.start : end] if end <= len(tokens) else None,
-            samples=tuple(sampler.sequence_id for sampler in sampling),
-            prompt_logprobs=request.prompt_logprobs if in_prompt else None,
-            next_token_id=tokens[end] if in_prompt and end < len(request.tokens) else None,
-            beside=table.beside,
-            attention=active.attention if _reads_window(piece, self._cache.block_size) else None,
-        )
+            sequence.in_flight += 1
+            in_flight.sampling[sequence.sequence_id] = sequence
+            if sequence.mask is not None:
+                in_flight.masks[sequence.sequence_id] = sequence.mask
+        return tuple(sequence.sequence_id for sequence in added)
 
     def _add_copy_targets(self, in_flight: InFlightStep, copied: set[int]) -> None:
         """Note the sequences without a row into whose blocks the step copies."""
@@ -189,8 +181,8 @@ class StepPlanner:
         size = self._cache.block_size
         tables = [piece.table for piece in slices]
         versions = [table.version for table in tables]
-        for index, piece in enumerate(slices):
-            if not piece.is_plain and _reads_window(piece, size):
+        for index, table in enumerate(tables):
+            if table.attention is not None and _reads_window(slices[index], size):
                 versions[index] = WINDOWED
         batch = tables, versions
         if batch != self._batch:
@@ -227,7 +219,7 @@ class StepPlanner:
 
 def _reads_window(piece: Slice, block_size: int) -> bool:
     """Return whether a token of a slice reads less than all tokens before it."""
-    window = piece.sequence.parent.attention
+    window = piece.table.attention
     return window is not None and piece.start + piece.count > window.shared_blocks * block_size
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
-from typing import Final, Literal
+from typing import Final
 
 from msgspec import Struct
 
@@ -21,6 +21,7 @@ from engine.api import Payer
 from engine.cache import BlockTable, PrefixCache, TreeMatch
 from engine.config import EngineConfig
 from engine.levels.levels import Levels
+from engine.scheduler.admission import Admission, BatchRoom, BlockedBy
 from engine.scheduler.batch_shares import BatchShares
 from engine.scheduler.isolation import Isolation, Turn
 from engine.scheduler.loading import Loading
@@ -28,14 +29,7 @@ from engine.scheduler.prefix_sharing import PrefixSharing
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.running_set import RunningSet
 from engine.scheduler.sequence import ActiveRequest, Sequence
-from engine.scheduler.step_cost import PromptBudget, StepCost, StepWork
-
-BlockedBy = Literal["", "batch_slots", "blocks", "ceiling", "others"]
-"""What keeps a waiting sequence from running; empty: nothing.
-
-`ceiling`: blocks under its payer's ceiling. `blocks`: blocks of the pool. `others`: sequences that
-it waits for, without blocking any other.
-"""
+from engine.scheduler.step_cost import PromptBudget, StepCost, StepWork, attended
 
 STEPS_WITHOUT_STREAMS: Final = 2
 """How many gap targets a step may take in which no sequence decodes and one payer has all requests:
@@ -57,28 +51,29 @@ its throughput on a slow machine.
 
 
 class Slice(Struct, frozen=True, gc=False):
-    """Compute `count` tokens of a sequence from position `start`, on its table.
-
-    `is_plain`: the last output token alone, of a sequence that decodes plainly and samples
-    after it.
-    """
+    """Compute `count` tokens of a sequence from position `start`, on its table."""
 
     sequence: Sequence
     table: BlockTable
     start: int
     count: int
-    is_plain: bool = False
 
 
 def work_of(pieces: Collection[Slice]) -> StepWork:
     """Return the work of a step's slices. O(slices)."""
-    contexts = [piece.start for piece in pieces if piece.is_plain]
-    others = StepWork.of(
-        (piece.sequence.tokens_read(piece.start), piece.count)
-        for piece in pieces
-        if piece.count and not piece.is_plain
-    )
-    return others.with_rows(len(contexts), sum(contexts))
+    rows = prompt_tokens = row_context = prompt_context = 0
+    for piece in pieces:
+        start, count = piece.start, piece.count
+        if piece.table.attention is not None:
+            start = piece.sequence.tokens_read(start)
+        if count == 1:
+            rows += 1
+            row_context += start
+        elif count:
+            rows += 1
+            prompt_tokens += count
+            prompt_context += attended(start, count)
+    return StepWork(rows, prompt_tokens, row_context, prompt_context)
 
 
 class Scheduler:
@@ -103,6 +98,7 @@ class Scheduler:
         self.shares = BatchShares(
             self.queue, self.running, config.sequences_max, config.preemptions_max
         )
+        self.room = BatchRoom(cache, config, self.running, self.shares)
         self.prefix_sharing = PrefixSharing(self.queue, cache.block_size)
         self.isolation = Isolation()
         self.loading: Loading | None = None
@@ -220,10 +216,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, slices: dict[int, Slice], now_s: float) -> BlockedBy:
         """Start a waiting sequence if it may run now; return what blocks it, or ""."""
-        slots = self.running.batch_slots + sequence.batch_slots
-        if slots > self.config.sequences_max and self._must_yield(sequence):
-            return "others"
-        if not self._fits_beside_pinned(sequence):
+        if not self.room.lets_in(sequence):
             return "others"
         found = self._find_prefix(sequence, now_s)
         if found is not None and self.prefix_sharing.wait_for_leader(sequence, found, self.running):
@@ -287,27 +280,22 @@ class Scheduler:
         prefilling: list[Sequence] = []
         decoding: list[Sequence] = []
         for sequence in ranked:
+            # `is_decoding` and `is_schedulable` without two calls for each row of each step.
             table, start = sequence.table, sequence.computed
-            # Without a call, since most sequences of most steps decode plainly.
-            is_plain = (
-                sequence.plain_from <= start < sequence.plain_until
-                and start + 1 == len(sequence.tokens) + sequence.in_flight
-            )
-            if not is_plain:
-                if not sequence.is_schedulable:
-                    continue
-                if not sequence.is_decoding:
+            length = len(sequence.tokens) + sequence.in_flight
+            if start + 1 != length or start < sequence.prompt_tokens:
+                if sequence.is_schedulable:
                     prefilling.append(sequence)
-                    continue
-            elif sequence.is_halted:
                 continue
-            if table is None:
+            if sequence.is_halted or length == sequence.length_max or table is None:
+                continue
+            if sequence.matcher is not None and not sequence.is_schedulable:
                 continue
             if start >= table.writable_tokens and not self._grow(
                 sequence, start + 1, slices, now_s
             ):
                 continue
-            slices[sequence.sequence_id] = Slice(sequence, table, start, 1, is_plain)
+            slices[sequence.sequence_id] = Slice(sequence, table, start, 1)
             decoding.append(sequence)
         self.queue.charge_each(decoding)
         return [s for s in prefilling if s.table is not None]  # not preempted by a decode above
@@ -349,7 +337,7 @@ class Scheduler:
         if count == 0:
             return
         if not self.cache.grow(table, start + count, now_s, start=start):
-            blocks = min(self._available_blocks(sequence))
+            blocks = min(self.room.available_blocks(sequence))
             room = self.cache.tokens_to_grow(table, int(blocks)) - start
             count = min(count, max(1, room))
             if sequence is not self.running.first:
@@ -369,7 +357,7 @@ class Scheduler:
         while sequence.table is not None:
             if self.cache.grow(sequence.table, upto, now_s, start=sequence.computed):
                 return True
-            victim = self._choose_victim(sequence)
+            victim = self.room.choose_victim(sequence)
             if victim is None:
                 return False
             self._preempt_in_step(victim, slices, now_s)
@@ -389,32 +377,6 @@ class Scheduler:
             self.queue.charge(victim, -piece.count)
         self.preempt(victim, now_s, is_claimed=is_claimed)
 
-    def _choose_victim(self, sequence: Sequence) -> Sequence | None:
-        """Return the sequence to preempt so that `sequence` may grow, itself if it ranks last; None
-        where none may be preempted.
-
-        Lowest priority first, then furthest over its share, then youngest. Never the best-ranked
-        sequence whose blocks could help; none more than `preemptions_max` times, unless for a
-        higher priority.
-        """
-        missing = max(1, self.cache.blocks_to_grow(sequence.table, len(sequence.tokens) + 1))
-        _, own = self._available_blocks(sequence)
-        candidates = self._candidates(sequence, "ceiling" if own < missing else "blocks")
-        first = min(candidates, key=lambda s: s.rank)
-        candidates = [s for s in candidates if s is not first]
-        preemptible = [s for s in candidates if not self.running.is_pinned(s)] or [
-            s for s in candidates if s.parent.request.priority < sequence.parent.request.priority
-        ]
-        if not preemptible:
-            return None
-
-        def preemption_order(s: Sequence) -> tuple[int, float, int, int]:
-            request = s.parent.request
-            over = self.cache.over_share(s.parent.payer)
-            return (-request.priority, over, s.parent.arrival, s.index)
-
-        return max(preemptible, key=preemption_order)
-
     # -- admission ----------------------------------------------------------------------------
 
     def _find_prefix(self, sequence: Sequence, now_s: float) -> TreeMatch | None:
@@ -432,17 +394,17 @@ class Scheduler:
         or "".
         """
         active, grant = sequence.parent, sequence.parent.request.grant
-        needed = self._blocks_needed(sequence, found)
-        while blocked_by := self._blocked_by(sequence, found, needed):
-            victims = self._find_lower(sequence, found, blocked_by, needed)
-            givers = [] if victims else self._find_givers(sequence, found, blocked_by, needed)
-            if not (victims or givers):
-                return blocked_by
-            for one in victims or givers:
-                self._preempt_in_step(one, slices, now_s, is_claimed=bool(givers))
+        admission = Admission(self.room, sequence, found)
+        while admission.blocked_by:
+            lower = admission.find_lower()
+            victims = lower or admission.find_givers()
+            if not victims:
+                return admission.blocked_by
+            for one in victims:
+                self._preempt_in_step(one, slices, now_s, is_claimed=not lower)
             found = self._find_prefix(sequence, now_s)
-            needed = self._blocks_needed(sequence, found)
-        if not self.running and self._waits_for_moves(sequence, found, needed, now_s):
+            admission = Admission(self.room, sequence, found)
+        if not self.running and self._waits_for_moves(sequence, admission, now_s):
             return "blocks"
         plan = None
         if self.loading is not None:
@@ -481,190 +443,17 @@ class Scheduler:
             return False
         return not self.shares.has_claim()
 
-    def _must_yield(self, sequence: Sequence) -> bool:
-        """Return whether a sequence that finds no slots leaves them to other payers (rule 4): its
-        payer is above its share and it outranks no running sequence.
-        """
-        lowest = min(s.parent.request.priority for s in self.running)
-        return lowest >= sequence.parent.request.priority and not self.shares.is_due(sequence)
-
-    def _blocks_needed(self, sequence: Sequence, found: TreeMatch | None) -> int:
-        """Return the blocks a waiting sequence needs to start, beyond those it found pinned."""
-        grant, longest = sequence.parent.request.grant, self.config.prefill_chunk_tokens_max
-        step_tokens = min(self.config.step_tokens_max, longest or self.config.step_tokens_max)
-        needed = self.cache.blocks_to_start(
-            grant.namespace,
-            grant.quota,
-            len(sequence.tokens) + 1,
-            found,
-            step_tokens,
-            sequence.parent.attention,
-        )
-        # Each further sample writes its own block, in each group.
-        return needed + (sequence.batch_slots - 1) * self.cache.windows.groups
-
-    def _blocked_by(self, sequence: Sequence, found: TreeMatch | None, needed: int) -> BlockedBy:
-        """Return what a waiting sequence lacks to start, or "".
-
-        It may lack blocks under its payer's ceiling, batch slots for all its samples, or blocks of
-        the pool. One block is left for each running sequence to continue with, counted under its
-        own payer's ceiling. A sequence that would run alone is never blocked.
-        """
-        if not self.running:
-            return ""
-        pool, own = self._available_blocks(sequence, found)
-        running = len(self.running)
-        if own < needed + running and own < needed + self._running_of_payer(sequence):
-            return "ceiling"
-        if self.running.batch_slots + sequence.batch_slots > self.config.sequences_max:
-            return "batch_slots"
-        return "blocks" if pool < needed + running else ""
-
-    def _waits_for_moves(
-        self, sequence: Sequence, found: TreeMatch | None, needed: int, now_s: float
-    ) -> bool:
+    def _waits_for_moves(self, sequence: Sequence, admission: Admission, now_s: float) -> bool:
         """Return whether a sequence that would run alone waits until moves let blocks go: what it
         would load has no room before, and all of it would be computed again.
         """
         if self.loading is None or not self.loading.levels.is_moving:
             return False
-        is_short = min(self._available_blocks(sequence, found)) < needed
-        return is_short and self.loading.may_load(sequence, found, now_s)
-
-    def _fits_beside_pinned(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may run beside the pinned ones so that all of them can finish.
-
-        A pinned sequence starts only as the best-ranked one, so that it can take any other's
-        blocks. A sequence that ranks before a pinned one can neither take its blocks nor lose its
-        own to it: the pool must have room for all of these to their ends. Both wait without
-        blocking other sequences.
-        """
-        is_pinned, running = self.running.is_pinned, self.running
-        if is_pinned(sequence) and any(s.rank < sequence.rank for s in running):
-            return False
-        request = sequence.parent.request
-        pinned = [s.rank for s in running.pinned if s.parent.request.priority >= request.priority]
-        if not pinned or sequence.rank > max(pinned):
-            return True
-        firm = [sequence, *(s for s in running if s.rank <= max(pinned))]
-        pool, own = self._available_blocks(sequence)
-        own_payer = (s for s in firm if s.parent.payer == request.grant.payer)
-        return pool >= sum(map(self._blocks_still_needed, firm)) and own >= sum(
-            map(self._blocks_still_needed, own_payer)
+        return admission.is_short_of_blocks and self.loading.may_load(
+            sequence, admission.found, now_s
         )
-
-    def _blocks_still_needed(self, sequence: Sequence) -> int:
-        """Return the blocks that a sequence, and the samples it will fork, may still ask for."""
-        request, windows = sequence.parent.request, self.cache.windows
-        total = len(request.tokens) + request.max_tokens
-        held = 0 if sequence.table is None else sequence.table.held_blocks
-        copied = 1 if request.samples > 1 else 0
-        own = -(-total // self.cache.block_size) - len(request.tokens) // self.cache.block_size
-        attention = sequence.parent.attention
-        needed = windows.blocks_of(total, 1, attention)
-        if attention is not None:
-            own = min(own, attention.blocks_of(own))
-        more = (sequence.batch_slots - 1) * own
-        return max(0, needed - held) + (copied + more) * windows.groups
-
-    def _find_lower(
-        self, sequence: Sequence, found: TreeMatch | None, blocked_by: BlockedBy, needed: int
-    ) -> list[Sequence]:
-        """Return one running sequence of lower priority to preempt; none if all of them together
-        could not unblock `sequence`.
-        """
-        priority = sequence.parent.request.priority
-        lower = [
-            s
-            for s in self._candidates(sequence, blocked_by)
-            if s.parent.request.priority < priority
-        ]
-        if not lower or not self._would_free_enough(lower, sequence, found, blocked_by, needed):
-            return []
-        return [max(lower, key=lambda s: (not self.running.is_pinned(s), s.rank))]
-
-    def _find_givers(
-        self, sequence: Sequence, found: TreeMatch | None, blocked_by: BlockedBy, needed: int
-    ) -> list[Sequence]:
-        """Return sequences of payers above their share to preempt for a payer below its own (rules
-        4 to 6): those whose slots it may claim, or one whose blocks a payer inside its floor may
-        claim. None if all such sequences together would not be enough.
-        """
-        if blocked_by == "batch_slots":
-            left = sequence.tokens_left - (0 if found is None else found.cached_tokens)
-            quick = self.shares.find_quick_giver(sequence, left)
-            return quick or self.shares.find_givers(sequence)
-        grant, priority = sequence.parent.request.grant, sequence.parent.request.priority
-        if blocked_by != "blocks" or not self.cache.is_inside_floor(
-            grant.namespace, grant.quota, needed
-        ):
-            return []
-        able = [
-            s
-            for s in self.running
-            if s is not self.running.first
-            and s.parent.payer != grant.payer
-            and s.parent.request.priority <= priority
-            and self.cache.over_share(s.parent.payer) > 0
-            and self.shares.may_claim_from(s)
-        ]
-        if not able or not self._would_free_enough(able, sequence, found, "blocks", needed):
-            return []
-        return [max(able, key=lambda s: (self.cache.over_share(s.parent.payer), s.rank))]
-
-    def _would_free_enough(
-        self,
-        victims: list[Sequence],
-        sequence: Sequence,
-        found: TreeMatch | None,
-        blocked_by: BlockedBy,
-        needed: int,
-    ) -> bool:
-        """Return whether preempting all `victims` would unblock `sequence`."""
-        if blocked_by == "batch_slots":
-            slots = self.running.batch_slots - sum(s.batch_slots for s in victims)
-            return slots + sequence.batch_slots <= self.config.sequences_max
-        grant, others, own = sequence.parent.request.grant, 0, 0
-        for victim in victims:
-            blocks = 0 if victim.table is None else victim.table.held_blocks
-            if victim.parent.payer == grant.payer:
-                own += blocks
-            else:
-                others += blocks
-        pool, ceiling = self.cache.available_blocks(
-            grant.namespace, grant.quota, found, freed_by_others=others, freed_own=own
-        )
-        return (ceiling if blocked_by == "ceiling" else pool) >= needed
 
     # -- internals ----------------------------------------------------------------------------
-
-    def _candidates(self, sequence: Sequence, blocked_by: BlockedBy) -> list[Sequence]:
-        """Return the running sequences whose preemption could help `sequence`.
-
-        Where a ceiling blocks it, only its own payer's sequences help. Sequences of a payer inside
-        its floor are never candidates for another payer (rule 9 of the cache).
-        """
-        if blocked_by == "batch_slots":
-            return list(self.running)
-        payer, over_share = sequence.parent.payer, self.cache.over_share
-        return [
-            s
-            for s in self.running
-            if (payer_of := s.parent.payer) == payer
-            or (blocked_by == "blocks" and over_share(payer_of) > 0)
-        ]
-
-    def _running_of_payer(self, sequence: Sequence) -> int:
-        """Return how many sequences of the same payer run."""
-        payer = sequence.parent.payer
-        return [s.parent.payer for s in self.running].count(payer)
-
-    def _available_blocks(
-        self, sequence: Sequence, found: TreeMatch | None = None
-    ) -> tuple[int, float]:
-        """Return what the pool has and what the payer's ceiling leaves; see `PrefixCache`."""
-        grant = sequence.parent.request.grant
-        return self.cache.available_blocks(grant.namespace, grant.quota, found)
 
     def _release(
         self,

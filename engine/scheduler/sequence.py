@@ -16,11 +16,8 @@ from engine.plan import Mask
 
 
 class Sequence:
-    """One sample of a request. Prefill and decode are the same: `computed` approaches `length`.
-
-    It decodes plainly where only its last output token is to be computed and nothing but lengths
-    decides about the next one: no grammar, no attention window. `plain_from`, `plain_until`: the
-    positions of tokens for which that holds where `tokens_to_compute` is 1; none with either.
+    """One sample of a request. Prefill and decode are the same: `computed` approaches `length`,
+    which at `length_max` leaves nothing to compute: the last output token is not read.
 
     `parent`: the active request. `tokens`: prompt and outputs known to the host. `in_flight`:
     tokens being sampled by steps not yet collected. `computed`: tokens whose KV is in place or
@@ -42,6 +39,7 @@ class Sequence:
         "computed_before",
         "cumulative_logprob",
         "followers",
+        "has_output",
         "has_passed",
         "has_slow_mask",
         "in_flight",
@@ -50,6 +48,7 @@ class Sequence:
         "is_halted",
         "is_known_to_runner",
         "leader",
+        "length_max",
         "load",
         "mask",
         "matcher",
@@ -60,9 +59,8 @@ class Sequence:
         "output_tokens",
         "parent",
         "passes",
-        "plain_from",
-        "plain_until",
         "preemptions",
+        "prompt_tokens",
         "sequence_id",
         "stalled_steps",
         "suspended",
@@ -77,10 +75,9 @@ class Sequence:
         self.tokens: list[int] = list(active.request.tokens)
         self.output_tokens = 0
         self.in_flight = 0
-        request = active.request
-        self.plain_from = self.plain_until = len(request.tokens)
-        if request.grammar is None and request.attention is None:
-            self.plain_until += request.max_tokens - 1
+        self.prompt_tokens = len(self.tokens)
+        self.has_output = active.request.max_tokens > 0
+        self.length_max = self.prompt_tokens + max(1, active.request.max_tokens)
         self.computed = 0
         self.computed_before = 0
         self.table: BlockTable | None = None
@@ -117,8 +114,7 @@ class Sequence:
     @property
     def tokens_left(self) -> int:
         """Return the most tokens that are still to be computed, its answer included."""
-        request = self.parent.request
-        return len(request.tokens) + request.max_tokens - self.computed
+        return self.prompt_tokens + self.parent.request.max_tokens - self.computed
 
     @property
     def is_schedulable(self) -> bool:
@@ -126,17 +122,15 @@ class Sequence:
 
         Under a grammar it is false while a token is in flight or the mask after it is not ready.
         """
-        request = self.parent.request
-        if self.is_halted or self.tokens_to_compute <= 0:
+        length = len(self.tokens) + self.in_flight
+        if self.is_halted or not self.computed < length < self.length_max:
             return False
-        if self.matcher is not None and (self.in_flight or self.mask is None):
-            return False
-        return self.output_tokens + self.in_flight < max(1, request.max_tokens)
+        return self.matcher is None or not (self.in_flight or self.mask is None)
 
     @property
     def is_decoding(self) -> bool:
         """Return whether only the last output token is to be computed."""
-        return self.tokens_to_compute == 1 and self.computed >= len(self.parent.request.tokens)
+        return self.tokens_to_compute == 1 and self.computed >= self.prompt_tokens
 
     def tokens_read(self, position: int) -> int:
         """Return how many tokens before `position` the token there reads, to within a block."""

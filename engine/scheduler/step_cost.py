@@ -7,7 +7,6 @@ module reads no clock. Core feeds it, and the scheduler asks it how many prompt 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import inf, sqrt
 from typing import Final, NamedTuple
 
@@ -55,25 +54,6 @@ class StepWork(NamedTuple):
     prompt_tokens: int = 0
     row_context: int = 0
     prompt_context: int = 0
-
-    @classmethod
-    def of(cls, slices: Iterable[tuple[int, int]]) -> StepWork:
-        """Return the work of slices, each a pair (first position, tokens). O(slices)."""
-        rows = prompt_tokens = row_context = prompt_context = 0
-        for start, count in slices:
-            rows += 1
-            if count > 1:
-                prompt_tokens += count
-                prompt_context += attended(start, count)
-            else:
-                row_context += start
-        return cls(rows, prompt_tokens, row_context, prompt_context)
-
-    def with_rows(self, rows: int, context: int) -> StepWork:
-        """Return the work with `rows` more rows of one token, of `context` positions in all."""
-        return StepWork(
-            self.rows + rows, self.prompt_tokens, self.row_context + context, self.prompt_context
-        )
 
 
 def attended(start: int, count: int) -> int:

@@ -24,10 +24,12 @@ def block_of_the_window_left_out(original: Any) -> Any:
 def window_ignored(original: Any) -> Any:
     """Rows read all tokens before them."""
 
-    def row(self: Any, piece: Any, pending: Any, begun: Any) -> Any:
-        return replace(original(self, piece, pending, begun), attention=None)
+    def plan(self: Any, *args: Any) -> Any:
+        planned, in_flight = original(self, *args)
+        rows = tuple(replace(row, attention=None) for row in planned.rows)
+        return replace(planned, rows=rows), in_flight
 
-    return row
+    return plan
 
 
 def finds_beyond_its_window(original: Any) -> Any:
@@ -63,7 +65,7 @@ def commits_beyond_its_window(original: Any) -> Any:
 @pytest.mark.slow
 @planted(
     Plant(AttentionMachine, BlockWindow, "first_read", block_of_the_window_left_out),
-    Plant(AttentionMachine, StepPlanner, "_row", window_ignored),
+    Plant(AttentionMachine, StepPlanner, "plan", window_ignored),
     Plant(AttentionMachine, Sequence, "findable_tokens", finds_beyond_its_window),
     Plant(AttentionMachine, AttentionWindows, "advance", block_let_go_too_early),
     Plant(AttentionMachine, AttentionWindows, "advance", never_let_go),

@@ -141,11 +141,12 @@ def partial_block_committed_as_full() -> Plant:
 def slot_off_by_one() -> Plant:
     """A row is one slot off."""
 
-    def row(original: Any, self: Any, *args: Any) -> Any:
-        planned = original(self, *args)
-        return msgspec.structs.replace(planned, start=planned.start + 1)
+    def plan(original: Any, self: Any, *args: Any) -> Any:
+        planned, in_flight = original(self, *args)
+        rows = [msgspec.structs.replace(row, start=row.start + 1) for row in planned.rows]
+        return msgspec.structs.replace(planned, rows=tuple(rows)), in_flight
 
-    return around(StepPlanner, "_row", row)
+    return around(StepPlanner, "plan", plan)
 
 
 def whole_prompt_hit() -> Plant:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.plan import StepPlan
-from engine.scheduler.step_cost import StepWork
+from engine.scheduler.step_cost import StepWork, attended
 from tests.unit.engine.recorded_engine import RecordedWorld
 
 Machine = Callable[[StepWork], float]
+
+
+def step_work(slices: Sequence[tuple[int, int]]) -> StepWork:
+    """Return the work of slices, each a pair (first position, tokens)."""
+    prompts = [(start, count) for start, count in slices if count > 1]
+    return StepWork(
+        rows=len(slices),
+        prompt_tokens=sum(count for _, count in prompts),
+        row_context=sum(start for start, count in slices if count == 1),
+        prompt_context=sum(attended(start, count) for start, count in prompts),
+    )
 
 
 def slow(work: StepWork) -> float:
@@ -41,7 +52,7 @@ class TimedWorld(RecordedWorld):
 
         def run(plan: StepPlan) -> None:
             launch(plan)
-            self.took.append(machine(StepWork.of((row.start, row.count) for row in plan.rows)))
+            self.took.append(machine(step_work([(row.start, row.count) for row in plan.rows])))
             self.clock.advance(self.took[-1])
 
         self.runner.launch = run  # type: ignore[method-assign]

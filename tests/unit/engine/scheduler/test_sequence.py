@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api import AttentionWindow, CacheGrant, Grammar, Request
+from engine.api import CacheGrant, Request
 from engine.scheduler.sequence import ActiveRequest, Sequence, common_tokens
 
 
@@ -52,43 +50,10 @@ def test_a_token_in_flight_counts_towards_the_length() -> None:
 def test_no_row_follows_the_last_of_max_tokens() -> None:
     """While it is in flight, a further row would certainly be wasted."""
     sequence = make_sequence([1], max_tokens=2)
-    sequence.output_tokens, sequence.in_flight, sequence.computed = 1, 1, 1
+    sequence.tokens.append(0)
+    sequence.output_tokens, sequence.in_flight, sequence.computed = 1, 1, 2
 
     assert not sequence.is_schedulable
-
-
-@given(
-    prompt=st.integers(1, 4),
-    max_tokens=st.integers(0, 4),
-    output=st.integers(0, 4),
-    in_flight=st.integers(0, 2),
-    missing=st.integers(0, 3),
-    is_halted=st.booleans(),
-)
-def test_a_sequence_decodes_plainly_where_one_output_token_is_to_be_computed(
-    prompt: int, max_tokens: int, output: int, in_flight: int, missing: int, is_halted: bool
-) -> None:
-    """The scheduler asks by two positions what two properties say."""
-    sequence = make_sequence([1] * prompt, max_tokens=max_tokens)
-    sequence.tokens += [0] * output
-    sequence.output_tokens, sequence.in_flight = output, in_flight
-    sequence.computed, sequence.is_halted = sequence.length - missing, is_halted
-    at = sequence.computed
-
-    is_plain = sequence.plain_from <= at < sequence.plain_until and at + 1 == sequence.length
-
-    assert (is_plain and not is_halted) == (sequence.is_schedulable and sequence.is_decoding)
-
-
-@pytest.mark.parametrize(
-    "asked", [{"grammar": Grammar("regex", "a")}, {"attention": AttentionWindow(16, 16)}]
-)
-def test_under_a_grammar_or_an_attention_window_nothing_is_plain(asked: dict[str, Any]) -> None:
-    """More than lengths decides about the next token, or about the blocks that are kept."""
-    request = Request("r", (1, 2), 4, CacheGrant(b"n"), **asked)
-    sequence = Sequence(ActiveRequest(request, 0, 10.0), 0, 0)
-
-    assert sequence.plain_from == sequence.plain_until
 
 
 def test_a_prewarm_computes_its_prompt() -> None:

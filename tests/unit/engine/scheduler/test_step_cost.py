@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.scheduler.step_cost import SLICE_TOKENS_MIN, PromptBudget, StepCost, StepWork, attended
 from tests.examples import examples
+from tests.unit.engine.timed_engine import step_work
 
 Machine = Callable[[StepWork], float]
 TARGET_S = 0.05
@@ -50,9 +51,9 @@ def serve(cost: StepCost, takes: Machine, chance: random.Random, noise: float = 
     rows = [(chance.randrange(2_000), 1) for _ in range(chance.choice([0, 1, 8, 16, 64]))]
     if chance.random() < 0.5 or not rows:
         start = chance.randrange(3_000)
-        left = TARGET_S - cost.seconds(StepWork.of(rows)) if rows else 4 * TARGET_S
+        left = TARGET_S - cost.seconds(step_work(rows)) if rows else 4 * TARGET_S
         rows.append((start, PromptBudget(cost, 2_048, left).fit(start, 2_048)))
-    work = StepWork.of(rows)
+    work = step_work(rows)
     took = takes(work)
     error = abs(cost.seconds(work) - took) / took
     cost.record(work, took * chance.lognormvariate(0.0, noise))
@@ -82,7 +83,7 @@ def test_noise_and_pauses_do_not_spoil_the_prices(takes: Machine) -> None:
     for _ in range(400):
         serve(cost, takes, chance, 0.1)
         if chance.random() < 0.02:
-            work = StepWork.of([(500, 1)] * 8)
+            work = step_work([(500, 1)] * 8)
             cost.record(work, 10 * takes(work))
 
     assert sum(serve(cost, takes, chance, 0.1) for _ in range(50)) / 50 < 0.12
@@ -94,8 +95,8 @@ def test_ten_thousand_decodes_do_not_make_a_prompts_price_forgotten() -> None:
     for _ in range(200):
         serve(cost, CPU, chance)
     for _ in range(10_000):
-        cost.record(StepWork.of([(100, 1)]), CPU(StepWork.of([(100, 1)])))
-    mixed = StepWork.of([(1_000, 1)] * 16 + [(1_000, 64)])
+        cost.record(step_work([(100, 1)]), CPU(step_work([(100, 1)])))
+    mixed = step_work([(1_000, 1)] * 16 + [(1_000, 64)])
 
     assert cost.seconds(mixed) == pytest.approx(CPU(mixed), rel=0.1)
 
@@ -144,10 +145,3 @@ def test_prompts_progress_however_slow_the_machine_is() -> None:
 def test_attended_tokens_are_those_of_every_position() -> None:
     """Position p attends to p tokens before it."""
     assert abs(attended(10, 4) - sum(10 + k + 0.5 for k in range(4))) <= 1
-
-
-def test_rows_of_one_token_are_added_to_the_work_of_others() -> None:
-    """Rows that decode plainly are counted without a look at each."""
-    others, plain = [(0, 40), (7, 1)], [(100, 1), (200, 1)]
-
-    assert StepWork.of(others).with_rows(2, 300) == StepWork.of([*others, *plain])
