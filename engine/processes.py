@@ -1,20 +1,28 @@
-"""What a child process takes from the one that started it: its environment, and its end.
+"""What a child process takes from the one that started it: its environment, its socket, its end.
 
 Children get the variables that they need and no others: what parses model files and grammars needs
-no passwords. A child that can hang in a call ends with its parent all the same, by the kernel's
-hand. The gateway and the engine start their children with it; it knows none of them.
+no passwords. A child's standard input is its socket (`engine.wire`). A child that can hang in a
+call ends with its parent all the same, by the kernel's hand. The gateway and the engine start their
+children with it; it knows none of them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import select
 import signal
+import socket
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import Final
+
+import msgspec
 
 BASE: Final = (
     *("HOME", "LOGNAME", "PATH", "TEMP", "TMP", "TMPDIR", "USER", "VIRTUAL_ENV"),
@@ -71,3 +79,31 @@ def has_ended(wire: int, wait_s: float) -> bool:
     poll = select.poll()
     poll.register(wire, getattr(select, "POLLRDHUP", 0))
     return any(event & ~select.POLLNVAL for _, event in poll.poll(wait_s * 1_000))
+
+
+def run_child(name: str, serve: Callable[[socket.socket], int]) -> int:
+    """Serve the parent over standard input and return the exit status.
+
+    SIGINT, SIGTERM and SIGHUP are ignored: the process ends when its parent closes the socket,
+    after the work that it was sent. An exception is logged as one line `NAME_failed`, without its
+    message, which may quote a value; the parent sees the socket end.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    gc.freeze()  # imported modules live as long as the process
+    try:
+        with socket.socket(fileno=sys.stdin.fileno()) as wire:
+            return serve(wire)
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[-6:]
+        places = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames]
+        log_line(f"{name}_failed", error=type(error).__name__, frames=places)
+        return 1
+
+
+def log_line(event: str, **facts: object) -> None:
+    """Write one JSON line to standard error; do nothing if its reader has gone."""
+    now = datetime.now(UTC).replace(tzinfo=None)
+    line = {"at": f"{now.isoformat(timespec='milliseconds')}Z", "event": event, **facts}
+    with suppress(OSError):
+        os.write(2, msgspec.json.encode(line) + b"\n")

@@ -1,8 +1,7 @@
 """Messages between gateway and engine, each in one frame over the engine process's socket.
 
-A frame is four bytes of length, little-endian, then one msgpack message. A prompt's token ids take
-four bytes each, in the machine's byte order. Pure: bytes in, messages out. Server and client share
-this module; the encoder's and the storage process's messages have the same frames.
+The frames are those of `engine.wire`. A prompt's token ids take four bytes each, in the machine's
+byte order. Pure: bytes in, messages out. Server and client share this module.
 
     client                               server
       Hello(version, model) ───────────▶
@@ -15,8 +14,8 @@ this module; the encoder's and the storage process's messages have the same fram
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -37,16 +36,13 @@ from engine.api import (
     Tokens,
     Usage,
 )
-from engine.errors import EngineError
 from engine.statistics import CacheNews, Stats
+from engine.wire import FRAME_BYTES_MAX, Decoder, FrameError, encode_frame, frame_body, read_body
 
 PROTOCOL_VERSION = 14
-FRAME_BYTES_MAX = 64 * 2**20
-"""Bytes of a message. The reader refuses a longer one before its bytes arrive."""
 STEP_FRAME_BYTES = 2**20
 """Bytes above which a step's messages leave in several frames: the gateway decodes a frame at once,
 in about 15 ms for this many bytes."""
-_LENGTH = struct.Struct("<I")
 
 T = TypeVar("T")
 
@@ -110,24 +106,10 @@ Upward = Hello | Command
 Downward = Welcome | Rejected | Frame
 
 
-class FrameError(EngineError):
-    """The peer violates this protocol; the connection is closed."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("unsupported", message)
-
-
-def frame_body(body: bytes) -> bytes:
-    """Return the frame of an encoded message. Raises FrameError if it exceeds FRAME_BYTES_MAX."""
-    if len(body) > FRAME_BYTES_MAX:
-        raise FrameError(f"message of {len(body)} bytes; limit {FRAME_BYTES_MAX}")
-    return _LENGTH.pack(len(body)) + body
-
-
 def encode(message: Upward | Downward) -> bytes:
     """Encode one frame. Raises FrameError if it exceeds FRAME_BYTES_MAX."""
     packed = _pack_submit(message) if type(message) is Submit else message
-    return frame_body(msgspec.msgpack.encode(packed))
+    return encode_frame(packed)
 
 
 def encode_step(
@@ -217,45 +199,8 @@ def _unpack_submit(body: bytes) -> Upward:
     return Submit(replace(message.request, tokens=token_ids))
 
 
-class Decoder(Generic[T]):
-    """Splits a byte stream into messages of one type, wherever the stream is cut."""
-
-    def __init__(self, decode_body: Callable[[bytes], T]) -> None:
-        self._read = decode_body
-        self._buffer = bytearray()
-        self._is_broken = False
-
-    def feed(self, data: bytes) -> Iterator[T]:
-        """Yield the messages that are complete now. Raises FrameError for an invalid frame."""
-        if self._is_broken:
-            raise FrameError("data after a broken frame")
-        self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > FRAME_BYTES_MAX:
-                self._is_broken = True
-                raise FrameError(f"frame of {length} bytes; limit {FRAME_BYTES_MAX}")
-            end = _LENGTH.size + length
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[_LENGTH.size : end])
-            del self._buffer[:end]
-            message = self._decode(body)
-            if message is None:
-                # Without the decoder's message, which may quote a prompt.
-                self._is_broken = True
-                raise FrameError(f"frame of {length} bytes is not a valid message")
-            yield message
-
-    def _decode(self, body: bytes) -> T | None:
-        try:
-            return self._read(body)
-        except (msgspec.MsgspecError, RecursionError, ValueError, struct.error):
-            return None
-
-
 _decode_upward = msgspec.msgpack.Decoder(PackedSubmit | Upward).decode
-_decode_downward = msgspec.msgpack.Decoder(Downward).decode
+_decode_downward: Callable[[bytes], Downward] = msgspec.msgpack.Decoder(Downward).decode
 
 
 def upward_decoder() -> Decoder[Upward]:
@@ -263,6 +208,6 @@ def upward_decoder() -> Decoder[Upward]:
     return Decoder(_unpack_submit)
 
 
-def downward_decoder() -> Decoder[Downward]:
-    """Return a decoder of the server's messages."""
-    return Decoder(_decode_downward)
+def read_downward(body: bytes) -> Downward:
+    """Return the server's message of a frame. Raises FrameError."""
+    return read_body(_decode_downward, body)

@@ -2,9 +2,8 @@
 
 `ChildProcess` starts a process, reports what happens to it, reaps it when it is lost, pauses, and
 starts the next one. The standard input of each is a socket; the end of that socket tells the
-process that the gateway is gone, and the process exits. `FrameWire` is the gateway's end for the
-ledger, the encoder and analytics; `engine.client.client` has its own. This module knows no message.
-All objects belong to one event loop and do not block it.
+process that the gateway is gone, and the process exits. `engine.client.frame_wire` is the gateway's
+end. This module knows no message. All objects belong to one event loop and do not block it.
 """
 
 from __future__ import annotations
@@ -23,10 +22,6 @@ from msgspec import Struct
 from engine.errors import EngineError
 from engine.processes import child_environment
 from tenancy.errors import TenancyError
-from tenancy.ledger.child_process import FrameReader
-
-READ_BYTES = 2**12
-"""Bytes per read: answers are small."""
 
 REAP_S = 1.0
 """Seconds that a lost process has to log the reason and to exit."""
@@ -224,83 +219,3 @@ def _quotable(error: Exception) -> str:
 def _pause_sequence(pauses_s: tuple[float, ...]) -> Iterator[float]:
     """Yield the pauses, then the last one for ever."""
     return chain(pauses_s, repeat(pauses_s[-1]))
-
-
-class FrameWire:
-    """The gateway's end of a child's socket.
-
-    `on_end` is called once when the child closes its end for any reason; this end is closed by
-    then. Frames leave in order, and a child that reads slowly delays no caller.
-    """
-
-    def __init__(
-        self, end: socket.socket, on_frame: Callable[[bytes], None], on_end: Callable[[], None]
-    ) -> None:
-        """`end`: owned by the wire from now on. `on_frame`: called with each frame's body."""
-        self._loop = asyncio.get_running_loop()
-        self._end = end
-        self._on_frame, self._on_end = on_frame, on_end
-        self._reader = FrameReader()
-        self._unsent = bytearray()  # bytes that the socket has not taken
-        end.setblocking(False)
-        self._loop.add_reader(end, self._read)
-
-    @property
-    def unsent(self) -> int:
-        """Number of bytes that the socket has not taken."""
-        return len(self._unsent)
-
-    def send(self, frame: bytes) -> None:
-        """Send a frame after all earlier ones; bytes that the socket does not take now are sent
-        later.
-
-        One system call if the child keeps up.
-        """
-        if self._unsent:
-            self._unsent += frame
-            return
-        sent = self._send_now(frame)
-        if sent < len(frame):
-            self._unsent += memoryview(frame)[sent:]
-            self._loop.add_writer(self._end, self._send_rest)
-
-    def end(self) -> None:
-        """Tell the child that no more frames come; the child finishes and closes its end. Safe to
-        repeat."""
-        with suppress(OSError):  # the child has exited
-            self._end.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        """Stop reading and drop unsent bytes. Safe to repeat."""
-        if self._end.fileno() >= 0:
-            self._loop.remove_reader(self._end)
-            self._loop.remove_writer(self._end)
-            self._end.close()
-
-    def _send_rest(self) -> None:
-        sent = self._send_now(self._unsent)
-        del self._unsent[:sent]
-        if not self._unsent:
-            self._loop.remove_writer(self._end)
-
-    def _send_now(self, data: bytes | bytearray) -> int:
-        try:
-            return self._end.send(data)
-        except (BlockingIOError, InterruptedError):
-            return 0
-        except OSError:
-            return len(data)  # the child has exited; `_read` notices next
-
-    def _read(self) -> None:
-        try:
-            data = self._end.recv(READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self.close()
-            self._on_end()
-            return
-        for frame in self._reader.feed(data):
-            self._on_frame(frame)

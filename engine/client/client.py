@@ -38,6 +38,7 @@ from engine.api import (
     Tokens,
 )
 from engine.client.cache_event_totals import CacheEventTotals
+from engine.client.frame_wire import FrameWire
 from engine.client.namespace_stats import NamespaceTable
 from engine.client.request_stream import RequestStream
 from engine.errors import (
@@ -49,15 +50,15 @@ from engine.errors import (
 )
 from engine.protocol import (
     Frame,
-    FrameError,
     Hello,
     Rejected,
     Reply,
     Welcome,
-    downward_decoder,
     encode,
+    read_downward,
 )
 from engine.statistics import CacheNews, Stats
+from engine.wire import FrameError
 
 CALL_TIMEOUT_S = 10.0
 """Longest wait for the result of a call, in seconds."""
@@ -313,44 +314,42 @@ class EngineConnection(ABC):
         return reply
 
 
-class SocketEngine(EngineConnection, asyncio.Protocol):
+class SocketEngine(EngineConnection):
     """An engine in a separate process; `connect` makes one.
 
-    `last_frame_s`: the loop's time of its last bytes. Messages are handled inside the transport's
-    callback: a task that reads would cost one more loop turn per step.
+    `last_frame_s`: the loop's time of its last frame.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, end: socket.socket) -> None:
+        """`end`: of the process's socket, owned by the engine from now on."""
         super().__init__()
         self._loop = asyncio.get_running_loop()
-        self._decoder = downward_decoder()
+        self._wire = FrameWire(end, self.take_frame, self._on_end)
         self._frames = 0
         self._unsent: list[bytes] = []
         self._welcome: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._transport: asyncio.Transport | None = None
         self.last_frame_s = self._loop.time()
 
     @classmethod
     async def connect(cls, wire: socket.socket, hello: Hello) -> SocketEngine:
         """Send a Hello over the socket of a new process, and wait until its model is loaded.
 
-        `wire`: a Unix stream socket, owned by the engine from now on. Raises OSError, and
-        EngineError with the process's error code: engine_died if the process closed the connection
-        first.
+        Raises EngineError with the process's error code: engine_died if the process closed the
+        connection first.
         """
-        transport, engine = await asyncio.get_running_loop().create_unix_connection(cls, sock=wire)
+        engine = cls(wire)
         try:
-            transport.write(encode(hello))
-            await engine.wait_ready()
+            await engine.greet(hello)
         except BaseException:
-            transport.close()
+            await engine.close()
             raise
         return engine
 
-    async def wait_ready(self) -> EngineInfo:
-        """Wait for the engine's Welcome; return its description. Raises EngineError."""
-        return await self._welcome
+    async def greet(self, hello: Hello) -> None:
+        """Send a Hello and wait for the engine's Welcome. Raises EngineError."""
+        self._wire.send(encode(hello))
+        await self._welcome
 
     def post(self, command: Command) -> None:
         """See `EngineConnection.post`. Raises EngineUnavailable if the engine has stopped reading,
@@ -360,10 +359,9 @@ class SocketEngine(EngineConnection, asyncio.Protocol):
         turn goes on. With more streams, all commands of a turn leave in one write at its end: a
         write costs more than all other work on a command.
         """
-        transport = self._transport
-        if transport is None or transport.is_closing():
+        if self._is_closed:
             return
-        is_full = transport.get_write_buffer_size() > UNSENT_BYTES_MAX
+        is_full = self._wire.unsent > UNSENT_BYTES_MAX
         if is_full and not isinstance(command, Cancel | EndSample | Drain):
             raise EngineUnavailable("queue_full", "The engine does not keep up with its requests.")
         if not self._unsent:
@@ -374,8 +372,8 @@ class SocketEngine(EngineConnection, asyncio.Protocol):
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, []
-        if unsent and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(b"".join(unsent))
+        if unsent and not self._is_closed:
+            self._wire.send(b"".join(unsent))
 
     async def wait_lost(self) -> None:
         """Return when the connection has ended."""
@@ -384,38 +382,30 @@ class SocketEngine(EngineConnection, asyncio.Protocol):
     async def close(self) -> None:
         """See `Engine.close`."""
         self._send()
+        self._wire.close()
         self._end("The connection to the engine was closed.")
-        if self._transport is not None:
-            self._transport.close()
 
-    # -- called by the transport ----------------------------------------------------------------
+    # -- called by the wire -----------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`. A protocol error ends the connection."""
+    def take_frame(self, body: bytes) -> None:
+        """Handle a frame of the engine. A protocol error ends the connection."""
         self.last_frame_s = self._loop.time()
         try:
-            for message in self._decoder.feed(data):
-                if isinstance(message, Frame) and self.info is not None:
-                    self._check_number(message.number)
-                    self.receive(message.messages)
-                elif self._welcome.done():
-                    raise FrameError("a second Welcome")
-                else:
-                    self._on_welcome(message)
+            message = read_downward(body)
+            if isinstance(message, Frame) and self.info is not None:
+                self._check_number(message.number)
+                self.receive(message.messages)
+            elif self._welcome.done():
+                raise FrameError("a second Welcome")
+            else:
+                self._on_welcome(message)
         except EngineError as error:
             if not self._welcome.done():
                 self._welcome.set_exception(error)
+            self._wire.close()
             self._end(DIED_MESSAGE)
-            assert self._transport is not None
-            self._transport.abort()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+    def _on_end(self) -> None:
         self._end(DIED_MESSAGE)
         if not self._welcome.done():
             closed = EngineUnavailable("engine_died", "The engine closed the connection.")

@@ -9,18 +9,11 @@ exits when the gateway closes its end, and stores nothing; its log line has no t
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import socket
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import suppress
-from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from engine.encoder.card import load_encoder_card
 from engine.encoder.protocol import (
@@ -28,22 +21,16 @@ from engine.encoder.protocol import (
     EncodedBatch,
     EncoderReady,
     EncoderRejected,
-    FromEncoder,
     StartEncoder,
-    ToEncoder,
-    encode_message,
     read_to_encoder,
     unpack_ids,
 )
 from engine.errors import ModelError
-from engine.processes import end_with_parent
-from engine.protocol import Decoder
+from engine.processes import end_with_parent, run_child
+from engine.wire import receive, send
 
 if TYPE_CHECKING:
     from engine.encoder.text_parts import EncoderThreads
-
-READ_BYTES = 2**16
-"""Bytes per read."""
 
 
 def load(start: StartEncoder) -> EncoderThreads:
@@ -77,63 +64,32 @@ def serve(wire: socket.socket) -> int:
     """Serve until the gateway closes its end. Returns the exit status."""
     encoder: EncoderThreads | None = None
     try:
-        for message in _receive(wire):
+        for frame in chain.from_iterable(receive(wire)):
+            message = read_to_encoder(frame)
             if isinstance(message, StartEncoder):
                 gc.disable()  # collections took a tenth of importing torch, and its objects stay
                 try:
                     encoder = load(message)
                 except ModelError as error:
-                    _send(wire, EncoderRejected(error.code, error.message))
+                    send(wire, EncoderRejected(error.code, error.message))
                     return 1
                 finally:
                     gc.freeze()
                     gc.enable()
-                _send(wire, EncoderReady(encoder.encoder.card.dimensions))
+                send(wire, EncoderReady(encoder.encoder.card.dimensions))
                 continue
             assert encoder is not None, "the first message is StartEncoder"
-            _send(wire, encode_batch(encoder, message))
+            send(wire, encode_batch(encoder, message))
     finally:
         if encoder is not None:
             encoder.close()
     return 0
 
 
-def _receive(wire: socket.socket) -> Iterator[ToEncoder]:
-    decoder = Decoder(read_to_encoder)
-    while True:
-        try:
-            data = wire.recv(READ_BYTES)
-        except ConnectionError:
-            return
-        if not data:
-            return
-        yield from decoder.feed(data)
-
-
-def _send(wire: socket.socket, message: FromEncoder) -> None:
-    with suppress(OSError):  # the gateway has gone; the next read says so
-        wire.sendall(encode_message(message))
-
-
 def main() -> int:
-    """Serve the gateway that started this process. An error is one line, without its message."""
+    """Serve the gateway that started this process."""
     end_with_parent(sys.stdin.fileno())
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        with socket.socket(fileno=sys.stdin.fileno()) as wire:
-            return serve(wire)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)[-6:]
-        facts = {
-            "at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "event": "encoder_failed",
-            "error": type(error).__name__,
-            "frames": [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames],
-        }
-        with suppress(OSError):
-            os.write(2, msgspec.json.encode(facts) + b"\n")
-        return 1
+    return run_child("encoder", serve)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
       EncodeBatch ─────────────────────▶
                              ◀─────────── EncodedBatch    one per batch, in order
 
-The frames are those of `engine.protocol`.
+The frames are those of `engine.wire`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import Struct
-
-from engine.protocol import frame_body
 
 _SWAPS = sys.byteorder == "big"
 _ID = "I"
@@ -69,11 +67,6 @@ read_to_encoder: Callable[[bytes], ToEncoder] = msgspec.msgpack.Decoder(ToEncode
 """Decodes a frame's body for the encoder. Raises msgspec's errors."""
 read_from_encoder: Callable[[bytes], FromEncoder] = msgspec.msgpack.Decoder(FromEncoder).decode
 """Decodes a frame's body for the gateway. Raises msgspec's errors."""
-
-
-def encode_message(message: ToEncoder | FromEncoder) -> bytes:
-    """Encode one frame. Raises FrameError."""
-    return frame_body(msgspec.msgpack.encode(message))
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:

@@ -18,7 +18,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,10 +29,9 @@ from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.errors import EngineError
-from engine.processes import end_with_parent
+from engine.processes import end_with_parent, log_line
 from engine.protocol import (
     PROTOCOL_VERSION,
-    FrameError,
     Hello,
     Messages,
     Rejected,
@@ -48,6 +46,7 @@ from engine.server.gc_tuning import FrozenHeap
 from engine.server.outbox import Outbox
 from engine.server.service import EngineService
 from engine.signals import handle_signals
+from engine.wire import FrameError
 
 READ_BYTES = 1 << 18
 SWITCH_INTERVAL_S = 0.0005
@@ -162,7 +161,7 @@ class GatewayConnection:
                 case _:
                     self.reject("unsupported", "The first message must be a single Hello.")
         except (FrameError, OSError, msgspec.ValidationError) as error:
-            log("connection_lost", reason=type(error).__name__)
+            log_line("connection_lost", reason=type(error).__name__)
         return None
 
     def reject(self, code: str, message: str) -> None:
@@ -187,7 +186,7 @@ class GatewayConnection:
                         )
                     service.post(self._sink, message)
         except (FrameError, OSError) as error:
-            log("connection_lost", reason=type(error).__name__)
+            log_line("connection_lost", reason=type(error).__name__)
         finally:
             service.leave(self._sink)
 
@@ -204,16 +203,6 @@ class _DiscardSink:
         """Discard the messages."""
 
 
-def log(event: str, **facts: object) -> None:
-    """Write one JSON line to standard error; do nothing if its reader has gone."""
-    now = datetime.now(UTC).replace(tzinfo=None)
-    at = f"{now.isoformat(timespec='milliseconds')}Z"
-    line = msgspec.json.encode({"at": at, "event": event, **facts})
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.buffer.write(line + b"\n")
-        sys.stderr.buffer.flush()
-
-
 def log_failed_step(step: int, error: Exception) -> None:
     """Log the error of a step, its causes and where each was raised, innermost frame last.
 
@@ -227,7 +216,7 @@ def log_failed_step(step: int, error: Exception) -> None:
         frames = traceback.extract_tb(cause.__traceback__)[-FRAMES_MAX:]
         raised += [f"{f.filename.rpartition('/')[2]}:{f.lineno} {f.name}" for f in frames]
         cause = cause.__cause__ or cause.__context__
-    log("step_failed", step=step, error=causes[0], causes=causes[1:], frames=raised)
+    log_line("step_failed", step=step, error=causes[0], causes=causes[1:], frames=raised)
 
 
 async def run(
@@ -253,7 +242,7 @@ async def run(
             stop.set()
             return
         draining.set()
-        log("draining")
+        log_line("draining")
         service.post(_DiscardSink(), Drain(settings.config.drain_timeout_s))
 
     service = EngineService(
@@ -270,23 +259,23 @@ async def run(
         await _wait_any(loaded, stop)
         info, failure = service.info, service.failure
         if info is not None:
-            log("ready", model=info.model, blocks=info.blocks, pid=os.getpid())
+            log_line("ready", model=info.model, blocks=info.blocks, pid=os.getpid())
             for level in service.levels_off:
-                log("level_off", level=level.name, reason=level.reason)
+                log_line("level_off", level=level.name, reason=level.reason)
             gateway.welcome(service, info)
             await stop.wait()
         elif failure is not None:
-            log("loading_failed", error=type(failure).__name__)
+            log_line("loading_failed", error=type(failure).__name__)
             gateway.reject(*_failure_reason(failure))
         if serving.done() and info is not None:  # before that, a gateway ends failed starts
-            log("parent_gone")
+            log_line("parent_gone")
         await gateway.close()
         serving.cancel()
     failure = service.failure
     if failure is not None:
         # Messages of other errors may quote a prompt.
         message = failure.message if isinstance(failure, EngineError) else ""
-        log("engine_failed", error=type(failure).__name__, message=message)
+        log_line("engine_failed", error=type(failure).__name__, message=message)
     return 0 if failure is None else 1
 
 

@@ -34,17 +34,16 @@ from engine.moves import (
     StorageOutcome,
     StorageStats,
 )
-from engine.protocol import FrameError
 from engine.storage.memory.arena import HostArena
 from engine.storage.messages import (
     DiskSettings,
     HeldNamespaces,
-    encode_frame,
     failures_of,
     outcome_decoder,
 )
 from engine.storage.remote.address import remote_settings
 from engine.storage.sealing.unlocking import seal_settings
+from engine.wire import FrameError, encode_frame
 
 READ_BYTES = 2**18
 UNSENT_BYTES_MAX = 64 * 2**20

@@ -1,6 +1,6 @@
 """What the engine and the storage process say to each other: frames over the process's socket.
 
-The frames are those of `engine.protocol`, with one message of `engine.moves` or of this module. The
+The frames are those of `engine.wire`, with one message of `engine.moves` or of this module. The
 first is `DiskSettings`. Pure: bytes in, messages out.
 
     engine                               storage process
@@ -40,9 +40,9 @@ from engine.moves import (
     StoredErased,
     StoreRuns,
 )
-from engine.protocol import Decoder, frame_body
 from engine.storage.remote.address import RemoteSettings
 from engine.storage.sealing.unlocking import SealSettings
+from engine.wire import Decoder
 
 NAMESPACES_PER_FRAME = 4_096
 STORAGE_VERSION = 3
@@ -92,14 +92,8 @@ class HeldNamespaces(Struct, frozen=True, tag="held_namespaces", forbid_unknown_
 Downward = DiskSettings | StorageCommand
 Upward = HeldNamespaces | StorageOutcome
 
-_encoder = msgspec.msgpack.Encoder()
 _decode_downward = msgspec.msgpack.Decoder(Downward).decode
 _decode_upward = msgspec.msgpack.Decoder(Upward).decode
-
-
-def encode_frame(message: Downward | Upward) -> bytes:
-    """Encode one frame. Raises FrameError."""
-    return frame_body(_encoder.encode(message))
 
 
 def command_decoder() -> Decoder[Downward]:

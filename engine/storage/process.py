@@ -8,24 +8,19 @@ It logs JSON lines on standard error, without tokens.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from datetime import UTC, datetime
 
-import msgspec
-
-from engine.processes import has_ended
-from engine.protocol import FrameError
+from engine.processes import has_ended, log_line, run_child
 from engine.storage.memory.arena import HostArena
 from engine.storage.messages import STORAGE_VERSION, DiskSettings, Downward, command_decoder
 from engine.storage.remote.address import open_remote
 from engine.storage.service.service import READ_BYTES, Log, OpenRemote, StorageService
 from engine.storage.slabs.slabs import DiskCalls
+from engine.wire import FrameError
 
 END_S = 15.0
 """Longer than the service needs to finish its stores, or to find that it cannot."""
@@ -100,35 +95,23 @@ def attach_arena(settings: DiskSettings) -> HostArena:
     return arena
 
 
-def log_line(event: str, **facts: object) -> None:
-    """Write one JSON line to standard error; do nothing if its reader has gone."""
-    now = datetime.now(UTC).replace(tzinfo=None)
-    line = {"at": f"{now.isoformat(timespec='milliseconds')}Z", "event": event, **facts}
-    with suppress(OSError):
-        os.write(2, msgspec.json.encode(line) + b"\n")
-
-
 def main() -> int:
     """Serve the engine that started this process."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     watched = os.dup(sys.stdin.fileno()), END_S
     threading.Thread(target=end_after_parent, args=watched, daemon=True).start()
-    try:
-        with socket.socket(fileno=sys.stdin.fileno()) as wire:
-            return serve(
-                wire,
-                wall_ms=lambda: time.time_ns() // 1_000_000,
-                uptime_s=time.monotonic,
-                monotonic_s=time.monotonic,
-                attach=attach_arena,
-                calls=DiskCalls(),
-                log=log_line,
-                environment=os.environ,
-            )
-    except Exception as error:
-        log_line("storage_failed", error=type(error).__name__)
-        return 1
+    return run_child(
+        "storage",
+        lambda wire: serve(
+            wire,
+            wall_ms=lambda: time.time_ns() // 1_000_000,
+            uptime_s=time.monotonic,
+            monotonic_s=time.monotonic,
+            attach=attach_arena,
+            calls=DiskCalls(),
+            log=log_line,
+            environment=os.environ,
+        ),
+    )
 
 
 if __name__ == "__main__":

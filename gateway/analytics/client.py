@@ -18,6 +18,8 @@ from typing import Any
 
 from msgspec import structs
 
+from engine.client.frame_wire import FrameWire
+from engine.wire import encode_frame
 from gateway.analytics.completed_prompt import CompletedPrompt
 from gateway.analytics.interface import AnalyticsClient
 from gateway.analytics.protocol import (
@@ -26,10 +28,9 @@ from gateway.analytics.protocol import (
     StartAnalytics,
     read_from_analytics,
 )
-from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
+from gateway.child_process import ChildProcess, Report, RestartPolicy
 from gateway.dialects.canonical import Rendered
 from gateway.errors import Kind, Refusal
-from tenancy.ledger.child_process import encode_frame
 
 COMMAND = (sys.executable, "-m", "gateway.analytics.process")
 PAUSE_S = 1.0

@@ -1,6 +1,6 @@
 """The analytics process: `python -m gateway.analytics.process`, started by a gateway.
 
-Its standard input is a socket (`tenancy.ledger.child_process`). The process aggregates finished
+Its standard input is a socket (`engine.wire`). The process aggregates finished
 requests and answers questions. It exits when the gateway closes its end, and stores nothing. One
 thread; it knows no HTTP. `gateway.analytics.client` is the other end.
 """
@@ -12,7 +12,8 @@ import socket
 import sys
 from itertools import chain
 
-from engine.processes import end_with_parent
+from engine.processes import end_with_parent, run_child
+from engine.wire import receive, send
 from gateway.analytics.aggregates import Analytics
 from gateway.analytics.protocol import (
     CompletedRequests,
@@ -20,7 +21,6 @@ from gateway.analytics.protocol import (
     StartAnalytics,
     read_to_analytics,
 )
-from tenancy.ledger.child_process import receive, run, send
 
 
 class GatewayAnalytics:
@@ -62,7 +62,7 @@ def serve(wire: socket.socket) -> int:
 def main() -> int:
     """Serve the gateway that started this process."""
     end_with_parent(sys.stdin.fileno())
-    return run("analytics", serve)
+    return run_child("analytics", serve)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
       a question ──────────────────────▶
                              ◀─────────── QuestionResult     one per question, in order
 
-Each message is the body of one frame of `tenancy.ledger.child_process`.
+Each message is the body of one frame of `engine.wire`.
 """
 
 from __future__ import annotations

@@ -15,18 +15,19 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
+from engine.client.frame_wire import FrameWire
 from engine.encoder.protocol import (
     EncodeBatch,
     EncodedBatch,
     EncoderReady,
     EncoderRejected,
     StartEncoder,
-    encode_message,
     read_from_encoder,
 )
 from engine.errors import ModelError
 from engine.processes import COMPUTING
-from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
+from engine.wire import encode_frame
+from gateway.child_process import ChildProcess, Report, RestartPolicy
 from gateway.embeddings.text_queue import QueuedText, TextQueue
 from gateway.errors import Kind, Refusal
 
@@ -171,7 +172,7 @@ class EncoderProcess:
         self._in_flight = self._queue.take(BATCH_TOKENS)
         if self._in_flight:
             texts = [text.data for text in self._in_flight]
-            self._wire.send(encode_message(EncodeBatch(self.batches, texts)))
+            self._wire.send(encode_frame(EncodeBatch(self.batches, texts)))
             self._deadline = self._loop.call_later(self._batch_s, self._lose, "stuck")
 
     def _take_batch(self, encoded: EncodedBatch) -> None:
@@ -229,7 +230,7 @@ class EncoderProcess:
         except OSError as error:
             return str(error.strerror)
         self._wire, self._answer = wire, self._loop.create_future()
-        wire.send(encode_message(self._start))
+        wire.send(encode_frame(self._start))
         answer = await self._answer
         if isinstance(answer, EncoderRejected):
             self._lose(answer.message)

@@ -17,19 +17,20 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from engine.client.frame_wire import FrameWire
 from engine.processes import DATABASE
-from gateway.child_process import ChildProcess, FrameWire, Report, RestartPolicy
+from engine.wire import FrameError, encode_frame
+from gateway.child_process import ChildProcess, Report, RestartPolicy
+from gateway.ledger.protocol import BatchResult, NotOpened, Open, Opened, error_of, read_from_writer
 from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
-from tenancy.ledger.child_process import encode_frame
 from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.holds import ProgressNote
-from tenancy.ledger.protocol import BatchResult, NotOpened, Open, Opened, error_of, read_from_writer
 from tenancy.ledger.transactions import Hold, Item, NamedEntry, entry_in
 from tenancy.ledger.writer import NOT_DURABLE, is_written
 from tenancy.storage.backends import is_server
 from tenancy.types import TokenCounts, UsageEntry
 
-COMMAND = (sys.executable, "-m", "tenancy.ledger.process")
+COMMAND = (sys.executable, "-m", "gateway.ledger.process")
 RESTARTS = RestartPolicy((0.0, 0.5, 1.0, 2.0, 4.0, 5.0))
 
 CLOSE_S = 30.0
@@ -42,6 +43,9 @@ FRAME_ITEMS = 16
 """Items that leave before the loop turn ends. If all 32 items of a turn left at its end, the
 gateway would wait for the whole commit and the ledger for the next turn: that costs 12 % of the
 throughput without a ledger, where 16 items cost 3 %."""
+
+UNENCODABLE = (ValueError, OverflowError, FrameError)
+"""Errors of items that fit no message, or no frame together."""
 
 Waiter = asyncio.Future[None]
 Pair = tuple[Item, Waiter | None]
@@ -193,7 +197,7 @@ class LedgerProcessClient:
         queued, self._queued = self._queued, []
         try:
             frame = encode_frame([item for item, _ in queued])
-        except (ValueError, OverflowError):
+        except UNENCODABLE:
             queued, frame = self._drop_unencodable(queued)
         if not self._in_flight:
             self._last_answer_s = self._loop.time()
@@ -206,7 +210,7 @@ class LedgerProcessClient:
         for item, waiter in queued:
             try:
                 frames.append(encode_frame([item]))
-            except (ValueError, OverflowError) as error:
+            except UNENCODABLE as error:
                 message = f"Ledger item cannot be encoded: {type(error).__name__}."
                 self._fail(item, waiter, LedgerUnavailable("impossible_entry", message))
             else:

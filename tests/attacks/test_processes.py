@@ -22,7 +22,7 @@ from tests.server_process import SETTINGS, children, serve_command, spawn
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 60
-OWES_WORK = ("tenancy.ledger.process", "engine.storage.process")
+OWES_WORK = ("gateway.ledger.process", "engine.storage.process")
 """Processes that finish what they were given before they end."""
 LEVELS = """
 [engine]

@@ -16,11 +16,12 @@ from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.namespace_stats import NamespaceTable
 from engine.config import EngineConfig
 from engine.core.stats import EngineStats
-from engine.protocol import Downward, Frame, Welcome, downward_decoder, encode
+from engine.protocol import Downward, Frame, Welcome, encode, read_downward
 from engine.scheduler.request_table import RequestTable
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_cost import StepCost
 from engine.statistics import CacheNews, Gain, Stats
+from engine.wire import Decoder
 from gateway.analytics.block_churn import BlockChurn
 from gateway.background.storage_metering import StorageMeter
 from gateway.caching.namespaces import owner_of
@@ -47,7 +48,7 @@ class Heartbeats:
         self.scheduler = Scheduler(self.cache, EngineConfig(), cost, None)
         self.book, self.meter = NamespaceTable(), StorageMeter()
         self.losses, self.churn = CacheEventTotals(), BlockChurn()
-        self.decoder = downward_decoder()
+        self.decoder = Decoder(read_downward)
         self.now_s = 0.0
         for number in range(namespaces):
             self.run_prompt(number)

@@ -183,9 +183,9 @@ async def through_a_death(server: Server) -> bytes:
     """Read the rest of a stream whose ledger process is killed after its first event."""
     async with server.request(max_tokens=STREAM_TOKENS, stream=True) as (_, content):
         await content.readuntil(b"\n\n")
-        os.kill(children(server.process.pid)["tenancy.ledger.process"], signal.SIGKILL)
+        os.kill(children(server.process.pid)["gateway.ledger.process"], signal.SIGKILL)
         rest = await content.read()
-    await until(lambda: "tenancy.ledger.process" in children(server.process.pid))
+    await until(lambda: "gateway.ledger.process" in children(server.process.pid))
     return rest
 
 
@@ -203,10 +203,10 @@ async def test_repeated_ledger_deaths_lose_and_duplicate_nothing(
         for death in range(DEATHS):
             goal = len(load.whole) + rng.randrange(3, 15)
             await until(partial(reached, load, goal))
-            pid = children(server.process.pid)["tenancy.ledger.process"]
+            pid = children(server.process.pid)["gateway.ledger.process"]
             os.kill(pid, signal.SIGKILL)
             await until(partial(died, place, death + 2))
-            await until(lambda: "tenancy.ledger.process" in children(server.process.pid))
+            await until(lambda: "gateway.ledger.process" in children(server.process.pid))
         goal = len(load.whole) + 10
         await until(partial(reached, load, goal))
         load.is_over = True
@@ -234,7 +234,7 @@ async def test_killed_gateways_items_are_written(model: Path, place: Place) -> N
         with stopped(pids["engine.server.server"]):
             clients = [asyncio.create_task(load.ask(number)) for number in range(CLIENTS)]
             await until(lambda: place.has_holds(CLIENTS))
-            held.enter_context(stopped(pids["tenancy.ledger.process"]))
+            held.enter_context(stopped(pids["gateway.ledger.process"]))
         await until_engine_ended(server, prompt_tokens * (1 + CLIENTS))
         for _ in range(TURNS):  # they wait for their entries
             async with server.request(max_tokens="none") as (_, content):

@@ -34,7 +34,6 @@ from engine.moves import (
     Stored,
     StoreRuns,
 )
-from engine.protocol import Decoder, FrameError
 from engine.storage.folder import FolderLock, doubt_about, prepare_folder, wait_for_lock
 from engine.storage.io_threads import IoThreads
 from engine.storage.memory.arena import HostArena
@@ -44,7 +43,6 @@ from engine.storage.messages import (
     Downward,
     HeldNamespaces,
     Upward,
-    encode_frame,
     failures_of,
 )
 from engine.storage.plans import PlannedRead
@@ -57,6 +55,7 @@ from engine.storage.service.store_queue import StoreQueue
 from engine.storage.slabs.slabs import DiskCalls
 from engine.storage.space.disk_space import StoreSettings
 from engine.storage.store import DiskError, DiskStore
+from engine.wire import Decoder, FrameError, encode_frame
 
 READ_BYTES = 2**18
 TICK_S = 1.0

@@ -7,11 +7,10 @@ import socket
 
 import pytest
 
-from engine.api import Cancel
+from engine.client.frame_wire import FrameWire
 from engine.errors import ModelError
-from engine.protocol import Upward, encode, upward_decoder
-from gateway.child_process import ChildProcess, FrameWire, RestartPolicy, StartLimit
-from tenancy.ledger.child_process import FrameReader, encode_frame
+from engine.wire import FrameReader, encode_frame
+from gateway.child_process import ChildProcess, RestartPolicy, StartLimit
 from tenancy.ledger.transactions import Item
 from tests.unit.tenancy.conftest import used
 
@@ -217,12 +216,3 @@ async def test_permanent_error_is_raised_and_quoted_only_if_ours() -> None:
         ("it_not_started", {"reason": "no such model"}),
         ("it_not_started", {"reason": "ValueError"}),
     ]
-
-
-def test_both_codecs_cut_the_same_frames() -> None:
-    """The engine and tenancy may not import each other, so each has a reader of the same frames."""
-    messages: list[Upward] = [Cancel("a"), Cancel("b" * 300)]
-    data = b"".join(map(encode_frame, messages))
-
-    assert data == b"".join(map(encode, messages))
-    assert list(upward_decoder().feed(data)) == messages

@@ -132,9 +132,8 @@ async def welcomed_engine() -> AsyncIterator[tuple[SocketEngine, socket.socket]]
     """Yield the gateway's end without an engine behind it, and the other end of its socket."""
     ours, theirs = socket.socketpair()
     with theirs:
-        loop = asyncio.get_running_loop()
-        _, engine = await loop.create_unix_connection(SocketEngine, sock=ours)
-        engine.data_received(encode(Welcome(fake_core(CONFIG)[1])))
+        engine = SocketEngine(ours)
+        engine.take_frame(encode(Welcome(fake_core(CONFIG)[1]))[4:])
         yield engine, theirs
         await engine.close()
 
@@ -335,7 +334,7 @@ async def test_single_command_is_written_at_once_and_many_together() -> None:
             await asyncio.sleep(0)
             left.append((at_once, sent()))
             ends = tuple(Finished(name, "done", Usage()) for name in names)
-            engine.data_received(encode(Frame(number, number, ends)))
+            engine.take_frame(encode(Frame(number, number, ends))[4:])
         for name in "gh":
             engine.submit(request(name))
         await engine.close()
@@ -455,9 +454,9 @@ async def test_gap_in_the_frames_ends_every_stream_as_failed() -> None:
     """Tokens are lost; no stream may end as if it were whole."""
     async with welcomed_engine() as (engine, _):
         streams = [engine.submit(request(name)) for name in "ab"]
-        engine.data_received(encode(Frame(0, 1, (Started("a", 3, 0),))))
+        engine.take_frame(encode(Frame(0, 1, (Started("a", 3, 0),)))[4:])
 
-        engine.data_received(encode(Frame(2, 3, (Finished("a", "done", Usage()),))))
+        engine.take_frame(encode(Frame(2, 3, (Finished("a", "done", Usage()),)))[4:])
 
         ends = [(await read(stream))[-1] for stream in streams]
         assert [(end.ending, end.code) for end in ends] == [("failed", "engine_died")] * 2
@@ -471,7 +470,7 @@ async def test_part_that_cannot_be_sent_fails_and_cancels_its_request() -> None:
     async with welcomed_engine() as (engine, theirs):
         streams = [engine.submit(request(name)) for name in "ab"]
 
-        engine.data_received(encode(Frame(0, 1, (Started("a", 3, 1), lost, end, lost))))
+        engine.take_frame(encode(Frame(0, 1, (Started("a", 3, 1), lost, end, lost)))[4:])
 
         (_, failed), (whole,) = [await read(stream) for stream in streams]
         assert (failed.ending, failed.code) == ("failed", "answer_lost")

@@ -21,13 +21,12 @@ from engine.encoder.protocol import (
     FromEncoder,
     StartEncoder,
     ToEncoder,
-    encode_message,
     pack_ids,
     read_from_encoder,
     unpack_ids,
 )
 from engine.encoder.text_parts import EncoderThreads
-from engine.protocol import Decoder
+from engine.wire import Decoder, encode_frame
 from tests.encoders import prepared_encoder
 
 TEXTS = [[2, 4, 5, 3], [2, 3], [2, 6, 7, 8, 3]]
@@ -55,7 +54,7 @@ class Served:
 
     def ask(self, message: ToEncoder) -> FromEncoder:
         """Send a message; return the one answer."""
-        self._wire.sendall(encode_message(message))
+        self._wire.sendall(encode_frame(message))
         while True:
             for answer in self._decoder.feed(self._wire.recv(2**16)):
                 return answer

@@ -20,7 +20,8 @@ from engine.api import CacheGrant, Cancel, Finished, Request, Sampling, Started,
 from engine.client.client import SocketEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.protocol import PROTOCOL_VERSION, Hello, Rejected, Upward, downward_decoder, encode
+from engine.protocol import PROTOCOL_VERSION, Hello, Rejected, Upward, encode, read_downward
+from engine.wire import Decoder
 
 CONFIG = EngineConfig(heartbeat_s=0.05, drain_timeout_s=20.0, prefill_chunk_tokens_max=16)
 DEADLINE_S = 60.0
@@ -84,7 +85,7 @@ class Child:
         async with asyncio.timeout(DEADLINE_S):
             data = await reader.read(-1)
         writer.close()
-        return list(downward_decoder().feed(data))
+        return list(Decoder(read_downward).feed(data))
 
 
 @asynccontextmanager
@@ -267,7 +268,7 @@ async def test_gateway_that_does_not_read_costs_bounded_memory() -> None:
         for number in range(count):
             writer.write(encode(Submit(request(f"{number}", 1, (64, *prompt)))))
         await writer.drain()
-        decoder = downward_decoder()
+        decoder = Decoder(read_downward)
         ends = 0
         async with asyncio.timeout(DEADLINE_S):
             while ends < count:

@@ -25,7 +25,8 @@ from engine.moves import (
 )
 from engine.storage.client import StorageClient, StorageProcess
 from engine.storage.memory.arena import HostArena
-from engine.storage.messages import DiskSettings, HeldNamespaces, command_decoder, encode_frame
+from engine.storage.messages import DiskSettings, HeldNamespaces, command_decoder
+from engine.wire import encode_frame
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.storage_rig import (
     LAYOUT,

@@ -37,11 +37,11 @@ from engine.storage.memory.arena import HostArena
 from engine.storage.messages import (
     DiskSettings,
     Upward,
-    encode_frame,
     outcome_decoder,
 )
 from engine.storage.process import serve
 from engine.storage.store import DiskStore
+from engine.wire import encode_frame
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.failing_calls import FailingCalls, Gates
 from tests.unit.engine.storage.storage_rig import (

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from engine import wire
 from engine.api import Grammar
 from gateway.analytics import client
 from gateway.analytics.aggregates import Analytics
@@ -22,7 +23,6 @@ from gateway.analytics.protocol import StartAnalytics
 from gateway.child_process import RestartPolicy
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.errors import Refusal
-from tenancy.ledger import child_process
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import ClassTerms
 from tests.fakes import FakeClock
@@ -147,7 +147,7 @@ async def test_sends_requests_in_batches(
     remote = await analytics.open()
     await remote.overview()
     frames: list[object] = []
-    encode_frame = child_process.encode_frame
+    encode_frame = wire.encode_frame
 
     def noted(message: Any) -> bytes:
         frames.append(len(message.prompts) if hasattr(message, "prompts") else "question")

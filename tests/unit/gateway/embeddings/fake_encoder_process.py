@@ -16,11 +16,10 @@ from engine.encoder.protocol import (
     EncoderReady,
     EncoderRejected,
     StartEncoder,
-    encode_message,
     read_to_encoder,
     unpack_ids,
 )
-from engine.protocol import Decoder
+from engine.wire import Decoder, encode_frame
 
 DIES, HANGS, DAMAGED = 666, 667, 668
 
@@ -35,9 +34,9 @@ def main() -> int:
                     if not message.folder:
                         return 1
                     if message.folder != "ready":
-                        wire.sendall(encode_message(EncoderRejected(message.folder, "no model")))
+                        wire.sendall(encode_frame(EncoderRejected(message.folder, "no model")))
                         return 1
-                    wire.sendall(encode_message(EncoderReady(1)))
+                    wire.sendall(encode_frame(EncoderReady(1)))
                     continue
                 firsts = [unpack_ids(text)[0] for text in message.texts]
                 if DIES in firsts:
@@ -46,7 +45,7 @@ def main() -> int:
                     signal.pause()
                 pairs = zip(message.texts, firsts, strict=True)
                 found = [b"" if first == DAMAGED else text for text, first in pairs]
-                wire.sendall(encode_message(EncodedBatch(message.number, found)))
+                wire.sendall(encode_frame(EncodedBatch(message.number, found)))
     return 0
 
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from engine import wire
 from gateway.child_process import RestartPolicy
 from gateway.ledger import client
 from gateway.ledger.client import COMMAND, FRAME_ITEMS, LedgerProcessClient
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.ledger import child_process
 from tenancy.ledger.transactions import Hold, Item
 from tenancy.storage.sqlite import SqliteStore
 from tenancy.types import TokenCounts
@@ -32,8 +32,8 @@ PATIENCE_S = 60.0
 QUICK = RestartPolicy((0.0, 0.05, 0.1, 0.2, 5.0))
 DIES_BEFORE_ANSWERING = """
 import os, sys
-from tenancy.ledger import process as ledger_process
-from tenancy.ledger.protocol import BatchResult
+from gateway.ledger import process as ledger_process
+from gateway.ledger.protocol import BatchResult
 send = ledger_process.send
 def die(wire, message):
     os._exit(9) if isinstance(message, BatchResult) else send(wire, message)
@@ -42,7 +42,7 @@ sys.exit(ledger_process.main())
 """
 OPENS_UNLESS_FILE_EXISTS = """
 import pathlib, sys
-from tenancy.ledger import process as ledger_process
+from gateway.ledger import process as ledger_process
 sys.exit(pathlib.Path({away!r}).exists() or ledger_process.main())
 """
 
@@ -117,7 +117,7 @@ async def code(waiter: asyncio.Future[None]) -> str:
 def _record_frame_sizes(patch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by the number of items of each frame sent from now on."""
     frames: list[int] = []
-    encode_frame = child_process.encode_frame
+    encode_frame = wire.encode_frame
 
     def counted(message: list[Item]) -> bytes:
         frames.append(len(message))

@@ -9,13 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tenancy import errors
-from tenancy.errors import BudgetExceeded, IdempotencyConflict, LimitExceeded, TenancyError
-from tenancy.ledger.child_process import FrameReader, encode_frame
-from tenancy.ledger.epochs import LedgerEpoch
-from tenancy.ledger.holds import ProgressNote
-from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord
-from tenancy.ledger.protocol import (
+from engine.wire import FrameReader, encode_frame
+from gateway.ledger.protocol import (
     BatchResult,
     FromWriter,
     NotOpened,
@@ -27,6 +22,11 @@ from tenancy.ledger.protocol import (
     read_items,
     read_open,
 )
+from tenancy import errors
+from tenancy.errors import BudgetExceeded, IdempotencyConflict, LimitExceeded, TenancyError
+from tenancy.ledger.epochs import LedgerEpoch
+from tenancy.ledger.holds import ProgressNote
+from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord
 from tenancy.ledger.transactions import (
     EngineTotals,
     Hold,

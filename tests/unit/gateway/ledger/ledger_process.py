@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tenancy.ledger.child_process import FrameReader, encode_frame
-from tenancy.ledger.protocol import BatchResult, FromWriter, Open, error_of, read_from_writer
+from engine.wire import FrameReader, encode_frame
+from gateway.ledger.protocol import BatchResult, FromWriter, Open, error_of, read_from_writer
 from tenancy.ledger.transactions import Item
 
 ROOT = Path(__file__).parents[4]
@@ -62,7 +62,7 @@ def ledger_process() -> Iterator[Process]:
     ours.settimeout(PATIENCE_S)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tenancy.ledger.process"],
+            [sys.executable, "-m", "gateway.ledger.process"],
             stdin=theirs.fileno(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from gateway.ledger.protocol import NotOpened, Open, Opened, error_of
 from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.holds import ProgressNote
-from tenancy.ledger.protocol import NotOpened, Open, Opened, error_of
 from tenancy.ledger.transactions import Hold, Item
 from tenancy.ledger.writer import BATCH_MAX
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
 from tenancy.types import TokenCounts
+from tests.unit.gateway.ledger.ledger_process import Process, ledger_process
 from tests.unit.tenancy.conftest import Wall, used
-from tests.unit.tenancy.ledger.ledger_process import Process, ledger_process
 from tests.unit.tenancy.ledger.written import endings, holds
 from tests.unit.tenancy.storage.postgres_server import Server
 

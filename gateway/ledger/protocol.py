@@ -7,7 +7,7 @@
         ───────────────────────────────▶
                              ◀─────────── BatchResult     one per commit, for several items
 
-Each message is the body of one frame of `tenancy.ledger.child_process`.
+Each message is the body of one frame of `engine.wire`.
 """
 
 from __future__ import annotations

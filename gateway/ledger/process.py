@@ -1,6 +1,6 @@
-"""The ledger's writer as a process: `python -m tenancy.ledger.process`, started by a gateway.
+"""The ledger's writer as a process: `python -m gateway.ledger.process`, started by a gateway.
 
-Its standard input is a socket (`tenancy.ledger.child_process`). The first frame names the database;
+Its standard input is a socket (`engine.wire`). The first frame names the database;
 the process then writes the items that have arrived, in one transaction per batch, and answers once
 per commit. When the gateway closes its end for any reason, the process writes the items it was
 sent, closes the remaining holds, and exits; only SIGKILL ends it before. One thread, which waits
@@ -17,9 +17,9 @@ from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 
-from tenancy.errors import StoreError
-from tenancy.ledger.child_process import receive, run, send
-from tenancy.ledger.protocol import (
+from engine.processes import run_child
+from engine.wire import receive, send
+from gateway.ledger.protocol import (
     BatchResult,
     NotOpened,
     Opened,
@@ -27,6 +27,7 @@ from tenancy.ledger.protocol import (
     read_items,
     read_open,
 )
+from tenancy.errors import StoreError
 from tenancy.ledger.transactions import Item
 from tenancy.ledger.writer import BATCH_MAX, Answers, LedgerWriter
 from tenancy.storage.backends import open_store
@@ -94,7 +95,7 @@ def _batch_result(answers: Answers) -> BatchResult:
 
 def main() -> int:
     """Serve the gateway that started this process."""
-    return run("ledger", lambda wire: serve(wire, os.environ, wall_ms))
+    return run_child("ledger", lambda wire: serve(wire, os.environ, wall_ms))
 
 
 if __name__ == "__main__":
