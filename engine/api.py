@@ -134,8 +134,8 @@ class Quota(Struct, frozen=True, forbid_unknown_fields=True):
     promised_blocks_max: Count | None = None
     """The most blocks that leases may promise it."""
     payer: Payer = b""
-    """All namespaces that name the same payer share the quota and one turn in the queue; b"" stands
-    for the namespace alone."""
+    """All namespaces that name the same payer share the quota and one turn in the queue; b"" means
+    only the namespace itself."""
     promised_on_device_max: Count | None = None
     """The most blocks that leases may hold on the device, if a level below keeps promises."""
 
@@ -204,7 +204,7 @@ class BlockWindow(Struct, frozen=True, gc=False):
     """The blocks that a sequence with an attention window reads.
 
     A token of block b reads, up to itself, the first `sinks` blocks, the `window` blocks before b,
-    and b. That follows from positions alone, not from what a step computes together. So the tokens
+    and b. That follows only from positions, not from what a step computes together. So the tokens
     of the first `shared_blocks` blocks read all tokens before them.
     """
 
@@ -219,7 +219,7 @@ class BlockWindow(Struct, frozen=True, gc=False):
     @property
     def blocks_max(self) -> int:
         """Return the most blocks that a sequence holds while a few of its tokens are computed at a
-        time, however long it is: the shared ones are let go together, when the window has passed
+        time, however long it is: the shared ones are released together, when the window has passed
         them.
         """
         return self.shared_blocks + self.window + 2
@@ -237,7 +237,7 @@ class BlockWindow(Struct, frozen=True, gc=False):
 
 class AttentionWindow(Struct, frozen=True, forbid_unknown_fields=True):
     """A request's attention window: its tokens read the first `sink_tokens` tokens and the last
-    `tokens` before their own block alone. Both are multiples of the block.
+    `tokens` before their own block, and no others. Both are multiples of the block.
 
     What is computed beyond sinks, window and a block differs from what other requests compute: it
     is never shared.
@@ -408,7 +408,7 @@ class SampledToken(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class Usage(Struct, frozen=True, forbid_unknown_fields=True):
-    """The tokens and times of one request, counted by the engine alone.
+    """The tokens and times of one request, as the engine counts them.
 
     prompt_tokens = cached_tokens + computed_tokens. `cached_tokens` is physical: prompt tokens
     whose KV was cached when the request first ran. A later preemption never lowers it:

@@ -3,21 +3,19 @@
 It knows no tensor and no clock. Rules:
 
 1. `launch(plan)` has read everything it needs when it returns: block tables and token lists are the
-   sequences' own lists and change afterwards.
-2. Order inside a step: `ended`, `begun`, `copies` (as listed), then the rows.
-3. Rows stand in the prefix tree's depth-first order, so rows that share a run of blocks are
-   contiguous; rows under an attention window come last. `groups` name shared runs; a runner that
-   ignores them is still correct.
-4. A step never reads the value of a token sampled by a step not yet collected: such a row has
-   `token_ids=None`, and its one token is the last one its sequence sampled, which the runner keeps.
-   Such a row was planned as if the step before samples one token of its sequence. So a runner may
-   sample several (where it verifies drafts) only of a sequence with no row in a later step in
-   flight: at a `pipeline_depth` of 1, or where core plans none before the step is collected. The KV
-   of no sampled token is computed: later rows compute it, scheduled as those of a prompt.
-5. The first token that a sequence with a mask samples is one that the mask allows, for any logits;
-   masks are not written after the launch. A further one that the grammar excludes ends its request.
-6. No token is sampled from a row of logits that has a NaN or nothing above minus infinity: the
-   sequences that would sample from it are in `failed`.
+sequences' own lists and change afterwards. 2. Order inside a step: `ended`, `begun`, `copies` (as
+listed), then the rows. 3. Rows are in the prefix tree's depth-first order, so rows that share a run
+of blocks are contiguous; rows under an attention window come last. `groups` name shared runs; a
+runner that ignores them is still correct. 4. A step never reads the value of a token sampled by a
+step not yet collected: such a row has `token_ids=None`, and its one token is the last one its
+sequence sampled, which the runner keeps. Such a row was planned as if the step before samples one
+token of its sequence. So a runner may sample several (where it verifies drafts) only of a sequence
+with no row in a later step in flight: at a `pipeline_depth` of 1, or where core plans none before
+the step is collected. The KV of no sampled token is computed: later rows compute it, scheduled as
+those of a prompt. 5. The first token that a sequence with a mask samples is one that the mask
+allows, for any logits; masks are not written after the launch. A further one that the grammar
+excludes ends its request. 6. No token is sampled from a row of logits that has a NaN or nothing
+above minus infinity: the sequences that would sample from it are in `failed`.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class BlockCopy(Struct, frozen=True, gc=False):
 
 
 class BegunSequence(Struct, frozen=True):
-    """A sequence that is new to the runner, or that the runner was told had ended (preempted,
+    """A sequence that is new to the runner, or that had ended for the runner (preempted,
     resumed)."""
 
     sequence_id: int

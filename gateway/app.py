@@ -483,9 +483,9 @@ async def serve(
     stop: asyncio.Event,
     hangup: asyncio.Event,
 ) -> None:
-    """Run until `stop` is set. `cards`: of `config.served_models()`; an error stands for a model
-    that cannot be served. `supervisors`: started, one for each card; they and `log` belong to the
-    caller. `encoder`: the embedding model.
+    """Run until `stop` is set. `cards`: of `config.served_models()`; an error takes the place of a
+    model that cannot be served. `supervisors`: started, one for each card; they and `log` belong to
+    the caller. `encoder`: the embedding model.
 
     `stop` drains: the gateway is not ready from then on, and running requests may finish. `hangup`
     reloads the configuration, and is cleared.

@@ -99,7 +99,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The admin listener: metrics, admin API, dashboard. Operators alone should reach it."""
+    """The admin listener: metrics, admin API, dashboard. Only operators should reach it."""
 
     listen: str = "127.0.0.1:8081"
     hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
@@ -505,7 +505,7 @@ def _setting_of(model: str, path: str) -> str:
 
 
 def _check_engine(engine: EngineConfig, at: Callable[[str], str]) -> None:
-    """Check the settings of an engine. `at`: where a setting stands. Raises ConfigError."""
+    """Check the settings of an engine. `at`: the place of a setting. Raises ConfigError."""
     if engine.prefill_chunk_tokens_max > engine.step_tokens_max:
         raise ConfigError(
             f"{at('engine.prefill_chunk_tokens_max')} ({engine.prefill_chunk_tokens_max}) exceeds"
@@ -561,7 +561,7 @@ def _check_names(tree: dict[str, Any], kind: Any, where: str, above: str) -> Non
 
 
 def _check_values(config: Config, origin: Origin) -> Config:
-    """Check what types alone cannot express. Raises ConfigError."""
+    """Check what types cannot express. Raises ConfigError."""
 
     def at(path: str) -> str:
         return f"{origin[path]}: {path}" if path in origin else path

@@ -77,8 +77,8 @@ class PreparationPool:
         """Run `work` when it is the tenant's turn, and return its result.
 
         `is_admitted`: the work is of a running request, whose answer is not refused any more. A
-        cancelled caller leaves at once: waiting work is dropped, running work is told. Raises what
-        `work` raises, and Refusal if too much of the tenant's work is waiting.
+        cancelled caller leaves at once: waiting work is dropped, running work is asked to stop.
+        Raises what `work` raises, and Refusal if too much of the tenant's work is waiting.
         """
         queue = self._waiting.setdefault(tenant_id, deque())
         if len(queue) >= WAITING_PER_TENANT_MAX and not is_admitted:

@@ -1,6 +1,6 @@
-"""The day that chat templates are told: its settings, and what asks the clock.
+"""The day that chat templates get: its settings, and what asks the clock.
 
-Many templates write today's date at the beginning of a prompt. They get the day alone, so that a
+Many templates write today's date at the beginning of a prompt. They get only the day, so that a
 prompt's beginning changes at midnight and at no other time. `gateway.config` reads the settings,
 `gateway.prompt.template` asks for the day.
 """
@@ -18,7 +18,7 @@ TODAY = "today"
 
 
 class TemplatesConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What chat templates are told of the day."""
+    """What chat templates get of the day."""
 
     date: str = TODAY
     """"today", or always this one, such as "2026-11-28"."""

@@ -67,8 +67,8 @@ class Packed(Struct, frozen=True, eq=False):
         return Packed(self.kind, parts[0], parts[1], self.group, *parts[2:])
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
-        """Return the matrix with `change` made to each part: one of rows, which leaves the last
-        dimension alone."""
+        """Return the matrix with `change` made to each part: one of rows, which does not touch the
+        last dimension."""
         return self.with_parts(*map(change, self.parts))
 
     def at(self, index: int) -> Packed:

@@ -99,8 +99,8 @@ class BudgetExceeded(TenancyError):
     """The maximum cost of a request does not fit a budget. The code is `budget_exceeded`.
 
     `scope`: "tenant" or "key". `resets_ms`: the end of the budget's window. `retry_after_s`: time
-    until then, or None when the request alone exceeds the budget. Sums are in pico-dollars: `spent`
-    in the window, and `reserved` for requests that still run.
+    until then, or None if the request by itself exceeds the budget. Sums are in pico-dollars:
+    `spent` in the window, and `reserved` for requests that still run.
     """
 
     def __init__(

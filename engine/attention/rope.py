@@ -20,7 +20,7 @@ def rope_tables(config: Architecture, context: int) -> dict[str, RopeTable]:
 
     Tables have D / 2 columns: the loader puts the channels that rotate where rotation by halves of
     the whole head finds them, and the columns of the others hold cos 1 and sin 0. With latents the
-    tables have the rotating channels alone, which come first.
+    tables have only the rotating channels, which come first.
     """
     width = config.head_dim // 2 if config.latent is None else config.latent.rope // 2
     no_rotation = torch.ones(context, width), torch.zeros(context, width)

@@ -1,9 +1,9 @@
 """The pieces of a row under an attention window: tokens that read the same blocks.
 
 A token reads by the block that it lies in, so the tokens of one block read one list of blocks, and
-those up to the shared blocks read all before them. Laid out by its blocks alone, such a piece is
-plain causal attention over a shorter table, in every backend. The module knows no tensor. The
-backends call it.
+those up to the shared blocks read all before them. Laid out by its blocks, such a piece is plain
+causal attention over a shorter table, in every backend. The module knows no tensor. The backends
+call it.
 """
 
 from __future__ import annotations

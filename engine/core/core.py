@@ -630,7 +630,7 @@ class Core:
     def _queue_full(self, turn: Payer) -> tuple[str, float]:
         """Return the message and the retry time for a payer whose request finds no room.
 
-        Both tell of the payer's own requests alone.
+        Both say something only of the payer's own requests.
         """
         waiting = self.requests.waiting.get(turn)
         requests, tokens = (len(waiting.requests), waiting.tokens) if waiting else (0, 0)

@@ -270,7 +270,7 @@ def shared_blocks(a: bytes, b: bytes, limit: int) -> int:
 
 
 def find_groups(runs: abc.Sequence[int]) -> tuple[Group, ...]:
-    """Return the groups of rows that stand in depth-first order, shallower before deeper.
+    """Return the groups of rows that are in depth-first order, shallower before deeper.
 
     `runs[i]`: how many leading blocks rows i and i + 1 share, all of them whole before the start of
     both. A group is a run of at least two rows over a run of at least one block: every level of the

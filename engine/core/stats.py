@@ -22,7 +22,7 @@ WAIT_S_MIN = 1.0
 """The shortest wait that is reported, in seconds."""
 
 DECODES_PER_RECORD = 8
-"""Steps without a prompt of which one is recorded for the cost of steps."""
+"""One in so many steps without a prompt is recorded for the cost of steps."""
 
 
 class EngineStats:

@@ -237,7 +237,7 @@ def _cuts(config: dict[str, Any], shape: BertShape) -> tuple[int, ...]:
 
 
 def _ends(tokenizer: dict[str, Any], shape: BertShape, source: Path) -> tuple[int, int]:
-    """Return the ids of [CLS] and [SEP], which stand around each text."""
+    """Return the ids of [CLS] and [SEP], which are put around each text."""
     try:
         vocab = tokenizer["model"]["vocab"]
         ids = int(vocab["[CLS]"]), int(vocab["[SEP]"])

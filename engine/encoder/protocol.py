@@ -70,7 +70,7 @@ read_from_encoder: Callable[[bytes], FromEncoder] = msgspec.msgpack.Decoder(From
 
 
 def pack_ids(token_ids: Sequence[int]) -> bytes:
-    """Return token ids in four bytes each. Equal for equal ids alone. Raises OverflowError."""
+    """Return token ids in four bytes each. Equal only for equal ids. Raises OverflowError."""
     packed = array(_ID, token_ids)
     if _SWAPS:
         packed.byteswap()

@@ -17,8 +17,7 @@ import torch
 from engine.encoder.bert import BertEncoder
 
 LONE_TOKENS = 64
-"""Tokens from which a text that is alone takes torch's threads; a shorter one only waits for
-them."""
+"""Tokens from which a single text takes torch's threads; a shorter one only waits for them."""
 
 
 class EncoderThreads:

@@ -80,7 +80,7 @@ class _Part(Struct, frozen=True, eq=False):
 
 class _Ready(Struct, frozen=True, eq=False):
     """A move that may be copied, its slot's bytes, and what is copied of it: a part for each KV
-    group, without those that a load leaves alone."""
+    group, without those that a load does not touch."""
 
     move: Move
     slot: memoryview
@@ -157,10 +157,10 @@ class _Staging:
 class DeviceTransferEngine:
     """`engine.moves.TransferEngine` for KV on a device: a stream and a thread for each direction.
 
-    A move that fails is not done, and fails alone, except that an error of the device fails all
-    moves of its batch; the block of such a load holds anything. Moves that share a slot or a block
-    run in order. `Moved.seconds` is a move's share of what the device took for its batch. One
-    thread submits, polls and closes.
+    A move that fails is not done, and no other fails with it, except that an error of the device
+    fails all moves of its batch; the block of such a load holds anything. Moves that share a slot
+    or a block run in order. `Moved.seconds` is a move's share of what the device took for its
+    batch. One thread submits, polls and closes.
     """
 
     bytes_per_s = FIRST_BYTES_PER_S

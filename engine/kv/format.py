@@ -42,7 +42,7 @@ def deal_groups(windows: Sequence[int]) -> tuple[KvGroup, ...]:
     """Deal the layers of a model, given by their windows, into KV groups of blocks of one size.
 
     Group 0 has all layers without a window; the others go to groups of at most as many layers. One
-    group of all layers, whose windows are then masks alone, where all layers have a window or none
+    group of all layers, whose windows are then only masks, where all layers have a window or none
     has, where a window is of one token, or where more than `WASTE_MAX` of the bytes would be
     wasted. O(layers).
     """

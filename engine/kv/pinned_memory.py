@@ -1,6 +1,6 @@
 """Pins host memory piece by piece, on a thread of its own: at the first use, and a little ahead.
 
-A GPU copies to and from pinned memory alone at full speed (55 GB/s against 5). Pinning is slow and
+A GPU copies at full speed only to and from pinned memory (55 GB/s against 5). Pinning is slow and
 holds up every launch on the device while it runs, most of all where pages have yet to be made. So
 the pages of a piece are touched first, by several threads, and pieces are small.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from engine.kv.copy_device import CopyDevice
 
 PIECE_BYTES = 32 * 2**20
-"""Bytes that are pinned in one call. Steps stand still for one or two milliseconds of it."""
+"""Bytes that are pinned in one call. Steps wait for one or two milliseconds of it."""
 AHEAD_BYTES = 128 * 2**20
 """What is pinned behind the furthest piece in use, before it is wanted."""
 TOUCHED_BYTES = 4 * 2**20

@@ -95,8 +95,8 @@ class SlotFormats(Generic[P]):
         return found
 
     def blocks_of(self, move: Move) -> tuple[int, ...]:
-        """Return a move's block of each part, all checked; below 0 for one that a load leaves
-        alone. Raises ValueError for an unknown format and for too few or too many blocks,
+        """Return a move's block of each part, all checked; below 0 for one that a load does not
+        touch. Raises ValueError for an unknown format and for too few or too many blocks,
         IndexError for a block that there is not."""
         found, parts = (move.block, *move.beside), self.shape(move.format).parts
         if len(found) != parts:

@@ -43,9 +43,9 @@ class BlockPacker(SizedPacker, Protocol):
 class CpuTransferEngine:
     """`engine.moves.TransferEngine` for KV in host memory: one worker thread, moves in order.
 
-    A move that fails in any way is not done, and fails alone; a load that fails has not touched
-    its block. A slot has the bytes of the move's format, and the digest is that of all of it. One
-    thread submits, polls and closes.
+    A move that fails in any way is not done, and no other fails with it; a load that fails has not
+    touched its block. A slot has the bytes of the move's format, and the digest is that of all of
+    it. One thread submits, polls and closes.
     """
 
     bytes_per_s = FIRST_BYTES_PER_S

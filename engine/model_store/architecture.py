@@ -84,8 +84,8 @@ class Moe(Struct, frozen=True, forbid_unknown_fields=True):
     top_k: Size
     intermediate: Size
     score: Literal["softmax", "sigmoid", "chosen_softmax"] = "softmax"
-    """How the router's logits become weights; `chosen_softmax` takes the softmax over the chosen
-    logits alone."""
+    """How the router's logits become weights; `chosen_softmax` takes the softmax over only the
+    chosen logits."""
     choose_by_bias: bool = False
     """A bias is added for the choice and not for the weight."""
     renormalise: bool = True

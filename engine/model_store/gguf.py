@@ -166,7 +166,7 @@ def _size_names(name: str) -> dict[str, str]:
 
 
 def _family(name: str, header: GgufHeader) -> str:
-    """Return the family of a GGUF architecture, which may stand for several."""
+    """Return the family of a GGUF architecture, which may be that of several."""
     experts = header.integer(f"{name}.expert_count") or 0
     if name == "llama":
         return "mixtral" if experts else "llama"

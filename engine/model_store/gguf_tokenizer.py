@@ -1,7 +1,7 @@
 """Builds a tokenizer.json from a GGUF file's metadata.
 
 Byte-level BPE, with the pre-tokenizers of the supported families, and SentencePiece, which joins
-the neighbours whose joined piece has the highest score: BPE whose merges stand in the order of the
+the neighbours whose joined piece has the highest score: BPE with its merges in the order of the
 joined pieces' scores. Pure: metadata in, JSON text out, in the form that the `tokenizers` library
 reads.
 """

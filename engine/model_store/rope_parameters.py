@@ -20,7 +20,7 @@ _OUTSIDE = (
     "original_max_position_embeddings",
     "max_position_embeddings",
 )
-"""Parameters that stand in the config itself where its rotary parameters lack them."""
+"""Parameters that are in the config itself if its rotary parameters lack them."""
 
 
 def rope_parameters(c: Config) -> Config:

@@ -29,8 +29,8 @@ class Source(Struct, frozen=True):
 
 Names = dict[str, Source]
 """Tables by a name's end behind the layer's number, without `.weight` or `.bias` where it has one.
-`*` stands for an expert's number: such a tensor is one expert of a stack. `_blocks` stands for a
-matrix in MXFP4, with its scales in a tensor beside."""
+`*` is an expert's number: such a tensor is one expert of a stack. `_blocks` means a matrix in
+MXFP4, with its scales in a tensor beside."""
 
 
 def one(part: str, form: Form = "rows") -> Source:
@@ -122,4 +122,4 @@ GGUF_NAMES: Names = {
 GGUF_FUSED_NAMES: Names = {"ffn_up": GATE_UP}
 """Phi-3 and GLM-4: gate and up in one tensor."""
 GGUF_NORM_NAMES: Names = {"post_attention_norm": one("post_attention_layernorm")}
-"""gpt-oss and GLM-4.5: this norm stands before the MLP."""
+"""gpt-oss and GLM-4.5: this norm comes before the MLP."""

@@ -32,8 +32,8 @@ class AttentionBlock:
             self._k_norm = source.weight("self_attn.k_norm")
 
     def attend(self, layer: int, x: Rows, attention: LayerAttention) -> torch.Tensor:
-        """Return what the heads read, [T, H * D], before the output projection. `reader` alone
-        reads x."""
+        """Return what the heads read, [T, H * D], before the output projection. Only `reader` reads
+        x."""
         qkv = self.reader(x)
         if self._qk_norm == "head":
             heads = qkv.view(len(qkv), -1, self._head_dim)

@@ -54,8 +54,8 @@ class DecoderModel:
     ) -> torch.Tensor:
         """See `engine.models.interface.Model`.
 
-        With `output_rows`, everything after the last layer's attention is computed for these rows
-        alone.
+        With `output_rows`, everything after the last layer's attention is computed only for these
+        rows.
         """
         hidden = F.embedding(token_ids, self.embeddings)
         if self.config.embed_scale != 1.0:

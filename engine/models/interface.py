@@ -34,8 +34,8 @@ class Model(Protocol[AttentionT]):
         """Return hidden states [T, C] after the last norm; writes the KV of all T tokens.
 
         token_ids [T], laid out in `attention`, which the caller has prepared for this step. With
-        `output_rows` (indices [R]): the hidden states of these rows alone, [R, C]. The result may
-        be scratch memory that the next call overwrites.
+        `output_rows` (indices [R]): the hidden states of only these rows, [R, C]. The result may be
+        scratch memory that the next call overwrites.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

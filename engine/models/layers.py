@@ -18,7 +18,7 @@ from kernels.reference_experts import ExpertActivation, Routing
 from kernels.reference_weights import Packed, Weight, as_dense
 
 Rows = Any
-"""Rows [T, C] of activations: a tensor, or what the linear map that alone reads them takes."""
+"""Rows [T, C] of activations: a tensor, or what the only linear map that reads them takes."""
 
 Linear = Callable[[Rows], torch.Tensor]
 Activation = Literal["silu", "gelu_tanh"]
@@ -46,7 +46,7 @@ class ExpertWeights(NamedTuple):
 class Ops(Protocol):
     """The layer operations of one device.
 
-    `into`: the map that alone reads a result; it gets its rows as it takes them.
+    `into`: the only map that reads a result; it gets its rows as it takes them.
     """
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
@@ -197,5 +197,5 @@ class Mlp:
         self._down = ops.linear(*source.joined(f"{name}.down_proj"))
 
     def __call__(self, x: Rows) -> torch.Tensor:
-        """Return the MLP's output [T, C] of x [T, C], which `reader` alone reads."""
+        """Return the MLP's output [T, C] of x [T, C], which only `reader` reads."""
         return self._down(self._ops.gated(self.reader(x), self._activation, self._down))

@@ -2,7 +2,7 @@
 
 Each live sequence has a *seat*: a row of the block tables on the GPU and an entry for its last
 token. A step copies its inputs from one pinned buffer, replays the graph of its shape, sampling
-included, and copies the results back without waiting. `collect` waits for that copy alone, so that
+included, and copies the results back without waiting. `collect` waits only for that copy, so that
 the host plans step N+1 while the GPU runs step N. Steps longer than the largest graph, and steps
 with prompt logprobs, are launched operation by operation.
 

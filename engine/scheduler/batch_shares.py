@@ -1,13 +1,14 @@
 """Shares of the batch: how many of its slots each payer may hold while others want some.
 
 The slots are a quota like blocks. With several payers that run or wait, each is due a part of the
-batch in proportion to its weight; a payer alone may hold all. A payer that waits below its share
+batch in proportion to its weight; a single payer may hold all. A payer that waits below its share
 claims slots of payers above theirs: its first slot of any payer that has been served no less, by
 the counters of the request queue, and further slots once it is behind by `CLAIM_STEPS` steps. So
 claims never work against the fair order, and payers that are served alike claim nothing of each
 other. With more payers than slots no share is a whole slot: then only a quick request claims, its
-payer's first slot from one that was served more and has more left. Turns alone would make it wait
-for requests of every other payer. The module changes nothing. Only the scheduler calls it.
+payer's first slot from one that was served more and has more left. With turns and no shares it
+would wait for requests of every other payer. The module changes nothing. Only the scheduler calls
+it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class BatchShares:
                 self._slots_per_weight = self._slots / sum(weights[payer] for payer in payers)
 
     def share(self, payer: Payer) -> float:
-        """Return the slots that a payer is due; infinity for a payer alone. O(1)."""
+        """Return the slots that a payer is due; infinity for a single payer. O(1)."""
         return self._slots_per_weight * self._queue.weights[payer]
 
     def is_due(self, sequence: Sequence) -> bool:

@@ -36,7 +36,7 @@ RATIO: Final = 4
 PASSES_MAX: Final = 4
 """How often a prompt is passed: so its own first token comes at most twice as late."""
 WINDOW: Final = 8
-"""The prompts of a payer, from the first one on, of which some may pass others."""
+"""The prompts of a payer, from the first one on; some may pass others."""
 TURN_TOKENS: Final = 256
 """The most tokens of a prompt by which the order of payers foresees its cost: so a payer is served
 at most so many tokens before one that has been served less."""
@@ -166,8 +166,8 @@ class RequestQueue:
         only: bool,
         count_missing: Callable[[Sequence], int],
     ) -> Iterator[Sequence]:
-        """Iterate over the waiting sequences and `running`, best first; `only`: over `running`
-        alone. `count_missing`: returns the tokens that a sequence has to compute.
+        """Iterate over the waiting sequences and `running`, best first; `only`: over nothing but
+        `running`. `count_missing`: returns the tokens that a sequence has to compute.
 
         Counters are read during the iteration, so charging a yielded sequence changes the order. A
         sequence that leaves the queue meanwhile is skipped. O(n) to start, O(log payers) each.

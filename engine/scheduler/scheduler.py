@@ -232,7 +232,7 @@ class Scheduler:
 
     def _is_quick(self, sequence: Sequence, now_s: float) -> bool:
         """Return whether a waiting sequence may claim a slot of a full batch by how little it has
-        left. A long prompt or answer is told without a look-up."""
+        left. A long prompt or answer is known without a look-up."""
         answer = sequence.parent.request.max_tokens
         return self.shares.may_claim_quickly(sequence, answer) and self.shares.may_claim_quickly(
             sequence, answer + self._count_missing(sequence, now_s)
@@ -444,7 +444,7 @@ class Scheduler:
         return not self.shares.has_claim()
 
     def _waits_for_moves(self, sequence: Sequence, admission: Admission, now_s: float) -> bool:
-        """Return whether a sequence that would run alone waits until moves let blocks go: what it
+        """Return whether a sequence that would run alone waits until moves release blocks: what it
         would load has no room before, and all of it would be computed again.
         """
         if self.loading is None or not self.loading.levels.is_moving:

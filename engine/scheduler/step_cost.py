@@ -29,7 +29,8 @@ SHORTEST_S: Final = 1e-5
 REFIT_STEPS: Final = 4
 """Recorded steps after which the prices are fitted again."""
 PRIOR_TOKENS, PRIOR_S, PRIOR_WEIGHT = 64, 0.032, 0.02
-"""A step that stands for no measurement yet: so a new engine begins with short slices."""
+"""A step in place of measurements, before there are any: so a new engine begins with short
+slices."""
 
 KNOWN_STEPS: Final = 32
 """Recorded steps from which predictions are more than the prior."""

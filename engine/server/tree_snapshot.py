@@ -50,7 +50,7 @@ def survey(
 def _largest(chains: Sequence[tuple[int, int, list[Node]]], branches_max: int) -> list[int]:
     """Return the indices of the largest branches, in order.
 
-    A parent holds all tokens of its children and stands before them, so it is chosen with any of
+    A parent holds all tokens of its children and comes before them, so it is chosen with any of
     them.
     """
     order = sorted(range(len(chains)), key=lambda place: (-chains[place][1], place))

@@ -58,8 +58,8 @@ class BatchWriter:
         committed: Callable[[Sequence[PlannedStore]], None],
     ) -> None:
         """`view` returns a slot's bytes, of a size; `place_sizes`: of places, by the bytes of their
-        slots. `drop` deletes records with all under them.
-        `committed` is told of stores in the transaction that commits them."""
+        slots. `drop` deletes records with all under them. `committed` learns of stores in the
+        transaction that commits them."""
         self._index, self._slabs, self._usage, self._space = index, slabs, usage, space
         self._promises, self._view, self._place_sizes = promises, view, place_sizes
         self._run_tokens, self._budget = run_tokens, budget

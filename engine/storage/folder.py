@@ -120,7 +120,7 @@ def type_of_file_system(path: Path, mounts: str | None = None) -> str:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder for its owner alone if it is missing. Raises FolderRefused."""
+    """Make the folder only for its owner if it is missing. Raises FolderRefused."""
     if problem := check_folder(folder):
         raise FolderRefused(problem)
     try:

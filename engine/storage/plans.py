@@ -78,8 +78,8 @@ class WriteBatch:
 
 @dataclass(slots=True)
 class PlannedRead:
-    """A record on its way into a slot. `object_name`: of the object of a record that lies in the
-    remote store alone. `verdict` is set by `read`."""
+    """A record on its way into a slot. `object_name`: of the object of a record that lies only in
+    the remote store. `verdict` is set by `read`."""
 
     call_id: int
     namespace: Namespace

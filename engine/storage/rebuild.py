@@ -126,7 +126,7 @@ def verify_store(
     """Read every record, and delete those whose bytes are damaged, with everything under them.
 
     `seal`: where the master key of a sealed store is. `remote`: its remote store; without one, and
-    where it fails, what lies there alone is left as it is. Raises FolderRefused, FolderInUse,
+    if it fails, what lies only there is left as it is. Raises FolderRefused, FolderInUse,
     IndexUnusable, MasterKeyRefused, SealRefused, OSError, apsw.Error.
     """
     with _owned(folder), _unlocked(folder, seal, environment) as seals:

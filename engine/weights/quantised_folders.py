@@ -40,7 +40,7 @@ class _Form(Struct, frozen=True):
     read: Callable[[Parts, Quantisation], Packed]
     zeros: str = ""
     name: str = "weight"
-    """What stands for the ending in the weight's name."""
+    """What takes the place of the ending in the weight's name."""
 
 
 class PackedReader:
@@ -166,7 +166,7 @@ def _gptq(parts: Parts, quantisation: Quantisation) -> Packed:
 
 def _packed_rows(parts: Parts, quantisation: Quantisation) -> Packed:
     """Read compressed-tensors: words [N, K / 8], scales [N, G], zeros [N / 8, G]; without zeros 8
-    stands for zero."""
+    means zero."""
     codes = _unpacked(parts["weight_packed"], 1)
     zeros = parts.get("weight_zero_point")
     return _int4(quantisation, codes, parts["scale"], 8 if zeros is None else _unpacked(zeros, 0))

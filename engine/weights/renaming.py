@@ -152,7 +152,7 @@ class TensorReader:
         return each(tensor, lambda rows: _reordered(rows, order))
 
     def _ordered_latents(self, part: str, latent: Latent, tensor: Weight) -> Weight:
-        """Reorder the rotating channels, which stand last in each query head and in a latent."""
+        """Reorder the rotating channels, which are last in each query head and in a latent."""
         widths = {
             "q_proj": latent.nope + latent.rope,
             "q_b_proj": latent.nope + latent.rope,
@@ -168,7 +168,7 @@ class TensorReader:
 
 
 def head_order(head_dim: int, rotating: int, *, interleaved: bool) -> torch.Tensor:
-    """Return which channel of a head in the file stands at each place in the engine, [D].
+    """Return which channel of a head in the file is at each place in the engine, [D].
 
     The file's first `rotating` channels rotate, by neighbours if `interleaved`, else by halves. In
     the engine channel i rotates with channel i + D / 2, so the halves of the rotating channels

@@ -59,7 +59,7 @@ _FOLDER_IGNORED = ("rotary_emb.inv_freq",)
 """Tensors of old folders that are computed from the config."""
 
 _LANGUAGE_PREFIXES = ("model.language_model.", "language_model.model.")
-"""What stands before the names of the text part in folders of models that see, for `model.`."""
+"""What comes before the names of the text part in folders of models that see, for `model.`."""
 
 _SET_ASIDE = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision)\."
@@ -69,7 +69,7 @@ _SET_ASIDE = re.compile(
 
 
 _PART = "|"
-"""What stands in a cached file between the name of a packed weight and the number of its part."""
+"""What is in a cached file between the name of a packed weight and the number of its part."""
 
 
 class _Index(msgspec.Struct):
@@ -237,7 +237,7 @@ def _folder_name(name: str) -> tuple[str, str]:
 
 
 def _is_draft_layer(layer: str, config: Architecture) -> bool:
-    """Return whether a layer stands behind the model's own: it drafts tokens."""
+    """Return whether a layer comes after the model's own: it drafts tokens."""
     found = _LAYER.match(layer)
     return found is not None and config.moe is not None and int(found[1]) >= len(config.layers)
 

@@ -31,7 +31,7 @@ from tenancy.reuse.prompt_changes import (
 from tenancy.types import HOUR_MS
 
 LOST_PREFIXES_MAX = 1_024
-"""Lost prefixes of one tenant and hour that are told apart."""
+"""Lost prefixes of one tenant and hour that are counted, each once."""
 
 HEAD = "head:"
 """Prefix of the facts of `FIRST_USE` that name a beginning by its digest, with the tokens that were

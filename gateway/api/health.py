@@ -37,6 +37,6 @@ def routes(gateway: Context) -> tuple[Route, ...]:
 
 
 def _states(gateway: Context) -> dict[str, dict[str, ModelState]]:
-    """Return the state of each of several models: the default one alone decides on readiness. The
+    """Return the state of each of several models: only the default one decides on readiness. The
     reasons of failures are in the log and for administrators: this answer is for everyone."""
     return {"models": gateway.models.states()} if gateway.models.are_several else {}

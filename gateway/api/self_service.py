@@ -1,6 +1,6 @@
 """`GET /v1/usage`, `GET /v1/state`, `GET` and `DELETE /v1/cache`: a tenant's view of itself.
 
-A key shows its own tenant's counts alone; other tenants do not exist here. Usage is that of the
+A key shows only its own tenant's counts; other tenants do not exist here. Usage is that of the
 tenant, the cache that of the key's workspace. Of a shared scope only the name is shown: its
 contents belong to other tenants too.
 """

@@ -88,8 +88,8 @@ class _Facts(Struct, frozen=True):
 
 class _Seen(Struct, frozen=True):
     """What this gateway has seen of a tenant's refused requests. `recent`: the exact time of the
-    last refusal by each code, of which a written minute tells the start alone. `asked_models`:
-    those that are not served, the last one first."""
+    last refusal by each code, while a written minute says only when it began. `asked_models`: those
+    that are not served, the last one first."""
 
     refusals: Refusals
     recent: Mapping[str, int]

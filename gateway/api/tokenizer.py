@@ -101,7 +101,8 @@ def _model_of(gateway: Context, name: str | None, identity: Identity) -> ServedM
 
 
 def _info_of(gateway: Context, model: ServedModel) -> EngineInfo:
-    """Return what a model's engine has told of itself. Raises EngineUnavailable before it has."""
+    """Return what a model's engine has reported of itself. Raises EngineUnavailable before it
+    has."""
     if model.engine.info is None:
         raise model.unavailable(is_alone=not gateway.models.are_several)
     return model.engine.info

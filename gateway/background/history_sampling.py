@@ -210,7 +210,7 @@ class HistorySampling:
 
     def _samples(self, minute: Minute, *, is_part: bool) -> list[Sample]:
         """Return one sample for all, and one for each tenant that was busiest; of a part of a
-        minute for those with requests alone."""
+        minute only for those with requests."""
         usage, (_, counts) = self._gateway.tenant_usage, minute
         most = 0 if is_part else TENANTS_SAMPLED_MAX
         held = {tenant_id for tenant_id, _ in usage.largest(most)}

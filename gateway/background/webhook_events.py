@@ -36,7 +36,7 @@ THRESHOLDS = (100, 80, 50)
 """Percents of a budget, the highest first: a check reports the highest that is reached."""
 EXPIRES_WITHIN_MS = 7 * DAY_MS
 FELL_BY_MIN = 0.15
-"""Least fall of a hit ratio that is told."""
+"""Least fall of a hit ratio that makes an event."""
 PROMPT_TOKENS_MIN = 100_000
 """Least prompt tokens of both days: ratios of little traffic mean nothing."""
 
@@ -217,7 +217,7 @@ def ratio_events(
 def finding_events(
     found: Sequence[Mapping[str, Any]], ids: Mapping[str, int]
 ) -> list[WebhookEvent]:
-    """Return an event for each finding that costs something. Its id stays, so it is told once."""
+    """Return an event for each finding that costs something. Its id stays, so it is sent once."""
     names = ("finding_id", "tenant", "cause", "sentence", "advice", "saving_usd_month")
     return [
         WebhookEvent(

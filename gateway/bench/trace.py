@@ -1,9 +1,9 @@
 """Workload (f), replay of recorded traffic: requests are sent at the trace's times, scaled by
 speed.
 
-`open_loop` sends them. This reads JSON lines with prefix blocks of 512 tokens (Mooncake) and
-CSV without blocks (Azure). A block id stands for the same tokens wherever it occurs, so shared ids
-are shared prefixes.
+`open_loop` sends them. This reads JSON lines with prefix blocks of 512 tokens (Mooncake) and CSV
+without blocks (Azure). A block id means the same tokens wherever it occurs, so shared ids are
+shared prefixes.
 """
 
 from __future__ import annotations

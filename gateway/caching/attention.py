@@ -1,10 +1,11 @@
 """Read the header with which a request asks for an attention window, or for none.
 
 Under a window a request's tokens read the first tokens of the sequence, its *sinks*, and the last
-ones alone. What it computes beyond them is its own: it reads and promises prefixes up to there.
-Pure: `gateway.generation.generation` and the quote handler call it with the header's values before
-they parse the body, and `prepare` checks what was asked once the model is known. A tenant may be
-denied windows, or have one for its requests that ask for nothing: such a default refuses nothing.
+ones, and no others. What it computes beyond them is its own: it reads and promises prefixes up to
+there. Pure: `gateway.generation.generation` and the quote handler call it with the header's values
+before they parse the body, and `prepare` checks what was asked once the model is known. A tenant
+may be denied windows, or have one for its requests that ask for nothing: such a default refuses
+nothing.
 """
 
 from __future__ import annotations

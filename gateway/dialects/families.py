@@ -1,6 +1,6 @@
 """The families of APIs that the server speaks, and which one a request is from.
 
-This module alone says which dialects there are: the server asks it, and names none. What only one
+Only this module says which dialects there are: the server asks it, and names none. What only one
 family has (stored objects, embeddings, the tokenizer) it passes on by noun.
 """
 

@@ -2,7 +2,7 @@
 
 A request's `model` selects one of them here and nowhere else. Background jobs and reports go over
 all of them: a namespace contains its model, so each namespace is in one engine. The engines know
-nothing of each other; the loss of one ends its own requests alone. `gateway.app` makes the models,
+nothing of each other; the loss of one ends only its own requests. `gateway.app` makes the models,
 handlers find them in `gateway.context`.
 """
 
@@ -32,7 +32,7 @@ from gateway.prompt import Renderer
 RETRY_AFTER_S = 2.0
 """Seconds that a client should wait for an engine that is being started."""
 _MODEL_PART = 2
-"""Where the model stands among the parts of a namespace."""
+"""The model's place among the parts of a namespace."""
 _FOLDERS = re.compile(r"(?<![^\s'\"])/(?:[^/\s]+/)*")
 """The folders of a path of this machine."""
 ModelState = Literal["ready", "starting", "failed"]
@@ -285,7 +285,7 @@ class ServedModels:
 
     async def refresh_all(self) -> None:
         """Ask every engine for fresh statistics. Raises EngineUnavailable if one does not answer:
-        what it held cannot be told. One that failed to start holds nothing but on a disk."""
+        what it held is not known. One that failed to start holds nothing but on a disk."""
         failed = [one.settings.name for one in self._failed if one.has_disk]
         failed += [one.name for one in self._models if one.failure() and one.has_disk]
         if failed:

@@ -25,7 +25,7 @@ def supervise_engines(
     """Return a supervisor for each model that has a card, none of them started; its reports name
     the model, if there are several.
 
-    `cards`: of `config.served_models()`; an error stands for a model that cannot be served.
+    `cards`: of `config.served_models()`; an error takes the place of a model that cannot be served.
     """
     found = []
     plan, host_mib = size_host_levels(config)

@@ -30,7 +30,7 @@ LEGITIMATE = frozenset({"new_conversation"})
 OF_REQUESTS = frozenset(
     {"system_changes", "prompt_changes", "tools_changed", "tools_reordered", "history_edited"}
 )
-"""Causes that the tenant's requests show, and that it can cure alone."""
+"""Causes that the tenant's requests show, and that it can cure by itself."""
 WITHOUT_TOKENS = frozenset({NOT_SERVED})
 """Causes of requests that were refused: nothing was computed, and nothing charged."""
 OF_HARDWARE = frozenset({"damaged"})

@@ -52,7 +52,7 @@ TOKENS_SHARE_MIN = 0.05
 """The least share of a tenant's computed tokens that a cause must waste. No share of its requests
 counts: an agent misses once in a session of 3 to 100 requests."""
 READ_SHARE_MIN = 0.1
-"""Written tokens of which a smaller share was read were written for nothing."""
+"""If a smaller share of the written tokens was read, they were written for nothing."""
 COVERED_SHARE_MIN = 0.5
 """The least share of expired prefixes that a longer class must have kept to be advised."""
 CLASS_GROUPS = (frozenset({"5m", "1h"}), frozenset({"30m", "12h"}))

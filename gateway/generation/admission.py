@@ -37,7 +37,7 @@ ECHO_ENTRIES_MAX = 1_000_000
 """Most logprobs of prompts that one answer repeats: some 15 MB, which take 45 ms to encode."""
 SEQUENCES_PER_CALL_MAX = 128
 RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 60.0
-"""Bounds of `Retry-After`, in seconds; clients that are told to wait longer give up."""
+"""Bounds of `Retry-After`, in seconds; clients that have to wait longer give up."""
 
 
 class AdmissionContext(Struct, frozen=True):
@@ -195,7 +195,7 @@ def _output_tokens(prompt: Rendered, call: Call, identity: Identity, now: Admiss
     """Return the output tokens of one prompt: the requested number, cut to the room that is left.
 
     A refusal would be about the prompt, which clients then shorten: agents compact their history,
-    and ask for as many output tokens again. Raises Refusal if the prompt alone leaves no room.
+    and ask for as many output tokens again. Raises Refusal if even the prompt leaves no room.
     """
     wanted, given = call.generation.max_tokens, len(prompt.token_ids)
     room, reason = _room(identity, now, call.attention)
@@ -214,7 +214,7 @@ def _room(
 ) -> tuple[int, str]:
     """Return the tokens that one sequence may have, and the reason as text: the model's context or
     the cache memory, whichever is smaller. Under an attention window that fits, memory is no bound:
-    blocks behind the window are let go."""
+    blocks behind the window are released."""
     context = now.info.context_tokens
     ceiling = identity.blocks_policy.ceiling_blocks
     if ceiling is not None:
@@ -232,7 +232,7 @@ def _room(
 
 
 def _check_tenant(rendered: Sequence[Rendered], identity: Identity, now: AdmissionContext) -> None:
-    """Refuse a call whose prompts exceed the tenant's requests at once; one call alone may."""
+    """Refuse a call whose prompts exceed the tenant's requests at once; a single call may."""
     limit = now.limits.requests_per_tenant_max
     if now.running and now.running + len(rendered) > limit:
         raise Refusal(

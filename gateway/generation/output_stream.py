@@ -2,8 +2,8 @@
 
 One HTTP request may be several engine requests (one per prompt), each with several samples; the
 index of a choice is prompt * choices + sample. Stop strings are found here, in text; the engine is
-told, and only the tokens that the text needed are charged. Closing the stream cancels the requests
-that still run. The module knows no HTTP; `gateway.generation.generation` reads the stream.
+asked to stop, and only the tokens that the text needed are charged. Closing the stream cancels the
+requests that still run. The module knows no HTTP; `gateway.generation.generation` reads the stream.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class OutputStream:
         self.format_violations = 0
         self.tokens_seen = 0
         self.unneeded_tokens = 0
-        """Tokens generated after a stop string, before the engine was told to stop."""
+        """Tokens generated after a stop string, before the engine stopped."""
         self.first_token_s: float | None = None
         self.ending = "cancelled"
 

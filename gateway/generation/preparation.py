@@ -311,8 +311,8 @@ def _render_group(
 def _check_size(model: ServedModel, chars: int, prompt: Prompt) -> None:
     """Refuse a prompt that cannot fit however it is tokenized, before it reaches a thread.
 
-    A token stands for at most as many characters as the longest token has bytes; normalization may
-    join a few characters into one.
+    A token has at most as many characters as the longest token has bytes; normalization may join a
+    few characters into one.
     """
     info = model.engine.info
     if info is None:

@@ -75,7 +75,7 @@ _NOT_SERVED = {
     "responses/compact": "Compacting responses is not supported; send the items to keep.",
 }
 """Endpoints of hosted APIs and other engines that this server lacks, by the path behind the
-version: the message. Only paths of which this server has no method are found here."""
+version: the message. Only paths that have no such method on this server are found here."""
 
 _NOT_SERVED_METHODS = {
     ("POST", "responses/compact"): _NOT_SERVED["responses/compact"],

@@ -261,7 +261,7 @@ class Middleware:
     def _count_guesses(self, request: web.BaseRequest, checked: CheckedKeys[T]) -> None:
         """Count unknown keys. Raises Refusal beyond the limit of the request's address.
 
-        A revoked or suspended key is no guess: alone it always gets its own error, never a 429.
+        A revoked or suspended key is no guess: a single one always gets its own error, never a 429.
         """
         address = request.remote or "local"
         if checked.is_guess:

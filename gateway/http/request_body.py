@@ -37,8 +37,8 @@ class BodyBudget:
 
     Bytes are taken before they are read, where the request declares a length, or else as they
     arrive; decompressed bytes count too. They are given back when the prompt is prepared. A payer
-    may hold a quarter of what the others leave: one alone gets a quarter of the budget, and however
-    many share it, the next one finds room. Belongs to one event loop.
+    may hold a quarter of what the others leave: a single one gets a quarter of the budget, and
+    however many share it, the next one finds room. Belongs to one event loop.
     """
 
     def __init__(self, bytes_max: int) -> None:

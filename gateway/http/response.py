@@ -61,8 +61,8 @@ async def write(request: web.BaseRequest, response: web.StreamResponse, data: by
 async def send(
     request: web.BaseRequest, status: int, body: bytes, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Send a whole response; to HEAD its head alone. Raises ClientGone if the client leaves during
-    a long one."""
+    """Send a whole response; to HEAD only its head. Raises ClientGone if the client leaves during a
+    long one."""
     merged = request[RESPONSE_HEADERS](headers)
     is_last = request[CONNECTION].owner.is_draining
     if is_last or not request.keep_alive:

@@ -36,7 +36,7 @@ _ACCEPTED_AT_ONCE = 64
 
 _QUIET_S = 0.25
 """Without a request for this long, a draining listener closes what is still open, in seconds: a
-client that was answered just now asks again at once, and is to be told why it is refused."""
+client that was answered just now asks again at once, and should learn why it is refused."""
 _QUIET_WAIT_S = 2.0
 _SHUTDOWN_TIMEOUT_S = 5.0
 """Seconds for which `close` waits for running requests before it cancels them."""

@@ -1,11 +1,11 @@
 """Client of the ledger process: the event loop hands items in and awaits their commits.
 
-The items of one loop turn leave in few frames; an item that comes alone leaves at once. One answer
-wakes the loop for all items of a commit. A process that dies is replaced at once, and queued items
-wait for the next process. Unanswered entries, and the holds of running requests, are sent again,
-once, since settling twice changes nothing; all other unanswered items are refused. Running requests
-go on: the next process learns their ids and closes all other holds. This module knows no price and
-no database. `app.serve` opens the client. The client belongs to one event loop.
+The items of one loop turn leave in few frames; a single item leaves at once. One answer wakes the
+loop for all items of a commit. A process that dies is replaced at once, and queued items wait for
+the next process. Unanswered entries, and the holds of running requests, are sent again, once, since
+settling twice changes nothing; all other unanswered items are refused. Running requests go on: the
+next process learns their ids and closes all other holds. This module knows no price and no
+database. `app.serve` opens the client. The client belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class LedgerProcessClient:
         """Send the rest of the turn's items.
 
         After a turn with one item, the next item leaves at once. After a turn with several items,
-        the first item waits: sent alone, it would cost the others a commit.
+        the first item waits: sent by itself, it would cost the others a commit.
         """
         self._is_sparse_traffic = self._turn_items == 1
         self._turn_items = 0

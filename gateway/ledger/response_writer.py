@@ -18,7 +18,7 @@ from tenancy.storage.interface import Store
 BATCH_RECORDS_MAX = 64
 """Responses that one transaction stores."""
 BATCH_BYTES_MAX = 16 * 2**20
-"""Bytes of one transaction, unless one response alone has more."""
+"""Bytes of one transaction, unless a single response has more."""
 
 
 def storage_quota(config: Config) -> StorageQuota:

@@ -115,7 +115,7 @@ def own_cgroups(
     listing: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> tuple[Path, ...]:
     """Return the folders of this process's control group and of those above it, in version 2 of
-    them; the root alone where the system does not tell. Any of them may bound its memory."""
+    them; only the root if the system does not say. Any of them may bound its memory."""
     try:
         lines = listing.read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -127,7 +127,7 @@ def own_cgroups(
 
 
 def total_memory_mib(meminfo: Path, *cgroups: Path) -> int | None:
-    """Return the memory of the machine, or of its container if that is less; None if not told."""
+    """Return the memory of the machine, or of its container if that is less; None if not known."""
     try:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         total_mib = int(fields["MemTotal"].split()[0]) // 1024

@@ -125,7 +125,7 @@ def unkept_tokens(stats: Stats, info: EngineInfo | None) -> int:
 
 
 def is_disk_away(stats: Stats) -> bool:
-    """Return whether there is a disk that does not serve now: what it has cannot be told."""
+    """Return whether there is a disk that does not serve now: what it has is not known."""
     return any(
         one.name == "disk" and one.state == "off" and one.capacity_bytes > 0 for one in stats.levels
     )

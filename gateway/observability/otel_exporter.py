@@ -2,7 +2,7 @@
 
 Only `app` imports this module, and only if `tracing.endpoint` is set. A thread of the SDK sends
 spans from a bounded queue: a slow or dead collector costs spans and delays no response. Spans are
-made from `tracing.CompletedRequest` alone.
+made only from `tracing.CompletedRequest`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ WIDTH_MAX = 10_000
 PRECISION_MAX = 400
 """Maximum number of digits that a number is rounded to."""
 _ESCAPED_CHARS = 12
-"""Characters that one character may become in a URL, or in JSON of ASCII alone."""
+"""Characters that one character may become in a URL, or in JSON that is ASCII."""
 _HTML_CHARS = 5
 """Characters that one character may become in HTML."""
 
@@ -134,8 +134,8 @@ def json_result(value: Any, *, ensure_ascii: bool, indent: object, separators: A
 
 
 def filter_result(name: str, value: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> int:
-    """Return an upper bound of the size of a filter's result; 0 where it is counted afterwards
-    alone, since it is no larger than its input. `args` and `named`: all but the value."""
+    """Return an upper bound of the size of a filter's result; 0 if it is counted only afterwards,
+    since it is no larger than its input. `args` and `named`: all but the value."""
     bound = _FILTER_RESULTS.get(name)
     return 0 if bound is None else bound(value, _Arguments(args, named))
 

@@ -2,7 +2,7 @@
 
 A template comes with the model, never from a request. The model is still third-party data, so a
 template may not access the program, run for long, or build large values (`gateway.prompt.sandbox`).
-It is told the day and no time of day, so that the beginning of a prompt changes once a day at most.
+It knows the day and no time of day, so that the beginning of a prompt changes once a day at most.
 `gateway.prompt.renderer` calls it.
 """
 

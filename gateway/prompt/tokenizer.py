@@ -50,8 +50,8 @@ _PRINTABLE_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 
 
 def _byte_alphabet() -> dict[int, int | None]:
-    """Return GPT-2's byte-level alphabet: the byte that each character stands for, None for other
-    characters below 256."""
+    """Return GPT-2's byte-level alphabet: the byte of each character, None for other characters
+    below 256."""
     rest = [b for b in range(256) if b not in _PRINTABLE_BYTES]
     others: dict[int, int | None] = dict.fromkeys(rest)
     return others | {b: b for b in _PRINTABLE_BYTES} | {256 + i: b for i, b in enumerate(rest)}

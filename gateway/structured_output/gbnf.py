@@ -39,7 +39,7 @@ class GbnfError(ValueError):
 
 
 class _Rule(Struct):
-    """A rule as pieces of Lark, in which a name stands for itself until all rules are known."""
+    """A rule as pieces of Lark, in which a name is kept as it is until all rules are known."""
 
     name: str
     pieces: list[tuple[str, str]]

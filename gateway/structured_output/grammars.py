@@ -1,7 +1,7 @@
 """Build the grammar that constrains an answer: its format, or tool calls in the model's style.
 
-An output format alone is passed on unchanged. Forced calls and calls of strict tools become a Lark
-grammar around each tool's schema. The module compiles nothing: the engine does. The renderer
+An output format without tools is passed on unchanged. Forced calls and calls of strict tools become
+a Lark grammar around each tool's schema. The module compiles nothing: the engine does. The renderer
 (`gateway.prompt.renderer`) calls it.
 """
 
@@ -38,8 +38,8 @@ _OPTIONS = {
     "coerce_one_of": False,
     "whitespace_pattern": r" |\r?\n[ \t]{0,40}",
 }
-"""Options that a schema inside a grammar may not set for itself, equal to those of a schema that
-stands alone: whether unsupported keywords are ignored, and how much white space JSON may have."""
+"""Options that a schema inside a grammar may not set for itself, equal to those of a schema by
+itself: whether unsupported keywords are ignored, and how much white space JSON may have."""
 
 _LENIENT_OPTIONS = {**_OPTIONS, "lenient": True, "coerce_one_of": True}
 """Options for callable tools and formats that are not strict: keywords that cannot be enforced
@@ -183,7 +183,7 @@ def callable_tools(prompt: Prompt) -> tuple[Tool, ...]:
 
 
 def answer_grammar(wanted: OutputFormat) -> Grammar | None:
-    """Return the grammar of an output format alone; None for text. Raises Refusal."""
+    """Return the grammar of an output format without tools; None for text. Raises Refusal."""
     if wanted.kind == "json_schema":
         schema = parse_schema(wanted.schema, wanted.path, exact=True)
         return _schema_grammar(schema, wanted.path, strict=wanted.strict)

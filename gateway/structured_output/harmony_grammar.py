@@ -1,4 +1,4 @@
-"""The grammar of an answer in harmony: messages on channels, of which thoughts are the first.
+"""The grammar of an answer in harmony: messages on channels, with thoughts as the first.
 
 A budget bounds the message on the channel `analysis`; a format holds the message on `final`; a
 forced call is a message to `functions.NAME`. The module knows no events and compiles nothing: the
@@ -75,7 +75,7 @@ class _Messages:
         return "\n".join((f"start: {start}", *self._rules, ""))
 
     def _call(self, number: int, tool: Tool, *, is_forced: bool) -> None:
-        """Add the rule of a call. The recipient stands in the role or in the channel."""
+        """Add the rule of a call. The recipient is in the role or in the channel."""
         recipient = literal(f" to=functions.{tool.name}")
         form = f'/ ?/ ({self._marker("<|constrain|>")}? "json")?'
         channel, message = self._marker("<|channel|>"), self._marker("<|message|>")

@@ -39,7 +39,7 @@ COMPILER_MESSAGE_MAX = 2_000
 log = logging.getLogger("trunkline.engine")
 
 WIDE, PAIRS, DOT, TILES, BYTES = 0, 1, 2, 3, 4
-"""Kinds of storage and multiplication; see `cpu.h`. BYTES is of KV alone."""
+"""Kinds of storage and multiplication; see `cpu.h`. BYTES is only of KV."""
 
 STORE, ADD, SILU, GELU, CLAMPED = 0, 1, 2, 3, 4
 """Epilogues of a product; see `cpu.h`."""

@@ -15,7 +15,7 @@ import torch
 
 HUGE_PAGE_BYTES = 2 * 2**20
 CHUNK_BYTES = 64 * 2**20
-"""Bytes that are mapped at once. The system gives memory to what is written of them alone."""
+"""Bytes that are mapped at once. The system gives memory only to what is written of them."""
 LINE_BYTES = 64
 
 

@@ -1,9 +1,9 @@
 """Mixtures of experts on a GPU: routing, sorting and the experts' products, decided on the device.
 
-The host never learns which experts a token takes: grids follow from the number of rows alone, so
-one CUDA graph fits every choice. `engine.models.gpu_experts` calls `route`, `sort_pairs`,
-`expert_product` and `add_experts` in this order; `kernels.reference_experts` specifies them.
-T tokens, E experts of I channels, C hidden channels, k experts a token, P = T * k pairs.
+The host never learns which experts a token takes: grids follow only from the number of rows, so one
+CUDA graph fits every choice. `engine.models.gpu_experts` calls `route`, `sort_pairs`,
+`expert_product` and `add_experts` in this order; `kernels.reference_experts` specifies them. T
+tokens, E experts of I channels, C hidden channels, k experts a token, P = T * k pairs.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ FEW_TOKENS, SOME_TOKENS = 64, 512
 
 
 def tile_of(tokens: int, kind: int) -> Tile:
-    """Return the tile of a step's products: a function of its padded number of tokens alone, so
-    that a token's bits depend on no other token of a step of that size."""
+    """Return the tile of a step's products: a function of only its padded number of tokens, so that
+    a token's bits depend on no other token of a step of that size."""
     return TILES[kind][(tokens > FEW_TOKENS) + (tokens > SOME_TOKENS)]
 
 

@@ -34,9 +34,9 @@ def dependent_rows(x: torch.Tensor) -> dict[str, Any]:
 
 @triton.jit
 def to_e4m3(groups):
-    """Return groups [G, width] fp32 in e4m3, and the scale of each: its largest value becomes
-    448, the largest of e4m3. Rounded to its values first: the interpreter's conversion is exact for
-    these alone."""
+    """Return groups [G, width] fp32 in e4m3, and the scale of each: its largest value becomes 448,
+    the largest of e4m3. Rounded to its values first: the interpreter's conversion is exact only for
+    these."""
     scales = over(tl.maximum(tl.max(tl.abs(groups), 1), 1e-12), 448.0)
     x = over(groups, scales[:, None])
     bits = x.to(tl.int32, bitcast=True)

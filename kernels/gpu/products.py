@@ -80,7 +80,7 @@ def _as_float(bits, KIND: tl.constexpr):
 def _factor(word, SHIFT: tl.constexpr, KIND: tl.constexpr):
     """Return 2^(s - 127 + 126) of the byte s at SHIFT; s is at most 128.
 
-    The bits of a four-bit float stand one exponent field lower than its value: 126 mends that, so
+    The bits of a four-bit float are one exponent field lower than its value: 126 mends that, so
     that one exact multiplication does both.
     """
     return _as_float((((word >> SHIFT) & 0xFF) + 126) << 7, KIND)
@@ -292,7 +292,7 @@ def fp8_linear_kernel(
 
 
 def fp8_tile(tokens: int) -> ProductTile:
-    """Return the tile of a product in fp8: a function of the step's padded number of rows alone, so
+    """Return the tile of a product in fp8: a function of only the step's padded number of rows, so
     that a row's bits depend on no other row of a step of that size."""
     if tokens <= 16:
         return ProductTile(16, 64, 128, 8, 4)

@@ -721,7 +721,7 @@ def report(
 
     best [R, splits, TOP] int64 and sums [R, splits, 2] fp32 are scratch; drawn [R] int32; reports
     [R, REPORT_COLUMNS] int32, written, of the given logits before `adjust`. Equal logits are
-    ordered by id; id -1 stands where the vocabulary is smaller. Cost: one pass over V per such row,
+    ordered by id; id -1 fills the rest of a smaller vocabulary. Cost: one pass over V per such row,
     spread over the GPU.
     """
     vocab = logits.shape[1]

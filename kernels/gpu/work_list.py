@@ -38,8 +38,8 @@ class TileConfig:
     """One compiled shape of the kernel: `vectors` query vectors (rows x heads of a group) against
     tiles of `keys` keys.
 
-    `programs_per_sm`, `programs_beside`: programs per multiprocessor when the class runs alone, and
-    when two classes run side by side.
+    `programs_per_sm`, `programs_beside`: programs per multiprocessor when the class runs by itself,
+    and when two classes run side by side.
     """
 
     name: str
@@ -371,7 +371,7 @@ class _Cutter:
     def _own_decode(
         self, at: npt.NDArray[np.intp], first_key: Int32, spans: Int32, base: Int32
     ) -> None:
-        """Add the own keys of the decoding slices `at`; the other arguments are theirs alone."""
+        """Add the own keys of the decoding slices `at`; the other arguments are only theirs."""
         starts, count = self.slices.starts[at], int(spans.sum())
         width = _round_up(-(-(starts + 1 - first_key) // spans), self.planner.small.keys)
         ends = np.cumsum(spans)
@@ -435,9 +435,8 @@ class _Cutter:
     def _should_overlap(self, groups: list[list[int]]) -> bool:
         """Return whether own keys should be read beside shared keys.
 
-        Yes for decoding alone, with shared keys of little more than one wave, and own keys that
-        take a good part of their time. More waves run better as two big programs per
-        multiprocessor.
+        Yes only for decoding, with shared keys of little more than one wave, and own keys that take
+        a good part of their time. More waves run better as two big programs per multiprocessor.
         """
         p, slices = self.planner, self.slices
         if not groups or self.has_prompts or self.window:

@@ -1,9 +1,9 @@
 """The daily close: a day's entries are counted, summed and hashed, and the day becomes final.
 
 Afterwards the database refuses entries in the day; late ones are booked on the next open day. Days
-are UTC. A day can be closed once it is over and none of its requests runs. The clock alone does not
-tell that it is over, except for a day that the operator names: a gateway must have written later,
-by its own clock. The command line calls it, also beside a running server.
+are UTC. A day can be closed once it is over and none of its requests runs. The clock by itself does
+not show that it is over, except for a day that the operator names: a gateway must have written
+later, by its own clock. The command line calls it, also beside a running server.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tenancy.types import DAY_MS, format_utc
 GIVE_UP_MS = DAY_MS
 """An event that could not be sent for this long is dead."""
 KEPT_MS = 45 * DAY_MS
-"""How long a row is kept: longer than a month's budget, whose events are told once."""
+"""How long a row is kept: longer than a month's budget, since its events are sent once."""
 PAUSES_MS = tuple(
     seconds * 1_000 for seconds in (5, 30, 120, 600, 1_800, 3_600, 7_200, 14_400, 21_600)
 )

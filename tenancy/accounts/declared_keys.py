@@ -92,7 +92,7 @@ DeclaredKeys = Mapping[str, Sequence[DeclaredKey]]
 def check_keys(declared: DeclaredKeys) -> None:
     """Raise BadName for invalid declarations, before any change.
 
-    No message contains a digest, because a key may stand in its place by mistake.
+    No message contains a digest, because a key may be in its place by mistake.
     """
     count = sum(map(len, declared.values()))
     if count > KEYS_DECLARED_MAX:

@@ -24,7 +24,7 @@ SCOPES_MAX = 1_000
 MEMBERS_MAX = 10_000
 """The most members of all declared scopes together."""
 ALL_WORKSPACES = ""
-"""The workspace value of a member that stands for every workspace of its tenant."""
+"""The workspace value of a member that means every workspace of its tenant."""
 
 
 class ScopeTerms(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -90,7 +90,7 @@ def entry_row(entry: UsageEntry, booked_ms: int) -> list[Value]:
 
 
 def entry_of(row: Sequence[Any]) -> UsageEntry:
-    """Decode a row of `ROW_FIELDS`; of `ENTRY_FIELDS` alone, without the counts by level."""
+    """Decode a row of `ROW_FIELDS`; or only of `ENTRY_FIELDS`, without the counts by level."""
     booked = len(ENTRY_FIELDS) - 1
     fields = [*row[:booked], *row[booked + 1 :]]
     for column in (_READS, _WRITES):

@@ -51,8 +51,7 @@ PATH_CHARS_MAX = 120
 _INDEX = re.compile(r"\[(\d+)\]")
 
 WINDOW_TOKENS = 12
-"""Tokens in a row that one digest stands for: about nine words, which unrelated texts rarely
-share."""
+"""Tokens in a row that one digest covers: about nine words, which unrelated texts rarely share."""
 WINDOWED_TOKENS_MAX = 8_192
 SAMPLED_WINDOWS = 192
 """Of a part with more windows than this, a power of two less of them are kept, by first token."""

@@ -13,7 +13,7 @@ from tenancy.storage.interface import Row, Store, Transaction, Value
 SWEPT_AT_ONCE = 200
 """Rows that one transaction deletes."""
 BYTES_MAX = 2**20
-"""Bytes that one transaction deletes, unless one row alone has more."""
+"""Bytes that one transaction deletes, unless a single row has more."""
 
 
 def first_piece(rows: Sequence[Row]) -> list[Value]:

@@ -271,8 +271,8 @@ def _add_casts(sql: str, types: tuple[type, ...]) -> str:
     """Return a statement with `$1::bigint` for `?`, and `$2::text` for `?2`, by the types of its
     values.
 
-    PostgreSQL alone would infer a type from the place of the placeholder. No statement of tenancy
-    has a `?` in a literal.
+    PostgreSQL would otherwise infer a type from the place of the placeholder. No statement of
+    tenancy has a `?` in a literal.
     """
     count = 0
 

@@ -150,7 +150,7 @@ class SqliteStore:
     """An open database file. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or create it for its owner alone, and run missing migrations. Raises
+        """Open the file, or create it only for its owner, and run missing migrations. Raises
         StoreError."""
         check_sqlite(apsw.sqlite_lib_version())
         self.path = path

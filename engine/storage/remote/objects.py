@@ -45,7 +45,7 @@ class RemoteStore(Protocol):
 
 
 class FolderObjects:
-    """Objects as files in a folder that belongs to this user alone."""
+    """Objects as files in a folder that belongs only to this user."""
 
     def __init__(self, folder: Path) -> None:
         """The first object makes the folder, if it is missing."""

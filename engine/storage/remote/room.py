@@ -1,6 +1,6 @@
 """The room of the remote store: how much each payer has there, and who gives some up for others.
 
-It has counts alone; `copies` puts, drops and deletes.
+It has only counts; `copies` puts, drops and deletes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A namespace has a key of its own. Destroying the key erases all copies of the namespace, wherever
 they are, backups of the slabs included. A key is durable before anything is sealed with it, and its
-destruction before it is told. To replace the master key is to wrap all data keys again, in one
+destruction before it is reported. To replace the master key is to wrap all data keys again, in one
 transaction; no record is written anew. The file apart from the index lets a lost index be rebuilt.
 
     keys: key id │ namespace │ nonce, AES-256-GCM(master key, data key; id and namespace)

@@ -1,7 +1,7 @@
 """The master key of sealed copies: 32 bytes from a file or from the environment.
 
 It wraps the data keys of a store (`key_ring`) and seals nothing itself. The file has 64 hexadecimal
-digits, belongs to the server's user and may be read by that user alone. The key is shown nowhere:
+digits, belongs to the server's user and may be read only by that user. The key is shown nowhere:
 its *fingerprint*, from which it cannot be computed, names it in messages.
 """
 

@@ -68,7 +68,7 @@ class StoredErasures:
                 self.answer()
 
     def answer(self) -> None:
-        """Answer erasures of which no byte is left. O(places that they wait for)."""
+        """Answer erasures that have no byte left. O(places that they wait for)."""
         store, waiting = self._store, self._unwiped
         if store is None:
             return

@@ -1,4 +1,4 @@
-"""Outcomes that are told when the index's log is synced: those of promises and leases (rule 1).
+"""Outcomes that are reported when the index's log is synced: those of promises and leases (rule 1).
 
 One sync serves all that wait for it. The main thread uses it.
 """

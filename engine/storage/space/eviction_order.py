@@ -76,7 +76,7 @@ class DiskEvictionOrder:
         return False
 
     def drop_leaves(self, payer: Payer, count: int, sizes: Sequence[int]) -> int:
-        """Drop records of a payer that nothing hangs on, in places of the first of these sizes in
+        """Drop records of a payer that nothing depends on, in places of the first of these sizes in
         which it has any, or let them down; return how many places that freed."""
         kept, dropped = list[RecordId](), 0
         for size in sizes:
@@ -127,8 +127,8 @@ class DiskEvictionOrder:
         It goes after 7 days without use; where there is no place of the wanted size; and where all
         of it was used before the first record of that size that would go otherwise. Nothing
         promised, nothing of a store under way, nothing inside the floor of another payer than
-        `taker`, with all that hangs on it. A slab of a size that this engine does not take goes by
-        its age alone.
+        `taker`, with all that depends on it. A slab of a size that this engine does not take goes
+        only by its age.
         """
         has_none = size > 0 and self._slabs.places(size) == 0
         foreign_ms = before_ms = now_ms - FOREIGN_MS

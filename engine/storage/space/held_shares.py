@@ -2,7 +2,7 @@
 
 Half of the bound is held: by weight among the payers that use it, or as much as their floors, and
 as one share for all that have nothing yet. The rest is the first comer's. So the payer that is
-above its share is refused first, and one that is alone may take all. This module knows no index.
+above its share is refused first, and a single one may take all. This module knows no index.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HeldShares:
         """Return whether a payer may take so many bytes more. O(payers).
 
         `taken`: what each payer has; `users`: payers with a share of their own also without that;
-        `unasked`: bytes of `taken` that may exceed the bound, and leave others' shares alone.
+        `unasked`: bytes of `taken` that may exceed the bound, and do not touch others' shares.
         """
         free = self._bound - sum(taken.values()) - size
         shares, newcomer = self._shares(taken, users)

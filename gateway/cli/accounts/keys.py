@@ -77,7 +77,7 @@ def _add_actions(command: argparse.ArgumentParser) -> None:
 
 
 def _create(call: CommandCall) -> CommandResult:
-    """Create a key. The text is the key alone, for `KEY=$(trunkline key create --tenant NAME)`.
+    """Create a key. The text is only the key, for `KEY=$(trunkline key create --tenant NAME)`.
 
     The data has the key's number, `key_id`.
     """
@@ -157,7 +157,8 @@ def _set(call: CommandCall) -> CommandResult:
 
 
 def _rotate(call: CommandCall) -> CommandResult:
-    """Create a replacement, alone in the text; the old key stays valid for the grace period."""
+    """Create a replacement, which is all of the text; the old key stays valid for the grace
+    period."""
     options = call.options
     grace_ms = 0 if options.grace == "0" else parse_duration(options.grace, "--grace")
     with open_database(call.config) as store:

@@ -211,7 +211,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _hosts(config: Config) -> list[Check]:
-    """Advise a name for a listener that other machines reach: they may use its address alone."""
+    """Advise a name for a listener that other machines reach: they may use only its address."""
     server, local = config.server, {"localhost", "127.0.0.1", "[::1]"}
     found = "any" if "*" in server.hosts else ", ".join(allowed_hosts(server))
     fix = (

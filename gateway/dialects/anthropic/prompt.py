@@ -1,7 +1,7 @@
 """Translation of Anthropic's tools, system prompt and messages to a prompt with breakpoints.
 
 `anthropic.messages` calls it. Blocks that a text model cannot use are refused by name. Thinking
-blocks of a history become thoughts, of which the model reads what its template keeps.
+blocks of a history become thoughts; the model reads those that its template keeps.
 """
 
 from __future__ import annotations

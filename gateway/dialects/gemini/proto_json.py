@@ -1,8 +1,8 @@
 """Values as protobuf's JSON mapping reads them, which Google's endpoint applies to every body.
 
 A number may be a text, an integer may be written 1.0 or 1e3, an enum may be its number, and one
-value may stand for a list of it. The module knows no field; `gemini.wire` applies it where the
-declared type asks for it, and `gemini.schema` to the keywords of a schema.
+value may take the place of a list of it. The module knows no field; `gemini.wire` applies it where
+the declared type asks for it, and `gemini.schema` to the keywords of a schema.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ENUMS: Final[Mapping[str, Sequence[str]]] = {
 
 
 def read_int(value: Any) -> Any:
-    """Return the integer that a value stands for; the value itself if it is none."""
+    """Return the integer that a value means; the value itself if it is none."""
     number = _number(value) if isinstance(value, str) else value
     is_whole = isinstance(number, float | Decimal) and number == int(number)
     return int(number) if is_whole else value
 
 
 def read_float(value: Any) -> Any:
-    """Return the number that a value stands for; the value itself if it is none."""
+    """Return the number that a value means; the value itself if it is none."""
     if isinstance(value, str):
         found = _number(value)
         return float(found) if isinstance(found, Decimal) else value
@@ -45,7 +45,7 @@ def read_float(value: Any) -> Any:
 
 
 def read_bool(value: Any) -> Any:
-    """Return the boolean that a value stands for; the value itself if it is none."""
+    """Return the boolean that a value means; the value itself if it is none."""
     return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 

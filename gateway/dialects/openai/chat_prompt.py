@@ -123,8 +123,8 @@ Choice = Literal["none", "auto", "required"] | ChoiceField
 
 
 def clean_tools(declared: Any, tolerance: Tolerance) -> Any:
-    """Return tools of which those that are no functions have only their type: it alone tells
-    whether they may be left out. Cost: O(tools)."""
+    """Return tools of which those that are no functions have only their type: it says whether they
+    may be left out. Cost: O(tools)."""
     if not isinstance(declared, list):
         return declared
     return [

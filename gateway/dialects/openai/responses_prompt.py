@@ -78,7 +78,7 @@ class ResultItem(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionField(tools.Function, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function declaration, whose fields stand beside its type."""
+    """A function declaration with its fields beside its type."""
 
     type: str
     allowed_callers: list[Any] | None = None

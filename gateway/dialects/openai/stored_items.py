@@ -27,7 +27,7 @@ _ID_PREFIXES = {
 
 
 class ReferenceItem(Struct, frozen=True, forbid_unknown_fields=True):
-    """An input item that stands for a stored one."""
+    """An input item that refers to a stored one."""
 
     id: wire.Short
     type: Literal["item_reference"] | None = None

@@ -47,7 +47,7 @@ class TokenizeBody(Struct, frozen=True, kw_only=True):
         None
     )
     add_special_tokens: bool | None = None
-    """The model's first token stands before the text (by default), or before what the template
+    """The model's first token is put before the text (by default), or before what the template
     writes (not by default: templates write it themselves)."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

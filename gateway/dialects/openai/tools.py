@@ -156,7 +156,7 @@ def with_results_behind_calls(places: Sequence[HistoryPlace]) -> Sequence[int]:
     turn, in the order of its calls.
 
     Clients let their users write while a tool runs, and results come in any order; a template knows
-    results only there, and often by their order alone. No message that comes later changes the
+    results only there, and often only by their order. No message that comes later changes the
     order, so the prompt of the next request begins with that of this one. Calls without results,
     and results without calls, stay where they are. Cost: O(messages).
     """
