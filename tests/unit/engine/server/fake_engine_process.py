@@ -23,7 +23,8 @@ from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.errors import ModelError
 from engine.plan import StepPlan
-from engine.server.server import log, serve_process
+from engine.processes import log_line
+from engine.server.server import serve_process
 from tests.fakes import FakeRunner
 from tests.grammars import PolledGrammars
 
@@ -56,7 +57,7 @@ def fake_core(config: EngineConfig, fault: str = "") -> tuple[Core, EngineInfo]:
     if fault == "missing":
         raise ModelError("not_found", "There is no such model here.")
     if fault == "loading":
-        log("loading")
+        log_line("loading")
         threading.Event().wait()
     core = Core(
         PrefixCache(blocks=BLOCKS, block_size=16),
