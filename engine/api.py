@@ -286,7 +286,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     """Report logprobs of prompt tokens (reads no cache: logits are needed)."""
     grammar: Grammar | None = None
-    """Excluded tokens are never sampled, end tokens only where the text may end."""
+    """Excluded tokens are never sampled, end tokens only if the text may end."""
     isolated_tokens: Count = 0
     """The request's steps contain no other request until each sample has so many output tokens; the
     gateway asks for it where it suspects a request of ending the process."""
@@ -460,10 +460,10 @@ class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
     loaded_tokens: tuple[tuple[LevelName, Count], ...] = ()
     """The part of the cached tokens that was loaded for this request, by the level it was on."""
     fidelity: Fidelity = "exact"
-    """How far from exact the cached tokens may be; laxer than exact only where the request allows
+    """How far from exact the cached tokens may be; laxer than exact only if the request allows
     it and a packed copy was loaded in its namespace."""
     wait: LevelWait | None = None
-    """None where no level below the device had anything of it."""
+    """None if no level below the device had anything of it."""
 
 
 class PromptLogprobs(Struct, frozen=True, tag="prompt_logprobs", forbid_unknown_fields=True):

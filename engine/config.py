@@ -94,7 +94,7 @@ length would hold few tokens."""
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of one engine.
 
-    `weights` "auto": as the model's files hold them, packed where the device multiplies that, else
+    `weights` "auto": as the model's files hold them, packed if the device multiplies that, else
     in `dtype`. "bf16": none is packed. "fp8", on a GPU: linear maps that the files do not pack are
     rounded to 8 bits at the start. `kv_dtype` "int8": keys and values of 8 bits with a scale for
     each token and head; a model whose path lacks it is refused. `threads` 0: one per core.

@@ -133,7 +133,7 @@ class StepResult(Struct, frozen=True):
     failed: dict[int, str] = {}
     elapsed_s: float = 0.0
     """Seconds that the device took, without the time in which it waited for earlier steps or for
-    the host; 0 where that is not measured."""
+    the host; 0 if that is not measured."""
 
 
 class Runner(Protocol):

@@ -15,7 +15,7 @@ from engine.api import Count, Fidelity, LevelName, Namespace, Payer
 
 
 class NamespaceStats(Struct, frozen=True, forbid_unknown_fields=True):
-    """The blocks and live requests of one namespace; zeros where it has none left."""
+    """The blocks and live requests of one namespace; zeros if it has none left."""
 
     namespace: Namespace
     blocks: Count
@@ -177,7 +177,7 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     steps_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     levels: tuple[LevelStats, ...] = ()
-    """Host memory and disk, where they are configured."""
+    """Host memory and disk, if they are configured."""
     loading: Count = 0
     """Requests among the waiting and running ones that wait for a level."""
     changed: tuple[NamespaceStats, ...] = ()

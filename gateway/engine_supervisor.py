@@ -253,7 +253,7 @@ class EngineSupervisor:
 
 def _variables(levels: LevelsConfig) -> tuple[str, ...]:
     """Return which variables an engine gets beside those of any process. Its storage process needs
-    the master key and the credentials of a remote store, where they are configured."""
+    the master key and the credentials of a remote store, if they are configured."""
     sealing = (levels.key_env,) if levels.is_on and levels.key_env else ()
     remote = CLOUD if levels.is_on and levels.remote.url else ()
     return (*COMPUTING, *sealing, *remote)

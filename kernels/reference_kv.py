@@ -245,7 +245,7 @@ def _snapped(
     end has fewer than 2,048 units, and a unit is at least `SMALLEST`. The span is at least 15
     units, so that no step is shorter than a unit. Packing again finds the same ends as long as they
     have moved by less than half a unit: a finer unit divides them too, and the unit becomes coarser
-    only where a multiple of the coarser one was stored.
+    only if a multiple of the coarser one was stored.
     """
     largest = torch.maximum(least.abs(), most.abs())
     exponent = torch.maximum(_exponent(most - least) - bits, _exponent(largest) - 10).clamp(min=-14)

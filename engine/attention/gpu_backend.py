@@ -48,7 +48,7 @@ TABLE_PADDING = 8
 
 
 def lacks_latent_kernel(latent: Latent) -> str:
-    """Return why the kernel does not fit a model's latents, or "" where it does."""
+    """Return why the kernel does not fit a model's latents, or "" if it does."""
     if can_run(latent.rope, latent.rank):
         return ""
     return (

@@ -74,7 +74,7 @@ def attention_spec(config: Architecture) -> AttentionSpec:
 
 
 def lacks_attention_windows(config: Architecture, form: KvFormat) -> str:
-    """Return why no backend computes attention windows for a model, or "" where they do.
+    """Return why no backend computes attention windows for a model, or "" if they do.
 
     Layers with sliding windows of their own keep these, in KV groups of their own. Where they share
     group 0's blocks, blocks that they read may have been released.

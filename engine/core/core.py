@@ -90,7 +90,7 @@ class Core:
         attention_lacks: str = "",
     ) -> None:
         """`kv_fidelity`: of KV that was never below the device. `attention_lacks`: why the runner
-        computes no attention windows, empty where it does.
+        computes no attention windows, empty if it does.
         """
         self.cache = cache
         self.runner = runner
@@ -297,7 +297,7 @@ class Core:
 
     def launch_hold_s(self) -> float:
         """Return the seconds for which the next `step` should wait, so that requests that arrive
-        meanwhile are part of it; 0 where there is something to report or to compute. O(1).
+        meanwhile are part of it; 0 if there is something to report or to compute. O(1).
         """
         must_step = self._events or self.constraints.has_pending_masks or self.scheduler.isolation
         return 0.0 if must_step else self._pacing.hold_s(self.clock())
@@ -309,7 +309,7 @@ class Core:
         nothing was launched. Return the events, in order.
 
         Without work it does maintenance. A failure of a step ends the requests it concerns. Raises
-        InvariantViolation, and EngineUnavailable where a repeated smoke test fails.
+        InvariantViolation, and EngineUnavailable if a repeated smoke test fails.
         """
         now_s = self.clock()
         self._prepare(now_s)
@@ -358,8 +358,8 @@ class Core:
     def _pace(self) -> None:
         """Let the next launch wait for requests, where exactly one step is in flight.
 
-        Where the batch is large, the next step is long to launch; where prompts of one payer are
-        not finished or wait, it has work enough. It is then launched at once. Where several payers
+        If the batch is large, the next step is long to launch; where prompts of one payer are
+        not finished or wait, it has work enough. It is then launched at once. If several payers
         have prompts, the turn of a request that arrives may come before all of these.
         """
         cost = self.engine_stats.step_cost
@@ -430,7 +430,7 @@ class Core:
         """Commit what a step has computed: count it and make its blocks findable. Return how many
         tokens that is.
 
-        The work is counted even where the table is gone (preempted while in flight).
+        The work is counted even if the table is gone (preempted while in flight).
         """
         size, computed = self.cache.block_size, 0
         grown: list[BlockTable] = []

@@ -81,7 +81,7 @@ class LaunchPacing:
         self._due_at_s, self._was_held = None, False
 
     def check(self) -> None:
-        """Raises InvariantViolation where the lead is out of bounds. O(1)."""
+        """Raises InvariantViolation if the lead is out of bounds. O(1)."""
         if not LEAD_S_MIN <= self.lead_s <= LEAD_S_MAX:
             raise InvariantViolation(
                 f"the lead of launches is {self.lead_s} s; expected {LEAD_S_MIN} to {LEAD_S_MAX}"

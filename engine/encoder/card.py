@@ -255,7 +255,7 @@ def _ends(tokenizer: dict[str, Any], shape: BertShape, source: Path) -> tuple[in
 
 def _plain_tokenizer(data: bytes, source: Path) -> bytes:
     """Return the tokenizer without padding, truncation and special tokens: a client's text is text,
-    even where it spells a special token. Raises ModelError if it is damaged."""
+    even if it spells a special token. Raises ModelError if it is damaged."""
     settings: dict[str, Any] = json.loads(data)
     settings |= {"post_processor": None, "truncation": None, "padding": None}
     try:

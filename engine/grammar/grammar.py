@@ -153,7 +153,7 @@ class MaskFiller:
         self._executor = LLExecutor(threads) if threads > 1 else None
 
     def fill(self, matchers: Sequence[Matcher], suppress_end: Sequence[bool]) -> Mask:
-        """Return a new int32 [matchers, words]: the tokens that may come next; all zeros where none
+        """Return a new int32 [matchers, words]: the tokens that may come next; all zeros if none
         may.
 
         `suppress_end`: samples whose text must not end yet; it may end if nothing else can come. A

@@ -69,7 +69,7 @@ class GrammarSandbox:
         """Return about how many bytes the compiled grammar holds.
 
         Waits at most `wall_s_max`, plus the start of the process if one is due: its death between
-        two grammars is no fault of the next. Raises RequestRefused, and EngineUnavailable where the
+        two grammars is no fault of the next. Raises RequestRefused, and EngineUnavailable if the
         machine has no room for a process.
         """
         try:

@@ -32,7 +32,7 @@ WASTE_MAX = 0.15
 
 
 class KvGroup(Struct, frozen=True):
-    """Layers that keep the same tokens: the last `window` ones, or all where it is 0."""
+    """Layers that keep the same tokens: the last `window` ones, or all if it is 0."""
 
     window: int
     layers: tuple[int, ...]
@@ -77,7 +77,7 @@ class KvFormat(Struct, frozen=True):
     parts: int = 2
     """2, keys and values; 1, latents that are both."""
     groups: tuple[KvGroup, ...] = ()
-    """The model's KV groups, where it has several; a group of fewer layers leaves the rest of its
+    """The model's KV groups, if it has several; a group of fewer layers leaves the rest of its
     blocks empty. With torch.int8 each token and head has a scale, behind its head's slots
     (`kernels/reference_int8.py`)."""
 

@@ -70,7 +70,7 @@ class MoveQueue:
         return [moved for moved, _ in found]
 
     def take(self, line: Kind = "offload", *, is_waiting: bool = True) -> Move | None:
-        """Return the next move of a line that may begin; None where there is none.
+        """Return the next move of a line that may begin; None if there is none.
 
         `line`: the moves of this kind, or all of them where there is one line. `is_waiting`: wait
         for one; None then says that the queue is closed and has no more.

@@ -1,7 +1,7 @@
 """Pins host memory piece by piece, on a thread of its own: at the first use, and a little ahead.
 
 A GPU copies at full speed only to and from pinned memory (55 GB/s against 5). Pinning is slow and
-holds up every launch on the device while it runs, most of all where pages have yet to be made. So
+holds up every launch on the device while it runs, most of all if pages have yet to be made. So
 the pages of a piece are touched first, by several threads, and pieces are small.
 """
 

@@ -50,7 +50,7 @@ class SlotShape(NamedTuple, Generic[P]):
     next, each a block that fills the first `stored_bytes`."""
 
     packer: P | None
-    """None where blocks are as they are."""
+    """None if blocks are as they are."""
     parts: int
     stored_bytes: int
     part_bytes: int

@@ -207,7 +207,7 @@ _LAYER_NORMS = {
 def check_architecture(
     architecture: Architecture, names: Mapping[str, str] = SIZE_NAMES
 ) -> Architecture:
-    """Return `architecture`. Raises ModelError where its sizes cannot be those of a model. `names`:
+    """Return `architecture`. Raises ModelError if its sizes cannot be those of a model. `names`:
     what the model's files call them."""
     a = architecture
     for field, name in names.items():

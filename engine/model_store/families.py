@@ -35,7 +35,7 @@ from engine.model_store.tensor_names import (
 )
 
 LOCAL = "local"
-"""Name of the rotary table of window layers, where they have one of their own."""
+"""Name of the rotary table of window layers, if they have one of their own."""
 
 LAYERS_MAX = 1024
 """Most layers of a model: a damaged number would fill memory before any tensor is missed."""
@@ -52,7 +52,7 @@ class Family(Struct, frozen=True):
     read: Callable[[Config], Architecture]
     """Config → architecture."""
     gguf: str = ""
-    """The architecture's name in GGUF files, empty where these are not read."""
+    """The architecture's name in GGUF files, empty if these are not read."""
     gguf_interleaved: bool = False
     """GGUF files of the family hold rotating channels as neighbours."""
     folder_names: Names = {}

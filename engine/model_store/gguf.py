@@ -1,7 +1,7 @@
 """Reads config, tokenizer and chat template from a GGUF file's metadata.
 
 It translates the metadata into the fields of a config.json, which `families` reads. It reads the
-header and, where present, the rotary divisors, but no weights. `prepare` calls it.
+header and, if present, the rotary divisors, but no weights. `prepare` calls it.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _family(name: str, header: GgufHeader) -> str:
 
 def _number(path: Path, key: str, value: Value) -> Any:
     """Return a number of the metadata, which a file may give layer by layer. Raises ModelError:
-    corrupt, or unsupported where layers differ."""
+    corrupt, or unsupported if layers differ."""
     given = value if isinstance(value, list) else [value]
     if not given or not all(isinstance(one, int | float) and isfinite(one) for one in given):
         raise ModelError("corrupt", f"{path}: {key} is {str(value)[:40]}; expected a number")

@@ -147,7 +147,7 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 def read_quantisation(config: dict[str, Any]) -> Quantisation | None:
-    """Return how the weights of a config.json are quantised, None where they are not.
+    """Return how the weights of a config.json are quantised, None if they are not.
 
     Raises ModelError: unsupported.
     """

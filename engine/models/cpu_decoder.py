@@ -33,7 +33,7 @@ log = logging.getLogger("trunkline.engine")
 def load_kernels(config: Architecture, threads: int) -> Kernels | None:
     """Return the C kernels with `threads` threads.
 
-    Return None where no compiler works or the kernels do not fit the model; the torch path runs
+    Return None if no compiler works or the kernels do not fit the model; the torch path runs
     any model.
     """
     if not config.fits_c_kernels:

@@ -29,7 +29,7 @@ TILE_COLUMNS = 128
 
 
 def columns_in_full_waves(columns: int, multiprocessors: int) -> int:
-    """Return how many columns fill whole waves of tiles, or 0 where a split would not pay.
+    """Return how many columns fill whole waves of tiles, or 0 if a split would not pay.
 
     A split pays after at least one full wave, where the rest fills between a quarter and three
     quarters of a wave.
@@ -54,7 +54,7 @@ _DENSE = ("k_b_proj.weight", "v_b_proj.weight")
 
 
 def gpu_form(kind: WeightsKind) -> Form:
-    """Return the form of weights on a GPU: packed where its kernels take them as they are.
+    """Return the form of weights on a GPU: packed if its kernels take them as they are.
 
     `kind` "fp8" rounds linear maps that are not packed, but the head; "bf16" packs none.
     """

@@ -27,7 +27,7 @@ MixedExperts = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class ExpertWeights(NamedTuple):
-    """A layer's experts, E of I channels, and their router. Biases are None where there are none.
+    """A layer's experts, E of I channels, and their router. Biases are None if there are none.
 
     Takes no part in a step: operations copy what they need in their own layout.
     """

@@ -91,7 +91,7 @@ class Packer:
         return Stack(self.keep(packed), bias, small is not None)
 
     def _all_mxfp4(self, weights: Packed, columns: torch.Tensor | None) -> torch.Tensor | None:
-        """Return weights [E, N, K] in panels of MXFP4, or None where a scale is beyond what these
+        """Return weights [E, N, K] in panels of MXFP4, or None if a scale is beyond what these
         hold."""
         packed: list[torch.Tensor] = []
         for index in range(weights.shape[0]):

@@ -77,7 +77,7 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
 
 
 def lacking_kernel(model: Architecture) -> str:
-    """Return why the fused kernels do not fit a model, or "" where they do."""
+    """Return why the fused kernels do not fit a model, or "" if they do."""
     spec = attention_spec(model)
     if model.latent is not None:
         return lacks_latent_kernel(model.latent)

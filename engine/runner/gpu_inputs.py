@@ -22,7 +22,7 @@ class StepShape(Struct, frozen=True):
     rows: int
     """Query tokens, padding included."""
     draws: int
-    """Logits rows, padding included; 0 where every row samples, so that no rows are picked."""
+    """Logits rows, padding included; 0 if every row samples, so that no rows are picked."""
     classes: tuple[int, ...]
     merge: bool
     causal: bool

@@ -15,7 +15,7 @@ from engine.plan import Runner
 class LoadedModel:
     """`kv`: the memory of the KV blocks. `context`: tokens of the longest sequence.
     `pipeline_depth`: steps that may be in flight at once. `attention_lacks`: why the runner
-    computes no attention windows, empty where it does."""
+    computes no attention windows, empty if it does."""
 
     runner: Runner
     kv: KvStorage

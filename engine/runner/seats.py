@@ -45,7 +45,7 @@ class StepRows:
         return first + np.arange(self.total, dtype=np.int32), np.repeat(self.seats, self.counts)
 
     def write_token_ids(self, out: Int32) -> None:
-        """Write the token ids to `out` [T]; -1 where a row has the seat's last token."""
+        """Write the token ids to `out` [T]; -1 if a row has the seat's last token."""
         out[:] = -1
         known = list(map(_token_ids, self.rows))
         if known.count(None) == len(known):

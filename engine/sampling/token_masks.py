@@ -17,7 +17,7 @@ from engine.plan import Mask
 
 ALLOWED_LOGIT_MIN: Final = -1e30
 """Lower logits of allowed tokens become this, so that an allowed token beats forbidden ones even
-where the model gives it probability 0."""
+if the model gives it probability 0."""
 
 ALLOWED_LOGIT_MAX: Final = 3e38
 """Infinite logits of allowed tokens become this, because infinity minus infinity is NaN."""

@@ -56,7 +56,7 @@ class BatchRoom:
 
     def choose_victim(self, sequence: Sequence) -> Sequence | None:
         """Return the sequence to preempt so that running `sequence` may grow, itself if it ranks
-        last; None where none may be preempted.
+        last; None if none may be preempted.
 
         Lowest priority first, then furthest over its share, then youngest. Never the best-ranked
         sequence whose blocks could help; none more than `preemptions_max` times, unless for a

@@ -44,7 +44,7 @@ class BatchShares:
         self._slots_per_weight = inf
 
     def refresh(self) -> None:
-        """Read which payers run or wait now. O(payers), and O(1) where nothing waits."""
+        """Read which payers run or wait now. O(payers), and O(1) if nothing waits."""
         self._slots_per_weight = inf
         if self._queue:
             payers = self._queue.waiting_slots.keys() | self._running.slots_of.keys()

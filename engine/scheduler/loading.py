@@ -182,7 +182,7 @@ class Loading:
         sequence.load, sequence.is_halted = None, sequence.is_ended
 
     def _begin(self, plan: LoadPlan, table: BlockTable, now_s: float) -> Load | None:
-        """Begin a load where it still fits; return None where it does not."""
+        """Begin a load where it still fits; return None if it does not."""
         size = self._cache.block_size
         if table.committed != plan.first or table.kv_tokens != plan.first * size:
             return None

@@ -95,7 +95,7 @@ class PrefixSharing:
 
     def release_stalled(self, running: Iterable[Sequence], scheduled: Container[int]) -> None:
         """Release the followers of leaders that make no progress. `scheduled`: ids that have a
-        slice. O(running), and O(1) where none waits.
+        slice. O(running), and O(1) if none waits.
         """
         if not self.waiting:
             return

@@ -236,7 +236,7 @@ class RequestQueue:
 def _advance_short(entries: list[QueueEntry], count_missing: Callable[[Sequence], int]) -> None:
     """Move the short prompts of a payer before its long ones; its entries are in order.
 
-    O(1) where the first prompt is not long, else O(WINDOW) and at most as many look-ups.
+    O(1) if the first prompt is not long, else O(WINDOW) and at most as many look-ups.
     """
     if len(entries) < 2 or entries[0][1].tokens_to_compute < LONG_TOKENS:
         return

@@ -117,7 +117,7 @@ class RequestTable:
 
         At most `requests_max` requests and `tokens_max` prompt tokens wait; a single prompt may
         always wait. In a full queue the payer that has most waiting for its weight makes room: so
-        no payer with little waiting is refused because of another. Changes nothing. O(1) where
+        no payer with little waiting is refused because of another. Changes nothing. O(1) if
         there is room, else O(payers) for each refused request.
         """
         tokens, own = len(request.tokens), request.turn_payer

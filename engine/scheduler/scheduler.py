@@ -40,7 +40,7 @@ ALONE_AFTER_S: Final = 5.0
 requests of a chat others would fill the steps, and the next one would wait for a long one.
 """
 DECODES_OF_SHARED_STEP: Final = 3
-"""How many times its decodes a step may always take, up to the gap target, where several payers
+"""How many times its decodes a step may always take, up to the gap target, if several payers
 have requests: in a large batch a short target would leave prompts no time.
 """
 DECODES_OF_ONE_PAYER: Final = 6

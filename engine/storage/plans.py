@@ -21,7 +21,7 @@ from engine.storage.slabs.slabs import Place
 class PlannedRun:
     """A run of a store on its way. `place` None: a record has it already, or will after commit.
 
-    `header`: the plain one; what is written is sealed by `seal`, where there is one.
+    `header`: the plain one; what is written is sealed by `seal`, if there is one.
     """
 
     run: RunToStore

@@ -157,7 +157,7 @@ def rewrap_keys(folder: Path, seal: SealSettings, environment: Mapping[str, str]
 
 
 def empty_remote(folder: Path, remote: RemoteSettings | None) -> EmptiedRemote | None:
-    """Delete all objects of a store; None where it has no remote one.
+    """Delete all objects of a store; None if it has no remote one.
 
     A rebuilt index does not know which of them were to be deleted, and a cleared folder none, so
     neither keeps any. Raises FolderRefused, FolderInUse, RemoteRefused, apsw.Error.
@@ -279,7 +279,7 @@ def _fill(
 def _is_sound(
     slabs: SlabFiles, objects: RemoteStore | None, index: RecordIndex, row: RecordRow
 ) -> bool:
-    """Return whether a record is what its row says; True where the remote store does not tell."""
+    """Return whether a record is what its row says; True if the remote store does not tell."""
     scope = index.names.scope_of(row.scope_id)
     try:
         if row.slab != REMOTE:

@@ -12,7 +12,7 @@ from gateway.http.middleware import Route
 
 
 def routes(gateway: Context) -> tuple[Route, ...]:
-    """Return the probes. Their answers have no tenant and no load, and name models only where
+    """Return the probes. Their answers have no tenant and no load, and name models only if
     several are served."""
 
     async def health(request: web.BaseRequest) -> web.StreamResponse:

@@ -219,7 +219,7 @@ def _stored(peeks: Sequence[Peeked]) -> dict[str, int]:
 
 def _promise(pairs: Sequence[tuple[Contract, Peeked]]) -> dict[str, Any] | None:
     """Return what would be granted now of the promises that the request asks for, in the words of a
-    lease; None where it asks for none, or the engine cannot tell.
+    lease; None if it asks for none, or the engine cannot tell.
     """
     requested = granted = 0
     bound = ""

@@ -51,7 +51,7 @@ def throughput(label: str, start_s: float, done: Sequence[Measurement]) -> Figur
 
 
 def hit_ratio(label: str, done: Sequence[Measurement]) -> list[Figure]:
-    """Return cached over prompt tokens; nothing where the endpoint reports no cached tokens."""
+    """Return cached over prompt tokens; nothing if the endpoint reports no cached tokens."""
     cached = [one.cached_tokens for one in done if one.cached_tokens is not None]
     if len(cached) < len(done):
         return []

@@ -102,7 +102,7 @@ def check_attention(
     prompt_tokens: int,
     prompt_logprobs: int | None,
 ) -> None:
-    """Raise Refusal where a model's engine may not, or cannot, compute a request's window.
+    """Raise Refusal if a model's engine may not, or cannot, compute a request's window.
 
     `prompt_tokens`: of the longest prompt. Its logprobs are the model's own only as far as the
     window hides nothing.

@@ -53,7 +53,7 @@ def _join_parts(*parts: str) -> bytes:
 
 def fidelity_of(identity: Identity, asked: Fidelity | None, kept: Fidelity) -> Fidelity:
     """Return the fidelity of a request's copies: what it asked for, or else its tenant's; that of
-    the KV which its model's engine keeps (`kept`), where that is less."""
+    the KV which its model's engine keeps (`kept`), if that is less."""
     return max(asked or identity.policy.fidelity, kept, key=FIDELITIES.index)
 
 
@@ -113,7 +113,7 @@ def promised_default(
 ) -> int | None:
     """Return how many blocks a tenant without a bound of its own may promise itself, of
     `promisable` ones: on the lowest level that keeps promises, or on the device above it, so that
-    it takes no more of the pool where the disk is full or away, or must not have its prompts.
+    it takes no more of the pool if the disk is full or away, or must not have its prompts.
 
     None, up to the engine's own bound, for a tenant that is alone: it takes them from no other; and
     where nothing is promisable. `promised`: blocks that are promised there to the tenant and to

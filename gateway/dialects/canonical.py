@@ -233,7 +233,7 @@ class GenerationParameters(Struct, frozen=True):
     """The answer begins with the prompt's text."""
     prompt_logprobs: int | None = None
     report_logprobs: bool = True
-    """The client asked for logprobs; False where only ranking needs them."""
+    """The client asked for logprobs; False if only ranking needs them."""
 
 
 def temperature_of(temperature: float | None, top_p: float | None) -> float:

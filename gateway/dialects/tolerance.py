@@ -202,7 +202,7 @@ def asks_nothing(value: object) -> bool:
 
 
 def without_thinking(ignored: Collection[str]) -> tuple[str, ...]:
-    """Return the names that have no effect even where the model thinks. O(names)."""
+    """Return the names that have no effect even if the model thinks. O(names)."""
     return tuple(name for name in ignored if name not in THINKING_FIELDS)
 
 

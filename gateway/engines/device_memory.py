@@ -86,7 +86,7 @@ def runs_on_device(engine: EngineConfig) -> bool:
 
 
 def lacking_device() -> str:
-    """Return why no engine can run on an NVIDIA device here, or "" where one can."""
+    """Return why no engine can run on an NVIDIA device here, or "" if one can."""
     if not NVIDIA_CONTROL.exists():
         return f"no NVIDIA device is here ({NVIDIA_CONTROL})"
     if _is_cpu_build():
@@ -97,7 +97,7 @@ def lacking_device() -> str:
 def read_device_memory(
     environment: Mapping[str, str], ask: Ask | None = None
 ) -> DeviceMemory | None:
-    """Return the memory of the device that engines will take; None where `nvidia-smi` does not
+    """Return the memory of the device that engines will take; None if `nvidia-smi` does not
     tell. Of several devices without CUDA_VISIBLE_DEVICES, which CUDA orders by speed, the one with
     most free memory. Takes about 0.1 s."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()

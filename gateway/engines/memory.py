@@ -100,7 +100,7 @@ class MemoryPlan(Struct, frozen=True):
 
 
 def plan_memory(config: Config) -> MemoryPlan | None:
-    """Return the host memory of all models, and what is free; None where the system does not tell,
+    """Return the host memory of all models, and what is free; None if the system does not tell,
     or if all models are on an NVIDIA device and have no host level. Reads the sizes of files."""
     free_mib = available_memory_mib(Path("/proc/meminfo"), *own_cgroups())
     models = tuple(_host_share(config, one) for one in config.served_models())
@@ -134,7 +134,7 @@ def with_host_levels(plan: MemoryPlan) -> MemoryPlan:
 
 def size_host_levels(config: Config) -> tuple[MemoryPlan | None, dict[str, int]]:
     """Return the plan of memory, and the host memory of each model, in MiB, whose level is "auto":
-    0 where there is none left, or where the system does not tell."""
+    0 if there is none left, or where the system does not tell."""
     names = [
         one.name
         for one in config.served_models()
@@ -230,7 +230,7 @@ def _file_mib(config: Config, model: ServedModelSettings) -> int:
 def available_memory_mib(meminfo: Path, *cgroups: Path) -> int | None:
     """Return the MiB that a new process may take, of the machine and its containers, by
     `memory.max`. What a container uses for files that it could drop is free, as the machine counts
-    its own. None where the system does not tell.
+    its own. None if the system does not tell.
     """
     try:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())

@@ -45,7 +45,7 @@ class WaitingRequests:
         """Return the seconds until a tenant's waiting tokens and `more` are computed.
 
         `rate`: prompt tokens a second of the engine, of which the tenant gets its part by weight;
-        0 where none was measured yet, which gives 0. O(tenants that wait).
+        0 if none was measured yet, which gives 0. O(tenants that wait).
         """
         if rate <= 0:
             return 0.0

@@ -41,7 +41,7 @@ def raise_descriptor_limit() -> None:
 
 
 def open_descriptors() -> int:
-    """Return the number of this process's open descriptors; 0 where the system does not tell.
+    """Return the number of this process's open descriptors; 0 if the system does not tell.
 
     Blocks for a moment.
     """

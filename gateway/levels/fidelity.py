@@ -43,7 +43,7 @@ def parse_fidelity(values: Sequence[str], least: Fidelity) -> Fidelity | None:
 
 
 def check_fidelity(asked: Fidelity, kept: Fidelity, model: str) -> None:
-    """Raise Refusal where a request asks for better than the KV that a model's engine computes
+    """Raise Refusal if a request asks for better than the KV that a model's engine computes
     with. `kept`: that KV's fidelity."""
     if FIDELITIES.index(asked) >= FIDELITIES.index(kept):
         return

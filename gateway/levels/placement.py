@@ -50,7 +50,7 @@ def configured_dir(config: Config) -> Path:
 
 
 def model_folders(config: Config) -> list[Path]:
-    """Return the folder of each model's store: below the disk level's, where there are several."""
+    """Return the folder of each model's store: below the disk level's, if there are several."""
     models, folder = config.served_models(), levels_dir(config)
     return [folder] if len(models) == 1 else [folder / model.name for model in models]
 

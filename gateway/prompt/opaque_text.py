@@ -2,7 +2,7 @@
 
 A chat rendered with opaque texts shows how the template treats any contents, so chats of the same
 shape (roles and names) need no further rendering. Every operation that depends on the text (a
-comparison, its length, its truth, a slice, a method) is recorded and fails, even where Jinja would
+comparison, its length, its truth, a slice, a method) is recorded and fails, even if Jinja would
 swallow the exception; the chat is then rendered in full. `trim` of a whole content is the only
 operation that is supported. The module knows no template; `gateway.prompt.sandbox` lets opaque
 texts through, `gateway.prompt.renderer` makes them.

@@ -294,7 +294,7 @@ def arguments_grammar(tool: Tool, *, is_forced: bool) -> Grammar:
 
 
 def _schema_grammar(schema: dict[str, Any], path: str, *, strict: bool) -> Grammar:
-    """Return the grammar of a schema whose field is `path`: in Lark, where it has numbers that the
+    """Return the grammar of a schema whose field is `path`: in Lark, if it has numbers that the
     engine would round. Raises Refusal."""
     schema = prepared_schema(schema, path, strict=strict)
     try:

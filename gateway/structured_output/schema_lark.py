@@ -71,7 +71,7 @@ class InexactNumber(Exception):
 
 
 def lark_of_schema(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
-    """Return the schema as Lark; None where the grammar engine keeps its digits. O(schema).
+    """Return the schema as Lark; None if the grammar engine keeps its digits. O(schema).
 
     `options`: those of each JSON Schema inside. Raises InexactNumber.
     """

@@ -216,7 +216,7 @@ class Kernels:
         self, weight: torch.Tensor, columns: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Return weight [N, K] bf16 in panels of MXFP4, a little over a quarter of its size; None
-        where that would change a value, or where K is no multiple of 32. `columns`: see `pack`."""
+        if that would change a value, or where K is no multiple of 32. `columns`: see `pack`."""
         rows, depth = weight.shape
         if weight.dtype != torch.bfloat16 or depth % MXFP4_GROUP:
             return None
@@ -270,7 +270,7 @@ def _order(rows: int) -> torch.Tensor:
 def compile_library(cache: Path | None = None) -> Path | None:
     """Return the path of the shared library for this CPU; compile it if `cache` does not have it.
 
-    Returns None where no compiler works, and logs the compiler's message. The first call takes
+    Returns None if no compiler works, and logs the compiler's message. The first call takes
     three seconds. The file's name contains a digest of the sources, the flags and the CPU's
     features; the file is written atomically.
     """

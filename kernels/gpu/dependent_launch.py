@@ -38,7 +38,7 @@ def _supports_dependent_launch(device: torch.device) -> bool:
 
 
 def dependent_options(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the options of a dependent launch on the tensor's device; empty where unsupported."""
+    """Return the options of a dependent launch on the tensor's device; empty if unsupported."""
     if not IS_IN_TRITON or not tensor.is_cuda or not _supports_dependent_launch(tensor.device):
         return {}
     return {"launch_pdl": True}

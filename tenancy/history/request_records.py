@@ -30,7 +30,7 @@ _ENTRIES = ", ".join(f"ledger.{name}" for name in ROW_FIELDS)
 
 
 class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
-    """One ended request. Times are seconds after it was received; None where not reached.
+    """One ended request. Times are seconds after it was received; None if not reached.
 
     `tenant_id` 0: no valid key.
     """

@@ -47,7 +47,7 @@ class Actor(Struct, frozen=True):
 
 
 class AuditRecord(Struct, frozen=True):
-    """One change. `before`, `after`: the values that differ, as JSON values; None where there was,
+    """One change. `before`, `after`: the values that differ, as JSON values; None if there was,
     or is, nothing."""
 
     audit_id: int

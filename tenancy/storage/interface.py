@@ -28,7 +28,7 @@ ALL_ROWS = 2**53
 
 class Transaction(Protocol):
     """Statements that succeed or fail together. A failed statement ends the transaction, and
-    becomes a StoreError where the transaction was opened."""
+    becomes a StoreError if the transaction was opened."""
 
     @property
     def as_of(self) -> object:

@@ -51,7 +51,7 @@ class Seals(Protocol):
     """The seals of a store, by namespace."""
 
     def seal_of(self, namespace: Namespace) -> RecordSeal | None:
-        """Return the seal of a namespace; None where its key was destroyed, or never made."""
+        """Return the seal of a namespace; None if its key was destroyed, or never made."""
 
     def seal_for(self, namespace: Namespace) -> RecordSeal:
         """Return the seal of a namespace; make its key durably if there is none."""

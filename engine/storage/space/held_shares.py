@@ -58,7 +58,7 @@ class HeldShares:
         self, taken: Mapping[Payer, int], users: Iterable[Payer]
     ) -> tuple[dict[Payer, float], float]:
         """Return the share of each payer that uses the bound, and that of all others together; 0
-        where there are no others."""
+        if there are no others."""
         quotas = self._quotas
         users = {*users, *taken, *(one for one in quotas.payers if quotas.floor(one))}
         has_others = not users.issuperset(quotas.payers)

@@ -136,7 +136,7 @@ class _AnalyticsHandlers:
         return engine
 
     def _held_by_model(self, tenant_id: int) -> dict[str, Any]:
-        """Return the blocks that a tenant holds of each model, where several are served."""
+        """Return the blocks that a tenant holds of each model, if several are served."""
         if not self._gateway.models.are_several:
             return {}
         held = self._gateway.tenant_usage.by_model(tenant_id)

@@ -270,7 +270,7 @@ class _Chart:
         return found
 
     def _booked(self, value: Callable[[LedgerBucket], T]) -> list[T | None]:
-        """Return a series of the ledger: zeros where the gateway ran and nothing was booked."""
+        """Return a series of the ledger: zeros if the gateway ran and nothing was booked."""
         nothing = LedgerBucket()
         return [
             value(self._ledger.get(at_ms, nothing)) if self._has_run(at_ms) else None
@@ -282,7 +282,7 @@ class _Chart:
         return at_ms in self._ledger or at_ms in self._sampled
 
     def _counted(self, value: Callable[[list[Sample]], T]) -> list[T | None]:
-        """Return a series of samples; null where there are none, and with a model."""
+        """Return a series of samples; null if there are none, and with a model."""
         has_samples = self._wanted.model is None
         return [
             value(self._samples.get(at_ms, [])) if has_samples and at_ms in self._sampled else None

@@ -119,7 +119,7 @@ def _name(gateway: Context, tenant_id: int) -> str | None:
 
 
 def _model(gateway: Context, one: erasure.Holding) -> dict[str, str]:
-    """Return the model of a holding, where several are served."""
+    """Return the model of a holding, if several are served."""
     model = gateway.models.of_namespace(one.stats.namespace)
     return {"model": model.name} if model is not None and gateway.models.are_several else {}
 

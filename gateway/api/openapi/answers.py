@@ -331,7 +331,7 @@ class CacheAnswer(Struct, frozen=True):
     """A workspace's blocks, tokens, bytes and leases, and the tenant's usage and bytes by level.
 
     `levels`: `used_bytes` and `promised_bytes` of all the tenant's workspaces, by level below the
-    device; empty where there is none.
+    device; empty if there is none.
     """
 
     tenant: str

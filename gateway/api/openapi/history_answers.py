@@ -94,7 +94,7 @@ class RequestRow(Struct, frozen=True):
     """An ended request, as the list shows it. Null: not known any more, or not reached.
 
     `cause`, `place`: why the prompt was computed again, as the finding `finding_id` says it;
-    `wasted_usd`: what its `wasted_tokens` cost. `user`: whom the request names, where usage is
+    `wasted_usd`: what its `wasted_tokens` cost. `user`: whom the request names, if usage is
     attributed.
     """
 

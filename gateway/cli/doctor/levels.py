@@ -44,7 +44,7 @@ FIXES = {
 
 
 def check_levels(config: Config) -> list[Check]:
-    """Return the findings; none where no level is configured. Writes and removes 64 MiB at most."""
+    """Return the findings; none if no level is configured. Writes and removes 64 MiB at most."""
     if not config.engine.levels.is_on:
         return []
     if problems := find_all_problems(config):

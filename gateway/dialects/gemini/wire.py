@@ -194,7 +194,7 @@ _UPPER = re.compile(r"(?<=[a-z0-9])[A-Z]")
 @cache
 def _shape_of(kind: type[Struct]) -> dict[str, Any]:
     """Return the fields of an API object by name: each with its own fields, a list with one shape,
-    the reader of a scalar, or None where the value is the client's data and stays as sent."""
+    the reader of a scalar, or None if the value is the client's data and stays as sent."""
     return {
         field.encode_name: _shape(inspect.type_info(field.type), field.encode_name)
         for field in fields(kind)
