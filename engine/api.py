@@ -277,8 +277,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0
     """Higher first."""
     turn: Payer = b""
-    """The payer whose turn in the queue, batch slots and computing time the request uses; empty:
-    the payer of its blocks."""
+    """The payer that gives its turn in the queue, batch slots and computing time; empty: the payer
+    of its blocks."""
     weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """That payer's share of service."""
     deadline_s: float | None = None
@@ -295,7 +295,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def turn_payer(self) -> Payer:
-        """Return the payer whose turn the request uses."""
+        """Return the payer that the request takes its turn from."""
         return self.turn or self.grant.payer
 
 

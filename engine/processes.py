@@ -48,7 +48,7 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 def child_environment(environment: Mapping[str, str], *patterns: str) -> dict[str, str]:
-    """Return the variables whose names match `BASE` or one of the patterns."""
+    """Return the variables with names that match `BASE` or one of the patterns."""
     allowed = *BASE, *patterns
     return {
         name: value

@@ -154,8 +154,7 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     waiting: Count = 0
     running: Count = 0
     compiling: Count = 0
-    """Requests among the waiting ones whose grammar is not compiled; they are no work for a
-    step."""
+    """Requests among the waiting ones without a compiled grammar; they are no work for a step."""
     waiting_tokens: Count = 0
     prompt_tokens_total: Count = 0
     cached_tokens_total: Count = 0
@@ -181,7 +180,7 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     loading: Count = 0
     """Requests among the waiting and running ones that wait for a level."""
     changed: tuple[NamespaceStats, ...] = ()
-    """Namespaces whose numbers have changed since the last `Stats` on this connection; in the
+    """Namespaces with numbers that have changed since the last `Stats` on this connection; in the
     first, all of them."""
 
     @property

@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _with_heading(text: str) -> str:
-    """Return a table whose first line is bold, on a terminal with colours."""
+    """Return a table with a bold first line, on a terminal with colours."""
     heading, _, rest = text.partition("\n")
     return f"{_bold(heading)}\n{rest}" if has_colours(sys.stdout.isatty()) else text
 

@@ -118,7 +118,8 @@ class ChildProcess:
             await asyncio.wait([self._task])
 
     async def end(self, timeout_s: float) -> int | None:
-        """Wait for the exit of a process whose socket is closed, and kill it after `timeout_s`.
+        """Wait for the exit of a process after its socket was closed, and kill it after
+        `timeout_s`.
 
         Returns the exit status, or None without a process. After a cancellation, the next call
         reaps the process.

@@ -1,6 +1,6 @@
 """Requests that may have ended the engine's process: suspected, tried alone, cleared or refused.
 
-A request whose tokens were in a step at two deaths in a row is suspected. Chance is enough for
+A request is suspected if its tokens were in a step at two deaths in a row. Chance is enough for
 that, so its next tries run isolated: in steps without any other request, for a few output tokens,
 and for more after each further death. If the engine dies in such a step, the request is the cause,
 and is refused for ten minutes. If a try is done, the request is cleared. The module knows no
@@ -99,7 +99,7 @@ class CrashSuspects:
             known.popitem(last=False)
 
     def _find(self, known: OrderedDict[str, tuple[float, int]], digest: str) -> int | None:
-        """Return the tokens of a known request. Forgets all whose time has passed."""
+        """Return the tokens of a known request. Forgets all that are past their time."""
         now_s = self._clock()
         while known and next(iter(known.values()))[0] <= now_s:
             known.popitem(last=False)

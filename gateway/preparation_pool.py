@@ -1,10 +1,10 @@
 """Threads that parse, render and tokenize, with a turn for each tenant.
 
 Work of one request that takes long must neither hold the event loop nor the work of other tenants.
-Tenants take turns, a tenant never holds the last thread, and its waiting work is bounded. Work
-whose client has left is dropped before it begins, and can ask whether it still matters. The pool
-knows no prompts; `gateway.generation.preparation` submits to it, and answers with the logprobs of
-whole prompts are rendered in it.
+Tenants take turns, a tenant never holds the last thread, and its waiting work is bounded. If its
+client has left, work is dropped before it begins; begun work can ask whether it still matters. The
+pool knows no prompts; `gateway.generation.preparation` submits to it, and answers with the logprobs
+of whole prompts are rendered in it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class PreparationPool:
             running.add_done_callback(partial(self._finish, queued))
 
     def _take_next(self) -> _QueuedWork[Any] | None:
-        """Take the next work from the tenants whose turn it is; None if no tenant may start."""
+        """Take the next work from the tenants that have the turn; None if no tenant may start."""
         most = max(1, self._threads_max - 1)
         for tenant_id in list(self._waiting):
             queue = self._waiting[tenant_id]

@@ -396,7 +396,7 @@ def _states(rows: Iterable[_Row], now_ns: int) -> dict[Meter, LimitState]:
 
 
 def _concurrency_refusal(accounts: Iterable[_Usage]) -> LimitExceeded | None:
-    """Build the refusal of the first account whose requests run already; None without one."""
+    """Build the refusal of the first account with running requests; None without one."""
     for account in accounts:
         if account.running >= account.running_max:
             return LimitExceeded(

@@ -1,4 +1,4 @@
-"""Pseudonyms: the names of deleted tenants, whose ledger rows stay.
+"""Pseudonyms: the names of deleted tenants, since their ledger rows stay.
 
 The module knows no database. `accounts.deletion` assigns a pseudonym; functions that create
 something for a tenant call `check_not_deleted` first.

@@ -29,11 +29,11 @@ class Batch(Struct, frozen=True):
     slots: tuple[torch.Tensor, ...]
     row_ends: list[int]
     logit_rows: list[int]
-    """Indices of the tokens whose logits are needed."""
+    """Indices of the tokens that need logits."""
 
 
 def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]) -> Batch:
-    """Lay out a plan's rows. `last_token(sequence_id)` supplies the token of a row whose
+    """Lay out a plan's rows. `last_token(sequence_id)` supplies the token of a row if its
     `token_ids` is None.
 
     O(tokens), numpy.

@@ -186,7 +186,7 @@ class EngineConnection(ABC):
         return stream
 
     def forget(self, request_id: str) -> None:
-        """Cancel a request whose reader has gone, and drop its further events."""
+        """Cancel a request after its reader has gone, and drop its further events."""
         if self._streams.pop(request_id, None) is not None:
             del self._requests[request_id]
             if not self._is_closed:

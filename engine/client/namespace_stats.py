@@ -1,8 +1,8 @@
 """Statistics of each namespace, on the gateway's side.
 
-The first `Stats` on a connection lists all namespaces, each later one lists the namespaces whose
-numbers changed since. This module knows no tenant. Each connection has one table, so a restarted
-engine begins with an empty one.
+The first `Stats` on a connection lists all namespaces, each later one lists the namespaces with
+numbers that changed since. This module knows no tenant. Each connection has one table, so a
+restarted engine begins with an empty one.
 """
 
 from __future__ import annotations

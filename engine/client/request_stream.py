@@ -33,7 +33,7 @@ class StreamTransport(Protocol):
         """Send a command. Never blocks."""
 
     def forget(self, request_id: str) -> None:
-        """Cancel a request whose reader has gone, and drop its further events."""
+        """Cancel a request after its reader has gone, and drop its further events."""
 
 
 class Wakeup:

@@ -77,7 +77,7 @@ class Constraints:
             self._source.close()
 
     def take_ready(self) -> list[tuple[str, CompiledGrammar | EngineError]]:
-        """Return the requests whose grammar has been compiled, or refused, since the last call."""
+        """Return the requests with a grammar that was compiled, or refused, since the last call."""
         return [] if self._source is None else self._source.take_ready()
 
     def attach_matcher(self, sequence: Sequence) -> None:

@@ -628,7 +628,7 @@ class Core:
             )
 
     def _queue_full(self, turn: Payer) -> tuple[str, float]:
-        """Return the message and the retry time for a payer whose request finds no room.
+        """Return the message and the retry time for a payer if its request finds no room.
 
         Both say something only of the payer's own requests.
         """

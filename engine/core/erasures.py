@@ -19,7 +19,7 @@ Answer = Callable[[Erased], None]
 
 
 class Erasures:
-    """The erasures whose answers wait for levels."""
+    """The erasures that wait for levels with their answers."""
 
     def __init__(self, cache: PrefixCache, levels: Levels | None) -> None:
         self._cache = cache

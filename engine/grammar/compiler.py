@@ -30,7 +30,7 @@ WAITING_MAX: Final = 64
 QUEUE_S_MAX: Final = 30.0
 """Seconds of compilation that one payer may have in the queue, as its latest compilations took."""
 PAYERS_MAX: Final = 1_000
-"""Payers whose compilation times are remembered."""
+"""Payers with compilation times that are remembered."""
 SMOOTHING: Final = 0.3
 """The weight of the latest compilation in a payer's mean time."""
 

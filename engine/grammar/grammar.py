@@ -156,7 +156,7 @@ class MaskFiller:
         """Return a new int32 [matchers, words]: the tokens that may come next; all zeros if none
         may.
 
-        `suppress_end`: samples whose text must not end yet; it may end if nothing else can come. A
+        `suppress_end`: samples that must not end yet; the text may end if nothing else can come. A
         matcher that exceeds a bound has a `failure` afterwards. Releases the interpreter lock.
         """
         words = matchers[0].vocabulary.words

@@ -89,7 +89,7 @@ class _Ready(Struct, frozen=True, eq=False):
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Moves of one format whose copies one mark ends."""
+    """Moves of one format with one mark at the end of all their copies."""
 
     format: str
     ready: list[_Ready]

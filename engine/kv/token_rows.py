@@ -29,7 +29,7 @@ class TokenRows(Protocol):
 
 
 class PlainRows:
-    """`TokenRows` of a pool whose values are floats."""
+    """`TokenRows` of a pool of floats."""
 
     def __init__(self, kv: KvStorage) -> None:
         self._data = kv.data
@@ -63,7 +63,7 @@ class Int8Rows:
 
 
 def token_rows(kv: KvStorage) -> TokenRows:
-    """Return the way to the tokens of a storage whose blocks are in slots."""
+    """Return the way to the tokens of a storage with blocks in slots."""
     return Int8Rows(kv) if kv.format.is_int8 else PlainRows(kv)
 
 

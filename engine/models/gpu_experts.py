@@ -69,7 +69,7 @@ def router_logits(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
 
 
 def _in_turns(gate: Weight, up: Weight) -> Weight:
-    """Return stacks [E, I, K] as one [E, 2I, K] whose rows alternate."""
+    """Return stacks [E, I, K] as one [E, 2I, K] with alternating rows."""
 
     def turns(*parts: torch.Tensor) -> torch.Tensor:
         return torch.stack(parts, 2).flatten(1, 2)

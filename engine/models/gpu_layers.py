@@ -79,7 +79,7 @@ def _fits_fp8(weight: Weight) -> bool:
 
 
 class Fp8Linear:
-    """A linear map whose weights and rows are in fp8, and whose result is in `dtype`."""
+    """A linear map with weights and rows in fp8, and its result in `dtype`."""
 
     def __init__(
         self, weight: Fp8, bias: torch.Tensor | None, tickets: torch.Tensor, dtype: torch.dtype

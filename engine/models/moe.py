@@ -1,4 +1,5 @@
-"""A mixture of experts: a router sends each token to a few gated MLPs, whose outputs are summed.
+"""A mixture of experts: a router sends each token to a few gated MLPs, and their outputs are
+summed.
 
 The router computes in fp32 and takes the first of equal scores, so that a token's experts do not
 depend on its batch or device. `engine.models.decoder` builds it; `Ops.experts` computes.

@@ -1,7 +1,7 @@
 """CUDA graphs of steps, each captured once and replayed from then on.
 
-It knows no row and no model: it captures any call whose inputs and result stay at fixed GPU
-addresses. Only `engine.runner.gpu_runner` calls it.
+It knows no row and no model: it captures any call with inputs and a result at fixed GPU addresses.
+Only `engine.runner.gpu_runner` calls it.
 """
 
 from __future__ import annotations

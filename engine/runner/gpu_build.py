@@ -1,6 +1,6 @@
 """Builds a warmed-up runner on a GPU from a model card.
 
-Models run in fused kernels under CUDA graphs; those whose sizes the kernels do not take run in
+Models run in fused kernels under CUDA graphs; those with sizes that the kernels do not take run in
 torch on the device. It knows no step. `engine.server.composition` calls `build_gpu_runner`.
 """
 

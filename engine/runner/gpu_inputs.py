@@ -32,9 +32,9 @@ class StepInputs:
     """A step's inputs: one pinned host buffer, one GPU buffer, one copy per step.
 
     Sections of `width` int32 each. Per row: token id (-1: the seat's last token), position, KV slot
-    (-1: padding row), length, seat. Per draw: the row whose logits it samples from, and the seat
-    that keeps its token. Then the rows' slots in each KV group beside the first, and the GPU
-    sampler's draw table, [draws, DRAW_COLUMNS] int32.
+    (-1: padding row), length, seat. Per draw: the row that it samples from, and the seat that keeps
+    its token. Then the rows' slots in each KV group beside the first, and the GPU sampler's draw
+    table, [draws, DRAW_COLUMNS] int32.
     """
 
     SECTIONS = ("token_ids", "positions", "slots", "lengths", "seats", "draw_rows", "draw_seats")

@@ -68,8 +68,8 @@ RESULT_BUFFERS = 3
 """Pinned host buffers for sampled tokens: steps whose tokens may be in flight to the host."""
 
 SCORED_ROWS = 256
-"""Prompt tokens whose logits are computed at once, for their logprobs. Those of a whole step would
-take several times the memory of its other tensors, which no warm-up has seen."""
+"""Prompt tokens that have their logits computed at once, for their logprobs. Those of a whole step
+would take several times the memory of its other tensors, which no warm-up has seen."""
 
 _sequence_ids, _samples = attrgetter("sequence_id"), attrgetter("samples")
 

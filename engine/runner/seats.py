@@ -19,7 +19,7 @@ from engine.plan import Row
 Int32 = npt.NDArray[np.int32]
 
 MEMBERSHIPS_MAX = 4
-"""Lists of sequences whose seats are remembered: a batch's rows and its draws, old and new."""
+"""Lists of sequences with seats that are remembered: a batch's rows and its draws, old and new."""
 
 _counts, _starts = attrgetter("count"), attrgetter("start")
 _block_ids, _versions = attrgetter("block_ids"), attrgetter("table_version")

@@ -157,8 +157,8 @@ class Loading:
     def turn(
         self, now_s: float, launched: int, collected: int, running: RunningSet
     ) -> list[Sequence]:
-        """Take what has come from the levels and begin what is next. Return the sequences whose
-        load has ended; what it brought is committed.
+        """Take what has come from the levels and begin what is next. Return the sequences that have
+        ended their load; what it brought is committed.
 
         `launched`, `collected`: the numbers of the last steps launched and collected.
         """
@@ -229,7 +229,7 @@ class Loading:
                 self._end_look(sequence_id, is_answered=False)
 
     def _end_look(self, sequence_id: int, *, is_answered: bool) -> None:
-        """Queue a sequence whose look has ended. Without an answer the disk may have all of it."""
+        """Queue a sequence after its look. Without an answer the disk may have all of it."""
         found = self.looking.pop(sequence_id, None)
         if found is None:
             return

@@ -78,7 +78,7 @@ class PrefixSharing:
             sequence.leader = None
 
     def resume_reached(self, leader: Sequence) -> None:
-        """Release the followers whose prefix the leader has committed."""
+        """Release the followers after the leader has committed their prefix."""
         if leader.followers and leader.table is not None:
             reached = leader.table.kv_tokens
             ready = [

@@ -56,7 +56,7 @@ def queue_key(sequence: Sequence) -> QueueKey:
 class RequestQueue:
     """Waiting sequences by payer, and every payer's counter.
 
-    A payer here is the one whose turn a request takes. `waiting_slots`: the batch slots that the
+    A payer here is the one that gives a request its turn. `waiting_slots`: the batch slots that the
     waiting sequences of each payer will take. `weights`: of the payers with live requests.
     """
 
@@ -218,7 +218,7 @@ class RequestQueue:
     def _lowest_active(self) -> float:
         """Return the lowest counter of an active payer, or infinity.
 
-        It looks only at payers whose counters have grown since it last looked at them.
+        It looks only at payers with counters that have grown since its last look.
         """
         while self._active:
             bound, payer = self._active[0]

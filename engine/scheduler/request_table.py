@@ -205,7 +205,7 @@ class RequestTotals:
         self._count(request, -1)
 
     def take_changed(self) -> set[Namespace]:
-        """Return the namespaces whose count has changed since the last call. O(changed)."""
+        """Return the namespaces with a count that changed since the last call. O(changed)."""
         changed, self._changed = self._changed, set()
         return changed
 

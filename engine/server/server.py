@@ -197,7 +197,7 @@ class GatewayConnection:
 
 
 class _DiscardSink:
-    """A `ResponseSink` for commands whose replies are not read."""
+    """A `ResponseSink` for commands without a reader of replies."""
 
     def send(self, step: int, messages: Messages) -> None:
         """Discard the messages."""

@@ -27,7 +27,7 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 _WHOLE_NAMES = ("self_attn.sinks", "mlp.gate.e_score_correction_bias")
 """Tensors without `.weight` or `.bias` behind their names."""
 _ROTATING = ("q_proj", "k_proj", "q_norm", "k_norm")
-"""Parts of grouped-query attention whose rows rotate."""
+"""Parts of grouped-query attention with rows that rotate."""
 
 
 class TensorReader:

@@ -3,7 +3,7 @@ lived.
 
 `background.storage_metering` and `api.admin.analytics` feed the engine's reports, which count for
 the minute in which they are read. Memory is bounded: the latest minutes, and the `TENANTS_MAX`
-tenants whose blocks moved last. This module reads no clock.
+tenants with the latest moves. This module reads no clock.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ CLOSE_S = 5.0
 
 
 class AnalyticsProcessClient(AnalyticsClient):
-    """An `AnalyticsClient` whose analytics are a separate process."""
+    """An `AnalyticsClient` over analytics in a separate process."""
 
     def __init__(
         self,

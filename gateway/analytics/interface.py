@@ -63,7 +63,7 @@ class AnalyticsClient(ABC):
 
 
 class InProcessAnalytics(AnalyticsClient):
-    """An `AnalyticsClient` whose analytics run in this process."""
+    """An `AnalyticsClient` over analytics in this process."""
 
     def __init__(self, analytics: Analytics) -> None:
         self._analytics = analytics

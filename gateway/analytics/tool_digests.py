@@ -17,9 +17,9 @@ from gateway.dialects.canonical import Prompt, Tool
 from tenancy.reuse.prompt_changes import ToolDigest
 
 DIGESTS_KEPT = 1_024
-"""Tools whose digests are kept: applications send theirs with each request."""
+"""Tools that have their digests kept: applications send theirs with each request."""
 _UNORDERED = frozenset({"required", "enum", "type"})
-"""Keywords of a JSON Schema whose lists are sets."""
+"""Keywords of a JSON Schema with lists that are sets."""
 
 
 def digests_of(tools: Sequence[Tool]) -> tuple[ToolDigest, ...]:

@@ -151,7 +151,7 @@ def changed_settings(running: Config, read: Config) -> list[str]:
 
 
 def _without_access(config: Config) -> Config:
-    """Return a configuration whose models say nothing of tenants: a reload applies that."""
+    """Return a configuration with models that say nothing of tenants: a reload applies that."""
     models = tuple(structs.replace(one, tenants=None) for one in config.models)
     return structs.replace(config, models=models)
 

@@ -26,7 +26,7 @@ class QuotaUpdates:
         self._gateway = gateway
         self._recent: dict[int, TenantRecord] = {}
         self._cuts: dict[str, tuple[int, int]] = {}
-        """Models whose pool the floors exceed: the blocks they ask for, and may take."""
+        """Models with a pool that the floors exceed: the blocks they ask for, and may take."""
         self._recorded: set[str] = set()
 
     def send_changes(self) -> None:

@@ -203,8 +203,8 @@ class StorageMetering:
                 meter.update(model.engine.namespaces, info.block_size, now_ns)
 
     async def _write(self) -> None:
-        """Write the readings in order; those whose write failed are written again first, as they
-        were."""
+        """Write the readings in order; those that could not be written are written again first, as
+        they were."""
         if await self._write_taken():
             await self._take_readings()
             await self._write_taken()

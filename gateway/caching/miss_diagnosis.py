@@ -61,8 +61,8 @@ class Fingerprint(Struct, frozen=True):
         scope: str,
         origin: PrefixOrigin,
     ) -> Fingerprint:
-        """Return the fingerprint of a call whose parts' ends all have digests, in the order in
-        which its template wrote them. O(boundaries)."""
+        """Return the fingerprint of a call, its parts in the order in which its template wrote
+        them. The ends of all parts have digests. O(boundaries)."""
         marks = tuple(
             RememberedBoundary(b.path, b.tier, b.end, digests[b.end])
             for b in sorted(boundaries, key=lambda b: b.end)

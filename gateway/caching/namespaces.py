@@ -94,7 +94,7 @@ def quota_of(
 
 
 def scaled(policy: CachePolicy, scale: float) -> CachePolicy:
-    """Return a policy whose numbers of blocks are multiplied by `scale`, floors rounded down and
+    """Return a policy with its numbers of blocks multiplied by `scale`, floors rounded down and
     bounds up: a bound above 0 leaves room for a block."""
     ceiling, promised = policy.ceiling_blocks, policy.promised_blocks_max
     return structs.replace(

@@ -200,7 +200,7 @@ class PrefixIndex:
         return len(keys)
 
     def erase(self, key: PrefixKey) -> bool:
-        """Drop one entry whose lease was erased; return whether it existed. O(1)."""
+        """Drop one entry after the erasure of its lease; return whether it existed. O(1)."""
         self._note_erased(key)
         if key not in self._entries:
             return False

@@ -84,7 +84,7 @@ class PromiseTally:
             self._end((entry.key, name), "given_up")
 
     def sweep(self, now_s: float) -> None:
-        """Settle promises whose time has passed. O(ended log promises)."""
+        """Settle promises after their time has passed. O(ended log promises)."""
         while self._ends and self._ends[0][0] <= now_s:
             _, promise = heapq.heappop(self._ends)
             if promise not in self._running:

@@ -79,7 +79,7 @@ class TextEncoder(Protocol):
 
 
 class EncoderProcess:
-    """A `TextEncoder` whose model is a separate process."""
+    """A `TextEncoder` over a model in a separate process."""
 
     def __init__(
         self,

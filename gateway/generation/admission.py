@@ -232,7 +232,7 @@ def _room(
 
 
 def _check_tenant(rendered: Sequence[Rendered], identity: Identity, now: AdmissionContext) -> None:
-    """Refuse a call whose prompts exceed the tenant's requests at once; a single call may."""
+    """Refuse a call with more prompts than the tenant may run at once; a single call may."""
     limit = now.limits.requests_per_tenant_max
     if now.running and now.running + len(rendered) > limit:
         raise Refusal(

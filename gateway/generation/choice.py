@@ -155,7 +155,7 @@ def _bytes_of(token_id: int, renderer: Renderer) -> bytes:
 
 
 class DeliveredTokens:
-    """Counts the tokens of one choice whose text has been released completely."""
+    """Counts the tokens of one choice that have all of their text released."""
 
     __slots__ = ("_before_call", "_calls", "_output", "_text", "_tokens")
 
@@ -234,7 +234,7 @@ class OutputParser:
         self.may_think = self._thoughts is not None
         self._shows_thoughts = prompt.thinking.is_shown
         self._undecided: tuple[TokenText, ...] = ()
-        """Tokens whose text may yet become a thought or text."""
+        """Tokens that may yet become a thought or text."""
         self._parser: ToolCallParser | None = None
         if self.reads_calls:
             self._parser = ToolCallParser(

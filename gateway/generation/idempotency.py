@@ -37,7 +37,7 @@ compress streams only 1 % better, because chunks repeat the chunk before."""
 
 
 class IdempotentRequest:
-    """An idempotent request whose response is being recorded.
+    """An idempotent request while its response is recorded.
 
     `is_disconnected`: the client is gone; the request continues, because the client may come back
     for its response.

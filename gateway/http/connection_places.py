@@ -1,6 +1,6 @@
 """Which connections of a listener may stay: places by address, for strangers and for tenants.
 
-A connection whose client has not shown a valid key belongs to a stranger. Strangers hold at most
+A connection belongs to a stranger until its client has shown a valid key. Strangers hold at most
 three quarters of the places, and those of one address no more than its own limit; a connection of a
 tenant counts for no address, since others may share it. A full listener makes room: it closes the
 connection that has been idle for longest, of the strangers or else of the tenant with the most

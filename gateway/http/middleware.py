@@ -205,7 +205,7 @@ class Middleware:
         return route.handler(request)
 
     def _shape_of(self, request: web.BaseRequest) -> ErrorShape:
-        """Return the error shape of a request whose route has none: its family's."""
+        """Return the error shape of a request if its route has none: its family's."""
         if not self._is_public:
             return PLAIN
         return find_family(tidy(request.path) + "/", request.headers).errors

@@ -133,7 +133,7 @@ class RequestState(Struct):
     def mark_client_left(self) -> int:
         """Mark the request as cancelled and return the HTTP status for the log, 0.
 
-        A request whose response is complete stays done, with status 200.
+        A request with a complete response stays done, with status 200.
         """
         if self.is_complete:
             return 200

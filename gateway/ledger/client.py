@@ -52,7 +52,7 @@ Pair = tuple[Item, Waiter | None]
 
 
 class LedgerProcessClient:
-    """A `LedgerClient` whose ledger is a separate process."""
+    """A `LedgerClient` over a ledger in a separate process."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ class DeferredHolds:
 
     @property
     def waiting(self) -> int:
-        """Number of running requests whose holds have not been written."""
+        """Number of running requests that have no written hold."""
         return len(self._new_holds) + len(self._aged_holds)
 
     def write(self, item: Item) -> asyncio.Future[None]:

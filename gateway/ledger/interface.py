@@ -66,7 +66,7 @@ class OpenedLedger(LedgerClient, Protocol):
 
 
 class InProcessLedger:
-    """A `LedgerClient` whose ledger writes in a thread of this process."""
+    """A `LedgerClient` over a ledger that writes in a thread of this process."""
 
     restarts = 0
 

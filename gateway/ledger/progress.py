@@ -44,7 +44,7 @@ class DeltaSource(Protocol):
     def tokens_seen(self) -> int: ...
 
     def delivered_usage(self) -> UsageRecord:
-        """Return the usage of all deltas whose text is complete."""
+        """Return the usage of all deltas with complete texts."""
 
 
 class CountedConnection(Protocol):

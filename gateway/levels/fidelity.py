@@ -1,8 +1,8 @@
 """Read the header with which a request restricts how far copies of its KV may be from exact.
 
-A request may only be stricter than its tenant's setting. Without the header it gets the tenant's. A
-model whose engine keeps KV in 8 bits has nothing better than that: who asks for better is refused,
-and all others read it in the answer's header. Pure: `gateway.generation.generation` and the quote
+A request may only be stricter than its tenant's setting. Without the header it gets the tenant's.
+If a model's engine keeps KV in 8 bits, it has nothing better: a request for better is refused, and
+all others read it in the answer's header. Pure: `gateway.generation.generation` and the quote
 handler call it with the header's values before they parse the body, and `prepare` checks what was
 asked once the model is known.
 """

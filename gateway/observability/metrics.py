@@ -37,7 +37,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHERS = "other"
 """The label of tenants beyond the configured number."""
 ENGINE_EPOCHS_MAX = 64
-"""Engine epochs whose tokens are counted separately: those counted last."""
+"""Engine epochs with counts of their own: those counted last."""
 
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LOAD_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)

@@ -62,7 +62,7 @@ class OwnerCache(Generic[K, V]):
                 self._shrink(max(self._sizes, key=self._sizes.__getitem__))
 
     def erase(self, owner: int, covers: Callable[[K], bool]) -> int:
-        """Remove the owner's entries whose keys `covers` is true of; return their number.
+        """Remove the owner's entries with keys that `covers` accepts; return their number.
 
         O(the owner's entries).
         """

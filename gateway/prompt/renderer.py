@@ -207,7 +207,8 @@ class Renderer:
     # -- client text that must not occur --------------------------------------------------------
 
     def _check_tools(self, prompt: Prompt, template_input: TemplateInput) -> None:
-        """Refuse tools whose text spells a special token: the template writes them as its own."""
+        """Refuse tools if their text spells a special token: the template writes them as its
+        own."""
         for tool, written in zip(prompt.tools, template_input.tools, strict=False):
             schema = collect_strings(written["function"]["parameters"])
             self._check_words("".join((tool.name, tool.description, *schema)), tool.path)
@@ -486,8 +487,8 @@ def _drop_after(pieces: Sequence[Laid], last: int) -> tuple[Laid, ...]:
 
 
 def _boundaries_at(template_input: TemplateInput, ends: dict[int, int]) -> tuple[Boundary, ...]:
-    """Return the boundaries of a prompt whose parts end here; a part that the template leaves out
-    ends with the part before it."""
+    """Return the boundaries of a prompt with parts that end here; a part that the template leaves
+    out ends with the part before it."""
     return _located(
         (part.boundary, ends.get(number, 0)) for number, part in enumerate(template_input.parts)
     )

@@ -51,7 +51,7 @@ FILTERS = frozenset(
         "urlencode", "wordcount",
     )
 )  # fmt: skip
-"""Jinja's filters but those whose time or size has no bound (`pprint`, `striptags`, `urlize`,
+"""Jinja's filters but those without a bound of time or size (`pprint`, `striptags`, `urlize`,
 `wordwrap`, `xmlattr`), and `random`, with which no prompt would be found again."""
 GLOBALS = ("range", "namespace", "dict", "cycler", "joiner")
 STRING_METHODS = frozenset(
@@ -165,7 +165,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
     # -- operations that make values ------------------------------------------------------------
 
     def compile(self, source: str | nodes.Template, *args: Any, **kwargs: Any) -> Any:
-        """Compile a template whose output is counted. See `jinja2.Environment.compile`."""
+        """Compile a template that has its output counted. See `jinja2.Environment.compile`."""
         tree = self.parse(source) if isinstance(source, str) else source
         counting = _CountingTransformer()
         counting.visit(tree)
@@ -174,7 +174,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return super().compile(tree, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Run operators whose result may be larger than both operands."""
+        """Run operators that may give more than both operands."""
         if operator == "+" and type(left) is str and type(right) is str:
             self._spend(len(left) + len(right))
             return left + right
@@ -204,7 +204,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return counted
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Allow only the methods of texts and numbers whose results can be counted."""
+        """Allow only the methods of texts and numbers with results that can be counted."""
         if isinstance(obj, str) and attr not in STRING_METHODS:
             return False
         if isinstance(obj, int | float | complex) and attr not in NUMBER_METHODS:

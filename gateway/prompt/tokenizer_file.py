@@ -56,7 +56,7 @@ class _BpeModel(msgspec.Struct, tag_field="type", tag="BPE", forbid_unknown_fiel
 
 
 class _BpeFile(msgspec.Struct):
-    """A tokenizer.json whose model is BPE."""
+    """A tokenizer.json of a BPE model."""
 
     model: _BpeModel
     added_tokens: list[_AddedToken] = []

@@ -1,4 +1,4 @@
-"""A JSON Schema whose numbers a double does not hold, as a grammar in Lark.
+"""A JSON Schema with numbers that a double does not hold, as a grammar in Lark.
 
 Only the way from the root to such a number is written as rules; every subschema beside it stays
 JSON Schema. Objects are written as the grammar engine writes them: members in the order of their
@@ -47,7 +47,7 @@ _KINDS: Final = ("object", "array", "string", "integer", "number", "boolean", "n
 _WS: Final = "WS?"
 _DEFINITIONS: Final = ("$defs", "definitions", "defs")
 _DATA: Final = ("const", "enum", "default", "examples", "required")
-"""Keywords whose values are no schemas."""
+"""Keywords with values that are no schemas."""
 _REPLACED: Final = (*_DEFINITIONS, "$id", "$anchor")
 """Keywords that a schema inside a grammar has no use for: its references are named anew."""
 _ANNOTATIONS: Final = frozenset(

@@ -29,7 +29,7 @@ class ToolCallScanner:
         self.is_broken = False
         self._place: Literal["start", "first", "key", "colon", "value", "inside", "comma"] = "start"
         self._key: str | None = None
-        """The member whose value is scanned; None while the member's name is scanned."""
+        """The member that is scanned; None while the member's name is scanned."""
         self._depth = 0
         self._in_string = False
         self._escaped = False

@@ -447,5 +447,5 @@ def _dependent(tensor: torch.Tensor, tokens: int) -> dict[str, Any]:
 
 
 def _after_short(tensor: torch.Tensor, tokens: int) -> dict[str, Any]:
-    """Return the options of a launch whose predecessor fills few multiprocessors."""
+    """Return the options of a launch after one that fills few multiprocessors."""
     return dependent_options(tensor) if tokens <= SHORT_TOKENS_MAX else {}

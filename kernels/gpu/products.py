@@ -1,4 +1,4 @@
-"""Products whose left operand are the weights: out.T = W @ x.T, for few rows and packed weights.
+"""Products with the weights as left operand: out.T = W @ x.T, for few rows and packed weights.
 
 Weights fill the 64 rows of Hopper's matrix unit at any number of tokens, and weights of four bits
 are unpacked in registers, from which that unit reads its left operand. Weights in fp8 multiply rows

@@ -1,9 +1,9 @@
 """Backups of a ledger file beside a running server, and their restore.
 
 A backup is complete or absent, and as of one commit. A restore checks the backup first: it must be
-a sound ledger database whose books are right. Then it replaces the present database atomically and
-begins a new ledger epoch. On a PostgreSQL server `pg_dump` does this. The command line calls the
-module.
+a sound ledger database, and its books must be right. Then it replaces the present database
+atomically and begins a new ledger epoch. On a PostgreSQL server `pg_dump` does this. The command
+line calls the module.
 """
 
 from __future__ import annotations

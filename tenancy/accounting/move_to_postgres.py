@@ -83,7 +83,7 @@ _NUMBERED = {
 }
 """Tables with generated ids, and the columns of these ids."""
 _WITH_TRIGGERS = ("tenants", "keys", "scope_members", "ledger", "ledger_epochs")
-"""Tables whose triggers are disabled during the move.
+"""Tables that have their triggers disabled during the move.
 
 The first three would record each row as a change, at a cost that grows with every row. The ledger's
 would look up closed days for each entry, and there are none yet. `ledger_epochs` begins with the
@@ -98,7 +98,7 @@ _LARGE_ROW_TABLES = (
     "stored_responses",
     "conversation_items",
 )
-"""Tables whose rows may have megabytes, so a page has one row."""
+"""Tables with rows of up to megabytes, so a page has one row."""
 
 Stage = Literal["checked", "written", "read back"]
 Progress = Callable[[Stage, int, int], None]

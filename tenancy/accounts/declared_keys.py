@@ -2,7 +2,7 @@
 
 A declared key is identified by its tenant and label; the file contains its SHA-256, never the key.
 Another digest under the same label is a rotation without grace: the old key is revoked and the new
-one continues its budget. A key whose label is removed is revoked. A digest that any other key has
+one continues its budget. A key is revoked if its label is removed. A digest that any other key has
 or had is refused, so a revoked key stays revoked. When the file no longer names a tenant, its keys
 and settings stay as they are: the tenant is suspended, and operators may change its keys again. The
 module reads no file; `declared_tenants` calls it.

@@ -30,7 +30,7 @@ _PERSONAL = (
     *("scope_members", "written_prefixes", "stored_sums", "history_samples", "request_records"),
     *("request_causes", "findings", "prompt_origins", "webhook_deliveries", "request_users"),
 )
-"""Tables whose rows of a tenant go with it, also where its ledger rows stay."""
+"""Tables that lose a tenant's rows with it, even if its ledger rows stay."""
 SWEPT_AT_ONCE = 2_000
 """Notes of users that one transaction deletes, so that other transactions wait only briefly."""
 

@@ -59,7 +59,7 @@ class EntryAppender:
         self._sums = HourlySums()
 
     def add(self, entry: UsageEntry, booked_ms: int) -> None:
-        """Append an entry whose request id has no entry yet."""
+        """Append an entry; its request id has none yet."""
         row = entry_row(entry, booked_ms)
         self.chain = next_chain(self.chain, row)
         row += (self.chain, entry.host_cached_tokens, entry.disk_cached_tokens)

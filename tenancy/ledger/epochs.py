@@ -18,7 +18,7 @@ from tenancy.types import WallClock
 
 
 class LedgerEpoch(Struct, frozen=True):
-    """An epoch of the ledger, which begins after `entry_id`, whose chain is `chain`."""
+    """An epoch of the ledger. It begins after the entry `entry_id`, which has the chain `chain`."""
 
     number: int
     begun_ms: int

@@ -121,7 +121,7 @@ def write_progress(db: Transaction, reached: Mapping[str, TokenCounts]) -> None:
 
 
 def interrupted(hold: Row, now_ms: int) -> UsageEntry:
-    """Return the entry of a hold whose server died, from a row of `OPEN_HOLDS`.
+    """Return the entry of a hold after its server's death, from a row of `OPEN_HOLDS`.
 
     Its usage is the noted progress, or nothing. It ends when it is closed, as the engine's counts
     were queried before that.

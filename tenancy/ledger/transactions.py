@@ -47,7 +47,7 @@ class Hold(Struct, frozen=True, tag="hold"):
     dialect: str = ""
     epoch: str = ""
     claim: Claim | None = None
-    """The claim on its idempotency key; a hold whose key is taken is refused."""
+    """The claim on its idempotency key; a hold is refused if its key is taken."""
     is_running: bool = False
     """The request was admitted while no budget applied to it; a budget set since then counts it and
     does not refuse it."""
@@ -315,7 +315,7 @@ class _Batch:
         self._db.execute_many(_COUNTED, [(item.number, item.meter)])
 
     def _budget_day(self, item: Hold | UsageEntry) -> BudgetDay:
-        """Return tenant, key and day whose budgets the item will most likely change.
+        """Return the tenant, key and day of the budgets that the item will most likely change.
 
         If the guess is wrong, those windows are read when they are needed.
         """

@@ -82,7 +82,7 @@ PAYERS: Mapping[str, Payer] = {
 """Who pays for what a request used, by its ending.
 
 The rule: delivered tokens are charged at every ending, unless the fault is the operator's.
-`interrupted` is a request whose server died: its entry has only what the client had received.
+`interrupted` is a request that lost its server: its entry has only what the client had received.
 """
 
 BreachCredit = Literal["none", "read_price", "write_price"]

@@ -27,7 +27,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 T = TypeVar("T")
 
 NAMESPACES_MAX = 256
-"""Namespaces of one tenant whose prompts are kept, the latest ones."""
+"""Namespaces of one tenant with prompts that are kept, the latest ones."""
 SIBLINGS_MAX = 16
 """Namespaces that a new prompt is looked up in beside its own, the latest ones."""
 NAMESPACES_BYTES_MAX = 3 * 2**20

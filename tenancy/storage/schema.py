@@ -35,7 +35,7 @@ def other_program(place: str) -> StoreError:
 
 
 def unreleased(place: str, version: int) -> StoreError:
-    """Return the error of a database whose schema was numbered before the first release."""
+    """Return the error of a database with a schema from before the first release."""
     message = (
         f"{place} was made before the first release (its schema {version} leads to no later one):"
         " open it with the version that made it, or move it away and start with a new one."

@@ -252,7 +252,7 @@ class SlabFiles:
         self._made += 1
 
     def remove_if_empty(self, number: int) -> bool:
-        """Delete a slab all of whose places are free or retired. Raises OSError."""
+        """Delete a slab after all its places are free or retired. Raises OSError."""
         slab = self._slabs[number]
         is_wiped = any(place.slab == number for place in self._wiping)
         if is_wiped or len(slab.free) + len(slab.retired) < slab.places:

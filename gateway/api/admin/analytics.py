@@ -223,7 +223,7 @@ class _AnalyticsHandlers:
         return {name: None if found is None else getattr(found.policy, name) for name in names}
 
     def _model_of(self, tenant_id: int | None) -> ServedModel:
-        """Return the model whose prices and pool a tenant's estimates are for: of those that are
+        """Return the model that gives prices and pool for a tenant's estimates: of those that are
         open to it, the one that holds most of its blocks, else the first."""
         gateway = self._gateway
         held = {} if tenant_id is None else gateway.tenant_usage.by_model(tenant_id)

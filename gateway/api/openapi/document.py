@@ -26,7 +26,7 @@ from gateway.http.route_table import canonical, parameters_of
 ListenerName = Literal["public", "admin"]
 
 _CAMEL = [one.name for one in FAMILIES.values() if one.is_camel_case]
-"""Families whose bodies have snake_case names for the camelCase names of their JSON."""
+"""Families with snake_case names in our structs for the camelCase names of their JSON."""
 _SCHEMES: dict[str, dict[str, str]] = {
     "bearer": {"type": "http", "scheme": "bearer"},
     **{
@@ -112,7 +112,7 @@ def _schemas(operations: Iterable[Operation]) -> _Schemas:
 
 
 def _camel(schema: Any) -> Any:
-    """Return a schema whose properties have camelCase names."""
+    """Return a schema with camelCase names of properties."""
     if isinstance(schema, list):
         return [_camel(one) for one in schema]
     if not isinstance(schema, dict):

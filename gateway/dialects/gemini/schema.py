@@ -142,11 +142,11 @@ _TYPES: Final = frozenset({"STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "O
 _SCHEMA_MAPS: Final = frozenset(
     {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 )
-"""Keywords whose values map the client's names to schemas."""
+"""Keywords with values that map the client's names to schemas."""
 _NON_SCHEMAS: Final = frozenset(
     {"enum", "const", "default", "examples", "required", "dependentRequired"}
 )
-"""Keywords whose values are not schemas."""
+"""Keywords with values that are not schemas."""
 
 
 def _lowercase_type(kind: Any) -> Any:

@@ -347,7 +347,7 @@ class GeminiErrorAnswer(Struct, frozen=True):
 
 
 def error_object(refusal: Refusal) -> tuple[int, dict[str, Any]]:
-    """Return the status and the error object of Google's SDKs, whose first key is `error`."""
+    """Return the status and the error object of Google's SDKs. Its first key is `error`."""
     status, name = _STATUS.get(refusal.kind, (400, "INVALID_ARGUMENT"))
     message = _message(refusal)
     details: list[dict[str, Any]] = [

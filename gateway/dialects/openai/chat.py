@@ -284,8 +284,8 @@ class ChatEncoder(wire.CompletionsEncoder):
     def _open(self, index: int, content: str | None = "") -> bytes:
         """Return the opening chunks of all choices up to `index` that are not open yet.
 
-        Choices open in order, because a stream whose first chunk is not choice 0 breaks clients.
-        `content` is the first content; null if the message begins with a call.
+        Choices open in order, because clients break at a stream that begins with another choice
+        than 0. `content` is the first content; null if the message begins with a call.
         """
         new = range(self._opened, index + 1)
         self._opened = max(self._opened, index + 1)

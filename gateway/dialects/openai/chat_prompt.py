@@ -199,7 +199,7 @@ _REASONING_PARTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 
 
 def clean_history(messages: Any, tolerance: Tolerance) -> Any:
-    """Return messages whose assistant turns have only known fields and no parts of reasoning.
+    """Return messages; assistant turns have only known fields and no parts of reasoning.
 
     Assistant turns are answers that come back, with the fields that a client added to them.
     Cost: O(messages).

@@ -211,7 +211,7 @@ class ResponsesDialect(wire.OpenAIDialect):
         )
 
     def _pending(self, fields: ResponsesBody, thread: ThreadDirectives) -> Call:
-        """Return the call of a request whose earlier items are not loaded yet."""
+        """Return the call of a request before its earlier items are loaded."""
         return Call(
             model=fields.model,
             prompts=(),

@@ -146,7 +146,7 @@ def item_not_found(item_id: str) -> Refusal:
 
 
 def _is_reference(item: dict[str, Any]) -> bool:
-    """Return whether an item is a reference, whose type may be left out."""
+    """Return whether an item is a reference. Its type may be left out."""
     kind = item.get("type")
     return kind == "item_reference" or (kind is None and "id" in item and "role" not in item)
 
