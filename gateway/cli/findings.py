@@ -67,8 +67,8 @@ def _advise(call: CommandCall) -> CommandResult:
     if not blocks:
         days = f"{options.days} days" if options.days > 1 else "day"
         blocks = [
-            f"No finding in the last {days}: no cause wastes more than 5% of a tenant's computed"
-            " tokens, as far as was seen."
+            f"No finding in the last {days}: no cause that came twice wastes more than 5% of a"
+            " tenant's computed tokens, as far as was seen."
         ]
     return CommandResult("\n\n".join(blocks), found)
 

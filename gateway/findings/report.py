@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from gateway.analytics.prompt_findings import KEPT_BY, READ_BACK
 from gateway.findings.causes import (
     LEGITIMATE,
+    NOT_SERVED,
     OF_HARDWARE,
     OF_REQUESTS,
     ONE_TIME,
@@ -41,13 +42,10 @@ MONTH_MS = 30 * DAY_MS
 BLOCK_TOKENS = 16
 FINDINGS_MAX = 500
 """Findings in one answer: those that would save most."""
-REQUESTS_MIN = 3
-"""Fewer requests are chance."""
-MESSAGES_MIN = 5
-"""The same for messages that differ before what stays: a few documents may have come in another
-order by chance."""
-FAULTS_MIN = 2
-"""The same of a fault of hardware, which one cosmic ray may cause."""
+REQUESTS_MIN = 2
+"""One request is chance: a change that was made once, or a cosmic ray."""
+REQUESTS_MIN_OF = {"prompt_changes": 5, NOT_SERVED: 3}
+"""The same of other causes: a few documents may have come in another order, a name be mistyped."""
 TOKENS_SHARE_MIN = 0.05
 """The least share of a tenant's computed tokens that a cause must waste. No share of its requests
 counts: an agent misses once in a session of 3 to 100 requests."""
@@ -149,11 +147,9 @@ def is_finding(
     these requests; `of_computed`: the tenant's computed tokens in the same window."""
     if cause in LEGITIMATE or cause in ONE_TIME:
         return requests > 0
-    if cause in OF_HARDWARE:
-        return requests >= FAULTS_MIN
-    if requests < (MESSAGES_MIN if cause == "prompt_changes" else REQUESTS_MIN):
+    if requests < REQUESTS_MIN_OF.get(cause, REQUESTS_MIN):
         return False
-    if cause in WITHOUT_TOKENS:
+    if cause in OF_HARDWARE or cause in WITHOUT_TOKENS:
         return True
     if cause == WRITTEN_NEVER_READ and facts.get(READ_BACK, 0) >= READ_SHARE_MIN * tokens:
         return False
