@@ -1,6 +1,6 @@
 """Requests that may have ended the engine's process: suspected, tried alone, cleared or refused.
 
-A request is suspected if its tokens were in a step at two deaths in a row. Chance is enough for
+A request whose tokens were in a step at two deaths in a row is suspected. Chance is enough for
 that, so its next tries run isolated: in steps without any other request, for a few output tokens,
 and for more after each further death. If the engine dies in such a step, the request is the cause,
 and is refused for ten minutes. If a try is done, the request is cleared. The module knows no
@@ -8,8 +8,8 @@ process. `gateway.engine_supervisor` has one."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from math import inf
 
 import msgspec
 import xxhash
@@ -19,27 +19,22 @@ from engine.client.client import LostRequest
 from engine.errors import RequestRefused
 
 REMEMBER_S = 600.0
-"""Seconds for which a request is suspected, and for which it is refused."""
+"""Seconds for which a request's deaths are known: it is suspected or refused for so long."""
 REQUESTS_MAX = 1_024
-"""Requests that are suspected, and refused; the oldest are forgotten."""
+"""Requests whose deaths are known; the oldest are forgotten."""
 TRY_TOKENS, TRY_GROWTH = 16, 4
 """Output tokens for which a request is isolated after two deaths, and how many times as many after
 each further one. Most causes show in the prompt; a full batch, suspected by chance, is soon whole
 again."""
-MORE_TOKENS = 8
-"""Output tokens beyond those seen at the deaths, which are enough: the engine was a bit ahead."""
 
 
 class CrashSuspects:
-    """Suspected and refused requests, by a digest of namespace and tokens."""
+    """Requests that were in a step at the latest deaths, by a digest of namespace and tokens."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        # for each request in a step at the latest death: deaths in a row, output tokens of a sample
-        self._latest: dict[str, tuple[int, int]] = {}
-        # by digest, (forgotten at, isolated tokens)
-        self._suspected: OrderedDict[str, tuple[float, int]] = OrderedDict()
-        self._refused: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._known: dict[str, tuple[float, float]] = {}
+        """By digest, oldest first: deaths in a row, infinite once proven, and when that ends."""
 
     def record_death(self, in_step: Sequence[LostRequest]) -> list[str]:
         """Record a death of the engine, in a step of these requests.
@@ -48,63 +43,45 @@ class CrashSuspects:
         """
         if not in_step:
             return []  # no request was computed: says nothing about those of the death before
-        if len(in_step) == 1 and _is_isolated(in_step[0]):
-            digest = _digest(in_step[0].request)
-            self._suspected.pop(digest, None)
-            self._remember(self._refused, digest, 0)
-            return [in_step[0].request.request_id]
-        before, self._latest = self._latest, {}
-        for lost in in_step:
-            digest = _digest(lost.request)
-            deaths, reached = before.get(digest, (0, 0))
-            reached = max(reached, -(-lost.output_tokens // lost.request.samples))
-            self._latest[digest] = deaths + 1, reached
-            if deaths:
-                tokens = TRY_TOKENS * TRY_GROWTH ** (deaths - 1)
-                self._remember(self._suspected, digest, min(tokens, reached + MORE_TOKENS))
-        return []
+        end_s = self._clock() + REMEMBER_S
+        is_proof = len(in_step) == 1 and _is_isolated(in_step[0])
+        known = {digest: one for digest, one in self._known.items() if one[0] > 1}
+        for digest in [_digest(lost.request) for lost in in_step]:
+            known.pop(digest, None)
+            known[digest] = self._deaths(digest) + (inf if is_proof else 1), end_s
+        for digest in list(known)[:-REQUESTS_MAX]:
+            del known[digest]
+        self._known = known
+        return [in_step[0].request.request_id] if is_proof else []
 
     def clear(self, done: Iterable[Request]) -> None:
         """Clear requests that were done in isolation."""
         for request in done:
-            digest = _digest(request)
-            self._suspected.pop(digest, None)
-            self._latest.pop(digest, None)
+            self._known.pop(_digest(request), None)
 
     def isolate(self, request: Request) -> Request:
-        """Return the request, isolated if it is suspected. O(1) without suspects, else O(tokens).
+        """Return the request, isolated if it is suspected. O(1) ten minutes after a death, before
+        that O(tokens).
 
         Raises RequestRefused if it has been proven to be the cause of a death.
         """
-        if not self._suspected and not self._refused:
+        while self._known and next(iter(self._known.values()))[1] <= self._clock():
+            del self._known[next(iter(self._known))]
+        deaths = self._deaths(_digest(request)) if self._known else 0
+        if deaths < 2:
             return request
-        digest = _digest(request)
-        if self._find(self._refused, digest) is not None:
+        if deaths == inf:
             message = (
                 "This request is refused for ten minutes: the engine died twice while computing it"
                 " among others, and then while computing it alone."
             )
             raise RequestRefused("poison_request", message)
-        tokens = self._find(self._suspected, digest)
-        if tokens is None:
-            return request
+        tokens = min(TRY_TOKENS * TRY_GROWTH ** int(deaths - 2), request.max_tokens + 1)
         return msgspec.structs.replace(request, isolated_tokens=tokens)
 
-    def _remember(
-        self, known: OrderedDict[str, tuple[float, int]], digest: str, tokens: int
-    ) -> None:
-        known[digest] = (self._clock() + REMEMBER_S, tokens)
-        known.move_to_end(digest)
-        if len(known) > REQUESTS_MAX:
-            known.popitem(last=False)
-
-    def _find(self, known: OrderedDict[str, tuple[float, int]], digest: str) -> int | None:
-        """Return the tokens of a known request. Forgets all that are past their time."""
-        now_s = self._clock()
-        while known and next(iter(known.values()))[0] <= now_s:
-            known.popitem(last=False)
-        found = known.get(digest)
-        return None if found is None else found[1]
+    def _deaths(self, digest: str) -> float:
+        deaths, end_s = self._known.get(digest, (0, inf))
+        return deaths if end_s > self._clock() else 0
 
 
 def _is_isolated(lost: LostRequest) -> bool:

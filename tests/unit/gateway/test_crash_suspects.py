@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from engine.api import CacheGrant, Request
 from engine.client.client import LostRequest
 from engine.errors import RequestRefused
-from gateway.crash_suspects import MORE_TOKENS, REMEMBER_S, REQUESTS_MAX, CrashSuspects
+from gateway.crash_suspects import REMEMBER_S, REQUESTS_MAX, TRY_TOKENS, CrashSuspects
 
 
 def request(name: str, token: int = 1, samples: int = 1) -> Request:
@@ -40,11 +41,11 @@ class Deaths:
 
 
 def test_a_request_in_a_step_at_two_deaths_is_tried_alone() -> None:
-    """Beyond the output that it had; the requests beside it are not suspected."""
+    """The requests beside it are not suspected."""
     deaths = Deaths()
     deaths.suspect(7, 5)
 
-    assert deaths.isolated(7) == 5 + MORE_TOKENS
+    assert deaths.isolated(7) == TRY_TOKENS
     assert [deaths.isolated(token) for token in (1_000, 2_000, 8)] == [0, 0, 0]
 
 
@@ -57,7 +58,7 @@ def test_a_try_alone_is_longer_after_each_death() -> None:
         deaths.suspects.record_death([lost("a", 7, 190), lost("b", 1)])
         tries.append(deaths.isolated(7))
 
-    assert tries == [16, 64, 200 + MORE_TOKENS, 200 + MORE_TOKENS]
+    assert tries == [16, 64, 101, 101]
 
 
 def test_one_death_makes_no_suspect() -> None:
@@ -100,7 +101,7 @@ def test_a_death_beside_others_is_no_proof() -> None:
     tried = deaths.suspects.isolate(request("tried", 7))
 
     assert deaths.suspects.record_death([lost("other", 8)]) == []
-    assert deaths.suspects.record_death([LostRequest(tried, 5 + MORE_TOKENS)]) == []
+    assert deaths.suspects.record_death([LostRequest(tried, TRY_TOKENS)]) == []
     assert deaths.isolated(7) > 0
 
 
@@ -125,12 +126,15 @@ def test_a_suspicion_ends_by_itself() -> None:
 
 
 def test_output_counts_for_each_sample() -> None:
-    """Sixteen samples reach a token together."""
+    """Sixteen samples reach a token together: after a first token of each, the step is no longer
+    their own.
+    """
     deaths = Deaths()
-    for _ in range(2):
-        deaths.suspects.record_death([lost("a", 7, 33, samples=16), lost("b", 8)])
+    deaths.suspect(7)
+    tried = msgspec.structs.replace(deaths.suspects.isolate(request("tried", 7)), samples=16)
 
-    assert deaths.isolated(7) == 3 + MORE_TOKENS
+    assert deaths.suspects.record_death([LostRequest(tried, 16 * TRY_TOKENS)]) == []
+    assert deaths.suspects.record_death([LostRequest(tried, 16 * TRY_TOKENS - 1)]) == ["tried"]
 
 
 def test_the_memory_of_suspects_is_bounded() -> None:
