@@ -22,7 +22,7 @@ from gateway.analytics.prompt_findings import EVICTED, PromptFindings, prompt_pa
 from gateway.observability.metrics import CACHE_OUTCOMES, cache_outcome
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import ClassTerms, advise_classes, advise_sizes
-from tenancy.reuse.finding_counts import FindingCount
+from tenancy.reuse.finding_counts import ExplainedMisses, FindingCount, FindingKey
 from tenancy.reuse.miss_causes import OF_SUMS, MissCause, waste_cost
 from tenancy.reuse.miss_ratio_curve import (
     BLOCK_TOKENS,
@@ -44,7 +44,9 @@ TENANTS_COUNTED_MAX = 2_000
 
 SAMPLE_MAX = 1_024
 CAUSES_MAX = 16_384
-"""Miss causes that wait to be taken; further ones are not kept."""
+"""Miss causes of single requests that wait to be taken; further ones are only counted."""
+COUNTS_MAX = 4_096
+"""Counts of causes that wait to be taken; further places are not counted."""
 PROMPTS_BYTES_MAX = 5 * 2**20
 """What is kept of one tenant's prompts takes at most so many bytes."""
 
@@ -232,6 +234,7 @@ class Analytics:
         self._key = key
         self._findings = PromptFindings(classes)
         self._causes: list[MissCause] = []
+        self._counts: dict[FindingKey, FindingCount] = {}
 
     def note(self, completed: CompletedPrompt) -> None:
         """Record a finished request.
@@ -276,16 +279,24 @@ class Analytics:
                     at_ms = round(wall_ms_at_0 + 1_000 * at_s)
                     causes = self._findings.explain(completed, context, reuse, at_ms)
                     view.add_causes(causes)
-                    self._causes += causes
-            del self._causes[CAUSES_MAX:]
+                    self._count(causes)
         self._pending.clear()
         self._pending_room, self._minute_ends_s = PENDING_MAX, -math.inf
 
-    def take_causes(self) -> list[MissCause]:
-        """Return the miss causes since the last call. Changes: the list is empty."""
+    def _count(self, causes: Sequence[MissCause]) -> None:
+        self._causes += [one for one in causes if one.cause not in OF_SUMS]
+        del self._causes[CAUSES_MAX:]
+        for count in map(FindingCount.of, causes):
+            known = self._counts.get(count.key)
+            if known is not None or len(self._counts) < COUNTS_MAX:
+                self._counts[count.key] = count if known is None else known.plus(count)
+
+    def take_misses(self) -> ExplainedMisses:
+        """Return what explained misses add up to since the last call. Changes: they begin anew."""
         self._aggregate()
-        causes, self._causes = self._causes, []
-        return causes
+        taken = ExplainedMisses(self._causes, list(self._counts.values()))
+        self._causes, self._counts = [], {}
+        return taken
 
     def missed_tokens(self, tenant_id: int, cause: str) -> int:
         """Return the tokens of a tenant that were computed again because of `cause`."""

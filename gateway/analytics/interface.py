@@ -16,14 +16,14 @@ import msgspec
 from gateway.analytics.aggregates import Analytics
 from gateway.analytics.completed_prompt import CompletedPrompt
 from gateway.analytics.protocol import (
-    CausesQuestion,
     MissedTokensQuestion,
+    MissesQuestion,
     OverviewQuestion,
     Question,
     TenantQuestion,
 )
 from tenancy.pricing.charges import RateCard
-from tenancy.reuse.miss_causes import MissCause
+from tenancy.reuse.finding_counts import ExplainedMisses
 
 
 class AnalyticsClient(ABC):
@@ -57,9 +57,9 @@ class AnalyticsClient(ABC):
         """See `Analytics.missed_tokens`."""
         return int(await self.ask(MissedTokensQuestion(tenant_id, cause)))
 
-    async def take_causes(self) -> list[MissCause]:
-        """See `Analytics.take_causes`."""
-        return msgspec.convert(await self.ask(CausesQuestion()), list[MissCause])
+    async def take_misses(self) -> ExplainedMisses:
+        """See `Analytics.take_misses`."""
+        return msgspec.convert(await self.ask(MissesQuestion()), ExplainedMisses)
 
 
 class InProcessAnalytics(AnalyticsClient):

@@ -68,12 +68,12 @@ class MissedTokensQuestion(Struct, frozen=True, array_like=True, tag="missed_tok
         return analytics.missed_tokens(self.tenant_id, self.cause)
 
 
-class CausesQuestion(Struct, frozen=True, array_like=True, tag="causes"):
-    """Ask for `Analytics.take_causes`."""
+class MissesQuestion(Struct, frozen=True, array_like=True, tag="misses"):
+    """Ask for `Analytics.take_misses`."""
 
     def answer(self, analytics: Analytics) -> object:
         """Return what `analytics` answers."""
-        return analytics.take_causes()
+        return analytics.take_misses()
 
 
 class QuestionResult(Struct, frozen=True, array_like=True):
@@ -82,7 +82,7 @@ class QuestionResult(Struct, frozen=True, array_like=True):
     answer: Any
 
 
-Question = OverviewQuestion | TenantQuestion | MissedTokensQuestion | CausesQuestion
+Question = OverviewQuestion | TenantQuestion | MissedTokensQuestion | MissesQuestion
 ToAnalytics = StartAnalytics | CompletedRequests | Question
 
 _TO_ANALYTICS: msgspec.msgpack.Decoder[ToAnalytics] = msgspec.msgpack.Decoder(ToAnalytics)

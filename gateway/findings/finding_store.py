@@ -28,7 +28,6 @@ from tenancy.reuse.finding_counts import (
     add_counts,
     delete_old_counts,
     read_origins,
-    sum_counts,
 )
 from tenancy.reuse.miss_causes import FIRST_USE, MissCause, write_causes
 from tenancy.types import DAY_MS, HOUR_MS
@@ -39,7 +38,7 @@ SWEEP_FLUSHES = 360
 """Writes between two deletions of old counts."""
 KEPT_DAYS = 90
 PENDING_MAX = 20_000
-"""Causes that wait for a database that fails; later ones are lost."""
+"""Causes, and counts, that wait for a database that fails; later ones are lost."""
 TAKERS_MAX = 3
 """Tenants that one count of evictions names, those that took most blocks."""
 TAKER = "taker:"
@@ -53,7 +52,8 @@ class FindingStore:
         """`gateway_id`: names this gateway's origins; "" for a database that has one gateway."""
         self._gateway = gateway
         self._gateway_id = gateway_id
-        self._pending: list[MissCause] = []
+        self._causes: list[MissCause] = []
+        self._counts: list[FindingCount] = []
         self._origins: dict[int, PromptOrigin] | None = None
         self._taken: Counter[tuple[int, int]] = Counter()
         self._turn = asyncio.Lock()
@@ -74,19 +74,20 @@ class FindingStore:
         store = self._gateway.store
         async with self._turn:
             with suppress(Refusal):
-                causes = await self._gateway.analytics.take_causes()
-                self._gateway.recent_causes.note(causes, self._gateway.clock())
-                self._pending = [*self._pending, *causes, *self._unserved()][:PENDING_MAX]
-            if not self._pending:
+                taken = await self._gateway.analytics.take_misses()
+                self._gateway.recent_causes.note(taken.causes, self._gateway.clock())
+                self._causes = [*self._causes, *taken.causes][:PENDING_MAX]
+                self._counts = [*self._counts, *taken.counts, *self._unserved()][:PENDING_MAX]
+            await asyncio.to_thread(write_causes, store, self._causes)
+            self._causes = []
+            if not self._counts:
                 return
-            await asyncio.to_thread(write_causes, store, self._pending)
             if self._origins is None:
                 self._origins = await asyncio.to_thread(read_origins, store, self._gateway_id)
-            found = await asyncio.to_thread(sum_counts, map(FindingCount.of, self._pending))
-            counts, origins = self._attribute(found, self._origins)
+            counts, origins = self._attribute(self._counts, self._origins)
             counts = self._name_takers(counts)
             await asyncio.to_thread(add_counts, store, counts, list(origins.values()))
-            self._pending = []
+            self._counts = []
             self._origins |= origins
 
     async def close(self) -> None:
@@ -107,11 +108,14 @@ class FindingStore:
                 before_ms = self._gateway.wall() - KEPT_DAYS * DAY_MS
                 await asyncio.to_thread(delete_old_counts, self._gateway.store, before_ms)
 
-    def _unserved(self) -> list[MissCause]:
-        """Return the causes of requests for models that are not served."""
-        default, at_ms = self._gateway.models.default.name, self._gateway.wall()
+    def _unserved(self) -> list[FindingCount]:
+        """Return the counts of requests for models that are not served."""
+        default, now_ms = self._gateway.models.default.name, self._gateway.wall()
+        hour_ms = now_ms // HOUR_MS * HOUR_MS
         return [
-            MissCause("", tenant_id, default, NOT_SERVED, name, 0, {}, at_ms, requests)
+            FindingCount(
+                *(tenant_id, hour_ms, NOT_SERVED, name, requests, 0, now_ms, now_ms), model=default
+            )
             for (tenant_id, name), requests in self._gateway.unserved.take().items()
         ]
 

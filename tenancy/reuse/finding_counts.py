@@ -30,6 +30,9 @@ ROWS_MAX = 50_000
 """Counts that one query reads: those of the latest hours."""
 
 
+FindingKey = tuple[int, int, str, str, str]
+
+
 class FindingCount(Struct, frozen=True, array_like=True):
     """What prompts of one tenant added to one cause at one place in one hour: a sum of miss
     causes."""
@@ -55,7 +58,7 @@ class FindingCount(Struct, frozen=True, array_like=True):
         return cls(*place, *sums, examples, one.facts, one.model)
 
     @property
-    def key(self) -> tuple[int, int, str, str, str]:
+    def key(self) -> FindingKey:
         """The key of its row."""
         return self.tenant_id, self.hour_ms, self.model, self.cause, self.place
 
@@ -78,6 +81,15 @@ class FindingCount(Struct, frozen=True, array_like=True):
             examples=(*first.examples, *last.examples)[-EXAMPLES_MAX:],
             facts=facts,
         )
+
+
+class ExplainedMisses(Struct, frozen=True, array_like=True):
+    """What explained misses add up to since they were last taken."""
+
+    causes: list[MissCause]
+    """Of single requests."""
+    counts: list[FindingCount]
+    """Sums of all."""
 
 
 class PromptOrigin(Struct, frozen=True):
@@ -128,7 +140,7 @@ _UPSERT_ORIGIN = (
 
 def sum_counts(counts: Iterable[FindingCount], *, over_hours: bool = False) -> list[FindingCount]:
     """Return one count for each key, or for each key but its hour. O(counts)."""
-    sums: dict[tuple[int, int, str, str, str], FindingCount] = {}
+    sums: dict[FindingKey, FindingCount] = {}
     for one in counts:
         key = structs.replace(one, hour_ms=0).key if over_hours else one.key
         before = sums.get(key)

@@ -70,7 +70,6 @@ def write_causes(store: Store, causes: Iterable[MissCause]) -> None:
     rows = [
         (*(getattr(one, name) for name in _STORED[:-1]), msgspec.json.encode(one.facts).decode())
         for one in causes
-        if one.request_id and one.cause not in OF_SUMS
     ]
     if not rows:
         return

@@ -17,7 +17,6 @@ from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.findings.causes import LEGITIMATE
 from gateway.findings.report import is_finding
 from tenancy.reuse.advice import ClassTerms
-from tenancy.reuse.finding_counts import FindingCount, sum_counts
 from tenancy.reuse.miss_causes import FIRST_USE
 from tenancy.reuse.prompt_changes import ToolDigest
 from tests.fakes import FakeClock
@@ -205,7 +204,7 @@ class Traffic:
             self._send(number, chosen.request(), chosen.tool_digests)
         return {
             one.cause
-            for one in sum_counts(map(FindingCount.of, self._analytics.take_causes()))
+            for one in self._analytics.take_misses().counts
             if one.cause not in (FIRST_USE, *LEGITIMATE)
             and is_finding(one.cause, one.requests, one.wasted_tokens, self._computed, one.facts)
         }

@@ -12,8 +12,8 @@ from gateway.analytics.completed_prompt import CompletedPrompt, PromptContext
 from gateway.analytics.prompt_findings import NEW_CONVERSATION, READ_BACK
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from tenancy.reuse.advice import ClassTerms
-from tenancy.reuse.finding_counts import WORKING_SET
-from tenancy.reuse.miss_causes import FIRST_USE, WRITTEN_NEVER_READ, MissCause
+from tenancy.reuse.finding_counts import WORKING_SET, FindingCount
+from tenancy.reuse.miss_causes import FIRST_USE, WRITTEN_NEVER_READ
 from tests.fakes import FakeClock
 
 CLASSES = {
@@ -33,7 +33,7 @@ class Prompts:
             self._clock, lambda: round(1_000 * self._clock.now_s), 2, CLASSES, 3
         )
         self.now_s = 0.0
-        self.writes: MissCause | None = None
+        self.writes: FindingCount | None = None
         """What the latest prompt wrote and read back."""
 
     def ask(
@@ -47,7 +47,7 @@ class Prompts:
         after_s: float = 10.0,
         tenant_id: int = 1,
         **context: Any,
-    ) -> dict[str, MissCause]:
+    ) -> dict[str, FindingCount]:
         """Note a prompt; return what it added, by cause."""
         self.now_s += after_s
         tokens = (*range(200), *range(1_000, 1_020))
@@ -74,7 +74,7 @@ class Prompts:
                 context=PromptContext(**facts),
             )
         )
-        found = {one.cause: one for one in self.analytics.take_causes()}
+        found = {one.cause: one for one in self.analytics.take_misses().counts}
         self.writes = found.pop(WRITTEN_NEVER_READ, None)
         return found
 
@@ -121,7 +121,7 @@ def test_cause_is_that_of_the_contract_or_of_the_past(
 
     assert set(found) == {cause}
     assert (found[cause].requests, found[cause].wasted_tokens) == (1, tokens)
-    assert found[cause].request_id == f"r{prompts.now_s:g}"
+    assert found[cause].examples == (f"r{prompts.now_s:g}",)
 
 
 def namespace(partition: str, workspace: str = "") -> bytes:
@@ -211,11 +211,11 @@ def test_hours_are_apart_and_tenants_too(prompts: Prompts) -> None:
     other = prompts.ask(epoch="g", after_s=HOUR_S)["restarted"]
     fresh = prompts.ask(epoch="h", tenant_id=2)
 
-    assert other.at_ms - one.at_ms == 3_600_000
+    assert other.hour_ms - one.hour_ms == 3_600_000
     assert set(fresh) == {NEW_CONVERSATION, FIRST_USE}
 
 
-def test_causes_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregates, "CAUSES_MAX", 1)
+def test_counts_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregates, "COUNTS_MAX", 1)
 
     assert set(Prompts().ask()) == {NEW_CONVERSATION}

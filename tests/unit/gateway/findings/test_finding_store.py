@@ -15,11 +15,13 @@ from gateway.findings import finding_store
 from gateway.findings.finding_store import TAKER, FindingStore
 from tenancy.errors import StoreError
 from tenancy.reuse.finding_counts import (
+    ExplainedMisses,
     FindingCount,
     PromptOrigin,
     add_counts,
     read_counts,
     read_origins,
+    sum_counts,
 )
 from tenancy.reuse.miss_causes import FIRST_USE, MissCause
 from tenancy.types import HOUR_MS
@@ -33,7 +35,7 @@ FIRST = MissCause("r", 1, "served", FIRST_USE, "m/t", 50, {"head:a": 50}, 5)
 def context(gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch) -> Context:
     """The parts of a gateway whose analytics return what a test puts into `taken`."""
     context = gateway.gateway.context
-    monkeypatch.setattr(context.analytics, "take_causes", Taken())
+    monkeypatch.setattr(context.analytics, "take_misses", Taken())
     return context
 
 
@@ -44,17 +46,17 @@ class Taken:
         self.causes: list[MissCause] = []
         self.error: Exception | None = None
 
-    async def __call__(self) -> list[MissCause]:
-        """See `AnalyticsClient.take_causes`."""
+    async def __call__(self) -> ExplainedMisses:
+        """See `AnalyticsClient.take_misses`."""
         if self.error is not None:
             raise self.error
         causes, self.causes = self.causes, []
-        return causes
+        return ExplainedMisses(causes, sum_counts(map(FindingCount.of, causes)))
 
 
 def put(context: Context, *causes: MissCause) -> None:
     """Let the next call take these."""
-    taken: Any = context.analytics.take_causes
+    taken: Any = context.analytics.take_misses
     taken.causes += causes
 
 
@@ -120,7 +122,7 @@ async def test_counts_are_written_once_though_the_reader_leaves(
 
 async def test_analytics_that_restart_are_asked_again(context: Context) -> None:
     kept = FindingStore(context)
-    taken: Any = context.analytics.take_causes
+    taken: Any = context.analytics.take_misses
     taken.error = Refusal(Kind.BUSY, "analytics_away", "later")
     await kept.flush()
     taken.error = None
@@ -145,7 +147,7 @@ async def test_fault_of_one_round_ends_no_later_one(
 ) -> None:
     """A bug of ours in one count must not end all findings until a restart."""
     monkeypatch.setattr(finding_store, "FLUSH_S", 0.0)
-    taken: Any = context.analytics.take_causes
+    taken: Any = context.analytics.take_misses
     taken.error = ZeroDivisionError("a bug")
     kept = FindingStore(context)
     kept.start()
