@@ -6,16 +6,14 @@ runner is the product's.
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
-from anthropic.types import Message, TextBlockParam, Usage
+from anthropic.types import Message, Usage
 
-from tenancy.accounts.tenants import change_tenant
 from tests.e2e.anthropic_asks import connected, hello, marked
 from tests.e2e.sdks import MORE, SYSTEM
 from tests.unit.gateway.gateway_fixture import GatewayFixture
@@ -75,17 +73,6 @@ async def test_accepts_the_key_in_either_header(gateway: GatewayFixture) -> None
         assert response.headers["request-id"] == f"req_{response.headers['x-request-id']}"
 
 
-async def test_stop_sequence_is_excluded_and_named(
-    gateway: GatewayFixture, client: AsyncAnthropic
-) -> None:
-    unary = text_of(await client.messages.create(**hello(gateway, max_tokens=30)))
-    stop = next(char for char in unary[3:] if char.isprintable() and char.strip() and char != "�")
-    cut = await client.messages.create(**hello(gateway, max_tokens=30, stop_sequences=[stop]))
-
-    assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
-    assert text_of(cut) == unary[: unary.index(stop)]
-
-
 async def test_count_equals_the_charge_and_computes_nothing(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
@@ -139,69 +126,6 @@ async def test_second_request_reads_what_the_first_wrote(
     await gateway.check_quiet()
 
 
-def draw_request(draw: random.Random) -> dict[str, Any]:
-    """Draw a prompt with up to four breakpoints, 1h before 5m."""
-    nouns = ["book", "hall", "shelf", "page", "ink"]
-    words = [" ".join(draw.choices(nouns, k=9)) for _ in range(7)]
-    blocks: list[Any] = [{"type": "text", "text": text} for text in words]
-    places = sorted(draw.sample(range(len(blocks)), draw.randint(1, 4)))
-    hours = draw.randint(0, len(places))
-    for number, position in enumerate(places):
-        blocks[position] = marked(words[position], "1h" if number < hours else None)
-    turns = [{"role": "user", "content": blocks[2:4]}]
-    turns += [
-        {"role": "assistant", "content": blocks[4:5]},
-        {"role": "user", "content": blocks[5:]},
-    ]
-    return {"system": blocks[:2], "messages": turns}
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_identical_request_reads_exactly_what_was_written(
-    gateway: GatewayFixture, client: AsyncAnthropic, seed: int
-) -> None:
-    """This holds for any breakpoints, and the sum equals the count.
-
-    The fake engine's pool is small: by default the tenant may promise itself a quarter of it, and
-    what it may not promise is not written.
-    """
-    change_tenant(gateway.store, "ada", {"promised_blocks_max": 1_000_000})
-    gateway.gateway.context.authenticator.refresh_now()
-    draw = random.Random(seed)
-    for _ in range(5):
-        prompt = draw_request(draw)
-        ask = hello(gateway, **prompt, max_tokens=1)
-        counted = await client.messages.count_tokens(model=gateway.model, **prompt)
-        first, second = [counts((await client.messages.create(**ask)).usage) for _ in range(2)]
-
-        assert sum(first) == sum(second) == counted.input_tokens
-        assert second == (first[0] + first[1], 0, first[2])
-        assert first[1] > 0
-    await gateway.check_quiet()
-
-
-async def test_without_breakpoints_nothing_is_read_or_written(
-    gateway: GatewayFixture, client: AsyncAnthropic
-) -> None:
-    """The engine finds the prefix, but the contract reads only at breakpoints."""
-    for _ in range(2):
-        message = await client.messages.create(**hello(gateway, system=SYSTEM))
-
-        assert counts(message.usage)[:2] == (0, 0)
-    assert gateway.entries()[1][2] > 100, "the engine has found what it had"
-
-
-async def test_breakpoints_do_not_change_the_answer(
-    gateway: GatewayFixture, client: AsyncAnthropic
-) -> None:
-    """A client that pays for retention gets the same text."""
-    plain = await client.messages.create(**hello(gateway, system=SYSTEM))
-    kept = await client.messages.create(**hello(gateway, system=[marked(SYSTEM, "1h")]))
-
-    assert text_of(plain) == text_of(kept)
-    assert sum(counts(plain.usage)) == sum(counts(kept.usage))
-
-
 async def test_usage_is_split_by_ttl(gateway: GatewayFixture, client: AsyncAnthropic) -> None:
     """One hour for the instructions, five minutes for the conversation."""
     messages = [{"role": "user", "content": [marked("a question about a book " * 3)]}]
@@ -215,27 +139,6 @@ async def test_usage_is_split_by_ttl(gateway: GatewayFixture, client: AsyncAnthr
     assert hour + minutes == usage.cache_creation_input_tokens
 
 
-async def test_automatic_breakpoint_follows_a_conversation(
-    gateway: GatewayFixture, client: AsyncAnthropic
-) -> None:
-    """Each turn reads what the previous one wrote, without breakpoints on blocks."""
-    messages: list[Any] = [{"role": "user", "content": "where is the first book? " * 4}]
-    known = 0
-    for turn in range(3):
-        ask = hello(gateway, messages=messages, cache_control={"type": "ephemeral"}, max_tokens=4)
-        message = await client.messages.create(**ask)
-        read, written, _ = counts(message.usage)
-
-        assert read == known, turn
-        assert written > 0
-        known = read + written
-        messages += [
-            {"role": "assistant", "content": f"In hall {turn}."},
-            {"role": "user", "content": f"And book number {turn}?"},
-        ]
-    await gateway.check_quiet()
-
-
 async def test_request_reads_what_a_prewarm_wrote(
     gateway: GatewayFixture, client: AsyncAnthropic
 ) -> None:
@@ -246,22 +149,6 @@ async def test_request_reads_what_a_prewarm_wrote(
     assert (warm.content, warm.stop_reason, warm.usage.output_tokens) == ([], "max_tokens", 0)
     assert counts(message.usage)[0] == counts(warm.usage)[1] > 0
     await gateway.check_quiet()
-
-
-async def test_billing_header_does_not_break_the_prefix(
-    gateway: GatewayFixture, client: AsyncAnthropic
-) -> None:
-    """The line differs in every request."""
-    usages = []
-    for number in range(2):
-        line: TextBlockParam = {
-            "type": "text",
-            "text": f"x-anthropic-billing-header: cc_version=2.1; cch={number};",
-        }
-        ask = hello(gateway, system=[line, marked(SYSTEM)])
-        usages.append((await client.messages.create(**ask)).usage)
-
-    assert counts(usages[1])[0] == counts(usages[0])[1] > 0
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -143,66 +142,6 @@ async def test_cached_content_life_cycle(gateway: GatewayFixture, client: Any) -
     assert listed == [made.name]
     assert changed.expire_time > made.expire_time
     assert caught.value.code == 403
-
-
-async def test_cached_contents_are_paged_and_only_expiry_changes(
-    gateway: GatewayFixture, client: Any
-) -> None:
-    """The SDK requests the next page itself; each resource occurs once, in its own tenant only."""
-    made = [
-        await client.caches.create(
-            model=gateway.model,
-            config=types.CreateCachedContentConfig(contents=f"{n}. {LONG}", display_name=f"c{n}"),
-        )
-        for n in range(3)
-    ]
-    later = datetime.now(UTC) + timedelta(hours=5)
-    await client.caches.update(
-        name=made[0].name, config=types.UpdateCachedContentConfig(expire_time=later)
-    )
-    shown = await client.caches.get(name=made[0].name)
-    pages = await client.caches.list(config=types.ListCachedContentsConfig(page_size=2))
-    sizes = [len(pages.page)]
-    listed = [one.name async for one in pages]
-    theirs = client_of(gateway, gateway.keys["bob"])
-    with pytest.raises(errors.ClientError) as foreign:
-        await theirs.caches.get(name=made[0].name)
-
-    assert sizes == [2]
-    assert sorted(listed) == sorted(one.name for one in made)
-    assert (shown.display_name, shown.model) == ("c0", f"models/{gateway.model}")
-    assert abs(shown.expire_time - later) < timedelta(seconds=1)
-    assert shown.create_time == made[0].create_time
-    assert [one.name async for one in await theirs.caches.list()] == []
-    assert (foreign.value.code, foreign.value.status) == (403, "PERMISSION_DENIED")
-    await gateway.check_quiet()
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"system_instruction": "Be long."},
-        {"tools": [types.Tool(function_declarations=[types.FunctionDeclaration(name="f")])]},
-    ],
-)
-async def test_refuses_instruction_or_tools_beside_cached_content(
-    gateway: GatewayFixture, client: Any, more: dict[str, Any]
-) -> None:
-    """A prompt has one beginning."""
-    made = await client.caches.create(
-        model=gateway.model, config=types.CreateCachedContentConfig(contents=LONG)
-    )
-    with pytest.raises(errors.ClientError) as caught:
-        await client.models.generate_content(
-            **gemini_request(
-                gateway,
-                contents="And?",
-                config=types.GenerateContentConfig(cached_content=made.name, **more),
-            )
-        )
-
-    assert (caught.value.code, caught.value.status) == (400, "INVALID_ARGUMENT")
-    await gateway.check_quiet()
 
 
 async def test_lists_and_gets_models(gateway: GatewayFixture, client: Any) -> None:

@@ -72,23 +72,6 @@ async def test_choices_share_a_prompt_and_differ(
     await gateway.check_quiet()
 
 
-async def test_stop_string_is_excluded(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
-    """The finish reason is `stop`."""
-    unary = await client.chat.completions.create(
-        **chat_request(gateway, max_tokens=30, temperature=0, extra_body=MORE)
-    )
-    text = unary.choices[0].message.content or ""
-    stop = next(char for char in text[3:] if char.isprintable() and char != "\ufffd")
-    cut = await client.chat.completions.create(
-        **chat_request(gateway, max_tokens=30, temperature=0, stop=[stop], extra_body=MORE)
-    )
-
-    assert cut.choices[0].finish_reason == "stop"
-    assert cut.choices[0].message.content == text[: text.index(stop)]
-    assert 0 < cut.usage.completion_tokens <= 30
-    await gateway.check_quiet()
-
-
 async def test_one_logprob_per_token(gateway: GatewayFixture, client: AsyncOpenAI) -> None:
     """Evaluation tools zip logprobs with tokens."""
     answer = await client.chat.completions.create(

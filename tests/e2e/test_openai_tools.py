@@ -6,7 +6,6 @@ The model is a fake that generates the text that a test sets; the template has n
 from __future__ import annotations
 
 import json
-import random
 from typing import Any, Literal
 
 import openai
@@ -169,106 +168,6 @@ async def test_truncated_json_raises_in_parse(gateway: GatewayFixture, client: A
         )
 
 
-async def test_breakpoint_is_written_once_and_read_in_either_spelling(
-    gateway: GatewayFixture, client: AsyncOpenAI
-) -> None:
-    """The second request reads exactly what the first wrote, and each sum holds."""
-
-    async def ask(caching: dict[str, Any], question: str) -> tuple[int, int, int]:
-        messages: Any = [
-            {"role": "system", "content": [{"type": "text", "text": SYSTEM, **caching}]},
-            {"role": "user", "content": question},
-        ]
-        answer = await client.chat.completions.create(
-            **chat_request(
-                gateway, messages=messages, max_tokens=2, prompt_cache_options={"mode": "explicit"}
-            )
-        )
-        details = answer.usage.prompt_tokens_details
-        return (
-            answer.usage.prompt_tokens,
-            details.cached_tokens or 0,
-            details.cache_write_tokens or 0,
-        )
-
-    _, nothing, wrote = await ask({"prompt_cache_breakpoint": {"mode": "explicit"}}, "one")
-    total, read, again = await ask({"cache_control": {"type": "ephemeral"}}, "another")
-
-    assert (nothing, again) == (0, 0)
-    assert read == wrote > 20
-    assert read < total
-    await gateway.check_quiet()
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-async def test_identical_request_reads_exactly_what_was_written(
-    gateway: GatewayFixture, path: str, seed: int
-) -> None:
-    """This holds for any breakpoints, in both spellings and both modes."""
-    draw = random.Random(seed)
-    breakpoints: list[Any] = [
-        {},
-        {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}},
-        {"cache_control": {"type": "ephemeral", "ttl": draw.choice(["5m", "1h"])}},
-    ]
-    is_chat = path.endswith("completions")
-    kind = "text" if is_chat else "input_text"
-    parts = [
-        {"type": kind, "text": f"part {n} of {seed}. " * 4, **draw.choice(breakpoints)}
-        for n in range(6)
-    ]
-    body = {
-        "model": gateway.model,
-        "messages" if is_chat else "input": [{"role": "user", "content": parts}],
-        "max_tokens" if is_chat else "max_output_tokens": 2,
-        "prompt_cache_options": {"mode": draw.choice(["implicit", "explicit"])},
-    }
-
-    async def ask() -> tuple[int, int]:
-        status, answer, _ = await gateway.ask(path, body)
-        assert status == 200, answer
-        usage = answer["usage"]
-        details = usage["prompt_tokens_details" if is_chat else "input_tokens_details"]
-        read, wrote = details["cached_tokens"], details["cache_write_tokens"]
-        assert read + wrote <= usage["prompt_tokens" if is_chat else "input_tokens"]
-        return read, wrote
-
-    (nothing, wrote), (read, again) = await ask(), await ask()
-
-    assert (nothing, again) == (0, 0)
-    assert read == wrote
-
-
-async def test_explicit_mode_without_breakpoints_reads_and_writes_nothing(
-    gateway: GatewayFixture, client: AsyncOpenAI
-) -> None:
-    """The engine finds the prefix, but the contract reads only at breakpoints."""
-    found = []
-    for _ in range(2):
-        answer = await client.chat.completions.create(
-            **chat_request(
-                gateway,
-                messages=[{"role": "user", "content": SYSTEM}],
-                max_tokens=2,
-                prompt_cache_options={"mode": "explicit"},
-            )
-        )
-        found.append(answer.usage.prompt_tokens_details)
-
-    assert [d and (d.cached_tokens, d.cache_write_tokens) for d in found] == [(0, 0), (0, 0)]
-
-
-async def test_prompt_that_is_too_long_names_its_field(
-    gateway: GatewayFixture, client: AsyncOpenAI
-) -> None:
-    """Completions have no messages."""
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.completions.create(model=gateway.model, prompt="word " * 3_000)
-
-    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
-
-
 PICK: Any = {"type": "function", "function": {"name": "pick", "parameters": CITY}}
 
 
@@ -290,27 +189,6 @@ async def test_forced_call_is_constrained_to_a_call(
     assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
     assert answer.choices[0].finish_reason in ("stop", "tool_calls")
     await gateway.check_quiet()
-
-
-async def test_tool_choice_none_keeps_the_prefix_and_returns_text(
-    gateway: GatewayFixture, client: AsyncOpenAI
-) -> None:
-    """The prompt still shows the functions; only the answer's meaning changes."""
-    options: Any = {"ttl": "30m"}
-    gateway.say(CALLS)
-    ask: Any = {"model": gateway.model, "messages": [HELLO], "tools": [WEATHER]}
-    first = await client.chat.completions.create(**ask, prompt_cache_options=options)
-    second = await client.chat.completions.create(
-        **ask, tool_choice="none", prompt_cache_options=options
-    )
-
-    assert second.choices[0].message.tool_calls is None
-    assert second.choices[0].finish_reason == "stop"
-    assert first.usage.prompt_tokens_details.cache_write_tokens > 0
-    assert (
-        second.usage.prompt_tokens_details.cached_tokens
-        == first.usage.prompt_tokens_details.cache_write_tokens
-    )
 
 
 async def test_refuses_unsatisfiable_schema_by_field(
@@ -353,21 +231,6 @@ async def test_unsatisfiable_arguments_are_a_client_error(
 
     assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "tools[0].function")
     await gateway.check_quiet()
-
-
-async def test_counts_answers_that_violate_their_format(
-    gateway: GatewayFixture, client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Constrained decoding should leave none, so each finished text is checked."""
-    monkeypatch.setattr("gateway.generation.choice.satisfies", lambda text, wanted: False)
-    gateway.say('{"x":3}')
-    await client.chat.completions.create(
-        **chat_request(gateway, response_format={"type": "json_object"})
-    )
-    async with gateway.session.get(f"{gateway.admin_url}/metrics") as answer:
-        metrics = await answer.text()
-
-    assert "trunkline_output_format_violations_total 1.0" in metrics
 
 
 async def test_sdk_passes_every_caching_field(gateway: GatewayFixture, client: AsyncOpenAI) -> None:

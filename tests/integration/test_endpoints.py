@@ -22,45 +22,6 @@ async def test_chat_is_answered_and_settled(gateway: GatewayFixture) -> None:
     await gateway.check_quiet()
 
 
-async def test_stream_equals_unary_answer(gateway: GatewayFixture) -> None:
-    """Two code paths could diverge."""
-    _, unary, _ = await gateway.ask(body=gateway.chat())
-    events = await gateway.stream(gateway.chat(stream_options={"include_usage": True}))
-
-    assert events[-1] == "[DONE]"
-    text = "".join(e["choices"][0]["delta"].get("content", "") for e in events[:-2])
-    assert text == unary["choices"][0]["message"]["content"]
-    assert events[-2]["usage"]["completion_tokens"] == 8
-    await gateway.check_quiet()
-
-
-async def test_second_turn_reports_first_turns_tokens_as_cached(
-    gateway: GatewayFixture,
-) -> None:
-    """Clients see prompt caching in the usage."""
-    first = gateway.chat("a long enough first question to fill some blocks of the cache")
-    _, answer, _ = await gateway.ask(body=first)
-    said = answer["choices"][0]["message"]
-    turn = [*first["messages"], {"role": "assistant", "content": said["content"]}]
-    second = {**first, "messages": [*turn, {"role": "user", "content": "and now?"}]}
-
-    _, answer, _ = await gateway.ask(body=second)
-
-    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert cached >= gateway.entries()[0][1] - 4  # the generation prompt may end differently
-    assert gateway.entries()[1][2] == cached
-
-
-async def test_tenants_never_share_a_prefix(gateway: GatewayFixture) -> None:
-    """The namespace comes from the key: bob's first request finds none of ada's blocks."""
-    await gateway.ask(body=gateway.chat("the same words for both of them, long enough"))
-    _, answer, _ = await gateway.ask(
-        body=gateway.chat("the same words for both of them, long enough"), who="bob"
-    )
-
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-
-
 async def test_disconnect_frees_blocks_and_settles(
     gateway: GatewayFixture,
 ) -> None:
