@@ -10,7 +10,7 @@ from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.keys import create_key, rotate_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LimitExceeded
-from tenancy.limits import NO_DEMAND, Demand, LimitState, Meter
+from tenancy.limits import NO_DEMAND, Demand, LimitState
 from tenancy.storage.interface import Store
 from tenancy.types import Limits
 from tests.actors import TESTER
@@ -24,27 +24,6 @@ def desk() -> Desk:
 
 
 # --- requests ------------------------------------------------------------------------------------
-
-
-def test_admits_a_minutes_burst_and_no_more(desk: Desk) -> None:
-    assert desk.given(1_000, Limits(requests_per_minute=10)) == 10
-
-
-def test_admits_everything_without_limits(desk: Desk) -> None:
-    assert desk.given(1_000, FREE, Demand(10**12, 10**12)) == 1_000
-
-
-def test_limit_refills_evenly(desk: Desk) -> None:
-    """Ten a minute are one every six seconds, so there is no stampede at the turn of the minute."""
-    limits = Limits(requests_per_minute=10)
-    desk.given(10, limits)
-    desk.clock.ms += 5_999
-    before = desk.given(5, limits)
-    desk.clock.ms += 1
-    after = desk.given(5, limits)
-    desk.clock.ms += 12_000
-
-    assert (before, after, desk.given(5, limits)) == (0, 1, 2)
 
 
 def test_refusal_names_limit_remaining_and_retry_time(desk: Desk) -> None:
@@ -99,18 +78,6 @@ def test_many_refused_clients_get_different_turns(desk: Desk) -> None:
 # --- tokens --------------------------------------------------------------------------------------
 
 
-def test_overestimate_is_free_after_settlement(desk: Desk) -> None:
-    """Most outputs are shorter than their maximum."""
-    limits = Limits(tokens_per_minute=1_000)
-    desk.ask(limits, Demand(100, 900))
-    refused = desk.ask(limits, Demand(100, 700))
-    desk.settle(Demand(100, 100))
-
-    assert refused is not None
-    assert desk.ask(limits, Demand(100, 700)) is None
-    assert desk.ask(limits, Demand(1, 0)) is not None
-
-
 def test_underestimate_becomes_debt(desk: Desk) -> None:
     """Tokens that the cache lost after admission were computed all the same."""
     limits = Limits(tokens_per_minute=60)
@@ -154,20 +121,6 @@ def test_limit_is_near_above_an_eighth(desk: Desk) -> None:
 
     assert (first, then, later) == ([False, True], [False, True], [False, True])
     assert not desk.open[-1].is_near_limit(Demand(10**12, 10**12))
-
-
-def test_extension_takes_the_rest_in_every_limit(desk: Desk) -> None:
-    """A place is one request; its tokens follow when they are known, and count once."""
-    limits = Limits(requests_per_minute=5, tokens_per_minute=100, output_tokens_per_minute=50)
-    desk.ask(limits, NO_DEMAND)
-    desk.open[0].extend(Demand(60, 20))
-    left = desk.limiter.status(identity(limits))
-    desk.settle(Demand(10, 5))
-    settled = desk.limiter.status(identity(limits))
-
-    names: tuple[Meter, ...] = ("requests", "tokens", "output_tokens")
-    assert [left[name].remaining for name in names] == [4, 20, 30]
-    assert [settled[name].remaining for name in names] == [4, 85, 45]
 
 
 def test_refused_extension_takes_nothing_and_keeps_the_place(desk: Desk) -> None:
@@ -241,17 +194,6 @@ def test_settling_twice_changes_nothing(desk: Desk) -> None:
     assert not reservation.is_open
 
 
-def test_input_and_output_are_limited_separately(desk: Desk) -> None:
-    """Cached tokens are no input; output counts in full either way."""
-    limits = Limits(input_tokens_per_minute=100, output_tokens_per_minute=10)
-    codes = [
-        getattr(desk.ask(limits, demand), "code", None)
-        for demand in (Demand(90, 5), Demand(20, 5), Demand(10, 6), Demand(10, 5))
-    ]
-
-    assert codes == [None, "input_tokens_per_minute", "output_tokens_per_minute", None]
-
-
 def test_request_above_the_limit_gets_no_retry_time(desk: Desk) -> None:
     """A client that obeyed it would retry forever."""
     refusal = desk.ask(Limits(tokens_per_minute=100), Demand(60, 41))
@@ -259,16 +201,6 @@ def test_request_above_the_limit_gets_no_retry_time(desk: Desk) -> None:
     assert refusal is not None
     assert (refusal.code, refusal.retry_after_s) == ("request_exceeds_limit", None)
     assert "101 tokens" in refusal.message
-
-
-@pytest.mark.parametrize("limit", [7, 700_000_000, 10**12])
-def test_rounding_makes_no_token_free(desk: Desk, limit: int) -> None:
-    """At a trillion a minute, one token is less than a nanosecond's worth."""
-    limits = Limits(tokens_per_minute=limit)
-    given = desk.given(50, limits, Demand(1, 0))
-
-    assert given == min(50, limit)
-    assert desk.limiter.status(identity(limits))["tokens"].remaining <= limit - given
 
 
 # --- concurrency---------------------------------------------------------------------------------
@@ -289,13 +221,6 @@ def test_concurrency_limit_frees_when_a_request_ends(desk: Desk) -> None:
 
 
 # --- tenants and keys ----------------------------------------------------------------------------
-
-
-def test_keys_share_their_tenants_limit(desk: Desk) -> None:
-    """Two keys do not double it."""
-    limits = Limits(requests_per_minute=4)
-
-    assert desk.given(3, limits, key_id=1) + desk.given(3, limits, key_id=2) == 4
 
 
 def test_keys_limit_applies_to_that_key_only(desk: Desk) -> None:

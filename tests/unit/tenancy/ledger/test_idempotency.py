@@ -441,6 +441,7 @@ Clients.TestCase.settings = settings(
 TestClients = Clients.TestCase
 
 
+@pytest.mark.slow
 def test_names_on_a_server_match_the_model(postgres_server: Server) -> None:
     """With round trips between."""
     run_on_server(Clients, postgres_server)

@@ -72,22 +72,6 @@ def sums(store: Store, wall: Wall) -> list[tuple[int, int]]:
     return [(state.spent_pico // 10**6, state.reserved_pico // 10**6) for state in states]
 
 
-def test_hold_reserves_and_settlement_charges_actual_usage(
-    store: Store, ledger: Ledger, wall: Wall
-) -> None:
-    """The unused part of the reservation is free again."""
-    set_budget(store, Budget(1, "day", hard_micros=15))
-    first = is_held(ledger, hold("a", wall()))
-    second = is_held(ledger, hold("b", wall()))
-    reserved = sums(store, wall)
-    ledger.settle(entry("a", wall(), 4)).result(PATIENCE_S)
-    third = is_held(ledger, hold("b", wall()))
-
-    assert (first, second, third) == (True, False, True)
-    assert reserved == [(0, 10)]
-    assert sums(store, wall) == [(4, 10)]
-
-
 def test_refusal_names_budget_and_window_end(store: Store, ledger: Ledger, wall: Wall) -> None:
     """Clients wait for the window; operators read the sums."""
     set_budget(store, Budget(1, "month", hard_micros=5))
@@ -150,21 +134,6 @@ def test_refused_request_id_is_free(store: Store, ledger: Ledger, wall: Wall) ->
     assert is_held(ledger, hold("a", wall()))
 
 
-def test_key_and_tenant_budgets_both_apply(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """A key's spending counts against its tenant, not against another key."""
-    set_budget(store, Budget(1, "day", hard_micros=25))
-    set_budget(store, Budget(1, "day", hard_micros=10, key_id=1))
-    held = [
-        is_held(ledger, hold("a", wall(), 10, 1)),
-        is_held(ledger, hold("b", wall(), 1, 1)),
-        is_held(ledger, hold("c", wall(), 10, 2)),
-        is_held(ledger, hold("d", wall(), 6, 2)),
-    ]
-
-    assert held == [True, False, True, False]
-    assert sums(store, wall) == [(0, 20), (0, 10)]
-
-
 def test_budgets_of_the_day_and_the_month_both_apply(
     store: Store, ledger: Ledger, wall: Wall
 ) -> None:
@@ -178,31 +147,6 @@ def test_budgets_of_the_day_and_the_month_both_apply(
 
     assert (first, second, third) == ([True, False], [True, False], [False, True])
     assert sums(store, wall) == [(0, 5), (0, 25)]
-
-
-def test_next_window_starts_empty(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """A running request belongs to the window it began in."""
-    set_budget(store, Budget(1, "day", hard_micros=10))
-    held = is_held(ledger, hold("a", wall()))
-    began_ms, wall.ms = wall.ms, wall.ms + DAY_MS
-    after = is_held(ledger, hold("b", wall()))
-    ledger.settle(entry("a", began_ms, 10)).result(PATIENCE_S)
-
-    assert held
-    assert after
-    assert sums(store, wall) == [(0, 10)]
-
-
-def test_clock_set_back_finds_its_old_window(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """L9: setting the clock back must not allow to spend a budget twice."""
-    set_budget(store, Budget(1, "day", hard_micros=10))
-    before = is_held(ledger, hold("a", wall()))
-    wall.ms += DAY_MS
-    during = is_held(ledger, hold("b", wall()))
-    wall.ms -= DAY_MS
-    after = is_held(ledger, hold("c", wall()))
-
-    assert (before, during, after) == (True, True, False)
 
 
 def test_hold_from_before_a_close_reserves_on_the_open_day(
@@ -220,18 +164,6 @@ def test_hold_from_before_a_close_reserves_on_the_open_day(
 
     assert (early, reserved, held) == (True, [(0, 9)], False)
     assert sums(store, wall) == [(4, 0)]
-
-
-def test_new_budget_counts_earlier_spending(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """In the same window, entries and open holds."""
-    ledger.hold(hold("a", wall())).result(PATIENCE_S)
-    ledger.hold(hold("b", wall())).result(PATIENCE_S)
-    ledger.settle(entry("a", wall(), 7)).result(PATIENCE_S)
-    set_budget(store, Budget(1, "month", hard_micros=20))
-
-    assert not is_held(ledger, hold("c", wall(), 4))
-    assert sums(store, wall) == [(7, 10)]
-    assert is_held(ledger, hold("c", wall(), 3))
 
 
 def test_new_budget_counts_from_its_windows_first_instant_to_its_last(
@@ -277,18 +209,6 @@ def test_soft_budget_refuses_nothing(store: Store, ledger: Ledger, wall: Wall) -
     assert held
     assert over == [False, True]
     assert budget_states(store, wall, (2,)) == []
-
-
-def test_dead_process_frees_its_reservations(store: Store, ledger: Ledger, wall: Wall) -> None:
-    """A crash must not use up a budget."""
-    set_budget(store, Budget(1, "day", hard_micros=10))
-    ledger.hold(hold("a", wall())).result(PATIENCE_S)
-    ledger.close()
-    again = Ledger(store, wall)
-    again.close()
-
-    assert again.interrupted == 1
-    assert sums(store, wall) == [(0, 0)]
 
 
 def test_failure_spends_nothing(store: Store, ledger: Ledger, wall: Wall) -> None:
