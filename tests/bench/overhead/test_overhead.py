@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from engine.api import CacheGrant, Event, Finished, Request, Sampling, Started, Tokens
@@ -25,22 +24,13 @@ from tests.bench.overhead.null_gateway import (
     Ready,
     config_of,
     make_key,
-    remove_ledger_and_analytics,
 )
 from tests.bench.overhead.null_gateway import NullGatewaySettings as GatewaySettings
 from tests.bench.overhead.overhead import (
-    Line,
-    Overhead,
     OverheadRun,
     Server,
-    books_of,
-    join_runs,
-    loads,
-    run_child,
     summarize,
 )
-from tests.bench.overhead.processor_time import processor_s
-from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytestmark = pytest.mark.slow
 
@@ -166,27 +156,6 @@ async def test_load_finds_ends_and_events_at_any_chunking() -> None:
     )
 
 
-async def test_slow_server_is_measured_by_one_response() -> None:
-    """A loaded machine, or a short time, is no failure."""
-    asked = asyncio.Event()
-
-    async def answer_late(writer: asyncio.StreamWriter) -> None:
-        asked.set()
-        await counted.wait()
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
-
-    counted = asyncio.Event()
-    async with scripted_server(answer_late) as target:
-        running = asyncio.create_task(run(target, Load(1, 0.0, rest_s=0.0), lambda _: None))
-        await asked.wait()
-        is_waiting = not running.done()
-        counted.set()
-        found = await running
-
-    assert is_waiting
-    assert found.times_s
-
-
 async def test_error_response_ends_the_benchmark() -> None:
     """Refusals are fast: counted as responses they would make any server look good."""
 
@@ -228,16 +197,6 @@ def test_run_measures_both_servers_under_every_load(card: ModelCard) -> None:
     assert len(json.loads(report.json())["lines"]) == 3
 
 
-async def test_error_quotes_a_server_that_does_not_start(tmp_path: Path) -> None:
-    """A wrong model folder must not look like a slow gateway."""
-    settings = json.dumps({"model_dir": "/nowhere", "data": str(tmp_path), "streams_max": 1})
-    with pytest.raises(BenchError, match=r"(?s)did not start.*/model_card\.json cannot be read"):
-        async with run_child(
-            "tests.bench.overhead.null_gateway", settings.encode(), tmp_path / "log"
-        ):
-            pass
-
-
 def test_every_kind_of_limit_counts_and_none_refuses(tmp_path: Path) -> None:
     """A gateway without limits would be measured without their cost."""
     settings = GatewaySettings("model", str(tmp_path), streams_max=512)
@@ -253,14 +212,6 @@ def test_every_kind_of_limit_counts_and_none_refuses(tmp_path: Path) -> None:
     assert config.limits.requests_per_tenant_max > settings.streams_max
 
 
-def test_stream_rates_are_a_thousand_per_second_or_a_models() -> None:
-    """The total rate does not depend on the number of streams."""
-    asked = loads(32, 1.0)
-    offered = {kind: load.concurrency * load.rate / load.output for kind, load in asked.items()}
-
-    assert offered == {"unary": 0.0, "stream": 1_000.0, "paced": 50.0}
-
-
 def test_figures_follow_from_counts() -> None:
     """By hand: half a second, ten responses of four tokens, 0.1 s of processor time."""
     run = OverheadRun(LoadResult(0.5, [0.002] * 9 + [0.010], [0.001] * 10, 30, 0.25), 0.1, 0.05)
@@ -274,109 +225,6 @@ def test_figures_follow_from_counts() -> None:
     assert round(whole.writer, 6) == 0.1
 
 
-def test_joins_turns_by_their_lengths() -> None:
-    """A machine that slowed down in one of them did so for both servers."""
-    one = OverheadRun(LoadResult(1.0, [0.002], [0.001], 3, 0.25), 0.5, 0.1)
-    two = OverheadRun(LoadResult(3.0, [0.004] * 2, [0.003] * 2, 5, 0.75), 1.0, 0.3)
-
-    both = join_runs([one, two])
-
-    assert both.found == LoadResult(4.0, [0.002, 0.004, 0.004], [0.001, 0.003, 0.003], 8, 0.625)
-    assert (both.cpu_s, both.writer_s) == (1.5, 0.4)
-
-
 def server(found: LoadResult, cpu_s: float) -> Server:
     """Return the result of one client over a second."""
     return summarize(OverheadRun(found, cpu_s), Load(1, 1.0))
-
-
-def test_table_shows_the_added_latency() -> None:
-    """Differences and ratios carry over to other machines."""
-    mock = server(LoadResult(1.0, [0.001] * 100, [], 0, 0.2), 0.5)
-    ours = server(LoadResult(1.0, [0.003] * 25, [], 0, 0.1), 0.9)
-    line = Line("unary", 1, mock, ours)
-    where = {"cpu": "a processor", "cores": 2, "system": "a system", "commit": "abc"}
-
-    text = Overhead("model", where, "/tmp", 4.0, [line]).text()
-
-    assert (line.ratio, line.added_p50_ms, line.added_p99_ms) == (0.25, 2, 2)
-    assert round(line.cpu_ratio, 6) == 7.2
-    assert text.splitlines()[-1].split()[:7] == [
-        "unary",
-        "1",
-        "100",
-        "25.0",
-        "0.25",
-        "3.00",
-        "2.00",
-    ]
-
-
-def test_table_shows_the_cost_of_books_if_measured() -> None:
-    """By hand: half, a fifth and no fewer responses in three turns; otherwise there is no such
-    column."""
-    load = Load(1, 1.0)
-    ours = [OverheadRun(LoadResult(1.0, [0.003] * n, [], 0, 0.1), 0.8) for n in (25, 40, 50)]
-    bare = [OverheadRun(LoadResult(1.0, [0.002] * 50, [], 0, 0.1), 0.8)] * 3
-    both = (server(LoadResult(1.0, [0.001] * 100, [], 0, 0.2), 0.5), summarize(ours[0], load))
-    where = {"cpu": "a processor", "cores": 2, "system": "a system", "commit": "abc"}
-    books = books_of(ours, bare, load)
-    lines = [Line("unary", 1, *both), Line("unary", 1, *both, books)]
-
-    without, with_books = (Overhead("m", where, "/tmp", 4.0, [line]).text() for line in lines)
-
-    assert msgspec.structs.astuple(books) == pytest.approx((0.2, 0.0, 0.5, 0.25, 1.0))
-    assert "books" not in without
-    last = with_books.splitlines()[-1].split()
-    assert last[-8:] == ["20.0", "%", "0.0", "to", "50.0", "25.0", "%", "1.00"]
-
-
-def test_measures_only_requested_loads(card: ModelCard) -> None:
-    """Books cost a few hundredths, which show in pairs of turns under one load."""
-    asked = ("--concurrency", "1", "--seconds", "0.1", "--loads", "unary", "--turns", "2")
-    options = parse_arguments(["--books", *asked])
-
-    (line,) = run_overhead_bench(options, Path(card.folder), lambda line: None).lines
-
-    assert (line.kind, line.concurrency) == ("unary", 1)
-    assert line.books is not None
-    assert line.books.least <= line.books.part <= line.books.most < 1
-
-
-def test_refuses_an_unknown_load(capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of nothing would look like a success."""
-    with pytest.raises(SystemExit):
-        parse_arguments(["--loads", "unary,fast"])
-
-    assert "expected some of unary,stream,paced" in capsys.readouterr().err
-
-
-async def test_without_books_responses_are_complete_but_unrecorded(
-    gateway: GatewayFixture,
-) -> None:
-    """The gateway still does everything else."""
-    remove_ledger_and_analytics(gateway.gateway)
-    status, answer, _ = await gateway.ask(body=gateway.chat())
-
-    assert status == 200
-    assert answer["usage"]["completion_tokens"] == 8
-    assert gateway.entries() == []
-    assert (await gateway.gateway.context.analytics.overview())["tenants"] == []
-
-
-def test_error_names_an_unwritable_disk(tmp_path: Path) -> None:
-    """The ledger would fail there too, with a trace instead of a line."""
-    options = parse_arguments(["--scratch", str(tmp_path / "nowhere")])
-    with pytest.raises(BenchError, match="cannot be written to"):
-        run_overhead_bench(options, tmp_path, lambda line: None)
-
-
-def test_processor_time_includes_threads(tmp_path: Path) -> None:
-    """Long prompts are rendered on threads."""
-    for thread, line in ((7, "1500000000 1 2"), (8, "500000000 1 2"), (9, "")):
-        folder = tmp_path / "7" / "task" / str(thread)
-        folder.mkdir(parents=True)
-        (folder / "schedstat").write_text(line)
-
-    assert processor_s(7, tmp_path) == 2.0
-    assert processor_s(8, tmp_path) == 0.0

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from engine.model_store import ModelCard, prepare
 from kernels import reference_kv
 from tests.bench import kv_texts
-from tests.bench.kv_quality import Comparison, Summary, compare, noise_floor, recall, table
+from tests.bench.kv_quality import Comparison, Summary, compare, noise_floor, recall
 from tests.bench.kv_reading import Reader
 from tests.models import tiny_config, write_folder
 
@@ -119,52 +117,3 @@ def test_a_copied_run_is_asked_from_its_second_token() -> None:
 
     assert task.token_ids[:5] == task.token_ids[5:]
     assert task.answers == [(6, 7), (7, 8), (8, 9), (9, 10)]
-
-
-def test_pairs_ask_for_numbers_that_were_told(card: ModelCard) -> None:
-    """An answer's tokens spell the number that the text gave for the name before it."""
-    tokenizer = Tokenizer.from_file(str(card.tokenizer_path))
-    task = kv_texts.pairs(tokenizer, 6, seed=2)
-
-    assert len(task.answers) == 3
-    for first, end in task.answers:
-        asked = tokenizer.decode(task.token_ids[:first]).rsplit(". ", 1)[1]
-        number = tokenizer.decode(task.token_ids[first:end])
-        assert tokenizer.decode(task.token_ids).count(f"{asked}{number}.") == 2
-
-
-def test_windows_are_seeded_and_do_not_overlap(card: ModelCard) -> None:
-    """Two runs of the bench read the same text."""
-    tokenizer = Tokenizer.from_file(str(card.tokenizer_path))
-    text = "".join(chr(97 + index % 26) for index in range(1000))
-
-    chosen = kv_texts.windows(text, tokenizer, 100, 4, seed=3)
-
-    assert chosen == kv_texts.windows(text, tokenizer, 100, 4, seed=3)
-    assert [len(window) for window in chosen] == [100] * 4
-    assert kv_texts.windows("short", tokenizer, 100, 4, seed=3) == []
-
-
-def test_texts_are_at_hand_without_a_network(tmp_path: Path) -> None:
-    """Python's own topics and this repository's documents, or a file of the operator's."""
-    (tmp_path / "mine.txt").write_text("words")
-
-    assert {name: len(text) > 100_000 for name, text in kv_texts.texts(None).items()} == {
-        "python topics": True,
-        "documents": True,
-    }
-    assert kv_texts.texts(tmp_path / "mine.txt") == {"mine.txt": "words"}
-
-
-def test_a_table_has_a_line_for_each_variant() -> None:
-    """Exact KV has recall alone: the other figures compare with it."""
-    lines = table(
-        {"int8c": Summary(9.0, -0.001, 0.0001, 0.0006, 0.994)},
-        {"exact": [0.68], "int8c": [0.683]},
-        ["copied"],
-    )
-
-    assert lines[2:] == [
-        "| exact | – | – | – | 68.0 % |",
-        "| int8c | -0.10 % | 0.00010, 0.0006 | 99.40 % | 68.3 % |",
-    ]
