@@ -1,9 +1,10 @@
 """What every test may rely on: hypothesis profiles, `--sim-seed`, markers that skip by reason, and
 temporary files in memory.
 
-Profiles: `quick` (the default), `full` (four times the examples of a property: CI), `long` (of a
-state machine too: `make nightly`), `deep` (others each time). HYPOTHESIS_PROFILE names one. All but
-`deep` try the same examples each time: what they find is what a change did.
+Profiles: `quick` (the default), `full` (four times the examples of a property: CI), `long` (eight
+times, and four times the runs of a state machine: `make nightly`), `deep` (others each time).
+HYPOTHESIS_PROFILE names one. All but `deep` try the same examples each time: what they find is what
+a change did.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ NOON_NS = 1_781_524_800 * 10**9
 
 settings.register_profile(
     "quick",
-    max_examples=FULL // 4,
+    max_examples=FULL // 8,
     deadline=None,
     derandomize=True,
     phases=PHASES,
@@ -69,14 +70,14 @@ settings.register_profile(
 )
 settings.register_profile(
     "full",
-    max_examples=FULL,
+    max_examples=FULL // 2,
     deadline=None,
     derandomize=True,
     print_blob=True,
     phases=PHASES,
     suppress_health_check=SLOW_HOST,
 )
-settings.register_profile("long", settings.get_profile("full"))
+settings.register_profile("long", settings.get_profile("full"), max_examples=FULL)
 settings.register_profile("deep", max_examples=2000, deadline=None, suppress_health_check=SLOW_HOST)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
@@ -170,6 +171,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in FOLDER_MARKERS:
             item.add_marker(folder)
+        if item.get_closest_marker("nightly"):
+            item.add_marker("slow")
         if any(item.path.is_relative_to(path) for path in KERNEL_TESTS):
             item.add_marker("kernels")
         if any(item.path.is_relative_to(path) for path in PLANTED_TESTS):

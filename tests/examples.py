@@ -1,13 +1,13 @@
-"""How many examples a property is tried with: all of them, or a share in a quick run."""
+"""How many examples a property is tried with: all of them, or a share by day."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
 FULL = 40
-"""Examples of a property that says no number, in a full run. See tests/conftest.py."""
+"""Examples of a property that says no number, in a run of the night. See tests/conftest.py."""
 
 
 def examples(full: int) -> int:
-    """Return the examples for a property that has so many in a full run. Two at least."""
+    """Return the examples for a property that has so many in the night. Two at least."""
     return max(2, full * settings().max_examples // FULL)

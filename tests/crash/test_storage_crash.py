@@ -28,7 +28,14 @@ LIES = ("unstored", "rows_first")
 pytestmark = [pytest.mark.slow, pytest.mark.crash, pytest.mark.timeout(14_400 if IS_LONG else 600)]
 
 
-@pytest.mark.parametrize(("first", "is_sealed"), [(3, False), (4, False), (5, True)])
+@pytest.mark.parametrize(
+    ("first", "is_sealed"),
+    [
+        (3, False),
+        pytest.param(4, False, marks=pytest.mark.nightly),
+        (5, True),
+    ],
+)
 def test_random_kills_lose_nothing_stored_and_bring_nothing_back(
     tmp_path: Path, first: int, is_sealed: bool
 ) -> None:

@@ -13,7 +13,7 @@ from aiohttp import web
 from tests.e2e.browser import IN_BROWSER
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
-pytestmark = IN_BROWSER
+pytestmark = [*IN_BROWSER, pytest.mark.slow]
 CALLS = """
 const [url, key, model, done] = arguments;
 const send = async (key) => {

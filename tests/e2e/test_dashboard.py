@@ -23,7 +23,7 @@ from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture
 from tests.unit.gateway.levels.reported_levels import STATS, ReportedEngine
 
-pytestmark = IN_BROWSER
+pytestmark = [*IN_BROWSER, pytest.mark.slow]
 WORDS = {
     "overview": "Requests by ending",
     "tenants": "bob",
@@ -157,9 +157,15 @@ async def test_refuses_a_wrong_key_and_shows_no_data(gateway: GatewayFixture, br
     assert browser.execute_script("return sessionStorage.length") == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1920])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (390, "dark"),
+        (1920, "light"),
+        pytest.param(390, "light", marks=pytest.mark.nightly),
+        pytest.param(1920, "dark", marks=pytest.mark.nightly),
+    ],
+)
 async def test_pages_are_accessible(
     entered: tuple[Page, AdminClient], scheme: str, width: int
 ) -> None:
@@ -178,8 +184,7 @@ async def test_pages_are_accessible(
     assert {name: faults for name, faults in found.items() if faults} == {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 1440])
+@pytest.mark.parametrize("width", [1280, pytest.param(1440, marks=pytest.mark.nightly)])
 async def test_no_page_scrolls_sideways(
     entered: tuple[Page, AdminClient], gateway: GatewayFixture, width: int
 ) -> None:
@@ -286,7 +291,6 @@ async def test_makes_a_tenant_and_a_key_that_works(
     assert [change["action"] for change in log["changes"]] == ["key.create", "tenant.create"]
 
 
-@pytest.mark.slow
 async def test_asks_for_the_name_before_it_destroys(
     entered: tuple[Page, AdminClient], gateway: GatewayFixture
 ) -> None:
@@ -315,7 +319,6 @@ async def test_asks_for_the_name_before_it_destroys(
     assert len(receipts["erasures"]) == 1
 
 
-@pytest.mark.slow
 async def test_changes_a_tenant_and_its_keys(entered: tuple[Page, AdminClient]) -> None:
     """Each dialog closes when its change is made, and the page shows it."""
     page, admin = entered
@@ -350,7 +353,6 @@ async def test_changes_a_tenant_and_its_keys(entered: tuple[Page, AdminClient]) 
     assert keys["keys"][1]["revoked"] is not None
 
 
-@pytest.mark.slow
 async def test_sets_prices_and_budgets_in_dollars(entered: tuple[Page, AdminClient]) -> None:
     page, admin = entered
     await asyncio.to_thread(page.open, "money", "New rate card")
@@ -396,7 +398,6 @@ async def test_offers_only_what_the_scopes_allow(gateway: GatewayFixture, browse
     assert [act for act in acts for text in texts if act in text] == []
 
 
-@pytest.mark.slow
 async def test_lists_and_finds_more_tenants_than_a_page(
     gateway: GatewayFixture, browser: Any
 ) -> None:
@@ -421,7 +422,6 @@ async def test_lists_and_finds_more_tenants_than_a_page(
     assert "q=tenant-1077" in await asyncio.to_thread(open_one)
 
 
-@pytest.mark.slow
 async def test_says_since_when_the_server_is_gone(
     entered: tuple[Page, AdminClient], gateway: GatewayFixture
 ) -> None:
@@ -436,7 +436,6 @@ async def test_says_since_when_the_server_is_gone(
     assert "bob" in text
 
 
-@pytest.mark.slow
 async def test_warns_while_the_engine_is_down(
     entered: tuple[Page, AdminClient], gateway: GatewayFixture
 ) -> None:
@@ -448,7 +447,6 @@ async def test_warns_while_the_engine_is_down(
         await asyncio.to_thread(page.open, name, "takes no requests now")
 
 
-@pytest.mark.slow
 async def test_a_tenants_own_page_shows_itself_alone(gateway: GatewayFixture, browser: Any) -> None:
     """On the public listener, with the tenant's key; an administrator's key gets nothing there."""
     admin = await used(gateway)
@@ -478,7 +476,6 @@ async def test_sends_no_request_to_other_hosts(entered: tuple[Page, AdminClient]
     assert all(address.startswith(page.url) for address in found)
 
 
-@pytest.mark.slow
 async def test_addresses_keep_range_and_filters(entered: tuple[Page, AdminClient]) -> None:
     """A link shows what its sender saw; the range stays from page to page, the filter does not."""
     page, _ = entered
@@ -554,7 +551,6 @@ async def test_opens_without_a_key_behind_a_trusted_proxy(
     assert "Erase cache" not in text
 
 
-@pytest.mark.slow
 async def test_several_models_are_shown_apart(
     unopened_gateway: GatewayFixture, browser: Any
 ) -> None:

@@ -103,7 +103,7 @@ def shell(tmp_path: Path) -> Iterator[HowToShell]:
         opened.run("systemctl stop trunkline")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_of_a_page_work(page: Path, shell: HowToShell) -> None:
     """A reader types them in this order; each has to succeed and to print what the page says."""

@@ -138,7 +138,10 @@ def test_logits_agree_with_transformers(
     assert float(likely) < 4.0, "the model does not know its own language"
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize(
+    "question",
+    [QUESTIONS[0], *(pytest.param(one, marks=pytest.mark.nightly) for one in QUESTIONS[1:])],
+)
 def test_greedy_text_agrees_with_transformers_generate(
     question: str, either_runner: CpuRunner, reference: Any, tokenizer: Tokenizer
 ) -> None:

@@ -52,7 +52,7 @@ def descriptors(database: Path) -> tuple[int, int]:
     return sum(name.startswith(str(database)) for name in names), len(names) - of_any
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 async def test_swarm_leaves_no_hold_block_task_or_descriptor(
     unopened_gateway: GatewayFixture,
 ) -> None:

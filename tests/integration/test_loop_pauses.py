@@ -128,7 +128,7 @@ async def check_turns(gateway: GatewayFixture, path: str, body: object) -> None:
     assert min(turns) < PAUSE_MAX, turns
 
 
-@pytest.mark.parametrize("divisor", [1, 2])
+@pytest.mark.parametrize("divisor", [1, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", BODIES)
 async def test_no_body_holds_the_loop(gateway: GatewayFixture, name: str, divisor: int) -> None:
     """The largest body that is parsed, and one of half its size; the best of some attempts."""

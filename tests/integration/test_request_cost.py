@@ -78,6 +78,7 @@ async def growth(gateway: GatewayFixture, many: Callable[[], Awaitable[None]]) -
     return await lines_of(gateway, COUNTED) / few
 
 
+@pytest.mark.slow
 async def test_a_tiny_answer_costs_few_calls_turns_statements_and_files(
     gateway: GatewayFixture, recorder: CallRecorder
 ) -> None:
@@ -92,6 +93,7 @@ async def many_answers(gateway: GatewayFixture) -> None:
         assert status == 200
 
 
+@pytest.mark.slow
 async def test_an_answer_costs_no_more_with_many_tenants(gateway: GatewayFixture) -> None:
     """None of them is walked for each request."""
 
@@ -103,11 +105,13 @@ async def test_an_answer_costs_no_more_with_many_tenants(gateway: GatewayFixture
     assert await growth(gateway, many) < GROWTH_MAX
 
 
+@pytest.mark.slow
 async def test_an_answer_costs_no_more_after_many(gateway: GatewayFixture) -> None:
     """What a request leaves behind is not walked by the next."""
     assert await growth(gateway, partial(many_answers, gateway)) < GROWTH_MAX
 
 
+@pytest.mark.slow
 async def test_a_planted_query_per_request_is_found(
     gateway: GatewayFixture, recorder: CallRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +127,7 @@ async def test_a_planted_query_per_request_is_found(
     assert "statements on the loop" in await exceeded(gateway, recorder)
 
 
+@pytest.mark.slow
 async def test_a_planted_walk_of_earlier_requests_is_found(
     gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,9 +16,8 @@ LONG = ("long", "deep")
 def case(machine: type[RuleBasedStateMachine], steps: int = 40) -> type[TestCase]:
     """Return a machine's test, whose runs have up to so many steps. A run is some hundred times an
     example of a property, so there are a quarter as many but in the profiles of `LONG`."""
-    runs = settings().max_examples
-    if settings.get_current_profile_name() not in LONG:
-        runs = min(runs, FULL // 4)
+    is_long = settings.get_current_profile_name() in LONG
+    runs = settings().max_examples if is_long else FULL // 4
     found = machine.TestCase
     found.settings = settings(max_examples=runs, stateful_step_count=steps)
     return found

@@ -279,7 +279,7 @@ def test_clean_traffic_has_no_finding(seed: int) -> None:
     assert Traffic(seed, "").run() == set()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("plant", ["", *PLANTS])
 def test_many_tenants_are_judged_rightly(plant: str) -> None:
     """A hundred tenants for each cause, and for none."""

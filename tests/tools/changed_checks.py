@@ -11,9 +11,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tomllib
 from collections.abc import Collection, Iterable
 
-from tests.tools.changed_tests import changed_files, commit_a_day_before
+from tests.tools.changed_tests import (
+    ROOT,
+    changed_files,
+    commit_a_day_before,
+    file_at,
+    merge_base,
+)
 
 DEPENDENCIES = ("pyproject.toml", "constraints.txt")
 FILES: dict[str, tuple[str, ...]] = {
@@ -56,10 +63,28 @@ def checks_of(changed: Iterable[str]) -> list[str]:
     ]
 
 
+def dependencies_of(text: str) -> list[object]:
+    """The tables of a pyproject.toml that say what is installed."""
+    found = tomllib.loads(text)
+    project = found.get("project", {})
+    names = ("requires-python", "dependencies", "optional-dependencies")
+    return [found.get("dependency-groups"), *(project.get(name) for name in names)]
+
+
+def without_settings(changed: Collection[str], commit: str) -> list[str]:
+    """The changed files, without a pyproject.toml that installs what it installed at `commit`."""
+    name = DEPENDENCIES[0]
+    if name not in changed:
+        return list(changed)
+    is_same = dependencies_of(file_at(commit, name)) == dependencies_of((ROOT / name).read_text())
+    return [one for one in changed if one != name or not is_same]
+
+
 def marks_of(checks: Collection[str]) -> str:
-    """An expression for pytest's `-m`. Slow attacks run one after another, by `make attacks`."""
+    """An expression for pytest's `-m`. Slow attacks run one after another, by `make attacks`, and
+    further forms of what other tests try by `make nightly`."""
     left_out = ("attacks", *(name for name in MARKERS if name not in checks))
-    return f"not (slow and ({' or '.join(left_out)}))"
+    return f"not (nightly or slow and ({' or '.join(left_out)}))"
 
 
 def main(arguments: list[str]) -> int:
@@ -68,10 +93,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("base", nargs="?", help="a branch or commit; by default main")
     parser.add_argument("--marks", action="store_true", help="print an expression for pytest's -m")
     asked = parser.parse_args(arguments)
-    changed = changed_files(asked.base)
-    if not changed and (before := commit_a_day_before()):
-        changed = changed_files(before)
-    checks = checks_of(changed)
+    fork = merge_base(asked.base)
+    if not changed_files(fork):
+        fork = commit_a_day_before()
+    changed = changed_files(fork) if fork else []
+    names = without_settings(changed, fork)
+    checks = checks_of(names) if names or not changed else []
     sys.stdout.write((marks_of(checks) if asked.marks else " ".join(checks)) + "\n")
     return 0
 

@@ -66,6 +66,11 @@ def changed_files(base: str | None) -> list[str]:
     return [*_git("diff", "--name-only", fork), *untracked]
 
 
+def file_at(commit: str, name: str) -> str:
+    """The text of a file as a commit has it; empty if it has none."""
+    return "\n".join(_git("show", f"{commit}:{name}"))
+
+
 def commit_a_day_before(commit: str = "HEAD") -> str:
     """The last commit at least a day older than this one, by the committers' clocks: what is pushed
     together is compared together. Empty if there is none."""

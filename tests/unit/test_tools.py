@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.changed_checks import FILES, checks_of, marks_of
+from tests.tools.changed_checks import FILES, checks_of, dependencies_of, marks_of
 from tests.tools.changed_tests import ALWAYS, commit_a_day_before, folders_of
 from tests.tools.commit_message import main, problems_of
 
@@ -64,8 +64,18 @@ def test_commits_pushed_together_are_compared_together() -> None:
 
 
 def test_slow_tests_run_where_what_they_depend_on_changed() -> None:
-    assert marks_of(["kernels", "linters"]) == "not (slow and (attacks or planted or crash))"
-    assert marks_of(FILES) == "not (slow and (attacks))"
+    some = marks_of(["kernels", "linters"])
+
+    assert some == "not (nightly or slow and (attacks or planted or crash))"
+    assert marks_of(FILES) == "not (nightly or slow and (attacks))"
+
+
+def test_settings_of_tools_are_no_dependencies() -> None:
+    """A new folder's import contract asks for no check of what is installed."""
+    text = '[project]\ndependencies = ["a>=1"]\n[tool.x]\nnumber = {}\n'
+
+    assert dependencies_of(text.format(1)) == dependencies_of(text.format(2))
+    assert dependencies_of(text.format(1)) != dependencies_of(text.replace(">=1", ">=2").format(1))
 
 
 def test_a_check_depends_on_files_that_exist() -> None:

@@ -305,6 +305,7 @@ async def test_request_that_kills_the_engine_is_refused_after_a_try_alone() -> N
     await supervised.engine.close()
 
 
+@pytest.mark.slow
 async def test_honest_requests_in_flight_at_two_deaths_are_served(
     supervised: SupervisedEngine,
 ) -> None:
@@ -333,6 +334,7 @@ async def test_honest_requests_in_flight_at_two_deaths_are_served(
         assert answer == solo_output((1, 2, at % 60, at // 60), GREEDY, 0, 40, VOCAB)
 
 
+@pytest.mark.slow
 async def test_finished_request_is_not_suspected(supervised: SupervisedEngine) -> None:
     """It ended before the engine died."""
     await supervised.start()

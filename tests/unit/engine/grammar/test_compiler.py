@@ -222,6 +222,7 @@ def test_a_cancelled_request_gets_no_outcome(compiler: GrammarCompiler) -> None:
     assert set(found) == {"e"}
 
 
+@pytest.mark.slow
 def test_a_grammar_without_a_request_is_not_compiled_further(compiler: GrammarCompiler) -> None:
     """Its client has left. The queue goes on, and a later request is tried afresh."""
     compiler.submit("bomb", b"n", b"n", SLOW)

@@ -159,7 +159,7 @@ def exact_tokens(
 SCHEDULES = 10
 """Schedules of one set of requests: what it is compared with is computed once."""
 FAST_SETS, SLOW_SETS = 6, 100
-"""Sets in the fast tests, and beside them in the slow ones: a thousand schedules."""
+"""Sets in the fast tests, and beside them in those of the night: a thousand schedules."""
 
 
 def contaminated(
@@ -198,7 +198,7 @@ def contaminated(
     "seed",
     [
         *range(FAST_SETS),
-        *(pytest.param(FAST_SETS + n, marks=pytest.mark.slow) for n in range(SLOW_SETS)),
+        *(pytest.param(FAST_SETS + n, marks=pytest.mark.nightly) for n in range(SLOW_SETS)),
     ],
 )
 def test_other_requests_are_the_same_bit_for_bit(

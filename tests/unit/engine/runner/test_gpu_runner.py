@@ -50,7 +50,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, CONTEXT = 64, 256
 OUTPUT = 3
 HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (2, 1)}
-DEPTHS = [pytest.param(1, marks=pytest.mark.slow), 2]
+DEPTHS = [pytest.param(1, marks=pytest.mark.nightly), 2]
 """Steps in flight. Triton's interpreter takes seconds for what a device does in milliseconds."""
 GREEDY = Sampling(temperature=0)
 ERROR_MAX = 1e-3 if DEVICE.type == "cpu" else 5e-3
@@ -195,7 +195,7 @@ def request(
 @pytest.mark.parametrize(
     "heads",
     [
-        pytest.param(heads, id=name, marks=() if name == "gqa" else pytest.mark.slow)
+        pytest.param(heads, id=name, marks=() if name == "gqa" else pytest.mark.nightly)
         for name, heads in HEADS.items()
     ],
 )
@@ -251,10 +251,18 @@ FAMILIES = {
         moe=Moe(experts=4, top_k=2, intermediate=32, score="sigmoid", choose_by_bias=True,
                 groups=2, groups_kept=1, shared="add", shared_intermediate=32)),
 }  # fmt: skip
+ALL_FEATURES = ("attention of gpt-oss", "deepseek_v3")
+"""Families that have windows, sinks, biases, latents and experts."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ALL_FEATURES else pytest.mark.nightly)
+        for name in FAMILIES
+    ],
+)
 def test_families_equal_the_torch_twin(name: str) -> None:
     """Cold with a prompt longer than a chunk, forked, then with cached prefixes and two steps deep:
     tokens and logprobs are those of a whole recomputation in torch."""
@@ -274,7 +282,7 @@ def test_families_equal_the_torch_twin(name: str) -> None:
             engine.check_logprobs(f"{r}{i}", prompt)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_window_blocks_that_others_took_change_nothing() -> None:
     """A small pool: blocks behind a window go to other sequences while tables on the GPU still name
     them, cached runs are evicted, and sequences are preempted."""
@@ -326,7 +334,7 @@ def test_output_and_prompt_logprobs_equal_dense(
         assert entry.logprob == pytest.approx(float(known[at, entry.token_id]), abs=ERROR_MAX)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_with_extras_draw_same_tokens_in_any_batch() -> None:
     """Penalties, biases, logprobs and seeds, beside plain rows and two steps deep: the next step is
     launched before the host has seen the token that a penalty counts."""
@@ -384,6 +392,7 @@ def test_sequences_that_come_back_in_each_others_seats_read_their_own_blocks() -
         assert engine.output(name) == engine.expected(prompt, 6)
 
 
+@pytest.mark.slow
 def test_reused_seat_keeps_nothing_of_former_sequence() -> None:
     """More sequences than seats, one at a time: none reads another's block table or token."""
     engine = Engine(2, seats=3)
@@ -413,6 +422,7 @@ def test_nan_row_fails_alone(depth: int, bad_first: bool, sampling: Sampling) ->
     assert expected == engine.output("good")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_grammar_masks_only_its_own_rows(depth: int) -> None:
     """The full sampler samples the whole batch, and only the constrained request's tokens change.
@@ -462,6 +472,7 @@ def mixed_step(vocab: int = VOCAB) -> StepPlan:
     return StepPlan(0, tuple(rows), (Group(0, 4, 0, 2),), tuple(begun))
 
 
+@pytest.mark.slow
 def test_padded_mixed_step_equals_exact_step() -> None:
     """A graph's step is padded to its bucket, in rows and in draws. Padding writes no KV and no
     seat's token, and changes no bit of the others."""
@@ -597,7 +608,7 @@ LOGPROBS = Sampling(temperature=0, logprobs=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("windows", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_int8_pool_answers_as_its_torch_twin(windows: bool) -> None:
     """After a hit, a fork and a copy on write; a window's blocks are a group of their own."""
     layers = (Layer(), Layer(window=40)) if windows else (Layer(), Layer())

@@ -88,51 +88,26 @@ def compiled(module: str) -> dict[tuple[str, bool], dict[str, Any]]:
     return {(report["class"], report["causal"]): report for report in reports_of(module)}
 
 
-def report_of(case: tuple[str, bool]) -> dict[str, Any]:
-    if "hand-scheduled" not in case[0]:
-        return compiled(PLAIN)[case]
-    if not CAN_COMPILE_GLUON:
+@pytest.mark.parametrize("module", [PLAIN, BY_HAND])
+def test_tree_attention_is_compiled_as_it_was_measured(module: str) -> None:
+    """Each class of tiles: a kernel bound by memory must not wait for its own registers; 64 rows
+    and more go through the matrix units by warp-group instructions, 16 rows by a warp's own; keys
+    are fetched ahead; and only a tile scheduled by hand hides its softmax behind a product."""
+    if module == BY_HAND and not CAN_COMPILE_GLUON:
         pytest.skip("compiling Gluon without a device needs Triton 3.9")
-    return compiled(BY_HAND)[case]
+    reports = compiled(module)
+
+    assert reports.keys() == {
+        one for one in CASES if (module == BY_HAND) == ("hand-scheduled" in one[0])
+    }
+    for case, report in reports.items():
+        assert report["spills"] <= SPILLS_MAX.get(case, 0), report
+        assert report["mma" if case[0].startswith("small") else "wgmma"] > 0, report
+        assert report["async_copies"] > 0, report
+        assert (report["overlaps"] > 0) == (module == BY_HAND), report
 
 
-@pytest.mark.parametrize("case", sorted(CASES), ids=lambda c: f"{c[0]}-{c[1]}")
-def test_nothing_is_spilled(case: tuple[str, bool]) -> None:
-    """A kernel bound by memory must not wait for its own registers."""
-    assert report_of(case)["spills"] <= SPILLS_MAX.get(case, 0), report_of(case)
-
-
-@pytest.mark.parametrize("case", sorted(CASES), ids=lambda c: f"{c[0]}-{c[1]}")
-def test_products_go_through_the_matrix_units(case: tuple[str, bool]) -> None:
-    """64 rows and more by warp-group instructions, 16 rows by a warp's own."""
-    report = report_of(case)
-
-    assert report["mma" if case[0].startswith("small") else "wgmma"] > 0, report
-
-
-@pytest.mark.parametrize("case", sorted(CASES), ids=lambda c: f"{c[0]}-{c[1]}")
-def test_keys_are_fetched_ahead(case: tuple[str, bool]) -> None:
-    """Without asynchronous copies a tile is loaded only when it is needed."""
-    assert report_of(case)["async_copies"] > 0, report_of(case)
-
-
-@pytest.mark.parametrize("case", sorted(CASES), ids=lambda c: f"{c[0]}-{c[1]}")
-def test_a_tile_by_hand_hides_its_softmax_behind_a_product(case: tuple[str, bool]) -> None:
-    """A wait that leaves one product running: the compiler's own schedules have none."""
-    assert (report_of(case)["overlaps"] > 0) == ("hand-scheduled" in case[0]), report_of(case)
-
-
-def test_every_class_is_compiled() -> None:
-    """A class dropped from the compile list would make the tests above pass."""
-    by_hand = (
-        compiled(BY_HAND).keys()
-        if CAN_COMPILE_GLUON
-        else {one for one in CASES if "hand" in one[0]}
-    )
-
-    assert compiled(PLAIN).keys() | by_hand == CASES
-
-
+@pytest.mark.nightly
 def test_sampling_kernels_compile_and_hardly_spill() -> None:
     """For logits in bf16 and fp32, at Llama's vocabulary. The interpreter takes code that the
     compiler refuses; and a pass over the vocabulary must not wait for its own registers."""
@@ -147,6 +122,7 @@ def test_sampling_kernels_compile_and_hardly_spill() -> None:
         assert one["spills"] <= (40 if str(one["kernel"]).startswith("_draw") else 0), one
 
 
+@pytest.mark.nightly
 def test_packing_kernels_compile_and_do_not_spill() -> None:
     """Each kernel for each packed format; a unit of 2 x 16 x 128 values fits the registers."""
     reports = reports_of(PACKING)
@@ -164,6 +140,7 @@ INT8_SPILLS_MAX = {"small": 32, "wide": 2}
 small class and 8 in the wide one; not measured on a device."""
 
 
+@pytest.mark.nightly
 def test_kernels_over_int8_kv_compile_and_hardly_spill() -> None:
     """Each tile class and the write, at an 8B model's shape; products are by the matrix units."""
     reports = reports_of(INT8)
@@ -178,6 +155,7 @@ def test_kernels_over_int8_kv_compile_and_hardly_spill() -> None:
             assert one["mma" if one["class"] == "small" else "wgmma"] > 0, one
 
 
+@pytest.mark.nightly
 def test_products_of_experts_fit_their_multiprocessor() -> None:
     """Weights enter the matrix units from registers or shared memory, fetched ahead, unspilled."""
     reports = reports_of(EXPERTS)
@@ -190,6 +168,7 @@ def test_products_of_experts_fit_their_multiprocessor() -> None:
         assert report["async_copies"] > 0, report
 
 
+@pytest.mark.nightly
 def test_attention_over_latents_fits_its_multiprocessor() -> None:
     """Records are fetched ahead; a big tile's accumulators take half of all registers."""
     reports = reports_of(LATENTS)

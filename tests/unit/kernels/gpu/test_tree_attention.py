@@ -181,16 +181,16 @@ TREES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {
 }
 
 
-def slow_unless(is_quick: bool) -> tuple[pytest.MarkDecorator, ...]:
+def nightly_unless(is_quick: bool) -> tuple[pytest.MarkDecorator, ...]:
     """Return the marks of a case: what the plan does depends on the tree, what the kernel does on
     the shape, so that quick tests try each of them once and not each pair."""
-    return () if is_quick else (pytest.mark.slow,)
+    return () if is_quick else (pytest.mark.nightly,)
 
 
 @pytest.mark.parametrize(
     ("tree", "shape"),
     [
-        pytest.param(tree, shape, marks=slow_unless(tree == MIXED or shape == "mqa"))
+        pytest.param(tree, shape, marks=nightly_unless(tree == MIXED or shape == "mqa"))
         for tree in TREES
         for shape in SHAPES
     ],
@@ -224,7 +224,14 @@ RULES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-@pytest.mark.parametrize("tree", ["no sharing, ragged", "three levels", MIXED])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param("no sharing, ragged", marks=pytest.mark.nightly),
+        pytest.param("three levels", marks=pytest.mark.nightly),
+        MIXED,
+    ],
+)
 def test_rules_of_families_equal_the_reference(
     tree: str, rule: tuple[tuple[int, int, int], dict[str, Any]]
 ) -> None:
@@ -395,7 +402,7 @@ def test_side_by_side_classes_change_no_bit(tree: str) -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(one, marks=slow_unless(one in ("mqa", "gqa of three"))) for one in SHAPES],
+    [pytest.param(one, marks=nightly_unless(one in ("mqa", "gqa of three"))) for one in SHAPES],
 )
 def test_small_batch_is_merged_one_head_per_program(
     shape: str, monkeypatch: pytest.MonkeyPatch
