@@ -116,13 +116,12 @@ class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """`name`: a built-in model, a GGUF file, a Hugging Face folder, or a pulled hub id.
-
-    `aliases`: further names that clients may request; "*": every name.
-    """
+    """The model of a server with one model."""
 
     name: str = DEFAULT_MODEL
+    """A built-in model, a GGUF file, a Hugging Face folder, or a pulled hub id."""
     aliases: tuple[str, ...] = ()
+    """Further names that clients may request; "*": every name."""
 
 
 class ServedModelSettings(Struct, frozen=True, forbid_unknown_fields=True):

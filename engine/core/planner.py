@@ -30,22 +30,21 @@ LAST_KEY: Final = b"\xff" * 4
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A launched step that has not been collected.
-
-    `slices`: those of its `rows`, in their order, then one of no tokens for each fork. `sampling`:
-    the sequences that sample a token, by id; `masks`: of those under a grammar. `ends_of_prompts`:
-    the slices after which samples part. `copy_targets`: sequences without a row whose pending copy
-    runs with the step.
-    """
+    """A launched step that has not been collected."""
 
     step: int
     launched_at_s: float
     slices: list[Slice]
+    """Those of its `rows`, in their order, then one of no tokens for each fork."""
     rows: int
     sampling: dict[int, Sequence] = field(default_factory=dict)
+    """The sequences that sample a token, by id."""
     masks: dict[int, Mask] = field(default_factory=dict)
+    """Of those under a grammar."""
     ends_of_prompts: list[Slice] = field(default_factory=list)
+    """The slices after which samples part."""
     copy_targets: list[Sequence] = field(default_factory=list)
+    """Sequences without a row whose pending copy runs with the step."""
 
 
 class StepPlanner:

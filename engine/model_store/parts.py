@@ -37,18 +37,21 @@ def choose_template(named: Mapping[object, object]) -> tuple[str, tuple[str, ...
 
 
 class ModelParts(Struct, frozen=True):
-    """`tokenizer`: text of a tokenizer.json. `template`: text of a Jinja chat template. `warnings`:
-    what is doubtful, each in a sentence for operators. `quantisation`: how a folder's weights are
-    packed. `size_names`: what the files call sizes, by field of the architecture."""
+    """What a model's files say beside its weights."""
 
     config: Architecture
     tokenizer: str
+    """Text of a tokenizer.json."""
     template: str
+    """Text of a Jinja chat template."""
     stop_token_ids: tuple[int, ...]
     special_token_ids: tuple[int, ...]
     bos_token_id: int | None
     eos_token_id: int | None
     add_bos: bool
     warnings: tuple[str, ...] = ()
+    """What is doubtful, each in a sentence for operators."""
     size_names: Mapping[str, str] = SIZE_NAMES
+    """What the files call sizes, by field of the architecture."""
     quantisation: Quantisation | None = None
+    """How a folder's weights are packed."""

@@ -13,15 +13,17 @@ from engine.plan import Runner
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`kv`: the memory of the KV blocks. `context`: tokens of the longest sequence.
-    `pipeline_depth`: steps that may be in flight at once. `attention_lacks`: why the runner
-    computes no attention windows, empty if it does."""
+    """A model that is ready to run."""
 
     runner: Runner
     kv: KvStorage
+    """The memory of the KV blocks."""
     context: int
+    """Tokens of the longest sequence."""
     pipeline_depth: int
+    """Steps that may be in flight at once."""
     attention_lacks: str = ""
+    """Why the runner computes no attention windows, empty if it does."""
 
     @property
     def kv_format(self) -> KvFormat:

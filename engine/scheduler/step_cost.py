@@ -44,17 +44,16 @@ others may fill."""
 
 
 class StepWork(NamedTuple):
-    """The work of one step.
-
-    `rows`: sequences. `prompt_tokens`: computed tokens of slices longer than one token.
-    `row_context`: tokens attended by the one-token rows. `prompt_context`: tokens attended by each
-    of the prompt tokens, summed.
-    """
+    """The work of one step."""
 
     rows: int
+    """Sequences."""
     prompt_tokens: int = 0
+    """Computed tokens of slices longer than one token."""
     row_context: int = 0
+    """Tokens attended by the one-token rows."""
     prompt_context: int = 0
+    """Tokens attended by each of the prompt tokens, summed."""
 
 
 def attended(start: int, count: int) -> int:

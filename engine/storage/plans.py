@@ -19,10 +19,7 @@ from engine.storage.slabs.slabs import Place
 
 @dataclass(slots=True)
 class PlannedRun:
-    """A run of a store on its way. `place` None: a record has it already, or will after commit.
-
-    `header`: the plain one; what is written is sealed by `seal`, if there is one.
-    """
+    """A run of a store on its way. `place` None: a record has it already, or will after commit."""
 
     run: RunToStore
     record_id: RecordId
@@ -31,18 +28,20 @@ class PlannedRun:
     promise_ms: int
     place: Place | None = None
     header: bytes = b""
+    """The plain one; what is written is sealed by `seal`, if there is one."""
     seal: RecordSeal | None = None
     failure: str = ""
 
 
 @dataclass(slots=True)
 class PlannedStore:
-    """A `StoreRuns` on its way. `code`: why further runs are missing."""
+    """A `StoreRuns` on its way."""
 
     command: StoreRuns
     scope: Scope | None
     runs: list[PlannedRun] = field(default_factory=list)
     code: str = ""
+    """Why further runs are missing."""
 
     @property
     def payer(self) -> Payer:
@@ -62,10 +61,11 @@ class PlannedStore:
 
 @dataclass(slots=True)
 class WriteBatch:
-    """Stores that are written and synced together. `error`: of the disk, if it failed."""
+    """Stores that are written and synced together."""
 
     stores: list[PlannedStore] = field(default_factory=list)
     error: OSError | None = None
+    """Of the disk, if it failed."""
 
     @property
     def is_promised(self) -> bool:
@@ -78,8 +78,7 @@ class WriteBatch:
 
 @dataclass(slots=True)
 class PlannedRead:
-    """A record on its way into a slot. `object_name`: of the object of a record that lies only in
-    the remote store. `verdict` is set by `read`."""
+    """A record on its way into a slot. `verdict` is set by `read`."""
 
     call_id: int
     namespace: Namespace
@@ -87,6 +86,7 @@ class PlannedRead:
     slot: int
     seal: RecordSeal | None = None
     object_name: str = ""
+    """Of the object of a record that lies only in the remote store."""
     verdict: Literal["done", "damaged", "failed"] = "failed"
     error: OSError | None = None
     seconds: float = 0.0

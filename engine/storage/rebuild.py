@@ -43,11 +43,12 @@ Progress = Callable[[int, int], None]
 
 
 class RebuiltIndex(Struct, frozen=True):
-    """The outcome of a rebuild. `left_out`: headers whose record is past its limit, older than
-    another of the same run, or without its parent."""
+    """The outcome of a rebuild."""
 
     records: int
     left_out: int
+    """Headers whose record is past its limit, older than another of the same run, or without its
+    parent."""
 
 
 class VerifiedStore(Struct, frozen=True):

@@ -76,24 +76,25 @@ class _Accounts(Struct, frozen=True):
 
 
 class _Facts(Struct, frozen=True):
-    """What the database knows of a tenant's state beside `accounts`. `suspended_ms`: None if the
-    audit log does not tell."""
+    """What the database knows of a tenant's state beside `accounts`."""
 
     accounts: _Accounts
     keys: list[Key]
     written: list[tuple[int, Mapping[str, int]]]
     last_request_ms: int | None
     suspended_ms: int | None
+    """None if the audit log does not tell."""
 
 
 class _Seen(Struct, frozen=True):
-    """What this gateway has seen of a tenant's refused requests. `recent`: the exact time of the
-    last refusal by each code, while a written minute says only when it began. `asked_models`: those
-    that are not served, the last one first."""
+    """What this gateway has seen of a tenant's refused requests."""
 
     refusals: Refusals
     recent: Mapping[str, int]
+    """The exact time of the last refusal by each code, while a written minute says only when it
+    began."""
     asked_models: Sequence[str]
+    """Those that are not served, the last one first."""
 
 
 async def tenant_summaries(gateway: Context, found: Sequence[TenantRecord]) -> list[dict[str, Any]]:

@@ -43,19 +43,20 @@ RETRY_AFTER_MIN_S, RETRY_AFTER_MAX_S = 1.0, 60.0
 class AdmissionContext(Struct, frozen=True):
     """The state that admission checks a call against.
 
-    `model_key`: the model as its namespaces name it. `running`: the tenant's running requests, each
-    prompt one. `waiting`: all tenants' requests to the model that have not started.
-    `promised_blocks_default`, `on_device_default`, `quota_scale`: see
-    `gateway.caching.namespaces`."""
+    `promised_blocks_default`, `on_device_default`, `quota_scale`: see `gateway.caching.namespaces`.
+    """
 
     info: EngineInfo
     model_key: str
+    """The model as its namespaces name it."""
     stats: Stats
     limits: LimitsConfig
     template_digest: str
     model_stop_token_ids: tuple[int, ...]
     running: int
+    """The tenant's running requests, each prompt one."""
     waiting: WaitingRequests
+    """All tenants' requests to the model that have not started."""
     promised_blocks_default: int | None = None
     on_device_default: int | None = None
     quota_scale: float = 1.0

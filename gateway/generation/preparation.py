@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class Prepared(Struct, frozen=True):
-    """A call that is ready for admission. `resource_tokens`: prompt tokens of cached content."""
+    """A call that is ready for admission."""
 
     model: ServedModel
     call: Call
@@ -71,6 +71,7 @@ class Prepared(Struct, frozen=True):
     now: AdmissionContext
     scope: CacheScope
     resource_tokens: int = 0
+    """Prompt tokens of cached content."""
 
     @property
     def tokens(self) -> int:

@@ -48,10 +48,11 @@ class BodyBudget:
 
 
 class BodyShare(Struct):
-    """What one request has taken from its listener's budget. `payer`: who it counts for."""
+    """What one request has taken from its listener's budget."""
 
     budget: BodyBudget
     payer: Hashable
+    """Who it counts for."""
     bytes_taken: int = 0
 
     def take(self, count: int) -> None:

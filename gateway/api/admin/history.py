@@ -71,13 +71,13 @@ class HistoryPeriod(Struct, frozen=True):
 
 
 class HistoryFilter(Struct, frozen=True):
-    """What a chart shows: one tenant or all, one model or all. `live`: the samples that the
-    database lacks."""
+    """What a chart shows: one tenant or all, one model or all."""
 
     tenant: Tenant | None
     model: str | None
     now_ms: int
     live: list[Sample]
+    """The samples that the database lacks."""
 
     @property
     def tenant_id(self) -> int | None:
