@@ -96,7 +96,9 @@ class RateCard(Struct, frozen=True, forbid_unknown_fields=True):
 
     Prices are whole micro-dollars per million tokens; `storage` is per million tokens held for an
     hour. A class without a price in `cache_write` costs the price of "*" there, else the input
-    price; in `storage`, the price of "*" there, else nothing.
+    price; in `storage`, the price of "*" there, else nothing. `minimum_charge`: micro-dollars per
+    request that used anything. `breach_credit`: the price that is credited for promised tokens that
+    had to be computed again.
     """
 
     name: str
@@ -108,13 +110,11 @@ class RateCard(Struct, frozen=True, forbid_unknown_fields=True):
     cache_write: dict[str, int] = {}
     storage: dict[str, int] = {}
     minimum_charge: int = 0
-    """Micro-dollars per request that used anything."""
     currency: str = "USD"
     valid_from_ms: int = 0
     valid_until_ms: int | None = None
     version: int = 1
     breach_credit: BreachCredit = "none"
-    """The price that is credited for promised tokens that had to be computed again."""
 
     @property
     def rate_card_id(self) -> str:

@@ -332,10 +332,9 @@ def _message(refusal: Refusal) -> str:
 
 
 class GeminiError(Struct, frozen=True):
-    """An error as Gemini's SDKs read it."""
+    """An error as Gemini's SDKs read it. `code`: the HTTP status."""
 
     code: int
-    """The HTTP status."""
     message: str
     status: str
 

@@ -35,11 +35,10 @@ RULES = wire.FieldRules(
 
 
 class EmbeddingBody(Struct, frozen=True, kw_only=True):
-    """A body."""
+    """A body. `input`: a text, a list of texts, token ids, or a list of token ids."""
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     input: Any
-    """A text, a list of texts, token ids, or a list of token ids."""
     encoding_format: EncodingFormat | None = None
     dimensions: Annotated[int, Meta(ge=1, le=DIMENSIONS_MAX)] | None = None
     user: wire.Short | None = None

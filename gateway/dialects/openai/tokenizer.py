@@ -33,7 +33,11 @@ ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 
 class TokenizeBody(Struct, frozen=True, kw_only=True):
     """A body of `/tokenize`: a `prompt` or `messages`. Without a `model`, the default one is
-    meant."""
+    meant.
+
+    `add_special_tokens`: the model's first token is put before the text (by default), or before
+    what the template writes (not by default: templates write it themselves).
+    """
 
     model: ModelName | None = None
     prompt: wire.Text | None = None
@@ -47,8 +51,6 @@ class TokenizeBody(Struct, frozen=True, kw_only=True):
         None
     )
     add_special_tokens: bool | None = None
-    """The model's first token is put before the text (by default), or before what the template
-    writes (not by default: templates write it themselves)."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
@@ -74,14 +76,13 @@ class TokenizeCall(Struct, frozen=True):
 
 
 class TokenizeAnswer(Struct, frozen=True):
-    """The ids of a prompt."""
+    """The ids of a prompt. `max_model_len`: the model's context, in tokens. `token_strs`: each
+    token as the vocabulary spells it."""
 
     count: int
     max_model_len: int
-    """The model's context, in tokens."""
     tokens: tuple[int, ...]
     token_strs: list[str] | None = None
-    """Each token as the vocabulary spells it."""
 
 
 class DetokenizeAnswer(Struct, frozen=True):
