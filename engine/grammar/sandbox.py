@@ -11,8 +11,10 @@ from __future__ import annotations
 import os
 import resource
 import select
+import socket
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -22,9 +24,9 @@ from msgspec import Struct
 from engine.api import Clock, Grammar
 from engine.errors import EngineUnavailable, RequestRefused
 from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
-from engine.processes import child_environment, end_with_parent
+from engine.processes import child_environment, end_with_parent, run_child
+from engine.wire import READ_BYTES, Decoder, encode_frame, receive, send
 
-READ_BYTES: Final = 1 << 16
 LOAD_S_MAX: Final = 60.0
 """Seconds to read the tokenizer, on a busy machine."""
 
@@ -55,6 +57,9 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True):
     held_bytes: int = 0
 
 
+_read_verdict = msgspec.msgpack.Decoder(Verdict).decode
+
+
 class GrammarSandbox:
     """A process that compiles one grammar at a time; started on demand, and again after it died."""
 
@@ -63,7 +68,8 @@ class GrammarSandbox:
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
         self._killed: subprocess.Popen[bytes] | None = None
-        self._read = b""
+        self._wire: socket.socket | None = None
+        self._verdicts = Decoder(_read_verdict)
 
     def check(self, grammar: Grammar) -> int:
         """Return about how many bytes the compiled grammar holds.
@@ -88,7 +94,11 @@ class GrammarSandbox:
         if process is not None and (process is self._killed or process.poll() is not None):
             self.close()
         if self._process is None:
-            self._start()
+            try:
+                self._start()
+            except OSError:
+                self.close()
+                raise
 
     def kill(self) -> None:
         """Kill the process; a pending `check` fails. Callable from any thread."""
@@ -99,83 +109,77 @@ class GrammarSandbox:
 
     def close(self) -> None:
         """End the process if it runs."""
-        process, self._process, self._read = self._process, None, b""
-        if process is None:
-            return
-        process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
-        process.wait()
+        process, wire, self._process, self._wire = self._process, self._wire, None, None
+        if wire is not None:
+            wire.close()
+        if process is not None:
+            process.kill()
+            process.wait()
 
     def _check(self, grammar: Grammar) -> int:
-        self._write(msgspec.json.encode(grammar))
-        line = self._line(self.settings.wall_s_max)
-        if line is None:
+        verdict = self._ask(grammar, self.settings.wall_s_max)
+        if verdict is None:
             self.close()
             what = f"more than {self.settings.cpu_s_max} s or too much memory"
             raise RequestRefused("grammar_too_big", f"Compiling the grammar took {what}.")
-        verdict = msgspec.json.decode(line, type=Verdict)
         if verdict.code:
             raise RequestRefused(verdict.code, verdict.message)
         return verdict.held_bytes
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            (sys.executable, "-m", "engine.grammar.sandbox"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,  # only the gateway handles a terminal's interrupt
-            env=child_environment(os.environ),
-        )
-        self._write(msgspec.json.encode(self.settings))
-        if self._line(LOAD_S_MAX) is None:
+        self._wire, theirs = socket.socketpair()
+        self._verdicts = Decoder(_read_verdict)
+        with theirs:
+            self._process = subprocess.Popen(
+                (sys.executable, "-m", "engine.grammar.sandbox"),
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # only the gateway handles a terminal's interrupt
+                env=child_environment(os.environ),
+            )
+        if self._ask(self.settings, LOAD_S_MAX) is None:
             self.close()
             raise RequestRefused(
                 "grammar_unsupported", "This model's tokenizer does not support grammars."
             )
 
-    def _write(self, line: bytes) -> None:
-        assert self._process is not None, "the process runs while it is written to"
-        assert self._process.stdin is not None, "the process was started with a pipe"
-        self._process.stdin.write(line + b"\n")
-
-    def _line(self, wait_s: float) -> bytes | None:
-        """Return the next line; None if the process ended or the time ran out."""
-        assert self._process is not None, "the process runs while it is read from"
-        assert self._process.stdout is not None, "the process was started with a pipe"
-        fd = self._process.stdout.fileno()
+    def _ask(self, message: SandboxSettings | Grammar, wait_s: float) -> Verdict | None:
+        """Send a message and return the answer; None if the process ended or the time ran out."""
+        wire = self._wire
+        assert wire is not None, "the process runs while it is asked"
+        wire.sendall(encode_frame(message))
         until_s = self._clock() + wait_s
-        while b"\n" not in self._read:
-            left_s = until_s - self._clock()
-            if left_s <= 0 or not select.select([fd], [], [], left_s)[0]:
-                return None
-            data = os.read(fd, READ_BYTES)
+        while (left_s := until_s - self._clock()) > 0:
+            if not select.select([wire], [], [], left_s)[0]:
+                break
+            try:
+                data = wire.recv(READ_BYTES)
+            except ConnectionError:
+                break
             if not data:
-                return None
-            self._read += data
-        line, _, self._read = self._read.partition(b"\n")
-        return line
+                break
+            for verdict in self._verdicts.feed(data):
+                return verdict
+        return None
 
 
 # --- the child process -------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Read the settings, then one grammar per line; write a verdict for each."""
-    end_with_parent(sys.stdin.fileno())
-    lines = sys.stdin.buffer
-    settings = msgspec.json.decode(lines.readline(), type=SandboxSettings)
+def serve(wire: socket.socket) -> int:
+    """Read the settings, then one grammar after another; send a verdict for each."""
+    frames = chain.from_iterable(receive(wire))
+    settings = msgspec.msgpack.decode(next(frames), type=SandboxSettings)
     vocabulary = Vocabulary.load(
         Path(settings.tokenizer_path), settings.vocab_size, settings.end_token_ids, settings.limits
     )
     _limit_memory(settings.memory_mib_max)
-    _answer(Verdict())
-    for line in lines:
+    send(wire, Verdict())
+    for frame in frames:
         _limit_cpu(settings.cpu_s_max)
-        _answer(_verdict(msgspec.json.decode(line, type=Grammar), vocabulary))
+        send(wire, _verdict(msgspec.msgpack.decode(frame, type=Grammar), vocabulary))
+    return 0
 
 
 def _verdict(grammar: Grammar, vocabulary: Vocabulary) -> Verdict:
@@ -186,11 +190,6 @@ def _verdict(grammar: Grammar, vocabulary: Vocabulary) -> Verdict:
         return Verdict(refusal.code, refusal.message)
     held_bytes = max(0, _resident_bytes() - before) + compiled.first_mask.nbytes
     return Verdict(held_bytes=held_bytes + len(grammar.text))
-
-
-def _answer(verdict: Verdict) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(verdict) + b"\n")
-    sys.stdout.buffer.flush()
 
 
 def _limit_memory(mib_max: int) -> None:
@@ -216,4 +215,5 @@ def _resident_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    end_with_parent(sys.stdin.fileno())
+    sys.exit(run_child("sandbox", serve))
