@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,9 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _fail(2, str(error))
     except BrokenPipeError:  # the reader of standard output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
     except OSError as error:
+        if error.filename is None:
+            _drop_output()
         return _fail(1, _reason(error))
     except KeyboardInterrupt:
         return _fail(130, "interrupted")
@@ -117,6 +120,13 @@ def _bold(text: str) -> str:
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _drop_output() -> None:
+    """Let what standard output still holds go nowhere: Python writes it at its end, and fails
+    again."""
+    with suppress(OSError):  # it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _reason(error: OSError) -> str:

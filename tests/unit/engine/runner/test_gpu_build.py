@@ -31,7 +31,7 @@ def test_missing_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The check comes before weights are read, which may take minutes."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    with pytest.raises(ModelError, match="--device cpu"):
+    with pytest.raises(ModelError, match=r"engine\.device"):
         build_gpu_runner(prepared(tmp_path), EngineConfig())
 
 

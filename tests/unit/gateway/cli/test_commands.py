@@ -521,8 +521,9 @@ def test_audit_lists_and_exports_changes(run: Run, tmp_path: Path) -> None:
     assert "unknown action" in error_line(run, "audit", "--action", "nothing", status=2)
 
 
-def test_full_standard_output_is_named() -> None:
-    """The system's error of a write names no file."""
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_full_standard_output_is_named(unbuffered: str) -> None:
+    """The system's error of a write names no file. A buffer is written again at the end."""
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "gateway", "version"],
@@ -530,6 +531,7 @@ def test_full_standard_output_is_named() -> None:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
             timeout=60,
             check=False,
         )
