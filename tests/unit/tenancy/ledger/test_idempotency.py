@@ -36,8 +36,8 @@ from tenancy.storage.postgres import PostgresStore
 from tenancy.types import UsageEntry
 from tests.examples import examples
 from tests.unit.tenancy.book_machine import BookMachine, run_on_server
-from tests.unit.tenancy.conftest import Wall, new_store
-from tests.unit.tenancy.ledger.written import PATIENCE_S, done, holds
+from tests.unit.tenancy.conftest import new_store
+from tests.unit.tenancy.ledger.written import done, holds
 from tests.unit.tenancy.storage.postgres_server import Server
 
 KEPT_MS = 100
@@ -90,29 +90,6 @@ def names(store: Store) -> list[str]:
     return [row[0] for row in store.query("select name from named_requests order by name")]
 
 
-def test_response_is_found_until_it_expires(store: Store, ledger: Ledger) -> None:
-    """By the same tenant for the same request; then the name is free."""
-    create_tenant(store, lambda: 1, "bob")
-    answered(ledger, "a", claim(), 10)
-
-    assert found(store, claim(), 10 + KEPT_MS - 1) == ANSWER
-    assert found(store, claim(), 10 + KEPT_MS) is None
-    assert found(store, claim("other"), 10) is None
-    assert found(store, claim(), 10, tenant_id=2) is None
-    assert found(store, claim(body="two"), 10) == "idempotency_key_reused"
-
-
-def test_running_request_is_not_run_again(store: Store, ledger: Ledger) -> None:
-    """Whether or not the caller looks it up first."""
-    done(ledger.hold(hold("a", claim(), 10)))
-
-    assert found(store, claim(), 10) == "idempotency_in_flight"
-    assert found(store, claim(), 10**15) == "idempotency_in_flight"
-    assert refusal(ledger.hold(hold("b", claim(), 10))) == "idempotency_in_flight"
-    assert refusal(ledger.hold(hold("c", claim(body="two"), 10))) == "idempotency_key_reused"
-    assert holds(store) == 1
-
-
 @pytest.mark.parametrize("leave", ["suspended", "deleted"])
 def test_stores_nothing_for_a_suspended_or_deleted_tenant(
     store: Store, ledger: Ledger, leave: str
@@ -133,15 +110,6 @@ def test_stores_nothing_for_a_suspended_or_deleted_tenant(
     assert names(store) == (["again"] if leave == "suspended" else [])
     assert store.query("select request_id from ledger order by 1")[:2] == [("a",), ("b",)]
     assert check_books(store) == []
-
-
-def test_one_of_many_concurrent_requests_runs(store: Store, ledger: Ledger) -> None:
-    """They may share a transaction."""
-    futures = [ledger.hold(hold(f"r{number}", claim(), 10)) for number in range(100)]
-    errors = [future.exception(PATIENCE_S) for future in futures]
-
-    assert [error is None for error in errors].count(True) == 1
-    assert holds(store) == 1
 
 
 def test_claims_apply_in_order_within_a_batch(store: Store) -> None:
@@ -210,28 +178,6 @@ def test_batches_equal_single_items(steps: list[tuple[Any, ...]], step_ms: int) 
             outcomes.append(([one and str(one) for one in answers], kept, sums))
 
     assert outcomes[0] == outcomes[1] == outcomes[2]
-
-
-def test_failed_request_frees_its_name(store: Store, ledger: Ledger) -> None:
-    done(ledger.hold(hold("a", claim(), 10)))
-    done(ledger.settle(NamedEntry(entry("a", "failed"))))
-
-    assert found(store, claim(), 10) is None
-    answered(ledger, "b", claim(), 10)
-    assert found(store, claim(), 10) == ANSWER
-
-
-def test_restart_frees_names_of_running_requests(store: Store, wall: Wall, ledger: Ledger) -> None:
-    """Their holds are closed; stored responses stay."""
-    answered(ledger, "a", claim("kept"), 10)
-    done(ledger.hold(hold("b", claim("lost"), 10)))
-    ledger.close()
-    again = Ledger(store, wall)
-    again.close()
-
-    assert again.interrupted == 1
-    assert found(store, claim("kept"), 10) == ANSWER
-    assert found(store, claim("lost"), 10) is None
 
 
 def test_response_without_room_keeps_its_name_only(store: Store, ledger: Ledger) -> None:

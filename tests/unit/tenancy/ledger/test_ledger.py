@@ -86,51 +86,6 @@ def failing(
         yield
 
 
-def test_settlement_replaces_hold_by_entry(store: Store, ledger: Ledger) -> None:
-    """Field for field."""
-    done(ledger.hold(hold("a")))
-    held = holds(store)
-    done(ledger.settle(entry("a")))
-
-    assert (held, holds(store)) == (1, 0)
-    assert entries(store) == {"a": entry("a")}
-
-
-def test_settling_again_changes_nothing(store: Store, ledger: Ledger) -> None:
-    """L1: a retry after a lost response must not charge twice."""
-    done(ledger.settle(entry("a")))
-    done(ledger.settle(entry("a", output=99)))
-
-    assert entries(store) == {"a": entry("a")}
-
-
-def test_refuses_a_second_hold_on_an_id(store: Store, ledger: Ledger) -> None:
-    """Its request would never be charged."""
-    done(ledger.hold(hold("a")))
-    second = refusal(ledger.hold(hold("a")))
-    done(ledger.settle(entry("a")))
-    third = refusal(ledger.hold(hold("a")))
-
-    assert (second, third) == ("duplicate_request", "duplicate_request")
-    assert holds(store) == 0
-
-
-def test_start_closes_dead_holds_uncharged(store: Store, wall: Wall) -> None:
-    """L3: a request without a complete response pays nothing, and its hold goes."""
-    create_tenant(store, wall, "ada")
-    with store.change() as db:
-        db.execute(OPEN_HOLD)
-    ledger = Ledger(store, wall)
-    ledger.close()
-    again = Ledger(store, wall)
-    again.close()
-
-    found = entries(store)["a"]
-    assert (ledger.interrupted, again.interrupted, holds(store)) == (1, 0, 0)
-    assert (found.ending, found.started_ms, found.ended_ms) == ("interrupted", 10, wall())
-    assert (found.prompt_tokens, found.output_tokens) == (0, 0)
-
-
 def test_refuses_a_second_writer_of_a_file(tmp_path: Path, wall: Wall) -> None:
     """It would close the first one's open holds."""
     store, beside = new_sqlite(tmp_path / "test.db"), new_sqlite(tmp_path / "test.db")

@@ -31,29 +31,6 @@ def test_added_card_is_read_back(store: Store, wall: Wall) -> None:
     assert load_cards(store) == [added]
 
 
-def test_new_version_applies_from_its_start(store: Store, wall: Wall) -> None:
-    """Requests that began before keep the old version."""
-    first = add_card(store, wall, CARD)
-    later_ms = wall() + 1000
-    second = add_card(store, wall, structs.replace(CARD, input=5, valid_from_ms=later_ms))
-    book = RateCards(load_cards(store))
-
-    assert second.rate_card_id == "std@2"
-    assert book.in_force("m", "t", later_ms - 1) == first
-    assert book.in_force("m", "t", later_ms) == second
-    assert book.card("std@1") == first
-
-
-def test_ended_version_reveals_no_older_one(store: Store, wall: Wall) -> None:
-    add_card(store, wall, CARD)
-    add_card(store, wall, structs.replace(CARD, valid_until_ms=wall() + 10))
-    book = RateCards(load_cards(store))
-
-    assert book.in_force("m", "t", wall() + 9).version == 2
-    assert book.in_force("m", "t", wall() + 10) == FREE_CARD
-    assert book.in_force("m", "t", wall() - 1) == FREE_CARD
-
-
 def test_most_specific_card_wins(store: Store, wall: Wall) -> None:
     """Model before tier; a card for everything is the last."""
     for name, model, tier in (
@@ -103,16 +80,6 @@ def test_refuses_overlapping_cards(store: Store, wall: Wall) -> None:
     assert codes == ["rate_cards_overlap"] * 4
     assert after.version == 1
     assert len(load_cards(store)) == 3
-
-
-def test_consecutive_cards_do_not_overlap(store: Store, wall: Wall) -> None:
-    """Seasonal prices."""
-    later = structs.replace(CARD, name="later", valid_from_ms=wall() + 100)
-    add_card(store, wall, later)
-    codes = [code_of(store, wall, structs.replace(CARD, valid_until_ms=wall() + 101))]
-    add_card(store, wall, structs.replace(CARD, valid_until_ms=wall() + 100))
-
-    assert codes == ["rate_cards_overlap"]
 
 
 def test_refuses_cards_in_the_past(store: Store, wall: Wall) -> None:
