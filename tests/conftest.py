@@ -166,7 +166,8 @@ def pytest_terminal_summary(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by folder and fixtures; skip those that need a device where there is none."""
+    """Mark tests by folder and fixtures; skip those that need a device where there is none. Slow
+    ones come first: at the end no worker waits for another's last one."""
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in FOLDER_MARKERS:
@@ -179,6 +180,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("planted")
         if _needs_postgres(item):
             item.add_marker("postgres")
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not torch.cuda.is_available():
         for item in marked:

@@ -140,7 +140,7 @@ def prompts(count: int) -> list[tuple[int, ...]]:
     return [tuple(chance.randrange(3, 250) for _ in range(PROMPT_TOKENS)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("has_disk", [False, True])
+@pytest.mark.parametrize("has_disk", [pytest.param(False, marks=pytest.mark.nightly), True])
 async def test_a_killed_engines_prefix_comes_back_from_host_memory(
     model: Path, disk: Path, *, has_disk: bool
 ) -> None:

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.crash, pytest.mark.timeout(14_400 if
 @pytest.mark.parametrize(
     ("first", "is_sealed"),
     [
-        (3, False),
+        pytest.param(3, False, marks=pytest.mark.nightly),
         pytest.param(4, False, marks=pytest.mark.nightly),
         (5, True),
     ],

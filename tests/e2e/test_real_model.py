@@ -120,7 +120,11 @@ def our_logits(runner: CpuRunner, tokens: list[int], slices: tuple[int, ...]) ->
         return runner.model.logits(torch.cat(hidden))
 
 
-@pytest.mark.parametrize("slices", [(), (1, 15, 100, 16, 33)], ids=["whole", "in slices"])
+@pytest.mark.parametrize(
+    "slices",
+    [pytest.param((), marks=pytest.mark.nightly), (1, 15, 100, 16, 33)],
+    ids=["whole", "in slices"],
+)
 def test_logits_agree_with_transformers(
     slices: tuple[int, ...], runner: CpuRunner, reference: Any, tokenizer: Tokenizer
 ) -> None:

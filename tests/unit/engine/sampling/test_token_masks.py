@@ -87,7 +87,7 @@ def test_rows_without_mask_are_unchanged() -> None:
     assert apply_masks(logits, [5, 6], {9: mask_of(VOCAB, 1)}) is logits
 
 
-@pytest.mark.parametrize("seed", range(600))
+@pytest.mark.parametrize("seed", range(examples(600)))
 def test_no_settings_of_a_request_leave_it_without_a_token(seed: int) -> None:
     """A client could otherwise end its request at the operator's cost, with or without a grammar.
 
