@@ -37,7 +37,7 @@ from engine.api import (
     Usage,
 )
 from engine.statistics import CacheNews, Stats
-from engine.wire import FRAME_BYTES_MAX, Decoder, FrameError, encode_frame, frame_body, read_body
+from engine.wire import FRAME_BYTES_MAX, FrameError, encode_frame, frame_body, read_body
 
 PROTOCOL_VERSION = 14
 STEP_FRAME_BYTES = 2**20
@@ -203,9 +203,9 @@ _decode_upward = msgspec.msgpack.Decoder(PackedSubmit | Upward).decode
 _decode_downward: Callable[[bytes], Downward] = msgspec.msgpack.Decoder(Downward).decode
 
 
-def upward_decoder() -> Decoder[Upward]:
-    """Return a decoder of the client's messages."""
-    return Decoder(_unpack_submit)
+def read_upward(body: bytes) -> Upward:
+    """Return the client's message of a frame. Raises FrameError."""
+    return read_body(_unpack_submit, body)
 
 
 def read_downward(body: bytes) -> Downward:

@@ -22,12 +22,20 @@ class FrameWire:
     """
 
     def __init__(
-        self, end: socket.socket, on_frame: Callable[[bytes], None], on_end: Callable[[], None]
+        self,
+        end: socket.socket,
+        on_frame: Callable[[bytes], None],
+        on_end: Callable[[], None],
+        on_sent: Callable[[], None] = lambda: None,
     ) -> None:
-        """`end`: owned by the wire from now on. `on_frame`: called with each frame's body."""
+        """`end`: owned by the wire from now on. `on_frame`: called with each frame's body; a
+        FrameError that it raises ends the wire. `on_sent`: called when the socket has taken what it
+        had not taken at once.
+        """
         self._loop = asyncio.get_running_loop()
         self._end = end
-        self._on_frame, self._on_end = on_frame, on_end
+        self._on_frame, self._on_end, self._on_sent = on_frame, on_end, on_sent
+        self.error: FrameError | None = None  # that has ended the wire
         self._reader = FrameReader()
         self._unsent = bytearray()  # bytes that the socket has not taken
         end.setblocking(False)
@@ -70,6 +78,7 @@ class FrameWire:
         del self._unsent[:sent]
         if not self._unsent:
             self._loop.remove_writer(self._end)
+            self._on_sent()
 
     def _send_now(self, data: bytes | bytearray) -> int:
         try:
@@ -95,6 +104,7 @@ class FrameWire:
                 self._on_frame(frame)
                 if self._end.fileno() < 0:
                     return  # `on_frame` has closed it
-        except FrameError:
+        except FrameError as error:
+            self.error = error
             self.close()
             self._on_end()

@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Struct
 
 from engine.api import Drain, EngineInfo
+from engine.client.frame_wire import FrameWire
 from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.core.core import Core
@@ -39,7 +40,7 @@ from engine.protocol import (
     Welcome,
     encode,
     encode_step,
-    upward_decoder,
+    read_upward,
 )
 from engine.server.composition import core_of_model
 from engine.server.gc_tuning import FrozenHeap
@@ -48,7 +49,6 @@ from engine.server.service import EngineService
 from engine.signals import handle_signals
 from engine.wire import FrameError
 
-READ_BYTES = 1 << 18
 SWITCH_INTERVAL_S = 0.0005
 """How long the step's thread may run Python while those that copy blocks wait for it, in seconds;
 Python's own value is 5 ms. 32,768 tokens from host memory take 195 ms instead of 530 to 600."""
@@ -68,71 +68,21 @@ class ServerSettings(Struct, frozen=True):
     host_fds: tuple[int, int] | None = None
 
 
-class SocketResponseSink:
-    """A `ResponseSink` that writes to the gateway's socket.
+class GatewayConnection:
+    """The engine's end of the socket: first a Hello, then commands in and events out.
 
-    The service's thread puts messages in; the event loop writes them.
+    A `ResponseSink`: the service's thread puts messages in, and the event loop writes them.
+    `ended`: the gateway has closed its end, or violated the protocol.
     """
 
-    def __init__(self, writer: asyncio.StreamWriter, loop: asyncio.AbstractEventLoop) -> None:
-        self._writer = writer
-        self._loop = loop
+    def __init__(self, end: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._wire = FrameWire(end, self._take, self._on_end, self._on_sent)
+        self._outbox = Outbox(lambda: _call_in_loop(self._loop, self._write_frames))
+        self._hello: asyncio.Future[Upward | None] = self._loop.create_future()
+        self._service: EngineService | None = None  # once the gateway is welcome
         self._number = 0
-        self._outbox = Outbox(self._schedule_write)
-        self._catching_up: asyncio.Task[None] | None = None
-
-    def send(self, step: int, messages: Messages) -> None:
-        """Send one step's messages. Blocks while the gateway is far behind, as long as it is
-        connected."""
-        self._outbox.put((step, messages))
-
-    def close(self) -> None:
-        """Close the connection; the engine waits for it no longer."""
-        self._outbox.close()
-        self._writer.close()
-
-    def _schedule_write(self) -> None:
-        _call_in_loop(self._loop, self._write_frames)
-
-    def _write_frames(self) -> None:
-        answers = self._outbox.take()
-        if self._writer.is_closing():
-            return
-        try:
-            for step, messages in answers:
-                frames = encode_step(self._number, step, messages)
-                self._number += len(frames)
-                self._writer.writelines(frames)
-        except BaseException:
-            self._writer.transport.abort()  # messages are lost: no stream may end as if whole
-            raise
-        if self._writer.transport.get_write_buffer_size() > OUTBOX_BYTES_MAX:
-            self._outbox.hold()
-            if self._catching_up is None:
-                self._catching_up = self._loop.create_task(self._catch_up())
-
-    async def flush(self) -> None:
-        """Wait up to `FLUSH_S` for the gateway to read the last frames."""
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(FLUSH_S):
-                self._writer.transport.set_write_buffer_limits(high=0)
-                await self._writer.drain()
-
-    async def _catch_up(self) -> None:
-        with contextlib.suppress(OSError):  # the connection's reader handles this error
-            await self._writer.drain()
-        self._catching_up = None
-        self._outbox.release()
-
-
-class GatewayConnection:
-    """The engine's end of the socket: first a Hello, then commands in and events out."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._decoder = upward_decoder()
-        self._sink = SocketResponseSink(writer, asyncio.get_running_loop())
-        self._is_welcomed = False
+        self._sent, self.ended = asyncio.Event(), asyncio.Event()
 
     async def read_settings(self) -> ServerSettings | None:
         """Read the Hello.
@@ -140,60 +90,94 @@ class GatewayConnection:
         Returns None if the gateway left or speaks another protocol: then it has been answered, and
         the process can only exit.
         """
-        messages: list[Upward] = []
-        try:
-            while not messages and (data := await self._reader.read(READ_BYTES)):
-                messages = list(self._decoder.feed(data))
-            match messages:
-                case []:
-                    pass
-                case [Hello() as hello]:
-                    if hello.version == PROTOCOL_VERSION:
-                        config = msgspec.convert(hello.config, EngineConfig)
-                        return ServerSettings(
-                            hello.model_dir, config, hello.record_fd, hello.host_fds
-                        )
-                    self.reject(
-                        "unsupported",
-                        f"Unsupported protocol version: {hello.version}; expected"
-                        f" {PROTOCOL_VERSION}.",
-                    )
-                case _:
-                    self.reject("unsupported", "The first message must be a single Hello.")
-        except (FrameError, OSError, msgspec.ValidationError) as error:
-            log_line("connection_lost", reason=type(error).__name__)
+        hello = await self._hello
+        if isinstance(hello, Hello) and hello.version == PROTOCOL_VERSION:
+            try:
+                config = msgspec.convert(hello.config, EngineConfig)
+            except msgspec.ValidationError as error:
+                log_line("connection_lost", reason=type(error).__name__)
+                return None
+            return ServerSettings(hello.model_dir, config, hello.record_fd, hello.host_fds)
+        if isinstance(hello, Hello):
+            found = f"Unsupported protocol version: {hello.version}"
+            self.reject("unsupported", f"{found}; expected {PROTOCOL_VERSION}.")
+        elif hello is not None:
+            self.reject("unsupported", "The first message must be a Hello.")
         return None
 
     def reject(self, code: str, message: str) -> None:
         """Tell the gateway why it will not be served."""
-        self._writer.write(encode(Rejected(code, message)))
+        self._wire.send(encode(Rejected(code, message)))
 
     def welcome(self, service: EngineService, info: EngineInfo) -> None:
-        """Tell the gateway that the model is loaded; the events of each step follow."""
-        self._is_welcomed = True
-        self._writer.write(encode(Welcome(info)))
-        service.join(self._sink)
+        """Tell the gateway that the model is loaded; commands go to the service from now on, and
+        the events of each step follow.
+        """
+        self._service = service
+        self._wire.send(encode(Welcome(info)))
+        service.join(self)
 
-    async def serve(self, service: EngineService) -> None:
-        """Pass commands to the service until the gateway closes its end or violates the
-        protocol."""
-        try:
-            while data := await self._reader.read(READ_BYTES):
-                for message in self._decoder.feed(data):
-                    if isinstance(message, Hello) or not self._is_welcomed:
-                        raise FrameError(
-                            "unexpected message: Hello twice, or a command before the Welcome"
-                        )
-                    service.post(self._sink, message)
-        except (FrameError, OSError) as error:
-            log_line("connection_lost", reason=type(error).__name__)
-        finally:
-            service.leave(self._sink)
+    def send(self, step: int, messages: Messages) -> None:
+        """Send one step's messages. Blocks while the gateway is far behind, as long as it is
+        connected."""
+        self._outbox.put((step, messages))
 
     async def close(self) -> None:
-        """Flush the last frames and close the connection."""
-        await self._sink.flush()
-        self._sink.close()
+        """Give the gateway up to `FLUSH_S` to read the last frames, and close the connection; the
+        engine waits for it no longer.
+        """
+        if self._wire.unsent and not self.ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FLUSH_S):
+                    await self._sent.wait()
+        self._wire.close()
+        self._on_end()
+
+    # -- called in the event loop ---------------------------------------------------------------
+
+    def _take(self, body: bytes) -> None:
+        message = read_upward(body)
+        if not self._hello.done():
+            self._hello.set_result(message)
+        elif self._service is not None and not isinstance(message, Hello):
+            self._service.post(self, message)
+        else:
+            what = "Unexpected message: Hello twice, or a command before the Welcome."
+            self.reject("unsupported", what)
+            raise FrameError(what)
+
+    def _write_frames(self) -> None:
+        answers = self._outbox.take()
+        if self.ended.is_set():
+            return
+        try:
+            for step, messages in answers:
+                for frame in encode_step(self._number, step, messages):
+                    self._wire.send(frame)
+                    self._number += 1
+        except BaseException:
+            self._wire.close()  # messages are lost: no stream may end as if whole
+            self._on_end()
+            raise
+        if self._wire.unsent > OUTBOX_BYTES_MAX:
+            self._outbox.hold()
+
+    def _on_sent(self) -> None:
+        self._sent.set()
+        self._outbox.release()
+
+    def _on_end(self) -> None:
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        self._sent.set()
+        self._outbox.close()
+        if self._wire.error is not None:
+            log_line("connection_lost", reason=type(self._wire.error).__name__)
+        if not self._hello.done():
+            self._hello.set_result(None)
+        if self._service is not None:
+            self._service.leave(self)
 
 
 class _DiscardSink:
@@ -224,8 +208,7 @@ async def run(
 ) -> int:
     """Serve until drained, stopped, disconnected or broken. Returns the exit status."""
     loop = asyncio.get_running_loop()
-    streams = await asyncio.open_unix_connection(sock=wire, limit=READ_BYTES)
-    gateway = GatewayConnection(*streams)
+    gateway = GatewayConnection(wire)
     settings = await gateway.read_settings()
     if settings is None:
         await gateway.close()
@@ -254,23 +237,20 @@ async def run(
     # The gateway receives a terminal's interrupt, too, and decides.
     with handle_signals({signal.SIGTERM: on_sigterm, signal.SIGINT: lambda: None}):
         service.start()
-        serving = loop.create_task(gateway.serve(service))
-        serving.add_done_callback(lambda _: stop.set())
-        await _wait_any(loaded, stop)
+        await _wait_any(loaded, stop, gateway.ended)
         info, failure = service.info, service.failure
         if info is not None:
             log_line("ready", model=info.model, blocks=info.blocks, pid=os.getpid())
             for level in service.levels_off:
                 log_line("level_off", level=level.name, reason=level.reason)
             gateway.welcome(service, info)
-            await stop.wait()
+            await _wait_any(stop, gateway.ended)
         elif failure is not None:
             log_line("loading_failed", error=type(failure).__name__)
             gateway.reject(*_failure_reason(failure))
-        if serving.done() and info is not None:  # before that, a gateway ends failed starts
+        if gateway.ended.is_set() and info is not None:  # before that, a gateway ends failed starts
             log_line("parent_gone")
         await gateway.close()
-        serving.cancel()
     failure = service.failure
     if failure is not None:
         # Messages of other errors may quote a prompt.

@@ -42,8 +42,9 @@ from engine.api import (
     Usage,
 )
 from engine.model_store import load_card
-from engine.protocol import Downward, Frame, Hello, Reply, Welcome, encode, upward_decoder
+from engine.protocol import Downward, Frame, Hello, Reply, Welcome, encode, read_upward
 from engine.statistics import Stats
+from engine.wire import Decoder
 
 HEARTBEAT_S = 0.25
 TOKEN = SampledToken(100)
@@ -66,7 +67,7 @@ class NullEngine(asyncio.Protocol):
     def __init__(self) -> None:
         self.lost = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._decoder = upward_decoder()
+        self._decoder = Decoder(read_upward)
         self._transport: asyncio.Transport | None = None
         self._is_known = False
         self._may_write = True

@@ -47,7 +47,7 @@ from engine.protocol import (
     encode,
     encode_step,
     read_downward,
-    upward_decoder,
+    read_upward,
 )
 from engine.statistics import CacheNews, Gain, Loss, NamespaceStats, Stats
 from engine.storage.messages import HeldNamespaces
@@ -70,7 +70,7 @@ COMMANDS: list[Upward] = [
 def test_messages_survive_any_split(sent: list[Upward], cuts: list[int]) -> None:
     """A socket splits anywhere, in the length too."""
     data = b"".join(encode(message) for message in sent)
-    decoder = upward_decoder()
+    decoder = Decoder(read_upward)
     read: list[Upward] = []
 
     for size in [*cuts, len(data)]:
@@ -93,7 +93,7 @@ def test_half_a_token_id_is_a_frame_error() -> None:
     body = msgspec.msgpack.encode(packed)
 
     with pytest.raises(FrameError):
-        list(upward_decoder().feed(frame_body(body)))
+        list(Decoder(read_upward).feed(frame_body(body)))
 
 
 def test_a_frame_carries_a_whole_step() -> None:
@@ -212,7 +212,7 @@ def test_a_message_that_fits_no_frame_fails_its_own_request_alone() -> None:
 def test_garbage_is_one_typed_error(body: bytes) -> None:
     """No other exception leaves the codec."""
     try:
-        list(upward_decoder().feed(frame_body(body)))
+        list(Decoder(read_upward).feed(frame_body(body)))
     except FrameError:
         return
     assert msgspec.msgpack.decode(body, type=Upward)  # it happens to be a message
@@ -223,7 +223,7 @@ def test_an_error_does_not_repeat_the_input() -> None:
     body = msgspec.msgpack.encode({"type": "PLANTED-SECRET", "PLANTED-SECRET": 1})
 
     with pytest.raises(FrameError) as caught:
-        list(upward_decoder().feed(frame_body(body)))
+        list(Decoder(read_upward).feed(frame_body(body)))
 
     assert "PLANTED" not in str(caught.value)
     assert isinstance(caught.value, EngineError)
@@ -232,7 +232,7 @@ def test_an_error_does_not_repeat_the_input() -> None:
 def test_a_length_over_the_limit_is_refused_before_its_bytes_arrive() -> None:
     """A peer must not make the codec buffer 4 GiB."""
     with pytest.raises(FrameError):
-        list(upward_decoder().feed(struct.pack("<I", FRAME_BYTES_MAX + 1)))
+        list(Decoder(read_upward).feed(struct.pack("<I", FRAME_BYTES_MAX + 1)))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_deep_nesting_is_a_frame_error() -> None:
     body = b"\x91" * 100_000 + b"\x01"
 
     with pytest.raises(FrameError):
-        list(upward_decoder().feed(frame_body(body)))
+        list(Decoder(read_upward).feed(frame_body(body)))
 
 
 def test_a_newer_hello_is_still_understood() -> None:
@@ -275,4 +275,4 @@ def test_a_newer_hello_is_still_understood() -> None:
         {"type": "hello", "version": 99, "model_dir": "m", "compression": "zstd"}
     )
 
-    assert list(upward_decoder().feed(frame_body(body))) == [Hello(99, "m")]
+    assert list(Decoder(read_upward).feed(frame_body(body))) == [Hello(99, "m")]

@@ -38,13 +38,14 @@ from engine.protocol import (
     Welcome,
     encode,
     encode_step,
-    upward_decoder,
+    read_upward,
 )
 from engine.server import server
 from engine.server.embedded import LocalEngine
 from engine.server.server import GatewayConnection, ServerSettings
 from engine.server.service import EngineService
 from engine.statistics import Stats
+from engine.wire import Decoder
 from tests.fakes import solo_output
 from tests.unit.engine.server.fake_engine_process import VOCAB, fake_core
 
@@ -99,7 +100,7 @@ async def socket_engine() -> AsyncIterator[EngineUnderTest]:
 
     service = EngineService(lambda: fake_core(CONFIG), CONFIG, on_change=changed)
     ours, theirs = socket.socketpair()
-    gateway = GatewayConnection(*await asyncio.open_unix_connection(sock=theirs))
+    gateway = GatewayConnection(theirs)
     hello = Hello(PROTOCOL_VERSION, "fake", msgspec.to_builtins(CONFIG))
     connecting = asyncio.create_task(SocketEngine.connect(ours, hello))
     assert await gateway.read_settings() == ServerSettings("fake", CONFIG)
@@ -107,13 +108,12 @@ async def socket_engine() -> AsyncIterator[EngineUnderTest]:
     await loaded.wait()
     assert service.info is not None
     gateway.welcome(service, service.info)
-    serving = asyncio.create_task(gateway.serve(service))
     engine = await connecting
     try:
         yield EngineUnderTest(engine, service)
     finally:
         await engine.close()
-        await serving
+        await gateway.ended.wait()
         await gateway.close()
         await asyncio.to_thread(service.stop)
 
@@ -318,7 +318,7 @@ async def test_single_command_is_written_at_once_and_many_together() -> None:
 
     def sent() -> list[str]:
         try:
-            commands = list(upward_decoder().feed(theirs.recv(65_536)))
+            commands = list(Decoder(read_upward).feed(theirs.recv(65_536)))
         except BlockingIOError:
             return []
         return [command.request.request_id for command in commands if isinstance(command, Submit)]
@@ -478,7 +478,7 @@ async def test_part_that_cannot_be_sent_fails_and_cancels_its_request() -> None:
         assert whole == end
         await engine.close()
         theirs.setblocking(False)
-        assert list(upward_decoder().feed(theirs.recv(65_536)))[-1] == Cancel("a")
+        assert list(Decoder(read_upward).feed(theirs.recv(65_536)))[-1] == Cancel("a")
 
 
 @pytest.mark.parametrize("frame_bytes", [200, 10_000])
