@@ -8,7 +8,6 @@ response id, within a tenant and workspace. `gateway.caching.contract` calls it.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -27,6 +26,7 @@ from gateway.dialects.canonical import (
     Tool,
     path_behind,
 )
+from gateway.prompt.owner_cache import OwnerCache
 
 
 class RememberedBoundary(Struct, frozen=True, gc=False):
@@ -72,49 +72,31 @@ class Fingerprint(Struct, frozen=True):
 
 
 class FingerprintIndex:
-    """The latest fingerprints. Belongs to one thread; about 200 bytes per boundary.
-
-    A full index drops the oldest fingerprint of the tenant that has the most, so that no tenant's
-    requests push out what others compare with.
-    """
+    """The latest fingerprints, about 200 bytes per boundary. No tenant's requests push out what
+    others compare with."""
 
     def __init__(self, entries_max: int, life_s: float) -> None:
-        self._entries_max = entries_max
         self._life_s = life_s
-        self._kept: dict[str, OrderedDict[tuple[str, str], tuple[float, Fingerprint]]] = {}
-        """By tenant, then by scope and response; each tenant's oldest first."""
-        self._count = 0
+        self._kept: OwnerCache[tuple[str, str], tuple[float, Fingerprint]] = OwnerCache(entries_max)
+        """By tenant, then by scope and response, with the time until which they are valid."""
 
     def __len__(self) -> int:
-        return self._count
+        return self._kept.size
 
     def remember(self, response_id: str, fingerprint: Fingerprint, now_s: float) -> None:
-        """Keep a fingerprint; expired ones of its tenant are dropped. O(1), and O(tenants) for one
-        that pushes another out."""
-        tenant, key = _tenant_of(fingerprint.scope), (fingerprint.scope, response_id)
-        kept = self._kept.setdefault(tenant, OrderedDict())
-        self._count += key not in kept
-        kept[key] = now_s + self._life_s, fingerprint
-        while tenant in self._kept and next(iter(kept.values()))[0] <= now_s:
-            self._drop_oldest(tenant)
-        while self._count > self._entries_max:
-            self._drop_oldest(max(self._kept, key=lambda one: len(self._kept[one])))
+        """Keep a fingerprint. Cost: as of `OwnerCache`."""
+        scope = fingerprint.scope
+        entry = now_s + self._life_s, fingerprint
+        self._kept.put(_tenant_of(scope), (scope, response_id), entry, 1)
 
     def find(self, scope: str, response_id: str, now_s: float) -> Fingerprint | None:
         """Return a response's fingerprint, if it belongs to this scope and has not expired."""
-        kept = self._kept.get(_tenant_of(scope), OrderedDict())
-        until_s, found = kept.get((scope, response_id), (0.0, None))
+        until_s, found = self._kept.get(_tenant_of(scope), (scope, response_id)) or (0.0, None)
         return found if until_s > now_s else None
 
-    def _drop_oldest(self, tenant: str) -> None:
-        self._kept[tenant].popitem(last=False)
-        self._count -= 1
-        if not self._kept[tenant]:
-            del self._kept[tenant]
 
-
-def _tenant_of(scope: str) -> str:
-    return scope.partition("/")[0]
+def _tenant_of(scope: str) -> int:
+    return int(scope.partition("/")[0])
 
 
 def compare_fingerprints(now: Fingerprint, then: Fingerprint | None) -> Diagnosis:

@@ -94,7 +94,7 @@ class World:
             ]
         contract.begin(started(found, grants))
         contract.written()
-        contract.finish("id")
+        contract.finish(f"id{len(self.there)}")
         self.there.append(self.tokens)
         self.last = contract
         return contract.record(Usage(len(self.tokens), found, len(self.tokens) - found, 5))
@@ -416,9 +416,9 @@ def test_full_read_has_no_miss_cause() -> None:
     world.run("abc", {2: "5m"}, ask)
     world.run("xyc", {2: "5m"}, ask)
 
-    again = world.run("abc", {2: "5m"}, replace(ask, compare_with="id"))
+    again = world.run("abc", {2: "5m"}, replace(ask, compare_with="id1"))
     read = world.last
-    other = world.run("qbc", {2: "5m"}, replace(ask, compare_with="id"))
+    other = world.run("qbc", {2: "5m"}, replace(ask, compare_with="id1"))
 
     assert (again.read_tokens(), read.why_missed()) == (20, "")
     assert read.diagnosis is not None

@@ -86,14 +86,14 @@ def test_fingerprints_are_separate_by_scope() -> None:
 
 def test_fingerprints_are_bounded_and_expire() -> None:
     """The oldest are dropped first."""
-    book = FingerprintIndex(2, 60.0)
-    for n in range(3):
+    book = FingerprintIndex(8, 60.0)
+    for n in range(9):
         book.remember(f"id{n}", prompt("m1"), float(n))
 
-    assert len(book) == 2
-    assert book.find("1/default", "id0", 2.0) is None
-    assert book.find("1/default", "id2", 61.9) is not None
-    assert book.find("1/default", "id2", 62.0) is None
+    assert len(book) == 8
+    assert book.find("1/default", "id0", 8.0) is None
+    assert book.find("1/default", "id8", 67.9) is not None
+    assert book.find("1/default", "id8", 68.0) is None
 
 
 def test_a_tenants_fingerprints_push_out_its_own_alone() -> None:
