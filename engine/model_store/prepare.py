@@ -31,8 +31,9 @@ CHUNK_BYTES = 1 << 20
 
 GROWTH_MAX = 64
 """How many times longer a tokenizer's rules may make a text before they split it."""
-IDENTITY_VERSION = 2
-"""Changes when equal files are tokenized otherwise: what was cached before is then not found."""
+IDENTITY_VERSION = 3
+"""Changes when equal files are tokenized or computed otherwise: what was cached before is then not
+found."""
 _PANIC = "PanicException"
 """The error of a library written in Rust that panics: a BaseException, and no Exception."""
 _NO_END = "the model names no end token, so that answers end at their length limit alone"

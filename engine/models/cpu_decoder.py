@@ -80,7 +80,8 @@ class CpuDecoder:
         kv: KvStorage,
         context: int,
     ) -> None:
-        """Removes the tensors from `weights`; they are all bf16 or all fp32."""
+        """Removes the tensors from `weights`; they are all bf16 or all fp32, or packed as
+        `cpu_form` keeps them."""
         self.config = config
         self._spec = attention_spec(config)
         self._kernels = kernels
@@ -209,17 +210,17 @@ class CpuDecoder:
             group=place[0],
             kv_row=place[1],
         )
-        layer.qkv, layer.qkv_bias = linear(
+        layer.qkv, layer.qkv_bias, layer.qkv_packing = linear(
             source, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
         )
-        layer.output, layer.output_bias = linear(source, "self_attn.o_proj")
+        layer.output, layer.output_bias, layer.output_packing = linear(source, "self_attn.o_proj")
         if config.sinks:
             layer.sinks = self._packer.keep(source.tensor("self_attn.sinks").float())
         if config.layers[index].ffn == "dense":
-            layer.gate_up, layer.gate_up_bias = linear(
+            layer.gate_up, layer.gate_up_bias, layer.gate_up_packing = linear(
                 source, "mlp.gate_proj", "mlp.up_proj", is_gated=True
             )
-            layer.down, layer.down_bias = linear(source, "mlp.down_proj")
+            layer.down, layer.down_bias, layer.down_packing = linear(source, "mlp.down_proj")
         else:
             assert self._experts is not None, "a layer has experts, and the model has no moe"
             layer.experts = ctypes.pointer(self._experts.pack(source))

@@ -55,18 +55,18 @@ class CpuExperts:
             experts.router_bias = keep(torch.nn.functional.pad(router_bias.float(), (0, padding)))
         if moe.choose_by_bias:
             experts.choice_bias = keep(source.tensor("mlp.gate.e_score_correction_bias").float())
-        experts.gate_up, experts.gate_up_bias, experts.gate_up_mxfp4 = packer.stacked(
+        experts.gate_up, experts.gate_up_bias, experts.gate_up_packing = packer.stacked(
             source, "mlp.experts.gate_proj", "mlp.experts.up_proj", is_gated=True
         )
-        experts.down, experts.down_bias, experts.down_mxfp4 = packer.stacked(
+        experts.down, experts.down_bias, experts.down_packing = packer.stacked(
             source, "mlp.experts.down_proj"
         )
         if moe.shared:
             name = "mlp.shared_expert"
-            experts.shared_gate_up, _ = packer.linear(
+            experts.shared_gate_up = packer.linear(
                 source, f"{name}.gate_proj", f"{name}.up_proj", is_gated=True
-            )
-            experts.shared_down, _ = packer.linear(source, f"{name}.down_proj")
+            ).matrix
+            experts.shared_down = packer.linear(source, f"{name}.down_proj").matrix
         if moe.shared == "gated":
             gate, _ = source.whole("mlp.shared_expert_gate")
             experts.shared_gate = keep(gate.float().flatten())

@@ -19,25 +19,31 @@ from kernels.cpu.panel_memory import PanelMemory
 from kernels.reference_weights import Packed, Weight, as_dense
 
 
-def cpu_form(dtype: torch.dtype, *, keeps_packed: bool) -> Form:
-    """Return the form of weights on a CPU: in `dtype`, but experts in MXFP4, which the C kernels
-    multiply as they are."""
+def cpu_form(dtype: torch.dtype, kernels: Kernels | None) -> Form:
+    """Return the form of weights on a CPU: in `dtype`, but packed ones that the C kernels multiply
+    as they are: experts in MXFP4, and, where the CPU multiplies pairs of bf16, codes of 4 bits in
+    groups of 32."""
+    has_packed = kernels is not None and dtype == torch.bfloat16
+    has_int4 = has_packed and kernels is not None and kernels.bf16_kind == cpu.DOT
 
     def form(name: str, weight: Weight) -> Weight:
-        is_kept = keeps_packed and dtype == torch.bfloat16 and ".experts." in name
-        if is_kept and isinstance(weight, Packed) and weight.kind == "mxfp4":
-            return weight
+        if isinstance(weight, Packed) and name.endswith("_proj.weight"):
+            is_kept = has_packed and weight.kind == "mxfp4" and ".experts." in name
+            fits = weight.group == cpu.INT4_GROUP and ".shared_expert." not in name
+            if is_kept or (has_int4 and weight.kind == "int4" and fits):
+                return weight
         return as_dense(weight, dtype)
 
     return form
 
 
 class Stack(NamedTuple):
-    """Addresses of the packed matrices of all experts and of their biases, if any."""
+    """Addresses of a packed matrix, or of those of all experts, and of its biases, if any, and how
+    it is packed."""
 
-    matrices: int
-    biases: int | None
-    is_mxfp4: bool
+    matrix: int
+    bias: int | None
+    packing: int
 
 
 class Packer:
@@ -57,38 +63,51 @@ class Packer:
         """Pack a weight; see `Kernels.pack`. Return its address."""
         return self.keep(self._kernels.pack(weight, columns, self._room(weight, columns)))
 
-    def linear(
-        self, source: TensorSource, *parts: str, is_gated: bool = False
-    ) -> tuple[int, int | None]:
-        """Pack the joined parts; return the addresses of the panels and of the bias, if any.
+    def linear(self, source: TensorSource, *parts: str, is_gated: bool = False) -> Stack:
+        """Pack the joined parts; 4 bits stay so.
 
         `is_gated`: the parts are gate and up, whose panels an activation reads in turns.
         """
         weight, bias = source.joined(*parts)
-        assert isinstance(weight, torch.Tensor), f"{parts} are packed"
-        columns = interleaved_columns(len(weight) // 2) if is_gated else None
-        packed = self.matrix(weight, columns)
-        return packed, None if bias is None else self.keep(padded_bias(bias, columns))
+        columns = interleaved_columns(weight.shape[0] // 2) if is_gated else None
+        if isinstance(weight, Packed):
+            words = self._kernels.pack_int4(weight, columns)
+            packed, packing = self._kept_words([words]), cpu.INT4
+        else:
+            packed, packing = self.matrix(weight, columns), cpu.NOT_PACKED
+        kept = None if bias is None else self.keep(padded_bias(bias, columns))
+        return Stack(packed, kept, packing)
 
     def stacked(self, source: TensorSource, *parts: str, is_gated: bool = False) -> Stack:
         """Pack matrices of all experts, [E, N, K] each, joined along N: one expert's panels behind
-        another's, and their biases [E, N] likewise. MXFP4 stays so: a quarter of the memory, and of
-        the time to read it.
+        another's, and their biases [E, N] likewise. MXFP4 and 4 bits stay so: about a quarter of
+        the memory, and of the time to read it.
         """
         weights, biases = source.joined(*parts, dim=1)
         columns = interleaved_columns(weights.shape[1] // 2) if is_gated else None
-        count = weights.shape[0]
-        small = self._all_mxfp4(weights, columns) if isinstance(weights, Packed) else None
-        packed = small
-        if packed is None:
+        count, packing, address = weights.shape[0], cpu.NOT_PACKED, None
+        if isinstance(weights, Packed) and weights.kind == "int4":
+            each = (self._kernels.pack_int4(weights.at(i), columns) for i in range(count))
+            address, packing = self._kept_words(list(each)), cpu.INT4
+        elif isinstance(weights, Packed):
+            small = self._all_mxfp4(weights, columns)
+            if small is not None:
+                address, packing = self.keep(small), cpu.MXFP4
+        if address is None:
             wide = as_dense(weights, torch.bfloat16) if isinstance(weights, Packed) else weights
             packed = self._room(wide[0], columns, count).view(count, -1)
             for weight, out in zip(wide, packed, strict=True):
                 self._kernels.pack(weight, columns, out)
+            address = self.keep(packed)
         bias = None
         if biases is not None:
             bias = self.keep(torch.stack([padded_bias(bias, columns) for bias in biases]))
-        return Stack(self.keep(packed), bias, small is not None)
+        return Stack(address, bias, packing)
+
+    def _kept_words(self, matrices: list[torch.Tensor]) -> int:
+        """Keep matrices of words behind each other; return the address of the first."""
+        room = self._memory.take(sum(map(len, matrices)), torch.int32)
+        return self.keep(torch.cat(matrices, out=room))
 
     def _all_mxfp4(self, weights: Packed, columns: torch.Tensor | None) -> torch.Tensor | None:
         """Return weights [E, N, K] in panels of MXFP4, or None if a scale is beyond what these

@@ -68,8 +68,8 @@ class CpuRunner:
         self.block_size = config.block_size
         self.kv = KvStorage(_kv_format(card.config, config, kernels, device), blocks, device)
         dtype = _weights_dtype(config, kernels, device)
-        keeps = kernels is not None and config.weights == "auto"
-        weights = load_packed(card, dtype, device, cpu_form(dtype, keeps_packed=keeps))
+        keeping = kernels if config.weights == "auto" else None
+        weights = load_packed(card, dtype, device, cpu_form(dtype, keeping))
         self.model: Model[Any]  # takes the attention backend that is made beside it
         self.attention: AttentionBackend
         if kernels is not None:

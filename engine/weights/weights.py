@@ -1,8 +1,8 @@
 """Model weights as a dict of tensors under Hugging Face names, from GGUF or safetensors files.
 
 Quantised GGUF tensors are dequantised once and cached beside the prepared model as one safetensors
-file per dtype, which the next start maps instead; MXFP4 stays packed, as packed weights of folders
-do. No code from a model's files is ever run. Runner builders call `load_packed`; a model's
+file per dtype, which the next start maps instead; those of 4 bits stay packed, as packed weights of
+folders do. No code from a model's files is ever run. Runner builders call `load_packed`; a model's
 constructor takes the tensors out of the dict.
 """
 
@@ -29,6 +29,7 @@ from engine.model_store import Architecture, ModelCard
 from engine.model_store.families import FAMILIES
 from engine.model_store.gguf_header import TensorInfo, read_header
 from engine.model_store.tensor_names import FOLDER_NAMES, GGUF_NAMES
+from engine.weights.gguf_blocks import PACKED_BLOCKS
 from engine.weights.quantised_folders import PackedReader
 from engine.weights.renaming import Pieces, TensorReader
 from engine.weights.shapes import expected_shapes
@@ -69,7 +70,8 @@ _SET_ASIDE = re.compile(
 
 
 _PART = "|"
-"""What is in a cached file between the name of a packed weight and the number of its part."""
+"""What is in a cached file between the name of a packed weight, its kind, and the number of its
+part."""
 
 
 class _Index(msgspec.Struct):
@@ -282,15 +284,19 @@ def _is_readable(path: Path) -> bool:
 
 def _joined(tensors: Iterable[tuple[str, torch.Tensor]]) -> Pieces:
     """Yield the weights that `_save` wrote: the parts of a packed one follow each other."""
-    codes: torch.Tensor | None = None
+    parts: list[torch.Tensor] = []
     for name, tensor in sorted(tensors, key=lambda one: one[0]):
-        whole, _, part = name.partition(_PART)
-        if part == "0":
-            codes = tensor
-        elif codes is not None and part:
-            yield whole, Packed("mxfp4", codes, tensor, GROUP)
-        else:
+        whole, *which = name.split(_PART)
+        if not which:
             yield name, tensor
+            continue
+        parts.append(tensor)
+        if which[0] == "mxfp4" and len(parts) == 2:
+            yield whole, Packed("mxfp4", parts[0], parts[1], GROUP)
+            parts = []
+        elif len(parts) == 3:
+            yield whole, Packed("int4", parts[0], parts[1], GROUP, parts[2])
+            parts = []
 
 
 def _save(path: Path, weights: dict[str, Weight]) -> None:
@@ -298,7 +304,8 @@ def _save(path: Path, weights: dict[str, Weight]) -> None:
     tensors: Tensors = {}
     for name, weight in weights.items():
         if isinstance(weight, Packed):
-            tensors |= {f"{name}{_PART}{i}": part for i, part in enumerate(weight.parts)}
+            stem = f"{name}{_PART}{weight.kind}{_PART}"
+            tensors |= {f"{stem}{i}": part for i, part in enumerate(weight.parts)}
         else:
             tensors[name] = weight
     partial: str | None = None
@@ -335,7 +342,7 @@ def _read_gguf(path: Path, config: Architecture, dtype: torch.dtype) -> Pieces:
 
 
 def _from_gguf(path: Path, data: np.memmap, info: TensorInfo) -> Weight:
-    """Return a tensor of a GGUF file: MXFP4 packed, others dequantised to fp32."""
+    """Return a tensor of a GGUF file: those of 4 bits packed, others dequantised to fp32."""
     try:
         kind = GGMLQuantizationType(info.type_id)
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
@@ -353,8 +360,9 @@ def _from_gguf(path: Path, data: np.memmap, info: TensorInfo) -> Weight:
         return torch.from_numpy(np.array(raw.view(np.float32).reshape(shape)))
     if kind == GGMLQuantizationType.F16:
         return torch.from_numpy(raw.view(np.float16).reshape(shape).astype(np.float32))
-    if kind == GGMLQuantizationType.MXFP4:
-        return _mxfp4_blocks(torch.from_numpy(np.array(raw)).view(*shape[:-1], -1, block_bytes))
+    if kind.name in PACKED_BLOCKS:
+        blocks = torch.from_numpy(np.array(raw)).view(*shape[:-1], -1, block_bytes)
+        return PACKED_BLOCKS[kind.name](blocks)
     try:
         rows = raw.reshape(*shape[:-1], shape[-1] // per_block * block_bytes)
         values = np.ascontiguousarray(dequantize(rows, kind), dtype=np.float32)
@@ -363,12 +371,3 @@ def _from_gguf(path: Path, data: np.memmap, info: TensorInfo) -> Weight:
         raise ModelError(
             "unsupported", f"{path}: unsupported tensor type {kind.name} of {info.name}"
         ) from error
-
-
-def _mxfp4_blocks(blocks: torch.Tensor) -> Packed:
-    """Return blocks [..., G, 17] of GGUF's MXFP4 by rows: a byte is the exponent, then each has a
-    value of the first half in its low half, and one of the second in its high half."""
-    low, high = blocks[..., 1:] & 15, blocks[..., 1:] >> 4
-    codes = torch.cat([low, high], -1)
-    pairs = codes[..., 0::2] | codes[..., 1::2] << 4
-    return Packed("mxfp4", pairs.flatten(-2), blocks[..., 0].contiguous(), GROUP)

@@ -22,10 +22,12 @@ from pathlib import Path
 
 import torch
 
+from kernels.reference_weights import Packed
+
 FOLDER = Path(__file__).parent
 SOURCES = (
     "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_mxfp4.c",
-    "cpu_experts.c", "cpu_decoder.c", "cpu_kv_formats.c", "cpu_kv_int8.c",
+    "cpu_int4.c", "cpu_experts.c", "cpu_decoder.c", "cpu_kv_formats.c", "cpu_kv_int8.c",
 )  # fmt: skip
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = (
@@ -44,6 +46,9 @@ WIDE, PAIRS, DOT, TILES, BYTES = 0, 1, 2, 3, 4
 STORE, ADD, SILU, GELU, CLAMPED = 0, 1, 2, 3, 4
 """Epilogues of a product; see `cpu.h`."""
 
+NOT_PACKED, MXFP4, INT4 = 0, 1, 2
+"""How a product's right-hand side is packed; see `cpu.h`."""
+
 PANEL = 16
 """Columns of a weight panel."""
 
@@ -52,6 +57,9 @@ COLUMNS_STEP = 32
 
 MXFP4_GROUP = 32
 """Values of MXFP4 that share an exponent."""
+
+INT4_GROUP = 32
+"""Values of 4 bits that share a scale and a minimum."""
 
 TILE_DEPTH = 32
 """The number of which the depth of a product of the kind TILES must be a multiple."""
@@ -63,7 +71,7 @@ class CProduct(ctypes.Structure):
     _fields_ = (
         ("a", c_void_p), ("b", c_void_p), ("c", c_void_p), ("pairs", c_void_p),
         ("rows", c_int32), ("depth", c_int32), ("columns", c_int32), ("kind", c_int32),
-        ("epilogue", c_int32), ("bias", c_void_p), ("mxfp4", c_int32), ("has_pairs", c_int32),
+        ("epilogue", c_int32), ("bias", c_void_p), ("packing", c_int32), ("has_pairs", c_int32),
         ("c_pairs", c_void_p),
     )  # fmt: skip
 
@@ -79,7 +87,7 @@ class CExperts(ctypes.Structure):
         *((name, c_void_p) for name in (
             "router", "router_bias", "choice_bias", "gate_up", "down",
         )),
-        ("gate_up_mxfp4", c_int32), ("down_mxfp4", c_int32),
+        ("gate_up_packing", c_int32), ("down_packing", c_int32),
         *((name, c_void_p) for name in (
             "gate_up_bias", "down_bias", "shared_gate_up", "shared_down", "shared_gate",
         )),
@@ -95,7 +103,10 @@ class CLayer(ctypes.Structure):
             "output_bias", "gate_up_bias", "down_bias", "q_norm", "k_norm", "sinks", "cos", "sin",
             "attention_output_norm", "mlp_output_norm",
         )),
-        ("window", c_int32), ("group", c_int32), ("kv_row", c_int32),
+        *((name, c_int32) for name in (
+            "qkv_packing", "output_packing", "gate_up_packing", "down_packing", "window", "group",
+            "kv_row",
+        )),
         ("experts", POINTER(CExperts)),
     )  # fmt: skip
 
@@ -228,18 +239,36 @@ class Kernels:
         )
         return packed if is_exact else None
 
+    def pack_int4(self, weight: Packed, columns: torch.Tensor | None = None) -> torch.Tensor:
+        """Return weight [N, K] of int4 in panels of the words that cpu_int4.c describes; scales and
+        minima are rounded to fp16. `columns`: see `pack`."""
+        rows, depth = weight.shape
+        columns = (_order(rows) if columns is None else columns).long()
+        padded = weight.each(lambda part: part[columns.clamp(min=0)])
+        codes, scales, minima = padded.parts
+        codes = torch.stack([codes & 15, codes >> 4], -1).view(len(columns), depth).int()
+        codes[columns < 0], scales, minima = 0, scales.half(), minima.half()
+        scales[columns < 0], minima[columns < 0] = 0, 0
+        # Of 8 codes, k and k + 1 are at nibbles k / 2 and k / 2 + 4.
+        shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
+        words = (codes.view(-1, PANEL, depth // INT4_GROUP, 4, 8) << shifts).sum(-1).int()
+        factors = torch.stack([scales, minima], -1).view(torch.int32)
+        factors = factors.view(-1, PANEL, depth // INT4_GROUP, 1)
+        return torch.cat([factors, words], -1).permute(0, 2, 3, 1).contiguous().flatten()
+
     def product(
         self, a: torch.Tensor, packed: torch.Tensor, out: torch.Tensor, epilogue: int, kind: int
     ) -> None:
         """Write a x packed to out, or as `epilogue` says. a [T, K] fp32, out [T, N] fp32; `packed`
-        of bytes is MXFP4."""
+        of bytes is MXFP4, and of words `pack_int4`'s."""
+        packing = {torch.uint8: MXFP4, torch.int32: INT4}.get(packed.dtype, NOT_PACKED)
         rows, depth = a.shape
         pairs = torch.empty(rows * depth // 2, dtype=torch.int32)
         self._c.product(
             self._pool,
             CProduct(
                 a.data_ptr(), packed.data_ptr(), out.data_ptr(), pairs.data_ptr(),
-                rows, depth, out.shape[1], kind, epilogue, None, packed.dtype == torch.uint8,
+                rows, depth, out.shape[1], kind, epilogue, None, packing,
             ),
         )  # fmt: skip
 

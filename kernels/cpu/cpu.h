@@ -243,13 +243,14 @@ void pool_run(Pool *pool, Task task, void *arg, int tasks);
 /* -- matrices (cpu_linear.c) ---------------------------------------------------------------- */
 
 enum { STORE = 0, ADD = 1, SILU = 2, GELU = 3, CLAMPED = 4 };
+enum { NOT_PACKED = 0, MXFP4 = 1, INT4 = 2 };
 
 /* STORE: c [rows, columns] = a [rows, depth] x b + bias. ADD: += instead of =. SILU: b's panels are
  * gate and up in turns, and c [rows, columns] = silu(gate) * up; GELU: gelu(gate) * up; CLAMPED:
  * gpt-oss's, of clamped gate and up. b is in the layout of `pack`; `bias` has a value for each of
  * its columns, or is NULL. `pairs`: scratch of rows * depth / 2 words when the kind is DOT or
- * TILES. TILES: depth is a multiple of 32. `mxfp4`: b is in the layout of `pack_mxfp4` and the
- * kind not WIDE. `has_pairs`: what computed a has put it into `pairs`, and a is not read.
+ * TILES. TILES: depth is a multiple of 32. `packing`: b is in the layout of `pack_mxfp4`, the kind
+ * not WIDE, or in that of cpu_int4.c, the kind DOT; else NOT_PACKED. `has_pairs`: what computed a has put it into `pairs`, and a is not read.
  * `c_pairs`: [rows, columns / 2], where the values go as bf16 pairs instead of c; or NULL. Of
  * SILU, GELU and CLAMPED with HAS_DOT; columns are a multiple of PANEL. */
 typedef struct {
@@ -259,7 +260,7 @@ typedef struct {
     uint32_t *pairs;
     int rows, depth, columns, kind, epilogue;
     const float *bias;
-    int mxfp4, has_pairs;
+    int packing, has_pairs;
     uint32_t *c_pairs;
 } Product;
 
@@ -275,6 +276,8 @@ void to_pairs(const float *x, uint32_t *out, int count);
 
 /* Return the words of a panel. */
 size_t mxfp4_words(int depth);
+/* Return the words of one panel of a product's right-hand side. */
+size_t packed_words(int packing, int kind, int depth);
 int pack_mxfp4(const uint16_t *weight, uint32_t *b, const int32_t *from, int count, int depth);
 void unpack_mxfp4(const uint32_t *panel, int depth, uint32_t *out);
 #define MXFP4_ROWS 4 /* up to so many rows are multiplied as the weights are unpacked, by DOT */
@@ -282,6 +285,21 @@ void unpack_mxfp4(const uint32_t *panel, int depth, uint32_t *out);
  * b. Built where HAS_DOT. */
 void mxfp4_product(const float *a, size_t lda, const uint32_t *b, int rows, int depth, float *out,
                    int width);
+
+/* -- codes of 4 bits (cpu_int4.c); built where HAS_DOT, but the first ------------------------- */
+
+size_t int4_words(int depth);
+/* Write the sums of groups of 32 of a [rows][lda] bf16 pairs: [rows][depth / 32]. */
+void int4_sums(const uint32_t *a, size_t lda, int rows, int depth, float *sums);
+size_t int4_unpacked_words(int depth);
+void unpack_int4(const uint32_t *panel, int depth, uint32_t *out);
+#define INT4_ROWS 4 /* up to so many rows are multiplied as codes are unpacked */
+/* Write to out [rows][64] the product of a and `width` columns at b: 32, or of up to 2 rows 64. */
+void int4_few(const uint32_t *a, size_t lda, const float *sums, const uint32_t *b, int rows,
+              int depth, float *out, int width);
+/* The same of 32 columns and any number of rows, with both panels unpacked at `codes`. */
+void int4_many(const uint32_t *a, size_t lda, const float *sums, const uint32_t *codes, int rows,
+               int depth, float *out);
 
 /* -- AMX tiles (cpu_tiles.c); built where HAS_TILES ------------------------------------------- */
 
@@ -332,7 +350,7 @@ typedef struct {
     const float *router_bias;  /* or NULL */
     const float *choice_bias;  /* [experts]: added to the scores for the choice alone; or NULL */
     const uint32_t *gate_up, *down;
-    int32_t gate_up_mxfp4, down_mxfp4;            /* see Product */
+    int32_t gate_up_packing, down_packing;        /* see Product */
     const float *gate_up_bias, *down_bias;        /* a value for each packed column, or NULL */
     const uint32_t *shared_gate_up, *shared_down; /* the MLP that all tokens take, or NULL */
     const float *shared_gate; /* [hidden]: that MLP counts times the sigmoid of this gate; or NULL */
@@ -346,6 +364,7 @@ typedef struct {
     const float *sinks; /* [heads]: a logit that takes part in the softmax, without a value; or NULL */
     const float *cos, *sin;        /* [context, head_dim / 2] */
     const float *attention_output_norm, *mlp_output_norm; /* of what is added, or NULL */
+    int32_t qkv_packing, output_packing, gate_up_packing, down_packing; /* see Product */
     int32_t window; /* a token sees so many keys, its own the last; 0: all */
     int32_t group, kv_row; /* the layer's KV group, and its place in the group's blocks */
     const Experts *experts; /* instead of the MLP, or NULL */

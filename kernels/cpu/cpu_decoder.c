@@ -116,12 +116,12 @@ static const float *norm_hidden(Pool *pool, Phase *p, const float *weight, uint3
 
 /* Add a x b + bias to `hidden`, with a norm of the product where `norm` is its weight. a is in bf16
  * pairs where the model's kind takes them. */
-static void add_product(Pool *pool, Phase *p, float *a, const uint32_t *b, const float *bias,
-                        int depth, const float *norm) {
+static void add_product(Pool *pool, Phase *p, float *a, const uint32_t *b, int packing,
+                        const float *bias, int depth, const float *norm) {
     const Work *w = p->w;
     product(pool, &(Product){a, b, norm ? w->normed : w->hidden, (uint32_t *)a, p->tokens, depth,
                              p->m->hidden, p->m->kind, norm ? STORE : ADD, bias,
-                             .has_pairs = takes_pairs(p->m->kind)});
+                             .packing = packing, .has_pairs = takes_pairs(p->m->kind)});
     if (!norm) return;
     p->weight = norm;
     over_tokens(pool, norm_and_add_task, p);
@@ -159,11 +159,12 @@ void decoder_forward(Pool *pool, const Model *m, const Work *w) {
         const float *x = norm_hidden(pool, &p, layer->attention_norm, pairs);
         product(pool, &(Product){x, layer->qkv, w->qkv, w->pairs, tokens, channels, wider,
                                  m->kind, STORE, layer->qkv_bias,
+                                 .packing = layer->qkv_packing,
                                  .has_pairs = pairs && layer->attention_norm});
         over_tokens(pool, rope_task, &p);
         pool_run(pool, attend_task, &p, w->bundles * m->kv_heads);
-        add_product(pool, &p, w->attended, layer->output, layer->output_bias, width,
-                    layer->attention_output_norm);
+        add_product(pool, &p, w->attended, layer->output, layer->output_packing,
+                    layer->output_bias, width, layer->attention_output_norm);
         if (!m->parallel)
             x = norm_hidden(pool, &p, layer->mlp_norm, layer->experts ? NULL : pairs);
         if (layer->experts) {
@@ -172,10 +173,11 @@ void decoder_forward(Pool *pool, const Model *m, const Work *w) {
         }
         product(pool, &(Product){x, layer->gate_up, w->activated, w->pairs, tokens, channels,
                                  m->intermediate, m->kind, m->gated, layer->gate_up_bias,
+                                 .packing = layer->gate_up_packing,
                                  .has_pairs = pairs && layer->mlp_norm && !m->parallel,
                                  .c_pairs = activated});
-        add_product(pool, &p, w->activated, layer->down, layer->down_bias, m->intermediate,
-                    layer->mlp_output_norm);
+        add_product(pool, &p, w->activated, layer->down, layer->down_packing, layer->down_bias,
+                    m->intermediate, layer->mlp_output_norm);
     }
     norm_hidden(pool, &p, m->norm, NULL);
 }

@@ -191,8 +191,7 @@ static void combine_task(void *arg, int task) {
  * behind it. */
 static void by_expert(Pool *pool, const Step *s, const int *first, Product all, int padded) {
     const size_t depth = (size_t)all.depth;
-    const size_t words = (size_t)(padded / PANEL) *
-        (all.mxfp4 ? mxfp4_words(all.depth) : PANEL * (all.kind == WIDE ? depth : depth / 2));
+    const size_t words = (size_t)(padded / PANEL) * packed_words(all.packing, all.kind, all.depth);
     Product products[s->m->experts];
     int count = 0;
     for (int e = 0; e < s->m->experts; e++) {
@@ -234,12 +233,12 @@ void mix_experts(Pool *pool, const Model *m, const Work *w, const Experts *e, co
     by_expert(pool, &s, first,
               (Product){w->expert_rows, e->gate_up, w->expert_activated, w->expert_pairs, s.rows,
                         m->hidden, m->expert_width, m->kind, m->expert_gated, e->gate_up_bias,
-                        e->gate_up_mxfp4},
+                        e->gate_up_packing},
               wide);
     if (takes_pairs(m->kind)) in_chunks(pool, activated_to_pairs_task, &s, s.rows);
     by_expert(pool, &s, first,
               (Product){w->expert_activated, e->down, w->expert_rows, w->expert_pairs, s.rows,
-                        m->expert_width, m->hidden, m->kind, STORE, e->down_bias, e->down_mxfp4},
+                        m->expert_width, m->hidden, m->kind, STORE, e->down_bias, e->down_packing},
               narrow);
     if (e->shared_gate_up) share(pool, &s);
     in_chunks(pool, combine_task, &s, tokens);

@@ -17,6 +17,12 @@ static size_t panel_words(const Product *p) {
     return (size_t)PANEL * (p->kind == WIDE ? p->depth : p->depth / 2);
 }
 
+size_t packed_words(int packing, int kind, int depth) {
+    if (packing == MXFP4) return mxfp4_words(depth);
+    if (packing == INT4) return int4_words(depth);
+    return (size_t)PANEL * (kind == WIDE ? depth : depth / 2);
+}
+
 #if HAS_DOT
 /* Do what `multiply` does for one row by DOT, whose time is the memory's, and ask for each line
  * AHEAD of its turn: the CPU foresees the lines of a panel, but not the panels that follow. The line
@@ -185,11 +191,39 @@ static void multiply_piece(const Pieces *s, int task) {
     int column_end = column_first + s->columns < s->padded ? column_first + s->columns : s->padded;
     float out[ROWS_MAX * 64] ALIGNED;
     const int tile_rows = HAS_TILES && p->kind == TILES ? ROWS_MAX : TILE_ROWS;
-    uint32_t unpacked[p->mxfp4 ? 2 * panel_words(p) : 1] ALIGNED;
+    size_t own = panel_words(p); /* of an unpacked panel */
+#if HAS_DOT
+    if (p->packing == INT4) own = int4_unpacked_words(p->depth);
+    const int groups = p->packing == INT4 ? p->depth / 32 : 1;
+    float sums[p->packing == INT4 ? (row_end - row_first) * groups : 1];
+    if (p->packing == INT4)
+        int4_sums((const uint32_t *)a + row_first * lda, lda, row_end - row_first, p->depth, sums);
+#endif
+    uint32_t unpacked[p->packing ? 2 * own : 1] ALIGNED;
     for (int column = column_first, width; column < column_end; column += width) {
-        const uint32_t *b = p->b + column / PANEL * panel_words(p);
-        if (p->mxfp4) {
-            const uint32_t *packed = p->b + column / PANEL * mxfp4_words(p->depth);
+        const size_t words = packed_words(p->packing, p->kind, p->depth);
+        const uint32_t *b = p->b + column / PANEL * words;
+#if HAS_DOT
+        if (p->packing == INT4) {
+            width = p->rows <= 2 && column + 64 <= column_end ? 64 : WIDTH;
+            if (p->rows <= INT4_ROWS) {
+                int4_few((const uint32_t *)a, lda, sums, b, p->rows, p->depth, out, width);
+                finish(p, out, 0, p->rows, column, width);
+                continue;
+            }
+            unpack_int4(b, p->depth, unpacked);
+            unpack_int4(b + words, p->depth, unpacked + own);
+            for (int row = row_first, rows; row < row_end; row += rows) {
+                rows = row_end - row < TILE_ROWS ? row_end - row : TILE_ROWS;
+                int4_many((const uint32_t *)a + row * lda, lda, sums + (row - row_first) * groups,
+                          unpacked, rows, p->depth, out);
+                finish(p, out, row, rows, column, width);
+            }
+            continue;
+        }
+#endif
+        if (p->packing == MXFP4) {
+            const uint32_t *packed = b;
 #if HAS_DOT
             if (p->kind == DOT && p->rows <= MXFP4_ROWS) {
                 width = column + 64 <= column_end ? 64 : WIDTH;
@@ -199,11 +233,11 @@ static void multiply_piece(const Pieces *s, int task) {
             }
 #endif
             unpack_mxfp4(packed, p->depth, unpacked);
-            unpack_mxfp4(packed + mxfp4_words(p->depth), p->depth, unpacked + panel_words(p));
+            unpack_mxfp4(packed + words, p->depth, unpacked + own);
             b = unpacked;
         }
         int is_wide = p->rows == 1 || (HAS_TILES && p->kind == TILES && p->rows <= 16);
-        width = is_wide && !p->mxfp4 && column + 64 <= column_end ? 64 : WIDTH;
+        width = is_wide && !p->packing && column + 64 <= column_end ? 64 : WIDTH;
         for (int row = row_first, rows; row < row_end; row += rows) {
             rows = row_end - row < tile_rows ? row_end - row : tile_rows;
 #if HAS_TILES

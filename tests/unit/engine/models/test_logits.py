@@ -21,10 +21,11 @@ from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import SPLIT_ROWS, columns_in_full_waves, split_linear
 from engine.models.interface import Model
 from engine.models.layers import TorchOps
+from engine.models.packing import cpu_form
 from engine.plan import Row, StepPlan
 from engine.weights import Tensors, Weights
 from kernels.cpu import build as cpu
-from kernels.reference_weights import Weight, as_dense, to_mxfp4
+from kernels.reference_weights import Packed, Weight, as_dense, to_mxfp4
 from tests.models import LLAMA3_SCALING, tiny_config, tiny_weights
 from tests.unit.engine.models.dense_llama import dense_logits
 
@@ -366,6 +367,41 @@ def test_experts_published_in_mxfp4_stay_so(
     assert wide
     assert not {(2 * moe.intermediate, config.hidden), (config.hidden, moe.intermediate)} & {*wide}
     assert torch.equal(small, expected)
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_weights_of_4_bits_are_multiplied_as_they_are(moe: bool, kernels: Kernels) -> None:
+    """In a third of the memory: in any slices with the same bits, and near the weights of the file,
+    of which only activations are rounded."""
+    if kernels.bf16_kind != cpu.DOT:
+        pytest.skip("codes of 4 bits are multiplied where the CPU multiplies pairs of bf16")
+    change = EXTENDED["Qwen 3 MoE"] if moe else {}
+    config = msgspec.structs.replace(SHAPES["GQA"], **change)
+    form = cpu_form(torch.bfloat16, kernels)
+    whole = {n: rounded_to_4_bits(n, t) for n, t in tiny_weights(config).items()}
+    packed = {n: form(n, weight) for n, weight in whole.items()}
+    exact = {n: as_dense(weight, torch.float32) for n, weight in whole.items()}
+    expected = logits_of(config, exact, kernels, SLICES[0])
+
+    found = logits_of(config, {**packed}, kernels, SLICES[0], torch.bfloat16)
+
+    assert sum(isinstance(weight, Packed) for weight in packed.values()) == 7 * len(config.layers)
+    assert float((found - expected).abs().median() / expected.std()) < 0.05
+    for slices in SLICES[1:]:
+        again = logits_of(config, {**packed}, kernels, slices, torch.bfloat16)
+        assert torch.equal(again, found)
+
+
+def rounded_to_4_bits(name: str, weight: torch.Tensor) -> Weight:
+    """Return a linear map rounded to codes in groups of 32, others as they are."""
+    if not name.endswith("_proj.weight"):
+        return weight.bfloat16()
+    groups = weight.reshape(*weight.shape[:-1], -1, 32)
+    minima = groups.amin(-1).half().float()
+    scales = ((groups.amax(-1) - minima) / 15).half().float()
+    codes = ((groups - minima[..., None]) / scales[..., None]).round().clamp(0, 15)
+    codes = codes.flatten(-2).to(torch.uint8)
+    return Packed("int4", codes[..., 0::2] | codes[..., 1::2] << 4, scales, 32, minima)
 
 
 def test_bf16_weights_and_kv_stay_near_dense_computation(kernels: Kernels) -> None:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelError
 from engine.model_store import Architecture, ModelCard, prepare
-from engine.weights import expected_shapes, load_weights, random_weights
+from engine.weights import expected_shapes, load_packed, load_weights, random_weights
+from kernels.reference_weights import Packed
 from tests.models import SHAPES, tiny_config, tiny_weights, write_folder, write_gguf
 
 # Largest error of a value, relative to the largest value of its row: half a step of each type, plus
@@ -103,6 +104,23 @@ def test_k_quants_equal_reference(kind: Kind, size: int, tmp_path: Path) -> None
     assert torch.equal(value, expected)
     assert not value[0].any()
     assert value[1:].any()
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1])
+def test_tensors_of_4_bits_stay_packed(kind: Kind, tmp_path: Path) -> None:
+    """From the file and from what is cached of it, with the reference's values."""
+    config = tiny_config()
+    card = gguf_card(tmp_path, config, kind)
+    expected = load_weights(card, torch.float32)
+
+    for _ in range(2):
+        loaded = load_packed(card, torch.bfloat16, "cpu", lambda _, weight: weight)
+
+        packed = {n: w for n, w in loaded.items() if isinstance(w, Packed)}
+        assert {n for n in packed if n.endswith("_proj.weight")} == {
+            n for n in expected if n.endswith("_proj.weight")
+        }
+        assert all(torch.equal(w.dense(torch.float32), expected[n]) for n, w in packed.items())
 
 
 def test_second_load_maps_cached_weights(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from engine.models.packing import interleaved_columns
 from kernels import reference
 from kernels.cpu import build as cpu
+from kernels.reference_weights import Packed
 
 ROWS = (1, 2, 3, 5, 6, 7, 12, 13, 33, 400)
 SHAPES = ((64, 96), (32, 40), (96, 576), (160, 5000))
@@ -127,6 +128,51 @@ def test_weights_that_are_no_mxfp4_are_not_packed_as_such(
 
     assert kernels.pack_mxfp4(weight) is None
     assert kernels.pack_mxfp4(torch.zeros(32, 48, dtype=torch.bfloat16)) is None
+
+
+def int4(columns: int, depth: int) -> Packed:
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(256, (columns, depth // 2), generator=generator, dtype=torch.uint8)
+    scales, minima = torch.rand(2, columns, depth // 32, generator=generator).half().float() / 64
+    return Packed("int4", codes, scales, 32, -minima * 8)
+
+
+def has_int4(kernels: cpu.Kernels) -> None:
+    if kernels.bf16_kind != cpu.DOT:
+        pytest.skip("codes of 4 bits are multiplied where the CPU multiplies pairs of bf16")
+
+
+@pytest.mark.parametrize(("depth", "columns"), [(64, 96), (32, 40), (96, 576), (160, 1000)])
+def test_products_of_4_bits_round_no_weight(kernels: cpu.Kernels, depth: int, columns: int) -> None:
+    """Exact but for the order of fp32 sums, and a row has the same bits in any batch."""
+    has_int4(kernels)
+    weight = int4(columns, depth)
+    packed, exact = kernels.pack_int4(weight), weight.dense(torch.float64)
+    for rows in ROWS:
+        a = random(rows, depth, seed=rows)
+        out, alone = torch.empty(rows, columns), torch.empty(1, columns)
+        expected = a.bfloat16().double() @ exact.T
+
+        kernels.product(a, packed, out, cpu.STORE, cpu.DOT)
+        kernels.product(a[-1:].contiguous(), packed, alone, cpu.STORE, cpu.DOT)
+
+        assert float((out - expected).norm() / expected.norm()) < 1e-5, rows
+        assert torch.equal(alone[0], out[-1]), rows
+
+
+def test_codes_of_4_bits_are_packed_in_the_order_that_is_asked_for(kernels: cpu.Kernels) -> None:
+    """Gate and up in turns; a column of -1 is zeros."""
+    has_int4(kernels)
+    weight, a = int4(32, 64), random(3, 64)
+    order = torch.arange(63, -1, -1, dtype=torch.int32) - 32
+    order[order < 0] = -1
+    out, expected = torch.empty(3, 64), torch.empty(3, 32)
+
+    kernels.product(a, kernels.pack_int4(weight, order), out, cpu.STORE, cpu.DOT)
+
+    kernels.product(a, kernels.pack_int4(weight), expected, cpu.STORE, cpu.DOT)
+    assert torch.equal(out[:, :32], expected.flip(1))
+    assert not out[:, 32:].any()
 
 
 def test_product_of_no_rows_does_nothing(kernels: cpu.Kernels) -> None:

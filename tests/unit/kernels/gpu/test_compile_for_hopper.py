@@ -74,7 +74,7 @@ def reports_of(module: str) -> list[dict[str, Any]]:
         pytest.skip(f"this Triton brings no {' and no '.join(missing)}")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", module],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300,
