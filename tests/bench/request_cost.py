@@ -37,6 +37,7 @@ from engine.config import EngineConfig
 from gateway.http.connection import Connection
 from gateway.ledger import deferred_holds
 from gateway.periodic_task import PeriodicTask
+from tenancy.accounts import authentication
 from tests.models import prepared
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 
@@ -142,6 +143,7 @@ def nothing_by_time(fixture: GatewayFixture) -> Iterator[None]:
     """Let nothing in a gateway that opens later run by time: a busy machine would count more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deferred_holds, "DEFER_S", 3_600.0)
+        patch.setattr(authentication, "REFRESH_S", 3_600.0)
         patch.setattr(PeriodicTask, "start", lambda _: None)
         fixture.engine_config = EngineConfig(heartbeat_s=3_600.0)
         yield
