@@ -86,21 +86,6 @@ def credits(store: Store) -> dict[str, int]:
     return dict(store.query("select adjustment_id, amount_pico from adjustments"))
 
 
-def test_breach_is_credited_with_its_entry(store: Store, wall: Wall) -> None:
-    """The write price of the lost tokens, in the entry's hour, with a reason."""
-    with opened(store, wall) as (_, ledger):
-        ledger.settle(entry()).result(60)
-        ledger.settle(entry("b", lost=0)).result(60)
-
-        (total,) = usage(store)
-        assert credits(store) == {"breach:a": -40 * WRITE["1h"]}
-        assert total.adjusted_pico == -40 * WRITE["1h"]
-        assert store.query("select request_id, reason from adjustments") == [
-            ("a", "40 promised tokens were lost and computed again (write_price)")
-        ]
-        assert check_books(store) == []
-
-
 def test_breach_is_credited_once(store: Store, wall: Wall) -> None:
     """Settled again, after a restart, after a price change, and on a closed day."""
     with opened(store, wall) as (_, ledger):
@@ -115,24 +100,6 @@ def test_breach_is_credited_once(store: Store, wall: Wall) -> None:
         ledger.settle(entry()).result(60)
 
         assert credits(store) == first
-        assert check_books(store) == []
-
-
-def test_no_credit_without_a_policy(store: Store, wall: Wall) -> None:
-    """The default of cards."""
-    with opened(store, wall, RateCard("std", input=3, cache_read=1)) as (_, ledger):
-        ledger.settle(entry()).result(60)
-
-        assert credits(store) == {}
-        assert [card.breach_credit for card in load_cards(store)] == ["none"]
-
-
-def test_failures_get_no_credit(store: Store, wall: Wall) -> None:
-    """They were not charged."""
-    with opened(store, wall) as (_, ledger):
-        ledger.settle(entry(ending="failed")).result(60)
-
-        assert credits(store) == {}
         assert check_books(store) == []
 
 

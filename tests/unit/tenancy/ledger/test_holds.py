@@ -51,16 +51,6 @@ def test_hold_and_entry_may_share_a_transaction(store: Store, wall: Wall) -> Non
     assert request_ids(store, "holds") == []
 
 
-def test_request_id_is_used_once_within_a_transaction(store: Store, wall: Wall) -> None:
-    """By the first hold or entry."""
-    answers = apply(
-        store, [hold("a", wall()), hold("a", wall()), used("b", wall()), hold("b", wall())]
-    )
-
-    assert codes(answers) == ["", "duplicate_request", "", "duplicate_request"]
-    assert request_ids(store, "holds") == ["a"]
-
-
 def test_released_budget_is_available_in_the_same_transaction(store: Store, wall: Wall) -> None:
     """Items apply in order: a budget for one request admits one after another."""
     add_card(store, wall, RateCard("std", output=PICO_PER_MICRO))

@@ -13,11 +13,11 @@ from tenancy.errors import LedgerUnavailable, StoreBusy
 from tenancy.ledger.idempotency import Claim
 from tenancy.ledger.ledger import Ledger
 from tenancy.ledger.transactions import Hold
-from tenancy.pricing.budgets import Budget, budget_states, set_budget
+from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
-from tenancy.types import TokenCounts, UsageEntry
+from tenancy.types import TokenCounts
 from tests.crash.ledger_child import entry
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.ledger.written import done, entries
@@ -25,7 +25,6 @@ from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 CARD = RateCard("std", input=2, output=10, cache_read=1, cache_write={"5m": 3})
 PROGRESS = TokenCounts({"1h": 4}, {"5m": 6}, 10, 3, 5, 0, 2, 1, 1)
-CHARGE = 4 * 1 + 6 * 3 + 10 * 2 + 3 * 10
 
 
 def held(store: Store, wall: Wall, *request_ids: str) -> Ledger:
@@ -44,53 +43,6 @@ def restart(ledger: Ledger, store: Store, wall: Wall) -> None:
     """Close the ledger, and start another that closes the open holds."""
     ledger.close()
     Ledger(store, wall).close()
-
-
-def test_dead_hold_is_settled_to_its_last_note(store: Store, wall: Wall) -> None:
-    """L3: every count as noted, at the price of its admission, in its budget; once."""
-    ledger = held(store, wall, "a")
-    ledger.note_progress({"a": TokenCounts({"1h": 4}, {"5m": 6}, 10, 2, 5)})
-    ledger.note_progress({"a": PROGRESS})
-    ledger.close()
-    wall.ms += 1_000
-    add_card(store, wall, RateCard("std", output=10**6))
-    restart(Ledger(store, wall), store, wall)
-
-    found = entries(store)["a"]
-    (state,) = budget_states(store, wall)
-    assert found == UsageEntry(
-        request_id="a",
-        tenant_id=1,
-        key_id=1,
-        model="m",
-        ending="interrupted",
-        started_ms=1_000_000,
-        ended_ms=1_001_000,
-        prompt_tokens=20,
-        cache_read_tokens=4,
-        cache_write_tokens=6,
-        fresh_tokens=10,
-        output_tokens=3,
-        physical_cached_tokens=5,
-        read={"1h": 4},
-        write={"5m": 6},
-        rate_card_id="std@1",
-        charge_pico=CHARGE,
-        saved_pico=4 * 1 - 6 * 1,
-        host_cached_tokens=2,
-        disk_cached_tokens=1,
-        remote_cached_tokens=1,
-    )
-    assert (state.spent_pico, state.reserved_pico) == (CHARGE, 0)
-    assert check_books(store) == []
-
-
-def test_dead_hold_without_a_note_is_free(store: Store, wall: Wall) -> None:
-    """Nothing is known to be delivered."""
-    restart(held(store, wall, "a"), store, wall)
-
-    found = entries(store)["a"]
-    assert (found.prompt_tokens, found.output_tokens, found.charge_pico) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("when", ["before", "at once", "after"])
@@ -144,19 +96,6 @@ def test_unreadable_note_does_not_fail_a_start(store: Store, wall: Wall, blob: b
     restart(ledger, store, wall)
 
     assert entries(store)["a"].charge_pico == 0
-
-
-def test_noted_breach_is_credited(store: Store, wall: Wall) -> None:
-    """As for any entry: once, up to the charge."""
-    create_tenant(store, wall, "ada")
-    add_card(store, wall, RateCard("std", output=10, cache_read=1, breach_credit="read_price"))
-    ledger = Ledger(store, wall)
-    done(ledger.hold(Hold("a", 1, 1, "m", wall(), 100, 100)))
-    ledger.note_progress({"a": TokenCounts({"1h": 9}, {}, 1, 2, 0, 8)})
-    restart(ledger, store, wall)
-
-    assert store.query("select adjustment_id, amount_pico from adjustments") == [("breach:a", -8)]
-    assert check_books(store) == []
 
 
 def test_failed_note_does_no_harm(
