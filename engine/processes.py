@@ -14,9 +14,10 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -79,6 +80,35 @@ def has_ended(wire: int, wait_s: float) -> bool:
     poll = select.poll()
     poll.register(wire, getattr(select, "POLLRDHUP", 0))
     return any(event & ~select.POLLNVAL for _, event in poll.poll(wait_s * 1_000))
+
+
+def start_child(
+    module: str,
+    environment: Mapping[str, str],
+    *,
+    pass_fds: Sequence[int] = (),
+    stderr: int | None = None,
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start `python -m module` with a socket as its standard input; return it, and our end.
+
+    It has a session of its own: only the gateway handles a terminal's interrupt. Raises OSError.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                (sys.executable, "-m", module),
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=pass_fds,
+                start_new_session=True,
+                env=environment,
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return process, ours
 
 
 def run_child(name: str, serve: Callable[[socket.socket], int]) -> int:

@@ -24,7 +24,7 @@ from msgspec import Struct
 from engine.api import Clock, Grammar
 from engine.errors import EngineUnavailable, RequestRefused
 from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
-from engine.processes import child_environment, end_with_parent, run_child
+from engine.processes import child_environment, end_with_parent, run_child, start_child
 from engine.wire import READ_BYTES, Decoder, encode_frame, receive, send
 
 LOAD_S_MAX: Final = 60.0
@@ -94,11 +94,7 @@ class GrammarSandbox:
         if process is not None and (process is self._killed or process.poll() is not None):
             self.close()
         if self._process is None:
-            try:
-                self._start()
-            except OSError:
-                self.close()
-                raise
+            self._start()
 
     def kill(self) -> None:
         """Kill the process; a pending `check` fails. Callable from any thread."""
@@ -127,17 +123,11 @@ class GrammarSandbox:
         return verdict.held_bytes
 
     def _start(self) -> None:
-        self._wire, theirs = socket.socketpair()
+        environment = child_environment(os.environ)
+        self._process, self._wire = start_child(
+            "engine.grammar.sandbox", environment, stderr=subprocess.DEVNULL
+        )
         self._verdicts = Decoder(_read_verdict)
-        with theirs:
-            self._process = subprocess.Popen(
-                (sys.executable, "-m", "engine.grammar.sandbox"),
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # only the gateway handles a terminal's interrupt
-                env=child_environment(os.environ),
-            )
         if self._ask(self.settings, LOAD_S_MAX) is None:
             self.close()
             raise RequestRefused(

@@ -11,7 +11,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -34,6 +33,7 @@ from engine.moves import (
     StorageOutcome,
     StorageStats,
 )
+from engine.processes import start_child
 from engine.storage.memory.arena import HostArena
 from engine.storage.messages import (
     DiskSettings,
@@ -75,19 +75,9 @@ class _ChildProcess:
     """A storage process of its own."""
 
     def __init__(self, arena_fd: int) -> None:
-        self.wire, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    (sys.executable, "-m", "engine.storage.process"),
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=(arena_fd,),
-                    start_new_session=True,  # only the gateway handles a terminal's interrupt
-                )
-        except BaseException:
-            self.wire.close()
-            raise
+        self._process, self.wire = start_child(
+            "engine.storage.process", os.environ, pass_fds=(arena_fd,)
+        )
 
     def kill(self) -> None:
         """See `StorageProcess`."""
