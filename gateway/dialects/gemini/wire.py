@@ -252,7 +252,7 @@ def read_fields(
     is_answer |= shape is _CONTENT and tree.get("role") == "model" and not tolerance.is_strict
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        name = _UPPER.sub(lambda letter: "_" + letter[0].lower(), key)
+        name = _snake_case(key)
         field_path = f"{path}.{key}" if path else key
         if name not in shape:
             is_hint = name in HINTS and not tolerance.is_strict
@@ -281,6 +281,10 @@ def _is_plain(content: Any) -> bool:
     return type(part) is dict and len(part) == 1 and type(part.get("text")) is str
 
 
+def _snake_case(name: str) -> str:
+    return _UPPER.sub(lambda letter: "_" + letter[0].lower(), name)
+
+
 def to_camel_case(name: str) -> str:
     """Return a field's name in the spelling of Gemini's documentation."""
     head, *rest = name.split("_")
@@ -295,9 +299,30 @@ def decode(body: bytes, kind: type[T], tolerance: Tolerance) -> T:
     """
     tree = decode_object(body or b"{}")
     try:
-        return convert(read_fields(tree, _shape_of(kind), tolerance), kind, "")
+        fields = read_fields(tree, _shape_of(kind), tolerance)
     except RecursionError:
         raise Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.") from None
+    try:
+        return convert(fields, kind, "")
+    except Refusal as refusal:
+        path = _spelt(tree, refusal.param or "")
+        told = refusal.message.removeprefix(refusal.param or "")
+        message = path + told if told != refusal.message else refusal.message
+        raise Refusal(refusal.kind, refusal.code, message, param=path or None) from None
+
+
+def _spelt(tree: Any, path: str) -> str:
+    """Return the path of a field, whose steps are in snake_case, as the client spells it."""
+    found = []
+    for step in path.split("."):
+        name, bracket, index = step.partition("[")
+        keys = tree if isinstance(tree, dict) else {}
+        key = next((key for key in keys if _snake_case(key) == name), to_camel_case(name))
+        tree, number = keys.get(key), index.rstrip("]")
+        if bracket and isinstance(tree, list) and number.isdecimal() and int(number) < len(tree):
+            tree = tree[int(number)]
+        found.append(f"{key}{bracket}{index}")
+    return ".".join(found)
 
 
 # --- errors ---------------------------------------------------------------------------------------

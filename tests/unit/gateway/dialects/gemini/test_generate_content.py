@@ -247,7 +247,10 @@ def test_accepts_cached_content_name_without_collection() -> None:
         ({"contents": [{"role": "system", "parts": [{"text": "a"}]}]}, "contents[0].role"),
         ({"generationConfig": {"topP": 0.1, "top_p": 0.1}}, "generationConfig.top_p"),
         ({"generationConfig": {"topQ": 0.1}}, "generationConfig.topQ"),
-        ({"generationConfig": {"temperature": 3}}, "generation_config.temperature"),
+        ({"generationConfig": {"temperature": 3}}, "generationConfig.temperature"),
+        ({"generation_config": {"candidateCount": 0}}, "generation_config.candidateCount"),
+        ({"generationConfig": {"candidate_count": 0}}, "generationConfig.candidate_count"),
+        ({"contents": [{"role": "user"}]}, "contents[0].parts"),
         ({"generationConfig": {"logprobs": 3}}, "generationConfig.logprobs"),
         (
             {"generationConfig": {"responseSchema": {"type": "STRING"}}},
@@ -265,7 +268,7 @@ def test_accepts_cached_content_name_without_collection() -> None:
         ),
         (
             {"tools": [{"functionDeclarations": [{"name": "f\n"}]}]},
-            "tools[0].function_declarations[0].name",
+            "tools[0].functionDeclarations[0].name",
         ),
         (
             {
