@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from gateway.errors import Kind, Refusal
@@ -201,6 +201,8 @@ def find_fault(schema: dict[str, Any], message: str) -> Fault | None:
         for steps, pattern in find_patterns(schema):
             if " ".join(translate_pattern(pattern).split()) in told:
                 return steps, f"invalid pattern {pattern[:64]!r}: {bad[2].rstrip('.')}"
+    if "oneOf" in message and len(found := list(_keywords(schema, "oneOf"))) == 1:
+        return found[0], "alternatives that may overlap are not supported; write anyOf"
     if _UNSATISFIABLE.search(message) is not None:
         if (fault := _FaultSearch(schema).conflict(schema, ())) is not None:
             return fault
@@ -210,12 +212,23 @@ def find_fault(schema: dict[str, Any], message: str) -> Fault | None:
     return None
 
 
+def _keywords(schema: Any, name: str, steps: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the steps to each keyword of a name. O(schema), recursion as deep as the schema."""
+    for step, inner in schema.items() if isinstance(schema, dict) else ():
+        if step == name:
+            yield (*steps, name)
+        yield from _keywords(inner, name, (*steps, step))
+    for at, inner in enumerate(schema if isinstance(schema, list) else ()):
+        yield from _keywords(inner, name, (*steps, str(at)))
+
+
 class _FaultSearch:
     """The search for keywords of one schema that exclude each other."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._references, self._check = References(root), SchemaCheck(root)
-        self._seen: set[str] = set()
+        # References by whether their targets are still searched; those done have no fault.
+        self._references_open: dict[str, bool] = {}
 
     def conflict(self, schema: Any, steps: tuple[str, ...]) -> Fault | None:
         """Return why no value satisfies a schema, as far as it shows without a grammar."""
@@ -230,6 +243,11 @@ class _FaultSearch:
             low, high = schema.get(least), schema.get(most)
             if is_number(low) and is_number(high) and low > high:
                 return (*steps, least), f"invalid value {low}; expected at most {most}, {high}"
+        members, closed = schema.get("properties"), schema.get("additionalProperties") is False
+        for name in schema.get("required") or () if closed else ():
+            if name not in (members or ()) and "patternProperties" not in schema:
+                problem = f"{name[:64]!r} is no property, and additionalProperties is false"
+                return (*steps, "required"), problem
         for keyword in ("const", "enum"):
             if keyword in schema:
                 values = schema[keyword] if keyword == "enum" else [schema[keyword]]
@@ -248,12 +266,10 @@ class _FaultSearch:
         """Return the fault of a part that every value of the schema has."""
         parts: list[tuple[Any, Sequence[str]]] = []
         reference = schema.get("$ref")
-        if isinstance(reference, str) and reference not in self._seen:
-            self._seen.add(reference)
-            names = reference.partition("#")[2].split("/")[1:]
-            if (
-                fault := self.conflict(self._references.target(reference), tuple(names))
-            ) is not None:
+        if isinstance(reference, str) and (fault := self._reference(reference, steps)) is not None:
+            return fault
+        for name in ("anyOf", "oneOf"):
+            if (fault := self._choice(schema, (*steps, name))) is not None:
                 return fault
         members, required = schema.get("properties"), schema.get("required")
         if isinstance(members, dict) and isinstance(required, list):
@@ -267,3 +283,23 @@ class _FaultSearch:
             if (fault := self.conflict(part, (*steps, *more))) is not None:
                 return fault
         return None
+
+    def _reference(self, reference: str, steps: tuple[str, ...]) -> Fault | None:
+        if self._references_open.get(reference):
+            return (*steps, "$ref"), "it refers to itself, and its value would never end"
+        if reference in self._references_open:
+            return None
+        self._references_open[reference] = True
+        names = tuple(reference.partition("#")[2].split("/")[1:])
+        fault = self.conflict(self._references.target(reference), names)
+        self._references_open[reference] = False
+        return fault
+
+    def _choice(self, schema: dict[str, Any], steps: tuple[str, ...]) -> Fault | None:
+        branches = schema.get(steps[-1])
+        if not isinstance(branches, list):
+            return None
+        faults = [self.conflict(one, (*steps, str(at))) for at, one in enumerate(branches)]
+        if not branches:
+            return steps, "the list is empty; expected a schema that a value may satisfy"
+        return faults[0] if None not in faults else None

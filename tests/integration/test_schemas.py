@@ -134,6 +134,22 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
         "$defs.one.const",
         "no value of it satisfies",
     ),
+    "no alternative": (member({"anyOf": []}, "a"), "properties.a.anyOf", "the list is empty"),
+    "alternatives without a value": (
+        member({"anyOf": [{"type": "string", "enum": [1]}, False]}, "a"),
+        "properties.a.anyOf.0.enum",
+        "no value of it satisfies",
+    ),
+    "alternatives that overlap": (
+        member({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "a"),
+        "properties.a.oneOf",
+        "write anyOf",
+    ),
+    "a required name that is no property": (
+        {"type": "object", "properties": {}, "required": ["b"], "additionalProperties": False},
+        "required",
+        "'b' is no property",
+    ),
     "what only a grammar shows": (
         member({"type": "string", "pattern": "^a{10}$", "maxLength": 3}, "a"),
         "properties.a",
