@@ -11,6 +11,7 @@ import json
 import math
 import re
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from functools import cache
@@ -23,6 +24,8 @@ from gateway.errors import Kind, Refusal
 
 T = TypeVar("T")
 
+FIELDS_SHOWN = 8
+"""Most known fields that the refusal of an unknown one lists."""
 SHORT_CHARS = 16
 """A decimal of so many characters, without an exponent, is what a double says it is."""
 
@@ -71,10 +74,16 @@ def decode_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a request body. O(bytes). Raises Refusal."""
     try:
         tree = decode_json(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        message = "The body is not UTF-8; expected JSON in UTF-8."
+        raise Refusal(Kind.BAD, "invalid_json", message) from None
+    except msgspec.DecodeError as error:
         if "out of range" in str(error) and (found := _number_out_of_range(body)) is not None:
             raise invalid_field(*found) from None
-        message = f"The body is not valid JSON: {error}."
+        problem = "the body is empty" if not body.strip() else str(error)
+        if body.startswith(BOM_UTF8):
+            problem = "it begins with a byte order mark"
+        message = f"The body is not valid JSON: {problem}."
         raise Refusal(Kind.BAD, "invalid_json", message) from None
     except RecursionError:
         raise Refusal(Kind.BAD, "invalid_json", "The body is nested too deeply.") from None
@@ -130,16 +139,20 @@ def convert(value: Any, kind: type[T], above: str) -> T:
         steps = steps.rstrip("`")
         path = steps.replace("[...]", "")
         param = above + path.lstrip("." if not above else "")
-        if not path and "missing required field" in message:
-            field = message.rpartition("`")[0].rpartition("`")[2]
-            param = f"{above}.{field}" if above else field
+        if message.startswith("Object "):  # it lacks a field, or has an unknown one
+            field = message.rpartition("`")[0].partition("`")[2]
+            param = f"{param}.{field[:64]}".lstrip(".")
+            if "unknown field" in message:
+                message = f"unknown field `{field[:64]}`{_known_fields(kind, steps, field)}"
+        message = message.replace(r"\\Z'", "$'")
         code = "missing_required_parameter" if "missing required" in message else "invalid_value"
         prefix = f"{param}: " if param else ""
         detail = _received(value, path, message)
         if message.startswith("Invalid "):
             detail = _expected_values(kind, steps)
-        elif message.startswith("Expected `null`, "):
-            code, message = "unsupported_parameter", "this field is not supported; omit it"
+        elif message.startswith(("Expected `null`, ", "Expected `array` of length <= 0")):
+            code, detail = "unsupported_parameter", ""
+            message = "this field is not supported; omit it"
         text = f"{prefix}{message[:300]}{detail}."
         raise Refusal(Kind.BAD, code, text, param=param[:300] or None) from None
     except (RecursionError, OverflowError):
@@ -166,8 +179,8 @@ def _received(value: Any, path: str, message: str) -> str:
     return ""
 
 
-def _expected_values(kind: Any, steps: str) -> str:
-    """List the literal values that `kind` allows at the path `steps`."""
+def _types_at(kind: Any, steps: str) -> list[inspect.Type]:
+    """Return the types that `kind` allows at the path `steps`."""
     types = [_type_info(kind)]
     for name, _ in _STEP.findall(steps):
         types = [
@@ -176,14 +189,28 @@ def _expected_values(kind: Any, steps: str) -> str:
             for alternative in alternatives(outer)
             for inner in _inner_types(alternative, name)
         ]
+    return [alternative for found in types for alternative in alternatives(found)]
+
+
+def _expected_values(kind: Any, steps: str) -> str:
+    """List the literal values that `kind` allows at the path `steps`."""
     values = [
         json_text(value)
-        for found in types
-        for alternative in alternatives(found)
-        if isinstance(alternative, inspect.LiteralType)
-        for value in alternative.values
+        for found in _types_at(kind, steps)
+        if isinstance(found, inspect.LiteralType)
+        for value in found.values
     ]
     return f"; expected {_any_of(dict.fromkeys(values))}" if values else ""
+
+
+def _known_fields(kind: Any, steps: str, field: str) -> str:
+    """Return the field that an unknown one may be meant for, or all that there are if few."""
+    structs = (one for one in _types_at(kind, steps) if isinstance(one, inspect.StructType))
+    known = list(dict.fromkeys(field.encode_name for one in structs for field in one.fields))
+    close = difflib.get_close_matches(field[:64], known, n=1)
+    if close:
+        return f"; did you mean `{close[0]}`?"
+    return f"; expected {_any_of(known)}" if 0 < len(known) <= FIELDS_SHOWN else "; omit it"
 
 
 def _any_of(values: Iterable[str]) -> str:

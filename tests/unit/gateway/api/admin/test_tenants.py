@@ -232,7 +232,7 @@ async def test_concurrent_changes_of_different_settings_all_apply(admin: AdminCl
         (b'{"name": "x"}}', 400, "invalid_json", None),
         (b"\xff", 400, "invalid_json", None),
         ({}, 400, "missing_required_parameter", "name"),
-        ({"name": "x", "flor": 1}, 400, "invalid_value", None),
+        ({"name": "x", "flor": 1}, 400, "invalid_value", "flor"),
         ({"name": 1}, 400, "invalid_value", "name"),
         ({"name": "../etc/passwd"}, 400, "bad_name", None),
         ({"name": "'; drop table tenants; --"}, 400, "bad_name", None),
@@ -246,7 +246,7 @@ async def test_concurrent_changes_of_different_settings_all_apply(admin: AdminCl
         ({"name": "x", "tokens_per_minute": 10**18}, 400, "bad_limits", None),
         ({"name": "x", "classes": ["a/b"]}, 400, "retention_unknown", None),
         ({"name": "x", "classes": ["1h", "5min"]}, 400, "retention_unknown", None),
-        ({"name": "x", "is_declared": True}, 400, "invalid_value", None),
+        ({"name": "x", "is_declared": True}, 400, "invalid_value", "is_declared"),
     ],
 )
 async def test_refuses_an_invalid_tenant_by_field(

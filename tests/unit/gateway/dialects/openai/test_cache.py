@@ -136,7 +136,7 @@ def test_refuses_deprecated_retention_with_a_ttl() -> None:
     [
         ({"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl"),
         ({"prompt_cache_options": {"mode": "off"}}, "prompt_cache_options.mode"),
-        ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options"),
+        ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm"),
         ({"prompt_cache_retention": "1h"}, "prompt_cache_retention"),
         ({"cache_control": {"type": "forever"}}, "cache_control.type"),
         ({"cache_control": {"type": "ephemeral", "ttl": "30m"}}, "cache_control.ttl"),

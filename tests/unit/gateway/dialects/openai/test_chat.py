@@ -181,8 +181,23 @@ def test_refused_field_at_its_default_is_accepted(name: str) -> None:
         ({"messages": [{"role": "root", "content": ""}]}, "messages[0].role", "root"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "c1"}]}]},
-            "messages[0].tool_calls[0]",
-            "function",
+            "messages[0].tool_calls[0].function",
+            "required",
+        ),
+        (
+            {"tools": [{"type": "function", "name": "f", "parameters": {}}]},
+            "tools[0].name",
+            "unknown field `name`; expected type, function",
+        ),
+        (
+            {"messages": [{"role": "user", "contents": "x"}]},
+            "messages[0].contents",
+            "did you mean `content`?",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+            "matching regex '^[a-zA-Z0-9_-]+$'",
         ),
         ({"store": True}, "store", "expected false"),
         ({"service_tier": "flex"}, "service_tier", 'expected "auto" or "default"'),

@@ -214,7 +214,7 @@ def test_calls_without_text_are_an_assistant_turn() -> None:
         ([{"type": "web_search_call"}], "input[0].type", "web_search_call"),
         ([{"type": 3}], "input[0].type", "Expected `str`"),
         ([{"role": "tool", "content": "x"}], "input[0].role", "tool"),
-        ([{**HI, "contents": "x"}], "input[0]", "contents"),
+        ([{**HI, "contents": "x"}], "input[0].contents", "did you mean `content`"),
         ([{"role": "user", "content": []}], "input[0].content", "empty"),
         (
             [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
@@ -308,7 +308,11 @@ def test_items_of_a_thread_are_bounded() -> None:
         ({"service_tier": "flex"}, "service_tier", "flex"),
         ({"metadata": {"a": 1}}, "metadata", "str"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x"}}},
+            "text.format.schema",
+            "required",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "missing"),
         ({"tools": [CLOCK, CLOCK]}, "tools[1]", "declared twice"),
