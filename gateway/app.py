@@ -29,39 +29,15 @@ from gateway.analytics.aggregates import Analytics
 from gateway.analytics.client import AnalyticsProcessClient
 from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
 from gateway.analytics.protocol import StartAnalytics
-from gateway.api import (
-    cached_contents,
-    conversations,
-    dashboard,
-    generate,
-    health,
-    models,
-    quote,
-    self_service,
-    stored_responses,
-    tokenizer,
-)
-from gateway.api.admin import (
-    analytics,
-    audit,
-    billing,
-    findings,
-    history,
-    levels,
-    me,
-    metrics,
-    requests,
-    shared_scopes,
-    tenants,
-    usage,
-    webhooks,
-)
-from gateway.api.openapi import document as openapi
-from gateway.background.config_reload import declare, reload
+from gateway.api import listeners
+from gateway.api.listeners import Services
+from gateway.background.config_reload import ConfigReload
+from gateway.background.erasure import CacheErasure
 from gateway.background.history_sampling import HistorySampling
 from gateway.background.metrics_export import MetricsExport, MetricsExporter
 from gateway.background.reconciliation import Reconciler
 from gateway.background.storage_metering import StorageMetering
+from gateway.background.webhook_events import WebhookEvents
 from gateway.background.webhooks import (
     ReadEndpoints,
     WebhookEndpoint,
@@ -76,13 +52,14 @@ from gateway.context import Context, Log
 from gateway.embeddings.embedder import Embedder
 from gateway.embeddings.encoder_client import EncoderProcess
 from gateway.engine_supervisor import EngineSupervisor
+from gateway.engines.cache_usage import CacheUsage
 from gateway.engines.served_models import FailedModel, ServedModel, ServedModels
 from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 from gateway.errors import Refusal, error_location
 from gateway.findings.finding_store import FindingStore
 from gateway.gc_tuning import freeze_heap, use_large_pages
-from gateway.generation import rate_limits
-from gateway.http.authentication import TrustedHeader, allowed_hosts
+from gateway.generation.rate_limits import RateLimits
+from gateway.generation.serving import Serving
 from gateway.http.descriptors import connections_allowed
 from gateway.http.middleware import Middleware
 from gateway.http.request_context import RequestIds
@@ -150,14 +127,16 @@ class Gateway:
         gateway_id: str = "",
         ledger: OpenedLedger | None = None,
         analytics: AnalyticsClient | None = None,
+        embeddings: Embedder | None = None,
         failed: Sequence[FailedModel] = (),
         endpoints: Sequence[WebhookEndpoint] = (),
         read_webhooks: ReadEndpoints | None = None,
     ) -> None:
         """Build the parts. `models`: the default one first. `failed`: those that were to be served
-        too. `ledger` uses the same store; `close` closes `ledger` and `analytics`, without which
-        they run in this process. `gateway_id`: of this gateway in its database. `endpoints`: of
-        webhooks; `read_webhooks`: reads them again, None to keep them. Raises StoreError."""
+        too. `ledger` uses the same store; `close` closes `ledger`, `analytics` and `embeddings`;
+        without them ledger and analytics run in this process. `gateway_id`: of this gateway in its
+        database. `endpoints`: of webhooks; `read_webhooks`: reads them again, None to keep them.
+        Raises StoreError."""
         opened: OpenedLedger = ledger or InProcessLedger(Ledger(store, wall))
         _log_found(opened, log)
         self.ledger: LedgerClient = opened
@@ -182,31 +161,59 @@ class Gateway:
             reports=QueryPool(store),
             contents=QueryPool(store),
             responses=ResponseWriter(store, config),
-            limiter=Limiter(clock),
             metrics=metrics,
             ended_requests=EndedRequests(wall, metrics, gateway_id),
             contracts=contracts,
             promise_store=promise_store,
             analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),
+            usage=CacheUsage(served, config.caching, wall, self._authenticator),
             clock=clock,
             wall=wall,
             new_id=RequestIds(wall),
             log=log,
-            source=source or ConfigSource(None, lambda: config),
             attribution=attribution,
+            embeddings=embeddings,
         )
-        self.reconciler = Reconciler(self.context)
-        self._finding_store = FindingStore(self.context, gateway_id)
-        self.webhooks = WebhookSender(self.context, endpoints, read=read_webhooks)
-        self._tasks: list[BackgroundTask] = [
-            StorageMetering(self.context),
-            self._finding_store,
-            HistorySampling(self.context),
-            self.webhooks,
-            self.reconciler,
-        ]
+        self._make_services(gateway_id)
+        self.webhooks = self.sender(endpoints, read_webhooks)
+        self._tasks.append(self.webhooks)
+        self.reload = ConfigReload(
+            *(config, served, self._authenticator, store, self.context.work, wall, log),
+            *(source or ConfigSource(None, lambda: config), self.webhooks),
+        )
         self.listeners: list[Listener] = []
         metrics.ledger_epoch.set(ledger_epoch(store).number)
+
+    def _make_services(self, gateway_id: str) -> None:
+        """Make what works on the parts, for handlers and beside them."""
+        of = self.context
+        self._started_s = of.wall() // 1000
+        self.limits = RateLimits(Limiter(of.clock), of.config.limits, of.wall)
+        self.erasure = CacheErasure(of)
+        self.sampling = HistorySampling(of)
+        self._finding_store = FindingStore(of, gateway_id)
+        self.reconciler = Reconciler(
+            of.models, of.ledger, of.store, of.metrics, of.clock, of.wall, of.log
+        )
+        self._tasks: list[BackgroundTask] = [
+            StorageMetering(of, self.erasure),
+            *(self._finding_store, self.sampling, self.reconciler),
+        ]
+
+    def events(self) -> WebhookEvents:
+        """Return what finds the events that happen from now on."""
+        of = self.context
+        return WebhookEvents(
+            *(of.models, of.contracts, self.limits.limited, of.authenticator),
+            *(of.reports, of.clock, of.wall),
+        )
+
+    def sender(
+        self, endpoints: Sequence[WebhookEndpoint], read: ReadEndpoints | None = None
+    ) -> WebhookSender:
+        """Return what sends events to these endpoints; `read` reads them again."""
+        of = self.context
+        return WebhookSender(of.store, of.clock, of.wall, of.log, self.events(), endpoints, read)
 
     async def listen(self, public: tuple[str, int], admin: tuple[str, int]) -> list[str]:
         """Open both listeners and return their URLs.
@@ -243,71 +250,44 @@ class Gateway:
         return urls
 
     def public(self) -> Middleware:
-        """Return the routes that clients reach, behind their middleware."""
-        context = self.context
-        routes = (
-            *generate.routes(context),
-            *tokenizer.routes(context),
-            *stored_responses.routes(context),
-            *conversations.routes(context),
-            *quote.routes(context),
-            *cached_contents.routes(context),
-            *models.routes(context),
-            *self_service.routes(context),
-            *findings.own_routes(context, self._finding_store),
-            *(dashboard.public_routes() if context.config.server.dashboard else ()),
-            *health.routes(context),
-            *openapi.routes("public"),
-        )
-        hosts = allowed_hosts(context.config.server)
-        return Middleware(routes, context, hosts, rate_limits.take_place)
+        """Return the routes that clients reach, behind their middlewares."""
+        return listeners.public(self._services())
 
     def admin(self) -> Middleware:
-        """Return the routes that operators reach, behind their middleware."""
-        context = self.context
-        routes = (
-            *metrics.routes(context),
-            *tenants.routes(context, self.webhooks),
-            *shared_scopes.routes(context),
-            *usage.routes(context),
-            *billing.routes(context),
-            *audit.routes(context),
-            *analytics.routes(context),
-            *findings.routes(context, self._finding_store),
-            *history.routes(context),
-            *levels.routes(context),
-            *requests.routes(context, self._finding_store),
-            *webhooks.routes(context, self.webhooks),
-            *me.routes(context),
-            *dashboard.admin_routes(),
-            *health.routes(context),
-            *openapi.routes("admin"),
+        """Return the routes that operators reach, behind their middlewares."""
+        return listeners.admin(self._services())
+
+    def _services(self) -> Services:
+        return Services(
+            gateway=self.context,
+            serving=Serving(self.context, self.limits),
+            erasure=self.erasure,
+            sampling=self.sampling,
+            findings=self._finding_store,
+            webhooks=self.webhooks,
+            reload=self.reload,
+            started_s=self._started_s,
         )
-        admin, hosts = context.config.admin, allowed_hosts(context.config.admin)
-        trusted = TrustedHeader(admin.trusted_header, admin.trusted_proxies, admin.trusted_scopes)
-        return Middleware(routes, context, hosts, trusted=trusted, is_public=False)
 
     def reload_soon(self) -> None:
         """Reload the configuration in the background; the log has the result."""
 
         async def work() -> None:
             with suppress(Refusal):  # logged where it was raised
-                await reload(self.context, self.webhooks)
+                await self.reload.reload()
 
-        task = asyncio.create_task(work())
-        self.context.background.add(task)
-        task.add_done_callback(self.context.background.discard)
+        _ = self.context.work.start(work())
 
     async def drain(self, timeout_s: float) -> None:
         """Stop being ready, and let running requests finish for at most `timeout_s`.
 
         Then record the engines' final counts and let them end.
         """
-        self.context.is_draining = True
+        self.context.running.is_draining = True
         for listener in self.listeners:
             listener.begin_drain()
         began_s = self.context.clock()
-        if await self.context.wait_idle(timeout_s):
+        if await self.context.running.wait_idle(timeout_s):
             await self.reconciler.close()
         left_s = timeout_s - (self.context.clock() - began_s)
         for model in self.context.models:
@@ -331,7 +311,7 @@ class Gateway:
         embeddings, attribution, tracer = context.embeddings, context.attribution, context.tracer
         closes: list[Callable[[], Awaitable[None]]] = [
             *(listener.close for listener in self.listeners),
-            context.finish_background,
+            context.work.finish,
             context.preparations.close,
             *(() if embeddings is None else (embeddings.close,)),
             context.responses.close,
@@ -520,11 +500,11 @@ async def serve(
             gateway_id=read_gateway_id(config, store),
             ledger=ledger,
             analytics=analytics,
+            embeddings=embedder,
             failed=failed,
             endpoints=endpoints,
             read_webhooks=lambda changed: read_endpoints(changed.webhooks, os.environ),
         )
-        gateway.context.embeddings = embedder
         opened.push_async_callback(gateway.close)
         await _serve(gateway, served, announce, stop, hangup)
 
@@ -605,7 +585,7 @@ async def _serve(
 ) -> None:
     """Serve from opening the listeners until `stop` is set and the gateway has drained."""
     config = gateway.context.config
-    await declare(gateway.context, config)
+    await gateway.reload.declare(config)
     urls = await gateway.listen(
         parse_address(config.server.listen, "server.listen"),
         parse_address(config.admin.listen, "admin.listen"),
@@ -634,7 +614,7 @@ async def _serve(
     connections = gateway.open_connections
     context.log("stopping", {"running": running, "connections": connections})
     await gateway.drain(timeout_s)
-    await context.wait_idle(timeout_s + 1.0)
+    await context.running.wait_idle(timeout_s + 1.0)
     await gateway.refuse_last()
     seconds = round(time.monotonic() - began_s, 3)
     context.log("stopped", {"seconds": seconds, "unfinished": sum(context.running.values())})

@@ -100,6 +100,10 @@ class PreparationPool:
         finally:
             del future, queued  # of this frame, which an error's traceback keeps
 
+    async def run_admitted(self, tenant_id: int, work: Callable[[], T]) -> T:
+        """Run work of a running request, which is not refused any more."""
+        return await self.run(tenant_id, lambda _: work(), is_admitted=True)
+
     def _start_waiting(self) -> None:
         while self._running.total() < self._threads_max:
             queued = self._take_next()

@@ -6,22 +6,21 @@ a conversation by `gateway.generation.stored_responses`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from gateway.context import Context
 from gateway.dialects.families import conversations, responses, stored_items
 from gateway.errors import Kind, Refusal
-from gateway.generation.preparation import parse_body
+from gateway.generation.serving import Serving
 from gateway.generation.stored_responses import conversation_not_found
-from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import BODY_SHARE, read_body
 from gateway.http.request_context import STATE, identity_of, request_metadata
 from gateway.http.response import send_json
+from gateway.http.route_table import Handler, Route
 from gateway.ledger.response_writer import storage_quota
 from tenancy.responses.conversations import (
     ConversationRecord,
@@ -44,49 +43,58 @@ Item = dict[str, Any]
 T = TypeVar("T")
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
+def routes(serving: Serving, new_id: Callable[[], str]) -> tuple[Route, ...]:
     """Return the routes of conversations, with and without /v1, as clients write base URLs."""
-    return tuple(_routes(gateway))
-
-
-def _routes(gateway: Context) -> Iterator[Route]:
-    methods: tuple[tuple[str, str, Method], ...] = (
-        ("POST", "", ConversationRequest.create),
-        ("GET", "/{id}", ConversationRequest.show),
-        ("POST", "/{id}", ConversationRequest.change),
-        ("DELETE", "/{id}", ConversationRequest.delete),
-        ("POST", "/{id}/items", ConversationRequest.append),
-        ("GET", "/{id}/items", ConversationRequest.list_items),
-        ("GET", "/{id}/items/{item}", ConversationRequest.show_item),
-        ("DELETE", "/{id}/items/{item}", ConversationRequest.delete_item),
+    of, page = ConversationRequest, ("limit", "order", "after")
+    methods: tuple[tuple[str, str, Method, str, type | None, tuple[str, ...]], ...] = (
+        ("POST", "", of.create, "Create a conversation.", conversations.CreateBody, ()),
+        ("GET", "/{id}", of.show, "Show a conversation.", None, ()),
+        (
+            *("POST", "/{id}", of.change, "Change a conversation's metadata."),
+            *(conversations.UpdateBody, ()),
+        ),
+        ("DELETE", "/{id}", of.delete, "Delete a conversation and its items.", None, ()),
+        ("POST", "/{id}/items", of.append, "Append items.", conversations.ItemsBody, ()),
+        ("GET", "/{id}/items", of.list_items, "List the items of a conversation.", None, page),
+        ("GET", "/{id}/items/{item}", of.show_item, "Show an item.", None, ()),
+        ("DELETE", "/{id}/items/{item}", of.delete_item, "Delete an item.", None, ()),
     )
-    for base in ("/v1/conversations", "/conversations"):
-        for verb, path, method in methods:
-            yield Route(verb, base + path, _bind(gateway, method), "inference", responses.DIALECT)
 
+    def handler(method: Method) -> Handler:
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            if not serving.stored.keep_hours:
+                message = (
+                    "This server stores no conversations (responses.keep_hours is 0); send the"
+                    " earlier items as input."
+                )
+                raise Refusal(Kind.NOT_FOUND, "not_served", message)
+            return await method(ConversationRequest(serving, new_id, request))
 
-def _bind(gateway: Context, method: Method) -> Handler:
-    async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        if not gateway.config.responses.keep_hours:
-            message = (
-                "This server stores no conversations (responses.keep_hours is 0); send the earlier"
-                " items as input."
-            )
-            raise Refusal(Kind.NOT_FOUND, "not_served", message)
-        return await method(ConversationRequest(gateway, request))
+        return handle
 
-    return handle
+    return tuple(
+        Route(
+            *(verb, f"{base}/conversations{path}", handler(method), "inference"),
+            *(responses.DIALECT, text, body),
+            query=query,
+        )
+        for base in ("/v1", "")
+        for verb, path, method, text, body, query in methods
+    )
 
 
 class ConversationRequest:
     """One request for a conversation or its items."""
 
-    def __init__(self, gateway: Context, request: web.BaseRequest) -> None:
-        self._gateway = gateway
+    def __init__(
+        self, serving: Serving, new_id: Callable[[], str], request: web.BaseRequest
+    ) -> None:
+        self._serving, self._stored, self._new_id = serving, serving.stored, new_id
+        self._config = serving.gateway.config
         self._request = request
         identity = identity_of(request)
         self._owner = identity.tenant.tenant_id, identity.workspace
-        self._now_ms = gateway.wall()
+        self._now_ms = self._stored.wall()
         parameters = request[STATE].parameters
         self._id = parameters.get("id", "")
         self._item_id = parameters.get("item", "")
@@ -95,7 +103,7 @@ class ConversationRequest:
         """Store a new conversation with its first items."""
         items, metadata = await self._parse(conversations.parse_create)
         record = ConversationRecord(
-            conversations.ID_PREFIX + self._gateway.new_id(),
+            conversations.ID_PREFIX + self._new_id(),
             *self._owner,
             self._now_ms,
             self._expires_ms(),
@@ -103,8 +111,8 @@ class ConversationRequest:
         )
 
         def store() -> Obstacle:
-            kept, quota = self._named(items), storage_quota(self._gateway.config)
-            return create_conversation(self._gateway.store, record, kept, quota, self._bytes_max())
+            kept, quota = self._named(items), storage_quota(self._config)
+            return create_conversation(self._stored.store, record, kept, quota, self._bytes_max())
 
         self._check(await self._write(store))
         return await self._answer(record)
@@ -122,14 +130,14 @@ class ConversationRequest:
             metadata=msgspec.json.encode(metadata),
             expires_ms=max(found.expires_ms, self._expires_ms()),
         )
-        store = self._gateway.store
+        store = self._stored.store
         if not await self._write(partial(set_metadata, store, record, self._now_ms)):
             raise conversation_not_found(self._id)
         return await self._answer(record)
 
     async def delete(self) -> web.StreamResponse:
         """Delete the conversation with its items."""
-        owned = self._gateway.store, self._owner, self._id
+        owned = self._stored.store, self._owner, self._id
         if not await self._write(partial(delete_conversation, *owned, self._now_ms)):
             raise conversation_not_found(self._id)
         deleted = {"id": self._id, "object": "conversation.deleted", "deleted": True}
@@ -144,8 +152,8 @@ class ConversationRequest:
             change = ItemsChange(
                 self._owner, self._id, tuple(kept), self._now_ms, self._now_ms, self._expires_ms()
             )
-            quota = storage_quota(self._gateway.config)
-            obstacle = append_items(self._gateway.store, change, quota, self._bytes_max())
+            quota = storage_quota(self._config)
+            obstacle = append_items(self._stored.store, change, quota, self._bytes_max())
             return conversations.shown_list([one.item for one in kept]), obstacle
 
         shown, obstacle = await self._write(store)
@@ -176,17 +184,16 @@ class ConversationRequest:
 
     async def delete_item(self) -> web.StreamResponse:
         """Delete one item; send its conversation."""
-        found, store = await self._find(), self._gateway.store
+        found, store = await self._find(), self._stored.store
         owned = store, self._owner, self._id
         if not await self._write(partial(delete_items, *owned, [self._item_id], self._now_ms)):
             raise stored_items.item_not_found(self._item_id)
         return await self._answer(found)
 
     async def _parse(self, parse: Callable[..., Any]) -> Any:
-        gateway = self._gateway
-        body = await read_body(self._request, gateway.config.server)
-        mode = request_metadata(self._request, gateway.config).tolerance
-        return await parse_body(gateway, self._owner[0], parse, body, mode)
+        body = await read_body(self._request)
+        mode = request_metadata(self._request, self._config).tolerance
+        return await self._serving.preparation.parse(self._owner[0], parse, body, mode)
 
     async def _find(self) -> ConversationRecord:
         owned = self._owner, self._id, self._now_ms
@@ -197,11 +204,11 @@ class ConversationRequest:
 
     async def _read(self, question: Callable[[Store], T]) -> T:
         """Read from a connection apart when it is the tenant's turn."""
-        return await self._gateway.contents.ask(question, self._owner[0])
+        return await self._stored.contents.ask(question, self._owner[0])
 
     async def _write(self, change: Callable[[], T]) -> T:
         """Write to the database when it is the tenant's turn."""
-        return await self._gateway.contents.ask(lambda _: change(), self._owner[0])
+        return await self._stored.contents.ask(lambda _: change(), self._owner[0])
 
     async def _send_loaded(self, data: bytes) -> web.StreamResponse:
         """Send stored content; it counts as if the request had sent it. Raises Refusal."""
@@ -215,14 +222,14 @@ class ConversationRequest:
         return await send_json(self._request, shown)
 
     def _named(self, items: list[Item]) -> list[ItemRecord]:
-        named = conversations.named_items(items, self._gateway.new_id())
+        named = conversations.named_items(items, self._new_id())
         return [ItemRecord(item.item_id, item.data) for item in named]
 
     def _expires_ms(self) -> int:
-        return self._now_ms + self._gateway.config.responses.keep_hours * HOUR_MS
+        return self._now_ms + self._stored.keep_hours * HOUR_MS
 
     def _bytes_max(self) -> int:
-        return self._gateway.config.server.body_bytes_max
+        return self._config.server.body_bytes_max
 
     def _check(self, obstacle: Obstacle) -> None:
         """Raise Refusal if something was not stored."""

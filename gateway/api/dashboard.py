@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 
 from aiohttp import web
 
-from gateway.http.middleware import Handler, Route
+from gateway.http.route_table import Handler, Route
 
 KINDS = {
     ".html": "text/html",

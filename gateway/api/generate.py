@@ -6,40 +6,47 @@ from collections.abc import Awaitable
 
 from aiohttp import web
 
-from gateway.context import Context
+from gateway.caching.attention import ATTENTION_HEADER
 from gateway.dialects.families import ENDPOINTS, embeddings
 from gateway.dialects.protocol import Endpoint
 from gateway.generation.embedding import EmbeddingRequest
-from gateway.generation.generation import Generation
-from gateway.http.middleware import Handler, Route
+from gateway.generation.generation import generate
+from gateway.generation.serving import Serving
+from gateway.http.route_table import INFERENCE, JSON, SSE, Handler, Route
+from gateway.levels.fidelity import FIDELITY_HEADER
+
+CACHE_HEADERS = (FIDELITY_HEADER, ATTENTION_HEADER)
+"""What a request that generates, and its quote, may say of its KV."""
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
+def routes(serving: Serving) -> tuple[Route, ...]:
     """Return the endpoints that generate, and those that embed."""
+
+    def embed(request: web.BaseRequest) -> Awaitable[web.StreamResponse]:
+        return EmbeddingRequest(serving, request).run()
+
+    about = (INFERENCE, embeddings.SHAPE, "Embed texts.", embeddings.EmbeddingBody)
     return (
-        *(
-            Route("POST", end.path, _handler(gateway, end), "inference", end.dialect)
-            for end in ENDPOINTS
-        ),
-        *(
-            Route("POST", path, _embed_handler(gateway), "inference", embeddings.SHAPE)
-            for path in ("/v1/embeddings", "/embeddings")
-        ),
+        *(_route(serving, end) for end in ENDPOINTS),
+        *(Route("POST", path, embed, *about) for path in ("/v1/embeddings", "/embeddings")),
     )
 
 
-def _embed_handler(gateway: Context) -> Handler:
+def _route(serving: Serving, end: Endpoint) -> Route:
+    return Route(
+        *("POST", end.path, _handler(serving, end), INFERENCE, end.dialect, end.summary),
+        body=end.body,
+        query=() if end.without_sse is None else ("alt",),
+        content=(JSON,) if end.counts else (JSON, SSE),
+        headers=() if end.counts else CACHE_HEADERS,
+    )
+
+
+def _handler(serving: Serving, end: Endpoint) -> Handler:
     def handle(request: web.BaseRequest) -> Awaitable[web.StreamResponse]:
-        return EmbeddingRequest(gateway, request).run()
-
-    return handle
-
-
-def _handler(gateway: Context, endpoint: Endpoint) -> Handler:
-    def handle(request: web.BaseRequest) -> Awaitable[web.StreamResponse]:
-        dialect = endpoint.dialect
-        if endpoint.without_sse is not None and request.query.get("alt") != "sse":
-            dialect = endpoint.without_sse
-        return Generation(gateway, dialect, request).run(endpoint.id_prefix)
+        dialect = end.dialect
+        if end.without_sse is not None and request.query.get("alt") != "sse":
+            dialect = end.without_sse
+        return generate(serving, dialect, request, end.id_prefix)
 
     return handle

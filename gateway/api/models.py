@@ -8,34 +8,33 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from gateway.context import Context
 from gateway.dialects.families import find_family
 from gateway.dialects.protocol import ApiFamily, ListedModel
-from gateway.engines.served_models import ServedModel
+from gateway.embeddings.embedder import Embedder
+from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.errors import Kind, Refusal
-from gateway.http.middleware import Route
 from gateway.http.request_context import STATE, identity_of
-from gateway.http.route_table import tidy
+from gateway.http.route_table import Route, tidy
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
-    """Return the model routes, also without /v1: clients often omit it from the base URL."""
-    created_s = gateway.wall() // 1000
+def routes(
+    models: ServedModels, embedder: Embedder | None, output_tokens: int, created_s: int
+) -> tuple[Route, ...]:
+    """Return the model routes, also without /v1: clients often omit it from the base URL.
+    `output_tokens`: of a request that sets no limit. `created_s`: of every model."""
 
     def listed(model: ServedModel, name: str) -> ListedModel:
         info = model.engine.info
         context = 0 if info is None else info.context_tokens
-        output = min(context, gateway.config.limits.output_tokens_default)
+        output = min(context, output_tokens)
         return ListedModel(name, created_s, context, output)
 
     def list_chat(tenant: str) -> list[ListedModel]:
-        models = gateway.models.open_to(tenant)
-        return [listed(model, name) for model in models for name in model.names]
+        return [listed(one, name) for one in models.open_to(tenant) for name in one.names]
 
     def list_for(request: web.BaseRequest) -> list[ListedModel]:
         """Return the models that a tenant may use by its API: not all list embeddings."""
         chat = list_chat(identity_of(request).tenant.name)
-        embedder = gateway.embeddings
         if embedder is None or not _family(request).lists_embeddings:
             return chat
         limit = embedder.card.tokens_max
@@ -49,19 +48,20 @@ def routes(gateway: Context) -> tuple[Route, ...]:
         name = request[STATE].parameters["name"].removeprefix("models/")
         found = next((model for model in list_for(request) if model.name == name), None)
         if found is None:
-            meant = gateway.models.find(name, identity_of(request).tenant.name)
+            meant = models.find(name, identity_of(request).tenant.name)
             if meant is not None and meant.failure():
-                raise meant.unavailable(is_alone=not gateway.models.are_several)
+                raise meant.unavailable(is_alone=not models.are_several)
             found = None if meant is None else listed(meant, name)
         if found is None:
             message = f"Model not found: the model `{name[:200]}` does not exist."
             raise Refusal(Kind.NOT_FOUND, "model_not_found", message, param="model")
         return _json(_family(request).show_model(found))
 
+    many, one = "List models, in the client's format.", "Show a model."
     return tuple(
-        Route("GET", base + path, handler, "inference")
+        Route("GET", base + path, handler, "inference", find_family(f"{base}/", ()).errors, text)
         for base in ("/v1/models", "/models", "/v1beta/models")
-        for path, handler in (("", list_models), ("/{name:.+}", get_model))
+        for path, handler, text in (("", list_models, many), ("/{name:.+}", get_model, one))
     )
 
 

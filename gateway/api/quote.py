@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -17,33 +17,30 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.api import Peeked
+from gateway.api.generate import CACHE_HEADERS
 from gateway.background.erasure import list_holdings
-from gateway.caching.attention import (
-    ATTENTION_HEADER,
-    findable,
-    parse_attention,
-    with_attention,
-)
+from gateway.caching.attention import findable, with_attention
 from gateway.caching.contract import Contract
-from gateway.context import Context
+from gateway.config import Config
 from gateway.dialects.canonical import Boundary, RequestMetadata, UsageRecord, path_behind
 from gateway.dialects.families import ENDPOINTS
 from gateway.dialects.protocol import Endpoint
 from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import output_tokens, quota_now
-from gateway.generation.preparation import Prepared, check_model, parse_body, prepare
-from gateway.generation.stored_responses import parse_with_history
+from gateway.generation.generation import cache_settings
+from gateway.generation.preparation import Prepared
+from gateway.generation.serving import Serving
 from gateway.generation.usage import sum_usage
-from gateway.http.middleware import Handler, Route
+from gateway.http import json_api
 from gateway.http.request_body import BODY_SHARE, read_body
 from gateway.http.request_context import identity_of, request_metadata
 from gateway.http.response import send_json
-from gateway.http.route_table import pattern_of
-from gateway.levels.fidelity import FIDELITY_HEADER, parse_fidelity
+from gateway.http.route_table import Route, pattern_of
+from gateway.ledger.query_pool import QueryPool
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import RateCards, load_cards
-from tenancy.types import Identity
+from tenancy.types import Identity, WallClock
 
 NO_ENVELOPE = (
     'request: missing; expected {"endpoint": "/v1/chat/completions", "request": {…}}, with the'
@@ -60,40 +57,51 @@ class QuoteBody(Struct, frozen=True, forbid_unknown_fields=True):
     request: msgspec.Raw
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
+class QuoteAnswer(Struct, frozen=True):
+    """What a request would read, write and compute now. Prices: pico-dollars."""
+
+    object: Literal["cache.quote"]
+    model: str
+    prompt_tokens: int
+    read: dict[str, int]
+    write: dict[str, int]
+    fresh_tokens: int
+    promise: dict[str, Any] | None
+    physical: dict[str, Any]
+    miss: dict[str, Any] | None
+    first_token_s: float | None
+    price: dict[str, Any]
+
+
+def routes(
+    serving: Serving, reports: QueryPool, config: Config, wall: WallClock
+) -> tuple[Route, ...]:
     """Return the route of quotes."""
-    return (Route("POST", "/v1/cache/quote", _quote_handler(gateway), "inference"),)
 
-
-def _quote_handler(gateway: Context) -> Handler:
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        identity = identity_of(request)
-        tenant = identity.tenant
-        asked = request.headers.getall(FIDELITY_HEADER, [])
-        fidelity = parse_fidelity(asked, identity.policy.fidelity)
-        asked = request.headers.getall(ATTENTION_HEADER, [])
-        attention = parse_attention(asked, identity.policy.attention)
-        data = await read_body(request, gateway.config.server)
-        body = await parse_body(gateway, tenant.tenant_id, _parse, data)
+        identity, preparation = identity_of(request), serving.preparation
+        tenant, share = identity.tenant, request[BODY_SHARE]
+        fidelity, attention = cache_settings(request, identity)
+        body = await preparation.parse(tenant.tenant_id, _parse, await read_body(request))
         found = _find_endpoint(body.endpoint)
         if found is None:
             message = (
                 f"endpoint: unknown path {body.endpoint[:100]!r}; expected one that generates."
             )
             raise Refusal(Kind.BAD, "invalid_value", message, param="endpoint")
-        endpoint, metadata = found
-        modes = request_metadata(request, gateway.config)
+        dialect, metadata = found[0].dialect, found[1]
+        modes = request_metadata(request, config)
         metadata = replace(
             metadata, tolerance=modes.tolerance, separates_cache_key=modes.separates_cache_key
         )
         sent = bytes(body.request)
-        call = await parse_body(gateway, tenant.tenant_id, endpoint.dialect.parse, sent, metadata)
-        model = check_model(gateway, call.model, identity)
+        call = await preparation.parse(tenant.tenant_id, dialect.parse, sent, metadata)
+        model = preparation.check_model(call.model, identity)
         if call.thread.is_pending:
-            continued = gateway, endpoint.dialect, sent, metadata, call, identity
-            call = await parse_with_history(*continued, request[BODY_SHARE])
+            stored = serving.stored
+            call = await stored.continue_call(dialect, sent, metadata, call, identity, share)
         call = with_attention(replace(call, fidelity=fidelity), attention)
-        made = await prepare(gateway, model, call, identity, share=request[BODY_SHARE])
+        made = await preparation.prepare(model, call, identity, share=share)
         output_tokens(made.call, made.rendered, identity, made.now)
         namespace, shared = made.scope.namespace, made.scope.shared_tokens
         quota = quota_now(identity, made.now)
@@ -102,16 +110,23 @@ def _quote_handler(gateway: Context) -> Handler:
             for prompt in made.rendered
         ]
         is_in_other_namespace = await _is_in_other_namespace(made, peeks[0].cached_tokens, identity)
-        card = await gateway.reports.ask(
-            lambda store: RateCards(load_cards(store)).in_force(
-                model.name, tenant.tier, gateway.wall()
-            ),
+        card = await reports.ask(
+            lambda store: RateCards(load_cards(store)).in_force(model.name, tenant.tier, wall()),
             tenant.tenant_id,
         )
         answer = quote(made, peeks, identity, card, is_in_other_namespace=is_in_other_namespace)
         return await send_json(request, answer)
 
-    return handle
+    return (
+        Route(
+            *("POST", "/v1/cache/quote", handle, "inference"),
+            summary="Tell what a request would read from the cache and cost, without running it.",
+            body=QuoteBody,
+            answer=QuoteAnswer,
+            headers=CACHE_HEADERS,
+            family=json_api.FAMILY,
+        ),
+    )
 
 
 async def _is_in_other_namespace(made: Prepared, cached_tokens: int, identity: Identity) -> bool:

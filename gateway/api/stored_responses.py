@@ -5,115 +5,112 @@ A response of another tenant or workspace is a 404 as a missing one.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from gateway.context import Context
 from gateway.dialects.families import responses, stored_items
 from gateway.errors import Kind, Refusal
+from gateway.generation.serving import Serving
 from gateway.generation.stored_responses import check_named_values
-from gateway.http.middleware import Handler, Route
 from gateway.http.request_body import BODY_SHARE
 from gateway.http.request_context import STATE, identity_of
 from gateway.http.response import send_json
+from gateway.http.route_table import Handler, Route
 from tenancy.responses.stored_responses import delete_response, find_response, load_thread
 
+Answer = Callable[[web.BaseRequest, "Owner", str], Awaitable[object]]
 Owner = tuple[int, str]
 """The tenant and workspace whose objects a request may read."""
-Method = Callable[[Context, web.BaseRequest, Owner, str], Awaitable[web.StreamResponse]]
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
+def routes(serving: Serving) -> tuple[Route, ...]:
     """Return the routes of stored responses, with and without /v1, as clients write base URLs."""
-    return tuple(_routes(gateway))
-
-
-def _routes(gateway: Context) -> Iterator[Route]:
-    methods: tuple[tuple[str, str, Method], ...] = (
-        ("GET", "/{id}", _get),
-        ("DELETE", "/{id}", _delete),
-        ("POST", "/{id}/cancel", _cancel),
-        ("GET", "/{id}/input_items", _input_items),
+    of, page = _StoredResponses(serving), ("limit", "order", "after")
+    methods: tuple[tuple[str, str, Answer, str, tuple[str, ...]], ...] = (
+        ("GET", "", of.get, "Show a stored response.", ("stream",)),
+        ("DELETE", "", of.delete, "Delete a stored response.", ()),
+        ("POST", "/cancel", of.cancel, "Refused: no response runs in background.", ()),
+        ("GET", "/input_items", of.input_items, "List the input items of a response.", page),
     )
-    for base in ("/v1/responses", "/responses"):
-        for verb, path, method in methods:
-            yield Route(verb, base + path, _bind(gateway, method), "inference", responses.DIALECT)
+    return tuple(
+        Route(
+            *(verb, f"{base}/responses/{{id}}{path}", _handler(answer), "inference"),
+            *(responses.DIALECT, text),
+            query=query,
+        )
+        for base in ("/v1", "")
+        for verb, path, answer, text, query in methods
+    )
 
 
-def _bind(gateway: Context, method: Method) -> Handler:
+def _handler(answer: Answer) -> Handler:
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         identity = identity_of(request)
         owner = identity.tenant.tenant_id, identity.workspace
-        return await method(gateway, request, owner, request[STATE].parameters["id"])
+        found = await answer(request, owner, request[STATE].parameters["id"])
+        return await send_json(request, found)
 
     return handle
 
 
-async def _get(
-    gateway: Context, request: web.BaseRequest, owner: Owner, response_id: str
-) -> web.StreamResponse:
-    """Send the response as it was answered."""
-    if request.query.get("stream", "false") != "false":
-        problem = "stream: a stored response is not streamed again; expected false."
-        raise Refusal(Kind.BAD, "invalid_value", problem, param="stream")
-    return await send_json(request, await _find(gateway, request, owner, response_id))
+class _StoredResponses:
+    """One method per route of stored responses; what it returns is sent as JSON."""
 
+    def __init__(self, serving: Serving) -> None:
+        self._stored, self._server = serving.stored, serving.gateway.config.server
 
-async def _delete(
-    gateway: Context, request: web.BaseRequest, owner: Owner, response_id: str
-) -> web.StreamResponse:
-    asked = gateway.store, *owner, response_id, gateway.wall()
-    if not await gateway.contents.ask(lambda _: delete_response(*asked), owner[0]):
-        raise responses.not_found(response_id)
-    return await send_json(request, {"id": response_id, "object": "response", "deleted": True})
+    async def get(self, request: web.BaseRequest, owner: Owner, response_id: str) -> bytes:
+        """Return the response as it was answered."""
+        if request.query.get("stream", "false") != "false":
+            problem = "stream: a stored response is not streamed again; expected false."
+            raise Refusal(Kind.BAD, "invalid_value", problem, param="stream")
+        asked = *owner, response_id, self._stored.wall()
+        contents = self._stored.contents
+        found = await contents.ask(lambda store: find_response(store, *asked), owner[0])
+        if found is None:
+            raise responses.not_found(response_id)
+        request[BODY_SHARE].take(len(found))
+        return found
 
+    async def delete(self, _: web.BaseRequest, owner: Owner, response_id: str) -> object:
+        """Delete the response."""
+        asked = self._stored.store, *owner, response_id, self._stored.wall()
+        if not await self._stored.contents.ask(lambda _: delete_response(*asked), owner[0]):
+            raise responses.not_found(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
 
-async def _cancel(
-    gateway: Context, request: web.BaseRequest, owner: Owner, response_id: str
-) -> web.StreamResponse:
-    """Refuse: only background responses can be cancelled, and there are none."""
-    await _find(gateway, request, owner, response_id)
-    message = (
-        f"Response with id {response_id[:64]!r} cannot be cancelled: it is complete, and this"
-        " server runs no background responses."
-    )
-    raise Refusal(Kind.BAD, "invalid_value", message, param="response_id")
+    async def cancel(self, request: web.BaseRequest, owner: Owner, response_id: str) -> object:
+        """Refuse: only background responses can be cancelled, and there are none."""
+        await self.get(request, owner, response_id)
+        message = (
+            f"Response with id {response_id[:64]!r} cannot be cancelled: it is complete, and this"
+            " server runs no background responses."
+        )
+        raise Refusal(Kind.BAD, "invalid_value", message, param="response_id")
 
+    async def input_items(self, request: web.BaseRequest, owner: Owner, response_id: str) -> bytes:
+        """Return a page of what the response answered: its own input after the items of its
+        thread."""
+        page = stored_items.parse_page(request.query)
+        asked = *owner, response_id, self._stored.wall()
+        contents = self._stored.contents
+        turns = await contents.ask(lambda store: load_thread(store, *asked), owner[0])
+        if turns is None:
+            raise responses.not_found(response_id)
+        loaded = [data for turn in turns for data in (turn.input, turn.response)]
+        request[BODY_SHARE].take(sum(map(len, loaded)))
 
-async def _input_items(
-    gateway: Context, request: web.BaseRequest, owner: Owner, response_id: str
-) -> web.StreamResponse:
-    """Send a page of what the response answered: its own input after the items of its thread."""
-    page = stored_items.parse_page(request.query)
-    asked = *owner, response_id, gateway.wall()
-    turns = await gateway.contents.ask(lambda store: load_thread(store, *asked), owner[0])
-    if turns is None:
-        raise responses.not_found(response_id)
-    loaded = [data for turn in turns for data in (turn.input, turn.response)]
-    request[BODY_SHARE].take(sum(map(len, loaded)))
+        def show(_is_abandoned: Callable[[], bool]) -> bytes:
+            check_named_values(loaded, self._server.body_values_max)
+            items: list[dict[str, Any]] = []
+            for turn in turns:
+                own = msgspec.json.decode(turn.input, type=list[dict[str, Any]])
+                items += stored_items.shown_input(turn.response_id, own)
+                if turn is not turns[-1]:
+                    items += msgspec.json.decode(turn.response, type=dict[str, Any])["output"]
+            return msgspec.json.encode(stored_items.page_of(items, page))
 
-    def show(_is_abandoned: Callable[[], bool]) -> bytes:
-        check_named_values(loaded, gateway.config.server.body_values_max)
-        items: list[dict[str, Any]] = []
-        for turn in turns:
-            own = msgspec.json.decode(turn.input, type=list[dict[str, Any]])
-            items += stored_items.shown_input(turn.response_id, own)
-            if turn is not turns[-1]:
-                items += msgspec.json.decode(turn.response, type=dict[str, Any])["output"]
-        return msgspec.json.encode(stored_items.page_of(items, page))
-
-    return await send_json(request, await gateway.preparations.run(owner[0], show))
-
-
-async def _find(
-    gateway: Context, request: web.BaseRequest, owner: Owner, response_id: str
-) -> bytes:
-    asked = *owner, response_id, gateway.wall()
-    found = await gateway.contents.ask(lambda store: find_response(store, *asked), owner[0])
-    if found is None:
-        raise responses.not_found(response_id)
-    request[BODY_SHARE].take(len(found))
-    return found
+        return await self._stored.preparations.run(owner[0], show)

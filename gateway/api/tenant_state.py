@@ -18,18 +18,20 @@ import msgspec
 from msgspec import Struct
 
 from gateway.api.usage_report import budget_body, budget_share
-from gateway.background.history_sampling import count_ended, read_at_once
-from gateway.context import Context
+from gateway.background.history_sampling import HistorySampling
 from gateway.http import json_api
+from gateway.ledger.query_pool import QueryPool
+from gateway.observability.ended_requests import EndedRequests
 from tenancy.accounts.keys import Key, list_keys, tenants_with_keys
 from tenancy.accounts.tenants import TenantRecord
 from tenancy.history.request_records import last_request_ms
 from tenancy.history.samples import read_samples
+from tenancy.limits import Limiter
 from tenancy.pricing.budgets import BudgetState, budget_states
 from tenancy.pricing.charges import PICO_PER_MICRO
 from tenancy.storage.audit_log import AuditFilter, all_changes, list_changes
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, Limits
+from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, Limits, WallClock
 
 TenantStatus = Literal["ok", "limited", "over_budget", "suspended"]
 LIMITED_MS = 5 * MINUTE_MS
@@ -40,6 +42,60 @@ LIMIT_CODES = ("rate_limit_exceeded", "request_exceeds_limit")
 MODEL_CODE = "model_not_found"
 LIMIT_FIELDS = frozenset({*Limits.__struct_fields__, "limits", "what"})
 """Values of the audit log that are limits: a tenant's, a key's, or both as the file declares."""
+
+
+class KeyAnswer(Struct, frozen=True):
+    """A key without its secret. `shown`: its prefix. Times: RFC 3339."""
+
+    key_id: int
+    shown: str
+    tenant: str | None
+    workspace: str | None
+    label: str
+    scopes: tuple[str, ...]
+    limits: Limits
+    tolerance: str | None
+    cache_key: str | None
+    replaced_by: int | None
+    declared: bool
+    created: str | None
+    expires: str | None
+    revoked: str | None
+
+
+class StateBudget(Struct, frozen=True):
+    """A budget in its present window."""
+
+    window: Literal["day", "month"]
+    key_id: int | None
+    hard_usd: str | None
+    soft_usd: str | None
+    spent_usd: str
+    reserved_usd: str
+    ends_at_ms: int
+    share: float | None
+
+
+class StateLimit(Struct, frozen=True):
+    """A limit of a tenant, and how much of the last minute's is used."""
+
+    limit: int
+    used_last_minute: int
+
+
+class TenantStateAnswer(Struct, frozen=True):
+    """What a tenant may do now, and why not."""
+
+    tenant: str
+    status: Literal["ok", "limited", "over_budget", "suspended"]
+    since_ms: int | None
+    reasons: list[str]
+    budgets: list[StateBudget]
+    limits: dict[str, StateLimit]
+    keys: list[KeyAnswer]
+    refusals_last_hour: dict[str, int]
+    refusals_today: dict[str, int]
+    last_request_ms: int | None
 
 
 class Refusals(Struct, frozen=True):
@@ -97,92 +153,110 @@ class _Seen(Struct, frozen=True):
     """Those that are not served, the last one first."""
 
 
-async def tenant_summaries(gateway: Context, found: Sequence[TenantRecord]) -> list[dict[str, Any]]:
-    """Return the status of each tenant, why, its refusals of the last hour and the most frequent
-    code, as a list of tenants shows them: the status and the reasons of `tenant_state`. Raises
-    StoreError."""
-    now_ms = gateway.wall()
-    read = partial(_read_accounts, tenant_ids={one.tenant.tenant_id for one in found})
-    accounts = await gateway.reports.ask(partial(read, now_ms=now_ms))
-    await count_ended(gateway)
-    written: defaultdict[int, list[tuple[int, Mapping[str, int]]]] = defaultdict(list)
-    for sample in gateway.ended_requests.last_hour:
-        written[sample.tenant_id].append((sample.at_ms, sample.details.refusals))
-    shown = []
-    for one in found:
-        tenant_id = one.tenant.tenant_id
-        seen = _seen(gateway, tenant_id, written[tenant_id])
-        status, _, reasons = _status(one, accounts[tenant_id], seen, now_ms)
-        last_hour = seen.refusals.since(now_ms - HOUR_MS)
-        shown.append(
-            {
-                "status": status,
-                "reasons": reasons,
-                "refused_last_hour": sum(last_hour.values()),
-                "top_code": max(sorted(last_hour), key=last_hour.__getitem__, default=None),
+class TenantStates:
+    """Says of tenants what they may do now, and why not."""
+
+    def __init__(
+        self,
+        reports: QueryPool,
+        limiter: Limiter,
+        ended_requests: EndedRequests,
+        history: HistorySampling,
+        wall: WallClock,
+    ) -> None:
+        self._reports, self._limiter, self._ended_requests = reports, limiter, ended_requests
+        self._history, self._wall = history, wall
+
+    async def summaries(self, found: Sequence[TenantRecord]) -> list[dict[str, Any]]:
+        """Return the status of each tenant, why, its refusals of the last hour and the most
+        frequent code, as a list of tenants shows them: the status and the reasons of `state`.
+        Raises StoreError."""
+        now_ms = self._wall()
+        read = partial(_read_accounts, tenant_ids={one.tenant.tenant_id for one in found})
+        accounts = await self._reports.ask(partial(read, now_ms=now_ms))
+        await self._history.count_ended()
+        written: defaultdict[int, list[tuple[int, Mapping[str, int]]]] = defaultdict(list)
+        for sample in self._ended_requests.last_hour:
+            written[sample.tenant_id].append((sample.at_ms, sample.details.refusals))
+        shown = []
+        for one in found:
+            tenant_id = one.tenant.tenant_id
+            seen = self._seen(tenant_id, written[tenant_id])
+            status, _, reasons = _status(one, accounts[tenant_id], seen, now_ms)
+            last_hour = seen.refusals.since(now_ms - HOUR_MS)
+            shown.append(
+                {
+                    "status": status,
+                    "reasons": reasons,
+                    "refused_last_hour": sum(last_hour.values()),
+                    "top_code": max(sorted(last_hour), key=last_hour.__getitem__, default=None),
+                }
+            )
+        return shown
+
+    async def state(self, found: TenantRecord, *, key_id: int | None = None) -> dict[str, Any]:
+        """Return a tenant's state as responses show it. `key_id`: show this key only, for a tenant
+        that asks itself. Raises StoreError."""
+        return await self._history.read_at_once(partial(self._state, found, key_id))
+
+    async def _state(self, found: TenantRecord, key_id: int | None) -> dict[str, Any]:
+        tenant, now_ms = found.tenant, self._wall()
+        read = partial(_read, tenant_id=tenant.tenant_id, name=tenant.name, now_ms=now_ms)
+        facts = await self._reports.ask(read, None if key_id is None else tenant.tenant_id)
+        await self._history.count_ended()
+        seen = self._seen(tenant.tenant_id, facts.written)
+        refusals, last_refused = seen.refusals, self._unwritten(tenant.tenant_id)
+        last_hour = refusals.since(now_ms - HOUR_MS)
+        status, since_ms, reasons = _status(found, facts.accounts, seen, now_ms)
+        unwritten = [max(last.values()) for last, _ in last_refused if last]
+        return {
+            "tenant": tenant.name,
+            "status": status,
+            "since_ms": facts.suspended_ms if status == "suspended" else since_ms,
+            "reasons": reasons,
+            "budgets": [_budget(one) for one in facts.accounts.budgets],
+            "limits": self._limits(found),
+            "keys": [key_body(one) for one in facts.keys if key_id in (None, one.key_id)],
+            "refusals_last_hour": last_hour,
+            "refusals_today": refusals.since(now_ms // DAY_MS * DAY_MS),
+            "last_request_ms": max(
+                (at_ms for at_ms in (facts.last_request_ms, *unwritten) if at_ms is not None),
+                default=None,
+            ),
+        }
+
+    def _unwritten(self, tenant_id: int) -> list[tuple[Mapping[str, int], Mapping[str, int]]]:
+        """Return when a tenant was refused last and how often, by code, in each of the minutes that
+        the database lacks."""
+        minutes = [counts for _, counts in self._ended_requests.minutes() if tenant_id in counts]
+        return [(one[tenant_id].last_refused_ms, one[tenant_id].refusals) for one in minutes]
+
+    def _seen(self, tenant_id: int, written: Sequence[tuple[int, Mapping[str, int]]]) -> _Seen:
+        """Return what was seen of a tenant's refusals. `written`: those that the database has."""
+        live = [
+            (at_ms, {code: refusals[code]})
+            for last, refusals in self._unwritten(tenant_id)
+            for code, at_ms in last.items()
+        ]
+        ended = self._ended_requests
+        recent = ended.last_refused_ms.get(tenant_id, {})
+        return _Seen(Refusals([*written, *live]), recent, ended.asked_models.get(tenant_id, ()))
+
+    def _limits(self, found: TenantRecord) -> dict[str, dict[str, int]]:
+        """Return each limit of the tenant, and how much of the last minute's is used."""
+        states = self._limiter.status_of_tenant(found.tenant.tenant_id, found.limits)
+        limits = {
+            f"{meter}_per_minute": {
+                "limit": state.limit,
+                "used_last_minute": state.limit - state.remaining,
             }
-        )
-    return shown
-
-
-async def tenant_state(
-    gateway: Context, found: TenantRecord, *, key_id: int | None = None
-) -> dict[str, Any]:
-    """Return a tenant's state as responses show it. `key_id`: show this key only, for a tenant that
-    asks itself. Raises StoreError."""
-    return await read_at_once(gateway, partial(_tenant_state, gateway, found, key_id))
-
-
-async def _tenant_state(
-    gateway: Context, found: TenantRecord, key_id: int | None
-) -> dict[str, Any]:
-    tenant, now_ms = found.tenant, gateway.wall()
-    read = partial(_read, tenant_id=tenant.tenant_id, name=tenant.name, now_ms=now_ms)
-    facts = await gateway.reports.ask(read, None if key_id is None else tenant.tenant_id)
-    await count_ended(gateway)
-    seen = _seen(gateway, tenant.tenant_id, facts.written)
-    refusals, last_refused = seen.refusals, _unwritten(gateway, tenant.tenant_id)
-    last_hour = refusals.since(now_ms - HOUR_MS)
-    status, since_ms, reasons = _status(found, facts.accounts, seen, now_ms)
-    unwritten = [max(last.values()) for last, _ in last_refused if last]
-    return {
-        "tenant": tenant.name,
-        "status": status,
-        "since_ms": facts.suspended_ms if status == "suspended" else since_ms,
-        "reasons": reasons,
-        "budgets": [_budget(one) for one in facts.accounts.budgets],
-        "limits": _limits(gateway, found),
-        "keys": [key_body(one) for one in facts.keys if key_id in (None, one.key_id)],
-        "refusals_last_hour": last_hour,
-        "refusals_today": refusals.since(now_ms // DAY_MS * DAY_MS),
-        "last_request_ms": max(
-            (at_ms for at_ms in (facts.last_request_ms, *unwritten) if at_ms is not None),
-            default=None,
-        ),
-    }
-
-
-def _unwritten(
-    gateway: Context, tenant_id: int
-) -> list[tuple[Mapping[str, int], Mapping[str, int]]]:
-    """Return when a tenant was refused last and how often, by code, in each of the minutes that
-    the database lacks."""
-    minutes = [counts for _, counts in gateway.ended_requests.minutes() if tenant_id in counts]
-    return [(one[tenant_id].last_refused_ms, one[tenant_id].refusals) for one in minutes]
-
-
-def _seen(
-    gateway: Context, tenant_id: int, written: Sequence[tuple[int, Mapping[str, int]]]
-) -> _Seen:
-    """Return what was seen of a tenant's refusals. `written`: those that the database has."""
-    live = [
-        (at_ms, {code: refusals[code]})
-        for last, refusals in _unwritten(gateway, tenant_id)
-        for code, at_ms in last.items()
-    ]
-    ended = gateway.ended_requests
-    recent = ended.last_refused_ms.get(tenant_id, {})
-    return _Seen(Refusals([*written, *live]), recent, ended.asked_models.get(tenant_id, ()))
+            for meter, state in states.items()
+        }
+        most = found.limits.requests_at_once
+        if most is not None:
+            running = self._limiter.running_of(found.tenant.tenant_id)
+            limits["requests_at_once"] = {"limit": most, "used_last_minute": running}
+        return limits
 
 
 def _read(store: Store, tenant_id: int, name: str, now_ms: int) -> _Facts:
@@ -332,23 +406,6 @@ def _budget(state: BudgetState) -> dict[str, Any]:
         "ends_at_ms": state.resets_ms,
         "share": budget_share(state),
     }
-
-
-def _limits(gateway: Context, found: TenantRecord) -> dict[str, dict[str, int]]:
-    """Return each limit of the tenant, and how much of the last minute's is used."""
-    states = gateway.limiter.status_of_tenant(found.tenant.tenant_id, found.limits)
-    limits = {
-        f"{meter}_per_minute": {
-            "limit": state.limit,
-            "used_last_minute": state.limit - state.remaining,
-        }
-        for meter, state in states.items()
-    }
-    most = found.limits.requests_at_once
-    if most is not None:
-        running = gateway.limiter.running_of(found.tenant.tenant_id)
-        limits["requests_at_once"] = {"limit": most, "used_last_minute": running}
-    return limits
 
 
 def key_body(key: Key) -> dict[str, Any]:

@@ -10,21 +10,23 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, get_args
 
-from gateway.context import Context
+from msgspec import Struct
+
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.json_api import Window
+from gateway.ledger.query_pool import QueryPool
 from tenancy.accounting.focus_export import storage
 from tenancy.accounting.usage import UsageGroup, UsageTotal, sum_tenants, usage
 from tenancy.ledger.epochs import ledger_epoch
 from tenancy.pricing.budgets import BudgetState
 from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
-from tenancy.types import DAY_MS, HOUR_MS, TOKEN_COLUMNS, Tenant
+from tenancy.types import DAY_MS, HOUR_MS, TOKEN_COLUMNS, Tenant, WallClock
 
 ROWS_MAX = 10_000
 BY_USER_DAYS_MAX = 32
 """The longest window of usage by user, which is summed from single entries."""
-PARAMETERS = ("since", "until", "group_by", "key_id", "model")
+PARAMETERS = "since until group_by key_id model"
 """Query parameters of a report."""
 
 _COUNTS = (
@@ -34,67 +36,116 @@ _COUNTS = (
 _MONEY = ("charge", "saved", "adjusted")
 
 
-async def report(
-    gateway: Context, given: Mapping[str, str], tenant: str | None, *, own_id: int | None = None
-) -> dict[str, Any]:
-    """Return the usage of one tenant, or of all. Raises Refusal.
+class WindowAnswer(Struct, frozen=True):
+    """The time window [since, until), RFC 3339."""
 
-    `own_id`: the tenant's id, if the tenant itself asks; its rows then omit its name.
+    since: str
+    until: str
+
+
+class UsageCounts(Struct, frozen=True):
+    """Sums of ledger entries. Money: exact decimal dollars, as strings. `host_cached_tokens`,
+    `disk_cached_tokens`, `remote_cached_tokens`: the parts of `physical_cached_tokens` that were
+    loaded from there."""
+
+    requests: int
+    prompt_tokens: int
+    cache_read_tokens: int
+    cache_write_tokens: int
+    fresh_tokens: int
+    output_tokens: int
+    physical_cached_tokens: int
+    host_cached_tokens: int
+    disk_cached_tokens: int
+    remote_cached_tokens: int
+    hit_ratio: float | None
+    charge_usd: str
+    saved_usd: str
+    adjusted_usd: str
+
+
+class UsageAnswer(Struct, frozen=True, omit_defaults=True):
+    """A usage report. `rows`: one per group; they have the group's values and the counts.
+
+    `storage`: of one tenant, by retention class. `tenant`, `budgets`: of the tenant that asks.
     """
-    window = whole_hours(json_api.window(given, gateway.wall()))
-    groups = parse_groups(given.get("group_by", ""), own=own_id is not None)
-    if "user" in groups and window.until_ms - window.since_ms > BY_USER_DAYS_MAX * DAY_MS:
-        message = (
-            f"group_by=user reads every entry: the window is limited to {BY_USER_DAYS_MAX} days."
+
+    ledger_epoch: int
+    window: WindowAnswer
+    group_by: tuple[str, ...]
+    totals: UsageCounts
+    rows: list[dict[str, Any]]
+    storage: list[dict[str, Any]] | None = None
+    tenant: str | None = None
+    budgets: list[dict[str, Any]] | None = None
+
+
+class UsageReports:
+    """Reports the sums of the ledger."""
+
+    def __init__(self, reports: QueryPool, wall: WallClock) -> None:
+        self._reports, self._wall = reports, wall
+
+    async def report(
+        self, given: Mapping[str, str], tenant: str | None, *, own_id: int | None = None
+    ) -> dict[str, Any]:
+        """Return the usage of one tenant, or of all. Raises Refusal.
+
+        `own_id`: the tenant's id, if the tenant itself asks; its rows then omit its name.
+        """
+        window = whole_hours(json_api.window(given, self._wall()))
+        groups = parse_groups(given.get("group_by", ""), own=own_id is not None)
+        if "user" in groups and window.until_ms - window.since_ms > BY_USER_DAYS_MAX * DAY_MS:
+            message = (
+                "group_by=user reads every entry: the window is limited to"
+                f" {BY_USER_DAYS_MAX} days."
+            )
+            raise Refusal(Kind.BAD, "invalid_value", message, param="since")
+        key_id = json_api.positive_int(given, "key_id", 0, 2**53) or None
+        query = partial(
+            usage,
+            tenant=tenant,
+            key_id=key_id,
+            model=given.get("model"),
+            since_ms=window.since_ms,
+            until_ms=window.until_ms,
+            by=groups,
         )
-        raise Refusal(Kind.BAD, "invalid_value", message, param="since")
-    key_id = json_api.positive_int(given, "key_id", 0, 2**53) or None
-    query = partial(
-        usage,
-        tenant=tenant,
-        key_id=key_id,
-        model=given.get("model"),
-        since_ms=window.since_ms,
-        until_ms=window.until_ms,
-        by=groups,
-    )
-    found = await gateway.reports.ask(query, own_id)
-    if tenant is None and groups and "tenant" not in groups:
-        found = sum_tenants(found)
-    if len(found) > ROWS_MAX:
-        message = f"Result has {len(found)} rows; limit {ROWS_MAX}. Narrow the query."
-        raise Refusal(Kind.BAD, "too_many_rows", message, param="group_by")
-    epoch = await gateway.reports.ask(ledger_epoch, own_id)
-    body = {
-        "ledger_epoch": epoch.number,
-        "window": window.as_json(),
-        "group_by": groups,
-        "totals": totals_body(found),
-        "rows": [_row(one, groups) for one in found] if groups else [],
-    }
-    if tenant is not None:
-        body["storage"] = await _storage_rows(gateway, tenant, window, own_id)
-    return body
-
-
-async def _storage_rows(
-    gateway: Context, tenant: str, window: Window, own_id: int | None
-) -> list[dict[str, Any]]:
-    query = partial(storage, tenant=tenant, since_ms=window.since_ms, until_ms=window.until_ms)
-    return [
-        {
-            "class": one.retention,
-            "token_seconds": one.token_seconds,
-            "charge_usd": format_dollars(one.pico),
+        found = await self._reports.ask(query, own_id)
+        if tenant is None and groups and "tenant" not in groups:
+            found = sum_tenants(found)
+        if len(found) > ROWS_MAX:
+            message = f"Result has {len(found)} rows; limit {ROWS_MAX}. Narrow the query."
+            raise Refusal(Kind.BAD, "too_many_rows", message, param="group_by")
+        epoch = await self._reports.ask(ledger_epoch, own_id)
+        body = {
+            "ledger_epoch": epoch.number,
+            "window": window.as_json(),
+            "group_by": groups,
+            "totals": totals_body(found),
+            "rows": [_row(one, groups) for one in found] if groups else [],
         }
-        for one in await gateway.reports.ask(query, own_id)
-    ]
+        if tenant is not None:
+            body["storage"] = await self._storage_rows(tenant, window, own_id)
+        return body
 
+    async def _storage_rows(
+        self, tenant: str, window: Window, own_id: int | None
+    ) -> list[dict[str, Any]]:
+        query = partial(storage, tenant=tenant, since_ms=window.since_ms, until_ms=window.until_ms)
+        return [
+            {
+                "class": one.retention,
+                "token_seconds": one.token_seconds,
+                "charge_usd": format_dollars(one.pico),
+            }
+            for one in await self._reports.ask(query, own_id)
+        ]
 
-async def own_totals(gateway: Context, window: Window, own: Tenant) -> dict[str, Any]:
-    """Return the totals of a tenant for itself. Raises StoreError."""
-    query = partial(usage, tenant=own.name, since_ms=window.since_ms, until_ms=window.until_ms)
-    return totals_body(await gateway.reports.ask(query, own.tenant_id))
+    async def own_totals(self, window: Window, own: Tenant) -> dict[str, Any]:
+        """Return the totals of a tenant for itself. Raises StoreError."""
+        query = partial(usage, tenant=own.name, since_ms=window.since_ms, until_ms=window.until_ms)
+        return totals_body(await self._reports.ask(query, own.tenant_id))
 
 
 def whole_hours(window: Window) -> Window:

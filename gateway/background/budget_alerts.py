@@ -9,16 +9,28 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import partial
 
-from gateway.context import Context
+from gateway.context import Log
+from gateway.ledger.query_pool import QueryPool
+from gateway.observability.metrics import Metrics
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.errors import StoreError
 from tenancy.pricing.budgets import BudgetState, budget_states
+from tenancy.types import WallClock
 
 
 class BudgetAlerts:
     """Soft budgets of all tenants of one gateway. Belongs to one event loop."""
 
-    def __init__(self, gateway: Context) -> None:
-        self._gateway = gateway
+    def __init__(
+        self,
+        reports: QueryPool,
+        authenticator: KeyAuthenticator,
+        metrics: Metrics,
+        wall: WallClock,
+        log: Log,
+    ) -> None:
+        self._reports, self._authenticator, self._metrics = reports, authenticator, metrics
+        self._wall, self._log = wall, log
         self._alerted: dict[tuple[int, int, str], int] = {}  # start of the window alerted for
 
     async def check(self) -> None:
@@ -27,21 +39,20 @@ class BudgetAlerts:
 
         O(budgets), on another thread. A failed read of the store is tried again at the next check.
         """
-        gateway = self._gateway
         with suppress(StoreError):
-            states = await gateway.reports.ask(partial(budget_states, clock=gateway.wall))
+            states = await self._reports.ask(partial(budget_states, clock=self._wall))
             self._alert([state for state in states if state.is_over_soft])
 
     def _alert(self, passed: list[BudgetState]) -> None:
-        gateway, alerted = self._gateway, self._alerted
+        alerted = self._alerted
         counts: dict[str, int] = {}
         self._alerted = {}
         for state in passed:
             budget = state.budget
-            owner = gateway.authenticator.tenant(budget.tenant_id)
+            owner = self._authenticator.tenant(budget.tenant_id)
             if owner is None:
                 continue  # deleted meanwhile
-            name = gateway.metrics.tenant_label(owner.tenant.name)
+            name = self._metrics.tenant_label(owner.tenant.name)
             counts[name] = counts.get(name, 0) + 1
             key = budget.tenant_id, budget.key_id, budget.window
             self._alerted[key] = state.starts_ms
@@ -55,5 +66,5 @@ class BudgetAlerts:
                     "spent_pico": state.spent_pico,
                     "resets_ms": state.resets_ms,
                 }
-                gateway.log("soft_budget_passed", facts)
-        gateway.metrics.set_soft_budgets(counts)
+                self._log("soft_budget_passed", facts)
+        self._metrics.set_soft_budgets(counts)

@@ -16,8 +16,12 @@ from msgspec import Struct, structs
 
 from gateway.background.webhooks import WebhookSender
 from gateway.config import Config, ConfigError, effective
-from gateway.context import Context
+from gateway.config_file import ConfigSource
+from gateway.context import Log
+from gateway.engines.served_models import ServedModels
 from gateway.errors import Kind, Refusal
+from gateway.unfinished_work import BackgroundWork
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.declared_keys import DeclaredKey, KeyChange
 from tenancy.accounts.declared_tenants import DeclaredTenant, TenantChange, reconcile
 from tenancy.accounts.keys import digest_of, is_key
@@ -25,6 +29,8 @@ from tenancy.accounts.shared_scopes import ScopeChange
 from tenancy.accounts.tenants import list_tenant_records
 from tenancy.errors import TenancyError
 from tenancy.storage.audit_log import Actor
+from tenancy.storage.interface import Store
+from tenancy.types import WallClock
 
 Change = TenantChange | KeyChange | ScopeChange
 
@@ -44,95 +50,110 @@ class ReloadResult(Struct, frozen=True):
     """Names of those that other tenants may use now."""
 
 
-async def reload(
-    gateway: Context, webhooks: WebhookSender, by: Actor | None = None
-) -> ReloadResult:
-    """Read the configuration and apply it. `by`: the administrator that asked, for the audit log.
-    Raises Refusal, and changes nothing then.
+class ConfigReload:
+    """Reads the configuration again and applies it. One gateway has one."""
 
-    Runs to completion even if the caller is cancelled, and after a reload that runs: the file that
-    was read last is applied last.
-    """
-    return await gateway.run_to_completion(_reload(gateway, webhooks, by))
+    def __init__(
+        self,
+        config: Config,
+        models: ServedModels,
+        authenticator: KeyAuthenticator,
+        store: Store,
+        work: BackgroundWork,
+        wall: WallClock,
+        log: Log,
+        source: ConfigSource,
+        webhooks: WebhookSender,
+    ) -> None:
+        self.config, self._models, self._authenticator = config, models, authenticator
+        self._store, self._work, self._wall = store, work, wall
+        self._log, self.source, self.webhooks = log, source, webhooks
+        self._turn = asyncio.Lock()
 
+    async def reload(self, by: Actor | None = None) -> ReloadResult:
+        """Read the configuration and apply it. `by`: the administrator that asked, for the audit
+        log. Raises Refusal, and changes nothing then.
 
-async def _reload(gateway: Context, webhooks: WebhookSender, by: Actor | None) -> ReloadResult:
-    async with gateway.reloading:
-        try:
-            config = await asyncio.to_thread(gateway.source.read)
-            endpoints = await asyncio.to_thread(webhooks.read, config)
-            changes, left = await declare(gateway, config, by)
-        except (ConfigError, TenancyError) as error:
-            gateway.log("reload_refused", {"reason": str(error)})
-            message = f"Configuration not applied: {error}"
-            raise Refusal(Kind.CONFLICT, "bad_config", message) from error
-        found = ReloadResult(
-            tuple(change for change in changes if isinstance(change, TenantChange)),
-            tuple(changed_settings(gateway.config, config)),
-            tuple(change for change in changes if isinstance(change, ScopeChange)),
-            tuple(change for change in changes if isinstance(change, KeyChange)),
-            left,
-            await webhooks.apply(endpoints),
-            _open_models(gateway, config),
-        )
-    facts = {
-        "tenants": len(found.tenants),
-        "keys": len(found.keys),
-        "webhooks": len(found.webhooks),
-        "models": len(found.models),
-    }
-    gateway.log("reloaded", {**facts, "needs_restart": found.needs_restart})
-    return found
+        Runs to completion even if the caller is cancelled, and after a reload that runs: the file
+        that was read last is applied last.
+        """
+        return await self._work.run_to_completion(self._reload(by))
 
+    async def _reload(self, by: Actor | None) -> ReloadResult:
+        async with self._turn:
+            try:
+                config = await asyncio.to_thread(self.source.read)
+                endpoints = await asyncio.to_thread(self.webhooks.read, config)
+                changes, left = await self.declare(config, by)
+            except (ConfigError, TenancyError) as error:
+                self._log("reload_refused", {"reason": str(error)})
+                message = f"Configuration not applied: {error}"
+                raise Refusal(Kind.CONFLICT, "bad_config", message) from error
+            found = ReloadResult(
+                tuple(change for change in changes if isinstance(change, TenantChange)),
+                tuple(changed_settings(self.config, config)),
+                tuple(change for change in changes if isinstance(change, ScopeChange)),
+                tuple(change for change in changes if isinstance(change, KeyChange)),
+                left,
+                await self.webhooks.apply(endpoints),
+                self._open_models(config),
+            )
+        facts = {
+            "tenants": len(found.tenants),
+            "keys": len(found.keys),
+            "webhooks": len(found.webhooks),
+            "models": len(found.models),
+        }
+        self._log("reloaded", {**facts, "needs_restart": found.needs_restart})
+        return found
 
-def _open_models(gateway: Context, config: Config) -> tuple[str, ...]:
-    """Apply which tenants may use each served model; return the names of changed models. A model
-    that the file no longer names stays as it is until a restart."""
-    changed = []
-    for settings in config.models:
-        model, tenants = gateway.models.by_name.get(settings.name), settings.open_to
-        if model is not None and model.name == settings.name and model.tenants != tenants:
-            model.tenants = tenants
-            changed.append(model.name)
-    return tuple(changed)
+    def _open_models(self, config: Config) -> tuple[str, ...]:
+        """Apply which tenants may use each served model; return the names of changed models. A
+        model that the file no longer names stays as it is until a restart."""
+        changed = []
+        for settings in config.models:
+            model, tenants = self._models.by_name.get(settings.name), settings.open_to
+            if model is not None and model.name == settings.name and model.tenants != tenants:
+                model.tenants = tenants
+                changed.append(model.name)
+        return tuple(changed)
 
+    async def declare(
+        self, config: Config, by: Actor | None = None
+    ) -> tuple[list[Change], tuple[str, ...]]:
+        """Apply the declared tenants, keys and scopes. Returns the changes, and the tenants that
+        are left from an earlier file.
 
-async def declare(
-    gateway: Context, config: Config, by: Actor | None = None
-) -> tuple[list[Change], tuple[str, ...]]:
-    """Apply the declared tenants, keys and scopes. Returns the changes, and the tenants that are
-    left from an earlier file.
+        Raises StoreError, BadName, and ConfigError for a key's file; then nothing has changed.
+        """
+        actor = by or Actor("file", "", self._wall())
+        changes, left = await asyncio.to_thread(self._reconcile, config, actor)
+        self._authenticator.refresh_now()
+        for change in changes:
+            match change:
+                case TenantChange(tenant, what):
+                    self._log("tenant_declared", {"tenant": tenant, "what": what})
+                case KeyChange(tenant, _, key_id, what):
+                    facts = {"tenant": tenant, "key_id": key_id, "what": what}
+                    self._log("key_declared", facts)
+                case ScopeChange(scope, what):
+                    self._log("scope_declared", {"shared_scope": scope, "what": what})
+        if left:
+            self._log("tenants_undeclared", {"tenants": len(left)})
+        return changes, left
 
-    Raises StoreError, BadName, and ConfigError for a key's file; then nothing has changed.
-    """
-    actor = by or Actor("file", "", gateway.wall())
-    changes, left = await asyncio.to_thread(_reconcile, gateway, config, actor)
-    gateway.authenticator.refresh_now()
-    for change in changes:
-        match change:
-            case TenantChange(tenant, what):
-                gateway.log("tenant_declared", {"tenant": tenant, "what": what})
-            case KeyChange(tenant, _, key_id, what):
-                facts = {"tenant": tenant, "key_id": key_id, "what": what}
-                gateway.log("key_declared", facts)
-            case ScopeChange(scope, what):
-                gateway.log("scope_declared", {"shared_scope": scope, "what": what})
-    if left:
-        gateway.log("tenants_undeclared", {"tenants": len(left)})
-    return changes, left
-
-
-def _reconcile(gateway: Context, config: Config, by: Actor) -> tuple[list[Change], tuple[str, ...]]:
-    """Change the database, last of all. Without any `tenants` in the file, those that an earlier
-    one declared stay: the operator may have removed the last table to suspend its tenant."""
-    tenants, left = None, tuple[str, ...]()
-    if config.tenants is None:
-        registered = list_tenant_records(gateway.store)
-        left = tuple(one.tenant.name for one in registered if one.tenant.is_declared)
-    else:
-        tenants = with_digests(config.tenants)
-    scopes = config.tenancy.shared_scopes
-    return reconcile(gateway.store, gateway.wall, tenants, scopes, by), left
+    def _reconcile(self, config: Config, by: Actor) -> tuple[list[Change], tuple[str, ...]]:
+        """Change the database, last of all. Without any `tenants` in the file, those that an
+        earlier one declared stay: the operator may have removed the last table to suspend its
+        tenant."""
+        tenants, left = None, tuple[str, ...]()
+        if config.tenants is None:
+            registered = list_tenant_records(self._store)
+            left = tuple(one.tenant.name for one in registered if one.tenant.is_declared)
+        else:
+            tenants = with_digests(config.tenants)
+        scopes = config.tenancy.shared_scopes
+        return reconcile(self._store, self._wall, tenants, scopes, by), left
 
 
 def changed_settings(running: Config, read: Config) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -49,6 +49,29 @@ STATES: tuple[ErasedState, ...] = ("shredded", "gone", "pending")
 """States of an erased level, from the one that promises most to the one that promises least."""
 _CALLS_IN_FLIGHT_MAX = 32
 """Concurrent erase calls to the engine."""
+
+
+class ErasedLevelAnswer(Struct, frozen=True):
+    """What an erasure took from a level. `shredded`: gone, and the key with which it was sealed is
+    destroyed. `pending`: the level has not confirmed it yet; the server tries again each minute."""
+
+    blocks: int
+    bytes: int
+    state: Literal["gone", "shredded", "pending"]
+
+
+class ReceiptAnswer(Struct, frozen=True):
+    """The receipt of an erasure. `at`: RFC 3339. `levels`: by name; null in old receipts."""
+
+    receipt_id: str
+    at: str
+    what: str
+    blocks: int
+    levels: dict[str, ErasedLevelAnswer] | None
+    embeddings: int
+    namespaces: int
+    namespace_digest: str
+    key_id: int | None
 
 
 class ErasureTarget(Struct, frozen=True):
@@ -124,101 +147,195 @@ def list_holdings(
     return [Holding(*owner, one) for owner, one in pairs if owner is not None]
 
 
-def live_entries(
-    gateway: Context, tenant_id: int, workspace: str | None = None, limit: int | None = None
-) -> list[IndexedPrefix]:
-    """Return a tenant's live entries of the prefix index, least recently used first.
+class CacheErasure:
+    """Erases what one gateway and its database keep of prefixes. Belongs to one event loop."""
 
-    `limit`: only that many, the latest ones. O(entries), or O(entries up to the limit).
-    """
-    now_s = gateway.clock()
-    scope = ErasureTarget(tenant_id, 0, workspace)
-    owned = reversed(gateway.contracts.entries.owned_by(tenant_id))
-    live = (entry for entry in owned if entry.is_live(now_s) and scope.covers(entry.key[0]))
-    return list(islice(live, limit))[::-1]
+    def __init__(self, gateway: Context) -> None:
+        self._gateway = gateway
 
+    def live_entries(
+        self, tenant_id: int, workspace: str | None = None, limit: int | None = None
+    ) -> list[IndexedPrefix]:
+        """Return a tenant's live entries of the prefix index, least recently used first.
 
-async def erase(gateway: Context, target: ErasureTarget, by: Actor | None = None) -> ErasureReceipt:
-    """Erase the target, then write the receipt. Runs to completion even if the caller is cancelled.
-    `by`: the administrator that asked, for the audit log.
+        `limit`: only that many, the latest ones. O(entries), or O(entries up to the limit).
+        """
+        now_s = self._gateway.clock()
+        scope = ErasureTarget(tenant_id, 0, workspace)
+        owned = reversed(self._gateway.contracts.entries.owned_by(tenant_id))
+        live = (entry for entry in owned if entry.is_live(now_s) and scope.covers(entry.key[0]))
+        return list(islice(live, limit))[::-1]
 
-    Erases the engine's blocks, the entries of the prefix index with their rows in the database and,
-    without a lease id, vectors of texts, cached contents, stored responses and conversations: what
-    is in memory first, then rows, in small transactions that a full disk has room for.
-    Blocks in use by a running request are unreachable for others at once, and freed when it ends.
-    The receipt counts the blocks of all models. Raises Refusal for an unknown lease,
-    EngineUnavailable if the engine of any model is away, and StoreError: the caller may try again
-    until it has a receipt.
-    """
-    receipts: list[ErasureReceipt] = []
+    async def erase(self, target: ErasureTarget, by: Actor | None = None) -> ErasureReceipt:
+        """Erase the target, then write the receipt. Runs to completion even if the caller is
+        cancelled. `by`: the administrator that asked, for the audit log.
 
-    async def work() -> None:
-        receipts.append(await _erase(gateway, target, by))
+        Erases the engine's blocks, the entries of the prefix index with their rows in the database
+        and, without a lease id, vectors of texts, cached contents, stored responses and
+        conversations: what is in memory first, then rows, in small transactions that a full disk
+        has room for. Blocks in use by a running request are unreachable for others at once, and
+        freed when it ends. The receipt counts the blocks of all models. Raises Refusal for an
+        unknown lease, EngineUnavailable if the engine of any model is away, and StoreError: the
+        caller may try again until it has a receipt.
+        """
+        return await self._gateway.work.shield(self._erase(target, by))
 
-    await gateway.shield(work())
-    return receipts[0]
-
-
-async def scope_names(gateway: Context) -> dict[int, str]:
-    """Return the names of existing shared scopes by id."""
-    return {scope.scope_id: scope.name for scope in await gateway.reports.ask(list_scopes)}
-
-
-async def erase_removed(gateway: Context) -> None:
-    """Erase what deleted tenants have in caches, with a receipt, and blocks of removed scopes.
-
-    No client can read it any more. A tenant that left no ledger rows has no receipts; it may have
-    blocks of a request that ran while it was deleted. Raises EngineUnavailable and StoreError.
-    """
-    await gateway.models.refresh()
-    everything = list_holdings(gateway.models.namespaces())
-    found = [one for one in everything if one.is_held]
-    owners = {one.tenant_id for one in found}
-    if gateway.embeddings is not None:
-        owners |= gateway.embeddings.owners
-    for tenant_id in await gateway.reports.ask(lambda store: filter_deleted(store, owners)):
-        with suppress(ConstraintBroken):  # of the receipt, written last: no row has this number
-            await erase(gateway, ErasureTarget(tenant_id, 0))
-    held = [one for one in everything if one.scope_id is not None]
-    if not held:
-        return
-    # Read after the holdings, so that a scope created meanwhile is found.
-    existing = await scope_names(gateway)
-    for one in held:
-        if one.scope_id not in existing:
-            gateway.contracts.entries.erase_namespace(one.stats.namespace)
-            await gateway.models.erase(one.stats.namespace)
-
-
-async def retry_pending(gateway: Context) -> None:
-    """Try again what a level could not confirm, and say so in the receipt once it has.
-
-    Erases what was named as it is now: what was written since goes too. Raises EngineUnavailable
-    and StoreError.
-    """
-    found = await asyncio.to_thread(list_pending, gateway.store)
-    gateway.metrics.levels.pending_receipts = len(found)
-    if is_disk_away(gateway.models.stats()):
-        return
-    for receipt in found:
-        target = target_of(receipt)
-        names = await _names_of(gateway, target)
-        _forget_entries(gateway.contracts.entries, names, target.lease_id)
-        _, levels = await _erase_all(gateway, names, target.lease_id)
-        if any(one.state == "pending" for one in levels.values()):
-            continue
-        before = receipt.levels
-        confirmed = {
-            name: ErasedLevel(
-                sum(one[name].blocks for one in (before, levels) if name in one),
-                sum(one[name].bytes for one in (before, levels) if name in one),
-                levels[name].state if name in levels else "gone",
-            )
-            for name in {**before, **levels}
+    async def scope_names(self) -> dict[int, str]:
+        """Return the names of existing shared scopes by id."""
+        return {
+            scope.scope_id: scope.name for scope in await self._gateway.reports.ask(list_scopes)
         }
-        await asyncio.to_thread(confirm_receipt, gateway.store, receipt.receipt_id, confirmed)
-        gateway.metrics.levels.pending_receipts -= 1
-        gateway.log("erasure_confirmed", {"receipt": receipt.receipt_id})
+
+    async def erase_removed(self) -> None:
+        """Erase what deleted tenants have in caches, with a receipt, and blocks of removed scopes.
+
+        No client can read it any more. A tenant that left no ledger rows has no receipts; it may
+        have blocks of a request that ran while it was deleted. Raises EngineUnavailable and
+        StoreError.
+        """
+        await self._gateway.models.refresh()
+        everything = list_holdings(self._gateway.models.namespaces())
+        found = [one for one in everything if one.is_held]
+        owners = {one.tenant_id for one in found}
+        if self._gateway.embeddings is not None:
+            owners |= self._gateway.embeddings.owners
+        for tenant_id in await self._gateway.reports.ask(
+            lambda store: filter_deleted(store, owners)
+        ):
+            with suppress(ConstraintBroken):  # of the receipt, written last: no row has this number
+                await self.erase(ErasureTarget(tenant_id, 0))
+        held = [one for one in everything if one.scope_id is not None]
+        if not held:
+            return
+        # Read after the holdings, so that a scope created meanwhile is found.
+        existing = await self.scope_names()
+        for one in held:
+            if one.scope_id not in existing:
+                self._gateway.contracts.entries.erase_namespace(one.stats.namespace)
+                await self._gateway.models.erase(one.stats.namespace)
+
+    async def retry_pending(self) -> None:
+        """Try again what a level could not confirm, and say so in the receipt once it has.
+
+        Erases what was named as it is now: what was written since goes too. Raises
+        EngineUnavailable and StoreError.
+        """
+        found = await asyncio.to_thread(list_pending, self._gateway.store)
+        self._gateway.metrics.levels.pending_receipts = len(found)
+        if is_disk_away(self._gateway.models.stats()):
+            return
+        for receipt in found:
+            target = target_of(receipt)
+            names = await self._names_of(target)
+            _forget_entries(self._gateway.contracts.entries, names, target.lease_id)
+            _, levels = await self._erase_all(names, target.lease_id)
+            if any(one.state == "pending" for one in levels.values()):
+                continue
+            before = receipt.levels
+            confirmed = {
+                name: ErasedLevel(
+                    sum(one[name].blocks for one in (before, levels) if name in one),
+                    sum(one[name].bytes for one in (before, levels) if name in one),
+                    levels[name].state if name in levels else "gone",
+                )
+                for name in {**before, **levels}
+            }
+            await asyncio.to_thread(
+                confirm_receipt, self._gateway.store, receipt.receipt_id, confirmed
+            )
+            self._gateway.metrics.levels.pending_receipts -= 1
+            self._gateway.log("erasure_confirmed", {"receipt": receipt.receipt_id})
+
+    async def _erase(self, target: ErasureTarget, by: Actor | None) -> ErasureReceipt:
+        index, names = self._gateway.contracts.entries, await self._names_of(target)
+        # The prefix index first: a prefix billed as read must still be cached.
+        forgotten = _forget_entries(index, names, target.lease_id)
+        vectors = 0
+        if target.lease_id is None and self._gateway.embeddings is not None:
+            vectors = self._gateway.embeddings.erase(target.tenant_id, target.workspace)
+        blocks, levels = await self._erase_all(names, target.lease_id)
+        # Again for prefixes added meanwhile: the engine erased these too, so no read may be billed.
+        _forget_entries(index, names, target.lease_id)
+        # What is in memory needs no room; a database without room is asked after it.
+        if target.lease_id is None:
+            await self._gateway.contents.ask(
+                partial(self._erase_contents, target), target.tenant_id
+            )
+        await self._gateway.promise_store.flush()  # durable before the receipt
+        found = forgotten or any(one.blocks or one.state == "pending" for one in levels.values())
+        if target.lease_id is not None and not found:
+            raise Refusal(Kind.NOT_FOUND, "lease_unknown", "Lease not found.", param="lease_id")
+        receipt = ErasureReceipt(
+            receipt_id=self._gateway.new_id(),
+            tenant_id=target.tenant_id,
+            key_id=target.key_id,
+            at_ms=self._gateway.wall(),
+            what=target.describe(),
+            namespaces=len(names),
+            namespace_digest=digest_namespaces(names),
+            blocks=blocks,
+            levels=levels,
+            embeddings=vectors,
+        )
+        await asyncio.to_thread(write_receipt, self._gateway.store, receipt, by)
+        if target.lease_id is None:
+            # Again for what running requests stored meanwhile; from here on the receipt forbids it.
+            owner = (self._gateway.store, target.tenant_id, target.workspace, receipt.at_ms)
+            await asyncio.to_thread(erase_stored, *owner)
+            await asyncio.to_thread(erase_conversations, *owner)
+            await asyncio.to_thread(self._gateway.store.keep_room)
+        facts: dict[str, object] = {
+            "tenant_id": target.tenant_id,
+            "key_id": target.key_id,
+            "blocks": blocks,
+        }
+        if pending := [name for name, one in levels.items() if one.state == "pending"]:
+            facts["pending"] = pending
+            self._gateway.metrics.levels.pending_receipts += 1
+        self._gateway.log("cache_erased", {"receipt": receipt.receipt_id, **facts})
+        return receipt
+
+    def _erase_contents(self, target: ErasureTarget, _: Store) -> None:
+        """Delete what the database has of the target's texts, in small transactions."""
+        owner = self._gateway.store, target.tenant_id, target.workspace
+        self._gateway.store.make_room()
+        erase_stored(*owner)
+        erase_conversations(*owner)
+        forget_answers(*owner)
+        end_cached_contents(*owner, self._gateway.wall())
+
+    async def _names_of(self, target: ErasureTarget) -> list[Namespace]:
+        """Return the namespaces of a target that have blocks or entries."""
+        await self._gateway.models.refresh_all()
+        held = {one.namespace for one in self._gateway.models.namespaces()}
+        owned = self._gateway.contracts.entries.owned_by(target.tenant_id)
+        return sorted(filter(target.covers, held | {entry.key[0] for entry in owned}))
+
+    async def _erase_all(
+        self, names: Sequence[Namespace], lease_id: str | None
+    ) -> tuple[int, dict[str, ErasedLevel]]:
+        """Erase in the engine. Returns the blocks of the device, and what each level lost."""
+        blocks = size = 0
+        sums: dict[str, ErasedLevel] = {}
+        for start in range(0, len(names), _CALLS_IN_FLIGHT_MAX):
+            batch = names[start : start + _CALLS_IN_FLIGHT_MAX]
+            calls = (self._gateway.models.erase(name, lease_id) for name in batch)
+            for name, erased in zip(batch, await asyncio.gather(*calls), strict=True):
+                blocks += erased.blocks
+                info = self._gateway.models.info_of(name)
+                size += 0 if info is None else erased.blocks * info.kv_bytes_per_block
+                for one in erased.levels:
+                    before = sums.get(one.level, ErasedLevel(0, 0, "shredded"))
+                    states = before.state, _state_of(one)
+                    sums[one.level] = ErasedLevel(
+                        before.blocks + one.blocks,
+                        before.bytes + one.bytes,
+                        max(states, key=STATES.index),
+                    )
+        if is_disk_away(self._gateway.models.stats()):  # it may have namespaces that are not known
+            before = sums.get("disk", ErasedLevel(0, 0))
+            sums["disk"] = replace(before, state="pending")
+        return blocks, {"device": ErasedLevel(blocks, size), **sums}
 
 
 def target_of(receipt: ErasureReceipt) -> ErasureTarget:
@@ -249,105 +366,12 @@ def receipt_body(receipt: ErasureReceipt) -> dict[str, Any]:
     }
 
 
-async def _erase(gateway: Context, target: ErasureTarget, by: Actor | None) -> ErasureReceipt:
-    index, names = gateway.contracts.entries, await _names_of(gateway, target)
-    # The prefix index first: a prefix billed as read must still be cached.
-    forgotten = _forget_entries(index, names, target.lease_id)
-    vectors = 0
-    if target.lease_id is None and gateway.embeddings is not None:
-        vectors = gateway.embeddings.erase(target.tenant_id, target.workspace)
-    blocks, levels = await _erase_all(gateway, names, target.lease_id)
-    # Again for prefixes added meanwhile: the engine erased these too, so no read may be billed.
-    _forget_entries(index, names, target.lease_id)
-    # What is in memory needs no room; a database without room is asked after it.
-    if target.lease_id is None:
-        await gateway.contents.ask(partial(_erase_contents, gateway, target), target.tenant_id)
-    await gateway.promise_store.flush()  # durable before the receipt
-    found = forgotten or any(one.blocks or one.state == "pending" for one in levels.values())
-    if target.lease_id is not None and not found:
-        raise Refusal(Kind.NOT_FOUND, "lease_unknown", "Lease not found.", param="lease_id")
-    receipt = ErasureReceipt(
-        receipt_id=gateway.new_id(),
-        tenant_id=target.tenant_id,
-        key_id=target.key_id,
-        at_ms=gateway.wall(),
-        what=target.describe(),
-        namespaces=len(names),
-        namespace_digest=digest_namespaces(names),
-        blocks=blocks,
-        levels=levels,
-        embeddings=vectors,
-    )
-    await asyncio.to_thread(write_receipt, gateway.store, receipt, by)
-    if target.lease_id is None:
-        # Again for what running requests stored meanwhile; from here on the receipt forbids it.
-        owner = (gateway.store, target.tenant_id, target.workspace, receipt.at_ms)
-        await asyncio.to_thread(erase_stored, *owner)
-        await asyncio.to_thread(erase_conversations, *owner)
-        await asyncio.to_thread(gateway.store.keep_room)
-    facts: dict[str, object] = {
-        "tenant_id": target.tenant_id,
-        "key_id": target.key_id,
-        "blocks": blocks,
-    }
-    if pending := [name for name, one in levels.items() if one.state == "pending"]:
-        facts["pending"] = pending
-        gateway.metrics.levels.pending_receipts += 1
-    gateway.log("cache_erased", {"receipt": receipt.receipt_id, **facts})
-    return receipt
-
-
-def _erase_contents(gateway: Context, target: ErasureTarget, _: Store) -> None:
-    """Delete what the database has of the target's texts, in small transactions."""
-    owner = gateway.store, target.tenant_id, target.workspace
-    gateway.store.make_room()
-    erase_stored(*owner)
-    erase_conversations(*owner)
-    forget_answers(*owner)
-    end_cached_contents(*owner, gateway.wall())
-
-
 def _forget_entries(index: PrefixIndex, names: Sequence[Namespace], lease_id: str | None) -> int:
     """Remove entries from the prefix index; returns their number."""
     if lease_id is None:
         return sum(map(index.erase_namespace, names))
     digest = _lease_digest(lease_id)
     return sum(index.erase((name, digest)) for name in names)
-
-
-async def _names_of(gateway: Context, target: ErasureTarget) -> list[Namespace]:
-    """Return the namespaces of a target that have blocks or entries."""
-    await gateway.models.refresh_all()
-    held = {one.namespace for one in gateway.models.namespaces()}
-    owned = gateway.contracts.entries.owned_by(target.tenant_id)
-    return sorted(filter(target.covers, held | {entry.key[0] for entry in owned}))
-
-
-async def _erase_all(
-    gateway: Context, names: Sequence[Namespace], lease_id: str | None
-) -> tuple[int, dict[str, ErasedLevel]]:
-    """Erase in the engine. Returns the blocks of the device, and what each level lost."""
-    blocks = size = 0
-    sums: dict[str, ErasedLevel] = {}
-    for start in range(0, len(names), _CALLS_IN_FLIGHT_MAX):
-        batch = names[start : start + _CALLS_IN_FLIGHT_MAX]
-        calls = (gateway.models.erase(name, lease_id) for name in batch)
-        for name, erased in zip(batch, await asyncio.gather(*calls), strict=True):
-            blocks += erased.blocks
-            info = gateway.models.info_of(name)
-            size += 0 if info is None else erased.blocks * info.kv_bytes_per_block
-            for one in erased.levels:
-                before = sums.get(one.level, ErasedLevel(0, 0, "shredded"))
-                states = before.state, _state_of(one)
-                sums[one.level] = ErasedLevel(
-                    before.blocks + one.blocks,
-                    before.bytes + one.bytes,
-                    max(states, key=STATES.index),
-                )
-    if is_disk_away(gateway.models.stats()):  # it may have namespaces that are not known
-        before = sums.get("disk", ErasedLevel(0, 0))
-        sums["disk"] = replace(before, state="pending")
-    return blocks, {"device": ErasedLevel(blocks, size), **sums}
 
 
 def _state_of(one: LevelErased) -> ErasedState:

@@ -3,7 +3,7 @@
 Once a second it counts ended requests. Every five seconds it writes their records and adds their
 counts to the running minute's samples, and at each minute's end it writes a sample of each active
 tenant and of all. A gateway that is killed loses five seconds. `gateway.app` runs the task; the
-admin API calls `flush_requests` before it reads.
+admin API flushes before it reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from engine.statistics import Stats
 from gateway.background.money_metrics import MoneyMetrics
-from gateway.background.storage_metering import update_tenant_usage
 from gateway.context import Context
 from gateway.observability.ended_requests import Minute, MinuteCounts
 from gateway.periodic_task import PeriodicTask
@@ -51,69 +50,6 @@ RATE_OVER_S = 60.0
 """The time over which tokens per second are averaged, in seconds."""
 
 
-async def count_ended(gateway: Context) -> None:
-    """Count the requests that have ended, so that a reader of the counts sees them."""
-    has_more = True
-    while has_more:
-        has_more = gateway.ended_requests.count()
-        await asyncio.sleep(0)  # other requests have their turn
-
-
-async def flush_requests(gateway: Context) -> None:
-    """Count the requests that have ended and write their records, so that a reader of the database
-    sees them. A failed write costs the records, a caller that is cancelled does not."""
-    await count_ended(gateway)
-    await gateway.shield(_write_records(gateway))
-
-
-async def _write_records(gateway: Context) -> None:
-    ended = gateway.ended_requests
-    async with ended.writing:
-        if records := ended.take_records():
-            with suppress(StoreError):
-                await asyncio.to_thread(write_records, gateway.store, records)
-
-
-def sample_of(gateway: Context, minute: Minute, tenant_id: int) -> Sample:
-    """Return a tenant's sample of a minute, or that of all, with the blocks of this moment. O(1),
-    and for all O(tenants)."""
-    at_ms, counts = minute
-    details = counts[tenant_id].details if tenant_id in counts else SampleDetails()
-    sample = Sample(tenant_id, at_ms, details, gateway=gateway.ended_requests.gateway_id)
-    if all(model.engine.info is None for model in gateway.models):
-        return sample
-    if tenant_id != ALL_TENANTS:
-        held = gateway.tenant_usage.of(tenant_id)
-        return replace(
-            sample, blocks_promised=held["promised_blocks"], blocks_cached=held["blocks"]
-        )
-    stats = gateway.models.stats()
-    return replace(
-        sample,
-        blocks_promised=gateway.tenant_usage.total("promised_blocks"),
-        blocks_cached=stats.used_blocks,
-        blocks_free=stats.free_blocks,
-    )
-
-
-def live_samples(gateway: Context, tenant_id: int) -> list[Sample]:
-    """Return a tenant's samples, or those of all, of the minutes that the database lacks: the
-    running one last. O(changed namespaces), and for all O(tenants)."""
-    update_tenant_usage(gateway)
-    return [sample_of(gateway, minute, tenant_id) for minute in gateway.ended_requests.minutes()]
-
-
-async def read_at_once(gateway: Context, read: Callable[[], Awaitable[T]]) -> T:
-    """Return what `read` finds in the database and in the minutes that it lacks, counted once: it
-    reads again if counts moved between the two meanwhile, which takes milliseconds."""
-    for _ in range(READS_MAX - 1):
-        moves = gateway.ended_requests.moves
-        found = await read()
-        if moves == gateway.ended_requests.moves and not moves % 2:
-            return found
-    return await read()
-
-
 class TokenRates:
     """Prompt and output tokens per second of one engine, over the last minute."""
 
@@ -140,7 +76,9 @@ class HistorySampling:
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
-        self._money = MoneyMetrics(gateway)
+        self._money = MoneyMetrics(
+            gateway.reports, gateway.authenticator, gateway.metrics, gateway.wall
+        )
         self._rates = [TokenRates() for _ in gateway.models]
         self._has_told_labels = False
         self._recorded_s, self._money_s = gateway.clock(), -math.inf
@@ -161,9 +99,69 @@ class HistorySampling:
     async def close(self) -> None:
         """Stop the task and write the last counts, those of the running minute too."""
         await self._task.close()
-        await flush_requests(self._gateway)
+        await self.flush_requests()
         self._gateway.ended_requests.end_minute()
         await self._write_minutes()
+
+    async def count_ended(self) -> None:
+        """Count the requests that have ended, so that a reader of the counts sees them."""
+        has_more = True
+        while has_more:
+            has_more = self._gateway.ended_requests.count()
+            await asyncio.sleep(0)  # other requests have their turn
+
+    async def flush_requests(self) -> None:
+        """Count the requests that have ended and write their records, so that a reader of the
+        database sees them. A failed write costs the records, a caller that is cancelled does
+        not."""
+        await self.count_ended()
+        await self._gateway.work.shield(self._write_records())
+
+    async def _write_records(self) -> None:
+        ended = self._gateway.ended_requests
+        async with ended.writing:
+            if records := ended.take_records():
+                with suppress(StoreError):
+                    await asyncio.to_thread(write_records, self._gateway.store, records)
+
+    def _sample_of(self, minute: Minute, tenant_id: int) -> Sample:
+        """Return a tenant's sample of a minute, or that of all, with the blocks of this moment.
+        O(1), and for all O(tenants)."""
+        at_ms, counts = minute
+        details = counts[tenant_id].details if tenant_id in counts else SampleDetails()
+        sample = Sample(tenant_id, at_ms, details, gateway=self._gateway.ended_requests.gateway_id)
+        if all(model.engine.info is None for model in self._gateway.models):
+            return sample
+        if tenant_id != ALL_TENANTS:
+            held = self._gateway.usage.tenants.of(tenant_id)
+            return replace(
+                sample, blocks_promised=held["promised_blocks"], blocks_cached=held["blocks"]
+            )
+        stats = self._gateway.models.stats()
+        return replace(
+            sample,
+            blocks_promised=self._gateway.usage.tenants.total("promised_blocks"),
+            blocks_cached=stats.used_blocks,
+            blocks_free=stats.free_blocks,
+        )
+
+    def live_samples(self, tenant_id: int) -> list[Sample]:
+        """Return a tenant's samples, or those of all, of the minutes that the database lacks: the
+        running one last. O(changed namespaces), and for all O(tenants)."""
+        self._gateway.usage.update_tenants()
+        return [
+            self._sample_of(minute, tenant_id) for minute in self._gateway.ended_requests.minutes()
+        ]
+
+    async def read_at_once(self, read: Callable[[], Awaitable[T]]) -> T:
+        """Return what `read` finds in the database and in the minutes that it lacks, counted once:
+        it reads again if counts moved between the two meanwhile, which takes milliseconds."""
+        for _ in range(READS_MAX - 1):
+            moves = self._gateway.ended_requests.moves
+            found = await read()
+            if moves == self._gateway.ended_requests.moves and not moves % 2:
+                return found
+        return await read()
 
     async def _sample(self) -> None:
         """Do what is due of counting, writing and clearing; the first round reads the past."""
@@ -173,12 +171,12 @@ class HistorySampling:
             with suppress(StoreError):
                 gateway.ended_requests.last_hour = await self._read_last_hour()
             return
-        await count_ended(gateway)
+        await self.count_ended()
         self._update_rates()
         self._tell_labels()
         if gateway.clock() - self._recorded_s >= RECORDS_INTERVAL_S:
             self._recorded_s = gateway.clock()
-            await flush_requests(gateway)
+            await self.flush_requests()
             if gateway.ended_requests.has_counts and not gateway.ended_requests.ended_minutes:
                 gateway.ended_requests.end_minute()
         if minutes := gateway.ended_requests.ended_minutes:
@@ -211,7 +209,7 @@ class HistorySampling:
     def _samples(self, minute: Minute, *, is_part: bool) -> list[Sample]:
         """Return one sample for all, and one for each tenant that was busiest; of a part of a
         minute only for those with requests."""
-        usage, (_, counts) = self._gateway.tenant_usage, minute
+        usage, (_, counts) = self._gateway.usage.tenants, minute
         most = 0 if is_part else TENANTS_SAMPLED_MAX
         held = {tenant_id for tenant_id, _ in usage.largest(most)}
         nothing = MinuteCounts()
@@ -222,7 +220,7 @@ class HistorySampling:
 
         busiest = sorted({*counts, *held} - {ALL_TENANTS}, key=rank, reverse=True)
         return [
-            sample_of(self._gateway, minute, tenant_id)
+            self._sample_of(minute, tenant_id)
             for tenant_id in (ALL_TENANTS, *busiest[:TENANTS_SAMPLED_MAX])
         ]
 

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from prometheus_client.core import Metric
 
-from gateway.background.storage_metering import update_churn
 from gateway.context import Context
 from gateway.observability.metrics import EngineState
 from gateway.periodic_task import PeriodicTask
@@ -51,8 +50,8 @@ async def refresh_metrics(gateway: Context) -> None:
         shown.cached_bytes.set(embedder.cached_bytes)
         shown.restarts.set(encoder.restarts)
         shown.batches.set(encoder.batches)
-    update_churn(gateway)
-    metrics.inserted_blocks.set(gateway.churn.all.total[0])
+    gateway.usage.update_churn()
+    metrics.inserted_blocks.set(gateway.usage.churn.all.total[0])
     metrics.promises.by_class = gateway.contracts.promises.by_class(gateway.clock())
 
 

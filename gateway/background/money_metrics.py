@@ -11,20 +11,24 @@ from collections import defaultdict
 from contextlib import suppress
 from functools import partial
 
-from gateway.context import Context
-from gateway.observability.metrics import BudgetGauges
+from gateway.ledger.query_pool import QueryPool
+from gateway.observability.metrics import BudgetGauges, Metrics
 from tenancy.accounting.usage import UsageTotal, usage
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.errors import StoreError
 from tenancy.pricing.budgets import BudgetState, budget_states
 from tenancy.pricing.charges import PICO_PER_DOLLAR, PICO_PER_MICRO
-from tenancy.types import DAY_MS
+from tenancy.types import DAY_MS, WallClock
 
 
 class MoneyMetrics:
     """The money metrics of one gateway. Belongs to one event loop."""
 
-    def __init__(self, gateway: Context) -> None:
-        self._gateway = gateway
+    def __init__(
+        self, reports: QueryPool, authenticator: KeyAuthenticator, metrics: Metrics, wall: WallClock
+    ) -> None:
+        self._reports, self._authenticator, self._metrics = reports, authenticator, metrics
+        self._wall = wall
         self._past: list[UsageTotal] = []
         self._past_until_ms = -1
 
@@ -33,20 +37,19 @@ class MoneyMetrics:
 
         O(days * keys * models) of the last two days, and once a day of all.
         """
-        gateway = self._gateway
         # An entry counts on the day on which its request began, and no request takes a day.
-        until_ms = (gateway.wall() // DAY_MS - 1) * DAY_MS
+        until_ms = (self._wall() // DAY_MS - 1) * DAY_MS
         with suppress(StoreError):
             if until_ms != self._past_until_ms:
-                self._past = await gateway.reports.ask(partial(usage, until_ms=until_ms))
+                self._past = await self._reports.ask(partial(usage, until_ms=until_ms))
                 self._past_until_ms = until_ms
-            recent = await gateway.reports.ask(partial(usage, since_ms=until_ms))
-            states = await gateway.reports.ask(partial(budget_states, clock=gateway.wall))
+            recent = await self._reports.ask(partial(usage, since_ms=until_ms))
+            states = await self._reports.ask(partial(budget_states, clock=self._wall))
             self._set_charges([*self._past, *recent])
             self._set_budgets(states)
 
     def _set_charges(self, totals: list[UsageTotal]) -> None:
-        metrics = self._gateway.metrics
+        metrics = self._metrics
         sums: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
         # Of many tenants, those with the largest bills have names.
         for one in sorted(totals, key=lambda one: one.charge_pico, reverse=True):
@@ -63,15 +66,14 @@ class MoneyMetrics:
 
         Tenants that share a label are left out: their budgets cannot be added.
         """
-        gateway = self._gateway
         rows: list[BudgetGauges] = []
         for state in states:
             budget = state.budget
-            owner = gateway.authenticator.tenant(budget.tenant_id)
+            owner = self._authenticator.tenant(budget.tenant_id)
             if budget.key_id or owner is None:
                 continue
             name = owner.tenant.name
-            if gateway.metrics.tenant_label(name) != name:
+            if self._metrics.tenant_label(name) != name:
                 continue
             hard, soft = budget.hard_micros, budget.soft_micros
             rows.append(
@@ -83,4 +85,4 @@ class MoneyMetrics:
                     soft_usd=None if soft is None else soft * PICO_PER_MICRO / PICO_PER_DOLLAR,
                 )
             )
-        gateway.metrics.money.budgets = rows
+        self._metrics.money.budgets = rows

@@ -15,15 +15,27 @@ from msgspec import structs
 from engine.api import Quota
 from engine.errors import EngineError
 from gateway.caching.namespaces import quota_of
-from gateway.context import Context
+from gateway.context import Log
+from gateway.engines.cache_usage import CacheUsage
+from gateway.engines.served_models import ServedModels
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.tenants import TenantRecord, floor_blocks_of, write_floor_blocks_max
+from tenancy.storage.interface import Store
 
 
 class QuotaUpdates:
     """Sends the quotas of changed tenants to the engine of each model."""
 
-    def __init__(self, gateway: Context) -> None:
-        self._gateway = gateway
+    def __init__(
+        self,
+        models: ServedModels,
+        usage: CacheUsage,
+        authenticator: KeyAuthenticator,
+        store: Store,
+        log: Log,
+    ) -> None:
+        self._models, self._usage, self._authenticator = models, usage, authenticator
+        self._store, self._log = store, log
         self._recent: dict[int, TenantRecord] = {}
         self._cuts: dict[str, tuple[int, int]] = {}
         """Models with a pool that the floors exceed: the blocks they ask for, and may take."""
@@ -32,7 +44,7 @@ class QuotaUpdates:
     def send_changes(self) -> None:
         """Send the quotas changed since the last call. Without changes, it costs one look at the
         registry."""
-        changed = {one.tenant.tenant_id: one for one in self._gateway.authenticator.take_changed()}
+        changed = {one.tenant.tenant_id: one for one in self._authenticator.take_changed()}
         self._recent |= changed
         self._send(changed)
         self._log_floor_cut()
@@ -50,10 +62,10 @@ class QuotaUpdates:
 
         Raises StoreError; the next call then tries again.
         """
-        models = self._gateway.models
+        models = self._models
         epochs, most = models.epochs(), models.floor_blocks_max()
         if most is not None and epochs != self._recorded:
-            await asyncio.to_thread(write_floor_blocks_max, self._gateway.store, most)
+            await asyncio.to_thread(write_floor_blocks_max, self._store, most)
             self._recorded = epochs
 
     def _log_floor_cut(self) -> None:
@@ -61,7 +73,7 @@ class QuotaUpdates:
 
         A floor may be set where no engine's limit is known: on the command line, or in the file.
         """
-        models, floors = self._gateway.models, self._gateway.authenticator.floor_blocks()
+        models, floors = self._models, self._authenticator.floor_blocks()
         for model in models:
             info = model.engine.info
             if info is None:
@@ -72,21 +84,21 @@ class QuotaUpdates:
                 facts: dict[str, object] = {"asked_blocks": asked, "floor_blocks_max": most}
                 if models.are_several:
                     facts["model"] = model.name
-                self._gateway.log("floors_satisfied" if cut is None else "floors_cut", facts)
+                self._log("floors_satisfied" if cut is None else "floors_cut", facts)
                 self._cuts.pop(model.name, None)
                 if cut is not None:
                     self._cuts[model.name] = cut
 
     def _send(self, tenants: dict[int, TenantRecord]) -> None:
-        for model in self._gateway.models:
+        for model in self._models:
             info = model.engine.info
             quotas = []
             for one in tenants.values():
                 default = on_device = None
                 if info is not None:
                     tenant_id = one.tenant.tenant_id
-                    default = self._gateway.promised_blocks_default(info, model.name, tenant_id)
-                    on_device = self._gateway.on_device_default(info, model.name, tenant_id)
+                    default = self._usage.promised_blocks_default(info, model.name, tenant_id)
+                    on_device = self._usage.on_device_default(info, model.name, tenant_id)
                 quotas.append(_current_quota(one, default, model.quota_scale, on_device))
             with suppress(EngineError):  # `resend_recent` or the next request delivers it
                 model.engine.set_quotas(quotas)

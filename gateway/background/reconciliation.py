@@ -10,16 +10,21 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from engine.api import EngineInfo
+from engine.api import Clock, EngineInfo
 from engine.client.client import Engine
 from engine.errors import EngineError
 from engine.statistics import Stats
-from gateway.context import Context
+from gateway.context import Log
+from gateway.engines.served_models import ServedModels
+from gateway.ledger.interface import LedgerClient
+from gateway.observability.metrics import Metrics
 from gateway.periodic_task import PeriodicTask
 from tenancy.accounting.reconcile import Counts, reconcile_living
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.epochs import ledger_epoch
 from tenancy.ledger.transactions import EngineTotals
+from tenancy.storage.interface import Store
+from tenancy.types import WallClock
 
 NOTE_INTERVAL_S = 60.0
 """Interval of records."""
@@ -34,11 +39,22 @@ STATS_TIMEOUT_S = 5.0
 class Reconciler:
     """Records and checks the counts of one gateway."""
 
-    def __init__(self, gateway: Context) -> None:
-        self._gateway = gateway
-        self._known_epochs, self._noted_s = set[str](), gateway.clock()
+    def __init__(
+        self,
+        models: ServedModels,
+        ledger: LedgerClient,
+        store: Store,
+        metrics: Metrics,
+        clock: Clock,
+        wall: WallClock,
+        log: Log,
+    ) -> None:
+        self._models, self._ledger, self._store = models, ledger, store
+        self._metrics, self._clock, self._wall = metrics, clock, wall
+        self._log = log
+        self._known_epochs, self._noted_s = set[str](), self._clock()
         self._task = PeriodicTask(
-            "reconciliation", self._watch, POLL_INTERVAL_S, gateway.log, gateway.clock
+            "reconciliation", self._watch, POLL_INTERVAL_S, self._log, self._clock
         )
 
     def start(self) -> None:
@@ -53,16 +69,16 @@ class Reconciler:
     async def note(self, *, is_last: bool = False) -> None:
         """Record the counts of each model's engine now. Without an engine it does nothing; after a
         failed write, the next record has these counts too."""
-        for model in self._gateway.models:
+        for model in self._models:
             await self._note(model.engine, is_last=is_last)
 
     async def _note(self, engine: Engine, *, is_last: bool) -> None:
-        gateway, info = self._gateway, engine.info
+        info = engine.info
         if info is None or (not engine.ready() and not is_last):
             return
         # Each request in the engine's counts then has its hold or its entry in the ledger.
-        with gateway.ledger.holds_first():
-            at_ms = gateway.wall()
+        with self._ledger.holds_first():
+            at_ms = self._wall()
             try:
                 async with asyncio.timeout(STATS_TIMEOUT_S):
                     stats = await engine.get_stats()
@@ -70,10 +86,10 @@ class Reconciler:
                 return
             totals = self._totals(info.epoch, stats, at_ms, is_last=is_last)
             with suppress(LedgerUnavailable):
-                await gateway.ledger.write(totals)
+                await self._ledger.write(totals)
 
     def _totals(self, epoch: str, stats: Stats, at_ms: int, *, is_last: bool) -> EngineTotals:
-        metrics = self._gateway.metrics
+        metrics = self._metrics
         prompt, cached, output = metrics.epoch_tokens(epoch)
         # Tokens after a stop are not charged, whether the engine or the gateway found the stop.
         unneeded = stats.unneeded_tokens_total + metrics.epoch_unneeded_tokens(epoch)
@@ -92,18 +108,18 @@ class Reconciler:
     async def check(self) -> bool:
         """Return whether the counts of each engine's epoch agree, as far as they can be compared
         now."""
-        agree = [await self._check(model.engine.info) for model in self._gateway.models]
+        agree = [await self._check(model.engine.info) for model in self._models]
         return all(agree)
 
     async def _check(self, info: EngineInfo | None) -> bool:
         epoch = None
         try:
             if info is not None:
-                epoch = await asyncio.to_thread(reconcile_living, self._gateway.store, info.epoch)
-            life = await asyncio.to_thread(ledger_epoch, self._gateway.store)
+                epoch = await asyncio.to_thread(reconcile_living, self._store, info.epoch)
+            life = await asyncio.to_thread(ledger_epoch, self._store)
         except StoreError:
             return True  # other tasks report an unreadable store
-        self._gateway.metrics.ledger_epoch.set(life.number)
+        self._metrics.ledger_epoch.set(life.number)
         if epoch is None or not epoch.has_mismatch:
             return True
         facts = {"epoch": epoch.epoch, "state": epoch.state}
@@ -111,16 +127,16 @@ class Reconciler:
             counts: Counts = getattr(epoch, name)
             for field in Counts.__struct_fields__:
                 facts[f"{name}_{field}"] = getattr(counts, field)
-        self._gateway.log("ledger_mismatch", dict(facts))
+        self._log("ledger_mismatch", dict(facts))
         return False
 
     async def _watch(self) -> None:
         """Record the counts if they are due, and compare them."""
-        clock, epochs = self._gateway.clock, self._gateway.models.epochs()
+        clock, epochs = self._clock, self._models.epochs()
         if not epochs <= self._known_epochs:
             self._known_epochs = epochs
             await self.note()
-        elif not self._gateway.ledger.is_well:
+        elif not self._ledger.is_well:
             await self.note()
         if clock() - self._noted_s >= NOTE_INTERVAL_S:
             self._noted_s = clock()

@@ -20,7 +20,7 @@ from msgspec import to_builtins
 from engine.client.namespace_stats import Change, NamespaceTable
 from engine.errors import EngineError
 from gateway.background.budget_alerts import BudgetAlerts
-from gateway.background.erasure import erase_removed, retry_pending
+from gateway.background.erasure import CacheErasure
 from gateway.background.quota_updates import QuotaUpdates
 from gateway.caching.namespaces import owner_of
 from gateway.context import Context
@@ -124,33 +124,21 @@ def token_changes(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
     return {key: tokens for key, tokens in found.items() if tokens}
 
 
-def update_churn(gateway: Context) -> None:
-    """Count inserted and evicted blocks, and moves between levels, since the last call.
-
-    O(namespaces that changed).
-    """
-    moves, now_ms = gateway.models.take_moves(), gateway.wall()
-    gateway.churn.update(moves, owner_of, now_ms // 60_000)
-    gateway.level_history.update(gateway.models.stats(), now_ms)
-
-
-def update_tenant_usage(gateway: Context) -> None:
-    """Update the sums of what each tenant holds of each model. O(namespaces that changed)."""
-    for model in gateway.models:
-        table = None if model.engine.info is None else model.engine.namespaces
-        gateway.tenant_usage.update(table, owner_of, model.name)
-
-
 class StorageMetering:
     """The task that feeds the meter, writes its readings and runs the periodic upkeep."""
 
-    def __init__(self, gateway: Context) -> None:
+    def __init__(self, gateway: Context, erasure: CacheErasure) -> None:
         self._gateway = gateway
+        self._erasure = erasure
         self._meters = {model.name: StorageMeter() for model in gateway.models}
         self._name, self._number = secrets.token_hex(8), 0
         self._unwritten: deque[StorageReadings] = deque()
-        self._quotas = QuotaUpdates(gateway)
-        self._budget_alerts = BudgetAlerts(gateway)
+        self._quotas = QuotaUpdates(
+            gateway.models, gateway.usage, gateway.authenticator, gateway.store, gateway.log
+        )
+        self._budget_alerts = BudgetAlerts(
+            gateway.reports, gateway.authenticator, gateway.metrics, gateway.wall, gateway.log
+        )
         self._written_s = self._churn_s = gateway.clock()
         self._task = PeriodicTask(
             "storage_metering",
@@ -181,20 +169,20 @@ class StorageMetering:
             await self._quotas.record_floors_max()
         if clock() - self._churn_s >= CHURN_INTERVAL_S:
             self._churn_s = clock()
-            update_churn(self._gateway)
+            self._gateway.usage.update_churn()
         if clock() - self._written_s >= WRITE_INTERVAL_S:
             self._written_s = clock()
             await self._write()
             with suppress(EngineError, StoreError):  # tried again in a minute
-                await erase_removed(self._gateway)
-                await retry_pending(self._gateway)
+                await self._erasure.erase_removed()
+                await self._erasure.retry_pending()
             await self.clear_expired()
             self._quotas.resend_recent()
             await self._budget_alerts.check()
 
     def _update_meter(self) -> None:
         now_ns = int(self._gateway.clock() * NS_PER_S)
-        update_tenant_usage(self._gateway)
+        self._gateway.usage.update_tenants()
         for model in self._gateway.models:
             info, meter = model.engine.info, self._meters[model.name]
             if info is None:

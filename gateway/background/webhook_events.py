@@ -15,22 +15,27 @@ module each minute and sends what it finds.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
 import msgspec
 
-from gateway.context import Context
+from engine.api import Clock
+from gateway.caching import ContractManager
+from gateway.engines.served_models import ServedModels
 from gateway.findings.report import FindingsWindow, find
+from gateway.ledger.query_pool import QueryPool
 from tenancy.accounting.usage import UsageTotal, usage
 from tenancy.accounting.webhook_outbox import WebhookEvent
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.keys import Key, list_keys
 from tenancy.accounts.tenants import list_tenants
 from tenancy.pricing.budgets import BudgetState, budget_states
 from tenancy.pricing.charges import PICO_PER_MICRO, format_dollars
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, HOUR_MS, format_utc
+from tenancy.types import DAY_MS, HOUR_MS, WallClock, format_utc
 
 THRESHOLDS = (100, 80, 50)
 """Percents of a budget, the highest first: a check reports the highest that is reached."""
@@ -44,18 +49,29 @@ PROMPT_TOKENS_MIN = 100_000
 class WebhookEvents:
     """Finds the events of one gateway. Belongs to its event loop."""
 
-    def __init__(self, gateway: Context) -> None:
-        self._gateway = gateway
-        self._restarts = {one.name: one.restarts() for one in gateway.models}
+    def __init__(
+        self,
+        models: ServedModels,
+        contracts: ContractManager,
+        limited: Counter[int],
+        authenticator: KeyAuthenticator,
+        reports: QueryPool,
+        clock: Clock,
+        wall: WallClock,
+    ) -> None:
+        self._models, self._contracts, self._limited = models, contracts, limited
+        self._authenticator, self._reports, self._clock = authenticator, reports, clock
+        self._wall = wall
+        self._restarts = {one.name: one.restarts() for one in self._models}
         self._broken: dict[tuple[int, str], int] = {}
-        self._limited: dict[int, int] = {}
+        self._told: dict[int, int] = {}
 
     def count(self) -> list[WebhookEvent]:
         """Return what this gateway has counted since the last call, which returns it no more.
 
         O(tenants).
         """
-        now_ms = self._gateway.wall()
+        now_ms = self._wall()
         return [*self._restarted(now_ms), *self._lost_promises(now_ms), *self._refused(now_ms)]
 
     async def read(self) -> list[WebhookEvent]:
@@ -63,8 +79,8 @@ class WebhookEvents:
 
         O(budgets + keys + tenants), queries on another thread. Raises StoreError.
         """
-        now_ms = self._gateway.wall()
-        return await self._gateway.reports.ask(lambda store: self._read(store, now_ms))
+        now_ms = self._wall()
+        return await self._reports.ask(lambda store: self._read(store, now_ms))
 
     def _read(self, store: Store, now_ms: int) -> list[WebhookEvent]:
         states = budget_states(store, lambda: now_ms)
@@ -78,12 +94,12 @@ class WebhookEvents:
         ]
 
     def _name(self, tenant_id: int) -> str:
-        found = self._gateway.authenticator.tenant(tenant_id)
+        found = self._authenticator.tenant(tenant_id)
         return f"tenant {tenant_id}" if found is None else found.tenant.name
 
     def _restarted(self, now_ms: int) -> list[WebhookEvent]:
         before = self._restarts
-        self._restarts = {one.name: one.restarts() for one in self._gateway.models}
+        self._restarts = {one.name: one.restarts() for one in self._models}
         return [
             WebhookEvent(
                 f"{now_ms}:{count}:{name}" if len(before) > 1 else f"{now_ms}:{count}",
@@ -96,7 +112,7 @@ class WebhookEvents:
 
     def _lost_promises(self, now_ms: int) -> list[WebhookEvent]:
         """Return an event for each tenant and class that lost promises, one an hour."""
-        counts = self._gateway.contracts.promises.counts(self._gateway.clock())
+        counts = self._contracts.promises.counts(self._clock())
         before, self._broken = (
             self._broken,
             {key: row["broken"] for key, row in counts.items() if row["broken"]},
@@ -114,7 +130,7 @@ class WebhookEvents:
 
     def _refused(self, now_ms: int) -> list[WebhookEvent]:
         """Return an event for each tenant that its limits refused, one an hour."""
-        before, self._limited = self._limited, dict(self._gateway.limited)
+        before, self._told = self._told, dict(self._limited)
         return [
             WebhookEvent(
                 f"{tenant_id}:{now_ms // HOUR_MS}",
@@ -122,7 +138,7 @@ class WebhookEvents:
                 {"tenant": self._name(tenant_id), "refused": count - before.get(tenant_id, 0)},
                 tenant_id,
             )
-            for tenant_id, count in self._limited.items()
+            for tenant_id, count in self._told.items()
             if count > before.get(tenant_id, 0)
         ]
 

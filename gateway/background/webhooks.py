@@ -23,12 +23,10 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from gateway.background.webhook_events import (
-    WebhookEvents,
-    message_of,
-)
+from engine.api import Clock
+from gateway.background.webhook_events import WebhookEvents, message_of
 from gateway.config import Config, ConfigError, WebhookConfig, WebhookFormat, check_web_address
-from gateway.context import Context
+from gateway.context import Log
 from gateway.periodic_task import PeriodicTask
 from tenancy.accounting.webhook_outbox import (
     TEST_KIND,
@@ -41,6 +39,8 @@ from tenancy.accounting.webhook_outbox import (
 )
 from tenancy.errors import StoreError
 from tenancy.storage.audit_log import Actor
+from tenancy.storage.interface import Store
+from tenancy.types import WallClock
 
 ENCODED_MARK = "whsec_"
 """The beginning of a secret as text."""
@@ -132,7 +132,11 @@ class WebhookSender:
 
     def __init__(
         self,
-        gateway: Context,
+        store: Store,
+        clock: Clock,
+        wall: WallClock,
+        log: Log,
+        events: WebhookEvents,
         endpoints: Sequence[WebhookEndpoint],
         read: ReadEndpoints | None = None,
     ) -> None:
@@ -140,8 +144,8 @@ class WebhookSender:
         ConfigError. Without it a reload changes none."""
         self.endpoints = tuple(endpoints)
         self.read: ReadEndpoints = read or (lambda config: self.endpoints)
-        self._gateway = gateway
-        self._events = WebhookEvents(gateway)
+        self._store, self._clock, self._wall, self._log = store, clock, wall, log
+        self._events = events
         self._unrecorded: dict[str, WebhookEvent] = {}
         """Counted events that the database has not taken yet, by id."""
         self._session: aiohttp.ClientSession | None = None
@@ -217,7 +221,6 @@ class WebhookSender:
 
         A failed read or write of the store is tried again at the next check.
         """
-        gateway = self._gateway
         for event in self._events.count():
             self._unrecorded.setdefault(event.event_id, event)
         with suppress(StoreError):
@@ -226,24 +229,23 @@ class WebhookSender:
                 del self._unrecorded[event.event_id]
             for event in await self._events.read():
                 await self.publish(event)
-            await asyncio.to_thread(delete_old_deliveries, gateway.store, gateway.wall())
+            await asyncio.to_thread(delete_old_deliveries, self._store, self._wall())
 
     async def send_due(self, endpoint: WebhookEndpoint) -> bool:
         """Send the endpoint's event that has been due for longest. Returns whether one was due.
 
         Raises StoreError.
         """
-        gateway = self._gateway
-        claim = partial(claim_due, gateway.store, endpoint.name, gateway.wall(), LEASE_MS)
+        claim = partial(claim_due, self._store, endpoint.name, self._wall(), LEASE_MS)
         delivery = await asyncio.to_thread(claim)
         if delivery is None:
             return False
         status, error = await self._post(endpoint, delivery)
         settle = partial(
             settle_delivery,
-            gateway.store,
+            self._store,
             delivery,
-            gateway.wall(),
+            self._wall(),
             status=status,
             error=error,
             is_final=status == GONE,
@@ -257,14 +259,13 @@ class WebhookSender:
                 "attempts": delivery.attempts,
                 "reason": error,
             }
-            gateway.log("webhook_dead" if state == "dead" else "webhook_failed", facts)
+            self._log("webhook_dead" if state == "dead" else "webhook_failed", facts)
         return True
 
     async def _put(
         self, event: WebhookEvent, names: Sequence[str], by: Actor | None = None
     ) -> bool:
-        gateway = self._gateway
-        put = partial(put_event, gateway.store, event, names, gateway.wall(), by)
+        put = partial(put_event, self._store, event, names, self._wall(), by)
         is_new = await asyncio.to_thread(put)
         for name in names:
             if (sending := self._sending.get(name)) is not None:  # else a reload took it meanwhile
@@ -279,7 +280,7 @@ class WebhookSender:
         A reason never holds the address, which may be a secret.
         """
         assert self._session is not None, "started"
-        body, headers = request_of(endpoint, delivery, self._gateway.wall() // 1_000)
+        body, headers = request_of(endpoint, delivery, self._wall() // 1_000)
         try:
             async with self._session.post(
                 endpoint.url, data=body, headers=headers, allow_redirects=False
@@ -294,8 +295,7 @@ class WebhookSender:
     def _task(
         self, name: str, work: Callable[[], Awaitable[None]], interval_s: float
     ) -> PeriodicTask:
-        log, clock = self._gateway.log, self._gateway.clock
-        return PeriodicTask(name, work, interval_s, log, clock, begins_at_once=True)
+        return PeriodicTask(name, work, interval_s, self._log, self._clock, begins_at_once=True)
 
     def _sending_of(self, one: WebhookEndpoint) -> PeriodicTask:
         return self._task(f"webhook {one.name}", partial(self._send_all, one), POLL_S)

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Mapping
 
-from gateway.api.openapi.document import document
+from gateway.api.listeners import described
 from gateway.cli.result import CommandCall, CommandResult, Entry
 
 
@@ -17,7 +17,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(call: CommandCall) -> CommandResult:
     """Return a listener's document, as JSON in both forms."""
-    found = document("admin" if call.options.admin else "public")
+    found = described("admin" if call.options.admin else "public")
     return CommandResult(json.dumps(found, indent=1), found)
 
 

@@ -22,17 +22,14 @@ from tenancy.limits import LimitState, Meter
 class ErrorShape(Protocol):
     """The part of a dialect that answers without a call: errors and headers."""
 
-    @property
-    def name(self) -> str:
-        """The dialect's name, or "" outside of all."""
+    name: str
+    """The dialect's name, or "" outside of all."""
 
-    @property
-    def family(self) -> str:
-        """The name of the family, as documents and configurations have it."""
+    family: str
+    """The name of the family, as documents and configurations have it."""
 
-    @property
-    def operation(self) -> str:
-        """What traces call a request, by OpenTelemetry's conventions."""
+    operation: str
+    """What traces call a request, by OpenTelemetry's conventions."""
 
     @property
     def error(self) -> type[Struct]:
@@ -42,10 +39,13 @@ class ErrorShape(Protocol):
         """Return the HTTP status and the JSON body."""
 
     def headers(self, request_id: str) -> dict[str, str]:
-        """Return the headers that carry the request id beside `X-Request-Id`."""
+        """Return the headers that carry the request id beside `X-Request-Id`: by default none."""
+        return {}
 
     def limit_headers(self, states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
-        """Return the remaining limits, in the headers that the dialect's clients read."""
+        """Return the remaining limits, in the headers that the dialect's clients read: by default
+        none."""
+        return {}
 
 
 class Encoder(Protocol):

@@ -68,7 +68,7 @@ class FindingStore:
         """Write all causes so far; durable on return. Raises StoreError; the next call writes them
         then. Analytics that restart have no causes. A caller that is cancelled leaves at once, and
         the write goes on: a second one would count the same again."""
-        await self._gateway.shield(self._flush())
+        await self._gateway.work.shield(self._flush())
 
     async def _flush(self) -> None:
         store = self._gateway.store

@@ -16,21 +16,22 @@ from functools import partial
 
 from aiohttp import web
 
-from gateway.context import Context
 from gateway.dialects.canonical import UsageRecord
 from gateway.dialects.families import embeddings as dialect
 from gateway.dialects.validation import invalid_field
 from gateway.embeddings.embedder import Embedder, TextLookup, cut_vector
 from gateway.embeddings.text_tokenizer import SparseTextError, TokenizedText
+from gateway.engines.served_models import ServedModels
 from gateway.errors import TOO_LONG, Kind, Refusal
-from gateway.generation import rate_limits
-from gateway.generation.idempotency import KEY_HEADER, IdempotentRequest, find_replay
-from gateway.generation.preparation import INLINE_CHARS_MAX, parse_body, shutting_down
+from gateway.generation.delivery import AnswerDelivery
+from gateway.generation.preparation import INLINE_CHARS_MAX
+from gateway.generation.serving import Serving
 from gateway.generation.usage import CACHE_HEADER, IGNORED_HEADER
 from gateway.http.request_body import BODY_SHARE, read_body
-from gateway.http.request_context import STATE, RequestState, request_metadata
-from gateway.http.response import ClientGone, send
+from gateway.http.request_context import STATE, RequestState, identity_of, request_metadata
+from gateway.http.response import ClientGone
 from gateway.ledger.metering import LedgerReservation
+from gateway.preparation_pool import PreparationPool
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.errors import LedgerUnavailable, TenancyError
 from tenancy.limits import NO_DEMAND, Demand
@@ -52,61 +53,53 @@ NOTHING = UsageRecord(total_in=0, read={}, fresh=0, out=0, physical_cached=0)
 class EmbeddingRequest:
     """One request from its body to its last byte."""
 
-    def __init__(self, gateway: Context, request: web.BaseRequest) -> None:
-        self._gateway = gateway
+    def __init__(self, serving: Serving, request: web.BaseRequest) -> None:
+        self._serving, self._gateway = serving, serving.gateway
         self._request = request
         self._state: RequestState = request[STATE]
-        self._idempotent: IdempotentRequest | None = None
+        self._delivery = AnswerDelivery(request)
         self._head = {"Content-Type": "application/json"}
 
     @property
     def _identity(self) -> Identity:
-        identity = self._state.identity
-        assert identity is not None, "this route asks for a key"
-        return identity
+        return identity_of(self._request)
 
     async def run(self) -> web.StreamResponse:
         """Read and parse the request, then execute it. Raises Refusal, and what the ledger and the
         limits raise."""
         gateway, state, embedder = self._gateway, self._state, self._gateway.embeddings
-        tenant_id = self._identity.tenant.tenant_id
+        tenant_id, serving = self._identity.tenant.tenant_id, self._serving
         if embedder is None:
             message = "Embeddings are not offered: the server's embeddings.model is not set."
             raise Refusal(Kind.NOT_FOUND, "not_served", message)
-        if gateway.is_draining:
-            raise shutting_down()
+        serving.check_open()
         state.is_generation = True
-        body = await read_body(self._request, gateway.config.server)
+        body = await read_body(self._request)
         metadata = request_metadata(self._request, gateway.config)
-        call = await parse_body(gateway, tenant_id, dialect.parse, body, metadata)
+        call = await serving.preparation.parse(tenant_id, dialect.parse, body, metadata)
         state.asked_model = call.model
-        check_embedding_model(gateway, embedder, call.model)
+        check_embedding_model(gateway.models, embedder, call.model)
         state.model = embedder.name
         _check_dimensions(embedder, call.dimensions)
-        if KEY_HEADER in self._request.headers:
-            asked = gateway, self._request, body, self._identity
-            self._idempotent, replayed = await find_replay(*asked)
-            if replayed is not None:
-                return replayed
+        delivery = await serving.delivery(self._request, body, self._identity)
+        if isinstance(delivery, web.StreamResponse):
+            return delivery
+        self._delivery = delivery
         del body
-        texts = await tokenize(gateway, embedder, tenant_id, call)
+        texts = await tokenize(gateway.preparations, embedder, tenant_id, call)
         self._request[BODY_SHARE].release()
         _check_sizes(embedder, call, texts)
         self._set_head(call, texts)
-        if gateway.is_draining:
-            raise shutting_down()
-        work = self._execute(embedder, call, texts)
-        if self._idempotent is None:
-            return await work
-        # The client will retry and get the response that it pays for.
-        return await gateway.run_to_completion(work)
+        serving.check_open()
+        return await delivery.run(self._execute(embedder, call, texts))
 
     async def _execute(
         self, embedder: Embedder, call: dialect.EmbeddingCall, texts: Sequence[TokenizedText]
     ) -> web.StreamResponse:
         """Run a request from the rate-limit reservation to the last byte."""
         gateway, state, identity = self._gateway, self._state, self._identity
-        lookup = embedder.look_up(identity.tenant.tenant_id, identity.workspace, texts)
+        tenant_id, limits = identity.tenant.tenant_id, self._serving.limits
+        lookup = embedder.look_up(tenant_id, identity.workspace, texts)
         hold = LedgerReservation(
             gateway.ledger,
             gateway.wall,
@@ -115,14 +108,13 @@ class EmbeddingRequest:
             embedder.name,
             most=Demand(lookup.tokens, 0),
             dialect=dialect.SHAPE.name,
-            claim=None if self._idempotent is None else self._idempotent.claim,
+            claim=self._delivery.claim,
         )
         if gateway.attribution is not None and call.client_user:
-            tenant_id = identity.tenant.tenant_id
             gateway.attribution.note(state.request_id, tenant_id, call.client_user)
         demand = Demand(lookup.tokens - lookup.cached_tokens, 0)
-        place = rate_limits.reserve(gateway, state, demand)
-        gateway.enter(identity.tenant.tenant_id)
+        place = limits.reserve(state, demand)
+        gateway.running.enter(tenant_id)
         ending = "failed"
         try:
             try:
@@ -133,13 +125,15 @@ class EmbeddingRequest:
                 place.settle(NO_DEMAND)
                 raise
             finally:
-                rate_limits.report_limits(gateway, state)
+                limits.report(state)
             settled = self._settle(hold, answer, record, lookup)
             embedder.store(lookup)
             await settled
             state.settled_s = gateway.clock()
             place.settle(demand)
-            return await self._send(answer)
+            response = await self._delivery.send(answer, self._head)
+            state.is_complete = True
+            return response
         except (asyncio.CancelledError, ClientGone):
             ending = "cancelled"
             place.settle(demand)  # it is not charged, but the encoder worked for it
@@ -148,9 +142,9 @@ class EmbeddingRequest:
             ending = error.code
             raise
         finally:
-            gateway.leave(identity.tenant.tenant_id)
+            gateway.running.leave(tenant_id)
             if hold.is_open:
-                await gateway.run_to_completion(_close(hold, ending))
+                await gateway.work.run_to_completion(_close(hold, ending))
 
     async def _embed(
         self, embedder: Embedder, call: dialect.EmbeddingCall, lookup: TextLookup
@@ -176,41 +170,32 @@ class EmbeddingRequest:
         dimensions = call.dimensions or embedder.card.dimensions
         if len(vectors) * dimensions <= INLINE_NUMBERS_MAX:
             return self._encode(call, vectors, record), record
-        answer = await gateway.preparations.run(
-            lookup.tenant_id, lambda _: self._encode(call, vectors, record), is_admitted=True
-        )
-        return answer, record
+        encode = partial(self._encode, call, vectors, record)
+        return await gateway.preparations.run_admitted(lookup.tenant_id, encode), record
 
     def _encode(
         self, call: dialect.EmbeddingCall, vectors: Sequence[bytes], record: UsageRecord
     ) -> bytes:
-        """Return the answer's body, and record it for an idempotent request. Runs in a thread, too:
+        """Return the answer's body, and record it. Runs in a thread, too:
         it touches nothing else."""
         answer = _answer(call, vectors, record)
-        if self._idempotent is not None:
-            self._idempotent.record(answer)
+        self._delivery.record(answer)
         return answer
 
     def _settle(
         self, hold: LedgerReservation, answer: bytes, record: UsageRecord, lookup: TextLookup
     ) -> asyncio.Future[None]:
         """Write the entry; return a future that is done when it is durable."""
-        state, replayed = self._state, None
+        state = self._state
         self._head[CACHE_HEADER] = f"read={record.read_tokens()}; fresh={record.fresh}"
-        if self._idempotent is not None:
-            replayed = self._idempotent.to_store(self._head, self._gateway.wall())
-        settled = hold.settle("done", record, None, replayed)
+        kept = self._delivery.to_store(lambda: self._head, self._gateway.wall())
+        settled = hold.settle("done", record, None, kept)
         state.usage = record
         metrics = self._gateway.metrics
         tenant = metrics.tenant_label(self._identity.tenant.name)
         counts = len(lookup.vectors), record.total_in, record.physical_cached
         metrics.embeddings.add(tenant, *counts)
         return settled
-
-    async def _send(self, answer: bytes) -> web.StreamResponse:
-        response = await send(self._request, 200, answer, self._head)
-        self._state.is_complete = True
-        return response
 
     def _set_head(self, call: dialect.EmbeddingCall, texts: Sequence[TokenizedText]) -> None:
         cut = [index for index, text in enumerate(texts) if not text.is_whole]
@@ -221,12 +206,12 @@ class EmbeddingRequest:
             self._head[IGNORED_HEADER] = ", ".join(call.ignored)
 
 
-def check_embedding_model(gateway: Context, embedder: Embedder, name: str) -> None:
+def check_embedding_model(models: ServedModels, embedder: Embedder, name: str) -> None:
     """Check that a name is the embedding model's. Raises Refusal if it is not."""
     if name in embedder.names:
         return
     names = ", ".join(embedder.names)
-    if name in gateway.models.names:
+    if name in models.names:
         message = f"model: {name[:80]!r} is a chat model; expected an embedding model: {names}."
         raise Refusal(Kind.BAD, "model_not_supported", message, param="model")
     message = f"Model not found: the model `{name[:80]}` does not exist; expected one of: {names}."
@@ -234,14 +219,14 @@ def check_embedding_model(gateway: Context, embedder: Embedder, name: str) -> No
 
 
 async def tokenize(
-    gateway: Context, embedder: Embedder, tenant_id: int, call: dialect.EmbeddingCall
+    pool: PreparationPool, embedder: Embedder, tenant_id: int, call: dialect.EmbeddingCall
 ) -> list[TokenizedText]:
     """Return the tokens of a call's inputs; of long ones in a thread. Raises Refusal for a token id
     outside the vocabulary, and for a text of spaces without end."""
     work = partial(_tokenize, embedder, call)
     if sum(INPUT_CHARS + len(one) for one in call.inputs) <= INLINE_CHARS_MAX:
         return work(lambda: False)
-    return await gateway.preparations.run(tenant_id, work)
+    return await pool.run(tenant_id, work)
 
 
 def _tokenize(

@@ -8,68 +8,78 @@ middleware takes a request's place by `take_place`; `gateway.generation.generati
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 from engine.api import Request
 from engine.client.client import Engine
-from gateway.context import Context
+from gateway.config import LimitsConfig
 from gateway.dialects.canonical import GenerationParameters, UsageRecord
 from gateway.errors import Kind, Refusal
 from gateway.http.request_context import RequestState
 from tenancy.errors import LimitExceeded
-from tenancy.limits import CONCURRENCY_RETRY_S, Demand, Reservation
+from tenancy.limits import CONCURRENCY_RETRY_S, Demand, Limiter, Reservation
+from tenancy.types import WallClock
 
 
-def take_place(gateway: Context, state: RequestState) -> None:
-    """Take a place for a tenant's request before anything is done for it: one request of its
-    minute, one of its requests at once, and one of `limits.requests_per_tenant_max`.
+class RateLimits:
+    """The rate limits of one gateway's requests."""
 
-    The place is `state.place`, which the middleware settles at the latest. O(1). Raises Refusal;
-    the headers report what is left.
-    """
-    identity, limiter = state.identity, gateway.limiter
-    assert identity is not None, "a place belongs to a tenant"
-    limit = gateway.config.limits.requests_per_tenant_max
-    running = limiter.running_of(identity.tenant.tenant_id)
-    if running >= limit:
-        gateway.limited[identity.tenant.tenant_id] += 1
-        message = f"Rate limit reached for requests at once: {running} running, limit {limit}."
-        after_s = CONCURRENCY_RETRY_S
-        raise Refusal(Kind.RATE, "rate_limit_exceeded", message, retry_after_s=after_s)
-    try:
-        state.place = limiter.reserve(identity)
-    except LimitExceeded as error:
-        gateway.limited[identity.tenant.tenant_id] += 1
-        left = limiter.status(identity)
-        state.headers.update(state.shape.limit_headers(left, gateway.wall()))
-        raise refusal_of(error) from error
+    def __init__(self, limiter: Limiter, settings: LimitsConfig, wall: WallClock) -> None:
+        self._settings = settings
+        self.limiter = limiter
+        self._wall = wall
+        self.limited = Counter[int]()
+        """Requests that a tenant's limits refused since the start, by tenant id."""
+
+    def take_place(self, state: RequestState) -> None:
+        """Take a place for a tenant's request before anything is done for it: one request of its
+        minute, one of its requests at once, and one of `limits.requests_per_tenant_max`.
+
+        The place is `state.place`, which the middleware settles at the latest. O(1). Raises
+        Refusal; the headers report what is left.
+        """
+        identity, limiter = state.identity, self.limiter
+        assert identity is not None, "a place belongs to a tenant"
+        limit = self._settings.requests_per_tenant_max
+        running = limiter.running_of(identity.tenant.tenant_id)
+        if running >= limit:
+            self.limited[identity.tenant.tenant_id] += 1
+            message = f"Rate limit reached for requests at once: {running} running, limit {limit}."
+            after_s = CONCURRENCY_RETRY_S
+            raise Refusal(Kind.RATE, "rate_limit_exceeded", message, retry_after_s=after_s)
+        try:
+            state.place = limiter.reserve(identity)
+        except LimitExceeded as error:
+            self.limited[identity.tenant.tenant_id] += 1
+            left = limiter.status(identity)
+            state.headers.update(state.shape.limit_headers(left, self._wall()))
+            raise refusal_of(error) from error
+
+    def reserve(self, state: RequestState, demand: Demand) -> Reservation:
+        """Reserve the tokens of a request that has its place, and return the place. Raises Refusal;
+        the headers report what is left."""
+        place = place_of(state)
+        try:
+            place.extend(demand)
+        except LimitExceeded as error:
+            assert state.identity is not None, "a place belongs to a tenant"
+            self.limited[state.identity.tenant.tenant_id] += 1
+            self.report(state)
+            raise refusal_of(error) from error
+        return place
+
+    def report(self, state: RequestState) -> None:
+        """Set the headers that report what is left, as the clients of the request's dialect expect
+        them."""
+        left = place_of(state).status()
+        state.headers.update(state.shape.limit_headers(left, self._wall()))
 
 
 def place_of(state: RequestState) -> Reservation:
     """Return the place that `take_place` has taken."""
     assert state.place is not None, "the middleware takes a place for each request of a tenant"
     return state.place
-
-
-def reserve(gateway: Context, state: RequestState, demand: Demand) -> Reservation:
-    """Reserve the tokens of a request that has its place, and return the place. Raises Refusal; the
-    headers report what is left."""
-    place = place_of(state)
-    try:
-        place.extend(demand)
-    except LimitExceeded as error:
-        assert state.identity is not None, "a place belongs to a tenant"
-        gateway.limited[state.identity.tenant.tenant_id] += 1
-        report_limits(gateway, state)
-        raise refusal_of(error) from error
-    return place
-
-
-def report_limits(gateway: Context, state: RequestState) -> None:
-    """Set the headers that report what is left, as the clients of the request's dialect expect
-    them."""
-    left = place_of(state).status()
-    state.headers.update(state.shape.limit_headers(left, gateway.wall()))
 
 
 def upper_bound(

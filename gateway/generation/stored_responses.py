@@ -15,7 +15,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from gateway.context import Context
+from gateway.config import Config, ServerConfig
+from gateway.context import Log
 from gateway.dialects.canonical import (
     Call,
     Delta,
@@ -28,7 +29,11 @@ from gateway.dialects.canonical import (
 )
 from gateway.dialects.protocol import Dialect, Encoder, StoredEncoder
 from gateway.errors import Kind, Refusal
+from gateway.generation.delivery import PlainAnswer
 from gateway.http.request_body import SHARE_PARTS, BodyShare
+from gateway.ledger.query_pool import QueryPool
+from gateway.ledger.response_writer import ResponseWriter
+from gateway.preparation_pool import PreparationPool
 from gateway.structured_output.json_text import count_values
 from tenancy.errors import StoreError
 from tenancy.responses.conversations import (
@@ -51,7 +56,7 @@ from tenancy.responses.stored_responses import (
 )
 from tenancy.responses.stored_sums import Obstacle
 from tenancy.storage.interface import Store
-from tenancy.types import HOUR_MS, Identity
+from tenancy.types import HOUR_MS, Identity, WallClock
 
 NAMED_BODIES_MAX = 4
 """Bytes of the stored items that one request may name, in bodies of the largest size."""
@@ -65,46 +70,76 @@ COLUMNS: dict[Part, ItemsColumn] = {"input": "input", "output": "response"}
 """The parts of a stored response that hold items, and their columns in the database."""
 
 
-async def parse_with_history(
-    gateway: Context,
-    dialect: Dialect,
-    body: bytes,
-    metadata: RequestMetadata,
-    call: Call,
-    identity: Identity,
-    share: BodyShare,
-) -> Call:
-    """Return the call of a body with the items that it continues; `call`: as first parsed.
+class StoredResponses:
+    """Loads and stores the responses of one gateway."""
 
-    What a request names counts as what it sends: its bytes are taken from `share` before they are
-    loaded, and its values are counted before they are decoded. Raises Refusal if what it continues
-    is missing, expired or another's, or if what it names is too large or finds no room; StoreError.
-    """
-    named = NamedItems(gateway, call.thread, identity)
-    if not gateway.config.responses.keep_hours:
-        if call.thread.previous_id:
-            raise _previous_not_found(call.thread.previous_id)
-        if call.thread.conversation_id:
-            raise conversation_not_found(call.thread.conversation_id)
-    else:
-        tenant_id = identity.tenant.tenant_id
-        share.take(await gateway.contents.ask(named.measure, tenant_id))
-        await gateway.contents.ask(named.load, tenant_id)
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        contents: QueryPool,
+        responses: ResponseWriter,
+        preparations: PreparationPool,
+        wall: WallClock,
+        log: Log,
+    ) -> None:
+        self._server, self.keep_hours = config.server, config.responses.keep_hours
+        self.store, self.contents, self.responses = store, contents, responses
+        self.preparations, self.wall, self.log = preparations, wall, log
 
-    def parse(_is_abandoned: Callable[[], bool]) -> Call:
-        return dialect.parse(body, replace(metadata, earlier=named.decode()))
+    async def continue_call(
+        self,
+        dialect: Dialect,
+        body: bytes,
+        metadata: RequestMetadata,
+        call: Call,
+        identity: Identity,
+        share: BodyShare,
+    ) -> Call:
+        """Return the call of a body with the items that it continues; `call`: as first parsed.
 
-    return await gateway.preparations.run(identity.tenant.tenant_id, parse)
+        What a request names counts as what it sends: its bytes are taken from `share` before they
+        are loaded, and its values are counted before they are decoded. Raises Refusal if what it
+        continues is missing, expired or another's, or if what it names is too large or finds no
+        room; StoreError.
+        """
+        named = NamedItems(self._server, call.thread, identity, self.wall())
+        if not self.keep_hours:
+            if call.thread.previous_id:
+                raise _previous_not_found(call.thread.previous_id)
+            if call.thread.conversation_id:
+                raise conversation_not_found(call.thread.conversation_id)
+        else:
+            tenant_id = identity.tenant.tenant_id
+            share.take(await self.contents.ask(named.measure, tenant_id))
+            await self.contents.ask(named.load, tenant_id)
+
+        def parse(_is_abandoned: Callable[[], bool]) -> Call:
+            return dialect.parse(body, replace(metadata, earlier=named.decode()))
+
+        return await self.preparations.run(identity.tenant.tenant_id, parse)
+
+    def answer(
+        self, identity: Identity, call: Call, reply: Reply, encoder: Encoder
+    ) -> PlainAnswer | None:
+        """Return the answer that stores the response or appends its items; None if nothing is to
+        be stored."""
+        thread = call.thread
+        if not self.keep_hours or not (thread.store or thread.conversation_id):
+            return None
+        assert isinstance(encoder, StoredEncoder), "a dialect that asks to store can encode it"
+        return StoredAnswer(self, identity, thread, reply, encoder)
 
 
 class NamedItems:
     """The stored items that one call continues and refers to: measured, loaded, then decoded."""
 
-    def __init__(self, gateway: Context, thread: ThreadDirectives, identity: Identity) -> None:
+    def __init__(
+        self, server: ServerConfig, thread: ThreadDirectives, identity: Identity, now_ms: int
+    ) -> None:
         self._thread = thread
         self._owner = identity.tenant.tenant_id, identity.workspace
-        self._now_ms = gateway.wall()
-        server = gateway.config.server
+        self._now_ms = now_ms
         self._values_max = server.body_values_max
         # With the largest body itself, a tenant that is alone finds room for as much.
         quarter = server.body_bytes_in_flight_max // SHARE_PARTS
@@ -241,37 +276,39 @@ class _Output(msgspec.Struct):
     output: list[dict[str, Any]]
 
 
-class StoredAnswer:
-    """The response of a running request, to be stored at its end."""
+class StoredAnswer(PlainAnswer):
+    """The answer of a running request whose response is stored before its last bytes."""
 
     def __init__(
         self,
-        gateway: Context,
+        stored: StoredResponses,
         identity: Identity,
         thread: ThreadDirectives,
         reply: Reply,
         encoder: StoredEncoder,
     ) -> None:
-        self._gateway = gateway
+        super().__init__(encoder)
+        self._stored = stored
         self._identity = identity
         self._thread = thread
         self._response_id = reply.response_id
-        self._created_ms = gateway.wall()
+        self._created_ms = stored.wall()
         self._encoder = encoder
         self._appended: tuple[str, ...] = ()
 
     async def unary(self, deltas: Sequence[Delta]) -> bytes:
-        """Store the response; return its body. All deltas must have been encoded."""
+        """Store the response; return its body."""
+        await super().unary(deltas)
         end = deltas[-1]
         assert isinstance(end, End), "a complete answer ends with its usage"
         await self._store(end)
         return self._encoder.response(end)
 
     async def stream(self, batch: Sequence[Delta]) -> bytes:
-        """Encode the last batch of a stream; its end, when the response is stored."""
-        end = batch[-1]
-        assert isinstance(end, End), "a complete answer ends with its usage"
-        data = b"".join(map(self._encoder.stream, batch[:-1]))
+        """Return the bytes of a batch; those of the end, when the response is stored."""
+        if not batch or not isinstance(end := batch[-1], End):
+            return await super().stream(batch)
+        data = await super().stream(batch[:-1])
         await self._store(end)
         return data + self._encoder.stream(end)
 
@@ -296,32 +333,31 @@ class StoredAnswer:
         )
         obstacle: Obstacle | str
         try:
-            obstacle = await self._gateway.responses.write(record)
+            obstacle = await self._stored.responses.write(record)
         except StoreError as error:
             obstacle = error.code
         if obstacle:
             self._encoder.is_stored = self._encoder.is_appended = False
             facts = {"tenant_id": record.tenant_id, "reason": obstacle}
-            self._gateway.log("response_not_stored", facts)
+            self._stored.log("response_not_stored", facts)
         elif turn is not None:
             self._appended = tuple(item.item_id for item in turn.items)
 
     async def _turn(self) -> ItemsChange:
         """Return the items to append to the conversation. In a thread: they may be many."""
-        items = await self._gateway.preparations.run(
-            self._identity.tenant.tenant_id, lambda _: self._encoder.turn(), is_admitted=True
-        )
+        tenant_id = self._identity.tenant.tenant_id
+        items = await self._stored.preparations.run_admitted(tenant_id, self._encoder.turn)
         return ItemsChange(
             owner=(self._identity.tenant.tenant_id, self._identity.workspace),
             conversation_id=self._thread.conversation_id,
             items=tuple(ItemRecord(item.item_id, item.data) for item in items),
             since_ms=self._created_ms,
-            now_ms=self._gateway.wall(),
+            now_ms=self._stored.wall(),
             expires_ms=self._expires_ms(),
         )
 
     def _expires_ms(self) -> int:
-        return self._gateway.wall() + self._gateway.config.responses.keep_hours * HOUR_MS
+        return self._stored.wall() + self._stored.keep_hours * HOUR_MS
 
     async def withdraw(self) -> None:
         """Delete the response and its items: its request failed after they were stored."""
@@ -329,26 +365,15 @@ class StoredAnswer:
             return
         tenant_id = self._identity.tenant.tenant_id
         try:
-            await self._gateway.contents.ask(lambda _: self._delete(), tenant_id)
+            await self._stored.contents.ask(lambda _: self._delete(), tenant_id)
         except StoreError as error:
             facts = {"tenant_id": tenant_id, "reason": error.code}
-            self._gateway.log("response_not_withdrawn", facts)
+            self._stored.log("response_not_withdrawn", facts)
 
     def _delete(self) -> None:
-        store, now_ms = self._gateway.store, self._gateway.wall()
+        store, now_ms = self._stored.store, self._stored.wall()
         owner = self._identity.tenant.tenant_id, self._identity.workspace
         if self._encoder.is_stored:
             delete_response(store, *owner, self._response_id, now_ms)
         if self._appended:
             delete_items(store, owner, self._thread.conversation_id, self._appended, now_ms)
-
-
-def stored_answer(
-    gateway: Context, identity: Identity, call: Call, reply: Reply, encoder: Encoder
-) -> StoredAnswer | None:
-    """Return what will store the response or append its items, or None if nothing is stored."""
-    thread = call.thread
-    if not gateway.config.responses.keep_hours or not (thread.store or thread.conversation_id):
-        return None
-    assert isinstance(encoder, StoredEncoder), "a dialect that asks to store can encode it"
-    return StoredAnswer(gateway, identity, call.thread, reply, encoder)

@@ -1,23 +1,31 @@
-"""Checks the Host header and origins, extracts the API key or a proxy's user, counts wrong keys.
+"""Checks the Host header, extracts the API key or a proxy's user, counts wrong keys.
 
-It knows no handler and no store. `gateway.http.middleware` calls it before a body is read.
+It knows no handler and no store. `gateway.http.middleware` runs it before a body is read.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Generic, TypeVar
 
 from aiohttp import web
 
+from engine.api import Clock
 from gateway.config import AdminConfig, ServerConfig, parse_address
-from gateway.dialects.families import KEY_HEADERS
+from gateway.dialects.families import KEY_HEADERS, find_family
 from gateway.errors import Kind, Refusal
+from gateway.http.request_context import KeyOwner, RequestState
+from gateway.http.route_table import tidy
+from tenancy.accounts.authentication import KeyAuthenticator
+from tenancy.accounts.keys import ADMIN, is_key
 from tenancy.errors import KeyRefused
+from tenancy.types import Identity
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::[0-9]{1,5})?")
 
@@ -45,13 +53,6 @@ ACT_HEADER = "X-Trunkline-Request"
 USER_CHARS_MAX = 200
 """Longest name of a proxy's user, in characters."""
 
-
-ANY_ORIGIN = "*"
-CORS_METHODS = "GET, HEAD, POST, PATCH, DELETE"
-"""The methods of the public listener."""
-CORS_HEADERS = "Authorization, Content-Type"
-PREFLIGHT_MAX_AGE_S = 600
-_HEADER_NAMES = re.compile(r"[A-Za-z0-9_-]{1,64}(, ?[A-Za-z0-9_-]{1,64}){0,63}")
 
 ALL_ADDRESSES = (str(ipaddress.IPv4Address(0)), f"[{ipaddress.IPv6Address(0)}]")
 """Names among the allowed hosts that allow every address, and no other name."""
@@ -324,43 +325,120 @@ class WrongKeys:
         return int(self._clock() // 60)
 
 
-class CrossOrigin:
-    """The origins whose pages may call the listener; `ANY_ORIGIN` among them admits all.
+class Keys:
+    """The keys of tenants and administrators. `trusted` signs in administrators that a proxy has
+    authenticated."""
 
-    Keys travel in headers and never in cookies, so no answer allows credentials: a page can only
-    use a key that it was given.
-    """
+    def __init__(
+        self, authenticator: KeyAuthenticator, clock: Clock, trusted: TrustedHeader
+    ) -> None:
+        self._authenticator = authenticator
+        self._trusted = trusted
+        self._wrong_keys, self._lookups = WrongKeys(clock), KeyLookups(clock)
 
-    def __init__(self, origins: Collection[str]) -> None:
-        self._origins = frozenset(origins)
+    async def enter(self, request: web.BaseRequest, state: RequestState) -> None:
+        """Record the key's identity in `state`. Raises Refusal.
 
-    def headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """Return the headers that every answer to the request needs, errors too: without them a
-        page cannot even read why it was refused. O(1); empty if no origin is allowed."""
-        if not self._origins:
-            return {}
-        allowed = ANY_ORIGIN
-        if ANY_ORIGIN not in self._origins:
-            allowed = request.headers.get("Origin", "")
-            if allowed not in self._origins:
-                return {"Vary": "Origin"}
-        found = {"Access-Control-Allow-Origin": allowed, "Access-Control-Expose-Headers": "*"}
-        if allowed != ANY_ORIGIN:
-            found["Vary"] = "Origin"
-        if self.is_preflight(request):
-            asked = request.headers.get("Access-Control-Request-Headers", "")
-            names = asked if _HEADER_NAMES.fullmatch(asked) else CORS_HEADERS
-            found["Access-Control-Allow-Methods"] = CORS_METHODS
-            found["Access-Control-Allow-Headers"] = names
-            found["Access-Control-Max-Age"] = str(PREFLIGHT_MAX_AGE_S)
-        return found
+        The body has not been read yet: a request without a valid key gets no parser time.
+        """
+        assert state.declared is not None
+        role, registry = state.declared.role, self._authenticator
+        if role == "open":
+            return
+        try:
+            if role.startswith(ADMIN):
+                await self._authenticate_administrator(request, state)
+                scope = role.removeprefix(ADMIN).removeprefix(":")
+                if scope and scope not in state.admin_scopes:
+                    raise KeyRefused("scope_missing", _lacks_scope(state, scope))
+                return
+            checked = await self._check(request, request_keys(request), registry.authenticate)
+            identity = checked.one(_cache_owner, lambda found: role in found.scopes)
+            state.identity = identity
+            tenant = identity.tenant
+            state.owner = KeyOwner(identity.key_id, tenant.tenant_id, tenant.name)
+            if role not in identity.scopes:
+                raise KeyRefused("scope_missing", f"This key does not have the {role!r} scope.")
+        except KeyRefused as error:
+            if error.code == "scope_missing":
+                raise Refusal(Kind.PERMISSION, error.code, error.message) from error
+            state.owner = self._former_owner(error)
+            if error.code == "tenant_suspended":
+                raise Refusal(Kind.PERMISSION, error.code, "This tenant is suspended.") from error
+            family = find_family(tidy(request.path) + "/", request.headers)
+            header = "" if role.startswith(ADMIN) else next(iter(family.key_headers), "")
+            message = key_problem(error, header, is_admin=role.startswith(ADMIN))
+            raise Refusal(Kind.AUTH, "invalid_api_key", message) from error
 
-    def is_preflight(self, request: web.BaseRequest) -> bool:
-        """Return whether a browser asks if a page may send a request; the answer names no path's
-        methods, so that the request itself tells what is wrong with it."""
+    async def _check(
+        self, request: web.BaseRequest, keys: list[str], authenticate: Callable[[str], T]
+    ) -> CheckedKeys[T]:
+        """Check the keys of a request; where none is valid and one is unknown, once more with the
+        keys that the database has now. Raises Refusal for too many wrong ones."""
+        checked = CheckedKeys(keys, authenticate)
+        is_looked_up = not checked.valid and any(map(is_key, checked.unknown))
+        if is_looked_up and self._lookups.admit(request.remote or "local"):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOKUP_S_MAX):
+                    await asyncio.wrap_future(self._authenticator.read_now())
+            checked = CheckedKeys(keys, authenticate)
+        self._count_guesses(request, checked)
+        return checked
+
+    def _count_guesses(self, request: web.BaseRequest, checked: CheckedKeys[T]) -> None:
+        """Count unknown keys. Raises Refusal beyond the limit of the request's address.
+
+        A revoked or suspended key is no guess: a single one always gets its own error, never a 429.
+        """
+        address = request.remote or "local"
+        if checked.is_guess:
+            exceeded = [self._wrong_keys.record(address) for _ in checked.unknown or ("",)]
+        else:
+            exceeded = [self._wrong_keys.record_beside(address, key) for key in checked.unknown]
+        if any(exceeded):
+            raise Refusal(
+                Kind.RATE,
+                "too_many_wrong_keys",
+                "Wrong-key limit reached for this address: limit"
+                f" {WRONG_KEYS_PER_MINUTE_MAX} per minute.",
+                retry_after_s=60.0,
+            )
+
+    def _former_owner(self, error: KeyRefused) -> KeyOwner | None:
+        """Return whose the refused key was, or None for a key that never was a tenant's."""
+        found = self._authenticator.tenant(error.tenant_id) if error.tenant_id else None
+        if found is None:
+            return None
+        return KeyOwner(error.key_id, error.tenant_id, found.tenant.name)
+
+    async def _authenticate_administrator(
+        self, request: web.BaseRequest, state: RequestState
+    ) -> None:
+        """Record the administrator of a key, or the one that a trusted proxy names."""
+        user = self._trusted.user_of(request)
+        if user is not None:
+            state.admin_user, state.admin_scopes = user, self._trusted.scopes
+            return
+        keys = request_keys(request, takes_query=False)
+        checked = await self._check(request, keys, self._authenticator.authenticate_admin)
+        administrator = checked.one(lambda found: found.key_id)
+        state.admin_key_id, state.admin_scopes = administrator.key_id, administrator.scopes
+
+
+def _cache_owner(identity: Identity) -> object:
+    """Return what two keys of one request must have in common: bill and cache."""
+    return identity.tenant.tenant_id, identity.workspace
+
+
+def _lacks_scope(state: RequestState, scope: str) -> str:
+    """Return why an administrator without a scope is refused, and what has it."""
+    held = ", ".join(sorted(state.admin_scopes)) or "none"
+    if state.admin_user:
         return (
-            bool(self._origins)
-            and request.method == "OPTIONS"
-            and "Origin" in request.headers
-            and "Access-Control-Request-Method" in request.headers
+            f"This administrator does not have the {scope!r} scope, but {held}; expected a key with"
+            " it, or the scope in admin.trusted_scopes."
         )
+    return (
+        f"This administrator's key does not have the {scope!r} scope, but {held}; expected a key of"
+        f" `trunkline key create --admin --scopes {scope}`, or of all scopes."
+    )

@@ -1,26 +1,26 @@
 """JSON requests and responses of paths outside all dialects: the admin and self-service APIs.
 
 Bodies are validated strictly: an unknown field or an invalid value is refused with the field's path
-as `param`. Errors have the shape `{"error": {"code", "message", "param"}}`. This module knows no
-tenant and no engine; handlers in `gateway.api` call it.
+as `param`. Errors have the shape `{"error": {"code", "message", "param"}}`. `route` makes a route
+of a handler, and its description of the handler's types. This module knows no tenant and no engine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
-from typing import TypeVar
+from typing import TypeVar, get_type_hints
 
 import msgspec
 from aiohttp import web
 
-from gateway.config import ServerConfig
+from gateway.dialects.protocol import ErrorShape
 from gateway.dialects.validation import convert, find_duplicate_key
 from gateway.errors import Kind, Refusal
 from gateway.http.request_body import SMALL_VALUES_MAX, check_values, read_body
+from gateway.http.route_table import JSON, Role, Route
 from tenancy.accounting.exports import as_csv
-from tenancy.limits import LimitState, Meter
 from tenancy.types import DAY_MS, LATEST_MS
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class ApiErrorAnswer(msgspec.Struct, frozen=True):
     error: ApiError
 
 
-class _JsonApiErrorShape:
+class _JsonApiErrorShape(ErrorShape):
     """The error shape of the admin and self-service APIs."""
 
     name = ""
@@ -59,16 +59,9 @@ class _JsonApiErrorShape:
         error = ApiError(refusal.code, refusal.message, refusal.param)
         return refusal.kind.status, msgspec.json.encode(ApiErrorAnswer(error))
 
-    def headers(self, request_id: str) -> dict[str, str]:
-        """Return no headers: this shape adds none."""
-        return {}
-
-    def limit_headers(self, states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
-        """Return no headers: these APIs report limits in their answers."""
-        return {}
-
 
 SHAPE = _JsonApiErrorShape()
+FAMILY = SHAPE.family
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -82,7 +75,7 @@ class Window(msgspec.Struct, frozen=True):
         return {"since": instant(self.since_ms), "until": instant(self.until_ms)}
 
 
-def answer(value: object, status: int = 200) -> web.Response:
+def reply(value: object, status: int = 200) -> web.Response:
     """Return a JSON response."""
     body = msgspec.json.encode(value)
     return web.Response(status=status, body=body, content_type="application/json")
@@ -126,10 +119,39 @@ def _cell(value: object) -> object:
     return msgspec.json.encode(value).decode()
 
 
-async def read(request: web.BaseRequest, settings: ServerConfig, kind: type[T]) -> T:
-    """Read the body and decode it as a `kind`. Raises Refusal, and so for query parameters."""
-    query(request)
-    return decode(await read_body(request, settings), kind)
+def route(
+    what: str,
+    role: Role,
+    summary: str,
+    handler: Callable[..., Awaitable[object]],
+    *,
+    answer: type | None = None,
+    body: type | None = None,
+    query: str = "",
+    status: int = 200,
+) -> Route:
+    """Return a route of these APIs. `what`: its method and path. `query`: names of parameters.
+
+    The handler gets the request and, if it has a second parameter, the body as that type; `body`
+    describes it more closely. What it returns is sent as JSON, unless it is a response. `answer`:
+    the struct of an answer that is a dictionary.
+    """
+    method, path = what.split()
+    names = tuple(query.split())
+    hints = get_type_hints(handler)
+    returned, kind = hints.pop("return"), hints.get("body")
+    if answer is None and isinstance(returned, type) and issubclass(returned, msgspec.Struct):
+        answer = returned
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        check_query(request, *names)
+        sent = () if kind is None else (decode(await read_body(request), kind),)
+        found = await handler(request, *sent)
+        return found if isinstance(found, web.StreamResponse) else reply(found, status)
+
+    content = (JSON, "text/csv") if "format" in names else (JSON,)
+    about = (summary, body or kind, answer, names, status, content)
+    return Route(method, path, handle, role, SHAPE, *about)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -148,10 +170,9 @@ def decode(body: bytes, kind: type[T]) -> T:
     return convert(tree, kind, "")
 
 
-def query(request: web.BaseRequest, *names: str) -> Mapping[str, str]:
-    """Return the query parameters: each of `names` at most once, and `key`.
-
-    Raises Refusal for an unknown or duplicate parameter.
+def check_query(request: web.BaseRequest, *names: str) -> None:
+    """Refuse unknown and duplicate parameters: each of `names` may come once, and `key`. Raises
+    Refusal.
     """
     given = request.query
     for name in given:
@@ -161,7 +182,6 @@ def query(request: web.BaseRequest, *names: str) -> Mapping[str, str]:
             raise Refusal(Kind.BAD, "unknown_parameter", message, param=name[:64])
         if len(given.getall(name)) > 1:
             raise Refusal(Kind.BAD, "invalid_value", f"Duplicate parameter: {name!r}.", param=name)
-    return given
 
 
 def refuse_body(request: web.BaseRequest) -> None:

@@ -95,7 +95,7 @@ SMALL_VALUES_MAX = 10_000
 PLAIN, GZIP = ("", "identity"), ("gzip", "x-gzip")
 
 
-async def read_body(request: web.BaseRequest, settings: ServerConfig) -> bytes:
+async def read_body(request: web.BaseRequest) -> bytes:
     """Read and decompress the whole body; send `100 Continue` first if the client expects it.
     HTTP/1.0 has no such reply, and its clients would take it for the answer.
 
@@ -104,6 +104,7 @@ async def read_body(request: web.BaseRequest, settings: ServerConfig) -> bytes:
     Cost: O(decompressed bytes). Raises Refusal: TOO_BIG, TIMEOUT, MEDIA unless the body is JSON in
     UTF-8, plain or gzip, EXPECTATION, RATE and BUSY without room, and BAD for broken framing.
     """
+    settings = request[CONNECTION].owner.settings
     coding = _check_head(request, settings)
     share, declared = request[BODY_SHARE], request.content_length
     if declared:

@@ -14,11 +14,18 @@ from collections.abc import Callable
 from aiohttp import web
 from msgspec import Struct
 
+from engine.api import Clock
 from gateway.config import Config, is_model_name
+from gateway.context import Log
 from gateway.dialects.canonical import NO_METADATA, Boundary, RequestMetadata, UsageRecord
 from gateway.dialects.families import PLAIN, VERSION_HEADERS
 from gateway.dialects.protocol import ErrorShape
-from gateway.observability.tracing import CompletedRequest
+from gateway.http.connection import CONNECTION
+from gateway.http.route_table import Route
+from gateway.observability.ended_requests import EndedRequests
+from gateway.observability.logging import RefusalLines
+from gateway.observability.metrics import Metrics, cache_outcome
+from gateway.observability.tracing import CompletedRequest, Tracer
 from tenancy.history.request_records import RequestRecord
 from tenancy.limits import Reservation
 from tenancy.types import Fidelity, Identity, WallClock
@@ -124,6 +131,9 @@ class RequestState(Struct):
     """Headers that are added to any response."""
     parameters: dict[str, str] = {}
     """The decoded path parameters."""
+    declared: Route | None = None
+    total_s: float = 0.0
+    """How long the request took, once it has ended."""
 
     def response_headers(self, own: dict[str, str]) -> dict[str, str]:
         """Return `own` with the headers that every response to this request has."""
@@ -288,3 +298,72 @@ def request_metadata(request: web.BaseRequest, config: Config) -> RequestMetadat
         tolerance=tolerance,
         separates_cache_key=separates,
     )
+
+
+class RequestMetrics:
+    """Counts requests, refusals and times."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def leave(self, request: web.BaseRequest, state: RequestState, status: int) -> None:
+        """Count a request."""
+        metrics = self._metrics
+        tenant = "none" if state.owner is None else metrics.tenant_label(state.owner.tenant)
+        if state.identity is not None:
+            metrics.duration_s.add(state.total_s)
+        metrics.requests.add(1, tenant, state.route, state.ending)
+        if state.code:
+            metrics.refusals.add(1, state.code)
+            if tenant != "none":
+                metrics.tenant_refusals.add(1, tenant, state.code)
+        if state.first_token_s is not None:
+            cached = cache_outcome(state.usage.physical_cached, state.usage.total_in)
+            metrics.first_token_s.add(state.first_token_s, cached)
+
+
+class RequestRecords:
+    """Keeps the record of a request that ran a model, and of a refused one that has an owner."""
+
+    def __init__(self, ended: EndedRequests, *, is_public: bool) -> None:
+        self._ended, self._is_public = ended, is_public
+
+    def leave(self, request: web.BaseRequest, state: RequestState, status: int) -> None:
+        """Keep a record."""
+        has_owner = state.identity is not None or (self._is_public and state.route != "unknown")
+        if state.is_generation or (state.ending == "refused" and has_owner):
+            self._ended.add((record_of(state, status, state.total_s), state.segments))
+
+
+class RequestLines:
+    """Logs requests. Health probes come every second: only those of known callers, and failures."""
+
+    def __init__(self, log: Log, clock: Clock) -> None:
+        self._log = log
+        self._refusal_lines = RefusalLines(log, clock)
+
+    def leave(self, request: web.BaseRequest, state: RequestState, status: int) -> None:
+        """Log a request."""
+        identity, admin_id = state.identity, state.admin_key_id
+        is_known = identity is not None or admin_id is not None or state.admin_user != ""
+        if not is_known and state.ending == "done":
+            return
+        if state.ending == "refused":
+            owner = admin_id if identity is None else identity.tenant.name
+            if not self._refusal_lines.admit(owner):
+                return
+        address = request[CONNECTION].address
+        self._log("request", log_facts(state, request.method, status, state.total_s, address))
+
+
+class RequestSpans:
+    """Traces requests that ran a model."""
+
+    def __init__(self, tracer: Tracer, wall: WallClock) -> None:
+        self._tracer, self._wall = tracer, wall
+
+    def leave(self, request: web.BaseRequest, state: RequestState, status: int) -> None:
+        """Record a span."""
+        if state.is_generation:
+            traceparent = request.headers.get("traceparent", "")
+            self._tracer.record(span_facts(state, status, state.total_s, self._wall(), traceparent))

@@ -1,19 +1,67 @@
-"""The route table: finds the value declared for a method and a path.
+"""Routes and their table: finds the route of a method and a path.
 
-Paths use aiohttp's syntax: `/v1/models/{name}`, or `{target:.+}` with a pattern. The table knows no
-handler and no role. `gateway.http.middleware` builds one for each listener.
+Paths use aiohttp's syntax: `/v1/models/{name}`, or `{target:.+}` with a pattern. A route also says
+what the OpenAPI document tells of it, so that nothing is declared twice. `gateway.http.middleware`
+builds a table for each listener.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Container
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Container
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
 
 from aiohttp import web
 
+from gateway.dialects.families import PLAIN
+from gateway.dialects.protocol import ErrorShape
+
 T = TypeVar("T")
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Role = Literal[
+    "open",
+    "inference",
+    "usage",
+    "cache",
+    "admin",
+    "admin:read",
+    "admin:tenants",
+    "admin:money",
+    "admin:erase",
+]
+"""What a route requires of a key: a tenant's scope, an administrator's (`admin`: any of them), or
+`open` for no key."""
+INFERENCE: Role = "inference"
+JSON, SSE = "application/json", "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A declared route. Undeclared paths give 404; the role `open` needs no key.
+
+    The rest is for the OpenAPI document: `summary` ("" leaves the route out), `body` and `answer`
+    (the structs of the request and of a success; None for no body, and for an answer without a
+    struct), `query` (the names of its parameters), `content` (types of a success) and `headers`
+    (those that it may have beside every request's).
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    role: Role
+    shape: ErrorShape = PLAIN
+    summary: str = ""
+    body: type | None = None
+    answer: type | None = None
+    query: tuple[str, ...] = ()
+    status: int = 200
+    content: tuple[str, ...] = (JSON,)
+    headers: tuple[str, ...] = ()
+    family: str = ""
+    """Of the errors, where `shape` is that of the client's family; "" for the shape's own."""
+
 
 _STEPS_MAX = 12
 """Most steps of a path for which a similar one is sought."""

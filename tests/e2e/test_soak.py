@@ -13,8 +13,8 @@ import pytest
 
 from engine.client.request_stream import RequestStream
 from gateway.caching import Contract
-from gateway.generation.generation import Generation
-from gateway.generation.idempotency import IdempotentRequest
+from gateway.generation.delivery import IdempotentRequest
+from gateway.generation.execution import Execution
 from gateway.generation.output_stream import OutputStream
 from gateway.ledger.metering import LedgerReservation
 from tenancy.accounting.audit import check_books
@@ -26,7 +26,7 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 REQUESTS = 600
 OF_A_REQUEST = (
-    LedgerReservation, Generation, OutputStream, Contract, IdempotentRequest, RequestStream,
+    LedgerReservation, Execution, OutputStream, Contract, IdempotentRequest, RequestStream,
     Reservation,
 )  # fmt: skip
 

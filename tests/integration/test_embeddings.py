@@ -513,7 +513,7 @@ async def test_a_spent_budget_refuses_before_anything_is_encoded(
 
 async def test_a_draining_server_refuses(gateway: GatewayFixture) -> None:
     """And a request that runs finishes first."""
-    gateway.gateway.context.is_draining = True
+    gateway.gateway.context.running.is_draining = True
 
     found = await embed(gateway)
 
@@ -528,7 +528,7 @@ async def test_a_running_request_finishes_while_the_server_drains(
     running = asyncio.create_task(embed(gateway))
     await gateway.until(lambda: bool(encoder.seen))
     draining = asyncio.create_task(gateway.gateway.drain(60.0))
-    await gateway.until(lambda: gateway.gateway.context.is_draining)
+    await gateway.until(lambda: gateway.gateway.context.running.is_draining)
     encoder.release()
 
     status, _, _ = await running

@@ -97,7 +97,9 @@ async def test_failed_step_is_free_and_uses_no_limit(
     await gateway.ask(body=gateway.chat(max_tokens=50, stream=stream))
     await gateway.quiet()
     context = gateway.gateway.context
-    left = context.limiter.status(context.authenticator.authenticate(gateway.keys["ada"]))
+    left = gateway.gateway.limits.limiter.status(
+        context.authenticator.authenticate(gateway.keys["ada"])
+    )
 
     assert [(ending, charge) for ending, _, charge in charges(gateway)] == [("internal_error", 0)]
     assert charges(gateway)[0][1] > 0

@@ -72,7 +72,7 @@ async def test_default_tenants_together_leave_room_for_a_tenant_with_a_bound(
     gateway: GatewayFixture,
 ) -> None:
     """Four of a quarter each would take all; a bound that the operator set is kept."""
-    usage = gateway.gateway.context.tenant_usage
+    usage = gateway.gateway.context.usage.tenants
     for name in ("cid", "dan", "eve"):
         tenant = create_tenant(gateway.store, wall_ms, name)
         gateway.keys[name] = create_key(gateway.store, wall_ms, tenant.tenant_id)

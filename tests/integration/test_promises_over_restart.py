@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.model_store import ModelCard
-from gateway.background.erasure import ErasureTarget, erase
+from gateway.background.erasure import ErasureTarget
 from gateway.caching import promise_store
 from tenancy.accounting.audit import check_books
 from tenancy.accounts.deletion import delete_tenant
@@ -129,7 +129,7 @@ async def test_erasure_deletes_the_rows_before_its_receipt(deploys: Deploys, sto
         await ask(first)
         await first.gateway.context.promise_store.flush()
         before = await rows(store)
-        await erase(first.gateway.context, ErasureTarget(1, 0))
+        await first.gateway.erasure.erase(ErasureTarget(1, 0))
         at_receipt = await rows(store)
     async with deploys.gateway() as second:
         after = await ask(second)
@@ -142,7 +142,7 @@ async def test_deleted_tenant_leaves_no_rows(deploys: Deploys, store: Store) -> 
     """Neither now nor with the next gateway."""
     async with deploys.gateway() as first:
         await ask(first)
-        await first.gateway.context.wait_idle(PATIENCE_S)
+        await first.gateway.context.running.wait_idle(PATIENCE_S)
         await first.gateway.context.promise_store.flush()
         await asyncio.to_thread(delete_tenant, store, wall_ms, "ada")
         left = await rows(store)

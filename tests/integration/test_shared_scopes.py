@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.api import Quota
 from engine.cache import PrefixCache
-from gateway.background.erasure import ErasureTarget, erase_removed, list_holdings, scope_target
+from gateway.background.erasure import ErasureTarget, list_holdings, scope_target
 from gateway.background.storage_metering import token_changes
 from gateway.caching.namespaces import namespace_of, parts_of
 from gateway.retention_classes import BEST_EFFORT
@@ -246,7 +246,7 @@ async def test_removed_scope_is_erased(shared: GatewayFixture) -> None:
     remove_scope(shared.store, "ours", by=TESTER)
     shared.gateway.context.authenticator.refresh_now()
     before = (await shared.quiet()).cached_blocks
-    await erase_removed(shared.gateway.context)
+    await shared.gateway.erasure.erase_removed()
     after = (await shared.engine.get_stats()).cached_blocks
     share(shared)
 
@@ -258,7 +258,7 @@ async def test_existing_scope_is_not_erased(shared: GatewayFixture) -> None:
     """The sweep erases only removed scopes."""
     await cached(shared, "ada")
     await shared.quiet()
-    await erase_removed(shared.gateway.context)
+    await shared.gateway.erasure.erase_removed()
 
     assert (await cached(shared, "bob"))[0] > 0
 

@@ -389,7 +389,7 @@ async def test_storage_is_metered_by_model(gateway: GatewayFixture) -> None:
     engines = gateway.engines.values()
     await gateway.until(lambda: all(one.stats.cached_blocks > 0 for one in engines))
     context.clock = clock
-    metering = StorageMetering(context)
+    metering = StorageMetering(context, gateway.gateway.erasure)
     await metering.close()
     clock.advance(10.0)
     await metering.close()

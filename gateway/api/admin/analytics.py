@@ -11,16 +11,15 @@ from typing import Any
 from aiohttp import web
 from msgspec.structs import asdict
 
-from gateway.background.erasure import list_holdings, scope_names
-from gateway.background.history_sampling import count_ended
-from gateway.background.storage_metering import update_churn, update_tenant_usage
+from gateway.background.erasure import CacheErasure, list_holdings
+from gateway.background.history_sampling import HistorySampling
 from gateway.caching.namespaces import namespaces_of, owner_of, parts_of
 from gateway.context import Context
 from gateway.engines.served_models import ServedModel
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
-from gateway.http.middleware import Handler, Route
 from gateway.http.request_context import STATE
+from gateway.http.route_table import Route
 from tenancy.accounts import tenants
 from tenancy.history.samples import ALL_TENANTS
 from tenancy.pricing.rate_cards import RateCards, load_cards
@@ -38,40 +37,37 @@ ROWS_MAX = 1_000
 """Most rows of a table by tenant: the largest, or the last active ones."""
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
-    """Return the read-only routes of analytics."""
-    handlers = _AnalyticsHandlers(gateway)
-    return (
-        _route("/admin/v1/analytics", handlers.overview),
-        _route("/admin/v1/analytics/{name}", handlers.tenant),
-        _route("/admin/v1/tree/{name}", handlers.tree),
-    )
-
-
-def _route(path: str, handler: Handler) -> Route:
-    return Route("GET", path, handler, "admin:read", json_api.SHAPE)
-
-
-class _AnalyticsHandlers:
+class AnalyticsHandlers:
     """One handler per route of analytics."""
 
-    def __init__(self, gateway: Context) -> None:
-        self._gateway = gateway
+    def __init__(self, gateway: Context, sampling: HistorySampling, erasure: CacheErasure) -> None:
+        self._gateway, self._sampling, self._erasure = gateway, sampling, erasure
 
-    async def overview(self, request: web.BaseRequest) -> web.StreamResponse:
+    def routes(self) -> tuple[Route, ...]:
+        """Return the read-only routes."""
+        route, path = json_api.route, "/admin/v1/analytics"
+        text = "Show the shape of a tenant's prefix trees."
+        return (
+            route(f"GET {path}", "admin:read", "Show analytics since the start.", self.overview),
+            route(
+                *(f"GET {path}/{{name}}", "admin:read", "Show a tenant's analytics.", self.tenant)
+            ),
+            route("GET /admin/v1/tree/{name}", "admin:read", text, self.tree),
+        )
+
+    async def overview(self, request: web.BaseRequest) -> object:
         """Return all analytics, and the state of the engine."""
-        json_api.query(request)
         gateway = self._gateway
-        update_churn(gateway)
-        await count_ended(gateway)
-        update_tenant_usage(gateway)
+        gateway.usage.update_churn()
+        await self._sampling.count_ended()
+        gateway.usage.update_tenants()
         models = {
             "models": [
                 {
                     "name": one.name,
                     "restarts": one.restarts(),
-                    "promised_blocks": gateway.tenant_usage.total("promised_blocks", one.name),
-                    "promised_below": gateway.tenant_usage.total("promised_below", one.name),
+                    "promised_blocks": gateway.usage.tenants.total("promised_blocks", one.name),
+                    "promised_below": gateway.usage.tenants.total("promised_below", one.name),
                     **self._engine(one),
                     "ready": one.engine.ready(),
                     "state": one.state(),
@@ -81,38 +77,36 @@ class _AnalyticsHandlers:
             ]
         }
         seen = await gateway.analytics.overview()
-        return json_api.answer(
-            {
-                **seen,
+        return {
+            **seen,
+            "tenants": [
+                {"tenant": self._name(one.pop("tenant_id")), **one} for one in seen["tenants"]
+            ],
+            "engine": {**self._engine(gateway.models.default), "ready": gateway.is_ready()},
+            **(models if gateway.models.are_several else {}),
+            "failed_models": gateway.models.failures(),
+            "holdings": [
+                {
+                    "tenant": self._name(tenant_id),
+                    **held,
+                    **self._quota(tenant_id),
+                    **self._held_by_model(tenant_id),
+                }
+                for tenant_id, held in gateway.usage.tenants.largest(ROWS_MAX)
+            ],
+            "refused_last_hour": self._refused_last_hour(),
+            "taken": await self._evictions(),
+            "leases": self._leases(),
+            "churn": {
+                **gateway.usage.churn.all.details(),
                 "tenants": [
-                    {"tenant": self._name(one.pop("tenant_id")), **one} for one in seen["tenants"]
+                    {"tenant": self._name(tenant_id), **history.totals()}
+                    for tenant_id, history in gateway.usage.churn.latest(ROWS_MAX)
                 ],
-                "engine": {**self._engine(gateway.models.default), "ready": gateway.is_ready()},
-                **(models if gateway.models.are_several else {}),
-                "failed_models": gateway.models.failures(),
-                "holdings": [
-                    {
-                        "tenant": self._name(tenant_id),
-                        **held,
-                        **self._quota(tenant_id),
-                        **self._held_by_model(tenant_id),
-                    }
-                    for tenant_id, held in gateway.tenant_usage.largest(ROWS_MAX)
-                ],
-                "refused_last_hour": self._refused_last_hour(),
-                "taken": await self._evictions(),
-                "leases": self._leases(),
-                "churn": {
-                    **gateway.churn.all.details(),
-                    "tenants": [
-                        {"tenant": self._name(tenant_id), **history.totals()}
-                        for tenant_id, history in gateway.churn.latest(ROWS_MAX)
-                    ],
-                },
-                "restarts": gateway.models.restarts(),
-                "at_ms": gateway.wall(),
-            }
-        )
+            },
+            "restarts": gateway.models.restarts(),
+            "at_ms": gateway.wall(),
+        }
 
     def _engine(self, model: ServedModel) -> dict[str, Any]:
         """Return the state of a model's engine."""
@@ -139,16 +133,15 @@ class _AnalyticsHandlers:
         """Return the blocks that a tenant holds of each model, if several are served."""
         if not self._gateway.models.are_several:
             return {}
-        held = self._gateway.tenant_usage.by_model(tenant_id)
+        held = self._gateway.usage.tenants.by_model(tenant_id)
         return {"blocks_by_model": {name: row["blocks"] for name, row in held.items()}}
 
-    async def tenant(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def tenant(self, request: web.BaseRequest) -> object:
         """Return one tenant's analytics. Raises BadName for a name that no tenant has."""
-        json_api.query(request)
         gateway, name = self._gateway, request[STATE].parameters["name"]
         tenant, cards = await gateway.reports.ask(partial(_find_tenant_and_cards, name=name))
         tenant_id = tenant.tenant_id
-        update_tenant_usage(gateway)
+        gateway.usage.update_tenants()
         model = self._model_of(tenant_id)
         info = model.engine.info
         card = cards.in_force(model.name, tenant.tier, gateway.wall())
@@ -157,25 +150,24 @@ class _AnalyticsHandlers:
         if seen is None:
             message = "No requests of this tenant since the start."
             raise Refusal(Kind.NOT_FOUND, "not_seen", message)
-        update_churn(gateway)
+        gateway.usage.update_churn()
         leases = self._leases(tenant_id)
-        churn = gateway.churn.tenant(tenant_id).details()
+        churn = gateway.usage.churn.tenant(tenant_id).details()
         if info is not None:
             for one in seen["size_advice"]:
                 one["tokens"] = one["blocks"] * info.block_size
                 one["bytes"] = one["blocks"] * info.kv_bytes_per_block
         own = {"model": model.name} if gateway.models.are_several else {}
-        return json_api.answer({"tenant": name, **own, **seen, "leases": leases, "churn": churn})
+        return {"tenant": name, **own, **seen, "leases": leases, "churn": churn}
 
-    async def tree(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def tree(self, request: web.BaseRequest) -> object:
         """Return the shape of a tenant's prefix trees, one per namespace, largest first.
 
         The response has counts, never tokens or text.
         """
-        json_api.query(request)
         gateway, name = self._gateway, request[STATE].parameters["name"]
         found = await asyncio.to_thread(tenants.find_tenant, gateway.store, name)
-        scopes = await scope_names(gateway)
+        scopes = await self._erasure.scope_names()
         spaces = namespaces_of(gateway.models.namespaces(), found.tenant_id)
         largest = heapq.nlargest(TREES_MAX + 1, spaces, key=lambda one: one.blocks)
         shown = []
@@ -191,9 +183,7 @@ class _AnalyticsHandlers:
                     "branches": [asdict(branch) for branch in surveyed.branches],
                 }
             )
-        return json_api.answer(
-            {"tenant": name, "namespaces": shown, "has_more": len(largest) > TREES_MAX}
-        )
+        return {"tenant": name, "namespaces": shown, "has_more": len(largest) > TREES_MAX}
 
     def _refused_last_hour(self) -> dict[str, Any]:
         """Return the refused requests of the last hour: all, by tenant (the largest) and by
@@ -226,7 +216,7 @@ class _AnalyticsHandlers:
         """Return the model that gives prices and pool for a tenant's estimates: of those that are
         open to it, the one that holds most of its blocks, else the first."""
         gateway = self._gateway
-        held = {} if tenant_id is None else gateway.tenant_usage.by_model(tenant_id)
+        held = {} if tenant_id is None else gateway.usage.tenants.by_model(tenant_id)
         name = self._name(tenant_id)
 
         def rank(model: ServedModel) -> tuple[bool, int]:

@@ -3,45 +3,75 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from aiohttp import web
+from msgspec import Struct
 
-from gateway.context import Context
+from gateway.context import Log
 from gateway.http import json_api
-from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
+from gateway.http.route_table import Route
+from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.accounts.tenants import find_tenant_record, list_tenants
 from tenancy.storage.audit_log import PAGE_MAX, Actor, AuditFilter, change_row, list_changes
 from tenancy.storage.interface import Store
+from tenancy.types import WallClock
 
 
-def actor_of(gateway: Context, request: web.BaseRequest) -> Actor:
-    """Return the administrator of a request, for the record of its change."""
-    state, address = request[STATE], request.remote or ""
-    if state.admin_user:
-        return Actor("trusted_header", state.admin_user, gateway.wall(), address)
-    assert state.admin_key_id is not None, "this route requires an administrator"
-    return Actor("admin_key", str(state.admin_key_id), gateway.wall(), address)
+class AuditRow(Struct, frozen=True):
+    """A change. `before`, `after`: the values that differ. `at`: RFC 3339."""
+
+    audit_id: int
+    at: str
+    actor: str
+    actor_id: str
+    address: str | None
+    action: str
+    tenant: str | None
+    tenant_id: int | None
+    target: str
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
 
 
-def note_change(gateway: Context, request: web.BaseRequest, event: str, **facts: object) -> None:
-    """Log a change with its administrator, and apply it to the next request."""
-    state = request[STATE]
-    by = {"by_user": state.admin_user} if state.admin_user else {"by_key_id": state.admin_key_id}
-    gateway.authenticator.refresh_now()
-    gateway.log(event, {**by, **facts})
+class AuditPage(Struct, frozen=True):
+    """Changes, newest first. `next_before`: the `before` of the next page; null at the end."""
+
+    changes: list[AuditRow]
+    next_before: int | None
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
+class ChangeLog:
+    """Notes who changes what: for the audit log, and for the server's own."""
+
+    def __init__(self, authenticator: KeyAuthenticator, wall: WallClock, log: Log) -> None:
+        self._authenticator, self._wall, self._log = authenticator, wall, log
+
+    def actor(self, request: web.BaseRequest) -> Actor:
+        """Return the administrator of a request, for the record of its change."""
+        state, address = request[STATE], request.remote or ""
+        if state.admin_user:
+            return Actor("trusted_header", state.admin_user, self._wall(), address)
+        assert state.admin_key_id is not None, "this route requires an administrator"
+        return Actor("admin_key", str(state.admin_key_id), self._wall(), address)
+
+    def note(self, request: web.BaseRequest, event: str, **facts: object) -> None:
+        """Log a change with its administrator, and apply it to the next request."""
+        user, key_id = request[STATE].admin_user, request[STATE].admin_key_id
+        self._authenticator.refresh_now()
+        self._log(event, {**({"by_user": user} if user else {"by_key_id": key_id}), **facts})
+
+
+def routes(store: Store, wall: WallClock) -> tuple[Route, ...]:
     """Return the route of the audit log."""
 
-    async def audit(request: web.BaseRequest) -> web.StreamResponse:
-        names = ("since", "until", "tenant", "actor", "actor_id", "action", "before", "limit")
-        given = json_api.query(request, *names, "format")
+    async def audit(request: web.BaseRequest) -> object:
+        given = request.query
         is_csv = json_api.wants_csv(given)
         limit = json_api.positive_int(given, "limit", 100, PAGE_MAX)
         before = json_api.positive_int(given, "before", 2**53, 2**53)
-        name, window = given.get("tenant"), json_api.window(given, gateway.wall())
+        name, window = given.get("tenant"), json_api.window(given, wall())
         is_bounded = "since" in given or "until" in given
 
         def ask(store: Store) -> tuple[list[dict[str, object]], int | None]:
@@ -59,10 +89,12 @@ def routes(gateway: Context) -> tuple[Route, ...]:
             rows = [change_row(one, tenants) for one in found]
             return rows, found[-1].audit_id if len(found) == limit else None
 
-        rows, next_before = await asyncio.to_thread(ask, gateway.store)
+        rows, next_before = await asyncio.to_thread(ask, store)
         if is_csv:
             next_page = json_api.page_url(request, before=next_before) if next_before else ""
             return json_api.csv_answer(rows, "audit", next_page)
-        return json_api.answer({"changes": rows, "next_before": next_before})
+        return {"changes": rows, "next_before": next_before}
 
-    return (Route("GET", "/admin/v1/audit", audit, "admin:read", json_api.SHAPE),)
+    names = "since until tenant actor actor_id action before limit format"
+    what, text = "GET /admin/v1/audit", "List changes."
+    return (json_api.route(what, "admin:read", text, audit, answer=AuditPage, query=names),)

@@ -10,17 +10,17 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from aiohttp import web
 from msgspec import Struct
 
 from gateway.api.usage_report import budget_body, budget_share
-from gateway.background.history_sampling import count_ended, live_samples, read_at_once
-from gateway.context import Context
+from gateway.background.history_sampling import HistorySampling
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
-from gateway.http.middleware import Route
+from gateway.http.route_table import Route
+from gateway.ledger.query_pool import QueryPool
 from tenancy.accounting.usage import usage
 from tenancy.accounts.tenants import find_tenant_record
 from tenancy.history.ledger_history import LedgerBucket, ledger_history
@@ -35,7 +35,7 @@ from tenancy.pricing.budgets import BudgetState, budget_states, window_of
 from tenancy.pricing.charges import format_dollars
 from tenancy.reuse.miss_ratio_curve import LogHistogram
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, Tenant
+from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, Tenant, WallClock
 
 POINTS_MAX = 400
 RANGES_MS = {"1h": HOUR_MS, "24h": DAY_MS, "7d": 7 * DAY_MS, "30d": 30 * DAY_MS}
@@ -50,6 +50,83 @@ FINE_MS = 2 * DAY_MS
 _QUANTILES = (("p50", 0.5), ("p95", 0.95))
 _RANGE_QUANTILES = (*_QUANTILES, ("p99", 0.99))
 T = TypeVar("T")
+
+
+class QuantileSeries(Struct, frozen=True):
+    """Two quantiles, with one value per bucket."""
+
+    p50: list[float | None]
+    p95: list[float | None]
+
+
+class FirstTokenQuantiles(Struct, frozen=True):
+    """Times to first token over a whole period, in milliseconds, accurate to a fifth."""
+
+    count: int
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+class FirstTokenTimes(Struct, frozen=True):
+    """`hit`: half of the prompt or more was cached; `miss`: less."""
+
+    hit: FirstTokenQuantiles
+    miss: FirstTokenQuantiles
+
+
+class HistorySeries(Struct, frozen=True):
+    """Charts: one value per bucket, null in a gap. Money is exact decimal dollars.
+
+    `device_cached_tokens`, `host_cached_tokens`, `disk_cached_tokens`, `remote_cached_tokens`:
+    prompt tokens that were not computed, by the level on which they were found.
+    """
+
+    requests: list[int | None]
+    refused: list[int | None]
+    prompt_tokens: list[int | None]
+    read_tokens: list[int | None]
+    written_tokens: list[int | None]
+    computed_tokens: list[int | None]
+    output_tokens: list[int | None]
+    device_cached_tokens: list[int | None]
+    host_cached_tokens: list[int | None]
+    disk_cached_tokens: list[int | None]
+    remote_cached_tokens: list[int | None]
+    cost_usd: list[str | None]
+    uncached_cost_usd: list[str | None]
+    first_token_ms_hit: QuantileSeries
+    first_token_ms_miss: QuantileSeries
+    blocks_promised: list[int | None]
+    blocks_cached: list[int | None]
+    blocks_free: list[int | None]
+    refusals_by_code: dict[str, list[int | None]]
+    budget_spent_usd: list[str | None]
+
+
+class HistoryBudget(Struct, frozen=True):
+    """The tenant's own budget. `share`: the used part of the hard amount, or else of the soft."""
+
+    window: Literal["day", "month"]
+    hard_usd: str | None
+    soft_usd: str | None
+    share: float | None
+
+
+class HistoryAnswer(Struct, frozen=True):
+    """Charts over time. `at_ms`: the start of each bucket. `previous`: the period before."""
+
+    since_ms: int
+    until_ms: int
+    step_ms: int
+    tenant: str | None
+    model: str | None
+    at_ms: list[int]
+    series: HistorySeries
+    first_token_ms: FirstTokenTimes | None
+    budget: HistoryBudget | None
+    previous: HistorySeries | None
+    previous_first_token_ms: FirstTokenTimes | None
 
 
 class HistoryPeriod(Struct, frozen=True):
@@ -84,33 +161,36 @@ class HistoryFilter(Struct, frozen=True):
         return None if self.tenant is None else self.tenant.tenant_id
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
+def routes(
+    store: Store, reports: QueryPool, sampling: HistorySampling, wall: WallClock
+) -> tuple[Route, ...]:
     """Return the route of charts."""
 
-    async def history(request: web.BaseRequest) -> web.StreamResponse:
-        names = ("range", "since", "until", "step_ms", "tenant", "model", "format")
-        given = json_api.query(request, *names)
-        period, is_csv = read_period(given, gateway.wall()), json_api.wants_csv(given)
+    async def history(request: web.BaseRequest) -> object:
+        given = request.query
+        period, is_csv = read_period(given, wall()), json_api.wants_csv(given)
         name = given.get("tenant")
         tenant = None
         if name is not None:
-            found = await asyncio.to_thread(find_tenant_record, gateway.store, name)
+            found = await asyncio.to_thread(find_tenant_record, store, name)
             tenant = found.tenant
 
         async def read() -> dict[str, Any]:
-            await count_ended(gateway)
+            await sampling.count_ended()
             wanted = HistoryFilter(
                 tenant=tenant,
                 model=given.get("model"),
-                now_ms=gateway.wall(),
-                live=live_samples(gateway, ALL_TENANTS if tenant is None else tenant.tenant_id),
+                now_ms=wall(),
+                live=sampling.live_samples(ALL_TENANTS if tenant is None else tenant.tenant_id),
             )
-            return await gateway.reports.ask(partial(_report, wanted=wanted, period=period))
+            return await reports.ask(partial(_report, wanted=wanted, period=period))
 
-        body = await read_at_once(gateway, read)
-        return json_api.csv_answer(csv_rows(body), "history") if is_csv else json_api.answer(body)
+        body = await sampling.read_at_once(read)
+        return json_api.csv_answer(csv_rows(body), "history") if is_csv else body
 
-    return (Route("GET", "/admin/v1/history", history, "admin:read", json_api.SHAPE),)
+    what, text = "GET /admin/v1/history", "Draw charts over time."
+    names = "range since until step_ms tenant model format"
+    return (json_api.route(what, "admin:read", text, history, answer=HistoryAnswer, query=names),)
 
 
 def read_period(given: Mapping[str, str], now_ms: int) -> HistoryPeriod:

@@ -7,46 +7,59 @@ from __future__ import annotations
 
 import asyncio
 from importlib import metadata
+from typing import Any
 
 from aiohttp import web
+from msgspec import Struct
 
-from gateway.api.admin.audit import actor_of
-from gateway.context import Context
+from gateway.api.admin.audit import ChangeLog
+from gateway.config import Config
+from gateway.engines.served_models import ServedModels
 from gateway.http import json_api
-from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
+from gateway.http.route_table import Route
 from tenancy.accounts.keys import find_key
 from tenancy.accounts.tenants import oldest_tenant_ms
 from tenancy.storage.interface import Store
+from tenancy.types import WallClock
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
+class AdministratorAnswer(Struct, frozen=True):
+    """The asking administrator, its scopes, and the server."""
+
+    actor: str
+    actor_id: str
+    label: str
+    scopes: list[str]
+    server: dict[str, Any]
+
+
+def routes(
+    store: Store, config: Config, models: ServedModels, changes: ChangeLog, wall: WallClock
+) -> tuple[Route, ...]:
     """Return the route of the asking administrator."""
 
-    async def me(request: web.BaseRequest) -> web.StreamResponse:
-        json_api.query(request)
-        state, actor = request[STATE], actor_of(gateway, request)
-        label, version, began_ms = await asyncio.to_thread(_read, gateway.store, state.admin_key_id)
-        config = gateway.config
-        return json_api.answer(
-            {
-                "actor": actor.kind,
-                "actor_id": actor.actor_id,
-                "label": label,
-                "scopes": sorted(state.admin_scopes),
-                "server": {
-                    "version": version,
-                    "model": gateway.models.default.name,
-                    "models": gateway.models.names,
-                    "public": config.server.listen,
-                    "classes": sorted(config.caching.all_classes()),
-                    "began_ms": began_ms,
-                    "at_ms": gateway.wall(),
-                },
-            }
-        )
+    async def me(request: web.BaseRequest) -> object:
+        state, actor = request[STATE], changes.actor(request)
+        label, version, began_ms = await asyncio.to_thread(_read, store, state.admin_key_id)
+        return {
+            "actor": actor.kind,
+            "actor_id": actor.actor_id,
+            "label": label,
+            "scopes": sorted(state.admin_scopes),
+            "server": {
+                "version": version,
+                "model": models.default.name,
+                "models": models.names,
+                "public": config.server.listen,
+                "classes": sorted(config.caching.all_classes()),
+                "began_ms": began_ms,
+                "at_ms": wall(),
+            },
+        }
 
-    return (Route("GET", "/admin/v1/me", me, "admin", json_api.SHAPE),)
+    what, text = "GET /admin/v1/me", "Show the asking administrator."
+    return (json_api.route(what, "admin", text, me, answer=AdministratorAnswer),)
 
 
 def _read(store: Store, key_id: int | None) -> tuple[str, str, int | None]:

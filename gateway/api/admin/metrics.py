@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from aiohttp import web
 
-from gateway.background.metrics_export import refresh_metrics
-from gateway.context import Context
-from gateway.http.middleware import Route
-from gateway.observability.metrics import CONTENT_TYPE
+from gateway.http import json_api
+from gateway.http.route_table import Route
+from gateway.observability.metrics import CONTENT_TYPE, Metrics
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
-    """Return the route of metrics."""
+def routes(metrics: Metrics, refresh: Callable[[], Awaitable[None]]) -> tuple[Route, ...]:
+    """Return the route of metrics. `refresh`: sets those that are kept elsewhere."""
 
-    async def metrics(request: web.BaseRequest) -> web.StreamResponse:
-        await refresh_metrics(gateway)
-        body = gateway.metrics.exposition()
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+    async def show(request: web.BaseRequest) -> web.StreamResponse:
+        await refresh()
+        return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
-    return (Route("GET", "/metrics", metrics, "open"),)
+    text = "Show metrics in Prometheus's format."
+    kind, family = ("text/plain",), json_api.FAMILY
+    return (Route("GET", "/metrics", show, "open", summary=text, content=kind, family=family),)

@@ -12,15 +12,16 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
+from msgspec import Struct
 from msgspec.structs import asdict
 
-from gateway.background.history_sampling import flush_requests
-from gateway.context import Context
+from gateway.background.history_sampling import HistorySampling
 from gateway.errors import Kind, Refusal
 from gateway.findings.finding_store import FindingStore
 from gateway.http import json_api
-from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
+from gateway.http.route_table import Route
+from gateway.ledger.query_pool import QueryPool
 from tenancy.accounts.keys import key_labels
 from tenancy.accounts.tenants import find_tenant_record, list_tenants
 from tenancy.errors import StoreError
@@ -36,7 +37,7 @@ from tenancy.pricing.charges import FREE_CARD, format_dollars, itemize
 from tenancy.pricing.rate_cards import RateCards, load_cards
 from tenancy.reuse.miss_causes import MissCause, finding_id, read_causes, waste_cost
 from tenancy.storage.interface import Store
-from tenancy.types import DAY_MS, UsageEntry
+from tenancy.types import DAY_MS, UsageEntry, WallClock
 
 PAGE_MAX = 1_000
 MICROS_PER_DOLLAR = 10**6
@@ -45,36 +46,151 @@ Names = Mapping[int, str]
 """Names of tenants by id."""
 
 
-def routes(gateway: Context, findings: FindingStore) -> tuple[Route, ...]:
+class RequestRow(Struct, frozen=True):
+    """An ended request, as the list shows it. Null: not known any more, or not reached.
+
+    `cause`, `place`: why the prompt was computed again, as the finding `finding_id` says it;
+    `wasted_usd`: what its `wasted_tokens` cost. `user`: whom the request names, where usage is
+    attributed.
+    """
+
+    request_id: str
+    received_ms: int | None
+    ended_ms: int | None
+    tenant: str | None
+    key_id: int | None
+    dialect: str
+    endpoint: str | None
+    model: str
+    stream: bool | None
+    status: int | None
+    ending: str
+    code: str
+    prompt_tokens: int
+    read_tokens: int
+    written_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    first_token_ms: float | None
+    total_ms: float | None
+    missed: str | None
+    cost_usd: str | None
+    key_label: str | None
+    user: str | None
+    cause: str | None
+    place: str | None
+    wasted_tokens: int | None
+    wasted_usd: str | None
+    finding_id: str | None
+
+
+class RequestPage(Struct, frozen=True):
+    """Ended requests, newest first, and `before` of the next page."""
+
+    requests: list[RequestRow]
+    next_before: str | None
+
+
+class RequestTimes(Struct, frozen=True):
+    """Instants of a request, in milliseconds since the epoch."""
+
+    received_ms: int | None
+    submitted_ms: int | None
+    started_ms: int | None
+    first_token_ms: int | None
+    settled_ms: int | None
+    ended_ms: int | None
+
+
+class RequestSegment(Struct, frozen=True):
+    """A part of a prompt by its path in the request, with its last token and its cached ones."""
+
+    path: str
+    end: int
+    tokens: int
+    cached_tokens: int
+
+
+class PriceLine(Struct, frozen=True):
+    """A component of a charge."""
+
+    line: str
+    tokens: int
+    usd_per_mtok: str
+    usd: str
+
+
+class RequestPrice(Struct, frozen=True):
+    """A request's charge by line, and the same request's without caching."""
+
+    rate_card_id: str
+    lines: list[PriceLine]
+    cost_usd: str
+    uncached_cost_usd: str
+    saved_usd: str
+
+
+class RequestAnswer(RequestRow, frozen=True):
+    """Everything known of an ended request. `loaded_tokens`: of the cached ones, by the level below
+    the device that had them; `load_ms`: how long it waited for them before its first step, null
+    without a load. `fidelity`: how far from exact copies might be; `read_fidelity`: how far the
+    cached tokens may have been. `attention`: the attention window that it ran under, as
+    "window=W;sinks=S"; null for all tokens. `entry`: its ledger entry."""
+
+    times: RequestTimes
+    cached_tokens: int
+    loaded_tokens: dict[str, int]
+    fidelity: str | None
+    read_fidelity: str | None
+    load_ms: float | None
+    attention: str | None
+    part_tokens: dict[str, int]
+    segments: list[RequestSegment] | None
+    missed_tokens: int | None
+    recomputed_promised_tokens: int | None
+    read_by_class: dict[str, int]
+    written_by_class: dict[str, int]
+    workspace: str | None
+    price: RequestPrice | None
+    entry: dict[str, Any] | None
+
+
+def routes(
+    reports: QueryPool, sampling: HistorySampling, findings: FindingStore, wall: WallClock
+) -> tuple[Route, ...]:
     """Return the routes of ended requests."""
 
-    async def listed(request: web.BaseRequest) -> web.StreamResponse:
-        names = ("tenant", "code", "since", "until", "limit", "before", "format")
-        given = json_api.query(request, *names)
-        is_csv = json_api.wants_csv(given)
-        limit = json_api.positive_int(given, "limit", 100, PAGE_MAX)
-        await flush_requests(gateway)
+    async def flush() -> None:
+        await sampling.flush_requests()
         with suppress(StoreError):  # shown without the latest causes
             await findings.flush()
-        find = partial(_list, given=given, now_ms=gateway.wall(), limit=limit)
-        rows = await gateway.reports.ask(find)
+
+    async def listed(request: web.BaseRequest) -> object:
+        given = request.query
+        is_csv = json_api.wants_csv(given)
+        limit = json_api.positive_int(given, "limit", 100, PAGE_MAX)
+        await flush()
+        rows = await reports.ask(partial(_list, given=given, now_ms=wall(), limit=limit))
         before = rows[-1]["request_id"] if len(rows) == limit else None
         if is_csv:
             next_page = json_api.page_url(request, before=before) if before else ""
             return json_api.csv_answer(list(map(_csv_row, rows)), "requests", next_page)
-        return json_api.answer({"requests": rows, "next_before": before})
+        return {"requests": rows, "next_before": before}
 
-    async def one(request: web.BaseRequest) -> web.StreamResponse:
-        json_api.query(request)
+    async def one(request: web.BaseRequest) -> object:
         request_id = request[STATE].parameters["request_id"]
-        await flush_requests(gateway)
-        with suppress(StoreError):  # shown without the latest causes
-            await findings.flush()
-        return json_api.answer(await gateway.reports.ask(partial(_show, request_id=request_id)))
+        await flush()
+        return await reports.ask(partial(_show, request_id=request_id))
 
+    route, path = json_api.route, "/admin/v1/requests"
+    what, text = f"GET {path}/{{request_id}}", "Show an ended request."
     return (
-        Route("GET", "/admin/v1/requests", listed, "admin:read", json_api.SHAPE),
-        Route("GET", "/admin/v1/requests/{request_id}", one, "admin:read", json_api.SHAPE),
+        route(
+            *(f"GET {path}", "admin:read", "List ended requests.", listed),
+            answer=RequestPage,
+            query="tenant code since until limit before format",
+        ),
+        route(what, "admin:read", text, one, answer=RequestAnswer),
     )
 
 

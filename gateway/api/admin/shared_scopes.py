@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Literal
 
 from aiohttp import web
 from msgspec import Struct, structs
 
-from gateway.api.admin.audit import actor_of, note_change
-from gateway.context import Context
+from gateway.api.admin.audit import ChangeLog
 from gateway.http import json_api
-from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
+from gateway.http.route_table import Route
+from gateway.ledger.query_pool import QueryPool
 from tenancy.accounts.shared_scopes import (
     ScopeRecord,
     ScopeTerms,
@@ -21,6 +21,8 @@ from tenancy.accounts.shared_scopes import (
     remove_scope,
     set_scope,
 )
+from tenancy.storage.interface import Store
+from tenancy.types import WallClock
 
 
 class ScopeBody(Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,56 +32,76 @@ class ScopeBody(Struct, frozen=True, forbid_unknown_fields=True):
     members: tuple[str, ...] = ()
 
 
-def routes(gateway: Context) -> tuple[Route, ...]:
+class ScopeAnswer(Struct, frozen=True):
+    """A cache that tenants share. `created`: RFC 3339."""
+
+    name: str
+    scope_id: int
+    owner: str
+    members: tuple[str, ...]
+    declared: bool
+    created: str
+
+
+class ScopeList(Struct, frozen=True):
+    """All shared scopes."""
+
+    shared_scopes: list[ScopeAnswer]
+
+
+class ScopeRemoved(Struct, frozen=True):
+    """A removed shared scope."""
+
+    name: str
+    removed: Literal[True]
+
+
+def routes(
+    store: Store, reports: QueryPool, changes: ChangeLog, wall: WallClock
+) -> tuple[Route, ...]:
     """Return the routes of shared scopes."""
 
     def note(request: web.BaseRequest, event: str, scope: ScopeRecord) -> None:
-        facts = {"shared_scope": scope.name, "scope_id": scope.scope_id}
-        note_change(gateway, request, event, **facts)
+        changes.note(request, event, shared_scope=scope.name, scope_id=scope.scope_id)
 
-    async def listed(request: web.BaseRequest) -> web.StreamResponse:
-        json_api.query(request)
-        found = await gateway.reports.ask(list_scopes)
-        return json_api.answer({"shared_scopes": [scope_body(scope) for scope in found]})
+    async def listed(request: web.BaseRequest) -> ScopeList:
+        return ScopeList([scope_body(scope) for scope in await reports.ask(list_scopes)])
 
-    async def show(request: web.BaseRequest) -> web.StreamResponse:
-        return json_api.answer(scope_body(await find(request)))
+    async def show(request: web.BaseRequest) -> ScopeAnswer:
+        return scope_body(await find(request))
 
-    async def put(request: web.BaseRequest) -> web.StreamResponse:
-        body = await json_api.read(request, gateway.config.server, ScopeBody)
+    async def put(request: web.BaseRequest, body: ScopeBody) -> ScopeAnswer:
         terms = ScopeTerms(name=request[STATE].parameters["name"], **structs.asdict(body))
-        by = actor_of(gateway, request)
-        scope = await asyncio.to_thread(set_scope, gateway.store, gateway.wall, terms, by)
+        scope = await asyncio.to_thread(set_scope, store, wall, terms, changes.actor(request))
         note(request, "scope_set", scope)
-        return json_api.answer(scope_body(scope))
+        return scope_body(scope)
 
-    async def remove(request: web.BaseRequest) -> web.StreamResponse:
+    async def remove(request: web.BaseRequest) -> ScopeRemoved:
         scope = await find(request)
-        by = actor_of(gateway, request)
-        await asyncio.to_thread(remove_scope, gateway.store, scope.name, by)
+        await asyncio.to_thread(remove_scope, store, scope.name, changes.actor(request))
         note(request, "scope_removed", scope)
-        return json_api.answer({"name": scope.name, "removed": True})
+        return ScopeRemoved(scope.name, removed=True)
 
     async def find(request: web.BaseRequest) -> ScopeRecord:
-        json_api.query(request)
-        return await asyncio.to_thread(find_scope, gateway.store, request[STATE].parameters["name"])
+        return await asyncio.to_thread(find_scope, store, request[STATE].parameters["name"])
 
-    one = "/admin/v1/shared-scopes/{name}"
+    route, many = json_api.route, "/admin/v1/shared-scopes"
+    one, text = f"{many}/{{name}}", "Create or change a shared scope."
     return (
-        Route("GET", "/admin/v1/shared-scopes", listed, "admin:read", json_api.SHAPE),
-        Route("GET", one, show, "admin:read", json_api.SHAPE),
-        Route("PUT", one, put, "admin:tenants", json_api.SHAPE),
-        Route("DELETE", one, remove, "admin:tenants", json_api.SHAPE),
+        route(f"GET {many}", "admin:read", "List shared scopes.", listed),
+        route(f"GET {one}", "admin:read", "Show a shared scope.", show),
+        route(f"PUT {one}", "admin:tenants", text, put),
+        route(f"DELETE {one}", "admin:tenants", "Remove a shared scope.", remove),
     )
 
 
-def scope_body(scope: ScopeRecord) -> dict[str, Any]:
+def scope_body(scope: ScopeRecord) -> ScopeAnswer:
     """Return a shared scope as responses show it."""
-    return {
-        "name": scope.name,
-        "scope_id": scope.scope_id,
-        "owner": scope.owner,
-        "members": scope.members,
-        "declared": scope.is_declared,
-        "created": json_api.instant(scope.created_ms),
-    }
+    return ScopeAnswer(
+        scope.name,
+        scope.scope_id,
+        scope.owner,
+        scope.members,
+        scope.is_declared,
+        json_api.instant(scope.created_ms),
+    )

@@ -6,16 +6,16 @@ from functools import partial
 from typing import Any, get_args
 
 from aiohttp import web
-from msgspec import structs
+from msgspec import Struct, structs
 
-from gateway.api.admin.audit import actor_of
+from gateway.api.admin.audit import ChangeLog
 from gateway.background.webhooks import WebhookEndpoint, WebhookSender
 from gateway.config import WebhookEventType
-from gateway.context import Context
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
-from gateway.http.middleware import Route
 from gateway.http.request_context import STATE
+from gateway.http.route_table import Route
+from gateway.ledger.query_pool import QueryPool
 from tenancy.accounting.webhook_outbox import (
     DELIVERIES_MAX,
     Delivery,
@@ -27,35 +27,50 @@ from tenancy.types import format_utc
 STATES = ("pending", "delivered", "dead")
 
 
-def routes(gateway: Context, sender: WebhookSender) -> tuple[Route, ...]:
+class WebhookList(Struct, frozen=True):
+    """The configured webhooks and their latest deliveries."""
+
+    webhooks: list[dict[str, Any]]
+    deliveries: list[dict[str, Any]]
+
+
+class WebhookTested(Struct, frozen=True):
+    """A test event that is on its way."""
+
+    webhook: str
+    event_id: str
+
+
+def routes(reports: QueryPool, sender: WebhookSender, changes: ChangeLog) -> tuple[Route, ...]:
     """Return the routes of webhooks."""
 
-    async def show(request: web.BaseRequest) -> web.StreamResponse:
-        given = json_api.query(request, "state", "limit")
-        state = json_api.choice(given, "state", STATES)
-        limit = json_api.positive_int(given, "limit", 100, DELIVERIES_MAX)
-        counts = await gateway.reports.ask(count_deliveries)
-        found = await gateway.reports.ask(partial(list_deliveries, count=limit, state=state))
+    async def show(request: web.BaseRequest) -> WebhookList:
+        state = json_api.choice(request.query, "state", STATES)
+        limit = json_api.positive_int(request.query, "limit", 100, DELIVERIES_MAX)
+        counts = await reports.ask(count_deliveries)
+        found = await reports.ask(partial(list_deliveries, count=limit, state=state))
         webhooks = [_endpoint_body(one, counts) for one in sender.endpoints]
-        return json_api.answer(
-            {"webhooks": webhooks, "deliveries": [_delivery_body(one) for one in found]}
-        )
+        return WebhookList(webhooks, [_delivery_body(one) for one in found])
 
-    async def test(request: web.BaseRequest) -> web.StreamResponse:
-        json_api.query(request)
+    async def test(request: web.BaseRequest) -> WebhookTested:
         name = request[STATE].parameters["name"]
         endpoint = next((one for one in sender.endpoints if one.name == name), None)
         if endpoint is None:
             known = ", ".join(one.name for one in sender.endpoints) or "none"
             message = f"Webhook not found: {name[:80]!r}; configured: {known}."
             raise Refusal(Kind.NOT_FOUND, "webhook_unknown", message)
-        by = actor_of(gateway, request)
+        by = changes.actor(request)
         event = await sender.test(endpoint, request[STATE].request_id, by)
-        return json_api.answer({"webhook": name, "event_id": event.event_id}, 201)
+        return WebhookTested(name, event.event_id)
 
+    route, path = json_api.route, "/admin/v1/webhooks"
+    what, text = f"POST {path}/{{name}}/test", "Send a test event."
     return (
-        Route("GET", "/admin/v1/webhooks", show, "admin:read", json_api.SHAPE),
-        Route("POST", "/admin/v1/webhooks/{name}/test", test, "admin:tenants", json_api.SHAPE),
+        route(
+            *(f"GET {path}", "admin:read", "List webhooks and deliveries.", show),
+            query="state limit",
+        ),
+        route(what, "admin:tenants", text, test, status=201),
     )
 
 

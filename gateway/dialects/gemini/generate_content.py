@@ -8,7 +8,7 @@ complete. Functions are pure: `gemini.family` binds the dialect to paths.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -39,13 +39,13 @@ from gateway.dialects.canonical import (
 from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.prompt import prompt_of
 from gateway.dialects.gemini.schema import json_schema, lowercase_types
+from gateway.dialects.protocol import Dialect
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import decode_json, encode_json, invalid_field, json_text
 from gateway.errors import Kind, Refusal
-from tenancy.limits import LimitState, Meter
 
 
-class GeminiDialect:
+class GeminiDialect(Dialect):
     """The dialect of `/{v1,v1beta}/models/{model}:{action}`.
 
     `is_array`: a stream is a JSON array instead of server-sent events.
@@ -86,14 +86,6 @@ class GeminiDialect:
         """Return the HTTP status and the JSON body of an error."""
         status, body = wire.error_object(refusal)
         return status, msgspec.json.encode(body)
-
-    def headers(self, request_id: str) -> dict[str, str]:
-        """Return no headers: the answer's body carries the id."""
-        return {}
-
-    def limit_headers(self, states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
-        """Return no headers: Gemini has none of limits."""
-        return {}
 
     def count_body(self, tokens: int, cached: int) -> bytes:
         """Return the answer of countTokens."""

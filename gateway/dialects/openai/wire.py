@@ -34,6 +34,7 @@ from gateway.dialects.canonical import (
     temperature_of,
 )
 from gateway.dialects.canonical import Text as TextDelta
+from gateway.dialects.protocol import ErrorShape
 from gateway.dialects.tolerance import HINTS, REASONING_HINTS, Tolerance, asks_nothing
 from gateway.dialects.validation import (
     convert,
@@ -538,7 +539,7 @@ class OpenAIErrorAnswer(Struct, frozen=True):
     error: OpenAIError
 
 
-class OpenAIErrors:
+class OpenAIErrors(ErrorShape):
     """The errors of OpenAI's API under the name of one of its dialects."""
 
     family = "openai"
@@ -551,10 +552,6 @@ class OpenAIErrors:
     def error_body(self, refusal: Refusal, request_id: str) -> tuple[int, bytes]:
         """Return the HTTP status and the JSON body of an error."""
         return refusal.kind.status, msgspec.json.encode(error_object(refusal))
-
-    def headers(self, request_id: str) -> dict[str, str]:
-        """Return no headers: OpenAI's SDKs read `X-Request-Id`, which every answer has."""
-        return {}
 
     def limit_headers(self, states: Mapping[Meter, LimitState], now_ms: int) -> dict[str, str]:
         """Return the request and token headers; the tighter limit if only one token kind is

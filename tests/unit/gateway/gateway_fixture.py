@@ -127,7 +127,7 @@ class GatewayFixture:
         self.url = self.admin_url = ""
         self.wall: WallClock = wall_ms
         self.clock: Callable[[], float] = time.monotonic
-        """Set before opening: of the gateway and its cores."""
+        """Of the gateway and its cores; the cores take it at their start."""
         self.last_answer_ms = 0
         self.context_tokens = CONTEXT
         self.epoch = "1"
@@ -179,13 +179,13 @@ class GatewayFixture:
             partial(
                 Gateway,
                 endpoints=self.endpoints,
-                clock=self.clock,
-                wall=self.wall,
+                clock=lambda: self.clock(),
+                wall=lambda: self.wall(),
                 failed=self.failed,
+                embeddings=self.embeddings,
             ),
-            *(self.config, models, self.store, self.log),
+            *(self.config, models, self.store, lambda event, facts: self.log(event, facts)),
         )
-        self.gateway.context.embeddings = self.embeddings
         self.url, self.admin_url = await self.gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
         self.session = ClientSession(timeout=ClientTimeout(total=PATIENCE_S))
 
@@ -197,7 +197,7 @@ class GatewayFixture:
         for engine in self.engines.values():
             await engine.close()
         self._constraints.close()
-        assert self.gateway.context.background == set()
+        assert self.gateway.context.work.tasks == set()
 
     def discard(self) -> None:
         """Close the database."""
@@ -348,7 +348,7 @@ class GatewayFixture:
         while True:
             stats = await self.engine.get_stats()
             busy = stats.running + stats.waiting + len(self.gateway.context.running)
-            if not busy and not self.gateway.context.background:
+            if not busy and not self.gateway.context.work.tasks:
                 return stats
             assert time.monotonic() < deadline, f"still busy: {stats}"
 

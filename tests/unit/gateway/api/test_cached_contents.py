@@ -267,7 +267,7 @@ async def test_disconnect_while_storing_leaves_no_content(
 
     writing = asyncio.create_task(asyncio.to_thread(keep_busy))
     await gateway.until(is_busy.is_set)
-    await disconnect_at(gateway, lambda: bool(gateway.gateway.context.background))
+    await disconnect_at(gateway, lambda: bool(gateway.gateway.context.work.tasks))
     may_end.set()
     await writing
     await gateway.until(lambda: [line["ending"] for line in gateway.lines] == ["cancelled"])
@@ -337,8 +337,8 @@ async def test_deleted_content_is_not_billed_as_read(gateway: GatewayFixture) ->
 async def test_expired_content_is_not_found(gateway: GatewayFixture) -> None:
     """It expires by the clock, before any sweep."""
     name = (await create(gateway, ttl="300s"))["name"]
-    now = gateway.gateway.context.wall
-    gateway.gateway.context.wall = lambda: now() + 301_000
+    now = gateway.wall
+    gateway.wall = lambda: now() + 301_000
     status, error = await asked(gateway, name)
     streamed, _, _ = await gateway.ask(
         f"/v1/models/{gateway.model}:streamGenerateContent?alt=sse", question(gateway, name)[1]
@@ -420,8 +420,8 @@ async def test_sweeps_expired_content(
     await create(unopened_gateway, ttl="300s")
     held = "select count(*) from cached_contents where content is not null"
     before = unopened_gateway.store.query(held)[0][0]
-    now = unopened_gateway.gateway.context.wall
-    unopened_gateway.gateway.context.wall = lambda: now() + 301_000
+    now = unopened_gateway.wall
+    unopened_gateway.wall = lambda: now() + 301_000
     await unopened_gateway.close()
 
     assert (before, unopened_gateway.store.query(held)[0][0]) == (1, 0)

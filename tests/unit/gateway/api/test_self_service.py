@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gateway.background import erasure
 from tenancy.accounts.erasure_receipts import list_receipts
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, find_tenant
@@ -149,6 +148,7 @@ async def test_erasures_of_a_tenant_run_one_at_a_time(
 ) -> None:
     """Each is several durable writes; sixteen at once made every other tenant wait."""
     running = most = 0
+    erasure = gateway.gateway.erasure
     whole = erasure.erase
 
     async def erase(*arguments: Any) -> Any:

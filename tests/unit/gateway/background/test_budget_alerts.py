@@ -22,6 +22,11 @@ def exceeded(gateway: GatewayFixture) -> str:
     return " ".join(line for line in lines if line.startswith("trunkline_soft_budgets_passed"))
 
 
+def alerts_of(gateway: GatewayFixture) -> BudgetAlerts:
+    of = gateway.gateway.context
+    return BudgetAlerts(of.reports, of.authenticator, of.metrics, of.wall, of.log)
+
+
 def alerts(gateway: GatewayFixture) -> list[dict[str, Any]]:
     return [line for line in gateway.lines if line["event"] == "soft_budget_passed"]
 
@@ -32,7 +37,7 @@ async def test_alerts_once_per_budget_and_window(
     """A raised budget alerts again when it is exceeded again."""
     add_card(gateway.store, wall_ms, RateCard("std", input=1_000_000))
     set_budget(gateway.store, Budget(1, "day", hard_micros=10**9, soft_micros=20))
-    watch = BudgetAlerts(gateway.gateway.context)
+    watch = alerts_of(gateway)
     await watch.check()
     before = alerts(gateway), exceeded(gateway)
 
@@ -61,7 +66,7 @@ async def test_failed_read_is_tried_again_without_new_alerts(
     add_card(gateway.store, wall_ms, RateCard("std", input=1_000_000))
     set_budget(gateway.store, Budget(1, "month", soft_micros=0))
     await gateway.ask(body=gateway.chat("one two"))
-    watch, reports = BudgetAlerts(gateway.gateway.context), gateway.gateway.context.reports
+    watch, reports = alerts_of(gateway), gateway.gateway.context.reports
     await watch.check()
     with monkeypatch.context() as patch:
         patch.setattr(reports, "ask", AsyncMock(side_effect=StoreError("unusable", "away")))

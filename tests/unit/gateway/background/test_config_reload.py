@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.background.config_reload import ReloadResult, changed_settings, declare, reload
-from gateway.background.webhooks import WebhookSender, read_endpoints
+from gateway.background.config_reload import ReloadResult, changed_settings
+from gateway.background.webhooks import read_endpoints
 from gateway.config import Config, ServedModelSettings, load_config
 from gateway.config_file import ConfigSource
 from gateway.errors import Refusal
@@ -34,10 +34,9 @@ class Reloader:
     def __init__(self, gateway: GatewayFixture, file: Path) -> None:
         self.gateway = gateway
         self.file = file
-        context = gateway.gateway.context
-        context.source = ConfigSource(file, lambda: load_config(file, {}, {})[0])
-        self.webhooks = WebhookSender(
-            context,
+        self.reload = gateway.gateway.reload
+        self.reload.source = ConfigSource(file, lambda: load_config(file, {}, {})[0])
+        self.webhooks = self.reload.webhooks = gateway.gateway.sender(
             [],
             read=lambda config: read_endpoints(config.webhooks, {"OPS": f"whsec_{'A' * 40}"}),
         )
@@ -49,7 +48,7 @@ class Reloader:
     async def __call__(self, text: str) -> ReloadResult:
         """Write the file and reload."""
         await self.write(text)
-        return await reload(self.gateway.gateway.context, self.webhooks)
+        return await self.reload.reload()
 
 
 @pytest.fixture
@@ -162,7 +161,7 @@ async def test_wrong_file_changes_nothing(reloader: Reloader, text: str, what: s
 async def test_missing_file_changes_nothing(reloader: Reloader) -> None:
     """Some editors delete a file before they write it."""
     with pytest.raises(Refusal, match="cannot be read"):
-        await reload(reloader.gateway.gateway.context, reloader.webhooks)
+        await reloader.reload.reload()
 
 
 async def test_reports_settings_that_need_a_restart(reloader: Reloader) -> None:
@@ -174,9 +173,9 @@ async def test_reports_settings_that_need_a_restart(reloader: Reloader) -> None:
 async def test_applies_who_may_use_a_model_without_a_restart(reloader: Reloader) -> None:
     """From the next request on; without the key it is open to all, an empty list closes it."""
     gateway = reloader.gateway
-    context, name = gateway.gateway.context, gateway.model
+    reload, name = reloader.reload, gateway.model
     models = (ServedModelSettings(name),)
-    context.config = msgspec.structs.replace(context.config, models=models)
+    reload.config = msgspec.structs.replace(reload.config, models=models)
     found, served = [], []
     for more in ('tenants = ["bob"]', 'tenants = ["bob"]', "tenants = []", ""):
         found.append(await reloader(f'[[models]]\nname = "{name}"\n{more}\n'))
@@ -215,9 +214,8 @@ class SlowFile:
     """A configuration file whose first read waits until `go` is set, as on a slow disk."""
 
     def __init__(self, reloader: Reloader) -> None:
-        self._context = reloader.gateway.gateway.context
-        self._read = self._context.source.read
-        self._context.source = ConfigSource(reloader.file, self)
+        self._read = reloader.reload.source.read
+        reloader.reload.source = ConfigSource(reloader.file, self)
         self.began, self.go = threading.Event(), threading.Event()
         self.reads: list[str] = []
 
@@ -240,10 +238,10 @@ async def test_reloads_run_one_after_another(reloader: Reloader) -> None:
     context = reloader.gateway.gateway.context
     await reloader.write(ADA)
     file = SlowFile(reloader)
-    first = asyncio.create_task(reload(context, reloader.webhooks))
+    first = asyncio.create_task(reloader.reload.reload())
     await file.wait_begun()
     await reloader.write(EVE)
-    second = asyncio.create_task(reload(context, reloader.webhooks))
+    second = asyncio.create_task(reloader.reload.reload())
     for _ in range(3):
         await asyncio.to_thread(bool)  # another thread's turn
     file.go.set()
@@ -258,7 +256,7 @@ async def test_a_reload_ends_after_its_client_has_left(reloader: Reloader) -> No
     """The database, the webhooks and the models must come from one file."""
     await reloader.write(EVE + WEBHOOK)
     file = SlowFile(reloader)
-    left = asyncio.create_task(reload(reloader.gateway.gateway.context, reloader.webhooks))
+    left = asyncio.create_task(reloader.reload.reload())
     await file.wait_begun()
     left.cancel()
     file.go.set()
@@ -286,7 +284,7 @@ async def test_reloads_by_the_admin_api(reloader: Reloader) -> None:
 async def test_start_without_declared_tenants_changes_nothing(
     gateway: GatewayFixture,
 ) -> None:
-    changes, _ = await declare(gateway.gateway.context, Config())
+    changes, _ = await gateway.gateway.reload.declare(Config())
 
     assert changes == []
 

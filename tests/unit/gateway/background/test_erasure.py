@@ -16,11 +16,8 @@ from engine.errors import EngineUnavailable
 from engine.statistics import NamespaceStats
 from gateway.background.erasure import (
     ErasureTarget,
-    erase,
     list_holdings,
-    live_entries,
     receipt_body,
-    retry_pending,
     target_of,
 )
 from gateway.caching.namespaces import namespace_of, parts_of
@@ -65,7 +62,7 @@ async def test_erased_prefix_is_computed_again(gateway: GatewayFixture) -> None:
     """A neighbour with the same text still finds its own."""
     for who in ("ada", "bob", "ada"):
         await gateway.ask(body=gateway.chat(LONG), who=who)
-    receipt = await erase(gateway.gateway.context, ErasureTarget(1, 7))
+    receipt = await gateway.gateway.erasure.erase(ErasureTarget(1, 7))
     for who in ("ada", "bob"):
         await gateway.ask(body=gateway.chat(LONG), who=who)
     cached = [row[2] for row in gateway.entries()]
@@ -82,7 +79,7 @@ async def test_erasure_leaves_a_receipt(gateway: GatewayFixture) -> None:
     await gateway.ask(body=gateway.chat(LONG))
     stats = await gateway.quiet()
     names = [one.namespace for one in gateway.engine.namespaces]
-    receipt = await erase(gateway.gateway.context, ErasureTarget(1, 7, "default"))
+    receipt = await gateway.gateway.erasure.erase(ErasureTarget(1, 7, "default"))
 
     assert (receipt.tenant_id, receipt.key_id, receipt.what) == (1, 7, "workspace default")
     assert (receipt.namespaces, receipt.namespace_digest) == (1, digest_namespaces(names))
@@ -126,7 +123,7 @@ async def test_receipt_tells_what_each_level_lost(gateway: GatewayFixture) -> No
     with_levels(gateway)
     for salt in ("a", "b"):
         await gateway.ask(body=gateway.chat(LONG, cache_salt=salt))
-    receipt = await erase(gateway.gateway.context, ErasureTarget(1, 7))
+    receipt = await gateway.gateway.erasure.erase(ErasureTarget(1, 7))
 
     assert receipt.namespaces == 2
     assert receipt.levels == {
@@ -146,11 +143,11 @@ async def test_receipt_says_shredded_where_every_key_is_destroyed(gateway: Gatew
     await context.models.refresh_all()
     names = {one.namespace for one in context.models.namespaces()}
     engine.shredded = names
-    all_of_it = await erase(context, ErasureTarget(1, 7))
+    all_of_it = await gateway.gateway.erasure.erase(ErasureTarget(1, 7))
     for salt in ("a", "b"):
         await gateway.ask(body=gateway.chat(LONG, cache_salt=salt))
     engine.shredded = {min(names)}
-    some_of_it = await erase(context, ErasureTarget(1, 7))
+    some_of_it = await gateway.gateway.erasure.erase(ErasureTarget(1, 7))
 
     assert (all_of_it.levels or {})["disk"] == ErasedLevel(6, 24, "shredded")
     assert (some_of_it.levels or {})["disk"] == ErasedLevel(6, 24, "gone")
@@ -158,17 +155,17 @@ async def test_receipt_says_shredded_where_every_key_is_destroyed(gateway: Gatew
 
 async def test_what_a_level_cannot_confirm_is_tried_again(gateway: GatewayFixture) -> None:
     """The receipt says `pending` until the disk is back and has answered."""
-    engine, context = with_levels(gateway), gateway.gateway.context
+    engine = with_levels(gateway)
     engine.code = "closed"
     await gateway.ask(body=gateway.chat(LONG))
-    await erase(context, ErasureTarget(1, 7, "default"))
+    await gateway.gateway.erasure.erase(ErasureTarget(1, 7, "default"))
     await gateway.ask(body=gateway.chat(LONG))
-    await retry_pending(context)
+    await gateway.gateway.erasure.retry_pending()
     (pending,) = list_receipts(gateway.store, 1)
     engine.code = ""
     await gateway.ask(body=gateway.chat(LONG))
-    await retry_pending(context)
-    await retry_pending(context)
+    await gateway.gateway.erasure.retry_pending()
+    await gateway.gateway.erasure.retry_pending()
     (gone,) = list_receipts(gateway.store, 1)
 
     assert (pending.levels or {})["disk"].state == "pending"
@@ -182,13 +179,13 @@ async def test_a_disk_that_is_away_is_pending_until_it_is_back(gateway: GatewayF
     """What it has is not known while it is away, so no receipt may say that it is gone."""
     engine, context = with_levels(gateway), gateway.gateway.context
     engine.set_level("disk", state="off", reason="it does not answer")
-    first = await erase(context, ErasureTarget(1, 7))
+    first = await gateway.gateway.erasure.erase(ErasureTarget(1, 7))
     counted = [context.metrics.levels.pending_receipts]
-    await retry_pending(context)
+    await gateway.gateway.erasure.retry_pending()
     counted.append(context.metrics.levels.pending_receipts)
     (before,) = list_receipts(gateway.store, 1)
     engine.set_level("disk", state="open", reason="")
-    await retry_pending(context)
+    await gateway.gateway.erasure.retry_pending()
     counted.append(context.metrics.levels.pending_receipts)
     (after,) = list_receipts(gateway.store, 1)
 
@@ -207,11 +204,11 @@ async def test_a_disk_that_is_away_is_pending_until_it_is_back(gateway: GatewayF
 
 async def test_what_only_a_disk_has_is_erased_too(gateway: GatewayFixture) -> None:
     """After a restart the device is empty, and the disk's namespaces are known by the heartbeat."""
-    engine, context = with_levels(gateway), gateway.gateway.context
+    engine = with_levels(gateway)
     space = namespace_of(identity_of(1, "default"), "m", "t", "")
     engine.namespaces = NamespaceTable()
     engine.namespaces.add([NamespaceStats(space, 0, 0, 0, 0, is_stored=True)])
-    receipt = await erase(context, ErasureTarget(1, 7))
+    receipt = await gateway.gateway.erasure.erase(ErasureTarget(1, 7))
 
     assert receipt.namespaces == 1
     assert (receipt.levels or {})["disk"] == ErasedLevel(3, 12)
@@ -231,13 +228,13 @@ async def test_receipt_names_its_target(gateway: GatewayFixture, target: Erasure
     engine = with_levels(gateway)
     engine.code = "closed"
     await gateway.ask(body=gateway.chat(LONG))
-    receipt = await erase(gateway.gateway.context, target)
+    receipt = await gateway.gateway.erasure.erase(target)
 
     assert target_of(receipt) == target
 
 
 async def test_erasure_of_an_empty_cache_succeeds(gateway: GatewayFixture) -> None:
-    receipt = await erase(gateway.gateway.context, ErasureTarget(2, 7))
+    receipt = await gateway.gateway.erasure.erase(ErasureTarget(2, 7))
 
     assert (receipt.blocks, receipt.namespaces) == (0, 0)
 
@@ -250,11 +247,11 @@ async def test_erasure_frees_a_running_requests_blocks_at_its_end(
     gateway.runner.hold_after(2)
     running = asyncio.create_task(gateway.ask(body=gateway.chat(LONG)))
     await gateway.until(lambda: bool(gateway.gateway.context.running))
-    erasing = asyncio.create_task(erase(gateway.gateway.context, ErasureTarget(1, 7)))
+    erasing = asyncio.create_task(gateway.gateway.erasure.erase(ErasureTarget(1, 7)))
     gateway.runner.release()
     status, _, _ = await running
     await erasing
-    await erase(gateway.gateway.context, ErasureTarget(1, 7))
+    await gateway.gateway.erasure.erase(ErasureTarget(1, 7))
 
     stats = await gateway.quiet()
     assert status == 200
@@ -264,12 +261,12 @@ async def test_erasure_frees_a_running_requests_blocks_at_its_end(
 async def test_erasure_completes_after_a_disconnect(gateway: GatewayFixture) -> None:
     """A broken connection must not leave a half-erased cache without a receipt."""
     await gateway.ask(body=gateway.chat(LONG))
-    asking = asyncio.create_task(erase(gateway.gateway.context, ErasureTarget(1, 7)))
+    asking = asyncio.create_task(gateway.gateway.erasure.erase(ErasureTarget(1, 7)))
     await asyncio.sleep(0)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    await gateway.gateway.context.finish_background()
+    await gateway.gateway.context.work.finish()
 
     assert len(list_receipts(gateway.store, 1)) == 1
     assert (await gateway.quiet()).cached_blocks == 0
@@ -281,7 +278,7 @@ async def test_erasure_ends_cached_contents(gateway: GatewayFixture) -> None:
     headers = {"x-goog-api-key": gateway.keys["ada"]}
     path = "/v1beta/cachedContents"
     made, created, _ = await gateway.ask(path, body, who=None, headers=headers)
-    await erase(gateway.gateway.context, ErasureTarget(1, 7, "default"))
+    await gateway.gateway.erasure.erase(ErasureTarget(1, 7, "default"))
     _, listed, _ = await gateway.ask(path, method="GET", who=None, headers=headers)
 
     assert made == 200, created
@@ -295,7 +292,7 @@ async def test_engine_outage_leaves_no_receipt(gateway: GatewayFixture) -> None:
     await gateway.engine.close()
 
     with pytest.raises(EngineUnavailable):
-        await erase(gateway.gateway.context, ErasureTarget(1, 7))
+        await gateway.gateway.erasure.erase(ErasureTarget(1, 7))
     assert list_receipts(gateway.store, 1) == []
 
 
@@ -305,7 +302,7 @@ async def test_refuses_an_unknown_lease(gateway: GatewayFixture, lease_id: str) 
     await gateway.ask(body=gateway.chat(LONG))
 
     with pytest.raises(Refusal) as caught:
-        await erase(gateway.gateway.context, ErasureTarget(1, 7, None, lease_id))
+        await gateway.gateway.erasure.erase(ErasureTarget(1, 7, None, lease_id))
     assert caught.value.code == "lease_unknown"
     assert list_receipts(gateway.store, 1) == []
     assert (await gateway.quiet()).cached_blocks > 0
@@ -315,7 +312,7 @@ async def test_request_without_breakpoint_has_no_promise(gateway: GatewayFixture
     """A plain request is best effort: it may be cached, but without a promise."""
     await gateway.ask(body=gateway.chat(LONG))
 
-    assert all(not entry.is_promised(0.0) for entry in live_entries(gateway.gateway.context, 1))
+    assert all(not entry.is_promised(0.0) for entry in gateway.gateway.erasure.live_entries(1))
 
 
 async def test_erasing_an_unknown_lease_keeps_running_writes(gateway: GatewayFixture) -> None:
@@ -346,7 +343,7 @@ async def test_lists_the_latest_leases(gateway: GatewayFixture) -> None:
         context.contracts.entries.write(key, 8, 1, "1", {}, terms, 1e12, is_granted=True)
 
     def shown(workspace: str | None, most: int | None) -> list[int]:
-        return [one.key[1][-1] for one in live_entries(context, 1, workspace, most)]
+        return [one.key[1][-1] for one in gateway.gateway.erasure.live_entries(1, workspace, most)]
 
     assert shown(None, None) == [0, 1, 2, 3, 4, 5]
     assert shown("a", 2) == [2, 4]

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.background import history_sampling
-from gateway.background.history_sampling import HistorySampling, flush_requests, read_at_once
+from gateway.background.history_sampling import HistorySampling
 from gateway.background.money_metrics import MoneyMetrics
 from tenancy.accounts.tenants import change_tenant
 from tenancy.errors import StoreError
@@ -34,7 +34,7 @@ async def ask_beyond_limit(gateway: GatewayFixture, refusals: int = 1) -> None:
 async def test_records_of_answers_and_refusals_are_written(gateway: GatewayFixture) -> None:
     await ask_beyond_limit(gateway)
     await gateway.ask("/v1/chat/completions", {}, who=None)
-    await flush_requests(gateway.gateway.context)
+    await gateway.gateway.sampling.flush_requests()
     found = list_requests(gateway.store, ALWAYS, 10)  # those of one millisecond in any order
     (answered,) = (one for one in found if one.entry is not None)
     (stranger,) = (one for one in found if one.record and one.record.tenant_id == 0)
@@ -67,7 +67,7 @@ async def test_other_requests_leave_no_record(gateway: GatewayFixture) -> None:
         await gateway.ask(path, method="GET")
     async with gateway.session.get(f"{gateway.admin_url}/admin/v1/usage"):
         pass
-    await flush_requests(gateway.gateway.context)
+    await gateway.gateway.sampling.flush_requests()
 
     assert list_requests(gateway.store, ALWAYS, 10) == []
 
@@ -102,7 +102,7 @@ async def test_a_killed_gateway_leaves_the_running_minute(
     context = gateway.gateway.context
     for _ in range(2):
         await ask_beyond_limit(gateway, 2)
-        await flush_requests(context)  # counts them
+        await gateway.gateway.sampling.flush_requests()  # counts them
         await gateway.until(
             lambda: not (context.ended_requests.has_counts or context.ended_requests.ended_minutes)
         )
@@ -129,8 +129,8 @@ async def test_a_report_is_read_again_if_counts_moved_meanwhile(gateway: Gateway
             context.ended_requests.wrote_minutes(0, context.ended_requests.last_hour)
         return reads
 
-    assert await read_at_once(context, read) == 3
-    assert await read_at_once(context, read) == 4
+    assert await gateway.gateway.sampling.read_at_once(read) == 3
+    assert await gateway.gateway.sampling.read_at_once(read) == 4
 
 
 async def test_each_minute_has_a_sample(
@@ -178,7 +178,7 @@ async def test_a_request_has_the_cause_of_its_miss(gateway: GatewayFixture) -> N
     body = {"model": gateway.model, "max_tokens": 2, "messages": messages}
     _, _, response = await gateway.ask("/v1/messages", body)
     await gateway.quiet()
-    await flush_requests(gateway.gateway.context)
+    await gateway.gateway.sampling.flush_requests()
     found = find_request(gateway.store, response.headers["X-Request-Id"])
 
     assert found is not None
@@ -192,7 +192,8 @@ async def test_money_metrics_have_charges_and_budgets(gateway: GatewayFixture) -
     set_budget(gateway.store, Budget(1, "month", hard_micros=20_000_000))
     _, answer, _ = await gateway.ask(body=gateway.chat(LONG))
     await gateway.quiet()
-    await MoneyMetrics(gateway.gateway.context).update()
+    of = gateway.gateway.context
+    await MoneyMetrics(of.reports, of.authenticator, of.metrics, of.wall).update()
     text = gateway.gateway.context.metrics.exposition().decode()
     dollars = answer["usage"]["prompt_tokens"] / 1e6
 

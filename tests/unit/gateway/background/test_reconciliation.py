@@ -17,8 +17,8 @@ from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 async def settled(gateway: GatewayFixture) -> Epoch:
     """Return the only epoch, recorded when nothing runs."""
-    await gateway.gateway.context.wait_idle(10)
-    await gateway.gateway.context.finish_background()
+    await gateway.gateway.context.running.wait_idle(10)
+    await gateway.gateway.context.work.finish()
     await gateway.gateway.reconciler.note()
     (epoch,) = reconcile(gateway.store)
     return epoch
@@ -151,7 +151,8 @@ async def test_epochs_are_counted_separately(gateway: GatewayFixture) -> None:
     metrics.count_epoch("0", 100, 50, 7)
     await gateway.ask(body=gateway.chat())
     first = await settled(gateway)
-    await Reconciler(gateway.gateway.context).note()
+    of = gateway.gateway.context
+    await Reconciler(of.models, of.ledger, of.store, of.metrics, of.clock, of.wall, of.log).note()
     (again,) = reconcile(gateway.store)
 
     assert first.engine == again.engine == again.metrics

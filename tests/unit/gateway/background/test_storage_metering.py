@@ -171,7 +171,7 @@ async def begin_metering(gateway: GatewayFixture) -> tuple[StorageMetering, Fake
     context, clock = gateway.gateway.context, FakeClock()
     await gateway.until(lambda: gateway.engine.stats.cached_blocks > 0)
     context.clock = clock
-    watch = StorageMetering(context)
+    watch = StorageMetering(context, gateway.gateway.erasure)
     await watch.close()
     return watch, clock
 

@@ -8,7 +8,6 @@ import pytest
 from gateway.background import webhook_events
 from gateway.background.webhook_events import (
     EXPIRES_WITHIN_MS,
-    WebhookEvents,
     budget_events,
     finding_events,
     key_events,
@@ -131,11 +130,11 @@ async def test_finds_restarts_and_refusals_since_the_last_search(gateway: Gatewa
     """Not those before its start, and none twice."""
     context, restarts = gateway.gateway.context, 3
     context.models.default.restarts = lambda: restarts
-    context.limited[1] = 2
-    events = WebhookEvents(context)
+    gateway.gateway.limits.limited[1] = 2
+    events = gateway.gateway.events()
     first = [*events.count(), *await events.read()]
     restarts = 4
-    context.limited[1] += 5
+    gateway.gateway.limits.limited[1] += 5
     second = [*events.count(), *await events.read()]
     third = [*events.count(), *await events.read()]
 
@@ -151,11 +150,11 @@ async def test_refused_requests_are_counted_by_tenant(unopened_gateway: GatewayF
     gateway.set_limits(requests_per_tenant_max=1)
     await gateway.open()
     context = gateway.gateway.context
-    context.limiter.reserve(context.authenticator.authenticate(gateway.keys["ada"]))
+    gateway.gateway.limits.limiter.reserve(context.authenticator.authenticate(gateway.keys["ada"]))
     status, _, _ = await gateway.ask(body=gateway.chat())
 
     assert status == 429
-    assert context.limited == {1: 1}
+    assert gateway.gateway.limits.limited == {1: 1}
 
 
 def test_findings_that_cost_something_are_told() -> None:
@@ -179,8 +178,8 @@ async def test_findings_of_the_report_are_told(
         return {"findings": [FINDING]}
 
     monkeypatch.setattr(webhook_events, "find", report)
-    gateway.gateway.context.wall = lambda: NOW_MS
-    events = await WebhookEvents(gateway.gateway.context).read()
+    gateway.wall = lambda: NOW_MS
+    events = await gateway.gateway.events().read()
 
     assert [one.data["cause"] for one in events if one.kind == "finding.new"] == [FINDING["cause"]]
     assert DAY_MS <= windows[0].until_ms - windows[0].since_ms < DAY_MS + 3_600_000

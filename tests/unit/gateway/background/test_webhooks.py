@@ -15,7 +15,6 @@ from gateway.background import webhooks
 from gateway.background.webhooks import (
     LEASE_MS,
     WebhookEndpoint,
-    WebhookSender,
     parse_secret,
     read_endpoints,
 )
@@ -57,7 +56,7 @@ class Clock:
 def clock(gateway: GatewayFixture) -> Clock:
     """Return the clock that the gateway has from now on."""
     made = Clock()
-    gateway.gateway.context.wall = made
+    gateway.wall = made
     return made
 
 
@@ -73,7 +72,7 @@ def told(gateway: GatewayFixture, event: str) -> list[dict[str, object]]:
 
 async def sent_by(gateway: GatewayFixture, one: WebhookEndpoint, rounds: int, clock: Clock) -> None:
     """Send what is due; move the clock to the next attempt; `rounds` times."""
-    sender = WebhookSender(gateway.gateway.context, [one])
+    sender = gateway.gateway.sender([one])
     sender.open()
     try:
         for number in range(rounds):
@@ -85,7 +84,7 @@ async def sent_by(gateway: GatewayFixture, one: WebhookEndpoint, rounds: int, cl
 
 
 async def recorded(gateway: GatewayFixture, one: WebhookEndpoint) -> None:
-    await WebhookSender(gateway.gateway.context, [one]).publish(EVENT)
+    await gateway.gateway.sender([one]).publish(EVENT)
 
 
 async def received(
@@ -187,7 +186,7 @@ async def test_a_slow_receiver_is_given_up(
     monkeypatch.setattr("gateway.background.webhooks.TIMEOUT_S", 0.05)
     async with Receiver(0).listening() as slow, Receiver().listening() as quick:
         both = [endpoint(slow.url, name="slow"), endpoint(quick.url, name="quick")]
-        sender = WebhookSender(gateway.gateway.context, both)
+        sender = gateway.gateway.sender(both)
         sender.open()
         await sender.publish(EVENT)
         await asyncio.gather(*map(sender.send_due, both))
@@ -224,8 +223,7 @@ async def test_an_event_survives_the_death_of_its_sender(
 async def test_an_endpoint_gets_the_events_that_it_wants(
     gateway: GatewayFixture, clock: Clock
 ) -> None:
-    sender = WebhookSender(
-        gateway.gateway.context,
+    sender = gateway.gateway.sender(
         [
             endpoint("http://127.0.0.1:1", "key.expires", name="keys"),
             endpoint("http://127.0.0.1:1", name="all"),
@@ -248,7 +246,7 @@ async def test_a_fault_of_the_search_is_logged(
         failed.set()
         raise ZeroDivisionError("the planted prompt")
 
-    sender = WebhookSender(gateway.gateway.context, [endpoint("http://127.0.0.1:1")])
+    sender = gateway.gateway.sender([endpoint("http://127.0.0.1:1")])
     monkeypatch.setattr(sender, "check", fail)
     sender.start()
     await failed.wait()
@@ -260,7 +258,7 @@ async def test_a_fault_of_the_search_is_logged(
 
 async def test_endpoints_change_while_the_sender_runs(gateway: GatewayFixture) -> None:
     """A new one is sent to at once, a changed one at its new address, a removed one no more."""
-    sender = WebhookSender(gateway.gateway.context, [])
+    sender = gateway.gateway.sender([])
     sender.start()
     async with Receiver().listening() as old, Receiver().listening() as new:
         added = await sender.apply([endpoint(old.url)])
@@ -345,7 +343,7 @@ async def test_counted_events_wait_for_the_database(
     """A restart is counted once: the check that finds it may find no database."""
     context, restarts = gateway.gateway.context, 0
     monkeypatch.setattr(context.models.default, "restarts", lambda: restarts)
-    sender = WebhookSender(context, [endpoint("http://127.0.0.1:1", "engine.restarted")])
+    sender = gateway.gateway.sender([endpoint("http://127.0.0.1:1", "engine.restarted")])
     restarts = 1
 
     def fail(*_: object) -> None:
@@ -366,7 +364,7 @@ async def test_a_reload_may_remove_the_endpoint_of_an_event(
     gateway: GatewayFixture, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the event's row and its first attempt."""
-    sender = WebhookSender(gateway.gateway.context, [endpoint("http://127.0.0.1:1")])
+    sender = gateway.gateway.sender([endpoint("http://127.0.0.1:1")])
     loop = asyncio.get_running_loop()
 
     def put_and_remove(*row: Any) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.background.erasure import ErasureTarget, erase
+from gateway.background.erasure import ErasureTarget
 from gateway.config import IdempotencyConfig
-from gateway.generation.idempotency import KEY_CHARS_MAX, IdempotentRequest
+from gateway.generation.delivery import KEY_CHARS_MAX, IdempotentRequest
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, set_status
 from tenancy.ledger.idempotency import Claim
@@ -270,7 +270,7 @@ async def test_erasure_during_run_prevents_storage(
 ) -> None:
     """A client that erases its cache erases its responses, also running ones."""
     gateway, task = running
-    erasing = asyncio.create_task(erase(gateway.gateway.context, ErasureTarget(1, 7)))
+    erasing = asyncio.create_task(gateway.gateway.erasure.erase(ErasureTarget(1, 7)))
     gateway.runner.release()
     await erasing
     status, _, _ = await task
@@ -282,9 +282,9 @@ async def test_erasure_during_run_prevents_storage(
 async def test_erasure_deletes_stored_responses(gateway: GatewayFixture) -> None:
     """Responses are content, like the cache; other workspaces keep theirs."""
     await send(gateway, "n", gateway.chat())
-    await erase(gateway.gateway.context, ErasureTarget(1, 7, "lab"))
+    await gateway.gateway.erasure.erase(ErasureTarget(1, 7, "lab"))
     before = stored(gateway)
-    await erase(gateway.gateway.context, ErasureTarget(1, 7))
+    await gateway.gateway.erasure.erase(ErasureTarget(1, 7))
 
     assert before == [("n", True, True)]
     assert stored(gateway) == []
@@ -349,11 +349,10 @@ async def test_refuses_key_if_server_stores_no_responses(unopened_gateway: Gatew
 
 async def test_replays_for_a_day_then_runs_again(gateway: GatewayFixture) -> None:
     """By the ledger's clock; a job deletes it within a minute."""
-    context = gateway.gateway.context
     await send(gateway, "n", gateway.chat())
-    context.wall = lambda: wall_ms() + 24 * HOUR_MS - 60_000
+    gateway.wall = lambda: wall_ms() + 24 * HOUR_MS - 60_000
     _, _, late = await send(gateway, "n", gateway.chat())
-    context.wall = lambda: wall_ms() + 24 * HOUR_MS + 60_000
+    gateway.wall = lambda: wall_ms() + 24 * HOUR_MS + 60_000
     _, _, after = await send(gateway, "n", gateway.chat())
 
     assert "Idempotency-Replayed" in late.headers
@@ -378,7 +377,7 @@ async def test_expired_responses_are_deleted(unopened_gateway: GatewayFixture) -
     """A job runs every minute and at shutdown: content is kept no longer than promised."""
     await unopened_gateway.open()
     await send(unopened_gateway, "n", unopened_gateway.chat())
-    unopened_gateway.gateway.context.wall = lambda: wall_ms() + 25 * HOUR_MS
+    unopened_gateway.wall = lambda: wall_ms() + 25 * HOUR_MS
     await unopened_gateway.close()
 
     assert stored(unopened_gateway) == []
@@ -394,7 +393,7 @@ async def test_replay_counts_as_one_request_without_tokens(gateway: GatewayFixtu
 
     assert [status for status, _, _ in found] == [200, 200, 429]
     assert left == ["1", "0", "0"]
-    assert gateway.gateway.context.limiter.running_of(1) == 0
+    assert gateway.gateway.limits.limiter.running_of(1) == 0
 
 
 async def test_token_count_ignores_key(gateway: GatewayFixture) -> None:

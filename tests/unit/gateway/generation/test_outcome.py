@@ -17,7 +17,7 @@ from gateway.dialects.openai.chat import ChatEncoder
 from gateway.observability.tracing import CompletedRequest, Tracer
 from tenancy.errors import LedgerUnavailable
 from tenancy.ledger.transactions import Item
-from tenancy.types import UsageEntry
+from tenancy.types import Identity, UsageEntry
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -157,7 +157,7 @@ async def test_unencodable_answer_is_not_charged(
         await reader.readuntil(b"\r\n\r\n")
         await gateway.until(lambda: not gateway.gateway.context.running)
         writer.transport.abort()
-    await gateway.gateway.context.finish_background()
+    await gateway.gateway.context.work.finish()
     rows = gateway.store.query("select ending from ledger")
 
     assert rows == [("failed",)]
@@ -185,18 +185,20 @@ async def test_disconnect_while_entry_is_written_is_counted_once(
 
 
 async def test_second_disconnect_keeps_final_counts(
-    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    unopened_gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write and the connection's end may both cancel the request before it is given up."""
+    gateway, spans = unopened_gateway, Spans()
+    monkeypatch.setattr("gateway.app.open_tracer", lambda config, log: spans)
+    await gateway.open()
     context, handlers = gateway.gateway.context, list[asyncio.Task[Any] | None]()
-    context.tracer = spans = Spans()
-    new_id = context.new_id
+    authenticate = context.authenticator.authenticate
 
-    def watched() -> str:
+    def watched(key: str) -> Identity:
         handlers.append(asyncio.current_task())
-        return new_id()
+        return authenticate(key)
 
-    monkeypatch.setattr(context, "new_id", watched)
+    monkeypatch.setattr(context.authenticator, "authenticate", watched)
     gateway.runner.hold_after(20)
     body = gateway.post("/v1/chat/completions", json.dumps(gateway.chat(max_tokens=400)).encode())
     async with gateway.connection() as (_, writer):
@@ -219,6 +221,7 @@ async def test_second_disconnect_keeps_final_counts(
     assert (line["prompt_tokens"], line["output_tokens"]) == counted(gateway) == (prompt, output)
     assert (span.usage.total_in, span.usage.out) == (prompt, output)
     await gateway.check_quiet()
+    await gateway.close()
 
 
 async def test_several_prompts_are_one_request_in_all_counts(

@@ -34,7 +34,7 @@ def clock() -> FakeClock:
 @pytest.fixture
 def gateway(gateway: GatewayFixture, clock: FakeClock) -> GatewayFixture:
     """A gateway whose limits refill only by the test's clock."""
-    gateway.gateway.context.limiter = Limiter(clock)
+    gateway.gateway.limits.limiter = Limiter(clock)
     return gateway
 
 
@@ -67,7 +67,7 @@ async def test_admits_exactly_the_limit_under_concurrency(
     assert got == [200] * 3 + [429] * 7
     assert other == [200] * 3
     assert len(gateway.entries()) == 6
-    assert gateway.gateway.context.limiter.running_of(1) == 0
+    assert gateway.gateway.limits.limiter.running_of(1) == 0
     await gateway.check_quiet()
 
 
@@ -140,7 +140,7 @@ async def test_every_call_draws_one_request_before_its_body(
     assert first != 429
     assert (second, other) == (429, first), error
     assert response.headers["retry-after"] == "60"
-    assert gateway.gateway.context.limiter.running_of(1) == 0
+    assert gateway.gateway.limits.limiter.running_of(1) == 0
 
 
 async def test_tokens_over_the_limit_cost_their_request(gateway: GatewayFixture) -> None:
@@ -164,7 +164,7 @@ async def test_body_that_is_still_sent_holds_a_place(
     await gateway.open()
     async with gateway.connection() as (_, writer):
         writer.write(gateway.post("/v1/chat/completions", b"{", "Content-Length: 500"))
-        limiter = gateway.gateway.context.limiter
+        limiter = gateway.gateway.limits.limiter
         await gateway.until(lambda: limiter.running_of(1) == 1)
         during, error, response = await gateway.ask(body=gateway.chat())
         other, _, _ = await gateway.ask(body=gateway.chat(), who="bob")
@@ -199,7 +199,7 @@ async def test_raised_limit_applies_to_next_request(
     limit(gateway, requests_per_minute=6_000_000)
     clock.advance(0.001)
     _, _, response = await gateway.ask("/v1/models", method="GET")
-    left = gateway.gateway.context.limiter.status(
+    left = gateway.gateway.limits.limiter.status(
         gateway.gateway.context.authenticator.authenticate(gateway.keys["ada"])
     )
 
@@ -247,7 +247,7 @@ async def test_disconnect_returns_unused_reservation(gateway: GatewayFixture) ->
     await gateway.until(lambda: not gateway.gateway.context.running)  # that it left is known
     gateway.runner.release()
     await gateway.quiet()
-    limiter = gateway.gateway.context.limiter
+    limiter = gateway.gateway.limits.limiter
     left = limiter.status(gateway.gateway.context.authenticator.authenticate(gateway.keys["ada"]))
 
     assert limiter.running_of(1) == 0
@@ -260,7 +260,7 @@ async def test_later_refusal_returns_reservation(gateway: GatewayFixture) -> Non
     limit(gateway, tokens_per_minute=1_000)
     await gateway.gateway.ledger.close()
     status, _, response = await gateway.ask(body=gateway.chat())
-    limiter = gateway.gateway.context.limiter
+    limiter = gateway.gateway.limits.limiter
     left = limiter.status(gateway.gateway.context.authenticator.authenticate(gateway.keys["ada"]))
 
     assert status == 503

@@ -465,7 +465,7 @@ async def test_each_answer_closes_its_connection_while_draining(gateway: Gateway
         writer.write(chat(gateway, stream=True))
         begun = await reader.readuntil(b"data: ")
         draining = asyncio.create_task(gateway.gateway.drain(PATIENCE_S))
-        await gateway.until(lambda: gateway.gateway.context.is_draining)
+        await gateway.until(lambda: gateway.gateway.context.running.is_draining)
         asker.write(chat(gateway))
         late = await read_answer(idle)
         fresh = await gateway.raw(head("GET /healthz HTTP/1.1"))

@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from gateway.background.history_sampling import count_ended
 from gateway.dialects.canonical import Call
 from gateway.errors import Refusal
 from gateway.http import authentication
@@ -233,7 +232,7 @@ async def test_refusals_of_a_former_key_belong_to_its_tenant(gateway: GatewayFix
     context.authenticator.refresh_now()
     for headers in (gateway.headers("bob"), {"Authorization": f"Bearer {dead}"}, {}):
         await gateway.ask(body=gateway.chat(), who=None, headers=headers)
-    await count_ended(context)
+    await gateway.gateway.sampling.count_ended()
     lines = [line for line in gateway.lines if line["event"] == "request"]
     text = context.metrics.exposition().decode()
 
@@ -260,7 +259,7 @@ def bearer(key: str) -> dict[str, str]:
 def wrong_keys_max(gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return a small limit of wrong keys, in a minute that does not end."""
     monkeypatch.setattr(authentication, "WRONG_KEYS_PER_MINUTE_MAX", 3)
-    gateway.gateway.context.clock = lambda: 1_000.0
+    gateway.clock = lambda: 1_000.0
     return 3
 
 
@@ -460,7 +459,7 @@ async def test_refused_request_is_freed_without_the_garbage_collector(
 
 async def test_refused_strangers_fill_no_log(gateway: GatewayFixture) -> None:
     """Twenty lines a second for all of them, and a count of the rest; a tenant has its own."""
-    gateway.gateway.context.clock = lambda: 1_000.0
+    gateway.clock = lambda: 1_000.0
     for _ in range(50):
         await gateway.ask(body=gateway.chat(), who=None)
     for _ in range(25):

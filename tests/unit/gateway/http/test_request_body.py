@@ -12,6 +12,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from gateway.config import ServerConfig
 from gateway.errors import Kind, Refusal
+from gateway.http.connection import CONNECTION
 from gateway.http.request_body import BODY_SHARE, BodyBudget, BodyShare, read_body
 from tests.unit.gateway.gateway_fixture import (
     PATIENCE_S,
@@ -266,7 +268,7 @@ async def test_uploads_of_a_tenant_hold_its_share_and_no_more(
         for _ in range(2):
             _, writer = await held.enter_async_context(gateway.connection())
             writer.write(_upload(gateway, kind))
-        limiter = gateway.gateway.context.limiter
+        limiter = gateway.gateway.limits.limiter
         await gateway.until(lambda: limiter.running_of(1) == 2)
         answer = b""
         async with asyncio.timeout(PATIENCE_S):
@@ -315,8 +317,10 @@ async def test_body_of_small_pieces_takes_little_memory() -> None:
     headers = {"Content-Type": "application/json"}
     request = make_mocked_request("POST", CHAT, headers, payload=payload)
     request[BODY_SHARE] = BodyShare(BodyBudget(2**30), "own")
+    connection: Any = SimpleNamespace(owner=SimpleNamespace(settings=ServerConfig()))
+    request[CONNECTION] = connection
     tracemalloc.start()
-    data = await read_body(request, ServerConfig())
+    data = await read_body(request)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 

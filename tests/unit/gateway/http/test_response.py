@@ -88,14 +88,14 @@ async def test_response_is_sent_before_its_log_line(
         client.setblocking(False)
         await loop.sock_connect(client, ("127.0.0.1", gateway.port))
         seen: list[bytes] = []
-        log = gateway.gateway.context.log
+        log = gateway.log
 
         def look(event: str, facts: dict[str, object]) -> None:
             if event == "request":
                 seen.append(client.recv(4_096))
             log(event, facts)
 
-        monkeypatch.setattr(gateway.gateway.context, "log", look)
+        monkeypatch.setattr(gateway, "log", look)
         await loop.sock_sendall(client, request(gateway, "HTTP/1.1"))
         await gateway.until(lambda: bool(gateway.lines))
 

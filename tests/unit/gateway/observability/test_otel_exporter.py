@@ -240,7 +240,7 @@ async def test_disconnect_is_a_span_with_usage(
         writer.write(traced.post("/v1/chat/completions", body))
         await reader.readuntil(b"data: ")
     # the disconnect has been noticed
-    await traced.until(lambda: bool(traced.gateway.context.background))
+    await traced.until(lambda: bool(traced.gateway.context.work.tasks))
     traced.runner.release()
     await traced.until(lambda: bool(logged(traced, "request")))
     await flush(traced)

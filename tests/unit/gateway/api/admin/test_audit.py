@@ -122,7 +122,7 @@ async def test_old_records_are_deleted(unopened_gateway: GatewayFixture) -> None
     context = gateway.gateway.context
     now_ms = context.wall()
     for days, left in ((399, 1), (401, 0)):
-        context.wall = partial(int, now_ms + days * 86_400_000)
-        await StorageMetering(context).clear_expired()
+        gateway.wall = partial(int, now_ms + days * 86_400_000)
+        await StorageMetering(context, gateway.gateway.erasure).clear_expired()
         assert gateway.store.query("select count(*) from audit_log") == [(left,)]
     await gateway.close()

@@ -58,7 +58,7 @@ async def test_hard_budget_refuses_requests_without_retry(admin: AdminClient) ->
     assert usage["budgets"][0]["spent_usd"] == "0.000016000000"
     assert usage["budgets"][0]["reserved_usd"] == "0.000000000000"
     assert other == 200
-    assert gateway.gateway.context.limiter.running_of(1) == 0
+    assert gateway.gateway.limits.limiter.running_of(1) == 0
     await gateway.check_quiet()
 
 

@@ -203,7 +203,7 @@ async def test_a_budget_burns_down(admin: AdminClient, monkeypatch: pytest.Monke
     hour without a gateway is a gap."""
     gateway = admin.gateway
     day_ms = (wall_ms() // DAY_MS + 2) * DAY_MS
-    monkeypatch.setattr(gateway.gateway.context, "wall", lambda: day_ms + HOUR_MS)
+    monkeypatch.setattr(gateway, "wall", lambda: day_ms + HOUR_MS - 1)
     add_card(gateway.store, lambda: day_ms - DAY_MS, RateCard("std", input=1_000_000))
     set_budget(gateway.store, Budget(1, "day", hard_micros=100))
     for number, hour in enumerate((-20, -2, 0)):

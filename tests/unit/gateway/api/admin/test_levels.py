@@ -35,9 +35,9 @@ async def test_without_levels_it_says_how_to_switch_them_on(gateway: GatewayFixt
 
 async def test_names_the_file_that_the_server_read(gateway: GatewayFixture) -> None:
     """An operator who adds the lines to another file sees why nothing changed."""
-    context, admin = gateway.gateway.context, AdminClient(gateway)
+    reload, admin = gateway.gateway.reload, AdminClient(gateway)
     _, without = await admin.ask("GET", LEVELS)
-    context.source = ConfigSource(Path("/etc/trunkline.toml"), context.source.read)
+    reload.source = ConfigSource(Path("/etc/trunkline.toml"), reload.source.read)
     _, found = await admin.ask("GET", LEVELS)
 
     assert (without["config_file"], found["config_file"]) == (None, "/etc/trunkline.toml")

@@ -8,7 +8,6 @@ import re
 
 import pytest
 
-from gateway.background.erasure import erase_removed
 from gateway.http.route_table import canonical
 from gateway.ledger import deferred_holds
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
@@ -199,7 +198,7 @@ async def test_erases_the_cache_of_a_tenant_deleted_by_command(admin: AdminClien
     held = (await gateway.quiet()).cached_blocks
     await asyncio.to_thread(delete_tenant, gateway.store, wall_ms, "ada")
     for _ in range(2):
-        await erase_removed(gateway.gateway.context)
+        await gateway.gateway.erasure.erase_removed()
 
     assert (await gateway.quiet()).cached_blocks == held // 2
     assert len(list_receipts(gateway.store, 1)) == 1
@@ -426,7 +425,7 @@ async def test_a_tenant_deleted_under_its_first_request_leaves_no_cache(
         )
     held = (await gateway.quiet()).cached_blocks
     for _ in range(2):
-        await erase_removed(context)
+        await gateway.gateway.erasure.erase_removed()
 
     assert (status, body["error"]["code"]) == (503, "ledger_unavailable")
     assert (gateway.entries(), gateway.store.query("select * from holds")) == ([], [])

@@ -1,15 +1,15 @@
-"""Builds an OpenAPI 3.1 document of operations, and serves it at `/openapi.json`.
+"""Builds an OpenAPI 3.1 document of a listener's routes, and serves it at `/openapi.json`.
 
-It knows no gateway and no tenant: the documents say what a server of this version offers, and are
-equal for all of them. `gateway.app` adds the routes, `gateway.cli.openapi` prints the documents.
-The static files of the dashboard are no API and are left out.
+It says what a server of this version offers, and is equal for all of them: a route declares its
+summary, its structs and its parameters where its handler is. Routes without a summary, such as the
+static files of the dashboard, are left out. `gateway.cli.openapi` prints the documents.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 from typing import Any, Literal
@@ -17,11 +17,10 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from gateway.api.openapi import admin_operations, public_operations
-from gateway.api.openapi.operation import JSON, Operation
 from gateway.dialects.families import FAMILIES, KEY_HEADERS
-from gateway.http.middleware import Route
-from gateway.http.route_table import canonical, parameters_of
+from gateway.dialects.protocol import ErrorShape
+from gateway.http import json_api
+from gateway.http.route_table import JSON, Route, canonical, parameters_of
 
 ListenerName = Literal["public", "admin"]
 
@@ -39,37 +38,28 @@ _SCHEMES: dict[str, dict[str, str]] = {
 _TITLES = {"public": "Trunkline", "admin": "Trunkline's admin API"}
 
 
-def routes(listener: ListenerName) -> tuple[Route, ...]:
-    """Return the route of a listener's document. It needs no key: the document is no secret."""
+def route(listener: ListenerName, routes: tuple[Route, ...]) -> Route:
+    """Return the route of the document of a listener and its other routes. It needs no key: the
+    document is no secret. The first answer takes about 20 ms to make."""
 
     async def show(request: web.BaseRequest) -> web.StreamResponse:
-        body = await asyncio.to_thread(encoded, listener)
-        return web.Response(body=body, content_type=JSON)
+        return web.Response(body=await asyncio.to_thread(encoded), content_type=JSON)
 
-    return (Route("GET", "/openapi.json", show, "open"),)
+    @cache
+    def encoded() -> bytes:
+        return msgspec.json.encode(document(listener, (*routes, own)))
 
-
-@cache
-def encoded(listener: ListenerName) -> bytes:
-    """Return a listener's document as JSON. The first call takes about 20 ms and reads a file."""
-    return msgspec.json.encode(_document(listener))
-
-
-def document(listener: ListenerName) -> dict[str, Any]:
-    """Return a listener's document as JSON values."""
-    found: dict[str, Any] = msgspec.json.decode(encoded(listener))
-    return found
+    text = "Show this document."
+    own = Route("GET", "/openapi.json", show, "open", summary=text, family=json_api.FAMILY)
+    return own
 
 
-def _document(listener: ListenerName) -> dict[str, Any]:
-    tables: dict[str, Callable[[], tuple[Operation, ...]]] = {
-        "public": public_operations.operations,
-        "admin": admin_operations.operations,
-    }
-    operations = tables[listener]()
-    schemas = _schemas(operations)
+def document(listener: ListenerName, routes: Iterable[Route]) -> dict[str, Any]:
+    """Return a listener's document."""
+    described = [one for one in routes if one.summary]
+    schemas = _schemas(described)
     paths: dict[str, dict[str, Any]] = {}
-    for one in operations:
+    for one in described:
         paths.setdefault(canonical(one.path), {})[one.method.lower()] = _operation(one, schemas)
     ways = _SCHEMES if listener == "public" else {n: _SCHEMES[n] for n in list(_SCHEMES)[:3]}
     return {
@@ -91,12 +81,12 @@ class _Schemas(msgspec.Struct, frozen=True):
     components: dict[str, Any]
 
 
-def _schemas(operations: Iterable[Operation]) -> _Schemas:
+def _schemas(routes: Iterable[Route]) -> _Schemas:
     """Return the schemas of all bodies, answers and errors."""
     structs = {
         struct: struct is one.body and one.shape.family in _CAMEL
-        for one in operations
-        for struct in (one.body, one.answer, one.shape.error)
+        for one in routes
+        for struct in (one.body, one.answer, _shape(one).error)
         if struct is not None
     }
     by_struct: dict[type, dict[str, Any]] = {}
@@ -109,6 +99,10 @@ def _schemas(operations: Iterable[Operation]) -> _Schemas:
         by_struct.update(zip(chosen, made, strict=True))
         components |= _camel(parts) if is_camel else parts
     return _Schemas(by_struct, components)
+
+
+def _shape(one: Route) -> ErrorShape:
+    return json_api.SHAPE if one.family else one.shape
 
 
 def _camel(schema: Any) -> Any:
@@ -131,16 +125,16 @@ def _camel_name(name: str) -> str:
     return first + "".join(word.capitalize() for word in rest)
 
 
-def _operation(one: Operation, schemas: _Schemas) -> dict[str, Any]:
+def _operation(one: Route, schemas: _Schemas) -> dict[str, Any]:
     success: dict[str, Any] = {"description": "Success."}
     schema = {} if one.answer is None else schemas.by_struct[one.answer]
     success["content"] = {kind: {"schema": schema} if kind == JSON else {} for kind in one.content}
-    wrong = {"schema": schemas.by_struct[one.shape.error]}
+    wrong = {"schema": schemas.by_struct[_shape(one).error]}
     error = {"description": "An error.", "content": {JSON: wrong}}
     described: dict[str, Any] = {
         "operationId": _operation_id(one),
         "summary": one.summary,
-        "tags": [one.shape.family if not one.path.startswith("/admin") else "admin"],
+        "tags": [_shape(one).family if not one.path.startswith("/admin") else "admin"],
         "parameters": [
             *_path_parameters(one.path),
             *(_parameter("query", name) for name in one.query),
@@ -155,7 +149,7 @@ def _operation(one: Operation, schemas: _Schemas) -> dict[str, Any]:
     return described
 
 
-def _operation_id(one: Operation) -> str:
+def _operation_id(one: Route) -> str:
     words = re.findall(r"[a-z0-9]+", canonical(one.path).lower())
     return "_".join((one.method.lower(), *words))
 
@@ -174,7 +168,7 @@ def _parameter(place: str, name: str) -> dict[str, Any]:
     return {"name": name, "in": place, "required": False, "schema": {"type": "string"}}
 
 
-def _security(one: Operation) -> list[dict[str, list[str]]]:
+def _security(one: Route) -> list[dict[str, list[str]]]:
     """Return the ways to send a key, each with the scope that the key needs."""
     if one.role == "open":
         return []

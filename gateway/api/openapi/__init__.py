@@ -1,1 +1,0 @@
-"""The OpenAPI documents of both listeners, from tables of operations and the structs of bodies."""

@@ -1,0 +1,63 @@
+"""What tenants hold and promise in the cache of all served models, counted as the engines tell it.
+
+One gateway has one. Who shows or bounds a tenant's part asks it to update first; it reads only the
+changes since the last time.
+"""
+
+from __future__ import annotations
+
+from engine.api import EngineInfo
+from gateway.analytics.block_churn import BlockChurn
+from gateway.analytics.tenant_usage import TenantCacheUsage
+from gateway.caching.namespaces import owner_of, promised_default
+from gateway.engines.served_models import ServedModels
+from gateway.levels.level_history import LevelHistory
+from gateway.retention_classes import CachingConfig
+from tenancy.accounts.authentication import KeyAuthenticator
+from tenancy.types import WallClock
+
+
+class CacheUsage:
+    """The cache usage of one gateway. Belongs to its event loop."""
+
+    def __init__(
+        self,
+        models: ServedModels,
+        settings: CachingConfig,
+        wall: WallClock,
+        authenticator: KeyAuthenticator,
+    ) -> None:
+        self._models, self._settings, self._wall = models, settings, wall
+        self._authenticator = authenticator
+        self.churn = BlockChurn()
+        self.level_history = LevelHistory()
+        self.tenants = TenantCacheUsage()
+
+    def update_churn(self) -> None:
+        """Count inserted and evicted blocks, and moves between levels, since the last call.
+        O(namespaces that changed)."""
+        now_ms = self._wall()
+        self.churn.update(self._models.take_moves(), owner_of, now_ms // 60_000)
+        self.level_history.update(self._models.stats(), now_ms)
+
+    def update_tenants(self) -> None:
+        """Update the sums of what each tenant holds of each model. O(namespaces that changed)."""
+        for model in self._models:
+            table = None if model.engine.info is None else model.engine.namespaces
+            self.tenants.update(table, owner_of, model.name)
+
+    def promised_blocks_default(self, info: EngineInfo, model: str, tenant_id: int) -> int | None:
+        """Return the bound on the promises of a model's engine to a tenant that sets none; None for
+        the engine's own bound. Promises of the last second may not count yet."""
+        promised = self.tenants.promised(model, tenant_id)
+        active = self._authenticator.active_tenants
+        return promised_default(info.promisable_blocks, self._settings, active, promised)
+
+    def on_device_default(self, info: EngineInfo, model: str, tenant_id: int) -> int | None:
+        """Return the bound on what the promises of such a tenant hold on the device; None for the
+        engine's own bound, and where no level below keeps promises."""
+        if not info.promisable_on_device:
+            return None
+        promised = self.tenants.promised_on_device(model, tenant_id)
+        active = self._authenticator.active_tenants
+        return promised_default(info.promisable_on_device, self._settings, active, promised)
