@@ -2,7 +2,8 @@
 
 `Probe.observe` runs this module as a program: it streams small chats one after another, and on a
 second connection asks /healthz every few milliseconds. The longest answer of /healthz is the
-longest pause of the gateway's event loop, with the noise of the machine on top.
+longest pause of the gateway's event loop. The time in which the loop's thread, or the probe's own,
+was ready and waited for a processor is taken off: other programs on the machine take it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,9 +39,9 @@ class Observed(Struct, frozen=True):
     """What the quiet tenant and the health check saw.
 
     `first_token_s`: seconds to the first token of each complete answer, ascending. `pauses_s`:
-    seconds that each health check took, ascending. `endings`: answers by their status, `cut` for a
-    stream without its end, or the name of the error. `prompt_tokens` and `cached_tokens`: of all
-    complete answers.
+    seconds that each health check took, without the machine's, ascending. `endings`: answers by
+    their status, `cut` for a stream without its end, or the name of the error. `prompt_tokens` and
+    `cached_tokens`: of all complete answers.
     """
 
     first_token_s: tuple[float, ...]
@@ -130,6 +132,7 @@ class Probe:
         """Start to send chats, and yield the process whose result `finished` waits for."""
         asked = {
             "port": self._server.port,
+            "pid": self._server.pid,
             "key": self._key,
             "chats": chats,
             "body": self._server.chat(
@@ -159,8 +162,8 @@ def finished(running: subprocess.Popen[bytes]) -> Observed:
 class _Quiet:
     """The quiet tenant's client and the health check."""
 
-    def __init__(self, port: int, key: str, body: object) -> None:
-        self._port = port
+    def __init__(self, port: int, pid: int, key: str, body: object) -> None:
+        self._port, self._pid = port, pid
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         self._body = json.dumps(body).encode()
         self._is_over = threading.Event()
@@ -218,20 +221,27 @@ class _Quiet:
     def _watch(self) -> None:
         connection = self._connection()
         while not self._is_over.wait(HEALTH_INTERVAL_S):
-            began_s = time.monotonic()
+            began_s, before_s = time.monotonic(), self._processor_wait_s()
             try:
                 connection.request("GET", "/healthz")
                 connection.getresponse().read()
             except (OSError, http.client.HTTPException):
                 connection.close()  # the next request opens another one
-            self.pauses_s.append(time.monotonic() - began_s)
+            waited_s = self._processor_wait_s() - before_s
+            self.pauses_s.append(max(0.0, time.monotonic() - began_s - waited_s))
         connection.close()
+
+    def _processor_wait_s(self) -> float:
+        """Return for how long the gateway's main thread and this one have been ready and waited for
+        a processor; 0 where the kernel does not tell."""
+        files = Path(f"/proc/{self._pid}/schedstat"), Path("/proc/thread-self/schedstat")
+        return sum(int(one.read_text().split()[1]) for one in files if one.exists()) / 1e9
 
 
 def main() -> None:
     """Read what to do from standard input, and write what was seen to standard output."""
     asked = json.load(sys.stdin)
-    seen = _Quiet(asked["port"], asked["key"], asked["body"]).run(asked["chats"])
+    seen = _Quiet(asked["port"], asked["pid"], asked["key"], asked["body"]).run(asked["chats"])
     sys.stdout.buffer.write(msgspec.json.encode(seen))
 
 
