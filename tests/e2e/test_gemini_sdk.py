@@ -214,25 +214,3 @@ async def test_sdk_retries_after_a_rate_limit_if_configured(gateway: GatewayFixt
     assert chunks[-1].candidates[0].finish_reason in ("STOP", "MAX_TOKENS")
     assert answer.usage_metadata.candidates_token_count > 0
     await gateway.check_quiet()
-
-
-async def test_idempotent_request_is_replayed(gateway: GatewayFixture) -> None:
-    """By the SDK's own headers. Another request with the same key is a conflict."""
-    options = types.HttpOptions(headers={"Idempotency-Key": "order-7"})
-    named = types.GenerateContentConfig(max_output_tokens=6, temperature=0, http_options=options)
-    client = client_of(gateway)
-    texts = []
-    for _ in range(2):
-        answer = await client.models.generate_content(
-            **gemini_request(gateway, contents=LONG, config=named)
-        )
-        texts.append((answer.text, answer.response_id))
-    with pytest.raises(errors.ClientError) as caught:
-        await client.models.generate_content(
-            **gemini_request(gateway, contents="other", config=named)
-        )
-    await client.aclose()
-
-    assert texts[0] == texts[1]
-    assert (caught.value.code, caught.value.status) == (409, "ABORTED")
-    assert [entry[0] for entry in gateway.entries()] == ["done"]

@@ -151,7 +151,9 @@ async def test_engine_is_ready_once_it_has_produced_a_token(supervised: Supervis
     assert await supervised.answer() == solo_output((1, 2, 3), GREEDY, 0, 4, VOCAB)
 
 
-@pytest.mark.parametrize("when", ["idle", "prefill", "decode"])
+@pytest.mark.parametrize(
+    "when", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("idle", "prefill")), "decode"]
+)
 async def test_killed_engine_ends_its_streams_and_restarts(
     supervised: SupervisedEngine, when: str
 ) -> None:

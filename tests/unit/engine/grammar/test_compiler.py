@@ -147,7 +147,9 @@ def test_submit_refuses_a_source_that_is_too_long(compiler: GrammarCompiler) -> 
 
 
 @pytest.mark.parametrize(
-    ("grammar", "kind"), [(GOOD, CompiledGrammar), (SLOW, RequestRefused)], ids=["good", "bomb"]
+    ("grammar", "kind"),
+    [(GOOD, CompiledGrammar), pytest.param(SLOW, RequestRefused, marks=pytest.mark.slow)],
+    ids=["good", "bomb"],
 )
 def test_a_second_request_gets_the_cached_outcome(
     compiler: GrammarCompiler, grammar: Grammar, kind: type

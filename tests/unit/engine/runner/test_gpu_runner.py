@@ -301,6 +301,7 @@ def test_window_blocks_that_others_took_change_nothing() -> None:
             engine.check_logprobs(f"{r}{i}", prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_output_and_prompt_logprobs_equal_dense(
     depth: int, monkeypatch: pytest.MonkeyPatch

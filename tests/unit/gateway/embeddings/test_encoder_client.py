@@ -228,12 +228,6 @@ async def test_a_process_that_never_serves_is_given_up(encoder: EncoderUnderTest
         await encoder.open("")
 
 
-async def test_a_command_that_cannot_run_is_given_up(encoder: EncoderUnderTest) -> None:
-    """As a process that never serves."""
-    with pytest.raises(StartLimit):
-        await encoder.open(command=("/nonexistent/encoder",))
-
-
 @pytest.mark.slow
 async def test_the_real_process_returns_the_models_vectors(
     encoder: EncoderUnderTest, tmp_path: Path

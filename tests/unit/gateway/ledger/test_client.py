@@ -368,20 +368,3 @@ async def test_close_kills_hanging_process(
         os.kill(pid, 0)
 
     assert await code(waiter) == "not_durable"
-
-
-async def test_keeps_order_when_socket_is_full(ledger: LedgerUnderTest) -> None:
-    """A slow disk fills the socket; no item is lost or overtakes another."""
-    os.kill(ledger.client.pid, signal.SIGSTOP)
-    waiters = []
-    for number in range(2_000):
-        waiters += [
-            ledger.client.write(hold(str(number))),
-            ledger.client.write(used(str(number), 10)),
-        ]
-        if number % 100 == 0:
-            await asyncio.sleep(0)
-    os.kill(ledger.client.pid, signal.SIGCONT)
-    await asyncio.gather(*waiters)
-
-    assert (len(endings(ledger.store)), holds(ledger.store)) == (2_000, 0)

@@ -243,7 +243,9 @@ def test_deleted_tenants_key_does_not_authenticate_the_next_tenant(
     assert answers == ["bob", "key_unknown"]
 
 
-@pytest.mark.parametrize("changes", [CHANGES_MAX, CHANGES_MAX + 1, 12_000])
+@pytest.mark.parametrize(
+    "changes", [CHANGES_MAX, CHANGES_MAX + 1, pytest.param(12_000, marks=pytest.mark.slow)]
+)
 def test_sees_many_changes_at_once(
     store: Store, other: Store, wall: Wall, server: Server, changes: int
 ) -> None:
