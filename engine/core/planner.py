@@ -115,10 +115,11 @@ class StepPlanner:
         for piece in in_flight.slices:
             sequence, table, start = piece.sequence, piece.table, piece.start
             sequence_id, tokens, end = sequence.sequence_id, sequence.tokens, start + piece.count
+            known = len(tokens)
             if not sequence.is_known_to_runner:
                 begun.append(_introduce(sequence))
             samples: tuple[int, ...] = ()
-            if end == len(tokens) + sequence.in_flight and sequence.has_output:
+            if end == known + sequence.in_flight and sequence.has_output:
                 samples = (sequence_id,)
                 sequence.in_flight += 1
                 sampling[sequence_id] = sequence
@@ -135,11 +136,11 @@ class StepPlanner:
                     samples += self._add_samples(sequence.parent, in_flight, begun)
             if table.attention is not None and _reads_window(piece, size):
                 window = table.attention
-            known = tokens[start:end] if end <= len(tokens) else None
+            token_ids = tokens[start:end] if end <= known else None
             rows.append(
                 Row(
-                    sequence_id, start, piece.count, table.blocks, table.version, known, samples,
-                    logprobs, next_token_id, table.beside, window,
+                    sequence_id, start, piece.count, table.blocks, table.version, token_ids,
+                    samples, logprobs, next_token_id, table.beside, window,
                 )
             )  # fmt: skip
         return rows

@@ -127,7 +127,7 @@ class RequestQueue:
         served = self.served
         for sequence in sequences:
             active = sequence.parent
-            served[active.turn] += 1 / active.request.weight
+            served[active.turn] += active.token_cost
 
     def add(self, sequence: Sequence) -> None:
         """Add a waiting sequence. O(log n)."""

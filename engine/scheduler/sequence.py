@@ -178,7 +178,8 @@ def common_tokens(a: Sequence, b: Sequence, size: int) -> int:
 class ActiveRequest:
     """One live request and its usage so far. It ends with exactly one final event.
 
-    `payer` pays for its blocks; `turn` is the payer whose slots and time it uses. `loaded_tokens`:
+    `payer` pays for its blocks; `turn` is the payer whose slots and time it uses, and `token_cost`
+    what a token adds to that payer's counter in the request queue. `loaded_tokens`:
     the part of its cached tokens that was loaded for it, by level. `level_use`: what levels below
     the device have done for it; None while none was asked. `attention`: its attention window, in
     blocks, None without.
@@ -205,6 +206,7 @@ class ActiveRequest:
         "request",
         "sequences",
         "started_at_s",
+        "token_cost",
         "turn",
     )
 
@@ -212,6 +214,7 @@ class ActiveRequest:
         self.request = request
         self.payer = request.grant.payer
         self.turn = request.turn_payer
+        self.token_cost = 1 / request.weight
         self.arrival = arrival
         self.received_at_s = now_s
         self.deadline_at_s = None if request.deadline_s is None else now_s + request.deadline_s
