@@ -119,10 +119,11 @@ _IDEMPOTENCY_RETRIES = {
 """Idempotency errors after which a retry may succeed: (kind, retry delay in seconds)."""
 
 
-def _no_path(path: str, expected: str) -> str:
+def no_path(path: str, expected: str, hint: str = "") -> Refusal:
     """Return that a path is not found; `expected`: what the client may have meant, or ""."""
     told = repr(expected[:_PATH_CHARS_MAX]) if expected else "one of GET /openapi.json"
-    return f"Path not found: {path[:_PATH_CHARS_MAX]!r}; expected {told}."
+    message = f"Path not found: {path[:_PATH_CHARS_MAX]!r}; expected {told}.{hint}"
+    return Refusal(Kind.NOT_FOUND, "not_found", message)
 
 
 def refusal_of(error: Exception, method: str = "", path: str = "") -> Refusal | None:
@@ -131,14 +132,13 @@ def refusal_of(error: Exception, method: str = "", path: str = "") -> Refusal | 
         case Refusal():
             return error
         case PathNotFound(similar=similar) if similar:
-            message = f"{_no_path(path, similar)} Check the client's base URL."
-            return Refusal(Kind.NOT_FOUND, "not_found", message)
+            return no_path(path, similar, " Check the client's base URL.")
         case web.HTTPException():
             missing = _not_served(error.status, method, path)
             if missing is not None:
                 return missing
             if isinstance(error, PathNotFound):
-                return Refusal(Kind.NOT_FOUND, "not_found", _no_path(path, error.close))
+                return no_path(path, error.close)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 allowed = " or ".join(sorted(error.allowed_methods))
                 message = (

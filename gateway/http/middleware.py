@@ -22,7 +22,7 @@ from gateway.dialects.families import PLAIN, find_family
 from gateway.dialects.protocol import ErrorShape
 from gateway.errors import Kind, Refusal, error_location
 from gateway.http.connection import CONNECTION
-from gateway.http.error_mapping import refusal_of
+from gateway.http.error_mapping import no_path, refusal_of
 from gateway.http.request_body import BODY_SHARE, BodyBudget, BodyShare
 from gateway.http.request_context import STATE, RequestState
 from gateway.http.response import RESPONSE_HEADERS, ClientGone, abort, finish
@@ -133,7 +133,9 @@ class RequestRouting:
         except (web.HTTPException, Refusal) as error:
             state.shape = self._shape_of(request)
             self._check_host(request)
-            if isinstance(error, PathNotFound) and not (self._is_public or error.close):
+            if isinstance(error, PathNotFound) and not self._is_public:
+                if error.close:
+                    raise no_path(request.path, error.close) from None
                 raise Refusal(Kind.NOT_FOUND, "not_found", _NO_ADMIN_PATH) from None
             if isinstance(error, web.HTTPMethodNotAllowed):
                 state.headers["Allow"] = ", ".join(sorted(error.allowed_methods))

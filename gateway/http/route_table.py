@@ -65,10 +65,11 @@ class Route:
 
 _STEPS_MAX = 12
 """Most steps of a path for which a similar one is sought."""
-_CLOSE_CHARS_MAX = 100
+_CLOSE_CHARS_MAX = 48
 """Longest path for which a nearly equal one is sought."""
-_CLOSE_MIN = 0.8
-"""Part of the characters that nearly equal paths have in common."""
+_CLOSE_MIN, _STEP_CLOSE_MIN = 0.8, 0.5
+"""Part of the characters that nearly equal paths have in common, and that their one different step
+has."""
 
 _PARAMETER = re.compile(r"\{(\w+)(?::([^{}]+))?\}")
 
@@ -164,27 +165,39 @@ class RouteTable(Generic[T]):
         return next(filter(self._matches, (*shorter, f"/v1{path}")), "")
 
     def _close(self, path: str) -> str:
-        """Return the declared path that is nearly the given one, or the only one that begins with
-        it; "" for none. A parameter is what the given path has there. O(declared paths)."""
+        """Return the declared path that is the given one but for the case and one step that is
+        nearly equal, or the only one that begins with it; "" for none. A parameter is what the
+        given path has there. O(declared paths): strangers choose the path."""
         steps = path.split("/")
         if len(path) > _CLOSE_CHARS_MAX:
             return ""
         declared = [*self._exact, *(canonical(path) for path, _, _ in self._patterns)]
         longer = [one for one in declared if one.startswith(f"{path}/") and "{" not in one]
-        filled = {}
+        near: dict[str, str] = {}
         for one in declared:
             names = one.split("/")
-            if len(names) == len(steps):
-                pairs = zip(names, steps, strict=True)
-                known = "/".join(step if name[:1] == "{" else name for name, step in pairs)
-                filled[known.lower()] = known
-        close = difflib.get_close_matches(path.lower(), filled, n=1, cutoff=_CLOSE_MIN)
-        return filled[close[0]] if close else longer[0] if len(longer) == 1 else ""
+            if len(names) != len(steps):
+                continue
+            pairs = list(zip(names, steps, strict=True))
+            pairs = [(step if name[:1] == "{" else name, step) for name, step in pairs]
+            slips = [(a, b.lower()) for a, b in pairs if a != b and a != b.lower()]
+            if not slips or (len(slips) == 1 and _share(*slips[0]) >= _STEP_CLOSE_MIN):
+                known = "/".join(name for name, _ in pairs)
+                near[known.lower()] = known
+        close = difflib.get_close_matches(path.lower(), near, n=1, cutoff=_CLOSE_MIN)
+        if close and self._matches(near[close[0]]):
+            return near[close[0]]
+        return longer[0] if len(longer) == 1 else ""
 
 
 def tidy(path: str) -> str:
     """Return a path without empty steps: with one slash before each step, and none at the end."""
     return "/" + "/".join(filter(None, path.split("/")))
+
+
+def _share(one: str, other: str) -> float:
+    """Return the part of their characters that two texts have in common, in order."""
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _method_for(method: str, declared: Container[str]) -> str | None:

@@ -142,6 +142,19 @@ async def test_a_refused_key_is_told_what_would_be_right(
     assert ("`trunkline key create --admin`" in told) == is_admin
 
 
+async def test_a_slip_in_an_administrators_path_names_the_right_one(
+    gateway: GatewayFixture,
+) -> None:
+    """And what belongs to the public listener says so."""
+    told = {}
+    for path in ("/admin/v1/tenant", "/v1/chat/completions"):
+        async with gateway.session.get(gateway.admin_url + path) as answer:
+            told[path] = (await answer.json())["error"]["message"]
+
+    assert "expected '/admin/v1/tenants'" in told["/admin/v1/tenant"]
+    assert "served on the public one" in told["/v1/chat/completions"]
+
+
 BAD_KEYS = [
     {},
     {"Authorization": ""},

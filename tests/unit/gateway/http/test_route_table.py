@@ -98,6 +98,8 @@ def test_path_of_a_wrong_base_url_has_a_similar_one(
         ("/v1beta/model/a:go", "/v1beta/models/a:go"),
         ("/v1", "/v1/models"),
         ("/v1/files", ""),
+        ("/abcdefghijklmnopqrstuvwxyz/models/abcdefgh", ""),
+        ("/v1/abcdefghijklmnopqrstuvwxyz", ""),
         ("/v1/" + "models" * 20, ""),
         ("/", ""),
     ],
