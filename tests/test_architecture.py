@@ -38,6 +38,9 @@ LARGER_FOLDERS: dict[str, str] = {
 }
 """Product folders with more than `FOLDER_FILES_MAX` source files, each with its reason."""
 
+CONTEXT_TAKERS_MAX = 9
+"""How many functions may take all parts of a gateway."""
+
 ESCAPES_MAX = {"type: ignore": 0, "noqa": 0, "pragma: no cover": 0}
 """How many comments in the product may silence a checker."""
 
@@ -176,6 +179,20 @@ def test_only_dialects_name_vendors() -> None:
     found = {name_of(path) for path in outside if vendors.search(path.read_text())}
 
     assert found == VENDORS_NAMED.keys()
+
+
+def test_rooms_take_what_they_need() -> None:
+    """A signature with all parts of a gateway tells nothing of what a room needs."""
+    takers = [
+        f"{name_of(path)}:{node.name}"
+        for path in sources("gateway")
+        for node in nodes(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for given in (*node.args.args, *node.args.kwonlyargs)
+        if given.annotation is not None and ast.unparse(given.annotation) == "Context"
+    ]
+
+    assert len(takers) <= CONTEXT_TAKERS_MAX, takers
 
 
 def test_public_class_names_are_unique() -> None:
