@@ -26,7 +26,7 @@ from gateway.dialects.canonical import (
     Tool,
     path_behind,
 )
-from gateway.prompt.owner_cache import OwnerCache
+from gateway.owner_cache import OwnerCache
 
 
 class RememberedBoundary(Struct, frozen=True, gc=False):

@@ -21,7 +21,7 @@ from engine.encoder.card import EncoderCard
 from gateway.config import EmbeddingsConfig
 from gateway.embeddings.encoder_client import TextEncoder
 from gateway.embeddings.text_tokenizer import TextTokenizer, TokenizedText
-from gateway.prompt.owner_cache import OwnerCache
+from gateway.owner_cache import OwnerCache
 
 ENTRY_BYTES = 250
 """Overhead of a cache entry beside its tokens and its vector, in bytes."""

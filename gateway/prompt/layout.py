@@ -25,9 +25,9 @@ from msgspec.structs import replace
 
 from gateway.dialects.canonical import Tool, ToolCall
 from gateway.errors import Refusal
+from gateway.owner_cache import OwnerCache
 from gateway.prompt.messages import TemplateInput, TemplatePart, TemplateTool, template_tool
 from gateway.prompt.opaque_text import TRIMMED
-from gateway.prompt.owner_cache import OwnerCache
 from gateway.structured_output.json_text import parse_arguments
 
 PLACEHOLDER_CHARS = ("\ue0f0", "\ue0f1")

@@ -35,6 +35,7 @@ from gateway.dialects.canonical import (
     ToolCall,
 )
 from gateway.errors import Kind, Refusal
+from gateway.owner_cache import OwnerCache
 from gateway.prompt.detokenizer import Detokenizer
 from gateway.prompt.layout import (
     END_PLACEHOLDER,
@@ -50,7 +51,6 @@ from gateway.prompt.layout import (
 )
 from gateway.prompt.messages import TemplateInput, TemplateTool, build_template_input
 from gateway.prompt.opaque_text import OpaqueText, ReadRecorder
-from gateway.prompt.owner_cache import OwnerCache
 from gateway.prompt.template import ChatTemplate
 from gateway.prompt.token_budget import TokenBudget
 from gateway.prompt.tokenizer import PieceTokenizer

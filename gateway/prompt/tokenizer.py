@@ -19,7 +19,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from gateway.prompt.owner_cache import OwnerCache
+from gateway.owner_cache import OwnerCache
 from gateway.prompt.token_budget import TokenBudget
 from gateway.prompt.tokenizer_file import TokenizerFile
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prompt.owner_cache import OWNERS_MAX, OwnerCache
+from gateway.owner_cache import OWNERS_MAX, OwnerCache
 
 
 def test_an_owner_never_finds_another_owners_entry() -> None:
