@@ -15,7 +15,7 @@ from functools import partial
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
-from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock, tree_blocks
+from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock, all_blocks, tree_blocks
 from engine.cache.tree.window_groups import HOLE
 from engine.errors import InvariantViolation
 
@@ -65,7 +65,7 @@ def _expect(holds: bool, mismatch: str, found: object) -> None:
 
 
 def _check_free(manager: BlockManager) -> Steps:
-    """Check that a free block has no reference (rule 1) and no owner."""
+    """Check that a free block has no reference (rule *Reference*) and no owner."""
     yield from manager.pool.check()
     window_blocks = 0
     for block, count in enumerate(manager.pool.ref_count):
@@ -95,7 +95,7 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
             references[block] += 1
     references.update(c.src for c in manager.copies.values() if owner[c.src] is account)
     yield 1 + len(tables) + len(references) // 8
-    cached = evictable = ends = 0
+    cached = evictable = ends = bound = below = away = 0
     promised: Counter[str] = Counter()
     stack = [account.tree.root]
     while stack:
@@ -103,17 +103,22 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
         stack.extend(node.children.values())
         ends += account.lease_endpoints.check_node(node)
         yield from _check_node(manager, account, node)
+        has_windows = node.beside is not None or node.away is not None
+        for one in all_blocks(node) if has_windows else (node,):
+            bound += one.is_bound
+            if one.promised_class is not None:
+                promised[one.promised_class] += 1
+                below += not one.is_bound
+                away += one.block < 0
         if node.block < 0:
             continue
         for held in (node,) if node.beside is None else tree_blocks(node):
             references[held.block] += 1
-            if held.promised_class is not None:
-                promised[held.promised_class] += 1
             is_cached = refs[held.block] == 1
             cached += is_cached
-            is_evictable = is_cached and held.promised_class is None
+            is_evictable = is_cached and not held.is_bound
             evictable += is_evictable
-            is_next = is_evictable and not held.children
+            is_next = is_evictable and not held.device_children
             if is_next or held.eviction_score is not None:
                 _check_order(account, held, is_next=is_next)
     for number, (block, count) in enumerate(references.items()):
@@ -129,8 +134,9 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
         ("promised", account.promised, promised.total()),
         ("promised by class", account.promised_in, promised),
         ("tables", account.tables, len(tables)),
-        ("promised below", account.below, account.below_in.total()),
-        ("held up", account.held_up, sum(table.held_up for table in tables)),
+        ("bound", account.bound, bound),
+        ("promised below", account.below, below),
+        ("promised away from the device", account.away, away),
         ("reserved", account.reserved, sum(table.reserved for table in tables)),
     ):
         _expect(has == found, f"{name!r}: {has} {mismatch}", found)
@@ -159,9 +165,9 @@ def _check_holes(table: BlockTable) -> None:
 
 
 def _check_writable(manager: BlockManager, table: BlockTable) -> None:
-    """Check that the last block that a table may write without asking is whole and its own
-    (rule 3), where any slot of it is still to be written. A table that has let its blocks go writes
-    nothing before it has asked.
+    """Check that the last block that a table may write without asking is whole and its own (rule
+    *Reference*), where any slot of it is still to be written. A table that has let its blocks go
+    writes nothing before it has asked.
     """
     if not table.blocks:
         return
@@ -202,30 +208,45 @@ def _check_window_blocks(manager: BlockManager, node: Node) -> None:
         _expect(is_at_home, f"window block {block.block} of another node", node.run)
         is_pinned, is_node_pinned = refs[block.block] > 1, refs[node.block] > 1
         _expect(is_node_pinned or not is_pinned, "a window block pinned alone", node.run)
-        _expect(node.promised or not block.promised, "a window block promised alone", node.run)
-        is_twice = block.promised and block.promised_below
-        _expect(not is_twice, "a window block promised on the device and below it", node.run)
+        _expect(node.is_bound or not block.is_bound, "a window block bound alone", node.run)
 
 
 def _check_node(manager: BlockManager, account: NamespaceAccount, node: Node) -> Steps:
-    """Check one block of a tree, and the order of its children."""
+    """Check one node of a tree, and its children."""
     refs, is_evictable = manager.pool.ref_count, False
+    here = copied = binds = 0
+    for below in node.children.values():
+        here += below.block >= 0
+        copied += below.host is not None or below.record is not None
+        binds += below.is_bound
+    is_copied = node.host is not None or node.record is not None
+    if node.run:
+        _expect(len(node.run) <= manager.block_size, "a run's length", node.run)
+        if len(node.run) < manager.block_size:
+            _expect(not node.children, "a tail with children", node.run)
+            _expect(not is_copied, "a tail below the device", node.run)
+        _expect(node.block >= 0 or is_copied, "a node without a place", node.run)
+        _expect(node.block >= 0 or not here, "a hole on the device", node.run)
+        _expect(is_copied or not copied, "a hole below the device", node.run)
     if node.block >= 0:
-        _expect(0 < len(node.run) <= manager.block_size, "a run's length", node.run)
-        is_complete = len(node.run) == manager.block_size
-        _expect(is_complete or not node.children, "a tail with children", node.run)
         _expect(manager.node_of[node.block] is node, f"block {node.block}'s node", node.run)
-        is_evictable = refs[node.block] == 1 and not node.promised
-        is_twice = node.promised_below and (node.promised or node.promised_children > 0)
-        _expect(not is_twice, "a promise on the device and below it", node.run)
+        is_evictable = refs[node.block] == 1 and not node.is_bound
         if node.beside is not None or manager.windows.windows:
             _check_window_blocks(manager, node)
-    runs = node.children if node.child_order is None else node.child_order
-    _expect(len(runs) == len(node.children), "children out of order", len(runs))
-    _expect(len(runs) < 2 or node.child_order is not None, "children without an order", len(runs))
-    promised = sum(child.promised for child in node.children.values())
-    has = node.promised_children
-    _expect(has == promised, f"{has} promised children", promised)
+    for group, block in enumerate(node.away or ()):
+        if block is not None:
+            is_away = block.promised and block.block < 0
+            is_at_home = block.parent is node and block.group == group
+            _expect(is_away and is_at_home, "a window block away from its node", node.run)
+    _check_binds(manager, node, binds)
+    _expect(node.device_children == here, f"{node.device_children} on the device", here)
+    _expect(node.copied_children == copied, f"{node.copied_children} below the device", copied)
+    order, many = node.child_order, len(node.children) > 1
+    _expect(order is not None or not many, "children without an order", len(node.children))
+    runs = order
+    if runs is None:
+        runs = [run for run, child in node.children.items() if child.block >= 0]
+    _expect(len(runs) == here, "children out of order", len(runs))
     before = None
     for run in runs:
         child = node.children.get(run)
@@ -236,11 +257,25 @@ def _check_node(manager: BlockManager, account: NamespaceAccount, node: Node) ->
             _expect(before < run, "children out of order", (before, run))
             _expect(before != run[: len(before)], "a run is a prefix of its sibling's", run)
         if is_evictable:
-            is_free = refs[child.block] == 1 and not child.promised
+            is_free = refs[child.block] == 1 and not child.is_bound
             _expect(is_free, "an evictable block above one that is not", run)
         before = run
         yield 1
     yield 0
+
+
+def _check_binds(manager: BlockManager, node: Node, binds: int) -> None:
+    """Check what binds a node to the device: its children, of which `binds` are bound, its window
+    blocks, tables, and its own promise.
+    """
+    if node.beside is not None:
+        binds += sum(block is not None and block.is_bound for block in node.beside)
+    if binds != node.bound_below:
+        binds += sum(table.binds is node for table in manager.tables)
+    _expect(node.bound_below == binds, f"{node.bound_below} that bind a node", binds)
+    if node.run:
+        _expect(node.is_bound or not binds, "a bound block below one that is not", node.run)
+        _expect(node.is_bound <= (node.promised or binds > 0), "a node bound by nothing", node.run)
 
 
 def _check_payer(manager: BlockManager, payer_account: PayerAccount) -> Steps:
@@ -252,14 +287,13 @@ def _check_payer(manager: BlockManager, payer_account: PayerAccount) -> Steps:
         return  # deleted before its turn
     _expect(not payer_account.is_idle, f"{payer!r}: an idle account", payer)
     yield 1
-    sums = [0, 0, 0, 0, 0]
+    sums = [0, 0, 0, 0, 0, 0]
     for number, (name, account) in enumerate(payer_account.accounts.items()):
         _expect(account.payer_account is payer_account, f"{name!r}: another payer's account", payer)
         _expect(manager.accounts.get(name) is account, f"{name!r}: an unknown account", payer)
         counts = (account.held, account.cached, account.evictable)
-        promised = account.promised + account.reserved
-        promises = promised + account.held_up, promised + account.below
-        for position, more in enumerate((*counts, *promises)):
+        promises = account.bound + account.reserved, account.promised + account.reserved
+        for position, more in enumerate((*counts, *promises, account.below)):
             sums[position] += more
         if number % 16 == 0:
             yield 8
@@ -269,8 +303,10 @@ def _check_payer(manager: BlockManager, payer_account: PayerAccount) -> Steps:
         payer_account.evictable,
         payer_account.promised,
         payer_account.promised_total,
+        payer_account.below,
     ]
-    _expect(has == sums, f"{payer!r}: held, cached, evictable, promised, on any level {has}", sums)
+    names = "held, cached, evictable, promised, on any level, below"
+    _expect(has == sums, f"{payer!r}: {names} {has}", sums)
     order, before = payer_account.eviction_order, None
     for start in range(0, len(order), PIECE_BLOCKS):
         for score, serial, node in order.entries(start, start + PIECE_BLOCKS):

@@ -95,13 +95,7 @@ class CachePeek(Struct, frozen=True):
 def peek_of(found: TreeMatch, block_size: int) -> CachePeek:
     """Return a match as a report. O(blocks matched)."""
     path = found.path if found.partial_node is None else [*found.path, found.partial_node]
-    promised = block_size * sum(
-        [
-            node.promised_class is not None
-            or (node.terms is not None and node.terms.below_class is not None)
-            for node in path
-        ]
-    )
+    promised = block_size * sum([node.promised_class is not None for node in path])
     ends_s = min([node.terms.limit_at_s for node in path if node.terms], default=math.inf)
     return CachePeek(
         cached_tokens=found.cached_tokens,

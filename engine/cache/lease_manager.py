@@ -1,8 +1,8 @@
 """The lease manager: grants leases at admission, and applies their terms to the blocks of tables.
 
-It implements rule 7 (a promise and a limit) and rule 8 (granted, clipped or refused, never silently
-dropped). What becomes of a block's terms, `block_promises` decides. It moves no block itself:
-`block_manager` does. Only `prefix_cache` and `attention_windows` call it.
+It implements rule *Lease* (a promise and a limit) and rule *Grant* (granted, clipped or refused,
+never silently dropped). What becomes of a block's terms, `block_promises` decides. It moves no
+block itself: `block_manager` does. Only `prefix_cache` and `attention_windows` call it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from engine.api import Bound, LeaseGrant, LeaseRequest, Namespace, Quota
 from engine.cache.block_promises import BlockPromises
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
-from engine.cache.kept_below import KeptWindows
 from engine.cache.promise_room import NO_ROOM_ASKED, PromiseRoom, asks_promise, cover
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.leases import BlockTerms, LeaseSpans, promised_seconds, spans_of
-from engine.cache.tree.prefix_tree import Node, WindowBlock
-from engine.cache.window_promises import WindowCover, first_promised
+from engine.cache.tree.prefix_tree import Node, WindowBlock, whole_runs
+from engine.cache.window_promises import WindowPath, cover_windows, first_promised
 
 Spans = Sequence[tuple[int, int, LeaseSpans]]
 """For each lease of a table its tokens, the blocks that its promise covers, and its times."""
@@ -41,36 +40,73 @@ class LeaseManager:
         leases: Sequence[LeaseRequest],
         now_s: float,
         suspended: BlockTable | None = None,
+        *,
+        reads: bool = True,
     ) -> int:
         """Grant, clip or refuse each lease of a prompt of `tokens`, and apply its terms to the
-        cached blocks of `path`, and to those behind it whose promises a level below keeps.
+        matched blocks of `path`, and to those behind it whose promises a level below keeps.
 
         A promise is clipped to the room that the payer's bounds and the promisable part of the pool
-        leave, and to a prefix whose last windows are there (rule 19). Promised blocks that are not
-        computed yet are reserved. Sets `table.leases` and `table.requested_leases`. A sequence that
-        begins again takes over the room of its `suspended` table; returns how many blocks fewer are
-        promised all the same. O(blocks promised).
+        leave, and to a prefix whose last windows are there. Promised blocks that are not computed
+        yet are reserved, and bind what is above them. Sets `table.leases` and
+        `table.requested_leases`. A sequence that begins again takes over the room of its
+        `suspended` table; returns how many blocks fewer are promised all the same. O(blocks
+        promised).
         """
-        size, prompt_tokens = self._manager.block_size, len(tokens)
-        requested, covered_blocks = [], 0
+        prompt_tokens = len(tokens)
         if suspended is None:
             room = self._promises.room(table.account) if leases else NO_ROOM_ASKED
         else:
             prompt_tokens = min(prompt_tokens, suspended.prompt_tokens)
             room = self._take_over_room(table, suspended)
-        kept = self._kept_below(table, len(path), tokens, leases, now_s)
-        windows = self._window_cover(table, path, kept, tokens, leases, now_s)
+        runs = self._runs(table, path, tokens, leases) if reads else path
+        known = runs[: len(path) + self._kept_behind(runs[len(path) :], now_s)]
+        table.known_runs = len(known)
+        windows = None
+        if table.beside and leases:
+            below = self._manager.below if self._promises.keeps_below else None
+            windows = WindowPath(self._manager.windows, runs, len(path), len(known), below)
+        covered_blocks = 0
+        if leases:
+            covered_blocks = self._cover(table, known, leases, windows, prompt_tokens, room)
+        table.prompt_tokens = prompt_tokens
+        table.account.add_reserved(table.reserved)
+        if table.write:
+            self._apply_granted(table, known, len(path), now_s)
+            if table.reserved and known:
+                last = known[min(covered_blocks, len(known)) - 1]
+                self._promises.bind_under(table, last)
+        if suspended is None:
+            return 0
+        self._promises.bind_under(suspended, None)
+        if not table.write:
+            return 0
+        return max(0, promised_blocks(suspended, now_s) - promised_blocks(table, now_s))
+
+    def _cover(
+        self,
+        table: BlockTable,
+        known: Sequence[Node],
+        leases: Sequence[LeaseRequest],
+        windows: WindowPath | None,
+        prompt_tokens: int,
+        room: PromiseRoom,
+    ) -> int:
+        """Grant leases from the shortest on, as far as there is room; return the blocks covered."""
+        size, requested, covered_blocks = self._manager.block_size, [], 0
         grants: dict[int, LeaseGrant] = {}
         for position, lease in sorted(enumerate(leases), key=lambda pair: pair[1].tokens):
             covered_tokens = min(lease.tokens, prompt_tokens)
             granted, has_gap = covered_tokens if table.write else 0, False
             if table.write and promised_seconds(lease.retention) > 0:
                 if windows is None:
-                    covered_blocks = self._cover(
-                        table, path, kept, covered_blocks, covered_tokens, room
-                    )
+                    wanted = -(-covered_tokens // size)
+                    covered_blocks, reserved = cover(known, covered_blocks, wanted, room)
+                    table.reserved += reserved
                 else:
-                    covered_blocks, has_gap = windows.cover(covered_blocks, covered_tokens, room)
+                    covered_blocks, has_gap = cover_windows(
+                        windows, table, covered_blocks, covered_tokens, room
+                    )
                 granted = min(covered_tokens, covered_blocks * size)
             bound: Bound = "window" if has_gap else room.bound
             grants[position] = LeaseGrant(
@@ -81,52 +117,64 @@ class LeaseManager:
                 bound=bound if table.write and granted < covered_tokens else "",
             )
             requested.append((lease, -(-granted // size)))
-        table.prompt_tokens = prompt_tokens
         table.leases = tuple(grants[position] for position in range(len(leases)))
         table.requested_leases = tuple(requested)
-        table.account.add_reserved(table.reserved)
-        if table.write:
-            self._apply_granted(table, path, kept, windows, now_s)
-        if suspended is None or not table.write:
-            return 0
-        return max(0, promised_blocks(suspended, now_s) - promised_blocks(table, now_s))
+        return covered_blocks
 
     def _apply_granted(
-        self,
-        table: BlockTable,
-        path: Sequence[Node],
-        kept: Sequence[BlockTerms],
-        windows: WindowCover | None,
-        now_s: float,
+        self, table: BlockTable, known: Sequence[Node], matched: int, now_s: float
     ) -> None:
-        """Apply the leases of a table that begins to the blocks it found, here and below; without
-        leases they have no limit from then on. O(blocks).
+        """Apply the leases of a table that begins to the `known` blocks, of which it has found the
+        first `matched`; without leases these have no limit from then on. O(blocks).
         """
         if not table.requested_leases:
-            for node in path:
+            for node in known[:matched]:
                 if node.terms:
                     node.terms.limit_at_s = math.inf
             return
         size, spans = self._manager.block_size, _spans(table, now_s)
-        for index, node in enumerate(path):
+        for index, node in enumerate(known):
             self._extend(table, node, index, spans, now_s, is_new=False)
-        self._extend_below(table, path, kept, spans, now_s)
-        if windows is not None:
-            self._extend_kept_windows(table, windows, spans)
         for lease, _ in table.requested_leases:
-            if last := min(len(path), -(-lease.tokens // size)):
-                table.account.lease_endpoints.extend(lease.lease_id, path[last - 1])
+            if last := min(matched, -(-lease.tokens // size)):
+                table.account.lease_endpoints.extend(lease.lease_id, known[last - 1])
 
     def _take_over_room(self, table: BlockTable, suspended: BlockTable) -> PromiseRoom:
-        """Release what a suspended table has reserved; return the room of the one that goes on."""
-        reserved, held_up = suspended.reserved, suspended.held_up
+        """Release what a suspended table has reserved; return the room of the one that goes on.
+        What it binds stays bound until that is granted."""
+        reserved, suspended.reserved = suspended.reserved, 0
         table.account.add_reserved(-reserved)
-        self._release_held_up(suspended, held_up)
-        suspended.reserved = 0
         table.started_s = suspended.started_s
         room = self._promises.room(table.account)
-        room.keep(reserved, held_up)
+        room.keep(reserved)
         return room
+
+    def _runs(
+        self,
+        table: BlockTable,
+        path: Sequence[Node],
+        tokens: Sequence[int],
+        leases: Sequence[LeaseRequest],
+    ) -> Sequence[Node]:
+        """Return what the tree has of a prompt, on any level; no more than was matched where no
+        level below keeps promises, or none is asked. O(runs).
+        """
+        if not (self._promises.keeps_below and table.write and asks_promise(leases)):
+            return path
+        size, last = self._manager.block_size, path[-1] if path else table.account.tree.root
+        return [*path, *whole_runs(last, tokens[len(path) * size :], size)]
+
+    def _kept_behind(self, runs: Sequence[Node], now_s: float) -> int:
+        """Return how many of these runs, from the first, a level below keeps the promises of, also
+        if these bind them to the device again once they are there. O(these).
+        """
+        for index, node in enumerate(runs):
+            terms, is_here = node.terms, node.block >= 0
+            if terms is None or not node.promised or (node.is_bound and is_here):
+                return index
+            if min(terms.limit_at_s, terms.promise_at_s) <= now_s:
+                return index
+        return len(runs)
 
     def apply_leases(
         self, table: BlockTable, node: Node, index: int, now_s: float, *, is_new: bool = False
@@ -144,16 +192,10 @@ class LeaseManager:
                 table.account.lease_endpoints.extend(lease.lease_id, node)
 
     def is_plain(self, table: BlockTable) -> bool:
-        """Return whether a table asks nothing of the blocks it commits: it has no lease, and none
-        of its blocks has a promise that a level below keeps. They have no limit from then on. O(1).
+        """Return whether a table asks nothing of the blocks it commits: they have no limit from
+        then on. O(1).
         """
-        return not (
-            table.requested_leases
-            or table.reserved
-            or table.held_up
-            or table.kept_to > table.kept_from
-            or table.beside
-        )
+        return not (table.requested_leases or table.reserved or table.beside)
 
     def _extend(
         self,
@@ -197,7 +239,7 @@ class LeaseManager:
         if not self._is_promisable(node):
             return
         for group, promises in enumerate(table.window_promises):
-            block = None if node.beside is None else node.beside[group]
+            block = node.window_block(group)
             if block is None or index not in promises:
                 continue
             if (group, index) in table.window_kept and not self._may_promise(table.account, block):
@@ -213,7 +255,7 @@ class LeaseManager:
         """Return whether a run may be promised: where a level below keeps promises, whole ones
         alone, since a tail, of which no level has a copy, would hold its whole path on the device.
         """
-        return self._promises.below is None or len(node.run) == self._manager.block_size
+        return not self._promises.keeps_below or len(node.run) == self._manager.block_size
 
     def _is_read(
         self, table: BlockTable, group: int, index: int, lease_tokens: int, covered_blocks: int
@@ -223,76 +265,19 @@ class LeaseManager:
         """
         windows = self._manager.windows
         tokens = min(lease_tokens, table.prompt_tokens, covered_blocks * windows.block_size)
-        first = first_promised(windows, group, tokens, has_level=self._promises.below is not None)
+        first = first_promised(windows, group, tokens, has_level=self._promises.keeps_below)
         return first <= index < covered_blocks
 
     def _may_promise(self, account: NamespaceAccount, block: WindowBlock) -> bool:
         """Return whether a window block is promised, or may be now: beside its node, and where
-        there is room for it and for the promises that return to the device with it. O(depth).
+        there is room for it and for what it binds to the device. O(depth).
         """
         node = block.parent
-        if block.promised or block.promised_below:
+        if block.promised:
             return True
-        if node is None or not (node.promised or node.promised_below):
+        if node is None or not node.promised:
             return False
         return self._promises.room_under(account, node).blocks > 0
-
-    def _extend_kept_windows(
-        self,
-        table: BlockTable,
-        windows: WindowCover,
-        spans: Spans,
-    ) -> None:
-        """Apply the leases of a table to window blocks that a level below alone has, and keeps the
-        promises of. O(these).
-        """
-        table.window_kept = windows.kept.keys()
-        for (group, index), terms in windows.kept.items():
-            for tokens, covered_blocks, requested in spans:
-                if self._is_read(table, group, index, tokens, covered_blocks):
-                    terms.extend(requested, promised=True)
-            self._promises.follow_below(table.account, terms)
-
-    def _cover(
-        self,
-        table: BlockTable,
-        path: Sequence[Node],
-        kept: Sequence[BlockTerms],
-        covered_blocks: int,
-        tokens: int,
-        room: PromiseRoom,
-    ) -> int:
-        """Cover a promise of `tokens` tokens, beyond the `covered_blocks` that earlier leases of
-        the table cover, as far as `room` allows.
-
-        `kept`: the terms of the blocks behind `path` whose promises a level below keeps. Returns
-        the blocks then covered. Reserves the blocks that are not computed yet. O(blocks).
-        """
-        wanted_blocks = -(-tokens // self._manager.block_size)
-        covered, reserved = cover(path, len(kept), covered_blocks, wanted_blocks, room)
-        if reserved and not table.reserved:
-            table.held_up = len(kept)
-        table.reserved += reserved
-        return covered
-
-    def _window_cover(
-        self,
-        table: BlockTable,
-        path: Sequence[Node],
-        kept: Sequence[BlockTerms],
-        tokens: Sequence[int],
-        leases: Sequence[LeaseRequest],
-        now_s: float,
-    ) -> WindowCover | None:
-        """Return what covers a table's promises with window blocks; None without window groups."""
-        if not table.beside or not leases:
-            return None
-        below: Sequence[KeptWindows] | None = None
-        if self._promises.below is not None:
-            is_asked = table.write and asks_promise(leases)
-            level = self._promises.below
-            below = level.windows_of(table.namespace, tokens, now_s) if is_asked else ()
-        return WindowCover(self._manager.windows, table, path, len(kept), below)
 
     def promisable(
         self,
@@ -306,79 +291,32 @@ class LeaseManager:
         promise now, and the bound that would clip more. Changes nothing. O(blocks).
         """
         size = self._manager.block_size
-        kept = len(self._terms_below(namespace, tokens, len(path), now_s))
+        known = list(path)
+        if self._promises.keeps_below and (account := self._manager.accounts.get(namespace)):
+            last = path[-1] if path else account.tree.root
+            behind = whole_runs(last, tokens[len(path) * size :], size)
+            known += behind[: self._kept_behind(behind, now_s)]
         room = self._promises.room_of(self._manager.fair_share.get(quota.payer or namespace), quota)
-        covered, _ = cover(path, kept, 0, -(-len(tokens) // size), room)
+        covered, _ = cover(known, 0, -(-len(tokens) // size), room)
         promisable = min(len(tokens), covered * size)
         return promisable, room.bound if promisable < len(tokens) else ""
 
-    def _kept_below(
-        self,
-        table: BlockTable,
-        matched: int,
-        tokens: Sequence[int],
-        leases: Sequence[LeaseRequest],
-        now_s: float,
-    ) -> list[BlockTerms]:
-        """Return the terms of the blocks right behind the `matched` ones whose promises a level
-        below keeps. O(blocks), where leases promise anything.
-        """
-        table.kept_from = table.kept_to = matched
-        if self._promises.below is None or not table.write or not asks_promise(leases):
-            return []
-        kept = self._terms_below(table.namespace, tokens, matched, now_s)
-        table.kept_to = matched + len(kept)
-        return kept
-
-    def _terms_below(
-        self, namespace: Namespace, tokens: Sequence[int], matched: int, now_s: float
-    ) -> list[BlockTerms]:
-        """Return the terms of the runs right behind the `matched` ones whose promises a level below
-        keeps. O(runs).
-        """
-        kept: list[BlockTerms] = []
-        if self._promises.below is None:
-            return kept
-        for terms in self._promises.below.terms_of(namespace, tokens, now_s)[matched:]:
-            if terms is None or terms.below_class is None:
-                break
-            kept.append(terms)
-        return kept
-
-    def _extend_below(
-        self,
-        table: BlockTable,
-        path: Sequence[Node],
-        kept: Sequence[BlockTerms],
-        spans: Spans,
-        now_s: float,
-    ) -> None:
-        """Apply the leases of a table to the blocks behind its match that a level below keeps, and
-        bring the promises of its path back to the device if new blocks under it are promised.
-        """
-        if self._promises.below is None:
-            return
-        table.account.add_held_up(table.held_up)
-        if table.reserved and path:
-            self._promises.return_to_device(table.account, path[-1])
-        for index, terms in enumerate(kept, start=len(path)):
-            for tokens, covered_blocks, requested in spans:
-                if index * self._manager.block_size < tokens:
-                    terms.extend(requested, promised=index < covered_blocks)
-            self._promises.follow_below(table.account, terms)
-
     def release_reservation(self, table: BlockTable, index: int) -> None:
-        """Release the reservations of block `index` of the table, which is now in the tree."""
-        if table.held_up and table.node.promised:  # so are the blocks above it
-            self._release_held_up(table, min(index + 1, table.kept_to) - table.kept_from)
-        if not table.reserved or (index < table.kept_to and not table.beside):
+        """Release the reservations of block `index` of the table, which is now in the tree: what
+        is reserved still binds that one.
+        """
+        if not table.reserved or (index < table.known_runs and not table.beside):
             return
         if index < max(covered_blocks for _, covered_blocks in table.requested_leases):
-            released = int(index >= table.kept_to)
+            released = int(index >= table.known_runs)
             for group, promises in enumerate(table.window_promises):
                 released += index in promises and (group, index) not in table.window_kept
             table.reserved -= released
             table.account.add_reserved(-released)
+            if not table.reserved:
+                self._promises.bind_under(table, None)
+            elif index >= table.known_runs:
+                self._promises.bind_under(table, table.node)
 
     def release_reservations(self, table: BlockTable, now_s: float) -> None:
         """Release the promises for blocks that were never computed.
@@ -389,9 +327,9 @@ class LeaseManager:
         is_cut_short = table.reserved > 0
         table.account.add_reserved(-table.reserved)
         table.reserved = 0
-        self._release_held_up(table, table.held_up)
         if is_cut_short and table.resumed:
             self._promise_last_windows(table, now_s)
+        self._promises.bind_under(table, None)
 
     def last_windows(self, table: BlockTable) -> list[WindowBlock]:
         """Return the blocks of the tree that resuming at the end of a table reads in window groups.
@@ -409,7 +347,7 @@ class LeaseManager:
         for block in table.resumed:
             if block.parent is None or not self._may_promise_last(table, block):
                 continue
-            if table.is_suspended and not (block.parent.promised or block.parent.promised_below):
+            if table.is_suspended and not block.parent.promised:
                 continue
             block.terms = block.terms or BlockTerms(math.inf)
             for _, _, requested in spans:
@@ -417,7 +355,7 @@ class LeaseManager:
             self._promises.update_deadlines(table.account, block, now_s)
 
     def _may_promise_last(self, table: BlockTable, block: WindowBlock) -> bool:
-        if self._promises.below is None:
+        if not self._promises.keeps_below:
             return block.promised or self._promises.room(table.account).blocks > 0
         node = block.parent
         is_promisable = node is not None and self._is_promisable(node)
@@ -454,11 +392,10 @@ class LeaseManager:
         and has lost since; without room the table's promises end above it. Return how many blocks
         behind those that the level kept are no longer promised by that. O(depth).
         """
-        if not table.kept_from <= index < table.kept_to or node.promised or node.promised_below:
+        if index >= table.known_runs or node.promised:
             return 0
         room = self._promises.room_under(table.account, node.parent)
-        has_device = table.held_up > 0 or room.device - room.waiting > 0
-        if room.total > 0 and has_device:
+        if room.total > 0 and room.device - room.waiting > 0:
             return 0
         dropped = table.reserved
         table.requested_leases = tuple(
@@ -466,15 +403,8 @@ class LeaseManager:
         )
         table.account.add_reserved(-dropped)
         table.reserved = 0
-        self._release_held_up(table, table.held_up)
+        self._promises.bind_under(table, None)
         return dropped
-
-    def _release_held_up(self, table: BlockTable, blocks: int) -> None:
-        released = max(0, min(blocks, table.held_up))
-        if released:
-            table.held_up -= released
-            table.kept_from += released
-            table.account.add_held_up(-released)
 
 
 def _spans(table: BlockTable, now_s: float) -> Spans:

@@ -2,8 +2,8 @@
 
 A load of a model with window groups brings the blocks of group 0 for each run, and in a window
 group those that the first query behind it reads: what lies before becomes holes, as behind any
-window (rule 15). What the table had there is set aside until the load has ended, so that one that
-fails leaves the table as it was. `PrefixCache.moves` is the only object of this class.
+window (rule *Window*). What the table had there is set aside until the load has ended, so that one
+that fails leaves the table as it was. `PrefixCache.moves` is the only object of this class.
 """
 
 from __future__ import annotations

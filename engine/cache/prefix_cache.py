@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from msgspec.structs import replace
+
 from engine.api import BlockWindow, Bound, LeaseRequest, Namespace, Payer, Quota, tokens_within
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.block_promises import BlockPromises
+from engine.cache.blocks.below import Below
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
 from engine.cache.checker import recount
@@ -33,7 +36,16 @@ from engine.cache.lease_manager import LeaseManager, promised_blocks
 from engine.cache.moved_blocks import MovedBlocks
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.eviction_policy import EvictionPolicy, LeastRecentlyUsed
-from engine.cache.tree.prefix_tree import Node, TreeBlock, TreeMatch, nodes_under, tree_blocks
+from engine.cache.tree.leases import BlockTerms
+from engine.cache.tree.prefix_tree import (
+    Node,
+    Run,
+    TreeBlock,
+    TreeMatch,
+    WindowBlock,
+    nodes_under,
+    tree_blocks,
+)
 from engine.cache.tree.window_groups import WindowGroups
 from engine.cache.window_manager import WindowManager
 from engine.errors import InvariantViolation
@@ -78,7 +90,6 @@ class PrefixCache:
         self.moves = MovedBlocks(self._manager, self._allocate)
         self.floor_blocks_max = self._manager.fair_share.floors_max
         self.facts = facts
-        self._on_commit: Callable[[BlockTable, Node, int], None] | None = None
         self._evicted = self._expired = self._copied = self._window_gone = 0
 
     # -- queries ------------------------------------------------------------------------------
@@ -99,7 +110,7 @@ class PrefixCache:
         path: Sequence[TreeBlock] = found.path
         if self._has_windows:
             path = [*path, *self._windows.read_blocks(found)]
-        return [refs[block.block] for block in path if block.promised_class is None].count(1)
+        return [refs[block.block] for block in path if not block.is_bound].count(1)
 
     def blocks_to_start(
         self,
@@ -247,7 +258,7 @@ class PrefixCache:
             path = self._match(table, found, now_s)
             table.window_gone_tokens = found.matched_tokens - found.cached_tokens
             self._window_gone += table.window_gone_tokens
-        if lost := self._leases.grant(table, path, tokens, leases, now_s, suspended):
+        if lost := self._leases.grant(table, path, tokens, leases, now_s, suspended, reads=read):
             self._emit(PromiseLost(namespace, lost))
         if suspended is not None:
             self._manager.remove_table(suspended)
@@ -267,8 +278,9 @@ class PrefixCache:
         room.
 
         `start` is table.kv_tokens if not given; it lies further on when steps in flight write the
-        tokens before it. Allocates, evicts by rule 9, and copies on write where a slot's block has
-        other holders. O(1) when the slots exist; no call is needed below `table.writable_tokens`.
+        tokens before it. Allocates, evicts by rule *Fair share*, and copies on write where a slot's
+        block has other holders. O(1) when the slots exist; no call is needed below
+        `table.writable_tokens`.
         """
         start = table.kv_tokens if start is None else start
         blocks, refs = table.blocks, self._manager.pool.ref_count
@@ -313,7 +325,8 @@ class PrefixCache:
 
         Full blocks become findable. Where the tree already has an equal block, the table takes that
         block and frees its own. It lets the blocks go that lie behind a window, in window groups
-        (rule 15) and under an attention window (rule 45). O(1) unless a block filled.
+        (rule *Window*) and under an attention window (rule *Attention window*). O(1) unless a block
+        filled.
         """
         table.kv_tokens = kv_tokens
         full, attention = kv_tokens // self.block_size, table.attention
@@ -343,16 +356,17 @@ class PrefixCache:
             run = tuple(tokens[index * size : (index + 1) * size])
             node = table.node.children.get(run)
             is_new = node is None
-            if node is None:
+            if node is None or node.block < 0:
                 node, added = self._insert(table, run, index, now_s)
                 new += added
-            elif node.block != table.blocks[index]:
-                self._manager.pin(node)
-                self._manager.unpin(table.blocks[index])
-                table.blocks[index] = node.block
-                table.version += 1
-            if table.beside and not is_new:
-                new += self._windows.commit(table, node, index, now_s)
+            else:
+                if node.block != table.blocks[index]:
+                    self._manager.pin(node)
+                    self._manager.unpin(table.blocks[index])
+                    table.blocks[index] = node.block
+                    table.version += 1
+                if table.beside:
+                    new += self._windows.commit(table, node, index, now_s)
             if is_plain:
                 if node.terms is not None:
                     node.terms.limit_at_s = math.inf
@@ -364,8 +378,8 @@ class PrefixCache:
             table.node = node
             self._leases.release_reservation(table, index)
         table.committed = full
-        if self._on_commit is not None:
-            self._on_commit(table, table.node, first)
+        if self._manager.below is not None:
+            self._manager.below.committed(table, table.node, first)
         self._emit(Committed(table.namespace, full - first, (full - first) * size, new))
 
     def fork(self, table: BlockTable) -> BlockTable:
@@ -382,7 +396,7 @@ class PrefixCache:
 
     def mark_resume_point(self, table: BlockTable, tokens: int) -> None:
         """Note that another request will resume at `tokens`, which `table` has not computed yet
-        (rule 18). Without window groups it changes nothing.
+        (rule *Resume point*). Without window groups it changes nothing.
         """
         if table.beside:
             self._windows.add_marks(table, {tokens})
@@ -446,26 +460,70 @@ class PrefixCache:
         """Return the deepest hit of a match that stands at the end of a whole block. O(windows)."""
         return self.windows.cut(found.whole_blocks())
 
-    def lease_ends(self, namespace: Namespace, lease_id: str) -> list[Node]:
-        """Return the last nodes that a lease covers in the tree. O(these)."""
-        account = self._manager.accounts.get(namespace)
-        return [] if account is None else account.lease_endpoints.nodes_of(lease_id)
-
     def extend_lease(self, lease_id: str, node: Node) -> None:
         """Note that a lease covers everything up to a node of the tree. O(1)."""
         if (account := self._manager.account_of(node)) is not None:
             account.lease_endpoints.extend(lease_id, node)
 
-    def watch(
-        self,
-        on_evict: Callable[[NamespaceAccount, Node], None],
-        on_commit: Callable[[BlockTable, Node, int], None],
-    ) -> None:
-        """Have `on_evict` called with each leaf that is about to be evicted, and `on_commit` with
-        each table that has committed blocks or its tail, the last node of these, and how many
-        blocks it had committed before."""
-        self._manager.on_evict = on_evict
-        self._on_commit = on_commit
+    def attach(self, below: Below, promised_blocks: int = 0) -> None:
+        """Put levels below the device, before anything is cached. `promised_blocks`: the blocks of
+        the level that keeps promises, 0 where none does.
+        """
+        self._manager.below = below
+        if promised_blocks:
+            self.promises.keep_below(promised_blocks)
+
+    def roots(self) -> list[Node]:
+        """Return the roots of all trees. O(namespaces)."""
+        return [account.tree.root for account in self._manager.accounts.values()]
+
+    def promised_below(self) -> dict[Payer, int]:
+        """Return the blocks whose promises a level below keeps, by payer. O(payers)."""
+        return {one.payer: one.below for one in self._manager.fair_share if one.below}
+
+    def payer_of(self, namespace: Namespace) -> Payer:
+        """Return the payer of a namespace that has a tree. O(1)."""
+        return self._manager.accounts[namespace].payer_account.payer
+
+    def add_run(self, namespace: Namespace, payer: Payer, parent: Node | None, run: Run) -> Node:
+        """Return the node of `run` below `parent`, or below the namespace's root: a new one, which
+        the caller gives a place below the device at once, where the tree has none. Where the
+        payer's quota is not known, it has none until its next request. O(log children).
+        """
+        account = self._manager.accounts.get(namespace)
+        if account is None:
+            share = self._manager.fair_share.get(payer)
+            quota = replace(Quota() if share is None else share.quota, payer=payer)
+            account = self._manager.account(namespace, quota)
+        above = account.tree.root if parent is None else parent
+        return above.children.get(run) or account.tree.add(above, run)
+
+    def window_block(self, node: Node, group: int, now_s: float) -> WindowBlock:
+        """Return the block of a node in a window group; where it has none, one that is away from
+        the device, which the caller promises at once. O(1).
+        """
+        return node.window_block(group) or self._manager.add_away(node, group, now_s)
+
+    def extend_limit(self, node: Node, limit_at_s: float, now_s: float, *, is_new: bool) -> None:
+        """Lengthen the limit of a node whose place below has one; it is the limit of one that
+        `is_new`. O(log nodes).
+        """
+        if node.terms is not None:
+            node.terms.limit_at_s = max(node.terms.limit_at_s, limit_at_s)
+        elif not is_new or limit_at_s == math.inf:
+            return
+        else:
+            node.terms = BlockTerms(limit_at_s)
+        if (account := self._manager.account_of(node)) is not None:
+            self.promises.update_deadlines(account, node, now_s)
+
+    def remove_placeless(self, node: Node) -> None:
+        """Remove a leaf from the tree that has no place on any level any more. O(log nodes)."""
+        account, parent = self._manager.account_of(node), node.parent
+        if account is None or parent is None or node.block >= 0 or node.is_copied:
+            return
+        self._manager.detach(account, node)
+        self._settle(account, parent)
 
     # -- promises -----------------------------------------------------------------------------
 
@@ -490,7 +548,7 @@ class PrefixCache:
     def promisable_on_device(self) -> int:
         """Return the most that they may take on the device; 0 where no level below keeps
         promises."""
-        return 0 if self.promises.below is None else self._manager.fair_share.promisable
+        return self._manager.fair_share.promisable if self.promises.keeps_below else 0
 
     # -- expiry, erasure, checks --------------------------------------------------------------
 
@@ -504,10 +562,12 @@ class PrefixCache:
         for account, node in self.promises.take_expired(now_s):
             if not account.tree.contains(node):
                 continue  # removed with a block above it
-            blocks = self._manager.detach(account, node)
+            parent = node.parent
+            blocks = self._manager.detach(account, node, is_expired=True)
             expired += blocks
-            self._emit(Expired(account.namespace, blocks))
-            self._manager.forget_if_idle(account)
+            if blocks:
+                self._emit(Expired(account.namespace, blocks))
+            self._settle(account, parent)
         self._expired += expired
         return expired
 
@@ -534,9 +594,12 @@ class PrefixCache:
         else:
             account.write_epoch += 1
             tops = nodes_under(account.tree.root, tokens or (), self.block_size)
+        parents = {top.parent for top in tops}
         blocks = sum(self._manager.detach(account, top) for top in tops)
         if blocks:
             self._emit(BlocksErased(namespace, blocks))
+        for parent in parents:
+            self._settle(account, parent)
         self._manager.forget_if_idle(account)
         return blocks
 
@@ -554,6 +617,12 @@ class PrefixCache:
             pass
 
     # -- internals ----------------------------------------------------------------------------
+
+    def _settle(self, account: NamespaceAccount, parent: Node | None) -> None:
+        """Let go what was bound by what has left the tree below `parent`."""
+        if parent is not None and parent.is_bound:
+            self.promises.settle_later(parent)
+        self._manager.forget_if_idle(account)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -633,8 +702,8 @@ class PrefixCache:
     ) -> tuple[Node, int]:
         block, beside = table.blocks[index], [row[index] for row in table.beside]
         node, added = self._manager.insert(table.account, table.node, run, block, now_s, beside)
-        if self.promises.below is not None and len(run) == self.block_size:
-            self.promises.adopt(table.account, node, now_s)
+        if node.promised:  # a level below has kept the promise: its use is a read
+            self.promises.renew_on_read(table.account, tree_blocks(node), now_s)
         if node.terms is not None or beside:
             for tree_block in tree_blocks(node):
                 self.promises.update_deadlines(table.account, tree_block, now_s)
@@ -664,5 +733,5 @@ class PrefixCache:
             self._emit(Committed(table.namespace, 0, 0, filled))
         self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
         self._leases.release_reservation(table, index)
-        if self._on_commit is not None:
-            self._on_commit(table, node, index)
+        if self._manager.below is not None:
+            self._manager.below.committed(table, node, index)

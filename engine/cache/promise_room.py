@@ -23,10 +23,10 @@ from engine.cache.tree.prefix_tree import Node
 class PromiseRoom:
     """The blocks that may still be promised to one payer.
 
-    `total`: on the lowest level that keeps promises; `device`: promises that no level below keeps
-    yet. `waiting`: blocks that are covered and promised below, whose promises return to the device
-    with the next block under them that is promised there. `total_bound`, `device_bound`: what
-    limits each. Without levels both are the same number.
+    `total`: on the lowest level that keeps promises; `device`: those that no level below keeps yet.
+    `waiting`: blocks that are covered and promised below, which the next block under them binds to
+    the device if no level keeps that one. `total_bound`, `device_bound`: what limits each. Without
+    levels both are the same number.
     """
 
     total: int
@@ -45,12 +45,12 @@ class PromiseRoom:
         """Return the bound that is met first."""
         return self.total_bound if self.total <= self.device - self.waiting else self.device_bound
 
-    def keep(self, blocks: int, held_up: int) -> None:
-        """Leave room for `blocks` that were promised to the taker before, and for `held_up` above
-        them that return to the device with them, also where the bounds leave less now.
+    def keep(self, blocks: int) -> None:
+        """Leave room for `blocks` that were promised to the taker before, also where the bounds
+        leave less now.
         """
         self.total = max(self.total, blocks)
-        self.device = max(self.device, blocks + held_up)
+        self.device = max(self.device, blocks)
 
     def take(self) -> bool:
         """Take room for one more block on the device, and for those that wait; return whether there
@@ -68,24 +68,21 @@ NO_ROOM_ASKED = PromiseRoom(0, "", 0, "")
 """For requests without leases."""
 
 
-def cover(
-    path: Sequence[Node], kept: int, covered: int, wanted: int, room: PromiseRoom
-) -> tuple[int, int]:
+def cover(known: Sequence[Node], covered: int, wanted: int, room: PromiseRoom) -> tuple[int, int]:
     """Cover blocks with a promise, from number `covered` to `wanted`, as far as there is room.
 
-    `path`: the cached ones; behind them a level below keeps `kept`. Returns how many blocks are
-    covered then, and how many of these are not computed yet. Takes the room. O(blocks).
+    `known`: those in the tree. Returns how many blocks are covered then, and how many of these are
+    not computed yet. Takes the room. O(blocks).
     """
     reserved = 0
     while covered < wanted:
-        node = path[covered] if covered < len(path) else None
-        is_below = covered - len(path) < kept if node is None else node.promised_below
-        if is_below:
-            room.waiting += 1
-        elif node is None or not node.promised:
-            if not room.take():
-                break
+        node = known[covered] if covered < len(known) else None
+        if node is not None and node.promised:
+            room.waiting += not node.is_bound
+        elif room.take():
             reserved += node is None
+        else:
+            break
         covered += 1
     return covered, reserved
 

@@ -1,8 +1,8 @@
 """The window manager: the blocks of window groups in block tables, and resume points.
 
 It pins what a query reads, shares or fills the blocks of nodes, lets the blocks behind a window go,
-and marks the blocks that a resume needs (rules 15, 16 and 18). It reads no clock and allocates
-nothing. Without window groups every call does nothing. Only `prefix_cache` calls it.
+and marks the blocks that a resume needs (rules *Window*, *Resume point*). It reads no clock and
+allocates nothing. Without window groups every call does nothing. Only `prefix_cache` calls it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class WindowManager:
 
     def commit(self, table: BlockTable, node: Node, index: int, now_s: float) -> int:
         """Share the window blocks that a node has, and fill its tombstones with the table's own
-        (rule 16). Return how many were filled. O(groups).
+        (rule *Window*). Return how many were filled. O(groups).
         """
         filled = 0
         for group, row in enumerate(table.beside):
@@ -79,7 +79,8 @@ class WindowManager:
                 continue  # it was loaded, and no query behind it reads this block
             if block is None:
                 fresh = self._manager.fill(table.account, node, group, row[index], now_s)
-                self._promises.adopt_window(table.account, fresh, now_s)
+                if fresh.promised:  # a level below has kept the promise: its use is a read
+                    self._promises.renew_on_read(table.account, (fresh,), now_s)
                 filled += 1
             elif block.block != row[index]:
                 self._manager.pin(block)
@@ -100,7 +101,7 @@ class WindowManager:
 
     def advance(self, table: BlockTable, now_s: float) -> None:
         """Mark the resume points that the collected steps have passed, and let the blocks go that
-        no further query reads (rule 15). O(groups), and O(blocks that go).
+        no further query reads (rule *Window*). O(groups), and O(blocks that go).
         """
         while table.marks and table.marks[0] <= table.kv_tokens:
             self.mark_resume(table, table.marks.pop(0), now_s)

@@ -32,13 +32,13 @@ class Erasures:
         """Erase what was named; call `answer` when every level has done so. O(blocks of the
         namespace).
         """
-        below: tuple[LevelErased, ...] = ()
         waits_for = None
-        if self._levels is not None:
-            host, waits_for = self._levels.erase(call)
-            below = (host,)
-        blocks = self._cache.erase(call.namespace, lease_id=call.lease_id, tokens=call.tokens)
-        erased = Erased(call.call_id, blocks, below)
+        if self._levels is None:
+            blocks = self._cache.erase(call.namespace, lease_id=call.lease_id, tokens=call.tokens)
+            erased = Erased(call.call_id, blocks, ())
+        else:
+            blocks, host, waits_for = self._levels.erase(call)
+            erased = Erased(call.call_id, blocks, (host,))
         if waits_for is None:
             answer(erased)
         else:

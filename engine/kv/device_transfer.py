@@ -4,8 +4,8 @@ Two streams of the device, one for each direction, each with a thread that launc
 waits for their ends; more threads digest. Nothing of it runs on the engine's thread, and no step
 waits for a copy, nor a copy for a step. Host order is enough: an offload reads a block whose step
 has been collected, so that all of it was computed before the copy is launched, and nothing writes a
-committed block; a load fills a block that no launched step writes (`engine/levels`, rule 23), and
-is read by steps that are launched after its outcome was polled, which comes after the copy has
+committed block; a load fills a block that no launched step writes (`engine/levels`, rule *Load*),
+and is read by steps that are launched after its outcome was polled, which comes after the copy has
 ended. A step is collected when the device has done all of it, graph or not, with the copies of
 blocks (copy on write) that are launched before it; with several steps in flight the last of them
 counts.

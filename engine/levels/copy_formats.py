@@ -55,8 +55,8 @@ class CopyFormats:
         return self.allowed(namespace), self.at_rest(namespace)
 
     def limit_rest(self, namespace: Namespace, at_rest: AtRest) -> bool:
-        """Note how far copies of a namespace may go: the strictest word counts (rule 33). Return
-        whether the remote store is closed to them by that. O(1).
+        """Note how far copies of a namespace may go: the strictest word counts (rule *Rest*).
+        Return whether the remote store is closed to them by that. O(1).
         """
         before = self.at_rest(namespace)
         if AT_REST.index(at_rest) >= AT_REST.index(before):

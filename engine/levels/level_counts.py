@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from engine.api import LevelName, Payer
-from engine.levels.copies import CopyBook
 from engine.levels.copy_formats import OWN
 from engine.levels.disk.disk_level import DiskLevel
 from engine.levels.load_choice import LevelPace, LoadChoice, NotLoaded
 from engine.levels.loads import Loads
 from engine.levels.offloading import Offloading
+from engine.levels.places import RunPlaces
 from engine.levels.restarts.recovery import DropReason, Recovery
 from engine.moves import RemoteStats
 from engine.statistics import FidelityBytes, LevelStats, PayerBytes
@@ -57,7 +57,7 @@ class LevelCounts:
 
     def of_host(
         self,
-        book: CopyBook,
+        places: RunPlaces,
         offloading: Offloading,
         promised: Counter[Payer],
         recovery: Recovery | None,
@@ -66,14 +66,14 @@ class LevelCounts:
         """Return the statistics of host memory. `promised`: blocks whose promises it keeps, by
         payer; `recovery`: where it outlives the engine; `unusable_bytes`: no room, though it is
         there. O(payers)."""
-        pool, notes, loads = book.accounts.pool, book.notes, self._loads
+        pool, notes, loads = places.accounts.pool, places.notes, self._loads
         size, pace = pool.formats[OWN].slot_bytes, self._paces["host"]
         dropped = Counter[DropReason]() if recovery is None else recovery.dropped
         return LevelStats(
             name="host",
             state="open",
             reason=f"{unusable_bytes:,} bytes of it could not be pinned" if unusable_bytes else "",
-            capacity_bytes=max(0, book.accounts.capacity_bytes - unusable_bytes),
+            capacity_bytes=max(0, places.accounts.capacity_bytes - unusable_bytes),
             used_bytes=pool.used_bytes,
             promised_bytes=promised.total() * size,
             blocks=pool.used,
@@ -81,8 +81,8 @@ class LevelCounts:
             loaded_total=loads.loaded_blocks["host"],
             failed_total=offloading.failed + loads.failed["host"],
             damaged_total=loads.damaged["host"],
-            dropped_total=book.accounts.dropped_total,
-            expired_total=book.prefixes.expired_total,
+            dropped_total=places.accounts.dropped_total,
+            expired_total=places.expired_total,
             loaded_tokens_total=self.loaded_tokens["host"],
             regret_s_total=pace.regret_s,
             bytes_per_s=pace.bytes_per_s,
@@ -97,7 +97,7 @@ class LevelCounts:
             unnoted_total=0 if notes is None else notes.unnoted_total,
             payers=tuple(
                 PayerBytes(share.payer, share.used, promised[share.payer] * size)
-                for share in book.accounts.shares()
+                for share in places.accounts.shares()
                 if share.used
             ),
             copies=tuple(

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from engine.api import LevelName, LoadMiss, Namespace, Payer
 from engine.cache import BlockTable, PrefixCache
-from engine.levels.copies import CopyBook
+from engine.cache.tree.places import HostPlace
+from engine.cache.tree.prefix_tree import Node
 from engine.levels.load_choice import LevelPace, LoadChoice, NotLoaded
-from engine.levels.stored_prefixes import Copy
+from engine.levels.places import RunPlaces, level_of
 from engine.moves import Fetch, Fetched, Move, Moved, Storage
 
 FETCH_RECORDS_MAX = 32
@@ -52,11 +53,11 @@ class _State(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Piece:
-    """One run of a load: its copy, the level it comes from, its slot and the format of that, the
+    """One run of a load: its node, the level it comes from, its slot and the format of that, the
     blocks it fills.
     """
 
-    copy: Copy
+    node: Node
     level: LevelName
     slot: int
     form: int
@@ -78,7 +79,7 @@ class LoadPlan(NamedTuple):
     """
 
     first: int
-    copies: Sequence[Copy]
+    copies: Sequence[Node]
     known: int
     choice: LoadChoice
 
@@ -99,7 +100,6 @@ class Load:
     held: BlockTable
     pieces: list[_Piece]
     after_step: int
-    epoch: int
     began_s: float
     is_ended: bool = False
     loaded: int = 0
@@ -160,14 +160,14 @@ class Load:
         """Return whether a part of it is of no use: window groups have what its end reads alone."""
         return bool(self.pieces[-1].beside)
 
-    def copies_from(self, since: int) -> list[Copy]:
+    def copies_from(self, since: int) -> list[Node]:
         """Return the copies of its runs from `since` on."""
-        return [piece.copy for piece in self.pieces[since:]]
+        return [piece.node for piece in self.pieces[since:]]
 
     @property
-    def copies(self) -> list[Copy]:
+    def copies(self) -> list[Node]:
         """Return the copies of the runs it brought."""
-        return [piece.copy for piece in self.pieces[: self.loaded]]
+        return [piece.node for piece in self.pieces[: self.loaded]]
 
 
 class Loads:
@@ -181,7 +181,7 @@ class Loads:
     def __init__(
         self,
         cache: PrefixCache,
-        book: CopyBook,
+        places: RunPlaces,
         storage: Storage | None,
         paces: dict[LevelName, LevelPace],
         next_id: Callable[[], int],
@@ -190,14 +190,14 @@ class Loads:
     ) -> None:
         """`moves_max`: most loads of one block under way at a time, over all requests."""
         self._cache = cache
-        self._book = book
+        self._places = places
         self._storage = storage
         self._paces = paces
         self._next_id = next_id
         self._verify_host = verify_host
         self._moves_max = moves_max
         self._shared_max = min(moves_max, max(SHARED_MIN, int(moves_max * SHARED_PART)))
-        self._names = [form.name for form in book.formats.formats]
+        self._names = [form.name for form in places.formats.formats]
         self.part = PART
         self.collected = 0
         self.is_shared = False
@@ -231,50 +231,45 @@ class Loads:
         if not pieces:
             return None
         held = self._cache.moves.hold_blocks(table, plan.first, now_s)
-        epoch = self._book.epochs[table.namespace]
-        load = Load(plan, held, pieces, after_step, epoch, now_s)
+        load = Load(plan, held, pieces, after_step, now_s)
         self._loads[load] = None
         for piece in pieces:
             self._paces[piece.level].queued[piece.form] += 1
         self._fetch(load, [piece for piece in pieces if piece.level != "host"])
         return load
 
-    def _pieces(self, table: BlockTable, first: int, copies: Sequence[Copy]) -> list[_Piece]:
+    def _pieces(self, table: BlockTable, first: int, copies: Sequence[Node]) -> list[_Piece]:
         """Return the pieces of a load, each with a slot that it holds."""
-        on_host = [copy.slot >= 0 for copy in copies]
-        hold = self._book.hold
-        for copy in copies:
-            if copy.slot >= 0:
-                hold(copy.slot)  # before a fetch takes it for itself
+        on_host = [node.host for node in copies]
+        hold = self._places.hold
+        for host in filter(None, on_host):
+            hold(host.slot)  # before a fetch takes it for itself
         payer, pieces = table.account.payer_account, list[_Piece]()
-        pool = self._book.accounts.pool
-        for copy, index, is_here in zip(copies, count(first), on_host, strict=False):
-            if is_here:
-                form, check = pool.format_of(copy.slot), self._check_of(copy)
-                blocks = self._targets(table, index, form)
-                pieces.append(_Piece(copy, "host", copy.slot, form, *blocks, check))
+        for node, index, place in zip(copies, count(first), on_host, strict=False):
+            if place is not None:
+                blocks = self._targets(table, index, has_windows=place.has_windows)
+                check = self._check_of(place)
+                pieces.append(_Piece(node, "host", place.slot, place.form, *blocks, check))
                 continue
-            form = copy.record_format
-            slot: int | None = None
-            if copy.record_id:
-                slot = self._book.take_slot(payer.payer, table.namespace, form, payer.quota)
-            if slot is None:
+            record, slot = node.record, None
+            if record is not None:
+                slot = self._places.take_slot(
+                    payer.payer, table.namespace, record.form, payer.quota
+                )
+            if record is None or slot is None:
                 break
-            level: LevelName = "remote" if copy.is_remote else "disk"
-            blocks = self._targets(table, index, form)
-            pieces.append(_Piece(copy, level, slot, form, *blocks, b""))
-        for copy, is_here in zip(copies[len(pieces) :], on_host[len(pieces) :], strict=True):
-            if is_here:
-                self._book.release(copy.slot)
+            blocks = self._targets(table, index, has_windows=record.has_windows)
+            pieces.append(_Piece(node, level_of(node), slot, record.form, *blocks, b""))
+        for host in filter(None, on_host[len(pieces) :]):
+            self._places.release(host.slot)
         return pieces
 
-    def _targets(self, table: BlockTable, index: int, form: int) -> tuple[int, tuple[int, ...]]:
-        """Return the blocks that a copy of a format fills: group 0's, and those of the window
+    def _targets(
+        self, table: BlockTable, index: int, *, has_windows: bool
+    ) -> tuple[int, tuple[int, ...]]:
+        """Return the blocks that a place fills: group 0's, and if it has them those of the window
         groups; a hole there is not filled."""
-        if not table.beside:
-            return table.blocks[index], ()
-        is_whole = self._book.formats.is_whole(form)
-        return table.blocks[index], tuple(row[index] for row in table.beside if is_whole)
+        return table.blocks[index], tuple(row[index] for row in table.beside if has_windows)
 
     def give_up(self, load: Load) -> None:
         """End the load of a released sequence; moves that have not begun do not begin. Its blocks
@@ -338,8 +333,9 @@ class Loads:
             ended[load.payer] += 1
             if outcome.is_done:
                 pace.record_block(outcome.seconds, piece.form)
-                if piece.check and piece.check == piece.copy.check:
-                    piece.copy.is_unverified = False
+                place = piece.node.host
+                if place is not None and piece.check and piece.check == place.check:
+                    place.is_unverified = False
             piece.is_damaged = outcome.is_damaged
             self._piece_ended(load, piece, is_done=outcome.is_done)
         self._moving -= ended
@@ -351,18 +347,18 @@ class Loads:
         if found is None:
             return
         load, piece = found
-        is_current = load.epoch == self._book.epochs[load.namespace]
         if not outcome.is_done:
             piece.is_damaged = outcome.is_damaged
             self._piece_ended(load, piece, is_done=False)
             return
         self.fetched += outcome.level == "disk"
         self._paces[outcome.level].record_block(outcome.seconds, piece.form)
-        piece.copy.is_remote = outcome.level == "remote"
-        copy = piece.copy
-        if is_current and copy.parent is not None and copy.slot < 0:
-            self._book.hold(piece.slot)  # one for the copy, one for this load
-            self._book.give(copy, piece.slot, outcome.check)
+        node = piece.node
+        if node.record is not None:
+            node.record.is_remote = outcome.level == "remote"
+        if node.record is not None and node.parent is not None and node.host is None:
+            self._places.hold(piece.slot)  # one for the node, one for this load
+            self._places.give(node, piece.slot, outcome.check)
         if load.is_ended:
             self._let_go(load, piece)
         else:
@@ -408,23 +404,23 @@ class Loads:
 
     # -- internals ----------------------------------------------------------------------------
 
-    def _check_of(self, copy: Copy) -> bytes:
+    def _check_of(self, place: HostPlace) -> bytes:
         """Return the digest to verify: for one of so many loads from host memory, and for the first
         one of what another engine has left there."""
         self._moved_from_host += 1
         is_next = self._moved_from_host % self._verify_host == 0
-        return copy.check if is_next or copy.is_unverified else b""
+        return place.check if is_next or place.is_unverified else b""
 
     def _fetch(self, load: Load, pieces: list[_Piece]) -> None:
         for start, end in _fetches_of(pieces):
             some = pieces[start:end]
             call_id = self._next_id()
             for piece in some:
-                self._fetches[call_id, piece.copy.record_id] = (load, piece)
-            records = tuple(piece.copy.record_id for piece in some)
+                self._fetches[call_id, piece.node.record_id] = (load, piece)
+            records = tuple(piece.node.record_id for piece in some)
             assert self._storage is not None, "records come from a storage"
             slots = tuple(piece.slot for piece in some)
-            size = self._book.formats.formats[some[0].form].slot_bytes
+            size = self._places.formats.formats[some[0].form].slot_bytes
             self._storage.send(Fetch(call_id, load.namespace, records, slots, size))
 
     def _note_miss(self, load: Load, piece: _Piece, *, is_cut: bool) -> None:
@@ -453,13 +449,13 @@ class Loads:
         if not is_done:
             self.failed[piece.level] += 1
             self.damaged[piece.level] += piece.is_damaged
-            self._book.strike(piece.copy, piece.slot)
+            self._places.strike(piece.node, piece.slot)
         self._let_go(load, piece)
 
     def _let_go(self, load: Load, piece: _Piece) -> None:
         """Release the slot of a piece whose moves have ended, or will not begin."""
         self._paces[piece.level].queued[piece.form] -= 1
-        self._book.release(piece.slot)
+        self._places.release(piece.slot)
         load.under_way -= 1
 
 

@@ -19,8 +19,7 @@ from typing import Final
 from engine.cache import BlockTable, PrefixCache
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.prefix_tree import Node, WindowBlock, upward
-from engine.levels.copies import CopyBook
-from engine.levels.stored_prefixes import Copy
+from engine.levels.places import RunPlaces
 from engine.levels.window_copies import WindowCopies
 from engine.moves import OFFLOADS_MAX, Move, Moved
 
@@ -59,7 +58,6 @@ class _Offload:
     wanted: Sequence[Node]
     slots: list[int]
     leases: Leases
-    epoch: int
     checks: list[bytes | None] = field(init=False)
     left: int = field(init=False)
     pinned: int = 0
@@ -80,15 +78,15 @@ class Offloading:
     def __init__(
         self,
         cache: PrefixCache,
-        book: CopyBook,
+        places: RunPlaces,
         next_id: Callable[[], int],
-        on_copied: Callable[[list[Copy]], None],
+        on_copied: Callable[[list[Node]], None],
         windows: WindowCopies,
         moves_max: int,
     ) -> None:
         """`moves_max`: most offloads of one block under way at a time, once copies came back."""
         self._cache = cache
-        self._book = book
+        self._places = places
         self._next_id = next_id
         self._on_copied = on_copied
         self._windows = windows
@@ -118,7 +116,7 @@ class Offloading:
     def has_promised(self) -> bool:
         """Return whether a promised prefix waits for its offload, and not for a pause to end or for
         the storage process of an earlier engine."""
-        is_waiting = self._is_paused or self._book.accounts.is_closed
+        is_waiting = self._is_paused or self._places.accounts.is_closed
         return bool(self._promised) and not is_waiting
 
     def promised(self, node: Node, leases: Leases) -> None:
@@ -199,8 +197,7 @@ class Offloading:
             node = node.parent
         if not node.run or node in self._busy:
             return
-        copy = self._book.of_node(node)
-        if copy is None or self._windows.lacks(copy, node):
+        if not node.is_copied or self._windows.lacks(node):
             self._begin(node, (), moves, now_s, pins=pins)
 
     def _begin(
@@ -221,11 +218,8 @@ class Offloading:
         if account is None:
             return False
         path = _path_to(node, self._cache.block_size)
-        first, parent, lacking = 0, self._book.prefixes.root(account.namespace), list[Node]()
-        while first < len(path) and (copy := self._book.child(parent, path[first])) is not None:
-            if self._windows.lacks(copy, path[first]):
-                lacking.append(path[first])
-            first, parent = first + 1, copy
+        first = next((i for i, one in enumerate(path) if not one.is_copied), len(path))
+        lacking = [one for one in path[:first] if self._windows.lacks(one)]
         self._extend_leases(path, first, leases)
         wanted = [*lacking, *path[first:]][: self._moves_max - len(self._moves)]
         if not wanted:
@@ -238,14 +232,15 @@ class Offloading:
             pinned = path.index(wanted[-1]) + 1 + sum(map(len, beside))
             if self._cache.moves.spare_blocks < pinned:
                 return False  # its pins would take blocks that floors of others may claim
-        slots = self._take_slots(account, parent, wanted, beside, used_at_s)
+        above = path[first - 1] if first else None
+        slots = self._take_slots(account, above, wanted, beside, used_at_s)
         if not slots:
-            is_closed = self._book.accounts.is_closed
+            is_closed = self._places.accounts.is_closed
             may_come = bool(self._moves) or self.is_storing() or is_closed
             return None if is_promised and may_come else False
         copied = wanted[: len(slots)]
-        nodes, epoch = path[: path.index(copied[-1]) + 1], self._book.epochs[account.namespace]
-        offload = _Offload(account, nodes, copied, slots, leases, epoch)
+        nodes = path[: path.index(copied[-1]) + 1]
+        offload = _Offload(account, nodes, copied, slots, leases)
         self._submit(offload, beside, moves, now_s, pins=pins)
         is_partial = len(slots) < len(path) - first + len(lacking)
         if is_partial and is_promised and self._partial < PARTIAL_MAX:
@@ -272,7 +267,7 @@ class Offloading:
             move_id = self._next_id()
             self._moves[move_id] = (offload, index)
             self._busy.add(one)
-            name = self._book.format_of(slot).name
+            name = self._places.format_of(slot).name
             others = tuple(block.block for block in windows)
             move = Move(move_id, "offload", one.block, slot, format=name, beside=others)
             moves.append(move)
@@ -298,29 +293,29 @@ class Offloading:
     def _take_slots(
         self,
         account: NamespaceAccount,
-        parent: Copy,
+        above: Node | None,
         wanted: Sequence[Node],
         beside: Sequence[Sequence[WindowBlock]],
         used_at_s: float | None,
     ) -> list[int]:
-        """Return slots for the first of the wanted nodes. The copy that the new ones will hang on
-        is not dropped for them: it would be copied and dropped for ever. `beside`: the window
-        blocks that each takes with it.
+        """Return slots for the first of the wanted nodes. That of the node `above` them is not
+        given up for them: it would be copied and dropped for ever. `beside`: the window blocks that
+        each takes with it.
         """
-        kept, slots = parent.slot, list[int]()
-        formats, payer = self._book.formats, account.payer_account.payer
+        kept, slots = -1 if above is None else above.slot, list[int]()
+        formats, payer = self._places.formats, account.payer_account.payer
         if kept >= 0:
-            self._book.hold(kept)
+            self._places.hold(kept)
         for node, windows in zip(wanted, beside, strict=True):
             is_whole, is_own = bool(windows), node in self._unpackable
             form = formats.of(account.namespace, is_whole=is_whole, is_own=is_own)
-            take = self._book.take_another if slots else self._book.take_slot
+            take = self._places.take_another if slots else self._places.take_slot
             slot = take(payer, account.namespace, form, used_at_s=used_at_s)
             if slot is None:
                 break
             slots.append(slot)
         if kept >= 0:
-            self._book.release(kept)
+            self._places.release(kept)
         return slots
 
     def _note_unpackable(self, node: Node) -> None:
@@ -329,92 +324,61 @@ class Offloading:
             self._unpackable.popitem(last=False)
 
     def _extend_leases(self, path: Sequence[Node], copied: int, leases: Leases) -> None:
-        """Note leases on the copies there are."""
+        """Note leases on the last copies that they cover."""
         for lease_id, tokens in leases:
             runs = min(copied, -(-tokens // self._cache.block_size))
-            if runs and (copy := self._book.of_node(path[runs - 1])) is not None:
-                self._book.prefixes.extend_lease(lease_id, copy)
+            if runs and path[runs - 1].parent is not None:
+                self._cache.extend_lease(lease_id, path[runs - 1])
 
     def _finish(self, offload: _Offload) -> None:
-        """Make copies of what has arrived, from the root on, up to the first failure."""
-        book, namespace = self._book, offload.account.namespace
+        """Give nodes what has arrived, from the root on, up to the first failure."""
         items = zip(offload.slots, offload.checks, strict=True)
         arrived = dict(zip(offload.wanted, items, strict=True))
-        found: list[tuple[Copy, Node, int, bytes]] = []
-        is_void, reached = offload.epoch != book.epochs[namespace], 0
-        parent: Copy | None = None
-        if not is_void:
-            reached, parent = self._stands(offload)
-        for node in offload.nodes[reached:]:
-            copy = None
-            if parent is not None and node.parent is not None:
-                copy = book.child(parent, node)
-            if node in arrived:
-                slot, check = arrived[node]
+        found: list[tuple[Node, int, bytes]] = []
+        has_above, reached = True, 0
+        for node in offload.nodes:
+            slot, check = arrived.get(node, (-1, None))
+            has_above = has_above and node.parent is not None
+            if slot >= 0:
                 self._busy.discard(node)
-                if parent is not None and check is not None and node.parent is not None:
-                    copy = copy or self._new_copy(parent, node, offload.account)
-                    found.append((copy, node, slot, check))
+                if has_above and check is not None:
+                    found.append((node, slot, check))
                 else:
-                    book.release(slot)
-            parent = copy
-            reached += copy is not None
+                    self._places.release(slot)
+            has_above = has_above and (node.is_copied or check is not None)
+            reached += has_above
         made = self._give_all(found)
         if made:
             self._extend_leases(offload.nodes, reached, offload.leases)
-        if offload.is_cut and offload.leases and not is_void:
-            self._promised.append((offload.nodes[-1], offload.leases))
+        last = offload.nodes[-1]
+        if offload.is_cut and offload.leases and last.parent is not None:
+            self._promised.append((last, offload.leases))
         assert offload.held is not None, "it is held since it began"
         self._pinned -= offload.pinned
         self._cache.moves.unhold(offload.held)
         if made:
             self._on_copied(made)
 
-    def _stands(self, offload: _Offload) -> tuple[int, Copy]:
-        """Return how many of an offload's nodes before its first new copy have copies that stand
-        for them, none where the last one has lost its own; and the copy below which it goes on.
-        """
-        first = offload.nodes.index(offload.wanted[0])
-        above = self._book.of_node(offload.nodes[first - 1]) if first else None
-        if above is None:
-            return 0, self._book.prefixes.root(offload.account.namespace)
-        return first, above
-
-    def _new_copy(self, parent: Copy, node: Node, account: NamespaceAccount) -> Copy:
-        payer = account.payer_account.payer
-        copy = self._book.prefixes.add(parent, node.run, payer, node.last_use_s)
-        self._book.link(copy, node)
-        return copy
-
-    def _give_all(self, found: Sequence[tuple[Copy, Node, int, bytes]]) -> list[Copy]:
-        """Let copies have the slots that an offload has filled; return those that have got theirs,
+    def _give_all(self, found: Sequence[tuple[Node, int, bytes]]) -> list[Node]:
+        """Let nodes have the slots that an offload has filled; return those that have got theirs,
         from the root on. The last one gets its own first: what something hangs on may not be
         dropped, so that it never enters the order of those that may.
         """
-        made: list[Copy] = []
-        for copy, node, slot, check in reversed(found):
-            if self._give(copy, node, slot, check):
-                made.append(copy)
+        made: list[Node] = []
+        for node, slot, check in reversed(found):
+            if node.host is None or self._is_better(node, slot):
+                self._places.give(node, slot, check)
+                self.offloaded += 1
+                made.append(node)
             else:
-                self._book.release(slot)
+                self._places.release(slot)
         made.reverse()
         return made
 
-    def _give(self, copy: Copy, node: Node, slot: int, check: bytes) -> bool:
-        """Let a copy have the slot that an offload has filled and holds, unless it has as good a
-        one; return whether it has got it, with that hold."""
-        book = self._book
-        if copy.slot >= 0:
-            is_better = book.formats.is_whole(book.accounts.pool.format_of(slot))
-            if not is_better or self._windows.is_whole(copy):
-                return False
-            book.exchange(copy, slot, check)
-        else:
-            book.give(copy, slot, check)
-            if not copy.record_id:
-                book.first_sync(copy, node)
-        self.offloaded += 1
-        return True
+    def _is_better(self, node: Node, slot: int) -> bool:
+        """Return whether a filled slot has more of a node's run than the place that it has."""
+        is_whole = self._places.formats.is_whole(self._places.accounts.pool.format_of(slot))
+        return is_whole and not self._windows.is_whole(node)
 
 
 def _path_to(node: Node, run_tokens: int) -> list[Node]:

@@ -81,7 +81,7 @@ class BatchRoom:
         """Return the running sequences whose preemption could help `sequence`.
 
         Where a ceiling blocks it, only its own payer's sequences help. Sequences of a payer inside
-        its floor are never candidates for another payer (rule 9 of the cache).
+        its floor are never candidates for another payer (rule *Fair share* of the cache).
         """
         if blocked_by == "batch_slots":
             return list(self.running)

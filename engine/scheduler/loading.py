@@ -14,6 +14,7 @@ from engine.cache import BlockTable, PrefixCache, TreeMatch
 from engine.levels.level_use import LevelUse
 from engine.levels.levels import Levels
 from engine.levels.loads import Load, LoadPlan
+from engine.levels.places import level_of
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.running_set import RunningSet
 from engine.scheduler.sequence import Sequence
@@ -140,7 +141,7 @@ class Loading:
             self._has_begun = True
         if plan is not None and (load is None or len(load.pieces) < len(plan.copies)):
             _use_of(sequence).miss("level_failed")
-            self.levels.counts.miss(plan.copies[0].level, "no_room")
+            self.levels.counts.miss(level_of(plan.copies[0]), "no_room")
 
     def begin_moves(self, *, is_shared: bool) -> None:
         """Begin the moves of the loads that this step has begun, not a step later.
@@ -249,7 +250,7 @@ class Loading:
         assert table is not None, "a sequence that is loaded has its blocks"
         self._cache.commit(table, sequence.tokens, (load.first + runs) * size, now_s)
         sequence.computed = table.kv_tokens
-        self.levels.committed_load(load, table, since)
+        self.levels.came_back()
 
 
 def _use_of(sequence: Sequence) -> LevelUse:

@@ -1,8 +1,9 @@
 """In-batch prefix sharing: a request waits while a running sequence computes its prefix.
 
-That is rule 11 of the cache. Each waiting sequence has one leader and continues once the leader has
-computed a known number of tokens. A leader that ends, is preempted or makes no progress releases
-its followers. This module allocates nothing and preempts nothing; only the scheduler calls it.
+That is rule *Single computation* of the cache. Each waiting sequence has one leader and continues
+once the leader has computed a known number of tokens. A leader that ends, is preempted or makes no
+progress releases its followers. This module allocates nothing and preempts nothing; only the
+scheduler calls it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shape of a namespace's tree, for operators: counts, never tokens.
+"""Shape of a namespace's tree on the device, for operators: counts, never tokens.
 
 A chain of nodes without a fork is one branch. Only the largest branches are returned, each under
 its nearest returned ancestor. `engine.server.service` calls it on a `Survey`; it changes nothing.
@@ -24,27 +24,31 @@ def survey(
     weight: dict[int, tuple[int, int]] = {}
     for node in root.subtree():
         blocks, tokens = 1, len(node.run)
-        for child in node.children.values():
-            below = weight[id(child)]
-            blocks, tokens = blocks + below[0], tokens + below[1]
+        for child in _children(node):
+            more = weight[id(child)]
+            blocks, tokens = blocks + more[0], tokens + more[1]
         weight[id(node)] = (blocks, tokens)
     # (index of the parent, tokens in the subtree, nodes)
     chains: list[tuple[int, int, list[Node]]] = []
-    stack: list[tuple[int, Node]] = [(-1, child) for child in root.children.values()]
+    stack: list[tuple[int, Node]] = [(-1, child) for child in _children(root)]
     while stack:
         parent, node = stack.pop()
         chain = [node]
-        while len(chain[-1].children) == 1:
-            chain.append(next(iter(chain[-1].children.values())))
+        while len(below := _children(chain[-1])) == 1:
+            chain += below
         place = len(chains)
         chains.append((parent, weight[id(node)][1], chain))
-        stack.extend((place, child) for child in chain[-1].children.values())
+        stack.extend((place, child) for child in below)
     chosen = _largest(chains, branches_max)
     places = {place: number for number, place in enumerate(chosen)}
     return tuple(
         _branch(places.get(chains[place][0], -1), chains[place][1], chains[place][2], now_s)
         for place in chosen
     )
+
+
+def _children(node: Node) -> list[Node]:
+    return [child for child in node.children.values() if child.block >= 0]
 
 
 def _largest(chains: Sequence[tuple[int, int, list[Node]]], branches_max: int) -> list[int]:
@@ -63,6 +67,6 @@ def _branch(parent: int, total_tokens: int, chain: Sequence[Node], now_s: float)
         tokens=sum(len(node.run) for node in chain),
         total_tokens=total_tokens,
         hits=chain[0].hits,
-        promised_blocks=sum(node.promised or node.promised_below for node in chain),
+        promised_blocks=sum(node.promised for node in chain),
         idle_s=max(0.0, now_s - max(node.last_use_s for node in chain)),
     )

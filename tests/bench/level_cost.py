@@ -12,6 +12,7 @@ import time
 
 from engine.api import CacheGrant
 from engine.cache import PrefixCache
+from engine.cache.tree.prefix_tree import Node
 from engine.config import LevelsConfig
 from engine.levels.copy_formats import OWN
 from engine.levels.levels import Levels
@@ -97,8 +98,7 @@ def recalling() -> list[float]:
     pages: list[float] = []
     while levels.is_busy:
         pages += seconds_of(lambda: levels.turn(0.0, (), 0))
-    assert levels.promises is not None
-    assert levels.promises.kept == NOTED
+    assert sum(cache.promised_below().values()) == NOTED
     return [seconds / (NOTED / len(pages)) for seconds in pages]
 
 
@@ -120,18 +120,18 @@ def table_lines() -> list[tuple[str, list[float]]]:
 
     runner = FakeRunner(1, SIZE, vocab_size=3)
     levels = engine()
-    book, notes = levels.book, levels.book.notes
+    places, notes = levels.places, levels.places.notes
     assert notes is not None, "it is kept"
-    parent = book.prefixes.root(namespace)
+    parent: Node | None = None
     chance = random.Random(2)
     for number in range(NOTED):
         run = tuple(chance.randrange(50_000) for _ in range(SIZE))
-        parent = book.prefixes.add(parent, run, b"payer", 0.0)
-        slot = book.take_slot(b"payer", namespace, OWN)
+        parent = levels.cache.add_run(namespace, b"payer", parent, run)
+        slot = places.take_slot(b"payer", namespace, OWN)
         assert slot is not None, "there is one for each"
-        book.give(parent, slot, number.to_bytes(16))
+        places.give(parent, slot, number.to_bytes(16))
         if number % 512 == 511:
-            parent = book.prefixes.root(namespace)
+            parent = None
     noting = seconds_of(lambda: notes.write_changed(1), NOTED)
     (taking_s,) = seconds_of(lambda: grown.append(engine()))
     assert grown[0].stats()[0].recovered_total == NOTED
@@ -158,7 +158,7 @@ def main() -> None:
         ("import 512 records", imports),
         (
             "match 512 copies",
-            seconds_of(lambda: levels.book.prefixes.match(b"n", tokens, 0.0), TIMES),
+            seconds_of(lambda: levels.places.match(b"n", tokens, 0.0), TIMES),
         ),
         (
             "match and decide",

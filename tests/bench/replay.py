@@ -272,7 +272,7 @@ class Replay:
             for level, count in load.tokens_by_level(1):
                 setattr(self.counts, level, getattr(self.counts, level) + count)
             self._cache.commit(table, tokens, load.first + load.loaded, self._now_s)
-            self._levels.committed_load(load, table, 0)
+            self._levels.came_back()
 
     def _check(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """Raise AssertionError unless each block holds its own prefix."""

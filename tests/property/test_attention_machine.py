@@ -1,4 +1,5 @@
-"""Requests with and without attention windows under hypothesis, in any order (rules 43 to 45).
+"""Requests with and without attention windows under hypothesis, in any order (rule *Attention
+window*).
 
 The token oracle says which keys each token may read: the sinks of its request, the window before
 its block, and its own block. What is computed under a window is another sequence's KV to the

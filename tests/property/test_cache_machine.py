@@ -469,7 +469,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_found_after_its_limit(self) -> None:
         """Neither another namespace's tokens, nor erased ones, nor any at or after their limit
-        (rule 7).
+        (rule *Lease*).
         """
         for writer in [*getattr(self, "past", ())][-4:]:
             for namespace in NAMESPACES:
@@ -479,7 +479,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def promises_are_kept(self) -> None:
-        """Granted and computed blocks are found until their promise ends (rule 8)."""
+        """Granted and computed blocks are found until their promise ends (rule *Grant*)."""
         for namespace, prefix, until_s in getattr(self, "promised", ()):
             if self.now_s < until_s:
                 found = self.cache.peek(namespace, (*prefix, 0), self.now_s).cached_tokens

@@ -1,4 +1,4 @@
-"""A strict payer finds the same beside any requests of others (rules 13 and 25).
+"""A strict payer finds the same beside any requests of others (rule *Isolation*).
 
 As `test_isolation`, over a whole engine, without levels and with host memory, and with the
 attacker's requests still under way: the victim's come one after another, as those of one chat do,

@@ -1,4 +1,5 @@
-"""One payer's requests change nothing that another finds inside its floors, on any level (rule 25).
+"""One payer's requests change nothing that another finds inside its floors, on any level (rule
+*Isolation*).
 
 As `test_isolation` for the device: the same requests of a victim run twice over a whole engine with
 host memory and a disk, with and without an attacker's between them, and the victim's hits on each

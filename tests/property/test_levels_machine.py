@@ -70,7 +70,7 @@ class LevelsMachine(LevelsBelow, EngineMachine):
         answers: list[object] = []
         self.world.core.erase(Erase(1, namespace), answers.append)
         self.world.written[namespace] = []
-        expect(not self.levels.book.prefixes.has(namespace), "copies of an erased namespace")
+        expect(not self.levels.places.has(namespace), "copies of an erased namespace")
         while not answers:
             self.world.step()
         live = {stream.request.grant.namespace for stream in self.world.live.values()}
@@ -85,13 +85,13 @@ class LevelsMachine(LevelsBelow, EngineMachine):
             entry = self.kept_memory.table.read(slot)
             expect(entry is None or entry.namespace != namespace, "an entry of it", slot)
             if any(part is not None and part[0] == namespace for part in content):
-                expect(self.levels.book.remains.is_soiled(slot), "bytes of it", slot, content)
+                expect(self.levels.places.remains.is_soiled(slot), "bytes of it", slot, content)
 
     @rule(namespace=namespaces, prompt=tokens)
     def match_holds_limits(self, namespace: bytes, prompt: tuple[int, ...]) -> None:
         """Nothing is matched at or after its limit."""
         now_s = self.world.clock()
-        for copy in self.levels.book.prefixes.match(namespace, prompt, now_s):
+        for copy in self.levels.places.match(namespace, prompt, now_s):
             expect(copy.limit_at_s > now_s, "a copy matched beyond its limit", copy.limit_at_s)
 
     @invariant()
@@ -100,7 +100,7 @@ class LevelsMachine(LevelsBelow, EngineMachine):
         if not hasattr(self, "world"):
             return
         self.levels.check()
-        for copy in self.levels.book.prefixes:
+        for copy in self.levels.places:
             path = tuple(token for one in copy.path() for token in one.run)
             if copy.slot >= 0:
                 content = self.memory.contents[copy.slot]
@@ -118,12 +118,12 @@ class LevelsMachine(LevelsBelow, EngineMachine):
         super().teardown()
         if hasattr(self, "world"):
             expect(not self.levels.is_busy, "moves at rest")
-            held = sum(1 for copy in self.levels.book.prefixes if copy.slot >= 0)
-            expect(self.levels.book.accounts.pool.used == held, "slots that no copy has", held)
+            held = sum(1 for copy in self.levels.places if copy.slot >= 0)
+            expect(self.levels.places.accounts.pool.used == held, "slots that no copy has", held)
             for namespace in NAMESPACES:
                 self.world.core.erase(Erase(1, namespace))
             self.world.settle()
-            expect(self.levels.book.accounts.pool.used == 0, "slots after the erasure of all")
+            expect(self.levels.places.accounts.pool.used == 0, "slots after the erasure of all")
 
 
 class HostMachine(LevelsMachine):

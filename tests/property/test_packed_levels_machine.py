@@ -45,7 +45,7 @@ class PackedMachine(LevelsMachine):
         if not hasattr(self, "world"):
             return
         expect(b"north" not in self.memory.packed, "an exact block was packed or unpacked")
-        for copy in self.levels.book.prefixes:
+        for copy in self.levels.places:
             most = FIDELITIES.index(ASKED[copy.namespace])
             if copy.slot >= 0:
                 name = self.memory.written[copy.slot]

@@ -9,12 +9,13 @@ import pytest
 
 from engine.cache import PrefixCache
 from engine.cache.block_promises import BlockPromises
+from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.lease_manager import LeaseManager
 from engine.cache.tree.accounts import NamespaceAccount
+from engine.levels.disk import storing
 from engine.levels.host.accounts import HostAccounts
 from engine.levels.promises import KeptPromises
 from engine.levels.restarts.recall import PromiseRecall
-from engine.levels.stored_prefixes import Copy
 from tests.property.planted import Plant, RarePlant, planted
 from tests.property.test_promises_machine import HostPromisesMachine, PromisesMachine
 from tests.property.test_restarted_promises import RestartedHostMachine, RestartedMachine
@@ -25,16 +26,18 @@ from tests.unit.engine.scheduler import test_scheduler as schedules
 
 def moved_down_too_early(original: Any) -> Any:
     """A promise moves down to a record that the disk was never asked to keep."""
-    return lambda self, copy, now_s: copy.record_id != 0
+    return lambda self, node: node.record is not None
 
 
 def loss_not_told(original: Any) -> Any:
     """A promise that its level has lost ends in silence."""
 
-    def end(self: Any, namespace: Any, terms: Any, *, is_away: bool, is_lost: bool = False) -> None:
-        original(self, namespace, terms, is_away=is_away)
+    def lost(self: Any, block: Any, now_s: float) -> None:
+        tell, self._tell = self._tell, lambda fact: None
+        original(self, block, now_s)
+        self._tell = tell
 
-    return end
+    return lost
 
 
 def never_renewed(original: Any) -> Any:
@@ -50,38 +53,45 @@ def never_ended(original: Any) -> Any:
 def not_charged(original: Any) -> Any:
     """A payer's promises below do not count."""
 
-    def add(self: Any, retention: str, blocks: int) -> None:
-        self.below_in[retention] += blocks
-        self.below += blocks
-        self._mark_changed()
+    def add(self: Any, block: Any, sign: int) -> None:
+        original(self, block, sign)
+        if block.promised_below:
+            self.payer_account.promised_total -= sign
 
     return add
 
 
 def charged_twice(original: Any) -> Any:
     """What is promised below takes room again when a lease asks for it."""
-    return lambda self, *rest: []
+    return lambda self, *rest: 0
 
 
 def copies_dropped_for_room(original: Any) -> Any:
     """A copy that keeps a promise is given up like any other."""
-
-    def update(self: Any, copy: Any) -> None:
-        kept, copy.terms = copy.terms, None
-        original(self, copy)
-        copy.terms = kept
-
-    return update
+    return lambda self, node: self._refs[node.slot] != 1
 
 
-def not_taken_back(original: Any) -> Any:
+def not_bound(original: Any) -> Any:
     """A new promise under one that is kept below leaves that one there."""
-    return lambda self, account, node: None
+
+    def bind(self: Any, account: Any, block: Any) -> None:
+        if not block.is_bound and block.parent is not None:
+            self._manager.set_bound(account, block, is_bound=True)
+
+    return bind
 
 
-def not_adopted(original: Any) -> Any:
+def not_come_back(original: Any) -> Any:
     """A block that comes back to the device does not know of its promise."""
-    return lambda self, account, node, now_s: None
+
+    def insert(self: Any, account: Any, parent: Any, run: Any, *rest: Any) -> Any:
+        node, added = original(self, account, parent, run, *rest)
+        if node.promised_below:
+            self.set_promised(account, node, None)
+            node.terms = None
+        return node, added
+
+    return insert
 
 
 def nothing_recalled(original: Any) -> Any:
@@ -91,7 +101,7 @@ def nothing_recalled(original: Any) -> Any:
 
 def terms_forgotten(original: Any) -> Any:
     """The next engine hears of the end of a promise alone."""
-    return lambda self: None
+    return lambda node: None
 
 
 def stale_page_taken(original: Any) -> Any:
@@ -99,14 +109,9 @@ def stale_page_taken(original: Any) -> Any:
     return lambda self: None
 
 
-def dropped_after_restart(original: Any) -> Any:
-    """A recovered copy that keeps a promise is given up like any other."""
-
-    def keep(self: Any, found: Any, now_s: float) -> bool:
-        original(self, found, now_s)
-        return False
-
-    return keep
+def not_taken_over(original: Any) -> Any:
+    """A recovered copy does not keep the promise that it was noted with."""
+    return lambda self, block, fresh, now_s: None
 
 
 def room_given_up(original: Any) -> Any:
@@ -117,8 +122,8 @@ def room_given_up(original: Any) -> Any:
 def clipped_in_silence(original: Any) -> Any:
     """What was promised before a preemption, and is not after it, is not told."""
 
-    def grant(self: Any, *rest: Any) -> int:
-        original(self, *rest)
+    def grant(self: Any, *rest: Any, **settings: Any) -> int:
+        original(self, *rest, **settings)
         return 0
 
     return grant
@@ -126,29 +131,21 @@ def clipped_in_silence(original: Any) -> Any:
 
 def moved_down_before_its_end(original: Any) -> Any:
     """A promise moves down above blocks whose promise will bring it back."""
-
-    def keep_below(self: Any, node: Any) -> bool:
-        account = self._manager.account_of(node)
-        kept, account.reserved = account.reserved, 0
-        is_kept = bool(original(self, node))
-        account.reserved = kept
-        return is_kept
-
-    return keep_below
+    return lambda self, table, node: None
 
 
 @pytest.mark.slow
 @planted(
-    Plant(PromisesMachine, KeptPromises, "_end_overdue", never_ended),
-    Plant(PromisesMachine, NamespaceAccount, "add_below", not_charged),
-    Plant(HostPromisesMachine, HostAccounts, "update", copies_dropped_for_room),
-    Plant(HostPromisesMachine, BlockPromises, "return_to_device", not_taken_back),
-    Plant(HostPromisesMachine, BlockPromises, "adopt", not_adopted),
+    Plant(PromisesMachine, BlockPromises, "lapse_promises", never_ended),
+    Plant(PromisesMachine, NamespaceAccount, "add_promise", not_charged),
+    Plant(HostPromisesMachine, HostAccounts, "_is_bound", copies_dropped_for_room),
+    Plant(HostPromisesMachine, BlockPromises, "_bind", not_bound),
+    Plant(HostPromisesMachine, BlockManager, "insert", not_come_back),
     Plant(RestartedMachine, KeptPromises, "take_over", nothing_recalled),
     Plant(RestartedHostMachine, KeptPromises, "take_over", nothing_recalled),
-    Plant(RestartedMachine, Copy, "promise_terms", terms_forgotten),
+    Plant(RestartedMachine, storing, "told_terms", terms_forgotten),
     Plant(RestartedMachine, PromiseRecall, "erasing", stale_page_taken),
-    Plant(RestartedHostMachine, BlockPromises, "take_over", dropped_after_restart),
+    Plant(RestartedHostMachine, BlockPromises, "take_over", not_taken_over),
 )
 def test_a_planted_promise_fault_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that misses this fault proves nothing when it passes."""
@@ -156,7 +153,7 @@ def test_a_planted_promise_fault_is_caught(plant: Plant, monkeypatch: pytest.Mon
 
 
 RARE = (
-    RarePlant(BlockPromises, "end_below", loss_not_told, unit.test_a_lost_record_is_told_once),
+    RarePlant(BlockPromises, "place_lost", loss_not_told, unit.test_a_lost_record_is_told_once),
     RarePlant(
         KeptPromises,
         "_is_durable",
@@ -171,7 +168,7 @@ RARE = (
     ),
     RarePlant(
         LeaseManager,
-        "_kept_below",
+        "_kept_behind",
         charged_twice,
         unit.test_host_memory_keeps_promises_where_it_may,
     ),
@@ -189,7 +186,7 @@ RARE = (
     ),
     RarePlant(
         BlockPromises,
-        "keep_below",
+        "bind_under",
         moved_down_before_its_end,
         partial(leases.test_a_promise_stays_above_blocks_that_are_to_be_promised, True),
     ),

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from engine.cache import window_promises
-from engine.cache.block_promises import BlockPromises
+from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.moved_blocks import MovedBlocks
+from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.prefix_tree import WindowBlock
 from engine.cache.window_manager import WindowManager
-from engine.levels import promises
-from engine.levels.stored_prefixes import Copy
+from engine.levels import promise_terms, promises
 from engine.levels.window_copies import WindowCopies
 from tests.property.planted import Plant, RarePlant, planted
 from tests.property.test_window_levels_machine import WindowLevelsMachine
@@ -65,34 +65,41 @@ def holes_committed(original: Any) -> Any:
 
 def group_0_is_enough(original: Any) -> Any:
     """Promises of window blocks move down to a copy of group 0."""
-    return lambda self, copy, level=None: True
+    return lambda self, node, level=None: True
 
 
 def windows_not_charged(original: Any) -> Any:
     """What is promised of window blocks below is known to the level alone."""
 
-    def keep(self: Any, node: Any) -> Any:
-        is_kept = original(self, node)
-        if is_kept and isinstance(node, WindowBlock) and node.terms is not None:
-            self._manager.account_of(node).add_below(node.terms.below_class, -1)
-        return is_kept
+    def add(self: Any, block: Any, sign: int) -> None:
+        original(self, block, sign)
+        if isinstance(block, WindowBlock) and block.promised_below:
+            self.payer_account.promised_total -= sign
 
-    return keep
+    return add
 
 
-def windows_not_adopted(original: Any) -> Any:
+def windows_not_come_back(original: Any) -> Any:
     """A window block that comes back to the device does not know of its promise."""
-    return lambda self, account, block, now_s: None
+
+    def fill(self: Any, account: Any, node: Any, group: int, *rest: Any) -> Any:
+        fresh = original(self, account, node, group, *rest)
+        if fresh.promised_below:
+            self.set_promised(account, fresh, None)
+            fresh.terms = None
+        return fresh
+
+    return fill
 
 
 def windows_not_told(original: Any) -> Any:
     """The next engine hears of the promises of runs alone."""
-    return lambda self: ()
+    return lambda node: ()
 
 
 def windows_not_told_late(original: Any) -> Any:
     """A level hears of a run's windows when it is stored, and of none that is promised later."""
-    return lambda copy: False
+    return lambda node: False
 
 
 def a_part_moves_down(original: Any) -> Any:
@@ -107,8 +114,8 @@ def a_part_moves_down(original: Any) -> Any:
     Plant(WindowLevelsMachine, MovedBlocks, "hold", too_few_held),
     Plant(WindowLevelsMachine, WindowCopies, "blocks_of", wrong_group),
     Plant(WindowLevelsMachine, WindowManager, "commit", holes_committed),
-    Plant(WindowHostPromisesMachine, BlockPromises, "keep_below", windows_not_charged),
-    Plant(WindowHostPromisesMachine, BlockPromises, "adopt_window", windows_not_adopted),
+    Plant(WindowHostPromisesMachine, NamespaceAccount, "add_promise", windows_not_charged),
+    Plant(WindowHostPromisesMachine, BlockManager, "fill", windows_not_come_back),
     Plant(WindowHostPromisesMachine, window_promises, "first_promised", a_part_moves_down),
     Plant(RestartedWindowMachine, promises, "_lacks_windows", windows_not_told_late),
 )
@@ -129,8 +136,8 @@ RARE = (
         ),
     ),
     RarePlant(  # the machine allows that they are counted late
-        Copy,
-        "_promised_windows",
+        promise_terms,
+        "promised_windows",
         windows_not_told,
         partial(unit.test_a_promise_of_all_groups_outlives_its_engine, "disk"),
     ),

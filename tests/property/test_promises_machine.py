@@ -271,7 +271,7 @@ class PromisesMachine(LevelsBelow, RuleBasedStateMachine):
         now_s, size = self.world.clock(), self.world.block_size
         if self.world.cache.peek(namespace, (*path, 2), now_s).cached_tokens >= len(path):
             return True
-        copies = self.levels.book.prefixes.match(namespace, (*path, 2), now_s)
+        copies = self.levels.places.match(namespace, (*path, 2), now_s)
         if len(copies) * size < len(path):
             return False
         return all(self.has_bytes(copy.slot, copy.record_id) for copy in copies)

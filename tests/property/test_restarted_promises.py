@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from engine.api import Erase
-from engine.levels.stored_prefixes import Copy
+from engine.cache.tree.prefix_tree import Node
 from engine.storage.memory.slot_table import SlotEntry
 from tests.checkers import expect
 from tests.fake_levels import BOOT_S
@@ -72,11 +72,12 @@ class RestartedMachine(PromisesMachine):
     def due_s(self, block: Block) -> float:
         """Return when a promise ends that a level keeps for good; 0 for others."""
         namespace, path = block
-        copies = self.levels.book.prefixes.match(namespace, (*path, 2), self.world.clock())
+        copies = self.levels.places.match(namespace, (*path, 2), self.world.clock())
         if len(copies) * self.world.block_size < len(path):
             return 0.0
         terms, is_durable = copies[-1].terms, self.has_disk and bool(copies[-1].record_id)
-        return terms.promise_at_s if terms is not None and is_durable else 0.0
+        is_kept = copies[-1].promised_below and is_durable
+        return terms.promise_at_s if terms is not None and is_kept else 0.0
 
     def kept_until_s(self, block: Block) -> float:
         """Return until when a promise is kept if the engine dies now: as the disk has it, or the
@@ -87,15 +88,15 @@ class RestartedMachine(PromisesMachine):
         for record_id, record in self.records.items():
             if record.namespace == namespace and self.disk.path(record_id) == path:
                 until_s = record.promise_at_s
-        copies = self.levels.book.prefixes.match(namespace, (*path, 2), self.world.clock())
+        copies = self.levels.places.match(namespace, (*path, 2), self.world.clock())
         if self.forgets_host or len(copies) * self.world.block_size < len(path):
             return until_s
         entries = self.noted(copies)
-        if entries[-1] is not None and all(entries) and copies[-1].terms is not None:
+        if entries[-1] is not None and all(entries) and copies[-1].promised_below:
             until_s = max(until_s, entries[-1].promise_at_s - BOOT_S)
         return until_s
 
-    def noted(self, copies: list[Copy]) -> list[SlotEntry | None]:
+    def noted(self, copies: list[Node]) -> list[SlotEntry | None]:
         """Return what the slot table says of copies; None where it has none."""
         table = self.kept_memory.table
         return [table.read(copy.slot) if copy.slot >= 0 else None for copy in copies]

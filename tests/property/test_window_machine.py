@@ -1,4 +1,5 @@
-"""The cache with window groups under hypothesis: rules 15 to 19 against a model of present slots.
+"""The cache with window groups under hypothesis: rules *Window*, *Resume point* against a model of
+present slots.
 
 The machine is the cache machine with three KV groups: group 0, and windows of three and five tokens
 over blocks of two. The shadow KV checks every slot that a query reads, in every group. The model
@@ -56,7 +57,7 @@ def present_slots(path: list[tuple[Node, int]]) -> list[set[int]]:
 
 
 def deepest_hit(present: list[set[int]]) -> int:
-    """Return the most tokens at which a hit stands (rule 17), by trying every length."""
+    """Return the most tokens at which a hit stands (rule *Window*), by trying every length."""
     for tokens in range(len(present[0]), 0, -1):
         needed = [range(max(0, tokens - window + 1), tokens) for window in WINDOWS]
         if all(present[group].issuperset(slots) for group, slots in enumerate(needed, start=1)):
@@ -99,7 +100,9 @@ class WindowMachine(CacheMachine):
 
     @invariant()
     def hits_stand(self) -> None:
-        """A hit is the deepest one whose slots are present, and what it lost is told (rule 17)."""
+        """A hit is the deepest one whose slots are present, and what it lost is told (rule
+        *Window*).
+        """
         for writer in [*getattr(self, "past", ())][-4:]:
             for namespace in NAMESPACES:
                 for prompt in ((*writer.tokens, 0), (*writer.tokens[:-2], 1)):

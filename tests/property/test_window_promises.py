@@ -15,7 +15,6 @@ from hypothesis.stateful import rule
 from engine.api import Request
 from engine.cache.tree.prefix_tree import Node
 from engine.cache.tree.window_groups import WindowGroups
-from engine.levels.stored_prefixes import Copy
 from tests.fake_levels import BOOT_S, whole_of
 from tests.property.machine_runs import case
 from tests.property.test_promises_machine import CLASSES, NAMESPACES, Block, PromisesMachine
@@ -71,7 +70,7 @@ class WindowPromisesMachine(PromisesMachine):
             return True
         return copy is not None and self.has_whole(copy)
 
-    def found(self, namespace: bytes, tokens: tuple[int, ...]) -> tuple[Node | None, Copy | None]:
+    def found(self, namespace: bytes, tokens: tuple[int, ...]) -> tuple[Node | None, Node | None]:
         """Return the node and the copy of a run."""
         size, now_s = self.world.block_size, self.world.clock()
         root = self.world.cache.tree_root(namespace)
@@ -79,10 +78,11 @@ class WindowPromisesMachine(PromisesMachine):
         for index in range(runs):
             run = tokens[index * size : (index + 1) * size]
             node = None if node is None else node.children.get(run)
-        copies = self.levels.book.prefixes.match(namespace, (*tokens, 2), now_s)
+        node = node if node is not None and node.block >= 0 else None
+        copies = self.levels.places.match(namespace, (*tokens, 2), now_s)
         return node, copies[-1] if len(copies) == runs else None
 
-    def has_whole(self, copy: Copy) -> bool:
+    def has_whole(self, copy: Node) -> bool:
         """Return whether a level has the blocks of all groups of a copy."""
         whole = self.formats[1]
         if copy.slot >= 0 and self.memory.written[copy.slot] == whole.name:
@@ -143,7 +143,8 @@ class RestartedWindowMachine(WindowPromisesMachine, RestartedMachine):
         if group < 0:
             return super().due_s(block)
         _, copy = self.found(namespace, path[:-1])
-        terms = copy.window_terms[group] if copy is not None and copy.window_terms else None
+        kept = None if copy is None else copy.window_block(group)
+        terms = kept.terms if kept is not None and kept.promised_below else None
         run_s = super().due_s((namespace, path[:-1]))
         return 0.0 if terms is None else min(run_s, terms.promise_at_s)
 
@@ -159,14 +160,14 @@ class RestartedWindowMachine(WindowPromisesMachine, RestartedMachine):
                 told = () if record.terms is None else record.terms.window_groups
                 is_kept = group in told and record.form == self.formats[1]
                 until_s = record.promise_at_s if is_kept else 0.0
-        copies = self.levels.book.prefixes.match(namespace, (*tokens, 2), self.world.clock())
+        copies = self.levels.places.match(namespace, (*tokens, 2), self.world.clock())
         if self.forgets_host or len(copies) * self.world.block_size < len(tokens):
             return until_s
         entries = self.noted(copies)
         last = entries[-1]
         if last is None or not all(entries) or last.terms is None or last.format != "whole":
             return until_s
-        is_kept = group in last.terms.window_groups and copies[-1].terms is not None
+        is_kept = group in last.terms.window_groups and copies[-1].promised_below
         return max(until_s, last.promise_at_s - BOOT_S) if is_kept else until_s
 
 

@@ -8,7 +8,7 @@ TURNS, NOISE = 240, 25
 
 
 def test_a_floor_keeps_a_quiet_tenants_hits_within_a_point_of_alone() -> None:
-    """Rule 13: one tenant's requests never change another's hits inside its floor."""
+    """Rule *Isolation*: one tenant's requests never change another's hits inside its floor."""
     alone = hit_ratio(TURNS, FLOOR, 0)
     mixed = hit_ratio(TURNS, 0, NOISE, by=QUIET)
 

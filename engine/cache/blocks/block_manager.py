@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count as count_up
 
 from engine.api import Namespace, Quota
+from engine.cache.blocks.below import Below
 from engine.cache.blocks.block_pool import BlockPool
 from engine.cache.blocks.block_table import BlockTable
 from engine.cache.events import CacheStats, NamespaceUse
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.eviction_policy import EvictionPolicy
 from engine.cache.tree.fair_share import FairShare
-from engine.cache.tree.prefix_tree import Node, PrefixTree, TreeBlock, WindowBlock, tree_blocks
+from engine.cache.tree.lease_endpoints import LeaseEndpoints
+from engine.cache.tree.leases import NO_LIMIT
+from engine.cache.tree.prefix_tree import (
+    NO_BLOCK,
+    Node,
+    PrefixTree,
+    TreeBlock,
+    WindowBlock,
+    all_blocks,
+)
 from engine.cache.tree.window_groups import HOLE, WindowGroups
 from engine.errors import InvariantViolation
 from engine.plan import BlockCopy
@@ -42,7 +52,7 @@ class BlockManager:
     `copies`: pending copies by destination; each pins its source. `changed`: namespaces whose
     counts have changed since the last `take_changed`. `version`: grows on every change that does
     not come through a block table. `moving`: by block, its references from moves between levels,
-    which are no use of it. `on_evict`: called with each leaf that is about to be evicted.
+    which are no use of it. `below`: the levels below the device, if there are any.
     """
 
     def __init__(
@@ -70,7 +80,7 @@ class BlockManager:
         self.tables: set[BlockTable] = set()
         self.version = 0
         self.moving: Counter[int] = Counter()
-        self.on_evict: Callable[[NamespaceAccount, Node], None] | None = None
+        self.below: Below | None = None
         self._serials = count_up(1)
 
     # -- accounts -----------------------------------------------------------------------------
@@ -81,8 +91,9 @@ class BlockManager:
         payer_account = self.fair_share.account_for(namespace, quota)
         account = self.accounts.get(namespace)
         if account is None:
-            tree = PrefixTree(self.block_size, self._serials)
-            account = NamespaceAccount(namespace, payer_account, tree, self.changed)
+            tree = PrefixTree(namespace, self.block_size, self._serials)
+            endpoints = LeaseEndpoints(self._leases_changed)
+            account = NamespaceAccount(namespace, payer_account, tree, self.changed, endpoints)
             self.accounts[namespace] = account
             payer_account.add_account(account)
         elif account.payer_account is not payer_account:  # the namespace has a new payer
@@ -91,7 +102,8 @@ class BlockManager:
 
     def account_of(self, node: TreeBlock) -> NamespaceAccount | None:
         """Return the account whose tree has a block; None once it has left. O(1)."""
-        return None if node.parent is None else self.owner[node.block]
+        run = node.parent if isinstance(node, WindowBlock) else node
+        return None if run is None or run.parent is None else self.accounts.get(run.namespace)
 
     def forget_if_idle(self, account: NamespaceAccount) -> None:
         """Delete the account of an idle namespace. A payer with a floor is kept."""
@@ -105,12 +117,8 @@ class BlockManager:
         if account is None:
             return NamespaceUse(namespace, 0, 0, {})
         pinned = account.held - account.cached
-        promised = account.promised_in
-        if account.below:
-            promised = promised + account.below_in
-        return NamespaceUse(
-            namespace, account.held, pinned, dict(promised), account.below, account.away
-        )
+        promised = dict(account.promised_in)
+        return NamespaceUse(namespace, account.held, pinned, promised, account.below, account.away)
 
     def take_changed(self) -> set[Namespace]:
         """Return the namespaces whose counts have changed since the last call. O(changed)."""
@@ -152,7 +160,7 @@ class BlockManager:
         for node in nodes:
             if add_ref(node.block) == 2:
                 cached += 1
-                evictable += node.promised_class is None
+                evictable += not node.is_bound
                 if node.eviction_score is not None:
                     account.remove_evictable(node)
         if cached:
@@ -184,16 +192,16 @@ class BlockManager:
                 self._on_freed(block)
             elif count == 1 and (node := node_of[block]) is not None:
                 cached += 1
-                if node.promised_class is None:
+                if not node.is_bound:
                     evictable += 1
-                    if not node.children:
+                    if not node.device_children:
                         account.add_evictable(node)
         if cached:
             account.add_cached(cached, evictable)
 
     def is_in_use(self, block: int) -> bool:
         """Return whether a block of the tree is pinned by more than moves between levels. O(1)."""
-        return self.pool.ref_count[block] - self.moving.get(block, 0) > 1
+        return block >= 0 and self.pool.ref_count[block] - self.moving.get(block, 0) > 1
 
     # -- copies -------------------------------------------------------------------------------
 
@@ -282,8 +290,8 @@ class BlockManager:
     def make_room(
         self, account: NamespaceAccount, count: int
     ) -> list[tuple[NamespaceAccount, list[TreeBlock]]]:
-        """Evict by rule 9 until `account` may take `count` blocks. Return the victims in order:
-        runs of one account, each a leaf and what became one by its end.
+        """Evict by rule *Fair share* until `account` may take `count` blocks. Return the victims in
+        order: runs of one account, each a leaf and what became one by its end.
 
         A leaf's window blocks leave before its own block, one for each block that is wanted, so no
         payer gives more than it must. Call it only after `can_evict` returned true. O(evicted
@@ -324,23 +332,28 @@ class BlockManager:
         now_s: float,
         beside: Sequence[int] = (),
     ) -> tuple[Node, int]:
-        """Add a pinned block, and those `beside` it in the window groups, to the tree; a hole there
-        becomes a tombstone. Return the node and by how many blocks the tree has grown.
+        """Add a pinned block, and those `beside` it in the window groups, to the tree: to the node
+        that has its run below the device, or to a new one. A hole beside it becomes a tombstone.
+        Return the node and by how many blocks the tree has grown.
 
-        A tail that `run` extends is replaced: the new node takes over its terms and leases.
+        A tail that `run` extends is replaced: the node takes over its terms and leases.
         """
-        node, shorter = account.tree.insert(parent, run, block)
-        if shorter is not None and shorter.promised:
-            parent.promised_children -= 1
+        known = parent.children.get(run)
+        node = known or account.tree.add(parent, run)
+        account.away -= node.promised
+        shorter = account.tree.put_block(node, block)
         added, lost = 1, list[WindowBlock | None]()
         if beside:
             added += len(beside) - list(beside).count(HOLE)
             lost = [None] * len(beside)
         if shorter is not None:  # may be the same block, left earlier by a fork of this sequence
-            node.terms = shorter.terms
+            if known is None:
+                node.terms = shorter.terms
+            elif node.terms is not None:
+                node.terms.merge(shorter.terms or NO_LIMIT)
             account.lease_endpoints.replace_node(shorter, node)
             lost = list(shorter.beside or ())
-            added -= self._drop_tree_refs(account, shorter)
+            added -= self._remove(account, shorter)
         self.pool.add_ref(block)
         self.node_of[block] = node
         node.inserted_at_s = node.last_use_s = now_s
@@ -352,16 +365,24 @@ class BlockManager:
                 continue
             fresh = self.fill(account, node, group, window_block, now_s)
             if before is not None:
-                fresh.terms = before.terms
+                fresh.terms = fresh.terms or before.terms
                 fresh.resumed_at_s = max(fresh.resumed_at_s, before.resumed_at_s)
         return node, added
 
     def fill(
         self, account: NamespaceAccount, node: Node, group: int, block: int, now_s: float
     ) -> WindowBlock:
-        """Give a node a pinned block in window group `group`, where it has none. O(1)."""
+        """Give a node a pinned block in window group `group`, where it has none: one that is away
+        and promised comes back. O(1).
+        """
         assert node.beside is not None, "a model with window groups"
-        fresh = WindowBlock(node, group, block, next(self._serials), now_s)
+        fresh = None if node.away is None else node.away[group]
+        if fresh is None:
+            fresh = WindowBlock(node, group, block, next(self._serials), now_s)
+        else:
+            fresh.block, fresh.inserted_at_s = block, now_s
+            account.away -= 1
+            self._forget_away(fresh)
         fresh.resumed_at_s = self.resumed_at_s.pop(block, fresh.resumed_at_s)
         node.beside[group] = fresh
         self.pool.add_ref(block)
@@ -370,48 +391,64 @@ class BlockManager:
         account.tree.changes += 1
         return fresh
 
+    def add_away(self, node: Node, group: int, now_s: float) -> WindowBlock:
+        """Give a node a window block that is away from the device, to be promised. O(1)."""
+        fresh = WindowBlock(node, group, NO_BLOCK, next(self._serials), now_s)
+        node.away = node.away or [None] * len(self.windows.windows)
+        node.away[group] = fresh
+        return fresh
+
     def mark_resume(self, block: int, now_s: float) -> None:
-        """Note a reason to resume at a pinned block of a window group (rule 18). O(1)."""
+        """Note a reason to come back to a pinned block of a window group (rule *Resume point*).
+        O(1).
+        """
         holder = self.node_of[block]
         if isinstance(holder, WindowBlock):
             holder.resumed_at_s = now_s
         else:
             self.resumed_at_s[block] = now_s
 
-    def detach(self, account: NamespaceAccount, top: Node) -> int:
-        """Remove a node and all nodes below it from the tree. Return how many blocks. Pinned blocks
-        stay allocated.
+    def detach(self, account: NamespaceAccount, top: Node, *, is_expired: bool = False) -> int:
+        """Remove a node and all nodes below it from the tree, on every level. Return how many
+        blocks of the device. Pinned ones stay allocated.
         """
-        self.version += 1
         parent, removed = top.parent, 0
-        if parent is not None and top.promised:
-            parent.promised_children -= 1
+        assert parent is not None, "the root is never removed"
         for node in top.subtree():
             account.lease_endpoints.hand_up(node, parent)
-            account.tree.remove(node)
-            removed += self._drop_tree_refs(account, node)
-        assert parent is not None, "the root is never removed"
+            removed += self._remove(account, node, is_expired=is_expired)
         self._add_if_evictable_leaf(account, parent)
         return removed
 
+    # -- promises -----------------------------------------------------------------------------
+
     def set_promised(
-        self, account: NamespaceAccount, node: TreeBlock, promised_class: str | None
+        self, account: NamespaceAccount, block: TreeBlock, promised_class: str | None
     ) -> None:
-        """Set the class under which a block is promised; None is best effort."""
+        """Set the class under which a block is promised, wherever it is; None is best effort.
+        O(1).
+        """
         self.version += 1
-        is_cached = self.pool.ref_count[node.block] == 1
+        account.add_promise(block, -1)
+        block.promised_class = promised_class
+        if promised_class is None and block.block < 0 and isinstance(block, WindowBlock):
+            self._forget_away(block)
+            block.parent = None
+        account.add_promise(block, 1)
+
+    def set_bound(self, account: NamespaceAccount, block: TreeBlock, *, is_bound: bool) -> None:
+        """Bind a block to the device, or let it go: what is bound is not evicted. O(log n)."""
+        self.version += 1
+        is_cached = block.block >= 0 and self.pool.ref_count[block.block] == 1
         if is_cached:
-            self._uncount_cached(account, node)
-        if node.promised_class is not None:
-            account.add_promised(node.promised_class, -1)
-        if promised_class is not None:
-            account.add_promised(promised_class, 1)
-        if isinstance(node, Node) and node.parent is not None:
-            now, before = promised_class is not None, node.promised_class is not None
-            node.parent.promised_children += now - before
-        node.promised_class = promised_class
+            self._uncount_cached(account, block)
+        account.add_promise(block, -1)
+        block.is_bound = is_bound
+        account.add_promise(block, 1)
+        if block.parent is not None:
+            block.parent.bound_below += 1 if is_bound else -1
         if is_cached:
-            self._count_cached(account, node)
+            self._count_cached(account, block)
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -424,8 +461,8 @@ class BlockManager:
         """Return how many of its own blocks a payer that takes `count` may lose for them: what it
         would hold above its floor.
 
-        Inside its floor a payer waits rather than lose blocks that it was guaranteed (rule 9),
-        however much of the pool others have pinned.
+        Inside its floor a payer waits rather than lose blocks that it was guaranteed (rule *Fair
+        share*), however much of the pool others have pinned.
         """
         return max(0, payer_account.held + count - self._firm_floor(payer_account))
 
@@ -464,19 +501,21 @@ class BlockManager:
         assert isinstance(leaf, Node), "there are no window groups"
         account, gone, away = self._owner_of(leaf.block), list[TreeBlock](), 0
         while True:
-            if self.on_evict is not None:
-                self.on_evict(account, leaf)
+            if self.below is not None:
+                self.below.evicting(leaf)
             parent, block = leaf.parent, leaf.block
-            if leaf.ending_leases:
-                account.lease_endpoints.hand_up(leaf, parent)
-            account.tree.remove(leaf)
-            away += leaf.promised_below
+            account.tree.drop_block(leaf)
+            if leaf.host is None and leaf.record is None:
+                if leaf.ending_leases:
+                    account.lease_endpoints.hand_up(leaf, parent)
+                account.tree.remove(leaf)
+            away += leaf.promised_class is not None
             self.node_of[block] = self.owner[block] = None
             if pool.drop_ref(block) != 0:
                 raise InvariantViolation(f"block {block} was evicted while it was in use")
             gone.append(leaf)
             assert parent is not None, "the root is never removed"
-            if parent.block < 0 or parent.children or parent.promised_class is not None:
+            if parent.block < 0 or parent.device_children or parent.is_bound:
                 break
             if refs[parent.block] != 1:
                 break
@@ -488,8 +527,7 @@ class BlockManager:
             leaf = parent
         account.add_cached(-len(gone), -len(gone))
         account.add_held(-len(gone))
-        if away:
-            account.add_away(away)
+        account.away += away
         return account, gone
 
     def _evict_one(self, giver: PayerAccount) -> tuple[NamespaceAccount, list[TreeBlock]]:
@@ -502,49 +540,101 @@ class BlockManager:
             account.tree.changes += 1
             self._drop_window_block(account, victim)
             return account, [victim]
-        if self.on_evict is not None:
-            self.on_evict(account, victim)
+        if self.below is not None:
+            self.below.evicting(victim)
         parent = victim.parent
-        account.lease_endpoints.hand_up(victim, parent)
-        account.tree.remove(victim)
-        self._drop_tree_ref(account, victim)
         assert parent is not None, "the root is never removed"
+        self._drop_block(account, victim)
+        if not victim.is_copied:
+            account.lease_endpoints.hand_up(victim, parent)
+            account.tree.remove(victim)
         self._add_if_evictable_leaf(account, parent)
         return account, [victim]
 
-    def _drop_tree_refs(self, account: NamespaceAccount, node: Node) -> int:
-        """Drop the tree's references to the blocks of a node that has just been removed. Return how
-        many.
-        """
-        blocks = tree_blocks(node)
-        for block in blocks:
-            if isinstance(block, WindowBlock):
-                self._drop_window_block(account, block)
-            else:
-                self._drop_tree_ref(account, block)
-        return len(blocks)
+    def _remove(self, account: NamespaceAccount, node: Node, *, is_expired: bool = False) -> int:
+        """Remove a leaf from the tree, on every level. Return how many blocks of the device."""
+        parent = node.parent
+        assert parent is not None, "the root is never removed"
+        if self.below is not None:
+            if node.bound_below:
+                self._bind_above(node, parent)
+            if node.is_copied:
+                self.below.removed(node, is_expired=is_expired)
+        removed = 0
+        for window_block in all_blocks(node)[1:]:
+            assert isinstance(window_block, WindowBlock), "the others"
+            self._end_promise(account, window_block)
+            if window_block.block >= 0:
+                self._drop_window_block(account, window_block)
+                removed += 1
+        self._end_promise(account, node)
+        if node.block >= 0:
+            self._drop_block(account, node)
+            removed += 1
+        account.tree.remove(node)
+        self.version += 1
+        return removed
 
-    def _drop_window_block(self, account: NamespaceAccount, block: WindowBlock) -> None:
-        """Drop the tree's reference to a window block, and leave a tombstone."""
-        assert block.parent is not None, "it is in a tree"
-        assert block.parent.beside is not None, "a model with window groups"
-        block.parent.beside[block.group] = None
-        block.parent = None
-        self.window_blocks -= 1
-        self._drop_tree_ref(account, block)
+    def _bind_above(self, node: Node, parent: Node) -> None:
+        """Let the tables whose promises bind a node that leaves the tree bind its parent."""
+        for table in self.tables:
+            if table.binds is node:
+                table.binds = parent if parent.run else None
+                parent.bound_below += 1 if parent.run else 0
+                node.bound_below -= 1
 
-    def _drop_tree_ref(self, account: NamespaceAccount, node: TreeBlock) -> None:
-        """Drop the tree's reference to a block that has just been removed."""
-        if self.pool.ref_count[node.block] == 1:
+    def _end_promise(self, account: NamespaceAccount, block: TreeBlock) -> None:
+        if block.is_bound:
+            self.set_bound(account, block, is_bound=False)
+        if block.promised_class is not None:
+            self.set_promised(account, block, None)
+
+    def _drop_block(self, account: NamespaceAccount, node: Node) -> None:
+        """Take the blocks of the device from a node without children there."""
+        for window_block in filter(None, node.beside or ()):
+            self._drop_window_block(account, window_block)
+        block = node.block
+        if self.pool.ref_count[block] == 1:
             self._uncount_cached(account, node)
-        if node.promised_class is not None:
-            account.add_promised(node.promised_class, -1)
-            node.promised_class = None
-        elif node.promised_below:
-            account.add_away(1)
-        self.node_of[node.block] = None
-        if self.pool.drop_ref(node.block) == 0:
-            self._on_freed(node.block)
+        account.tree.drop_block(node)
+        account.away += node.promised_class is not None
+        self._drop_tree_ref(block)
+
+    def _drop_window_block(self, account: NamespaceAccount, window_block: WindowBlock) -> None:
+        """Drop the tree's reference to a window block, and leave a tombstone; if it is promised, it
+        is away from now on.
+        """
+        node, group, block = window_block.parent, window_block.group, window_block.block
+        assert node is not None, "it is in a tree"
+        assert node.beside is not None, "a model with window groups"
+        node.beside[group] = None
+        self.window_blocks -= 1
+        if self.pool.ref_count[block] == 1:
+            self._uncount_cached(account, window_block)
+        window_block.block = NO_BLOCK
+        if window_block.promised_class is None:
+            window_block.parent = None
+        else:
+            node.away = node.away or [None] * len(node.beside)
+            node.away[group] = window_block
+            account.away += 1
+        self._drop_tree_ref(block)
+
+    def _forget_away(self, window_block: WindowBlock) -> None:
+        node = window_block.parent
+        if node is not None and node.away is not None:
+            node.away[window_block.group] = None
+            node.away = node.away if any(node.away) else None
+
+    def _drop_tree_ref(self, block: int) -> None:
+        """Drop the tree's reference to a block."""
+        self.node_of[block] = None
+        if self.pool.drop_ref(block) == 0:
+            self._on_freed(block)
+
+    def _leases_changed(self, node: Node) -> None:
+        if self.below is not None and node.host is not None:
+            self.below.leases_changed(node)
 
     def _on_freed(self, block: int) -> None:
         self._owner_of(block).add_held(-1)
@@ -556,18 +646,20 @@ class BlockManager:
             self.unpin(copy.src)
 
     def _count_cached(self, account: NamespaceAccount, node: TreeBlock) -> None:
-        is_evictable = not node.promised
+        is_evictable = not node.is_bound
         account.add_cached(1, is_evictable)
-        if is_evictable and not node.children:
+        if is_evictable and not node.device_children:
             account.add_evictable(node)
 
     def _uncount_cached(self, account: NamespaceAccount, node: TreeBlock) -> None:
-        account.add_cached(-1, -(not node.promised))
+        account.add_cached(-1, -(not node.is_bound))
         if node.eviction_score is not None:
             account.remove_evictable(node)
 
     def _add_if_evictable_leaf(self, account: NamespaceAccount, node: Node) -> None:
-        if node.block < 0 or node.children or node.promised or node.eviction_score is not None:
+        if node.block < 0 or node.device_children or node.is_bound:
+            return
+        if node.eviction_score is not None:
             return
         if self.pool.ref_count[node.block] == 1:
             account.add_evictable(node)

@@ -58,7 +58,7 @@ class BlockPool:
         return count
 
     def check(self) -> Iterator[int]:
-        """Check that a block is free exactly when its reference count is zero (rule 1).
+        """Check that a block is free exactly when its reference count is zero (rule *Reference*).
 
         O(blocks). Yields the amount of work after each piece, in the checker's units.
         """

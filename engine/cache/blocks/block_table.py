@@ -26,11 +26,11 @@ class BlockTable:
     The other fields belong to the cache. `node`: the tree node of block `committed` - 1, under
     which the next full block is committed. `requested_leases`: each lease, with the number of
     leading blocks that its promise covers; `prompt_tokens`: the most tokens that a lease covers.
-    `reserved`: promised blocks that are not computed yet. `kept_from`, `kept_to`: entries behind
-    the match whose promises a level below keeps; `held_up`: how many of them, from `kept_from` on,
-    get their promise back on the device. `is_suspended`: the sequence was preempted and has no
-    blocks; the table keeps the room of its promises until it begins again. `holes`: under an
-    attention window, entries of `blocks` that are holes, behind the sinks.
+    `reserved`: promised blocks that are not computed yet. `known_runs`: the entries that were
+    matched, with those behind them whose promises a level below keeps. `binds`: the node that the
+    reserved blocks bind to the device, with those above it. `is_suspended`: the sequence was
+    preempted and has no blocks; the table keeps the room of its promises until it begins again.
+    `holes`: under an attention window, entries of `blocks` that are holes, behind the sinks.
 
     For window groups: `first`: by group, the first entry that is no hole. `aside`: by group,
     entries that a load has made holes, from an index on, until it has ended. `advanced`: the whole
@@ -57,9 +57,8 @@ class BlockTable:
     requested_leases: tuple[tuple[LeaseRequest, int], ...] = ()
     prompt_tokens: int = 0
     reserved: int = 0
-    kept_from: int = 0
-    kept_to: int = 0
-    held_up: int = 0
+    known_runs: int = 0
+    binds: Node | None = None
     first: list[int] = field(init=False)
     aside: tuple[tuple[int, list[int]], ...] = ()
     advanced: int = 0

@@ -2,8 +2,8 @@
 
 Each namespace has a `NamespaceAccount`. All namespaces of one payer share a `PayerAccount` under
 one quota. A payer's *borrowed* blocks are the blocks above its floor; divided by the payer's weight
-they give its overage (rule 9; `fair_share` orders payers by it). Within a payer the policy in
-`eviction_policy` picks the next leaf, from any of the payer's namespaces.
+they give its overage (rule *Fair share*; `fair_share` orders payers by it). Within a payer the
+policy in `eviction_policy` picks the next leaf, from any of the payer's namespaces.
 
 The accounts know no pool and no clock. A change marks the namespace in a set of names and the payer
 in a list, so reporting and summing cost only as much as has changed. Only `block_manager`,
@@ -25,34 +25,35 @@ from engine.cache.tree.prefix_tree import Node, PrefixTree, TreeBlock, tree_bloc
 
 @dataclass(slots=True, eq=False, repr=False)
 class NamespaceAccount:
-    """The blocks of one namespace. All counts are in blocks.
-
-    `held`: allocated to the namespace. `cached`: the part of `held` that only the tree refers to.
-    `evictable`: the part of `cached` that is not promised. `promised`: in the tree under a live
-    promise; `promised_in` splits it by retention class. `reserved`: promised to running requests
-    that have not computed them yet. `below`: under a promise that a level below the device keeps,
-    by class in `below_in`; `away`: the part of these that the device has evicted. `held_up`: the
-    part of these that returns to the device with what running requests compute under them.
-    `lease_endpoints`: the last blocks of each lease. Every change adds the namespace to the set
-    `changed`, which all accounts share.
+    """The blocks of one namespace. All counts are in blocks; every change adds the namespace to the
+    set `changed`, which all accounts share.
     """
 
     namespace: Namespace
     payer_account: PayerAccount
     tree: PrefixTree
     changed: set[Namespace]
-    lease_endpoints: LeaseEndpoints[Node] = field(default_factory=LeaseEndpoints)
+    lease_endpoints: LeaseEndpoints[Node]
+    """The last blocks of each lease."""
     tables: int = 0
     held: int = 0
+    """Blocks of the device that are allocated to the namespace."""
     cached: int = 0
+    """The part of `held` that only the tree refers to."""
     evictable: int = 0
+    """The part of `cached` that is not bound."""
+    bound: int = 0
+    """Blocks that promises bind to the device, there or still to come."""
     promised: int = 0
+    """Blocks in the tree under a live promise, on whatever level."""
     promised_in: Counter[str] = field(default_factory=Counter)
-    reserved: int = 0
+    """These by retention class."""
     below: int = 0
+    """The part of `promised` that is not bound, since a level below keeps the promise."""
     away: int = 0
-    held_up: int = 0
-    below_in: Counter[str] = field(default_factory=Counter)
+    """The part of `promised` that has no block of the device."""
+    reserved: int = 0
+    """Blocks promised to running requests that have not computed them yet."""
     write_epoch: int = 0
 
     def add_held(self, blocks: int) -> None:
@@ -62,7 +63,7 @@ class NamespaceAccount:
         self._mark_changed()
 
     def add_cached(self, blocks: int, evictable: int) -> None:
-        """Add `blocks` that only the tree refers to; `evictable` of them are not promised. O(1)."""
+        """Add `blocks` that only the tree refers to; `evictable` of them are not bound. O(1)."""
         self.cached += blocks
         self.evictable += evictable
         payer_account = self.payer_account
@@ -70,16 +71,23 @@ class NamespaceAccount:
         payer_account.evictable += evictable
         self._mark_changed()
 
-    def add_promised(self, retention: str, blocks: int) -> None:
-        """Add `blocks` under a live promise of the class `retention`, here and in the payer's sum.
-        O(1).
-        """
-        self.promised_in[retention] += blocks
-        if not self.promised_in[retention]:
-            del self.promised_in[retention]
-        self.promised += blocks
-        self.payer_account.promised += blocks
-        self.payer_account.promised_total += blocks
+    def add_promise(self, block: TreeBlock, sign: int) -> None:
+        """Count a block of the tree by its promise as it is now; with the sign -1 no more. O(1)."""
+        payer_account = self.payer_account
+        if block.is_bound:
+            self.bound += sign
+            payer_account.promised += sign
+        if (name := block.promised_class) is not None:
+            self.promised += sign
+            payer_account.promised_total += sign
+            self.promised_in[name] += sign
+            if not self.promised_in[name]:
+                del self.promised_in[name]
+            if not block.is_bound:
+                self.below += sign
+                payer_account.below += sign
+            if block.block < 0:
+                self.away += sign
         self._mark_changed()
 
     def add_reserved(self, blocks: int) -> None:
@@ -89,37 +97,15 @@ class NamespaceAccount:
         self.payer_account.promised_total += blocks
         self._mark_changed()
 
-    def add_held_up(self, blocks: int) -> None:
-        """Add `blocks` promised below whose promises are about to return to the device. O(1)."""
-        self.held_up += blocks
-        self.payer_account.promised += blocks
-        self._mark_changed()
-
-    def add_below(self, retention: str, blocks: int) -> None:
-        """Add `blocks` whose promise of the class `retention` a level below the device keeps.
-        O(1).
-        """
-        self.below_in[retention] += blocks
-        if not self.below_in[retention]:
-            del self.below_in[retention]
-        self.below += blocks
-        self.payer_account.promised_total += blocks
-        self._mark_changed()
-
-    def add_away(self, blocks: int) -> None:
-        """Add `blocks` promised below that the device has evicted. O(1)."""
-        self.away += blocks
-        self._mark_changed()
-
     @property
     def is_idle(self) -> bool:
-        """Return whether the namespace holds nothing and runs nothing, so its account may be
-        deleted.
+        """Return whether the namespace holds nothing on any level and runs nothing, so its account
+        may be deleted.
         """
-        return not (self.held or self.tables or self.reserved or self.below)
+        return not (self.held or self.tables or self.reserved or self.tree.root.children)
 
     def add_evictable(self, node: TreeBlock) -> None:
-        """Put an unpinned, unpromised leaf or window block into the payer's eviction order.
+        """Put an unpinned, unbound leaf or window block into the payer's eviction order.
         O(log n).
         """
         self.payer_account.eviction_order.add(node)
@@ -152,9 +138,9 @@ NOT_COUNTED = PayerCounts()
 class PayerAccount:
     """All accounts of one payer, under the payer's quota. All counts are in blocks.
 
-    `held`, `cached` and `evictable` are sums over the namespaces; `promised` is the sum of blocks
-    that promises hold on the device, or will (promised, reserved, held up); `promised_total` the
-    sum of all promises on any level. The namespace accounts keep these sums. `floor_blocks`: the
+    `held`, `cached`, `evictable` and `below` are sums over the namespaces; `promised` is the sum of
+    blocks that promises take of the device, or will (bound, reserved); `promised_total` the sum of
+    all promises on any level. The namespace accounts keep these sums. `floor_blocks`: the
     guaranteed part of the quota's floor. `eviction_order`: the payer's evictable leaves, sorted by
     the policy. `is_stale`: the account has changed and is in the list `stale`, which all payers
     share. `fair_share` keeps `counted` (what its sums include of this payer) and `order_entry` (the
@@ -173,6 +159,7 @@ class PayerAccount:
     evictable: int = 0
     promised: int = 0
     promised_total: int = 0
+    below: int = 0
     is_stale: bool = False
     counted: PayerCounts = NOT_COUNTED
     order_entry: tuple[float, int, PayerAccount] | None = None
@@ -201,8 +188,9 @@ class PayerAccount:
         self.held += sign * account.held
         self.cached += sign * account.cached
         self.evictable += sign * account.evictable
-        self.promised += sign * (account.promised + account.reserved + account.held_up)
-        self.promised_total += sign * (account.promised + account.reserved + account.below)
+        self.promised += sign * (account.bound + account.reserved)
+        self.promised_total += sign * (account.promised + account.reserved)
+        self.below += sign * account.below
         self.mark_stale()
 
     def mark_stale(self) -> None:
@@ -244,6 +232,7 @@ def _evictable_leaves(account: NamespaceAccount) -> list[TreeBlock]:
     return [
         block
         for node in account.tree.root.subtree()
+        if node.block >= 0
         for block in tree_blocks(node)
         if block.eviction_score is not None
     ]

@@ -1,10 +1,10 @@
 """The eviction policy: which evictable leaf of a payer leaves the cache first.
 
-Rule 9 chooses the payer that gives a block; the policy chooses the block among that payer's
-evictable leaves. `EvictionPolicy` is the interface, `LeastRecentlyUsed` the default, and
+Rule *Fair share* chooses the payer that gives a block; the policy chooses the block among that
+payer's evictable leaves. `EvictionPolicy` is the interface, `LeastRecentlyUsed` the default, and
 `EvictionOrder` keeps the leaves of one payer sorted by the policy's scores. Window blocks stand in
-the same order by the time of their last resume (rule 18). `PrefixCache` takes the policy as an
-argument. This module knows no pool, no payer and no clock.
+the same order by the time of their last resume (rule *Resume point*). `PrefixCache` takes the
+policy as an argument. This module knows no pool, no payer and no clock.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock
 class EvictionPolicy(Protocol):
     """Scores evictable leaves; the lowest score is evicted first.
 
-    A leaf has no pin, no promise and no child, so a policy can neither evict a block in use nor cut
-    a prefix in the middle. Equal scores are evicted in the order in which the nodes were made.
+    A leaf is neither pinned nor bound, and has no child on the device, so a policy can neither
+    evict a block in use nor cut a prefix in the middle. Equal scores are evicted in the order in
+    which the nodes were made.
     """
 
     def score(self, node: Node) -> float:

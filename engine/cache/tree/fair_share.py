@@ -2,9 +2,9 @@
 leave.
 
 The payer with the highest overage gives first; no payer takes blocks inside another payer's floor
-(rule 9). This is weighted max-min fairness by water-filling, and needs no total: a tenant that
-streams unique prompts has the highest overage and so replaces its own blocks, however many
-namespaces it makes of them.
+(rule *Fair share*). This is weighted max-min fairness by water-filling, and needs no total: a
+tenant that streams unique prompts has the highest overage and so replaces its own blocks, however
+many namespaces it makes of them.
 
 Sums and order are updated on demand, for the payers that have changed since the last query, so a
 call's cost does not grow with the number of payers. This module knows no pool, no tree and no
@@ -57,8 +57,9 @@ class FairShare:
         return self._by_payer.get(payer)
 
     def over_share(self, payer: Payer) -> float:
-        """Return the blocks that a payer has borrowed above its floor, per unit of weight (rule 9).
-        O(1)."""
+        """Return the blocks that a payer has borrowed above its floor, per unit of weight (rule
+        *Fair share*). O(1).
+        """
         account = self._by_payer.get(payer)
         return account.overage() if account else 0.0
 

@@ -3,8 +3,9 @@
 A lease covers a prefix, so a lease on a block also covers every block above it. Only the last block
 is stored; a prefix that many leases share costs no more than one. The endpoints answer an erasure's
 question: which blocks does this lease cover alone? They know no terms and no time. Each account has
-one `LeaseEndpoints` for its tree: `lease_manager` extends leases, `block_manager` reports nodes
-that leave the tree. `engine.levels.stored_prefixes` has one for each namespace's tree of copies.
+one `LeaseEndpoints` for its tree: `lease_manager` and `engine.levels` extend leases,
+`block_manager` reports nodes that leave the tree. What outlives the engine are the copies below the
+device, so that a lease also ends at the last of those that it covers.
 
     root ─ a ─ b ─ c    Lease 1 ends at c, lease 2 at d: both cover a and b.
                └─ d     Erasing 1 takes c; erasing 2 as well takes a, and all below it.
@@ -35,6 +36,10 @@ class LeasedNode(Protocol):
         """Return its tokens."""
 
     @property
+    def is_copied(self) -> bool:
+        """Return whether it has a place below the device."""
+
+    @property
     def parent(self) -> Self | None:
         """Return the node above."""
 
@@ -58,8 +63,10 @@ class LeaseEndpoints(Generic[N]):
 
     def extend(self, lease_id: str, node: N) -> None:
         """Extend a lease to cover `node`, which becomes its last block as far as is known. O(1)."""
-        if node.parent is not None and lease_id in node.parent.ending_leases:
-            self._remove(lease_id, node.parent)
+        above = node.parent
+        is_extended = above is not None and lease_id in above.ending_leases
+        if above is not None and is_extended and (node.is_copied or not above.is_copied):
+            self._remove(lease_id, above)
         self._add(lease_id, node)
 
     def replace_node(self, old: N, new: N) -> None:

@@ -14,7 +14,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -60,8 +60,7 @@ class BlockTerms:
 
     `limit_at_s`: not matched at or after. `promise_at_s`: not evicted before, under the class
     `promised_class`. A read at t moves them to at least t + `renew_*_s`; the end of a use at t to
-    at least t + `use_*_s`. `below_class`: the class under which a level below the device keeps the
-    promise, and the device may evict the block; None where no level does.
+    at least t + `use_*_s`.
     """
 
     limit_at_s: float
@@ -73,7 +72,6 @@ class BlockTerms:
     use_limit_s: float = -math.inf
     use_promise_s: float = -math.inf
     use_class: str = ""
-    below_class: str | None = None
 
     def merge(self, other: BlockTerms) -> None:
         """Take over what other terms of the same tokens ask beyond these."""
@@ -88,7 +86,7 @@ class BlockTerms:
 
     def end_promise(self) -> None:
         """Give up the promise: only a later read or lease may begin another."""
-        self.promise_at_s, self.below_class = -math.inf, None
+        self.promise_at_s = -math.inf
 
     def extend(self, spans: LeaseSpans, *, promised: bool) -> None:
         """Add a lease. `promised`: the lease's promise covers this block."""
@@ -135,6 +133,10 @@ class BlockTerms:
         """Promise until then under a class, unless it is promised for longer."""
         if until_s > self.promise_at_s:
             self.promise_at_s, self.promised_class = until_s, name
+
+
+NO_LIMIT: Final = BlockTerms(math.inf)
+"""The terms of a block under no lease."""
 
 
 class Deadlines(Generic[Item]):

@@ -1,9 +1,12 @@
-"""A radix tree of token prefixes: one tree per namespace, one node per block.
+"""A radix tree of token prefixes: one tree per namespace, one node per run, on whatever level.
 
-A node's run is the tokens of its block: a whole block, or fewer tokens for the tail that a sequence
-left behind. Tails have no children. No run among siblings is a prefix of another (a longer run
-replaces a shorter one), so in token order the sibling with the longest common run stands directly
-before or after any sequence of tokens, and bisection finds it.
+A node's run is the tokens of a whole block, or fewer for the tail that a sequence left behind. Its
+bytes are in its *places*: a block of the device, a slot of host memory, a record of a store. The
+places of a path are closed upward twice: a run on the device has all runs before it there, and one
+with a place below has all runs before it in some place below. Tails have no children, and are on
+the device alone. Of the siblings on the device no run is a prefix of another (a longer run replaces
+a shorter one), so in token order the one with the longest common run stands directly before or
+after any sequence of tokens, and bisection finds it.
 
 Tokens prove equality. The dict of children hashes runs to find a bucket and then compares them. The
 tree knows no pool, no clock and no quota. The other modules of the cache call it.
@@ -15,86 +18,157 @@ import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Final
 
 from sortedcontainers import SortedList
 
-from engine.cache.tree.lease_endpoints import NO_LEASES, LeasedNode
+from engine.api import Namespace
+from engine.cache.tree.lease_endpoints import NO_LEASES
 from engine.cache.tree.leases import BlockTerms
+from engine.cache.tree.places import HostPlace, RecordPlace
 
 Run = tuple[int, ...]
-N = TypeVar("N", bound=LeasedNode)
+NO_BLOCK: Final = -1
+"""In place of a block of the device: there is none."""
 
 
 class _PromisedBlock:
-    """Where the promise of a block in a tree is kept, if it has one."""
+    """A block in a tree that may be promised.
+
+    It is *bound* to the device while its promise, or that of a block under it, has no place below
+    that keeps it; then it is not evicted. So what is bound is closed upward, too.
+    """
 
     __slots__ = ()
     promised_class: str | None
-    terms: BlockTerms | None
+    is_bound: bool
 
     @property
     def promised(self) -> bool:
-        """Return whether a live promise protects the block from eviction."""
+        """Return whether it is promised now, wherever it is."""
         return self.promised_class is not None
 
     @property
     def promised_below(self) -> bool:
-        """Return whether a level below the device keeps the promise of this block."""
-        return self.terms is not None and self.terms.below_class is not None
+        """Return whether it is promised, and a place below keeps that."""
+        return self.promised_class is not None and not self.is_bound
 
 
 class Node(_PromisedBlock):
-    """One run of tokens in the tree, and its block.
-
-    `block`: its block in KV group 0. `beside`: its blocks in the window groups, None where a block
-    was freed (a tombstone); None as a whole for a model with one group. `terms` None: best effort
-    without a limit. `hits`: how often the block was matched. `inserted_at_s`: when it entered the
-    tree. `ending_leases`: leases whose last block this is (see `lease_endpoints`).
-    `promised_class`: the class under which the device keeps the block promised now;
-    `promised_children`: the children that are so. `eviction_score`: the score under which
-    the block is in its payer's `EvictionOrder`, or None. `has_limit_deadline` and
-    `has_promise_deadline`: a deadline is set. A node that left its tree has no parent.
-    """
+    """One run of tokens in the tree, and its places. A node that left its tree has no parent."""
 
     __slots__ = (
+        "away",
         "beside",
         "block",
+        "bound_below",
         "child_order",
         "children",
+        "copied_children",
+        "device_children",
         "ending_leases",
         "eviction_score",
         "has_limit_deadline",
         "has_promise_deadline",
         "hits",
+        "host",
         "inserted_at_s",
+        "is_bound",
         "last_use_s",
         "parent",
-        "promised_children",
         "promised_class",
+        "record",
         "run",
         "serial",
         "terms",
+        "tree",
     )
 
     # By hand: a dataclass, with a factory for `children`, made the commit of a block 3 % dearer.
-    def __init__(self, run: Run, block: int, parent: Node | None, serial: int) -> None:
+    def __init__(self, run: Run, parent: Node | None, serial: int, tree: PrefixTree | None) -> None:
         self.run = run
-        self.block = block
-        self.beside: list[WindowBlock | None] | None = None
         self.parent = parent
         self.serial = serial
+        self.tree = tree
         self.children: dict[Run, Node] = {}
         self.child_order: SortedList | None = None
+        """The runs of the children on the device, once there are two children."""
+        self.device_children = 0
+        self.copied_children = 0
+        """How many children have a place below the device."""
+        # Its places.
+        self.block = NO_BLOCK
+        """Its block in KV group 0."""
+        self.beside: list[WindowBlock | None] | None = None
+        """Its blocks in the window groups, None where it has none there (a tombstone); None as a
+        whole for a model with one group."""
+        self.away: list[WindowBlock | None] | None = None
+        """By window group the promised blocks that the device has evicted; None without any."""
+        self.host: HostPlace | None = None
+        self.record: RecordPlace | None = None
+        # Its uses.
         self.hits = 0
+        """How often it was matched."""
         self.inserted_at_s = self.last_use_s = 0.0
-        self.terms: BlockTerms | None = None
-        self.ending_leases: Set[str] = NO_LEASES
-        self.promised_class: str | None = None
-        self.promised_children = 0
+        """When it came to the device, and was last used."""
         self.eviction_score: float | None = None
+        """The score under which the block is in its payer's `EvictionOrder`, or None."""
+        # Its terms.
+        self.terms: BlockTerms | None = None
+        """None: best effort without a limit."""
+        self.ending_leases: Set[str] = NO_LEASES
+        """The leases whose last block this is; see `lease_endpoints`."""
+        self.promised_class: str | None = None
+        self.is_bound = False
+        self.bound_below = 0
+        """What binds it from below: bound children and window blocks, and tables with promised
+        blocks yet to compute."""
         self.has_limit_deadline = False
         self.has_promise_deadline = False
+
+    @property
+    def is_copied(self) -> bool:
+        """Return whether it has a place below the device. O(1)."""
+        return self.host is not None or self.record is not None
+
+    @property
+    def keeps_promise(self) -> bool:
+        """Return whether its places below keep its promise, or a window block's. O(groups)."""
+        if self.beside is None and self.away is None:
+            return self.promised_below
+        return any(block.promised_below for block in all_blocks(self))
+
+    @property
+    def slot(self) -> int:
+        """Return its slot of host memory, or -1."""
+        return -1 if self.host is None else self.host.slot
+
+    @property
+    def record_id(self) -> int:
+        """Return its record in a store, or 0."""
+        return 0 if self.record is None else self.record.record_id
+
+    @property
+    def limit_at_s(self) -> float:
+        """Return the time from which it is not matched."""
+        return math.inf if self.terms is None else self.terms.limit_at_s
+
+    @property
+    def namespace(self) -> Namespace:
+        """Return the namespace of its tree."""
+        assert self.tree is not None, "it is, or was, in a tree"
+        return self.tree.namespace
+
+    def window_block(self, group: int) -> WindowBlock | None:
+        """Return its block in a window group: on the device, or promised and away from it. O(1)."""
+        here = None if self.beside is None else self.beside[group]
+        return here if here is not None or self.away is None else self.away[group]
+
+    def path(self) -> list[Node]:
+        """Return the nodes from the first run to this one. O(depth)."""
+        found = list(upward(self))
+        found.reverse()
+        return found
 
     def ancestor(self, steps: int) -> Node | None:
         """Return the node `steps` above this one; None where the tree ends before. O(steps)."""
@@ -119,10 +193,11 @@ class Node(_PromisedBlock):
 class WindowBlock(_PromisedBlock):
     """The block of a node in window group `group`.
 
-    `parent`: the node; None once the block has left the tree. `resumed_at_s`: when there was last a
-    reason to resume here, which is also its eviction score: blocks that no resume point needs go
-    first, the oldest before the others. The other fields are as a node's. A window block has no
-    limit of its own, since it leaves the tree with its node at the latest.
+    `parent`: the node; None once the block has left the tree. `block`: NO_BLOCK where it is
+    promised and the device has evicted it. `resumed_at_s`: when there was last a reason to resume
+    here, which is also its eviction score: blocks that no resume point needs go first, the oldest
+    before the others. The other fields are as a node's. A window block has no limit of its own,
+    since it leaves the tree with its node at the latest.
     """
 
     parent: Node | None
@@ -133,9 +208,10 @@ class WindowBlock(_PromisedBlock):
     resumed_at_s: float = -math.inf
     terms: BlockTerms | None = None
     promised_class: str | None = None
+    is_bound: bool = False
     eviction_score: float | None = None
     has_promise_deadline: bool = False
-    children: ClassVar[dict[Run, Node]] = {}
+    device_children: ClassVar[int] = 0
     has_limit_deadline: ClassVar[bool] = True
 
 
@@ -144,8 +220,17 @@ TreeBlock = Node | WindowBlock
 
 
 def tree_blocks(node: Node) -> list[TreeBlock]:
-    """Return the node, for its block in group 0, and its window blocks. O(groups)."""
+    """Return a node on the device, for its block in group 0, and its window blocks there.
+    O(groups).
+    """
     return [node] if node.beside is None else [node, *filter(None, node.beside)]
+
+
+def all_blocks(node: Node) -> list[TreeBlock]:
+    """Return a node, for its run, and its window blocks: on the device, or promised and away.
+    O(groups).
+    """
+    return [node, *filter(None, (*(node.beside or ()), *(node.away or ())))]
 
 
 class TreeMatch:
@@ -200,20 +285,20 @@ def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     return min(len(a), len(b))
 
 
-def upward(node: N) -> Iterator[N]:
+def upward(node: Node) -> Iterator[Node]:
     """Iterate over a node and those above it, without the root. O(1) each."""
-    above: N | None = node
+    above: Node | None = node
     while above is not None and above.run:
         yield above
         above = above.parent
 
 
-def whole_runs(root: N, tokens: Iterable[int], run_tokens: int) -> list[N]:
+def whole_runs(root: Node, tokens: Iterable[int], run_tokens: int) -> list[Node]:
     """Return the nodes of the longest leading part of `tokens` in whole runs.
 
     O(runs matched): a tuple and a dict lookup each.
     """
-    path: list[N] = []
+    path: list[Node] = []
     children = root.children
     # One iterator, `run_tokens` times: zip makes each tuple, the next run, in C.
     for run in zip(*[iter(tokens)] * run_tokens, strict=False):
@@ -225,7 +310,7 @@ def whole_runs(root: N, tokens: Iterable[int], run_tokens: int) -> list[N]:
     return path
 
 
-def nodes_under(root: N, tokens: Sequence[int], run_tokens: int) -> list[N]:
+def nodes_under(root: Node, tokens: Sequence[int], run_tokens: int) -> list[Node]:
     """Return the topmost nodes whose path starts with all of `tokens`, which may end within a run.
 
     O(runs of `tokens`, children of the last).
@@ -239,16 +324,19 @@ def nodes_under(root: N, tokens: Sequence[int], run_tokens: int) -> list[N]:
 
 
 class PrefixTree:
-    """Prefixes in whole blocks of `block_size` tokens, and tails. `changes` grows with each node
-    or window block added or removed.
+    """Prefixes in whole blocks of `block_size` tokens, and tails. `changes` grows with each node,
+    and each block of the device, added or removed.
     """
 
-    def __init__(self, block_size: int, serials: Iterator[int] | None = None) -> None:
+    def __init__(
+        self, namespace: Namespace, block_size: int, serials: Iterator[int] | None = None
+    ) -> None:
         """Make an empty tree. `serials` numbers the nodes, across several trees if they
         share it.
         """
+        self.namespace = namespace
         self.block_size = block_size
-        self.root = Node((), -1, None, 0)
+        self.root = Node((), None, 0, None)  # a cycle would need the collector
         self.changes = 0
         self._serials = serials or count(1)
 
@@ -257,24 +345,22 @@ class PrefixTree:
         return node is self.root or node.parent is not None
 
     def find(self, tokens: Sequence[int]) -> TreeMatch:
-        """Return the longest cached prefix of `tokens`, token-exact, without the last token at
-        least (rules 5 and 6). O(blocks matched).
+        """Return the longest prefix of `tokens` on the device, token-exact, without the last token
+        at least. O(blocks matched).
         """
         limit = len(tokens) - 1
-        path = self.match_blocks(tokens, limit)
+        path = whole_runs(self.root, islice(tokens, max(0, limit)), self.block_size)
+        while path and path[-1].block < 0:
+            path.pop()
         whole = len(path) * self.block_size
         rest = tokens[whole : min(whole + self.block_size, limit)]
         return TreeMatch(
             self, path, *self.longest_common_child(path[-1] if path else self.root, rest)
         )
 
-    def match_blocks(self, tokens: Sequence[int], limit: int) -> list[Node]:
-        """Return the nodes of the longest cached run of whole blocks within tokens[:limit]."""
-        return whole_runs(self.root, islice(tokens, max(0, limit)), self.block_size)
-
     def longest_common_child(self, node: Node, tokens: Sequence[int]) -> tuple[Node | None, int]:
-        """Return the child that shares the longest leading run with `tokens`, and the length of
-        that run.
+        """Return the child on the device that shares the longest leading run with `tokens`, and the
+        length of that run.
 
         O(log children).
         """
@@ -285,40 +371,54 @@ class PrefixTree:
                 best, length = child, common
         return best, length
 
-    def insert(self, parent: Node, run: Run, block: int) -> tuple[Node, Node | None]:
-        """Add a child whose run no sibling has or extends. Return it and the tail it replaces.
-
-        The replaced tail, a strict prefix of `run`, is removed; its block belongs to the caller.
-        """
-        shorter = None
-        if parent.children:
-            near = self._neighbours(parent, run)
-            shorter = next((node for node in near if node.run == run[: len(node.run)]), None)
-        if shorter is not None:
-            self.remove(shorter)
-        node = Node(run, block, parent, next(self._serials))
+    def add(self, parent: Node, run: Run) -> Node:
+        """Add a child that has no place yet; no child has its run. O(log children)."""
+        node = Node(run, parent, next(self._serials), self)
         self.changes += 1
         parent.children[run] = node
+        if parent.child_order is None and len(parent.children) > 1:
+            here = (one.run for one in parent.children.values() if one.block >= 0)
+            parent.child_order = SortedList(here)
+        return node
+
+    def put_block(self, node: Node, block: int) -> Node | None:
+        """Give a node its block of the device, which has its parent's. Return the tail that its run
+        extends, if there is one, which is to leave the tree. O(log children).
+        """
+        parent, run, shorter = node.parent, node.run, None
+        assert parent is not None, "the root has no block"
+        if parent.device_children:
+            near = self._neighbours(parent, run)
+            shorter = next((one for one in near if one.run == run[: len(one.run)]), None)
+        self.changes += 1
+        node.block = block
+        parent.device_children += 1
         if parent.child_order is not None:
             parent.child_order.add(run)
-        elif len(parent.children) > 1:
-            parent.child_order = SortedList(parent.children)
-        return node, shorter
+        return shorter
+
+    def drop_block(self, node: Node) -> None:
+        """Take its block of the device from a node without children there. O(log children)."""
+        parent = node.parent
+        assert parent is not None, "the root has no block"
+        self.changes += 1
+        node.block = NO_BLOCK
+        parent.device_children -= 1
+        if parent.child_order is not None:
+            parent.child_order.remove(node.run)
 
     def remove(self, node: Node) -> None:
-        """Remove a leaf."""
+        """Remove a leaf without a block of the device."""
         parent = node.parent
         assert parent is not None, "the root is never removed"
         self.changes += 1
         del parent.children[node.run]
-        if parent.child_order is not None:
-            parent.child_order.remove(node.run)
         node.parent = None
 
     def _neighbours(self, node: Node, run: Run) -> Iterator[Node]:
-        """Yield the children directly before and after `run` in token order."""
+        """Yield the children on the device directly before and after `run` in token order."""
         if node.child_order is None:
-            yield from node.children.values()
+            yield from (one for one in node.children.values() if one.block >= 0)
             return
         at = node.child_order.bisect_left(run)
         for index in (at - 1, at):

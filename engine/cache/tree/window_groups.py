@@ -2,7 +2,7 @@
 
 Group 0 keeps every token. A window group keeps those that a query still reads, so its blocks may
 leave a node of the tree before the node does. This module says which blocks a window needs, where a
-hit stands (rules 15 and 17), and how many blocks a sequence holds. It knows no pool and no clock.
+hit stands (rule *Window*), and how many blocks a sequence holds. It knows no pool and no clock.
 The other modules of the cache call it.
 """
 
@@ -64,7 +64,7 @@ class WindowGroups:
         return tokens
 
     def cut(self, found: TreeMatch) -> TreeMatch:
-        """Return the deepest hit of a match that stands in every window group (rule 17)."""
+        """Return the deepest hit of a match that stands in every window group (rule *Window*)."""
         partial = found.partial_node
         path = found.path if partial is None else [*found.path, partial]
         tokens = self.standing(path, found.cached_tokens)

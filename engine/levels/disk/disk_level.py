@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from engine.api import Namespace, Payer, Quota
+from engine.cache import PrefixCache
+from engine.cache.tree.prefix_tree import Node
 from engine.config import LevelsConfig
-from engine.levels.copies import CopyBook
 from engine.levels.disk.lookups import DiskLookups
 from engine.levels.disk.storing import Storing
+from engine.levels.places import RunPlaces
 from engine.levels.promises import KeptPromises
 from engine.levels.restarts.recall import PromiseRecall
-from engine.levels.stored_prefixes import Copy
 from engine.moves import (
     KeepHere,
     Looked,
@@ -38,7 +39,8 @@ class DiskLevel:
 
     def __init__(
         self,
-        book: CopyBook,
+        cache: PrefixCache,
+        places: RunPlaces,
         storage: Storage,
         config: LevelsConfig,
         promises: KeptPromises,
@@ -49,16 +51,16 @@ class DiskLevel:
         the disk still promises is recalled at once.
         """
         self.storage = storage
-        self.looks = DiskLookups(book, storage, promises, next_id, config.disk_tokens_min)
-        self.storing = Storing(book, next_id, config.disk_tokens_min, promises.confirm)
-        self.recall = PromiseRecall(book, promises, storage, next_id)
+        self.looks = DiskLookups(places, storage, promises, next_id, config.disk_tokens_min)
+        self.storing = Storing(cache, places, next_id, config.disk_tokens_min, promises.confirm)
+        self.recall = PromiseRecall(cache, places, promises, storage, next_id)
         self.stats = StorageStats("off", "the storage process has not answered yet")
-        self._book, self._config, self._promises = book, config, promises
+        self._places, self._config, self._promises = places, config, promises
         self._per_device_block = per_device_block
         self._quotas: dict[Payer, Quota] = {}
         self._was_heard = self._was_open = False
         self._away_s = 0.0
-        promises.store_again = lambda copy, now_s: self.storing.copied([copy], now_s)
+        promises.store_again = lambda node, now_s: self.storing.copied([node], now_s)
         self.recall.begin()
 
     @property
@@ -101,7 +103,7 @@ class DiskLevel:
         for command in self.storing.next_stores(now_s):
             self.storage.send(command)
 
-    def store_all(self, copies: Iterable[Copy], now_s: float) -> None:
+    def store_all(self, copies: Iterable[Node], now_s: float) -> None:
         """Have all promised copies stored that are not, if the disk is open. O(copies)."""
         if self.stats.state == "open":
             self.storing.copied_all(copies, now_s)
@@ -131,7 +133,7 @@ class DiskLevel:
         if was == "off" and stats.state != "off":
             self.recall.begin()
         if was != "open":
-            self.store_all(self._book.prefixes, now_s)
+            self.store_all(self._places, now_s)
         per_day = self._config.disk_write_gib_per_day or self._config.disk_gib
         has_budget = stats.written_bytes_today < per_day * 2**30
         self.storing.has_budget = stats.state == "open" and has_budget

@@ -1,4 +1,4 @@
-"""Ask the disk which records it has of a request's prompt; what it finds becomes copies.
+"""Ask the disk which records it has of a request's prompt; what it finds is known in the tree.
 
 A lookup reads the index of the disk alone. What it finds is known here from then on, so that a load
 may bring it; what an erasure has met meanwhile is not taken. Only `disk_level` calls this module.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.api import FIDELITIES, CacheGrant, Namespace
-from engine.levels.copies import CopyBook
+from engine.cache.tree.prefix_tree import Node
+from engine.levels.places import RunPlaces
 from engine.levels.promises import KeptPromises
-from engine.levels.stored_prefixes import Copy
 from engine.moves import Look, Looked, Storage, StoredRun
 
 
@@ -20,14 +20,14 @@ class DiskLookups:
 
     def __init__(
         self,
-        book: CopyBook,
+        places: RunPlaces,
         storage: Storage,
         promises: KeptPromises,
         next_id: Callable[[], int],
         tokens_min: int,
     ) -> None:
         """`tokens_min`: the least tokens beyond what is known for which the disk is asked."""
-        self._book = book
+        self._places = places
         self._storage = storage
         self._promises = promises
         self._next_id = next_id
@@ -44,16 +44,16 @@ class DiskLookups:
         """Return whether the disk may have enough of a prompt beyond what the device (`here`) and
         the known copies have. O(its runs).
         """
-        size = self._book.prefixes.run_tokens
-        known = len(self._book.prefixes.match(namespace, tokens, now_s)) * size
+        size = self._places.run_tokens
+        known = len(self._places.match(namespace, tokens, now_s)) * size
         return _whole(tokens, size) - max(here, known) >= self._tokens_min
 
     def ask(self, sequence_id: int, grant: CacheGrant, tokens: Sequence[int]) -> None:
         """Ask the disk for the longest prefix of a request's `tokens` that it has."""
         call_id = self._next_id()
-        epoch = self._book.epochs[grant.namespace]
+        epoch = self._places.epochs[grant.namespace]
         self._asked[call_id] = (sequence_id, grant, tokens, epoch)
-        whole = _whole(tokens, self._book.prefixes.run_tokens)
+        whole = _whole(tokens, self._places.run_tokens)
         self._storage.send(Look(call_id, grant.namespace, tuple(tokens[:whole])))
 
     def take_answered(self) -> list[int]:
@@ -62,22 +62,23 @@ class DiskLookups:
         return answered
 
     def take(self, outcome: Looked, now_s: float) -> None:
-        """Make copies of the records that a look has found. About 10 us a record."""
+        """Give nodes the records that a look has found. About 10 us a record."""
         found = self._asked.pop(outcome.call_id, None)
         if found is None:
             return
         sequence_id, grant, tokens, epoch = found
         self._answered.append(sequence_id)
-        book, namespace = self._book, grant.namespace
-        if epoch != book.epochs[namespace]:
+        places, namespace, payer = self._places, grant.namespace, grant.quota.payer or grant.payer
+        if epoch != places.epochs[namespace]:
             return
-        parent, promised, until_s = book.prefixes.root(namespace), list[Copy](), list[float]()
-        runs = zip(*[iter(tokens)] * book.prefixes.run_tokens, strict=False)
+        parent: Node | None = None
+        promised, until_s = list[Node](), list[float]()
+        runs = zip(*[iter(tokens)] * places.run_tokens, strict=False)
         for own, run in zip(runs, outcome.runs, strict=False):
             form = self._format_of(namespace, run)
             if form is None:
                 break  # a miss: its store replaces it
-            parent = book.know(parent, own, run, form, grant.payer, now_s)
+            parent = places.know(namespace, payer, parent, own, run, form)
             if run.promise_s > 0:
                 until_s.append(now_s + run.promise_s)
                 promised.append(parent)
@@ -87,7 +88,7 @@ class DiskLookups:
         """Return the format of a record; None if this engine has it not, or if the namespace allows
         no such copy.
         """
-        formats = self._book.formats
+        formats = self._places.formats
         form = formats.of_record(run.fidelity, run.slot_bytes)
         if form is None or formats.is_own(form):
             return form

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from engine.api import Payer
-from engine.levels.stored_prefixes import Copy
+from engine.cache.tree.prefix_tree import Node
 
 
 class WaitingPaths:
@@ -13,15 +13,15 @@ class WaitingPaths:
 
     def __init__(self, length_max: int) -> None:
         self._length_max = length_max
-        self._by_payer: dict[Payer, deque[Copy]] = {}  # whose turn is next first
+        self._by_payer: dict[Payer, deque[Node]] = {}  # whose turn is next first
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
-    def add(self, end: Copy, *, is_next: bool = False) -> None:
-        """Add a path; `is_next`: before the others of its payer. O(1), or O(payers) when full."""
-        ends = self._by_payer.setdefault(end.payer, deque())
+    def add(self, payer: Payer, end: Node, *, is_next: bool = False) -> None:
+        """Add a path of a payer; `is_next`: before its others. O(1), or O(payers) when full."""
+        ends = self._by_payer.setdefault(payer, deque())
         if is_next:
             ends.appendleft(end)
         else:
@@ -31,7 +31,7 @@ class WaitingPaths:
             most = max(self._by_payer, key=lambda payer: len(self._by_payer[payer]))
             self._take(most)
 
-    def take(self) -> Copy:
+    def take(self) -> Node:
         """Remove and return the path whose turn it is. Raises StopIteration on an empty queue."""
         payer = next(iter(self._by_payer))
         end = self._take(payer)
@@ -39,7 +39,7 @@ class WaitingPaths:
             self._by_payer[payer] = self._by_payer.pop(payer)
         return end
 
-    def _take(self, payer: Payer) -> Copy:
+    def _take(self, payer: Payer) -> Node:
         ends = self._by_payer[payer]
         end = ends.popleft()
         self._length -= 1

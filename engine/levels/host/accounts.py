@@ -1,4 +1,4 @@
-"""The slots of host memory: who holds them, and which copy is dropped for the next one.
+"""The slots of host memory: who holds them, and which node is dropped for the next one.
 
 Each payer has the same part of host memory as of the device's pool: floor, ceiling and weight are
 those of its quota, in proportion, and count bytes, since copies have several sizes. The payer
@@ -7,7 +7,7 @@ Within a payer, copies that were never matched are on probation: while they are 
 of what it holds, they go first, so that a scan cannot flush what is used.
 
 A slot of one format is of no use to another. So a copy of the wanted format goes, or a whole slab
-of another one, with what hangs on it: if all of that was used longer ago, or no copy of the wanted
+of another one, with what hangs on it: if all of that was used longer ago, or no node of the wanted
 format may go. This module knows no token and no clock.
 """
 
@@ -23,9 +23,10 @@ from typing import Final
 from sortedcontainers import SortedList
 
 from engine.api import Payer
+from engine.cache.tree.places import HostPlace
+from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
 from engine.levels.host.slot_pool import SlotPool
-from engine.levels.stored_prefixes import Copy
 
 PROBATION: Final = 1 / 4
 """The part of a payer's bytes that copies which were never matched may keep under pressure."""
@@ -63,27 +64,27 @@ class HostShare:
         """Return whether a copy of a format may be dropped. O(1)."""
         return bool(self.kept[form] or self.probation[form])
 
-    def coldest(self, formats: Sequence[int], before_s: float) -> Iterator[Copy]:
+    def coldest(self, formats: Sequence[int], before_s: float) -> Iterator[Node]:
         """Yield the copies of these formats that may be dropped and were used before `before_s`,
         those used longest ago first; at most `COLDEST_SEEN` of each order.
         """
         orders = [one[form] for one in (self.kept, self.probation) for form in formats]
         colder = [order for order in orders if order and order[0][0] < before_s]
-        for last_use_s, _, copy in merge(*(islice(order, COLDEST_SEEN) for order in colder)):
+        for last_use_s, _, node in merge(*(islice(order, COLDEST_SEEN) for order in colder)):
             if last_use_s >= before_s:
                 return
-            yield copy
+            yield node
 
-    def next_dropped(self, form: int) -> Copy | None:
-        """Return the copy of a format that this payer gives next, or None. O(1)."""
+    def next_dropped(self, form: int) -> Node | None:
+        """Return the node of a format that this payer gives next, or None. O(1)."""
         first, second = self.kept[form], self.probation[form]
         if self.probation_bytes > PROBATION * self.used:
             first, second = second, first
         order = first or second
         return order[0][2] if order else None
 
-    def next_of_all(self) -> Copy | None:
-        """Return the copy of any format that this payer gives next, or None. O(formats)."""
+    def next_of_all(self) -> Node | None:
+        """Return the node of any format that this payer gives next, or None. O(formats)."""
         first, second = self.kept, self.probation
         if self.probation_bytes > PROBATION * self.used:
             first, second = second, first
@@ -94,7 +95,7 @@ class HostShare:
 class HostAccounts:
     """The slots of `pool`, their references and their payers.
 
-    A slot has a reference for the copy that lies in it and one for each move or store that reads or
+    A slot has a reference for the node that lies in it and one for each move or store that reads or
     fills it; it is free at none. `dropped_total` counts copies dropped for room. `is_closed`: no
     slot is given out. `capacity_bytes`: what copies in the device's own format could take.
     """
@@ -102,11 +103,11 @@ class HostAccounts:
     def __init__(
         self,
         pool: SlotPool,
-        on_dropped: Callable[[Copy, int], None],
-        on_emptied: Callable[[Copy, int], None] = lambda copy, slot: None,
+        on_dropped: Callable[[Node, int], None],
+        on_emptied: Callable[[Node, int], None] = lambda node, slot: None,
     ) -> None:
-        """`on_dropped` is called with a copy that has just lost its slot to make room, and with the
-        bytes of that slot; `on_emptied` with each copy that loses its slot, before that can be
+        """`on_dropped` is called with a node that has just lost its slot to make room, and with the
+        bytes of that slot; `on_emptied` with each node that loses its slot, before that can be
         free."""
         self.pool = pool
         size = pool.formats[0].slot_bytes
@@ -118,7 +119,7 @@ class HostAccounts:
         self._all = range(len(pool.formats))
         self._refs = [0] * pool.layout.slots
         self._owner: list[HostShare | None] = [None] * pool.layout.slots
-        self._copy_in: list[Copy | None] = [None] * pool.layout.slots
+        self._node_in: list[Node | None] = [None] * pool.layout.slots
         self._shares: dict[Payer, HostShare] = {}
         self._serial = 0
 
@@ -159,7 +160,7 @@ class HostAccounts:
         if slot is None:
             self._forget_if_idle(share)
             return None
-        self._shares[payer] = share  # a drop of its only copy forgets it
+        self._shares[payer] = share  # a drop of its only node forgets it
         self._refs[slot] = 1
         self._owner[slot] = share
         share.used += size
@@ -174,32 +175,38 @@ class HostAccounts:
             self._refs[slot], self._owner[slot] = 1, share
             share.used += self.pool.formats[form].slot_bytes
 
+    def payer_of(self, slot: int) -> Payer:
+        """Return the payer of a slot in use. O(1)."""
+        share = self._owner[slot]
+        assert share is not None, "a slot in use has an owner"
+        return share.payer
+
     def is_free(self, slot: int) -> bool:
         """Return whether a slot has no reference. O(1)."""
         return not self._refs[slot]
 
-    def has_copy(self, slot: int) -> bool:
-        """Return whether a copy has this slot. O(1)."""
-        return self._copy_in[slot] is not None
+    def has_node(self, slot: int) -> bool:
+        """Return whether a node has this slot. O(1)."""
+        return self._node_in[slot] is not None
 
     def hold(self, slot: int) -> None:
-        """Add a reference to a slot in use. O(log copies)."""
+        """Add a reference to a slot in use. O(log nodes)."""
         if self._refs[slot] < 1:
             raise InvariantViolation(f"slot {slot} is free; expected a slot in use")
         self._refs[slot] += 1
-        copy = self._copy_in[slot]
-        if copy is not None:  # what is read may not be dropped
-            self._leave_order(copy)
+        node = self._node_in[slot]
+        if node is not None:  # what is read may not be dropped
+            self._leave_order(node)
 
     def release(self, slot: int) -> None:
-        """Drop a reference; without any the slot is free. O(log copies)."""
+        """Drop a reference; without any the slot is free. O(log nodes)."""
         if self._refs[slot] < 1:
             raise InvariantViolation(f"slot {slot} was freed twice")
         self._refs[slot] -= 1
         if self._refs[slot]:
-            copy = self._copy_in[slot]
-            if copy is not None:
-                self.update(copy)  # it may be dropped now
+            node = self._node_in[slot]
+            if node is not None:
+                self.update(node)  # it may be dropped now
             return
         share = self._owner[slot]
         assert share is not None, "a slot in use has an owner"
@@ -208,70 +215,77 @@ class HostAccounts:
         self.pool.give_back(slot)
         self._forget_if_idle(share)
 
-    def give(self, copy: Copy, slot: int, check: bytes) -> None:
-        """Let a copy have a slot; the caller's reference becomes the copy's. O(log copies)."""
-        if copy.slot >= 0 or self._copy_in[slot] is not None:
-            raise InvariantViolation(f"slot {slot} or its copy is taken")
-        copy.slot, copy.check = slot, check
-        self._copy_in[slot] = copy
-        self.update(copy)
+    def give(self, node: Node, place: HostPlace) -> None:
+        """Let a node have a slot; the caller's reference becomes the node's. O(log nodes)."""
+        if node.host is not None or self._node_in[place.slot] is not None:
+            raise InvariantViolation(f"slot {place.slot} or its node is taken")
+        node.host = place
+        self._node_in[place.slot] = node
+        self.update(node)
 
-    def take_back(self, copy: Copy) -> None:
-        """Take the slot from a copy, if it has one. O(log copies)."""
-        if copy.slot < 0:
+    def take_back(self, node: Node) -> None:
+        """Take the slot from a node, if it has one. O(log nodes)."""
+        if node.host is None:
             return
-        self._leave_order(copy)
-        slot, copy.slot, copy.check = copy.slot, -1, b""
-        self._copy_in[slot] = None
-        self._on_emptied(copy, slot)
+        self._leave_order(node)
+        slot, node.host = node.host.slot, None
+        self._node_in[slot] = None
+        self._on_emptied(node, slot)
         self.release(slot)
 
     # -- order --------------------------------------------------------------------------------
 
-    def touch(self, copy: Copy, now_s: float) -> None:
-        """Note a use of a copy: it is the last to go, and on probation no more. O(log copies)."""
-        self._leave_order(copy)
-        copy.last_use_s = now_s
-        copy.hits += 1
-        self.update(copy)
+    def touch(self, node: Node, now_s: float) -> None:
+        """Note a use of a node: it is the last to go, and on probation no more. O(log nodes)."""
+        node.last_use_s = now_s
+        node.hits += 1
+        self.reorder(node)
 
-    def update(self, copy: Copy) -> None:
-        """Put a copy into the order of those that may be dropped, or take it out, as it now is.
+    def reorder(self, node: Node) -> None:
+        """Put a node where its last use belongs, which the device has moved. O(log nodes)."""
+        self._leave_order(node)
+        self.update(node)
 
-        It may be dropped while nothing reads its slot, and it is on disk too or nothing lies below
-        it and it keeps no promise. O(log copies), O(1) where nothing changes.
+    def update(self, node: Node) -> None:
+        """Put a node into the order of those that may be dropped, or take it out, as it now is.
+
+        It may be dropped while nothing reads its slot, and it is on disk too or nothing below it is
+        copied and it keeps no promise. O(log nodes), O(1) where nothing changes.
         """
-        may_drop = copy.slot >= 0 and self._may_drop(copy)
-        if may_drop == (copy.order_key is not None):
+        place = node.host
+        if place is None:
+            return
+        may_drop = self._may_drop(node)
+        if may_drop == (place.order_key is not None):
             return
         if not may_drop:
-            self._leave_order(copy)
+            self._leave_order(node)
             return
-        share = self._owner[copy.slot]
+        share = self._owner[place.slot]
         assert share is not None, "a slot in use has an owner"
-        copy.order_key = (copy.last_use_s, copy.serial)
-        copy.is_kept = copy.hits > 0
-        form = self.pool.format_of(copy.slot)
-        (share.kept if copy.is_kept else share.probation)[form].add((*copy.order_key, copy))
-        if not copy.is_kept:
-            share.probation_bytes += self.pool.bytes_of(copy.slot)
+        place.order_key = (node.last_use_s, node.serial)
+        place.is_kept = node.hits > 0
+        order = share.kept if place.is_kept else share.probation
+        order[place.form].add((*place.order_key, node))
+        if not place.is_kept:
+            share.probation_bytes += self.pool.bytes_of(place.slot)
 
-    def check(self, copies: Iterable[Copy], moves: dict[int, int]) -> None:
+    def check(self, copies: Iterable[Node], moves: dict[int, int]) -> None:
         """Recount. `moves`: the references that moves and stores hold, by slot. Raises
         InvariantViolation. O(slots).
         """
         self.pool.check()
         refs = [moves.get(slot, 0) for slot in range(self.pool.layout.slots)]
         ordered = 0
-        for copy in copies:
-            if copy.slot < 0:
+        for node in copies:
+            if node.host is None:
                 continue
-            refs[copy.slot] += 1
-            if self._copy_in[copy.slot] is not copy:
-                raise InvariantViolation(f"slot {copy.slot} holds another copy")
-            has_key = copy.order_key is not None
-            if has_key != self._may_drop(copy):
-                raise InvariantViolation(f"slot {copy.slot} in the order of drops: {has_key}")
+            slot, has_key = node.host.slot, node.host.order_key is not None
+            refs[slot] += 1
+            if self._node_in[slot] is not node:
+                raise InvariantViolation(f"slot {slot} holds another node")
+            if has_key != self._may_drop(node):
+                raise InvariantViolation(f"slot {slot} in the order of drops: {has_key}")
             ordered += has_key
         if refs != self._refs:
             raise InvariantViolation(f"references of slots {self._refs}, recounted: {refs}")
@@ -318,16 +332,16 @@ class HostAccounts:
     def _make_room(self, taker: HostShare, form: int, used_at_s: float | None) -> bool:
         """Make a slot of a format free: drop a copy of it, or all that keeps a slab in another."""
         victim = self._next_victim(taker, form, used_at_s)
-        for copy in self._coldest_slab(taker, form, victim, used_at_s):
-            if copy.slot >= 0:  # those below one that has gone are gone
-                self._drop(copy)
+        for node in self._coldest_slab(taker, form, victim, used_at_s):
+            if node.host is not None:  # those below one that has gone are gone
+                self._drop(node)
                 victim = None
         if victim is not None:
             self._drop(victim)
         return victim is not None or self.pool.has_room(form)
 
-    def _next_victim(self, taker: HostShare, form: int, used_at_s: float | None) -> Copy | None:
-        """Return the copy of a format that goes next: of the payer furthest over its floor, the
+    def _next_victim(self, taker: HostShare, form: int, used_at_s: float | None) -> Node | None:
+        """Return the node of a format that goes next: of the payer furthest over its floor, the
         taker itself at a tie. Inside its own floor the taker drops nothing of its own.
         """
         size = self.pool.formats[form].slot_bytes
@@ -344,10 +358,10 @@ class HostAccounts:
         return _older(victim, used_at_s) if giver is taker else victim
 
     def _coldest_slab(
-        self, taker: HostShare, form: int, victim: Copy | None, used_at_s: float | None
-    ) -> list[Copy]:
+        self, taker: HostShare, form: int, victim: Node | None, used_at_s: float | None
+    ) -> list[Node]:
         """Return the copies that keep a slab in another format and may go for this one, children
-        before parents. `victim`: the copy that would go otherwise, which was used later than all of
+        before parents. `victim`: the node that would go otherwise, which was used later than all of
         them.
         """
         others = [one for one in self._all if one != form and self.pool.used_slots[one]]
@@ -356,8 +370,8 @@ class HostAccounts:
         givers = sorted(self._shares.values(), key=lambda s: (-s.overage(), s.serial))
         before_s = math.inf if victim is None else victim.last_use_s
         seen = set[int]()
-        for copy in chain.from_iterable(giver.coldest(others, before_s) for giver in givers):
-            slab = self.pool.slab_of(copy.slot)
+        for node in chain.from_iterable(giver.coldest(others, before_s) for giver in givers):
+            slab = self.pool.slab_of(node.slot)
             if slab in seen or not self.pool.fits(slab, form):
                 continue
             if len(seen) >= SLABS_SEEN:
@@ -368,30 +382,31 @@ class HostAccounts:
                 return sorted(found, key=lambda one: -one.serial)
         return []
 
-    def _all_that_hangs_on(self, slots: Sequence[int], before_s: float) -> list[Copy]:
+    def _all_that_hangs_on(self, slots: Sequence[int], before_s: float) -> list[Node]:
         """Return the copies in these slots, with those below them that would go too; none if one is
         read or filled, was used since `before_s`, or is on disk below one that is not, or if they
         are too many.
         """
-        found: dict[Copy, None] = {}
-        stack = [self._copy_in[slot] for slot in slots]
+        found: dict[Node, None] = {}
+        stack = [self._node_in[slot] for slot in slots]
         while stack:
-            copy = stack.pop()
-            if copy is None or len(found) >= SLAB_COPIES_MAX:
+            node = stack.pop()
+            if node is None or len(found) >= SLAB_COPIES_MAX:
                 return []
-            if copy.slot >= 0 and (self._is_bound(copy) or copy.last_use_s >= before_s):
+            if node.host is not None and (self._is_bound(node) or node.last_use_s >= before_s):
                 return []
-            if copy not in found:
-                found[copy] = None
-                below = () if copy.record_id else copy.children.values()
-                if any(child.record_id for child in below):
-                    return []  # it would leave the tree, and what is known of its record with it
+            if node not in found:
+                found[node] = None
+                children = () if node.record else node.children.values()
+                below = [child for child in children if child.is_copied]
+                if any(child.record for child in below):
+                    return []  # what is known of its record would go, too
                 stack += below
         return list(found)
 
     def _may_go(
         self,
-        copies: Sequence[Copy],
+        copies: Sequence[Node],
         taker: HostShare,
         form: int,
         used_at_s: float | None,
@@ -403,13 +418,13 @@ class HostAccounts:
         """
         size = self.pool.formats[form].slot_bytes
         given: dict[Payer, int] = {}
-        for copy in copies:
-            share = self._owner[copy.slot] if copy.slot >= 0 else None
+        for node in copies:
+            share = self._owner[node.host.slot] if node.host is not None else None
             if share is None:
                 continue
-            if share is taker and _older(copy, used_at_s) is None:
+            if share is taker and _older(node, used_at_s) is None:
                 return False
-            given[share.payer] = given.get(share.payer, 0) + self.pool.bytes_of(copy.slot)
+            given[share.payer] = given.get(share.payer, 0) + self.pool.bytes_of(node.slot)
         for payer, lost in given.items():
             share = self._shares[payer]
             if share is taker:
@@ -421,35 +436,36 @@ class HostAccounts:
                 return False
         return True
 
-    def _may_drop(self, copy: Copy) -> bool:
-        """Return whether the copy in a slot may be dropped by itself; see `update`."""
-        return not self._is_bound(copy) and (copy.record_id != 0 or not copy.children)
+    def _may_drop(self, node: Node) -> bool:
+        """Return whether the node in a slot may be dropped by itself; see `update`."""
+        return not self._is_bound(node) and (node.record is not None or not node.copied_children)
 
-    def _is_bound(self, copy: Copy) -> bool:
-        """Return whether a copy has to keep its slot, even if all that hangs on it went too: a move
+    def _is_bound(self, node: Node) -> bool:
+        """Return whether a node has to keep its slot, even if all that hangs on it went too: a move
         or a store reads it, or it alone keeps a promise."""
-        return self._refs[copy.slot] != 1 or (copy.keeps_promise and not copy.record_id)
+        return self._refs[node.slot] != 1 or (node.record is None and node.keeps_promise)
 
-    def _drop(self, copy: Copy) -> None:
+    def _drop(self, node: Node) -> None:
         self.dropped_total += 1
-        size = self.pool.bytes_of(copy.slot)
-        self.take_back(copy)
-        self._on_dropped(copy, size)
+        size = self.pool.bytes_of(node.slot)
+        self.take_back(node)
+        self._on_dropped(node, size)
 
-    def _leave_order(self, copy: Copy) -> None:
-        if copy.order_key is None:
+    def _leave_order(self, node: Node) -> None:
+        place = node.host
+        if place is None or place.order_key is None:
             return
-        share = self._owner[copy.slot]
+        share = self._owner[place.slot]
         assert share is not None, "a slot in use has an owner"
-        form = self.pool.format_of(copy.slot)
-        (share.kept if copy.is_kept else share.probation)[form].remove((*copy.order_key, copy))
-        if not copy.is_kept:
-            share.probation_bytes -= self.pool.bytes_of(copy.slot)
-        copy.order_key = None
+        order = share.kept if place.is_kept else share.probation
+        order[place.form].remove((*place.order_key, node))
+        if not place.is_kept:
+            share.probation_bytes -= self.pool.bytes_of(place.slot)
+        place.order_key = None
 
 
-def _older(copy: Copy | None, used_at_s: float | None) -> Copy | None:
-    """Return the copy if it was used before `used_at_s`, or if that does not matter."""
-    if copy is None or used_at_s is None or copy.last_use_s < used_at_s:
-        return copy
+def _older(node: Node | None, used_at_s: float | None) -> Node | None:
+    """Return the node if it was used before `used_at_s`, or if that does not matter."""
+    if node is None or used_at_s is None or node.last_use_s < used_at_s:
+        return node
     return None

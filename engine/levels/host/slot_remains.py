@@ -64,7 +64,7 @@ class SlotRemains:
     def soil(self, namespace: Namespace) -> None:
         """Have the slots wiped that have bytes of a namespace, and no copy. O(its slots)."""
         self.soil_slots(
-            slot for slot in self._slots.get(namespace, ()) if not self._accounts.has_copy(slot)
+            slot for slot in self._slots.get(namespace, ()) if not self._accounts.has_node(slot)
         )
 
     def soil_slots(self, slots: Iterable[int]) -> None:
@@ -97,7 +97,7 @@ class SlotRemains:
                 found.setdefault(slot, set()).add(namespace)
         if known != found:
             raise InvariantViolation(f"remains by slot {known}, by namespace {found}")
-        if copies := [slot for slot in self._soiled if self._accounts.has_copy(slot)]:
+        if copies := [slot for slot in self._soiled if self._accounts.has_node(slot)]:
             raise InvariantViolation(f"slots of copies are to be wiped: {copies}")
 
     # -- internals ----------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Recall: the promises that the disk still keeps for an engine before become this one's.
 
 The disk tells them page by page, from the root on, whenever it has opened. Each record becomes a
-copy that is known here, and its promise is charged, kept, renewed, ended and erased like one that
+place that is known here, and its promise is charged, kept, renewed, ended and erased like one that
 this engine has made. An erasure during a page makes the engine ask for that page again: its answer
 may name what is gone.
 """
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.levels.copies import CopyBook
+from engine.cache import PrefixCache
+from engine.cache.tree.prefix_tree import Node
+from engine.levels.places import RunPlaces
 from engine.levels.promises import KeptPromises
-from engine.levels.stored_prefixes import Copy
 from engine.moves import ROOT, Recall, Recalled, RecalledRun, RecordId, Storage
 
 A_PAGE = 128
@@ -24,17 +25,19 @@ class PromiseRecall:
 
     def __init__(
         self,
-        book: CopyBook,
+        cache: PrefixCache,
+        places: RunPlaces,
         promises: KeptPromises,
         storage: Storage,
         next_id: Callable[[], int],
     ) -> None:
-        self._book, self._promises, self._storage = book, promises, storage
+        self._cache, self._places = cache, places
+        self._promises, self._storage = promises, storage
         self._next_id = next_id
         self._call_id = 0
         self._after: RecordId = ROOT
         self._is_void = False
-        self._copies: dict[RecordId, Copy] = {}
+        self._nodes: dict[RecordId, Node] = {}
 
     @property
     def is_under_way(self) -> bool:
@@ -43,7 +46,7 @@ class PromiseRecall:
 
     def begin(self) -> None:
         """Ask the disk for what it promises, from the first record on."""
-        self._copies.clear()
+        self._nodes.clear()
         self._ask(ROOT)
 
     def erasing(self) -> None:
@@ -56,23 +59,23 @@ class PromiseRecall:
             return
         self._call_id = 0
         if outcome.code:  # the disk is away; it is asked again when it has opened
-            self._copies.clear()
+            self._nodes.clear()
             return
         if self._is_void:
             self._ask(self._after)
             return
-        promised: list[Copy] = []
+        promised: list[Node] = []
         until_s: list[float] = []
         for run in outcome.runs:
-            copy = self._bring(run, now_s)
-            if copy is not None and run.promise_s > 0:
-                copy.told_windows = () if run.terms is None else run.terms.window_groups
-                self._promises.take_over(copy, now_s + run.promise_s, run.terms, now_s)
-                promised.append(copy)
+            node = self._bring(run)
+            if node is not None and node.record is not None and run.promise_s > 0:
+                node.record.told_windows = () if run.terms is None else run.terms.window_groups
+                self._promises.take_over(node, now_s + run.promise_s, run.terms, now_s)
+                promised.append(node)
                 until_s.append(now_s + run.promise_s)
         self._promises.confirm(promised, until_s, now_s)
         if outcome.last == ROOT:
-            self._copies.clear()
+            self._nodes.clear()
         else:
             self._ask(outcome.last)
 
@@ -82,22 +85,20 @@ class PromiseRecall:
         self._call_id, self._after, self._is_void = self._next_id(), after, False
         self._storage.send(Recall(self._call_id, after, A_PAGE))
 
-    def _bring(self, run: RecalledRun, now_s: float) -> Copy | None:
-        """Return the copy of a record; None if what it hangs on is gone, or if this engine has no
+    def _bring(self, run: RecalledRun) -> Node | None:
+        """Return the node of a record; None if what it hangs on is gone, or if this engine has no
         such format.
         """
-        book, namespace = self._book, run.namespace
-        form = book.formats.of_record(run.fidelity, run.slot_bytes)
-        if form is None or len(run.tokens) != book.prefixes.run_tokens:
+        places, namespace = self._places, run.namespace
+        form = places.formats.of_record(run.fidelity, run.slot_bytes)
+        if form is None or len(run.tokens) != places.run_tokens:
             return None
-        parent: Copy | None = self._copies.get(run.parent)
-        if run.parent == ROOT:
-            parent = book.prefixes.root(namespace)
-        if parent is None or (not parent.is_root and parent.parent is None):
+        parent = self._nodes.get(run.parent)
+        if run.parent != ROOT and (parent is None or not parent.is_copied):
             return None
-        book.formats.allow(namespace, run.fidelity)
-        copy = book.know(parent, run.tokens, run, form, run.payer or namespace, now_s)
+        places.formats.allow(namespace, run.fidelity)
+        node = places.know(namespace, run.payer or namespace, parent, run.tokens, run, form)
         for lease_id in run.lease_ids:
-            book.prefixes.extend_lease(lease_id, copy)
-        self._copies[run.record_id] = copy
-        return copy
+            self._cache.extend_lease(lease_id, node)
+        self._nodes[run.record_id] = node
+        return node

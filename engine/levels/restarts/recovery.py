@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal, Protocol
 
 from engine.api import AT_REST, AtRest, Fidelity, Namespace, Payer
-from engine.levels.copies import CopyBook
+from engine.cache import PrefixCache
+from engine.cache.tree.prefix_tree import Node
 from engine.levels.host.copy_notes import CopyNotes
-from engine.levels.stored_prefixes import Copy
+from engine.levels.places import RunPlaces
 from engine.moves import PromiseTerms
 from engine.storage.memory.slot_table import ROOT_SERIAL, SlotEntry, SlotTable
 
@@ -26,7 +27,7 @@ A_TURN: Final = 128
 """Copies that enter the tree in a turn."""
 
 DropReason = Literal["torn", "orphaned", "expired", "again", "erased"]
-KeepPromise = Callable[[Copy, float, PromiseTerms | None, float], None]
+KeepPromise = Callable[[Node, float, PromiseTerms | None, float], None]
 """`KeptPromises.take_over`."""
 Items = Sequence[tuple[int, SlotEntry]]
 
@@ -58,7 +59,12 @@ class Recovery:
     """
 
     def __init__(
-        self, kept: KeptSlots, book: CopyBook, keep: KeepPromise | None, now_s: float
+        self,
+        kept: KeptSlots,
+        cache: PrefixCache,
+        places: RunPlaces,
+        keep: KeepPromise | None,
+        now_s: float,
     ) -> None:
         """Read the table, and claim the slots of its copies; the book notes its own in it from now
         on. About 6 us a copy. `keep` is called with each copy that is promised; None where no level
@@ -66,9 +72,14 @@ class Recovery:
         """
         self._kept = kept
         self._table = table = kept.table
-        self._book = book
-        book.notes = self._notes = CopyNotes(
-            table, kept.generation, kept.boot_s, book.formats.terms_of, book.format_of
+        self._cache, self._places = cache, places
+        places.notes = self._notes = CopyNotes(
+            table,
+            kept.generation,
+            kept.boot_s,
+            places.formats.terms_of,
+            places.accounts.payer_of,
+            places.formats.formats,
         )
         self._keep = keep
         self.recovered = 0
@@ -79,21 +90,21 @@ class Recovery:
         self.pending_blocks: Counter[Namespace] = Counter()
         self._erased: set[Namespace] = set()
         self._below: dict[int, list[tuple[int, SlotEntry]]] = {}
-        self._next: list[tuple[Copy | None, int, SlotEntry]] = []
+        self._next: list[tuple[Node | None, int, SlotEntry]] = []
         owners: dict[int, tuple[Payer, Namespace, int]] = {}
         slabs: dict[int, int] = {}
         for slot in range(table.slots):
             if (found := self._read(slot, slabs)) is not None:
                 owners[slot] = (found[0].payer, found[0].namespace, found[1])
-        book.claim(owners)
+        places.claim(owners)
         for slot, entry in self._below.pop(ROOT_SERIAL, ()):
             self._next.append((None, slot, entry))
         for namespace, fidelity in self.fidelity.items():
-            book.formats.allow(namespace, fidelity)
+            places.formats.allow(namespace, fidelity)
         if not kept.is_new:
-            book.remains.soil_free()
+            places.remains.soil_free()
         self._notes.set_time(now_s)
-        book.accounts.is_closed = not kept.is_alone()
+        places.accounts.is_closed = not kept.is_alone()
 
     @property
     def is_done(self) -> bool:
@@ -103,7 +114,7 @@ class Recovery:
     def turn(self, now_s: float) -> bool:
         """Go on with what the engine before has left; return whether there was any."""
         self._notes.set_time(now_s)
-        accounts = self._book.accounts
+        accounts = self._places.accounts
         if accounts.is_closed:
             accounts.is_closed = not self._kept.is_alone()
         if self.is_done:
@@ -163,9 +174,9 @@ class Recovery:
             self.dropped["torn"] += 1
             self._table.clear(slot)
             return None
-        self.pending[entry.namespace] += self._book.formats.formats[form].slot_bytes
+        self.pending[entry.namespace] += self._places.formats.formats[form].slot_bytes
         self.pending_blocks[entry.namespace] += 1
-        self._book.changed.add(entry.namespace)
+        self._places.changed.add(entry.namespace)
         self._below.setdefault(entry.parent, []).append((slot, entry))
         if entry.fidelity != "exact":
             self.fidelity[entry.namespace] = entry.fidelity
@@ -176,9 +187,9 @@ class Recovery:
 
     def _form_of(self, slot: int, entry: SlotEntry, slabs: dict[int, int]) -> int | None:
         """Return the format of an entry's copy; None if this engine, or the slab, has it not."""
-        formats, layout = self._book.formats.formats, self._book.accounts.pool.layout
+        formats, layout = self._places.formats.formats, self._places.accounts.pool.layout
         names = [one.name for one in formats]
-        if len(entry.run) != self._book.prefixes.run_tokens or entry.format not in names:
+        if len(entry.run) != self._places.run_tokens or entry.format not in names:
             return None
         form = names.index(entry.format)
         slab, position = divmod(slot, layout.slots_per_slab)
@@ -186,10 +197,9 @@ class Recovery:
             return None
         return form if slabs.setdefault(slab, form) == form else None
 
-    def _bring(self, parent: Copy | None, slot: int, entry: SlotEntry, now_s: float) -> None:
-        """Make a copy of an entry, or drop it, and queue what hangs on it."""
-        book, notes = self._book, self._notes
-        below = self._below.pop(entry.serial, ())
+    def _bring(self, parent: Node | None, slot: int, entry: SlotEntry, now_s: float) -> None:
+        """Give a node the slot of an entry, or drop it, and queue what hangs on it."""
+        notes, below = self._notes, self._below.pop(entry.serial, ())
         if entry.namespace in self._erased:
             self._drop(slot, entry, "erased")
             for item in below:
@@ -198,41 +208,33 @@ class Recovery:
                 else:
                     self._drop_all(*item, self._below.pop(item[1].serial, ()), "orphaned")
             return
-        if parent is not None and (parent.parent is None or parent.namespace != entry.namespace):
-            self._drop_all(slot, entry, below, "orphaned")  # the parent has left the tree meanwhile
+        if parent is not None and (not parent.is_copied or parent.namespace != entry.namespace):
+            self._drop_all(slot, entry, below, "orphaned")  # the parent has lost it meanwhile
             return
         limit_at_s = notes.off_boot_clock(entry.limit_at_s)
         if limit_at_s <= now_s:
             self._drop_all(slot, entry, below, "expired")
             return
-        above = book.prefixes.root(entry.namespace) if parent is None else parent
-        copy = above.children.get(entry.run)
-        if copy is None:
-            copy = book.prefixes.add(above, entry.run, entry.payer, now_s)
-            copy.hits = entry.hits
-            copy.last_use_s = min(now_s, notes.off_boot_clock(entry.last_use_s))
-            book.prefixes.set_limit(copy, limit_at_s)
-        if copy.slot < 0:
+        node = self._cache.add_run(entry.namespace, entry.payer, parent, entry.run)
+        is_new = node.block < 0 and not node.is_copied
+        if is_new:
+            node.hits = entry.hits
+            node.last_use_s = min(now_s, notes.off_boot_clock(entry.last_use_s))
+        if node.host is None:
             self._unpend(slot, entry)
-            book.recover(copy, slot, entry.check)
-            notes.adopt(copy, entry.serial, entry.parent)
+            self._places.recover(node, slot, entry.check)
+            notes.adopt(node, entry.serial, entry.parent)
             self.recovered += 1
         else:  # it has been computed and copied again meanwhile
             self._drop(slot, entry, "again")
-        self._extend(copy, entry, limit_at_s, now_s)
-        for item in below:
-            self._next.append((copy, *item))
-
-    def _extend(self, copy: Copy, entry: SlotEntry, limit_at_s: float, now_s: float) -> None:
-        """Apply an entry's terms to its copy: they only ever lengthen."""
-        prefixes = self._book.prefixes
-        if copy.limit_at_s < limit_at_s:
-            prefixes.set_limit(copy, limit_at_s)
-        copy.promise_at_s = max(copy.promise_at_s, self._notes.off_boot_clock(entry.promise_at_s))
-        if self._keep is not None and copy.promise_at_s > now_s:
-            self._keep(copy, copy.promise_at_s, entry.terms, now_s)  # leases write its note
+        self._cache.extend_limit(node, limit_at_s, now_s, is_new=is_new)
+        promise_at_s = notes.off_boot_clock(entry.promise_at_s)
+        if self._keep is not None and promise_at_s > now_s:
+            self._keep(node, promise_at_s, entry.terms, now_s)  # leases write its note
         for lease_id in entry.leases:
-            prefixes.extend_lease(lease_id, copy)
+            self._cache.extend_lease(lease_id, node)
+        for item in below:
+            self._next.append((node, *item))
 
     def _drop_all(self, slot: int, entry: SlotEntry, below: Items, reason: DropReason) -> None:
         """Drop an entry and all that hangs on it."""
@@ -252,14 +254,14 @@ class Recovery:
 
     def _drop(self, slot: int, entry: SlotEntry, reason: DropReason) -> None:
         self.dropped[reason] += 1
-        self._book.changed.add(entry.namespace)
+        self._places.changed.add(entry.namespace)
         self._table.clear(slot)
         self._unpend(slot, entry)
-        self._book.remains.soil_slots([slot])
-        self._book.release(slot)
+        self._places.remains.soil_slots([slot])
+        self._places.release(slot)
 
     def _unpend(self, slot: int, entry: SlotEntry) -> None:
-        self.pending[entry.namespace] -= self._book.format_of(slot).slot_bytes
+        self.pending[entry.namespace] -= self._places.format_of(slot).slot_bytes
         self.pending_blocks[entry.namespace] -= 1
         if not self.pending_blocks[entry.namespace]:
             del self.pending[entry.namespace], self.pending_blocks[entry.namespace]

@@ -1,4 +1,4 @@
-"""Rule 9: expired blocks go first, then blocks of the payer furthest over its share."""
+"""Rule *Fair share*: expired blocks go first, then blocks of the payer furthest over its share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block pool: a block is free exactly when it has no reference (rule 1)."""
+"""The block pool: a block is free exactly when it has no reference (rule *Reference*)."""
 
 from __future__ import annotations
 

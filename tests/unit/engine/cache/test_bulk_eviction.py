@@ -10,10 +10,10 @@ from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
-from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.eviction_policy import EvictionOrder
 from engine.cache.tree.fair_share import FairShare
 from engine.cache.tree.prefix_tree import Node
+from tests.unit.engine.cache.quiet_levels import QuietLevels
 from tests.unit.engine.cache.sequences import compute
 
 SIZE = 2
@@ -34,13 +34,11 @@ def evicted_in_a_life(seed: int) -> list[Victim]:
     evicted: list[Victim] = []
     running: list[tuple[BlockTable, list[int]]] = []
 
-    def note(account: NamespaceAccount, node: Node) -> None:
-        depth, above = 0, node.parent
-        while above is not None:
-            depth, above = depth + 1, above.parent
-        evicted.append((account.namespace, depth, node.run))
+    class Noted(QuietLevels):
+        def evicting(self, node: Node) -> None:
+            evicted.append((node.namespace, len(node.path()), node.run))
 
-    cache.watch(note, lambda table, node, since: None)
+    cache.attach(Noted())
     for number in range(60):
         now_s += chance.choice((0.0, 0.0, 1.0))  # equal times: serials decide
         if running and chance.random() < 0.6:

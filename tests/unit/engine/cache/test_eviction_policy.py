@@ -81,7 +81,7 @@ def test_a_new_payer_takes_over_the_evictable_leaves(policy: EvictionPolicy) -> 
 def test_an_order_holds_no_leaf_whose_score_has_changed() -> None:
     """The checker relies on it: such a leaf would be evicted by an outdated score."""
     order = EvictionOrder(LeastRecentlyUsed())
-    node = Node((1,), 0, None, 1)
+    node = Node((1,), None, 1, None)
     order.add(node)
     assert order.holds(node)
 

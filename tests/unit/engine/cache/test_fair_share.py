@@ -14,7 +14,8 @@ from engine.api import Quota
 from engine.cache import LeastRecentlyUsed, PrefixCache
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.fair_share import FairShare
-from engine.cache.tree.prefix_tree import PrefixTree
+from engine.cache.tree.lease_endpoints import LeaseEndpoints
+from engine.cache.tree.prefix_tree import Node, PrefixTree
 from engine.errors import InvariantViolation
 from tests.lines_run import lines_run
 from tests.unit.engine.cache.sequences import computed
@@ -35,7 +36,8 @@ def account_of(
     name = bytes([number])
     share = shares.account_for(name, quota)
     if name not in share.accounts:
-        share.add_account(NamespaceAccount(name, share, PrefixTree(SIZE, serials), set()))
+        tree = PrefixTree(name, SIZE, serials)
+        share.add_account(NamespaceAccount(name, share, tree, set(), LeaseEndpoints()))
     return share.accounts[name]
 
 
@@ -52,7 +54,9 @@ def test_sums_equal_a_recount_after_any_changes(
         elif what == "rest" and account.cached < account.held:
             account.add_cached(1, 1)
         elif what == "promise":
-            account.add_promised("1h", 1)
+            promised = Node((1,), None, 1, account.tree)
+            promised.promised_class, promised.is_bound = "1h", True
+            account.add_promise(promised, 1)
         elif what == "go":
             share = account.payer_account
             share.remove_account(account)

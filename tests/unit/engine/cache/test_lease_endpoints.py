@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
 from engine.cache.tree.lease_endpoints import HANDED_UP_MAX, LeaseEndpoints
-from engine.cache.tree.prefix_tree import Node, PrefixTree
+from engine.cache.tree.prefix_tree import Node, PrefixTree, whole_runs
 from tests.lines_run import lines_run
 from tests.unit.engine.cache.sequences import compute
 
@@ -141,15 +141,15 @@ STEPS = st.lists(
 @given(STEPS)
 def test_erasure_equals_a_list_of_leases_on_each_block(steps: list[Step]) -> None:
     """The plain list is the specification."""
-    tree, ends = PrefixTree(1), LeaseEndpoints[Node]()
+    tree, ends = PrefixTree(b"n", 1), LeaseEndpoints[Node]()
     covering: dict[Node, set[str]] = {}
     for what, number, run_of in steps:
-        lease_id, path = str(number), tree.match_blocks(run_of, len(run_of))
+        lease_id, path = str(number), whole_runs(tree.root, run_of, 1)
         if what == "reach":
             for index in range(len(run_of)):
                 if index == len(path):
                     above = path[-1] if path else tree.root
-                    path.append(tree.insert(above, (run_of[index],), 0)[0])
+                    path.append(tree.add(above, (run_of[index],)))
                 covering.setdefault(path[index], set()).add(lease_id)
             ends.extend(lease_id, path[-1])
         elif what == "goes" and path and not path[-1].children:

@@ -1,4 +1,4 @@
-"""Leases: a promise and a limit, on the test's own clock (rules 7 and 8)."""
+"""Leases: a promise and a limit, on the test's own clock (rules *Lease*, *Grant*)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from engine.api import LeaseGrant, LeaseRequest, Quota, Retention
 from engine.cache import BlockTable, Fact, PrefixCache
 from engine.cache.events import PromiseLost
-from engine.cache.kept_below import FoundPromise, KeptWindows
-from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.leases import BlockTerms
-from engine.cache.tree.prefix_tree import Node, WindowBlock
+from engine.cache.tree.places import HostPlace
+from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
+from tests.unit.engine.cache.quiet_levels import QuietLevels
 from tests.unit.engine.cache.sequences import compute, computed
 
 SIZE = 4
@@ -425,80 +425,57 @@ def test_a_lease_beyond_the_prompt_covers_no_output_after_a_preemption() -> None
     cache.check()
 
 
-class FewBelow:
-    """A level below the device that keeps the promises of the first blocks of any prompt, or of
-    none."""
-
-    def __init__(self, *kept: BlockTerms) -> None:
-        self.kept = kept
-
-    def terms_of(
-        self, namespace: bytes, tokens: Sequence[int], now_s: float
-    ) -> list[BlockTerms | None]:
-        """See `KeptBelow`."""
-        return [*self.kept]
-
-    def windows_of(
-        self, namespace: bytes, tokens: Sequence[int], now_s: float
-    ) -> list[KeptWindows]:
-        """See `KeptBelow`."""
-        return []
-
-    def adopt(self, account: NamespaceAccount, node: Node, now_s: float) -> BlockTerms | None:
-        """See `KeptBelow`."""
-        return None
-
-    def adopt_window(
-        self, account: NamespaceAccount, block: WindowBlock, now_s: float
-    ) -> BlockTerms | None:
-        """See `KeptBelow`."""
-        return None
-
-    def returned(self, node: Node) -> None:
-        """See `KeptBelow`."""
-
-
 @pytest.mark.parametrize("is_preempted", [False, True])
 def test_a_promise_stays_above_blocks_that_are_to_be_promised(is_preempted: bool) -> None:
     """It would return with the next of them, to a device whose room is promised to others."""
     cache = PrefixCache(blocks=8, block_size=SIZE)
-    cache.promises.keep_in(FewBelow(), 16)
+    cache.attach(QuietLevels(keeps=True), 16)
     table = cache.begin(US, WORDS, 0.0, leases=(lease(FIVE),))
     assert cache.grow(table, 8, 0.0)
     cache.commit(table, WORDS, 4, 0.0)
     node = table.node
     if is_preempted:
         assert cache.suspend(table, WORDS, 0.0)
+    cache.promises.settle(node)
 
-    assert not cache.promises.keep_below(node)
+    assert node.is_bound
+    cache.check()
     cache.release(table, WORDS, 0.0, keep=False)
-    assert cache.promises.keep_below(node)
+    assert node.promised_below
+    cache.check()
 
 
 def test_what_hangs_on_a_block_that_its_level_lost_is_told_as_lost() -> None:
     """Without room for that block, what was to be promised under it is not promised either."""
     facts: list[Fact] = []
     cache = PrefixCache(blocks=8, block_size=SIZE, facts=facts.append)
-    terms, other, quota = (
-        BlockTerms(math.inf),
-        BlockTerms(math.inf),
-        Quota(payer=US, promised_blocks_max=7),
-    )
-    for one in (terms, other):
-        one.extend_promise(300.0, "five")
-    below = FewBelow(terms)
-    cache.promises.keep_in(below, 16)
-    cache.promises.take_over(FoundPromise(US, US, terms), 0.0)
+    cache.attach(QuietLevels(keeps=True), 16)
+    quota = Quota(payer=US, promised_blocks_max=7)
+    node = kept_below(cache, LONG[:SIZE])
     table = cache.begin(US, LONG, 0.0, quota=quota, leases=(lease(FIVE, tokens=28),))
     assert [one.outcome for one in table.leases] == ["granted"]
-    below.kept = ()
-    cache.promises.end_below(US, terms, is_away=True, is_lost=True)
-    cache.promises.take_over(FoundPromise(US, US, other), 0.0)  # it takes the last of the quota
+    assert node.parent is not None
+    node.host, node.parent.copied_children = None, 0
+    cache.promises.place_lost(node, 0.0)
+    cache.remove_placeless(node)
+    kept_below(cache, [90] * SIZE)  # it takes the last of the quota
     assert compute(cache, table, LONG, end=8)
 
     assert [one.blocks for one in facts if isinstance(one, PromiseLost)] == [1, 6]
     cache.release(table, LONG, 0.0)
     cache.check()
+
+
+def kept_below(cache: PrefixCache, tokens: Sequence[int]) -> Node:
+    """Return a first run of `tokens` that is in host memory alone, which keeps its promise."""
+    node = cache.add_run(US, US, None, tuple(tokens))
+    node.host = HostPlace(0, 0, has_windows=False)
+    assert node.parent is not None
+    node.parent.copied_children += 1
+    terms = BlockTerms(math.inf)
+    terms.extend_promise(300.0, "five")
+    cache.promises.take_over(node, terms, 0.0)
+    return node
 
 
 def test_a_promise_never_computed_lapses_with_its_request() -> None:

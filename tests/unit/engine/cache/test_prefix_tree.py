@@ -5,7 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cache.tree.prefix_tree import Node, PrefixTree, common_prefix_length, nodes_under
+from engine.cache.tree.prefix_tree import (
+    Node,
+    PrefixTree,
+    common_prefix_length,
+    nodes_under,
+    whole_runs,
+)
 
 Run = tuple[int, ...]
 runs = st.lists(st.integers(0, 2), min_size=4, max_size=4).map(tuple)
@@ -16,25 +22,46 @@ def grow(tree: PrefixTree, tokens: Run, block: int) -> Node:
     node = tree.root
     for at in range(0, len(tokens), tree.block_size):
         run = tokens[at : at + tree.block_size]
-        node = node.children.get(run) or tree.insert(node, run, block)[0]
+        known = node.children.get(run)
+        node = known or tree.add(node, run)
+        if known is None:
+            tree.put_block(node, block)
     return node
+
+
+def put(tree: PrefixTree, run: Run, block: int) -> tuple[Node, Node | None]:
+    """Add a child of the root on the device; return it and the tail that it extends."""
+    node = tree.add(tree.root, run)
+    return node, tree.put_block(node, block)
 
 
 def test_match_blocks_ends_where_the_prompt_leaves_the_tree() -> None:
     """It matches whole blocks only; `longest_common_child` matches the rest."""
-    tree = PrefixTree(2)
+    tree = PrefixTree(b"n", 2)
     grow(tree, (0, 1, 2, 3, 4, 5), 7)
 
-    assert len(tree.match_blocks((0, 1, 2, 3, 9, 9), 6)) == 2
-    assert len(tree.match_blocks((0, 1, 2, 3, 4, 5), 5)) == 2
-    assert tree.match_blocks((1, 1), 2) == []
+    assert len(tree.find((0, 1, 2, 3, 9, 9, 9)).path) == 2
+    assert len(tree.find((0, 1, 2, 3, 4, 5)).path) == 2
+    assert tree.find((1, 1, 1)).path == []
+
+
+def test_what_is_below_the_device_alone_is_not_found_there() -> None:
+    """A node keeps its place in the tree, and its siblings are compared without it."""
+    tree = PrefixTree(b"n", 2)
+    last = grow(tree, (0, 1, 2, 3), 0)
+    grow(tree, (0, 1, 2, 4), 1)
+    tree.drop_block(last)
+
+    assert len(tree.find((0, 1, 2, 3, 9)).path) == 1
+    assert tree.find((0, 1, 2, 3, 9)).partial_tokens == 1
+    assert len(whole_runs(tree.root, (0, 1, 2, 3), 2)) == 2
 
 
 @given(children=st.lists(runs, min_size=1, max_size=12, unique=True), wanted=runs)
 def test_bisection_finds_the_longest_common_child(children: list[Run], wanted: Run) -> None:
-    tree = PrefixTree(4)
+    tree = PrefixTree(b"n", 4)
     for block, run in enumerate(children):
-        tree.insert(tree.root, run, block)
+        put(tree, run, block)
 
     found, common = tree.longest_common_child(tree.root, wanted)
 
@@ -45,21 +72,18 @@ def test_bisection_finds_the_longest_common_child(children: list[Run], wanted: R
 
 def test_a_longer_run_replaces_the_tail_it_extends() -> None:
     """No sibling is a prefix of another, which makes the bisection correct."""
-    tree = PrefixTree(4)
-    tail, _ = tree.insert(tree.root, (1, 2), 0)
-    tree.insert(tree.root, (1, 3), 1)
+    tree = PrefixTree(b"n", 4)
+    tail, _ = put(tree, (1, 2), 0)
+    put(tree, (1, 3), 1)
 
-    node, replaced = tree.insert(tree.root, (1, 2, 5), 2)
+    _, replaced = put(tree, (1, 2, 5), 2)
 
     assert replaced is tail
-    assert not tree.contains(tail)
-    assert set(tree.root.children) == {(1, 2, 5), (1, 3)}
-    assert tree.contains(node)
 
 
 def test_nodes_under_a_prefix_start_with_it() -> None:
     """Erasure by tokens may start in the middle of a block."""
-    tree = PrefixTree(2)
+    tree = PrefixTree(b"n", 2)
     grow(tree, (0, 1, 2, 3), 0)
     grow(tree, (0, 1, 2, 4), 1)
     grow(tree, (0, 1, 5, 5), 2)
@@ -74,7 +98,7 @@ def test_nodes_under_a_prefix_start_with_it() -> None:
 
 def test_subtree_lists_children_before_parents_at_any_depth() -> None:
     """A path of thousands of blocks is removed without recursion."""
-    tree = PrefixTree(1)
+    tree = PrefixTree(b"n", 1)
     node = grow(tree, tuple(range(5000)), 0)
 
     order = list(tree.root.subtree())
@@ -86,10 +110,10 @@ def test_subtree_lists_children_before_parents_at_any_depth() -> None:
 
 def test_equal_hashes_do_not_join_prefixes() -> None:
     """-1 and -2 have the same hash in Python, and are two tokens (T6)."""
-    tree = PrefixTree(1)
-    first, _ = tree.insert(tree.root, (-1,), 0)
-    second, _ = tree.insert(tree.root, (-2,), 1)
+    tree = PrefixTree(b"n", 1)
+    first, _ = put(tree, (-1,), 0)
+    second, _ = put(tree, (-2,), 1)
 
     assert hash((-1,)) == hash((-2,))
-    assert tree.match_blocks((-1,), 1) == [first]
-    assert tree.match_blocks((-2,), 1) == [second]
+    assert whole_runs(tree.root, (-1,), 1) == [first]
+    assert whole_runs(tree.root, (-2,), 1) == [second]

@@ -69,7 +69,7 @@ def test_the_longest_sequence_fits_and_one_block_more_does_not(
 
 
 def test_a_sequence_keeps_the_blocks_of_its_window() -> None:
-    """Blocks behind the window become holes, and stay cached (rules 15 and 16)."""
+    """Blocks behind the window become holes, and stay cached (rule *Window*)."""
     cache = make_cache(windows=(4, 8))
     table = computed(cache, list(range(40)))
 
@@ -101,7 +101,7 @@ def test_room_is_taken_in_all_groups_or_in_none() -> None:
 
 
 def test_an_answer_and_a_prompt_can_be_resumed() -> None:
-    """Hits stand at the end of the prompt and at the end of the answer (rule 18)."""
+    """Hits stand at the end of the prompt and at the end of the answer (rule *Resume point*)."""
     cache = make_cache()
     prompt = list(range(20))
     table = computed(cache, prompt)
@@ -162,7 +162,9 @@ def test_walking_over_a_point_does_not_make_it_recent() -> None:
 
 
 def test_a_tombstone_is_filled_by_a_sequence_that_computes_it() -> None:
-    """A prompt that finds group 0 and no window recomputes, and can be resumed again (rule 16)."""
+    """A prompt that finds group 0 and no window recomputes, and can be resumed again (rule
+    *Window*).
+    """
     cache = make_cache(blocks=48)
     prompt = list(range(40))
     run(cache, prompt)

@@ -118,7 +118,7 @@ def test_a_finished_id_may_be_reused(world: World) -> None:
 
 
 def test_the_second_turn_finds_the_first_to_the_token(world: World) -> None:
-    """Rule 5: the tail block is kept and copied, so hits do not stop at block boundaries."""
+    """Rule *Exact hit*: the tail block is kept and copied, so hits do not stop at block boundaries."""
     run(world, ask("a"))
     said = (*PROMPT, *world.streams["a"].outputs[0])
 
@@ -130,7 +130,7 @@ def test_the_second_turn_finds_the_first_to_the_token(world: World) -> None:
 
 
 def test_a_repeated_prompt_computes_one_token(world: World) -> None:
-    """Rule 6: there must be logits to sample from."""
+    """Rule *Exact hit*: there must be logits to sample from."""
     first, again = run(world, ask("a"))[0], run(world, ask("b"))[0]
 
     assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, len(PROMPT) - 1)
@@ -168,7 +168,7 @@ def test_a_prewarm_fills_the_cache(world: World) -> None:
 
 
 def test_a_lease_is_answered_when_the_request_starts(world: World) -> None:
-    """Promises are granted, clipped or refused, never dropped silently (rule 8)."""
+    """Promises are granted, clipped or refused, never dropped silently (rule *Grant*)."""
     lease = LeaseRequest(8, Retention("5m", promise_s=300), "l")
     run(world, ask(grant=CacheGrant(b"n", Quota(floor_blocks=4), leases=(lease,))))
 

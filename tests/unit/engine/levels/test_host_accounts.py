@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.cache.tree.places import HostPlace, RecordPlace
+from engine.cache.tree.prefix_tree import Node, PrefixTree
 from engine.errors import InvariantViolation
 from engine.levels.host.accounts import HostAccounts
 from engine.levels.host.slot_pool import SlotPool
-from engine.levels.stored_prefixes import Copy
 from engine.moves import SlotFormat, SlotLayout
 
 
@@ -31,8 +32,9 @@ class Shelf:
         self.accounts = HostAccounts(
             SlotPool(layout, formats), lambda copy, size: self.dropped.append(self.names[copy])
         )
-        self.names: dict[Copy, str] = {}
-        self.copies: dict[str, Copy] = {}
+        self.tree = PrefixTree(b"n", 1)
+        self.names: dict[Node, str] = {}
+        self.copies: dict[str, Node] = {}
 
     def put(
         self, name: str, at_s: float, *, hits: int = 0, fresh: bool = False, form: int = 0
@@ -42,10 +44,10 @@ class Shelf:
         slot = self.accounts.take(payer, form, at_s if fresh else None)
         if slot is None:
             return False
-        copy = Copy(b"n", payer, (len(self.names),), Copy(b"n", b"", (), None, 0), len(self.names))
+        copy = self.tree.add(self.tree.root, (len(self.names),))
         copy.last_use_s, copy.hits = at_s, hits
         self.names[copy], self.copies[name] = name, copy
-        self.accounts.give(copy, slot, b"")
+        self.accounts.give(copy, HostPlace(slot, form, has_windows=False))
         return True
 
     def fill(self, first: str, numbers: range, *, form: int = 0) -> None:
@@ -229,12 +231,13 @@ def test_what_hangs_on_a_slab_goes_with_it() -> None:
     for child, parent in (("a4", "a1"), ("a5", "a4")):
         copy, above = shelf.copies[child], shelf.copies[parent]
         copy.parent, above.children[copy.run] = above, copy
+        above.copied_children += 1
         shelf.accounts.update(above)
     for name in ("a2", "a3"):
         shelf.accounts.hold(shelf.copies[name].slot)
-    shelf.copies["a5"].record_id = 7
+    shelf.copies["a5"].record = RecordPlace(7, 0, has_windows=False)
     assert not shelf.put("b0", 10, form=1), "what is known of a record stays"
-    shelf.copies["a5"].record_id = 0
+    shelf.copies["a5"].record = None
     assert shelf.put("b0", 10, form=1)
 
     assert shelf.dropped == ["a5", "a4", "a1", "a0"]
@@ -277,7 +280,7 @@ def run(actions: list[tuple[str, str, int, int]]) -> None:
         elif copy is not None and what == "touch":
             accounts.touch(copy, at_s)
         elif copy is not None and what == "store":
-            copy.record_id = 1
+            copy.record = RecordPlace(1, 0, has_windows=False)
             accounts.update(copy)
         accounts.check(shelf.names, dict(held))
         after = used()

@@ -77,7 +77,7 @@ def test_a_failed_load_says_so() -> None:
 def test_damaged_bytes_in_host_memory_say_so() -> None:
     """The second run is damaged: the first one counts, and the level counts the damage."""
     world = on_host()
-    copies = world.levels.book.prefixes.match(b"n", prompt(1), world.clock())
+    copies = world.levels.places.match(b"n", prompt(1), world.clock())
     world.memory.contents[copies[1].slot] = (None,) * 4
     world.run(ask("again", prompt(1)))
 

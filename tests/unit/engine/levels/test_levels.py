@@ -15,7 +15,7 @@ from engine.api import AtRest, CacheGrant, Erase, Erased, Quota, Retention
 from engine.config import RemoteConfig
 from engine.errors import InvariantViolation
 from engine.levels.loads import Load, Loads
-from engine.levels.stored_prefixes import StoredPrefixes
+from engine.levels.places import RunPlaces
 from engine.moves import KeepHere, Look, Move, RemoteStats, Renew, StorageStats, StoreRuns
 from tests.checkers import RuleBroken
 from tests.fake_levels import FakeTransferEngine, MoveError
@@ -189,7 +189,7 @@ def test_an_erased_lease_takes_only_what_it_alone_covers() -> None:
     world.core.erase(Erase(1, b"n", lease_id="one"), answers.append)
 
     assert answers[0].levels[0].blocks == 2  # of five, three are in both
-    assert len(world.levels.book.prefixes.match(b"n", prompt(1, 9) + prompt(2, 12), 0.0)) == 4
+    assert len(world.levels.places.match(b"n", prompt(1, 9) + prompt(2, 12), 0.0)) == 4
 
 
 def test_a_copy_has_its_blocks_limit(world: LeveledWorld) -> None:
@@ -222,7 +222,7 @@ def test_what_may_not_be_written_leaves_nothing(world: LeveledWorld) -> None:
     world.run(ask("private", prompt(1), grant=CacheGrant(b"n", PAYER, write=False)))
     world.push_out()
 
-    assert not world.levels.book.prefixes.has(b"n")
+    assert not world.levels.places.has(b"n")
 
 
 @pytest.mark.parametrize(("at_rest", "is_told"), [("remote", 0), ("local", 1), ("never", 1)])
@@ -347,7 +347,7 @@ FAULTS: dict[str, tuple[Any, str, Any, Any]] = {
     "blocks of a load are not held": (Loads, "begin", None, cancel_and_crowd),
     "a failed load counts as loaded": (Load, "count_done", lambda self: 3, read_under_failures),
     "copies are matched by position alone": (
-        StoredPrefixes,
+        RunPlaces,
         "match",
         lambda self, namespace, tokens, now_s: _first_path(self, namespace, tokens),
         read_under_failures,
@@ -355,11 +355,12 @@ FAULTS: dict[str, tuple[Any, str, Any, Any]] = {
 }
 
 
-def _first_path(prefixes: StoredPrefixes, namespace: bytes, tokens: Any) -> list[Any]:
+def _first_path(places: RunPlaces, namespace: bytes, tokens: Any) -> list[Any]:
     path = list[Any]()
-    copy = prefixes.root(namespace)
-    while copy.children and 4 * (len(path) + 1) < len(tokens):
-        copy = next(iter(copy.children.values()))
+    copy = next((one for one in places if one.namespace == namespace), None)
+    copy = None if copy is None else copy.path()[0].parent
+    while copy is not None and copy.copied_children and 4 * (len(path) + 1) < len(tokens):
+        copy = next(one for one in copy.children.values() if one.is_copied)
         path.append(copy)
     return path
 
@@ -405,7 +406,7 @@ def test_a_payer_inside_its_floor_is_not_copied_for_a_crowd(floor: int, is_copie
         world.step()
 
     assert "mine" in world.live, "it runs still"
-    assert bool(world.levels.book.prefixes.match(b"mine", tokens, 0.0)) is is_copied
+    assert bool(world.levels.places.match(b"mine", tokens, 0.0)) is is_copied
 
 
 def test_loads_are_moved_in_turn_over_the_payers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,8 +429,8 @@ def test_loads_are_moved_in_turn_over_the_payers(monkeypatch: pytest.MonkeyPatch
         submit(moves)
 
     monkeypatch.setattr(world.memory, "submit", noted)
-    prefixes = world.levels.book.prefixes
-    slots = [copy.slot for copy in prefixes.match(b"short", prompt(2, 9), world.clock())]
+    copies = world.levels.places.match(b"short", prompt(2, 9), world.clock())
+    slots = [copy.slot for copy in copies]
     world.submit(ask("long", prompt(1, 41), grant=long))
     world.submit(ask("short", prompt(2, 9), grant=short))
     world.settle()

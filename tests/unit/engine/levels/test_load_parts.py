@@ -67,7 +67,7 @@ def test_a_load_counts_for_the_admission_that_it_belongs_to() -> None:
 def test_a_load_that_fails_half_way_keeps_what_was_committed() -> None:
     """The rest is computed, over blocks that nothing else fills any more."""
     world = on_host()
-    copies = world.levels.book.prefixes.match(b"n", prompt(1, LONG), world.clock())
+    copies = world.levels.places.match(b"n", prompt(1, LONG), world.clock())
     world.memory.contents[copies[7].slot] = (None,) * 4
     world.weather.polls_max = 4
     world.run(ask("again", prompt(1, LONG)))

@@ -249,9 +249,9 @@ def test_a_copy_lost_while_the_device_has_the_block_breaks_nothing() -> None:
     world = with_promise(SHORT)
     assert world.promised() == (3, 3, 0)
     world.disk.records.clear()
-    for copy in list(world.levels.book.prefixes):
+    for copy in list(world.levels.places):
         if copy.parent is not None and copy.record_id and copy.slot >= 0:
-            world.levels.book.strike(copy, copy.slot)
+            world.levels.places.strike(copy, copy.slot)
     world.clock.advance(90)
     world.run(ask("again", prompt(1)))  # renews, and learns that the records are gone
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from engine.api import CacheGrant, Erase, LeaseRequest, Quota
-from engine.levels.promises import UNKNOWN_CLASS
+from engine.levels.promise_terms import UNKNOWN_CLASS
 from engine.moves import Recall, Renew, StorageStats
 from tests.unit.engine.levels.leveled_worlds import PAYER, LeveledWorld, ask, leased, prompt
 from tests.unit.engine.levels.test_promises_below import SHORT, pushed, with_promise
@@ -144,8 +142,8 @@ def test_a_record_without_a_promise_that_a_look_finds_is_not_promised() -> None:
     restarted(world)
     world.run(ask("again", prompt(1)))
 
-    copies = world.levels.book.prefixes.match(b"n", prompt(1), world.clock())
-    assert [copy.promise_at_s for copy in copies] == [-math.inf] * 3
+    copies = world.levels.places.match(b"n", prompt(1), world.clock())
+    assert [copy.promised for copy in copies] == [False] * 3
 
 
 def test_the_disk_is_asked_again_when_it_has_opened() -> None:

@@ -55,7 +55,7 @@ def kill(own: LeveledWorld, seconds: float = 0.0) -> None:
 
 def check_slots(own: LeveledWorld) -> None:
     """Check that every copy's slot holds its own prefix, and the table."""
-    for copy in own.levels.book.prefixes:
+    for copy in own.levels.places:
         path = tuple(token for one in copy.path() for token in one.run)
         if copy.slot >= 0:
             content = own.kept_memory.contents[copy.slot]
@@ -67,7 +67,7 @@ def test_a_prefix_comes_back_from_host_memory() -> None:
     """Without a disk; the answer is checked against the one from nothing."""
     own = with_promise()
     own.push_out()
-    held = own.levels.book.accounts.pool.used
+    held = own.levels.places.accounts.pool.used
     kill(own)
 
     assert own.below(prompt(1)) == (0, {"host": 12})
@@ -95,34 +95,34 @@ def test_the_first_load_verifies_and_later_ones_need_not() -> None:
     own = with_promise(verify_host=10**9)
     own.run(ask("second", prompt(2), grant=leased(13)))
     kill(own)
-    (damaged,) = own.levels.book.prefixes.match(b"n", prompt(1), 0.0)[1:2]
+    (damaged,) = own.levels.places.match(b"n", prompt(1), 0.0)[1:2]
     own.kept_memory.contents[damaged.slot] = (None,) * 4
 
     assert own.run(ask("again", prompt(1))) == [4]
     assert own.run(ask("whole", prompt(2))) == [12]
     assert host_of(own).damaged_total == 1
-    assert not any(
-        copy.is_unverified for copy in own.levels.book.prefixes.match(b"n", prompt(2), 0.0)
-    )
+    copies = own.levels.places.match(b"n", prompt(2), 0.0)
+    assert not any(copy.host is None or copy.host.is_unverified for copy in copies)
 
 
 def test_limits_and_promises_have_gone_on_running_down() -> None:
     """By the machine's clock, while there was no engine, too."""
-    own = world()
+    own = world(host_keeps_promises=True)
     own.run(ask("limited", prompt(1), grant=leased(13, LIMITED)))
     own.run(ask("promised", prompt(2), grant=leased(13)))
     own.push_out()
     ends = {
-        number: own.levels.book.prefixes.match(b"n", prompt(number), own.clock())[0]
-        for number in (1, 2)
+        number: own.levels.places.match(b"n", prompt(number), own.clock())[0] for number in (1, 2)
     }
-    limit_at_s, promise_at_s = ends[1].limit_at_s, ends[2].promise_at_s
+    assert ends[2].terms is not None
+    limit_at_s, promise_at_s = ends[1].limit_at_s, ends[2].terms.promise_at_s
     kill(own, 20.0)
 
-    (one, *_) = own.levels.book.prefixes.match(b"n", prompt(1), own.clock())
-    (two, *_) = own.levels.book.prefixes.match(b"n", prompt(2), own.clock())
+    (one, *_) = own.levels.places.match(b"n", prompt(1), own.clock())
+    (two, *_) = own.levels.places.match(b"n", prompt(2), own.clock())
     assert one.limit_at_s == pytest.approx(limit_at_s)
-    assert two.promise_at_s == pytest.approx(promise_at_s)
+    assert two.terms is not None
+    assert two.terms.promise_at_s == pytest.approx(promise_at_s)
     kill(own, 31.0)
     assert own.below(prompt(1)) == (0, {})
     assert own.below(prompt(2)) == (0, {"host": 12})
@@ -169,10 +169,10 @@ def test_an_erasure_reaches_what_is_not_in_the_tree_yet(monkeypatch: pytest.Monk
 
     assert own.levels.is_busy
     assert own.levels.namespaces() == [b"n"]
-    assert own.levels.host_bytes(b"n") == own.levels.book.accounts.pool.used * 1000
+    assert own.levels.host_bytes(b"n") == own.levels.places.accounts.pool.used * 1000
     own.core.erase(Erase(1, b"n"))
     own.settle()
-    assert own.levels.book.accounts.pool.used == 0
+    assert own.levels.places.accounts.pool.used == 0
 
 
 def half_recovered(monkeypatch: pytest.MonkeyPatch, *, disk: bool = False) -> LeveledWorld:
@@ -239,14 +239,14 @@ def test_no_slot_is_given_out_before_the_old_storage_process_has_ended() -> None
     own = with_promise()
     own.kept_memory.is_shared = True
     kill(own)
-    used = own.levels.book.accounts.pool.used
+    used = own.levels.places.accounts.pool.used
     own.run(ask("other", prompt(5), grant=leased(13)))
 
-    assert own.levels.book.accounts.pool.used == used
+    assert own.levels.places.accounts.pool.used == used
     assert own.run(ask("again", prompt(1))) == [12]
     own.kept_memory.is_shared = False
     own.run(ask("more", prompt(6), grant=leased(13)))
-    assert own.levels.book.accounts.pool.used > used
+    assert own.levels.places.accounts.pool.used > used
 
 
 @pytest.mark.parametrize("at_rest", AT_REST)
@@ -280,14 +280,14 @@ def test_quotas_hold_for_recovered_copies() -> None:
 def test_what_hangs_on_nothing_is_dropped() -> None:
     """A copy whose parent is gone can never be matched."""
     own = with_promise()
-    middle = own.levels.book.prefixes.match(b"n", prompt(1), 0.0)[1]
+    middle = own.levels.places.match(b"n", prompt(1), 0.0)[1]
     own.kept_memory.table.clear(middle.slot)
     kill(own)
     own.settle()
 
     assert own.below(prompt(1)) == (0, {"host": 4})
     assert (host_of(own).recovered_total, host_of(own).orphaned_total) == (1, 1)
-    assert own.levels.book.accounts.pool.used == 1
+    assert own.levels.places.accounts.pool.used == 1
 
 
 def scenario(own: LeveledWorld) -> None:

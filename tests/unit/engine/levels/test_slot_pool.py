@@ -82,7 +82,7 @@ def test_slots_of_one_size_are_numbered_without_gaps() -> None:
     assert [layout.offset(slot, 100) for slot in range(3)] == [0, 128, 256]
 
 
-class Places:
+class RunPlaces:
     """The bytes of each slot that is taken, as a memory of bytes has them."""
 
     def __init__(self, pool: SlotPool) -> None:
@@ -115,9 +115,9 @@ class Places:
         self.pool.give_back(slot)
 
 
-def run(pool: SlotPool, wanted: list[tuple[int, int]]) -> Places:
+def run(pool: SlotPool, wanted: list[tuple[int, int]]) -> RunPlaces:
     """Take and give back in any order: 0 to 2 take a format, 3 gives one of those taken back."""
-    places = Places(pool)
+    places = RunPlaces(pool)
     for what, which in wanted:
         if what < len(FORMATS):
             places.take(what)

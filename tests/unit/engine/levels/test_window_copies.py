@@ -40,7 +40,7 @@ def with_promise(**settings: Any) -> LeveledWorld:
 
 def formats_of(own: LeveledWorld, tokens: tuple[int, ...]) -> list[bool]:
     """Return of each copy of a prompt whether it has the blocks of all groups."""
-    copies = own.levels.book.prefixes.match(b"n", tokens, own.clock())
+    copies = own.levels.places.match(b"n", tokens, own.clock())
     return [own.levels.windows.is_whole(copy) for copy in copies]
 
 
@@ -282,9 +282,9 @@ def test_copies_of_all_groups_keep_no_more_room_than_promises_may() -> None:
         own.run(ask(f"leased{number}", prompt(number, 37), grant=wanted))
         own.clock.advance(101.0)
         own.step()
-    kept = [copy for copy in own.levels.book.prefixes if copy.keeps_promise]
+    kept = [copy for copy in own.levels.places if copy.keeps_promise]
 
-    room = sum(own.levels.book.format_of(copy.slot).slot_bytes for copy in kept) // 1000
+    room = sum(own.levels.places.format_of(copy.slot).slot_bytes for copy in kept) // 1000
     assert 150 < room <= 200 * 7 / 8
     all_in_all, below, _ = own.promised()
     assert all_in_all > below > 100

@@ -65,8 +65,9 @@ def test_copied_block_is_independent_of_source(runner: CpuRunner) -> None:
 
 
 def test_blocks_come_back_from_a_level_bit_for_bit(in_c: CpuRunner) -> None:
-    """Rule 31: a copy in the pool's own format is what was saved, scales included, and an answer
-    over loaded copies equals one from nothing."""
+    """Rule *Fidelity*: a copy in the pool's own format is what was saved, scales included, and an
+    answer over loaded copies equals one from nothing.
+    """
     runner = in_c
     prompt = tokens_of(6, 49)
     row = Row(1, 0, 49, [0, 1, 2, 3], 0, prompt, (1,))
@@ -134,7 +135,7 @@ def test_tokens_that_were_read_are_told_as_near(card: ModelCard) -> None:
             while core.has_work():
                 told += [event for event in core.step() if isinstance(event, Started)]
         assert core.levels is not None
-        formats = core.levels.book.formats.formats
+        formats = core.levels.places.formats.formats
     finally:
         core.close()
 

@@ -171,7 +171,7 @@ def test_layers_are_dealt_to_groups_of_one_size() -> None:
 
 
 def test_groups_are_part_of_the_formats_name(card: ModelCard) -> None:
-    """Blocks of another grouping are never read as these (rule 14)."""
+    """Blocks of another grouping are never read as these (rule *Exact hit*)."""
     form = CpuRunner(card, FP32, blocks=4, context=CONTEXT).kv.format
 
     assert form.name == "float32-w8-w8-w8"

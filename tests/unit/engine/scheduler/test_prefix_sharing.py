@@ -1,5 +1,5 @@
 """Prefix sharing: waiting for a leader that computes the same prefix, for a bounded time
-(rule 11).
+(rule *Single computation*).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.unit.engine.recorded_engine import RecordedWorld, tokens
 
 
 def test_a_prefix_in_the_making_is_computed_once() -> None:
-    """Rule 11. The second request's hit counts as cached."""
+    """Rule *Single computation*. The second request's hit counts as cached."""
     world = RecordedWorld()
     shared = tokens(24)
     world.ask("first", (*shared, 0, 1), max_tokens=1)

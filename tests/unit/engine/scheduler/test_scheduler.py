@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.api import CacheGrant, LeaseRequest, Quota, Retention, Sampling
 from engine.cache import Fact, PrefixCache, TreeMatch
 from engine.cache.events import PromiseLost
-from engine.cache.tree.prefix_tree import Node, PrefixTree
+from engine.cache.tree.prefix_tree import PrefixTree
 from tests.unit.engine.recorded_engine import RecordedWorld, tokens
 
 # -- budget -----------------------------------------------------------------------------------
@@ -83,13 +83,13 @@ def test_a_warm_prompt_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> Non
     world = RecordedWorld(sequences_max=8)
     world.ask("first", tokens(30), max_tokens=1)
     world.settle()
-    walk, walks = PrefixTree.match_blocks, Counter[str]()
+    walk, walks = PrefixTree.find, Counter[str]()
 
-    def counted(tree: PrefixTree, ids: Sequence[int], limit: int) -> list[Node]:
+    def counted(tree: PrefixTree, ids: Sequence[int]) -> TreeMatch:
         walks["warm"] += 1
-        return walk(tree, ids, limit)
+        return walk(tree, ids)
 
-    monkeypatch.setattr(PrefixTree, "match_blocks", counted)
+    monkeypatch.setattr(PrefixTree, "find", counted)
     for index in range(4):
         world.ask(f"r{index}", (*tokens(28), index % 2, 1), max_tokens=1)
     world.settle()
@@ -209,7 +209,7 @@ def test_a_request_that_ends_in_a_step_in_flight_tells_what_it_does_not_leave(
 
 
 def test_a_flood_from_one_namespace_does_not_keep_another_waiting() -> None:
-    """Rule 13: arrival order counts only inside a namespace."""
+    """Arrival order counts only inside a namespace."""
     world = RecordedWorld(sequences_max=2)
     for index in range(12):
         world.ask(f"flood{index}", tokens(8, index), max_tokens=2)

@@ -1,4 +1,4 @@
-"""Places of connections: strangers, tenants, and who gives way in a full listener."""
+"""RunPlaces of connections: strangers, tenants, and who gives way in a full listener."""
 
 from __future__ import annotations
 
