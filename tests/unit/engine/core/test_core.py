@@ -118,7 +118,7 @@ def test_a_finished_id_may_be_reused(world: World) -> None:
 
 
 def test_the_second_turn_finds_the_first_to_the_token(world: World) -> None:
-    """Rule *Exact hit*: the tail block is kept and copied, so hits do not stop at block boundaries."""
+    """Rule *Exact hit*: the tail is kept and copied, so hits do not stop at block boundaries."""
     run(world, ask("a"))
     said = (*PROMPT, *world.streams["a"].outputs[0])
 

@@ -1,4 +1,4 @@
-"""RunPlaces of connections: strangers, tenants, and who gives way in a full listener."""
+"""Places of connections: strangers, tenants, and who gives way in a full listener."""
 
 from __future__ import annotations
 
