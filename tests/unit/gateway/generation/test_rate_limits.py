@@ -155,7 +155,7 @@ async def test_tokens_over_the_limit_cost_their_request(gateway: GatewayFixture)
 async def test_body_that_is_still_sent_holds_a_place(
     unopened_gateway: GatewayFixture, whose: str
 ) -> None:
-    """RunPlaces are taken before bodies are read, so a slow upload is a request at once."""
+    """Places are taken before bodies are read, so a slow upload is a request at once."""
     gateway = unopened_gateway
     if whose == "the tenant's":
         limit(gateway, requests_at_once=1)
