@@ -50,7 +50,7 @@ class GrammarLimits(Struct, frozen=True, forbid_unknown_fields=True):
     step_fuel: int = 50_000
     step_items: int = 10_000
     row_items_max: int = 1_000
-    """RunPlaces in the grammar where one text may be, about four for an optional property;
+    """Places in the grammar where one text may be, about four for an optional property;
     `lark_row_items_max` where a grammar may be ambiguous, whose masks cost its square."""
     lark_row_items_max: int = 400
     lexer_states_max: int = 10_000

@@ -30,7 +30,7 @@ WIDE = 2**18
 PLACE = place_bytes_of(WIDE)
 MASTER = MasterKey(b"1" * KEY_BYTES)
 ROOM = 12
-"""RunPlaces of the remote store: a sixth is held for each of three payers."""
+"""Places of the remote store: a sixth is held for each of three payers."""
 SHARE = 2
 QUOTAS = tuple(Quota(payer=one) for one in (b"loud", b"quiet", b"late"))
 
