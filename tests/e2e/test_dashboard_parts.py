@@ -189,8 +189,15 @@ async def test_a_sentence_keeps_the_name_of_a_field(page: Page) -> None:
     }
     said = await in_page(
         page,
-        f"return {list(told)}.map((sentence) => findings.said({{ tenant: 'acme', sentence }}));",
+        f"""
+        const box = document.createElement("div"), data = {{ findings: {list(told)}.map(
+          (sentence, id) => ({{ tenant: "acme", sentence, finding_id: `f${{id}}`, title: "",
+            cause: "", wasted_tokens: 0 }})) }};
+        parts.render(parts.html`<${{findings.FindingList}} found=${{{{ data }}}} />`, box);
+        return [...box.querySelectorAll(".says > p:not(.note)")].map((one) => one.textContent);
+        """,
         findings="findings",
+        parts="html",
     )
 
     assert said == list(told.values())

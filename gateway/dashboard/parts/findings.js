@@ -21,7 +21,7 @@ export const savingOf = (data) =>
 
 // The sentence without the tenant's name, which stands above it. A field's name at its beginning
 // stays as it is written.
-export function said({ tenant, sentence }) {
+function said({ tenant, sentence }) {
   const text = sentence.startsWith(`${tenant}: `) ? sentence.slice(tenant.length + 2) : sentence;
   return text.replace(/^[a-z]+(?= )/, (word) => word[0].toUpperCase() + word.slice(1));
 }
