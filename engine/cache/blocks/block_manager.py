@@ -340,7 +340,8 @@ class BlockManager:
         """
         known = parent.children.get(run)
         node = known or account.tree.add(parent, run)
-        account.away -= node.promised
+        if node.promised:
+            account.add_away(-1)
         shorter = account.tree.put_block(node, block)
         added, lost = 1, list[WindowBlock | None]()
         if beside:
@@ -381,7 +382,7 @@ class BlockManager:
             fresh = WindowBlock(node, group, block, next(self._serials), now_s)
         else:
             fresh.block, fresh.inserted_at_s = block, now_s
-            account.away -= 1
+            account.add_away(-1)
             self._forget_away(fresh)
         fresh.resumed_at_s = self.resumed_at_s.pop(block, fresh.resumed_at_s)
         node.beside[group] = fresh
@@ -527,7 +528,8 @@ class BlockManager:
             leaf = parent
         account.add_cached(-len(gone), -len(gone))
         account.add_held(-len(gone))
-        account.away += away
+        if away:
+            account.add_away(away)
         return account, gone
 
     def _evict_one(self, giver: PayerAccount) -> tuple[NamespaceAccount, list[TreeBlock]]:
@@ -597,7 +599,8 @@ class BlockManager:
         if self.pool.ref_count[block] == 1:
             self._uncount_cached(account, node)
         account.tree.drop_block(node)
-        account.away += node.promised_class is not None
+        if node.promised:
+            account.add_away(1)
         self._drop_tree_ref(block)
 
     def _drop_window_block(self, account: NamespaceAccount, window_block: WindowBlock) -> None:
@@ -617,7 +620,7 @@ class BlockManager:
         else:
             node.away = node.away or [None] * len(node.beside)
             node.away[group] = window_block
-            account.away += 1
+            account.add_away(1)
         self._drop_tree_ref(block)
 
     def _forget_away(self, window_block: WindowBlock) -> None:

@@ -90,6 +90,11 @@ class NamespaceAccount:
                 self.away += sign
         self._mark_changed()
 
+    def add_away(self, blocks: int) -> None:
+        """Add `blocks` under a promise that the device has evicted, or got back. O(1)."""
+        self.away += blocks
+        self._mark_changed()
+
     def add_reserved(self, blocks: int) -> None:
         """Add `blocks` that are promised and not computed yet. O(1)."""
         self.reserved += blocks
