@@ -122,10 +122,10 @@ class BlockPromises:
         if promised_class is not None:
             self._set_promise_deadline(account, block, terms)
         if promised_class != block.promised_class:
-            is_new = block.promised_class is None
-            self._set_promised(account, block, promised_class)
-            if is_new:
-                self._bind(account, block)
+            if block.promised_class is None:
+                self._bind(account, block, promised_class)
+            else:
+                self._set_promised(account, block, promised_class)
 
     def lapse_promises(self, now_s: float) -> None:
         """Turn promises whose time is over into best effort. O(due log n).
@@ -197,12 +197,12 @@ class BlockPromises:
         while account is not None and node.is_bound:
             for block in filter(None, node.beside or ()):
                 if block.is_bound and not self._needs_device(block):
-                    self._set_bound(account, block, is_bound=False)
+                    self._set(account, block, block.promised_class, is_bound=False)
             if node.bound_below:
                 return node if is_end(node) else None
             if self._needs_device(node):
                 return node
-            self._set_bound(account, node, is_bound=False)
+            self._set(account, node, node.promised_class, is_bound=False)
             assert node.parent is not None, "it is in a tree"
             node = node.parent
         return None
@@ -239,7 +239,7 @@ class BlockPromises:
             if block.block >= 0:
                 fresh.limit_at_s = math.inf
         if not block.promised and fresh.promise_at_s > now_s:
-            self._set_promised(account, block, fresh.promised_class)
+            self._set(account, block, fresh.promised_class, is_bound=block.is_bound)
         self.update_deadlines(account, block, now_s)
 
     def place_lost(self, block: TreeBlock, now_s: float) -> None:
@@ -286,11 +286,17 @@ class BlockPromises:
             wanted, above = wanted + 1, above.parent
         return room >= wanted
 
-    def _bind(self, account: NamespaceAccount, block: TreeBlock) -> None:
-        """Bind a block to the device, and those above it."""
-        above: TreeBlock | None = block
+    def _bind(
+        self, account: NamespaceAccount, block: TreeBlock, promised_class: str | None = None
+    ) -> None:
+        """Bind a block to the device, and those above it; promise it under a class if that is
+        given.
+        """
+        if promised_class is not None:
+            self._set(account, block, promised_class, is_bound=True)
+        above: TreeBlock | None = block if promised_class is None else block.parent
         while above is not None and above.parent is not None and not above.is_bound:
-            self._set_bound(account, above, is_bound=True)
+            self._set(account, above, above.promised_class, is_bound=True)
             above = above.parent
         node = block if isinstance(block, Node) else block.parent
         if self.keeps_below and node is not None:
@@ -299,22 +305,28 @@ class BlockPromises:
     def _set_promised(
         self, account: NamespaceAccount, block: TreeBlock, promised_class: str | None
     ) -> None:
+        """Change the class of a promised block, or end its promise."""
         node = block if isinstance(block, Node) else block.parent
         assert node is not None, "it is in a tree"
-        self._manager.set_promised(account, block, promised_class)
-        if promised_class is None and block.is_bound and isinstance(block, WindowBlock):
-            self._set_bound(account, block, is_bound=False)
-        if promised_class is None:
+        is_over = promised_class is None
+        is_bound = block.is_bound and not (is_over and isinstance(block, WindowBlock))
+        self._set(account, block, promised_class, is_bound=is_bound)
+        if is_over:
             self.settle_later(node)
-        if self._manager.below is not None:
-            self._manager.below.promise_changed(node)
 
-    def _set_bound(self, account: NamespaceAccount, block: TreeBlock, *, is_bound: bool) -> None:
-        self._manager.set_bound(account, block, is_bound=is_bound)
-        if self._manager.below is not None:
-            node = block if isinstance(block, Node) else block.parent
-            assert node is not None, "it is in a tree"
-            self._manager.below.promise_changed(node)
+    def _set(
+        self,
+        account: NamespaceAccount,
+        block: TreeBlock,
+        promised_class: str | None,
+        *,
+        is_bound: bool,
+    ) -> None:
+        node = block if isinstance(block, Node) else block.parent
+        self._manager.set_promise(account, block, promised_class, is_bound=is_bound)
+        below = self._manager.below
+        if below is not None and node is not None and (node.host or node.record):
+            below.promise_changed(node)
 
     def _set_limit_deadline(self, account: NamespaceAccount, node: Node, terms: BlockTerms) -> None:
         if not node.has_limit_deadline:

@@ -215,10 +215,12 @@ def _check_node(manager: BlockManager, account: NamespaceAccount, node: Node) ->
     """Check one node of a tree, and its children."""
     refs, is_evictable = manager.pool.ref_count, False
     here = copied = binds = 0
-    for below in node.children.values():
+    for number, below in enumerate(node.children.values()):
         here += below.block >= 0
         copied += below.host is not None or below.record is not None
         binds += below.is_bound
+        if number % 1024 == 1023:
+            yield 128
     is_copied = node.host is not None or node.record is not None
     if node.run:
         _expect(len(node.run) <= manager.block_size, "a run's length", node.run)

@@ -302,9 +302,7 @@ class LeaseManager:
         return promisable, room.bound if promisable < len(tokens) else ""
 
     def release_reservation(self, table: BlockTable, index: int) -> None:
-        """Release the reservations of block `index` of the table, which is now in the tree: what
-        is reserved still binds that one.
-        """
+        """Release the reservations of block `index` of the table, which is now in the tree."""
         if not table.reserved or (index < table.known_runs and not table.beside):
             return
         if index < max(covered_blocks for _, covered_blocks in table.requested_leases):
@@ -313,10 +311,13 @@ class LeaseManager:
                 released += index in promises and (group, index) not in table.window_kept
             table.reserved -= released
             table.account.add_reserved(-released)
-            if not table.reserved:
-                self._promises.bind_under(table, None)
-            elif index >= table.known_runs:
-                self._promises.bind_under(table, table.node)
+
+    def rebind(self, table: BlockTable) -> None:
+        """Let what is still reserved bind the last node that the table has committed. O(1)."""
+        if not table.reserved:
+            self._promises.bind_under(table, None)
+        elif table.committed >= table.known_runs:
+            self._promises.bind_under(table, table.node)
 
     def release_reservations(self, table: BlockTable, now_s: float) -> None:
         """Release the promises for blocks that were never computed.

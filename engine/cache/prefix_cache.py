@@ -378,6 +378,8 @@ class PrefixCache:
             table.node = node
             self._leases.release_reservation(table, index)
         table.committed = full
+        if table.reserved or table.binds is not None:
+            self._leases.rebind(table)
         if self._manager.below is not None:
             self._manager.below.committed(table, table.node, first)
         self._emit(Committed(table.namespace, full - first, (full - first) * size, new))
@@ -733,5 +735,6 @@ class PrefixCache:
             self._emit(Committed(table.namespace, 0, 0, filled))
         self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
         self._leases.release_reservation(table, index)
+        self._leases.rebind(table)
         if self._manager.below is not None:
             self._manager.below.committed(table, node, index)

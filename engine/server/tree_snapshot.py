@@ -22,7 +22,7 @@ def survey(
     if root is None:
         return ()
     weight: dict[int, tuple[int, int]] = {}
-    for node in root.subtree():
+    for node in _device_nodes(root):
         blocks, tokens = 1, len(node.run)
         for child in _children(node):
             more = weight[id(child)]
@@ -48,7 +48,21 @@ def survey(
 
 
 def _children(node: Node) -> list[Node]:
+    """Return the children on the device. O(these)."""
+    if node.child_order is not None:
+        return [node.children[run] for run in node.child_order]
     return [child for child in node.children.values() if child.block >= 0]
+
+
+def _device_nodes(root: Node) -> list[Node]:
+    """Return the nodes on the device, children before parents. O(these)."""
+    found, stack = list[Node](), [root]
+    while stack:
+        node = stack.pop()
+        found.append(node)
+        stack += _children(node)
+    found.reverse()
+    return found
 
 
 def _largest(chains: Sequence[tuple[int, int, list[Node]]], branches_max: int) -> list[int]:

@@ -23,7 +23,7 @@ def expired_still_found(original: Any) -> Any:
 
 def promise_not_kept(original: Any) -> Any:
     """A promised block is evicted like any other."""
-    return lambda self, account, block, is_bound: None
+    return lambda self, account, block, promised_class, is_bound: None
 
 
 def ceiling_ignored(original: Any) -> Any:
@@ -80,7 +80,7 @@ def room_given_to_others(original: Any) -> Any:
 @pytest.mark.slow
 @planted(
     Plant(CacheMachine, PrefixCache, "expire", expired_still_found),
-    Plant(CacheMachine, BlockManager, "set_bound", promise_not_kept),
+    Plant(CacheMachine, BlockManager, "set_promise", promise_not_kept),
     Plant(CacheMachine, BlockManager, "shortage", ceiling_ignored),
     Plant(CacheMachine, PrefixCache, "erase", erasure_removes_nothing),
     Plant(CacheMachine, BlockManager, "add_copy", no_copy_for_a_partial_hit),

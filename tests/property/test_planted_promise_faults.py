@@ -74,9 +74,9 @@ def copies_dropped_for_room(original: Any) -> Any:
 def not_bound(original: Any) -> Any:
     """A new promise under one that is kept below leaves that one there."""
 
-    def bind(self: Any, account: Any, block: Any) -> None:
-        if not block.is_bound and block.parent is not None:
-            self._manager.set_bound(account, block, is_bound=True)
+    def bind(self: Any, account: Any, block: Any, promised_class: Any = None) -> None:
+        name = promised_class or block.promised_class
+        self._manager.set_promise(account, block, name, is_bound=True)
 
     return bind
 
@@ -87,7 +87,7 @@ def not_come_back(original: Any) -> Any:
     def insert(self: Any, account: Any, parent: Any, run: Any, *rest: Any) -> Any:
         node, added = original(self, account, parent, run, *rest)
         if node.promised_below:
-            self.set_promised(account, node, None)
+            self.set_promise(account, node, None, is_bound=False)
             node.terms = None
         return node, added
 

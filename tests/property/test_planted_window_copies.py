@@ -85,7 +85,7 @@ def windows_not_come_back(original: Any) -> Any:
     def fill(self: Any, account: Any, node: Any, group: int, *rest: Any) -> Any:
         fresh = original(self, account, node, group, *rest)
         if fresh.promised_below:
-            self.set_promised(account, fresh, None)
+            self.set_promise(account, fresh, None, is_bound=False)
             fresh.terms = None
         return fresh
 

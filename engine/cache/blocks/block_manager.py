@@ -423,33 +423,32 @@ class BlockManager:
 
     # -- promises -----------------------------------------------------------------------------
 
-    def set_promised(
-        self, account: NamespaceAccount, block: TreeBlock, promised_class: str | None
+    def set_promise(
+        self,
+        account: NamespaceAccount,
+        block: TreeBlock,
+        promised_class: str | None,
+        *,
+        is_bound: bool,
     ) -> None:
-        """Set the class under which a block is promised, wherever it is; None is best effort.
-        O(1).
+        """Set the class under which a block is promised, wherever it is (None is best effort), and
+        whether it is bound to the device: what is bound is not evicted. O(log n).
         """
         self.version += 1
-        account.add_promise(block, -1)
-        block.promised_class = promised_class
-        if promised_class is None and block.block < 0 and isinstance(block, WindowBlock):
-            self._forget_away(block)
-            block.parent = None
-        account.add_promise(block, 1)
-
-    def set_bound(self, account: NamespaceAccount, block: TreeBlock, *, is_bound: bool) -> None:
-        """Bind a block to the device, or let it go: what is bound is not evicted. O(log n)."""
-        self.version += 1
-        is_cached = block.block >= 0 and self.pool.ref_count[block.block] == 1
+        is_moved = block.is_bound != is_bound
+        is_cached = is_moved and block.block >= 0 and self.pool.ref_count[block.block] == 1
         if is_cached:
             self._uncount_cached(account, block)
         account.add_promise(block, -1)
-        block.is_bound = is_bound
+        block.promised_class, block.is_bound = promised_class, is_bound
         account.add_promise(block, 1)
-        if block.parent is not None:
+        if is_moved and block.parent is not None:
             block.parent.bound_below += 1 if is_bound else -1
         if is_cached:
             self._count_cached(account, block)
+        if promised_class is None and block.block < 0 and isinstance(block, WindowBlock):
+            self._forget_away(block)
+            block.parent = None
 
     # -- internals ----------------------------------------------------------------------------
 
@@ -586,10 +585,8 @@ class BlockManager:
                 node.bound_below -= 1
 
     def _end_promise(self, account: NamespaceAccount, block: TreeBlock) -> None:
-        if block.is_bound:
-            self.set_bound(account, block, is_bound=False)
-        if block.promised_class is not None:
-            self.set_promised(account, block, None)
+        if block.is_bound or block.promised_class is not None:
+            self.set_promise(account, block, None, is_bound=False)
 
     def _drop_block(self, account: NamespaceAccount, node: Node) -> None:
         """Take the blocks of the device from a node without children there."""

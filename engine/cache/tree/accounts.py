@@ -73,6 +73,8 @@ class NamespaceAccount:
 
     def add_promise(self, block: TreeBlock, sign: int) -> None:
         """Count a block of the tree by its promise as it is now; with the sign -1 no more. O(1)."""
+        if not block.is_bound and block.promised_class is None:
+            return
         payer_account = self.payer_account
         if block.is_bound:
             self.bound += sign
