@@ -21,7 +21,7 @@ FOLDERS = ("gateway", "engine", "tenancy")
 REPEATING = {
     "engine/weights/renaming.py": "names of tensors in a model's files",
     "engine/weights/weights.py": "names of tensors in a model's files",
-    "gateway/api/openapi/document.py": "declared paths",
+    "gateway/api/openapi.py": "declared paths",
     "gateway/cli/arguments.py": "argparse's own words about an operator's argument",
     "gateway/cli/ledger/books.py": "matched whole against an operator's argument",
     "gateway/dialects/openai/tools.py": "anchored at both ends, of at most 64 characters",

@@ -49,9 +49,7 @@ _UNENFORCEABLE: Final = frozenset(
     | {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
 )
 """Keywords that no grammar can hold an answer to."""
-_BAD_PATTERN = re.compile(r"regex parse error: (.*) error: (.*)", re.DOTALL)
 _UNSATISFIABLE = re.compile("Unsatisfiable schema|No text satisfies")
-_MEMBER = re.compile("required property '(.*)' is unsatisfiable")
 _PAIRS = (
     *(("minimum", "maximum"), ("minLength", "maxLength")),
     *(("minItems", "maxItems"), ("minProperties", "maxProperties")),
@@ -196,19 +194,20 @@ class _Preparation:
 def find_fault(schema: dict[str, Any], message: str) -> Fault | None:
     """Return the fault of a schema that an engine's message is about; None if it is not found.
     O(schema)."""
-    if (bad := _BAD_PATTERN.search(message)) is not None:
-        told = bad[1]
+    _, is_bad, told = message.partition("regex parse error: ")
+    if is_bad:
+        told, _, why = told.rpartition(" error: ")
         for steps, pattern in find_patterns(schema):
             if " ".join(translate_pattern(pattern).split()) in told:
-                return steps, f"invalid pattern {pattern[:64]!r}: {bad[2].rstrip('.')}"
+                return steps, f"invalid pattern {pattern[:64]!r}: {why.rstrip('.')}"
     if "oneOf" in message and len(found := list(_keywords(schema, "oneOf"))) == 1:
         return found[0], "alternatives that may overlap are not supported; write anyOf"
     if _UNSATISFIABLE.search(message) is not None:
         if (fault := _FaultSearch(schema).conflict(schema, ())) is not None:
             return fault
-        members, name = schema.get("properties"), _MEMBER.search(message)
-        if isinstance(members, dict) and name is not None and name[1] in members:
-            return ("properties", name[1]), "no value satisfies all keywords of this schema"
+        name = message.partition("required property '")[2].rpartition("' is unsatisfiable")[0]
+        if name and name in (schema.get("properties") or ()):
+            return ("properties", name), "no value satisfies all keywords of this schema"
     return None
 
 

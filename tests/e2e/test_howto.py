@@ -36,6 +36,7 @@ PRINTED = {
     "from-litellm": (r'"object":"list"',),
     "from-openai": (r"(\d+) 0\n\1 [1-9]",),
     "from-vllm": (r'"completion_tokens":\d', "vllm:num_requests_running"),
+    "gpt-oss": (r"engine\.kv_memory_mib .*49152",),
     "gpu": (r"engine\.kv_memory_mib .*40960",),
     "grafana": (r"trunkline_engine_ready 1",),
     "kubernetes": (r"^tl-", "orchard"),

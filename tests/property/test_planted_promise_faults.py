@@ -68,7 +68,13 @@ def charged_twice(original: Any) -> Any:
 
 def copies_dropped_for_room(original: Any) -> Any:
     """A copy that keeps a promise is given up like any other."""
-    return lambda self, node: self._refs[node.slot] != 1
+
+    def update(self: Any, node: Any) -> None:
+        kept, node.promised_class = node.promised_class, None
+        original(self, node)
+        node.promised_class = kept
+
+    return update
 
 
 def not_bound(original: Any) -> Any:
@@ -138,7 +144,7 @@ def moved_down_before_its_end(original: Any) -> Any:
 @planted(
     Plant(PromisesMachine, BlockPromises, "lapse_promises", never_ended),
     Plant(PromisesMachine, NamespaceAccount, "add_promise", not_charged),
-    Plant(HostPromisesMachine, HostAccounts, "_is_bound", copies_dropped_for_room),
+    Plant(HostPromisesMachine, HostAccounts, "update", copies_dropped_for_room),
     Plant(HostPromisesMachine, BlockPromises, "_bind", not_bound),
     Plant(HostPromisesMachine, BlockManager, "insert", not_come_back),
     Plant(RestartedMachine, KeptPromises, "take_over", nothing_recalled),

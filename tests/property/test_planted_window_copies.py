@@ -17,10 +17,7 @@ from engine.levels import promise_terms, promises
 from engine.levels.window_copies import WindowCopies
 from tests.property.planted import Plant, RarePlant, planted
 from tests.property.test_window_levels_machine import WindowLevelsMachine
-from tests.property.test_window_promises import (
-    RestartedWindowMachine,
-    WindowHostPromisesMachine,
-)
+from tests.property.test_window_promises import WindowHostPromisesMachine
 from tests.unit.engine.levels import test_window_copies as unit
 
 
@@ -117,7 +114,6 @@ def a_part_moves_down(original: Any) -> Any:
     Plant(WindowHostPromisesMachine, NamespaceAccount, "add_promise", windows_not_charged),
     Plant(WindowHostPromisesMachine, BlockManager, "fill", windows_not_come_back),
     Plant(WindowHostPromisesMachine, window_promises, "first_promised", a_part_moves_down),
-    Plant(RestartedWindowMachine, promises, "_lacks_windows", windows_not_told_late),
 )
 def test_a_planted_fault_of_window_copies_is_caught(
     plant: Plant, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +129,14 @@ RARE = (
         group_0_is_enough,
         partial(
             unit.test_no_part_of_a_window_is_below_where_a_record_has_group_0_alone, 12, "granted"
+        ),
+    ),
+    RarePlant(
+        promises,
+        "_lacks_windows",
+        windows_not_told_late,
+        partial(
+            unit.test_windows_that_are_promised_later_than_their_run_outlive_their_engine, "disk"
         ),
     ),
     RarePlant(  # the machine allows that they are counted late

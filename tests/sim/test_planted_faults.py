@@ -153,8 +153,8 @@ def whole_prompt_hit() -> Plant:
     """A fully cached prompt leaves nothing to compute, and so no logits."""
     return around(
         PrefixTree,
-        "match_blocks",
-        lambda original, self, tokens, limit: original(self, tokens, limit + 1),
+        "find",
+        lambda original, self, tokens: original(self, (*tokens, 0)),
     )
 
 
