@@ -262,10 +262,6 @@ class BlockPromises:
         if not is_over:
             self._tell(PromiseLost(account.namespace, 1))
 
-    def is_in_use(self, node: TreeBlock) -> bool:
-        """Return whether a sequence uses a node of the tree, or a window block. O(1)."""
-        return node.parent is not None and self._manager.is_in_use(node.block)
-
     # -- internals ----------------------------------------------------------------------------
 
     def _needs_device(self, block: TreeBlock) -> bool:

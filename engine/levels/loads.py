@@ -160,10 +160,6 @@ class Load:
         """Return whether a part of it is of no use: window groups have what its end reads alone."""
         return bool(self.pieces[-1].beside)
 
-    def copies_from(self, since: int) -> list[Node]:
-        """Return the copies of its runs from `since` on."""
-        return [piece.node for piece in self.pieces[since:]]
-
     @property
     def copies(self) -> list[Node]:
         """Return the copies of the runs it brought."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Final
 
@@ -71,24 +71,16 @@ class RunPlaces:
         for root in self._cache.roots():
             yield from (node for node in root.subtree() if node.is_copied)
 
-    def has(self, namespace: Namespace) -> bool:
-        """Return whether a namespace has any place below. O(1)."""
-        root = self._cache.tree_root(namespace)
-        return root is not None and root.copied_children > 0
-
-    def along(self, namespace: Namespace, tokens: Iterable[int]) -> list[Node]:
-        """Return the leading whole runs of `tokens` that have places below. O(runs matched)."""
-        root = self._cache.tree_root(namespace)
-        path = [] if root is None else whole_runs(root, tokens, self.run_tokens)
-        while path and path[-1].host is None and path[-1].record is None:
-            path.pop()
-        return path
-
     def match(self, namespace: Namespace, tokens: Sequence[int], now_s: float) -> list[Node]:
         """Return the runs below of the longest leading part of `tokens`, leaving one token at
         least. O(runs matched).
         """
-        path = self.along(namespace, islice(tokens, max(0, len(tokens) - 1)))
+        root = self._cache.tree_root(namespace)
+        if root is None:
+            return []
+        path = whole_runs(root, islice(tokens, max(0, len(tokens) - 1)), self.run_tokens)
+        while path and path[-1].host is None and path[-1].record is None:
+            path.pop()
         over = [i for i, node in enumerate(path) if node.terms and node.terms.limit_at_s <= now_s]
         return path[: over[0]] if over else path
 

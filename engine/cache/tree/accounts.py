@@ -45,7 +45,7 @@ class NamespaceAccount:
     bound: int = 0
     """Blocks that promises bind to the device, there or still to come."""
     promised: int = 0
-    """Blocks in the tree under a live promise, on whatever level."""
+    """Blocks in the tree under a live promise, on any level."""
     promised_in: Counter[str] = field(default_factory=Counter)
     """These by retention class."""
     below: int = 0

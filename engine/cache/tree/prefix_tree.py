@@ -1,4 +1,4 @@
-"""A radix tree of token prefixes: one tree per namespace, one node per run, on whatever level.
+"""A radix tree of token prefixes: one tree per namespace, one node per run, on all levels.
 
 A node's run is the tokens of a whole block, or fewer for the tail that a sequence left behind. Its
 bytes are in its *places*: a block of the device, a slot of host memory, a record of a store. The
