@@ -21,11 +21,8 @@ FP8_MAX = 448.0
 GROUP = 32
 """Values of MXFP4 that share a scale."""
 
-PANEL = 64
-"""Columns of a panel, in which rows are contiguous."""
-
 TURN = 128
-"""Columns whose four scales are one word."""
+"""Columns of a panel, in which rows are contiguous, and whose four scales are one word."""
 
 EXPONENT_MAX = 128
 """Largest biased exponent of a scale that the kernels multiply exactly."""
@@ -74,6 +71,21 @@ class Packed(Struct, frozen=True, eq=False):
     def at(self, index: int) -> Packed:
         """Return a matrix of the stack."""
         return self.with_parts(*(part[index] for part in self.parts))
+
+    def columns(self, first: int, end: int) -> Packed | None:
+        """Return columns `first` to `end`, or None where these cut a group or a byte."""
+        whole = self.shape[-1]
+        per_byte = whole // self.codes.shape[-1]
+        if self.group >= whole and not (first % per_byte or end % per_byte):
+            codes = self.codes[..., first // per_byte : end // per_byte]
+            return Packed(self.kind, codes, self.scales, end - first, self.minima)
+        if first % self.group or (end % self.group and end != whole):
+            return None
+        scales = slice(first // self.group, -(-end // self.group))
+        return self.with_parts(
+            self.codes[..., first // per_byte : end // per_byte],
+            *(part[..., scales] for part in self.parts[1:]),
+        )
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values, computed in fp32 and rounded once. A matrix of a stack at a time, so
@@ -158,15 +170,31 @@ def fp8_product(x: torch.Tensor, weight: Packed) -> torch.Tensor:
     return wide @ weight.dense(torch.float32).T
 
 
+# --- int4 -----------------------------------------------------------------------------------------
+
+
+def to_int4(weight: torch.Tensor, group: int) -> Packed:
+    """Return weight [N, K] rounded to 4 bits, with a scale and a code for zero for each `group`
+    columns, whose least and largest values nearly keep theirs."""
+    groups = weight.float().reshape(len(weight), -1, group)
+    minima, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scales = ((most - minima) / 15).clamp(min=1e-8)
+    minima = (minima / scales).round() * scales
+    codes = ((groups - minima[..., None]) / scales[..., None]).round().clamp(0, 15)
+    codes = codes.to(torch.uint8).flatten(-2)
+    return Packed("int4", codes[:, 0::2] | codes[:, 1::2] << 4, scales, group, minima)
+
+
 # --- MXFP4 ----------------------------------------------------------------------------------------
 
 
 class Mxfp4(NamedTuple):
     """A matrix of N rows and K columns as the GPU's kernels read it, or a stack of them.
 
-    values [..., K / 64, N, 32] uint8: byte j of a row's panel has column j in its low half and
-    column 32 + j in its high half. scales [..., ceil(K / 128), N] int32: byte g is the biased
-    exponent of columns 32 g to 32 g + 31.
+    values [..., ceil(K / 128), N, 16] int32: bits 4 i to 4 i + 3 of word w have column 16 i + w of
+    the panel, so that a lane of the matrix unit finds its columns side by side; columns from K on
+    are zero. scales [..., ceil(K / 128), N] int32: byte g is the biased exponent of columns 32 g to
+    32 g + 31.
     """
 
     values: torch.Tensor
@@ -178,7 +206,7 @@ def fits_panels(weight: Weight) -> bool:
     return (
         isinstance(weight, Packed)
         and weight.kind == "mxfp4"
-        and weight.shape[-1] % PANEL == 0
+        and weight.shape[-1] % GROUP == 0
         and int(weight.scales.max()) <= EXPONENT_MAX
     )
 
@@ -189,11 +217,21 @@ def panels(packed: Packed) -> Mxfp4:
         each_one = [panels(packed.at(index)) for index in range(len(packed.codes))]
         return Mxfp4(*map(torch.stack, zip(*each_one, strict=True)))
     rows, columns = packed.shape
-    codes = torch.stack([packed.codes & 15, packed.codes >> 4], -1).view(rows, -1, 2, GROUP)
-    values = (codes[:, :, 0] | codes[:, :, 1] << 4).transpose(0, 1).contiguous()
-    padded = packed.scales.new_zeros(rows, -(-columns // TURN) * (TURN // GROUP))
+    whole = -(-columns // TURN) * TURN
+    codes = packed.codes.new_zeros(rows, whole // 2)
+    codes[:, : columns // 2] = packed.codes
+    padded = packed.scales.new_zeros(rows, whole // GROUP)
     padded[:, : columns // GROUP] = packed.scales
-    return Mxfp4(values, padded.view(torch.int32).T.contiguous())
+    return Mxfp4(words_of(codes), padded.view(torch.int32).T.contiguous())
+
+
+def words_of(codes: torch.Tensor) -> torch.Tensor:
+    """Return codes of four bits, of two columns a byte [N, K / 2], as words [K / 128, N, 16]."""
+    single = torch.stack([codes & 15, codes >> 4], -1).view(len(codes), -1, 8, 16).int()
+    words = torch.zeros_like(single[:, :, 0])
+    for index in range(8):
+        words |= single[:, :, index] << (4 * index)
+    return words.transpose(0, 1).contiguous()
 
 
 def to_mxfp4(weight: torch.Tensor) -> Packed:

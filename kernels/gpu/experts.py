@@ -8,6 +8,7 @@ tokens, E experts of I channels, C hidden channels, k experts a token, P = T * k
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -57,26 +58,25 @@ class Tile(NamedTuple):
     warps: int
 
 
-FEW, SOME, MANY = Tile(16, 64, 128, 4, 4), Tile(32, 128, 64, 5, 4), Tile(128, 256, 64, 3, 8)
-FEW_PACKED = Tile(16, 64, 128, 6, 4)
-SOME_PACKED = Tile(64, 128, 128, 4, 8)
-MANY_PACKED = Tile(128, 128, 128, 3, 8)
-FEW_FP8, SOME_FP8, MANY_FP8 = (
-    Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 5, 4), Tile(64, 128, 128, 4, 8)
+SIZES = (8, 64, 512)
+"""Most tokens of a step by the class of its tile; the last class has more."""
+
+TILES = (
+    (Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4), Tile(32, 128, 64, 5, 4),
+     Tile(128, 256, 64, 3, 8)),
+    (Tile(16, 64, 128, 4, 4), Tile(16, 128, 128, 4, 4), Tile(64, 128, 128, 4, 8),
+     Tile(128, 128, 128, 4, 8)),
+    (Tile(16, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4), Tile(32, 64, 128, 5, 4),
+     Tile(64, 128, 128, 4, 8)),
 )  # fmt: skip
-"""The fastest of those that `tests.bench.gpu_experts` times."""
-
-TILES = ((FEW, SOME, MANY), (FEW_PACKED, SOME_PACKED, MANY_PACKED), (FEW_FP8, SOME_FP8, MANY_FP8))
-"""By the kind of the weights."""
-
-FEW_TOKENS, SOME_TOKENS = 64, 512
-"""Most tokens of a step whose pairs fill tiles of few pairs, and of some."""
+"""The fastest of those that `tests.bench.gpu_experts` times, by the kind of the weights and the
+class."""
 
 
 def tile_of(tokens: int, kind: int) -> Tile:
     """Return the tile of a step's products: a function of only its padded number of tokens, so that
     a token's bits depend on no other token of a step of that size."""
-    return TILES[kind][(tokens > FEW_TOKENS) + (tokens > SOME_TOKENS)]
+    return TILES[kind][bisect_left(SIZES, tokens)]
 
 
 # --- routing --------------------------------------------------------------------------------------

@@ -47,6 +47,28 @@ def to_e4m3(groups):
 
 
 @triton.jit
+def store_normed(
+    x, row, c, inside, weight_ptr, out_ptr, scales_ptr, eps, KIND: tl.constexpr, C: tl.constexpr,
+    CP: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Store rms_norm(x) * weight of a row x [CP] fp32 whose values are of type KIND; with GROUPS in
+    e4m3, and the scales."""
+    scale = tl.rsqrt(tl.sum(x * x, 0) / C + eps)
+    weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    # Rounded before the weight, as in the reference, so that the bits are equal.
+    normed = ((x * scale).to(KIND).to(tl.float32) * weight).to(KIND)
+    if GROUPS:
+        groups: tl.constexpr = GROUPS if GROUPS == 1 else CP // 128
+        table = tl.reshape(normed.to(tl.float32), [groups, CP // groups])
+        codes, scales = to_e4m3(table)
+        tl.store(out_ptr + row * C + c, tl.reshape(codes, [CP]), mask=inside)
+        g = tl.arange(0, groups)
+        tl.store(scales_ptr + row * GROUPS + g, scales, mask=g < GROUPS)
+    else:
+        tl.store(out_ptr + row * C + c, normed, mask=inside)
+
+
+@triton.jit
 def _residual_rms_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, scales_ptr, eps, C: tl.constexpr, CP: tl.constexpr,
     GROUPS: tl.constexpr, ADD: tl.constexpr, WAITS: tl.constexpr,
@@ -62,20 +84,10 @@ def _residual_rms_norm(
         rounded = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * C + c, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / C + eps)
-    weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    # Rounded before the weight, as in the reference, so that the bits are equal.
-    kind = x_ptr.dtype.element_ty
-    normed = ((x * scale).to(kind).to(tl.float32) * weight).to(kind)
-    if GROUPS:
-        groups: tl.constexpr = GROUPS if GROUPS == 1 else CP // 128
-        table = tl.reshape(normed.to(tl.float32), [groups, CP // groups])
-        codes, scales = to_e4m3(table)
-        tl.store(out_ptr + row * C + c, tl.reshape(codes, [CP]), mask=inside)
-        g = tl.arange(0, groups)
-        tl.store(scales_ptr + row * GROUPS + g, scales, mask=g < GROUPS)
-    else:
-        tl.store(out_ptr + row * C + c, normed, mask=inside)
+    store_normed(
+        x, row, c, inside, weight_ptr, out_ptr, scales_ptr, eps, x_ptr.dtype.element_ty, C, CP,
+        GROUPS,
+    )  # fmt: skip
 
 
 def residual_rms_norm(

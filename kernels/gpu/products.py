@@ -87,49 +87,80 @@ def _factor(word, SHIFT: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _unpack_mxfp4(b, low_factor, high_factor, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Return the low and the high four-bit floats of bytes, times their factors.
+def eight(a, b, c, d, e, f, g, h, BN: tl.constexpr):
+    """Return [BN, 128]: the columns of a to h, [BN, 16] each. It moves no value between lanes."""
+    even = tl.join(tl.join(a, e), tl.join(c, g))
+    odd = tl.join(tl.join(b, f), tl.join(d, h))
+    return tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1)).reshape(BN, 128)
 
-    Sign and magnitude move into bf16's sign and bits 8 to 6: two integer operations a value, and
-    half a multiplication, which must keep subnormal numbers.
+
+@triton.jit
+def _float_of(words, factor, SHIFT: tl.constexpr, KIND: tl.constexpr):
+    """Return the four-bit floats at SHIFT of words, times their factors."""
+    code = (words >> SHIFT) & 15
+    return _as_float(((code & 7) << 6) | ((code & 8) << 12), KIND) * factor
+
+
+@triton.jit
+def _unpack_mxfp4(words, f0, f1, f2, f3, KIND: tl.constexpr, PTX: tl.constexpr):
+    """Return the eight four-bit floats of each word, each two times the next of the factors.
+
+    One multiplication of integers moves sign and magnitude to bf16's sign and bits 8 to 6, and the
+    one by the factor must keep subnormal numbers. Neighbouring words become a pair in a register by
+    one permutation of their bytes.
     """
     if PTX:
-        low, high = tl.inline_asm_elementwise(
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
             """{
-            .reg .b32 first, second, sign, part;
-            prmt.b32 first, $4, 0, 0x1404;
-            prmt.b32 second, $4, 0, 0x3424;
-            shr.u32 part, first, 6;
-            and.b32 part, part, 0x01C001C0;
-            and.b32 sign, first, 0x80008000;
-            or.b32 sign, sign, part;
-            mul.rn.bf16x2 $2, sign, $7;
-            shr.u32 part, first, 2;
-            and.b32 part, part, 0x01C001C0;
-            shl.b32 sign, first, 4;
-            and.b32 sign, sign, 0x80008000;
-            or.b32 sign, sign, part;
-            mul.rn.bf16x2 $0, sign, $5;
-            shr.u32 part, second, 6;
-            and.b32 part, part, 0x01C001C0;
-            and.b32 sign, second, 0x80008000;
-            or.b32 sign, sign, part;
-            mul.rn.bf16x2 $3, sign, $8;
-            shr.u32 part, second, 2;
-            and.b32 part, part, 0x01C001C0;
-            shl.b32 sign, second, 4;
-            and.b32 sign, sign, 0x80008000;
-            or.b32 sign, sign, part;
-            mul.rn.bf16x2 $1, sign, $6;
+            .reg .b32 pair, code;
+            prmt.b32 pair, $8, $9, 0x0400;
+            and.b32 code, pair, 0x000F000F;
+            mul.lo.u32 code, code, 0x1040;
+            and.b32 code, code, 0x81C081C0;
+            mul.rn.bf16x2 $0, code, $10;
+            and.b32 code, pair, 0x00F000F0;
+            mul.lo.u32 code, code, 0x0104;
+            and.b32 code, code, 0x81C081C0;
+            mul.rn.bf16x2 $1, code, $10;
+            prmt.b32 pair, $8, $9, 0x0501;
+            and.b32 code, pair, 0x000F000F;
+            mul.lo.u32 code, code, 0x1040;
+            and.b32 code, code, 0x81C081C0;
+            mul.rn.bf16x2 $2, code, $11;
+            and.b32 code, pair, 0x00F000F0;
+            mul.lo.u32 code, code, 0x0104;
+            and.b32 code, code, 0x81C081C0;
+            mul.rn.bf16x2 $3, code, $11;
+            prmt.b32 pair, $8, $9, 0x0602;
+            and.b32 code, pair, 0x000F000F;
+            mul.lo.u32 code, code, 0x1040;
+            and.b32 code, code, 0x81C081C0;
+            mul.rn.bf16x2 $4, code, $12;
+            and.b32 code, pair, 0x00F000F0;
+            mul.lo.u32 code, code, 0x0104;
+            and.b32 code, code, 0x81C081C0;
+            mul.rn.bf16x2 $5, code, $12;
+            prmt.b32 pair, $8, $9, 0x0703;
+            and.b32 code, pair, 0x000F000F;
+            mul.lo.u32 code, code, 0x1040;
+            and.b32 code, code, 0x81C081C0;
+            mul.rn.bf16x2 $6, code, $13;
+            and.b32 code, pair, 0x00F000F0;
+            mul.lo.u32 code, code, 0x0104;
+            and.b32 code, code, 0x81C081C0;
+            mul.rn.bf16x2 $7, code, $13;
             }""",
-            "=&r,=&r,=&r,=&r,r,r,r,r,r", [b, low_factor, high_factor],
-            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r", [words, f0, f1, f2, f3],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                   tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        wide = b.to(tl.uint16)
-        low = _as_float(((wide & 7) << 6) | ((wide & 8) << 12), KIND) * low_factor
-        high = _as_float(((wide & 0x70) << 2) | ((wide & 0x80) << 8), KIND) * high_factor
-    return low, high
+        v0, v1 = _float_of(words, f0, 0, KIND), _float_of(words, f0, 4, KIND)
+        v2, v3 = _float_of(words, f1, 8, KIND), _float_of(words, f1, 12, KIND)
+        v4, v5 = _float_of(words, f2, 16, KIND), _float_of(words, f2, 20, KIND)
+        v6, v7 = _float_of(words, f3, 24, KIND), _float_of(words, f3, 28, KIND)
+    return v0, v1, v2, v3, v4, v5, v6, v7
 
 
 @triton.jit
@@ -171,30 +202,24 @@ def product(
             factor = tl.load(scales + n, mask=there, other=0.0)
             acc = acc * factor[:, None] * tl.load(x_scales, mask=live, other=0.0)[None, :]
     else:
-        j = tl.arange(0, 32)
-        w_tile = w + n[:, None] * 32 + j[None, :]
-        x_tile = x_rows[:, None] + j[None, :]
+        k = tl.arange(0, 128)
+        w_tile = w + n[:, None] * 16 + tl.arange(0, 16)[None, :]
+        x_tile = x_rows[:, None] + k[None, :]
         for start in tl.range(first, last, 128, num_stages=STAGES):
             turn = start // 128
+            words = tl.load(w_tile + turn * N * 16, mask=there[:, None], other=0)
             word = tl.load(scales + turn * N + n, mask=there, other=0)
-            for half in tl.static_range(2):
-                w_mask, x_mask = there[:, None], live[:, None]
-                if not EVEN:
-                    inside = (start + half * 64 + j < K)[None, :]
-                    w_mask, x_mask = w_mask & inside, x_mask & inside
-                panel = w_tile + (turn * 2 + half).to(tl.int64) * N * 32
-                packed = tl.load(panel, mask=w_mask, other=0)
-                x_low = tl.load(x_tile + start + half * 64, mask=x_mask, other=0.0)
-                x_high = tl.load(x_tile + start + half * 64 + 32, mask=x_mask, other=0.0)
-                # A factor multiplies a whole tile: so the tile stays in the matrix unit's layout.
-                low_factor = _factor(word, half * 16, HALF)[:, None]
-                high_factor = _factor(word, half * 16 + 8, HALF)[:, None]
-                low, high = _unpack_mxfp4(
-                    packed, tl.broadcast_to(low_factor, [BN, 32]),
-                    tl.broadcast_to(high_factor, [BN, 32]), HALF, PTX,
-                )  # fmt: skip
-                acc = tl.dot(low, tl.trans(x_low), acc)
-                acc = tl.dot(high, tl.trans(x_high), acc)
+            x_mask = live[:, None]
+            if not EVEN:
+                x_mask = x_mask & (start + k < K)[None, :]
+            x = tl.load(x_tile + start, mask=x_mask, other=0.0)
+            # A factor multiplies a whole tile: so the tile stays in the matrix unit's layout.
+            f0 = tl.broadcast_to(_factor(word, 0, HALF)[:, None], [BN, 16])
+            f1 = tl.broadcast_to(_factor(word, 8, HALF)[:, None], [BN, 16])
+            f2 = tl.broadcast_to(_factor(word, 16, HALF)[:, None], [BN, 16])
+            f3 = tl.broadcast_to(_factor(word, 24, HALF)[:, None], [BN, 16])
+            v0, v1, v2, v3, v4, v5, v6, v7 = _unpack_mxfp4(words, f0, f1, f2, f3, HALF, PTX)
+            acc = tl.dot(eight(v0, v1, v2, v3, v4, v5, v6, v7, BN), tl.trans(x), acc)
     return acc
 
 
@@ -248,28 +273,16 @@ def empty_rows(like: torch.Tensor, columns: int, groups: int) -> Fp8Rows:
 
 
 @triton.jit
-def fp8_linear_kernel(
-    x, x_scales, w, scales, bias, out, parts, tickets, T, N, K, span,
-    GROUPS: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    WAITS: tl.constexpr,
+def store_sums(
+    acc, out, bias, parts, tickets, n, there, row, live, N,
+    SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product, over `span` columns. Grid: (tiles of N, tiles of T, SPLIT).
+    """Store a tile's sums over a part of K, acc [BN, BT], and of all parts those that come last.
+    Grid: (tiles of N, tiles of T, SPLIT).
 
     Of the programs of a tile, the last to end adds the parts in the order of K, so that no bit
     depends on which it is.
     """
-    if WAITS:
-        gdc_wait()
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    t = tl.program_id(1) * BT + tl.arange(0, BT)
-    there, live = n < N, t < T
-    row = tl.where(live, t, 0).to(tl.int64)
-    first = tl.program_id(2) * span
-    acc = product(
-        x + row * K, x_scales + row * GROUPS, live, w, scales, n, there, first,
-        tl.minimum(first + span, K), N, K, 2, GROUPS, BT, BN, BK, EVEN, False, STAGES,
-    )  # fmt: skip
     is_last = True
     tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     at = parts + tile * (SPLIT * BN * BT)
@@ -289,6 +302,28 @@ def fp8_linear_kernel(
         target = out + row[:, None] * N + n[None, :]
         value = tl.trans(acc).to(out.dtype.element_ty)
         tl.store(target, value, mask=live[:, None] & there[None, :])
+
+
+@triton.jit
+def fp8_linear_kernel(
+    x, x_scales, w, scales, bias, out, parts, tickets, T, N, K, span,
+    GROUPS: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    WAITS: tl.constexpr,
+):  # fmt: skip
+    """A tile of the product, over `span` columns. Grid: as `store_sums`."""
+    if WAITS:
+        gdc_wait()
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    t = tl.program_id(1) * BT + tl.arange(0, BT)
+    there, live = n < N, t < T
+    row = tl.where(live, t, 0).to(tl.int64)
+    first = tl.program_id(2) * span
+    acc = product(
+        x + row * K, x_scales + row * GROUPS, live, w, scales, n, there, first,
+        tl.minimum(first + span, K), N, K, 2, GROUPS, BT, BN, BK, EVEN, False, STAGES,
+    )  # fmt: skip
+    store_sums(acc, out, bias, parts, tickets, n, there, row, live, N, SPLIT, HAS_BIAS, BT, BN)
 
 
 def fp8_tile(tokens: int) -> ProductTile:

@@ -359,7 +359,7 @@ class WorkList:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def load(self, plan: HostPlan) -> None:
-        """Write a plan to the host buffer and copy it asynchronously on the current stream.
+        """Write a plan to the host buffer and copy it without a wait, on its device's stream.
 
         Waits until the copy before has read the host buffer, which in practice it has. Raises
         ValueError for a plan with more than `capacity_tiles` tiles.
@@ -382,7 +382,7 @@ class WorkList:
             self._view[begin:end] = work.tiles.reshape(-1)
         self._device[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device.device))
 
     @property
     def parts_of_row(self) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from triton.compiler import ASTSource
 
-from kernels.gpu import experts, products
+from kernels.gpu import experts, int4_products, products
 from kernels.gpu.experts import Tile
 from tests.unit.kernels.gpu.compile_for_hopper import report
 
@@ -25,7 +25,7 @@ POINTERS = {
 
 TYPES: tuple[dict[str, str], ...] = (
     {},
-    {"w": "*u8"},
+    {"w": "*i32"},
     {"x": "*fp8e4nv", "w": "*fp8e4nv", "scales": "*fp32"},
 )
 """What differs by the kind of the weights."""
@@ -34,7 +34,7 @@ KINDS = ("", " packed", " fp8")
 PRODUCTS = {
     f"{name}{KINDS[kind]}": (tile, kind)
     for kind, tiles in enumerate(experts.TILES)
-    for name, tile in zip(("few", "some", "many"), tiles, strict=True)
+    for name, tile in zip(("alone", "few", "some", "many"), tiles, strict=True)
 }
 
 
@@ -70,6 +70,23 @@ def compile_linear(tokens: int, groups: int, split: int) -> dict[str, Any]:
     return compiled(kernel, name, Tile(*tile), types, constants, ("N", "K", "span"))
 
 
+def compile_int4(tokens: int, group: int, split: int) -> dict[str, Any]:
+    """Compile a product with weights of 4 bits of Llama-8B's sizes."""
+    tile = int4_products.int4_tile(tokens, is_plain=group == 128)
+    constants: dict[str, Any] = {
+        "GROUP": group, "HAS_SHIFTS": group == 32, "SPLIT": split,
+        "HAS_BIAS": False, "BT": tile.pairs, "BN": tile.rows, "STAGES": tile.stages, "PTX": True,
+        "WAITS": True,
+    }  # fmt: skip
+    types = {
+        **POINTERS, "codes": "*i32", "scales": "*fp32", "zeros": "*bf16", "shifts": "*fp32",
+        "parts": "*fp32", "tickets": "*i32",
+    }  # fmt: skip
+    name = f"4 bits of {tokens}, groups of {group}, {split} parts"
+    kernel = int4_products.int4_linear_kernel
+    return compiled(kernel, name, Tile(*tile), types, constants, ("N", "K", "span"))
+
+
 def compiled(
     kernel: Any, name: str, tile: Tile, types: dict[str, str], constants: dict[str, Any],
     sizes: tuple[str, ...],
@@ -94,6 +111,9 @@ def main() -> None:
         for groups in (1, 32):
             one = compile_linear(tokens, groups, 4 if tokens < 256 else 1)
             sys.stdout.write(json.dumps(one) + "\n")
+    for tokens in (16, 32, 64):
+        for group in (32, 128):
+            sys.stdout.write(json.dumps(compile_int4(tokens, group, 4)) + "\n")
 
 
 if __name__ == "__main__":

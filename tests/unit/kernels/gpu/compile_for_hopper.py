@@ -117,6 +117,8 @@ def report(source: ASTSource, options: dict[str, int]) -> dict[str, object]:
         "mma": sass.stdout.count("HMMA"),
         "async_copies": sass.stdout.count("LDGSTS") + sass.stdout.count("UTMALDG"),
         "overlaps": kernel.asm["ptx"].count("wgmma.wait_group.sync.aligned 1"),
+        "releases": len(re.findall(r"sys\.release|release\.sys", kernel.asm["ptx"])),
+        "acquires": len(re.findall(r"sys\.acquire|acquire\.sys", kernel.asm["ptx"])),
         "spills": sass.stdout.count("STL") + sass.stdout.count("LDL"),
     }
 

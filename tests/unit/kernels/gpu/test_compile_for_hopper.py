@@ -24,6 +24,7 @@ PACKING = "tests.unit.kernels.gpu.compile_kv_formats"
 INT8 = "tests.unit.kernels.gpu.compile_int8"
 LATENTS = "tests.unit.kernels.gpu.compile_latents"
 EXPERTS = "tests.unit.kernels.gpu.compile_experts"
+PEERS = "tests.unit.kernels.gpu.compile_peer_reduce"
 PLAIN, BY_HAND = (
     "tests.unit.kernels.gpu.compile_for_hopper",
     "tests.unit.kernels.gpu.compile_hand_scheduled",
@@ -64,6 +65,10 @@ registers, used by prefill alone; of the wide one scheduled hand-scheduled; and 
 channels, 88 to 160 bytes of stack with four warps. With eight warps these have 24 bytes, and the
 same tile, which spills nothing where it decodes, takes 1.2 to 1.8 times as long there.
 Every other class makes none."""
+
+
+PRODUCT_SPILLS = {"4 bits of 64": 26, "linear of 256": 2}
+"""Of tiles that are faster so than smaller ones; the second by Triton 3.6 alone."""
 
 
 @cache
@@ -160,9 +165,10 @@ def test_products_of_experts_fit_their_multiprocessor() -> None:
     """Weights enter the matrix units from registers or shared memory, fetched ahead, unspilled."""
     reports = reports_of(EXPERTS)
 
-    assert len(reports) == 26
+    assert len(reports) == 38
     for report in reports:
-        assert report["spills"] == 0, report
+        most = next((n for name, n in PRODUCT_SPILLS.items() if report["name"].startswith(name)), 0)
+        assert report["spills"] <= most, report
         assert report["shared_bytes"] <= SHARED_BYTES_MAX, report
         assert report["wgmma"] > 0, report
         assert report["async_copies"] > 0, report
@@ -179,3 +185,17 @@ def test_attention_over_latents_fits_its_multiprocessor() -> None:
         assert report["shared_bytes"] <= SHARED_BYTES_MAX, report
         assert report["wgmma" if report["name"].startswith("big") else "mma"] > 0, report
         assert report["async_copies"] > 0, report
+
+
+@pytest.mark.nightly
+def test_sums_over_lanes_meet_by_flags_of_the_whole_system() -> None:
+    """A flag is raised by a release and seen by an acquire that other GPUs take part in: one of
+    each a peer, and one more acquire in the loop that waits. Rows stay in registers."""
+    reports = reports_of(PEERS)
+
+    assert len(reports) == 13
+    for report in reports:
+        assert report["spills"] == 0, report
+        peers = int(report["kernel"].split(" of ")[1].split(",")[0])
+        assert report["releases"] >= peers - 1, report
+        assert report["acquires"] >= 2 * (peers - 1), report
