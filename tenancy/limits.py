@@ -11,7 +11,7 @@ no database. The gateway calls it on one thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -23,6 +23,7 @@ from tenancy.errors import BadName, LimitExceeded
 from tenancy.types import Identity, Limits
 
 SECOND_NS = 1_000_000_000
+MS_NS = 1_000_000
 MINUTE_NS = 60 * SECOND_NS
 LIMIT_MAX = 10**12
 """The largest value of any limit."""
@@ -124,6 +125,8 @@ class _Usage:
     buckets: dict[int, TokenBucket] = field(default_factory=dict)
     """By index into `METERS`."""
     running: int = 0
+    elsewhere: int = 0
+    """Requests of other gateways that run, as far as this one knows."""
     running_max: int = LIMIT_MAX
     """How many requests these limits allow to run at a time."""
     limits: Limits = field(default_factory=Limits)
@@ -159,7 +162,7 @@ class _Usage:
 class Reservation:
     """The reservation of one request. The caller must settle it once, however the request ends."""
 
-    __slots__ = ("_accounts", "_counts", "_is_open", "_limiter", "_rows")
+    __slots__ = ("_accounts", "_counts", "_is_open", "_limiter", "_rows", "on_change")
 
     def __init__(
         self,
@@ -173,6 +176,8 @@ class Reservation:
         self._rows = rows
         self._counts = counts
         self._is_open = True
+        self.on_change: Callable[[Demand, bool], None] | None = None
+        """Called with each corrected estimate, and whether it is the last one."""
 
     def settle(self, actual: Demand) -> None:
         """Correct the reservation to actual usage and end it.
@@ -181,15 +186,21 @@ class Reservation:
         request itself stays counted. A second call changes nothing.
         """
         if self._is_open:
-            self.correct(actual)
+            self._replace(actual)
             self._is_open = False
             self._limiter.release(self._accounts)
+            if self.on_change is not None:
+                self.on_change(actual, True)
 
     def correct(self, estimate: Demand) -> None:
         """Replace the estimate while the request goes on; an overestimate is free at once."""
+        if self._is_open and self._counts != estimate.counts:
+            self._replace(estimate)
+            if self.on_change is not None:
+                self.on_change(estimate, False)
+
+    def _replace(self, estimate: Demand) -> None:
         before, after = self._counts, estimate.counts
-        if not self._is_open or before == after:
-            return
         now_ns, self._counts = self._limiter.now_ns(), after
         for row in self._rows:
             for bucket, meter, limit in row:
@@ -228,6 +239,14 @@ class Reservation:
             bucket.full_at -= more
         raise _bucket_refusal(self._rows, after, now_ns)
 
+    def follow(self, estimate: Demand, owed: Sequence[Sequence[int]]) -> None:
+        """Take an estimate for which the shared limits had room, and their debts; see
+        `Limiter.follow`."""
+        self._counts = estimate.counts
+        now_ns = self._limiter.now_ns()
+        for row, debts in zip(self._rows, owed, strict=True):
+            _follow(row, debts, now_ns)
+
     def is_near_limit(self, estimate: Demand) -> bool:
         """Return whether the estimate would take more than an eighth of a prompt-token limit.
 
@@ -259,20 +278,28 @@ class Limiter:
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds."""
         self._clock = clock
+        self.parts = 1
+        """How many gateways have a part of each limit for themselves; 1 while they share them."""
         self._tenants: OrderedDict[int, _Usage] = OrderedDict()
         self._keys: OrderedDict[int, _Usage] = OrderedDict()
 
-    def reserve(self, identity: Identity) -> Reservation:
+    def reserve(self, identity: Identity, *, has_room: bool = False) -> Reservation:
         """Reserve a request without tokens in every limit of the identity, or in none; they follow
-        by `Reservation.extend`. About 3 us.
+        by `Reservation.extend`. About 3 us. `has_room`: the shared limits have reserved it.
 
         Raises LimitExceeded: for concurrent requests, or else the limit that takes longest to free.
         """
         now_ns, counts = self.now_ns(), NO_DEMAND.counts
         tenant = self._usage_of(self._tenants, "tenant", identity.tenant.tenant_id, now_ns)
         key = self._usage_of(self._keys, "key", identity.line_id, now_ns)
-        rows = tenant.apply(identity.limits, now_ns), key.apply(identity.key_limits, now_ns)
-        fits = tenant.running < tenant.running_max and key.running < key.running_max
+        limits, key_limits = identity.limits, identity.key_limits
+        if self.parts > 1:
+            limits, key_limits = part_of(limits, self.parts), part_of(key_limits, self.parts)
+        rows = tenant.apply(limits, now_ns), key.apply(key_limits, now_ns)
+        fits = (
+            tenant.running + tenant.elsewhere < tenant.running_max
+            and key.running + key.elsewhere < key.running_max
+        )
         for row in rows:
             for bucket, meter, limit in row:
                 drained, full_at = now_ns * limit, bucket.full_at
@@ -281,7 +308,7 @@ class Limiter:
                 bucket.full_at = full_at = full_at + counts[meter] * MINUTE_NS
                 if full_at - drained > limit * MINUTE_NS:
                     fits = False
-        if not fits:
+        if not fits and not has_room:
             for row in rows:
                 for bucket, meter, _ in row:
                     bucket.full_at -= counts[meter] * MINUTE_NS
@@ -289,6 +316,26 @@ class Limiter:
         tenant.running += 1
         key.running += 1
         return Reservation(self, (tenant, key), rows, counts)
+
+    def follow(
+        self, identity: Identity, owed: Sequence[Sequence[int]], running: Sequence[int]
+    ) -> None:
+        """Take over the shared state of tenant and key: for each its debts by meter in
+        token-milliseconds, and its requests at once over all gateways. O(limits)."""
+        now_ns = self.now_ns()
+        tenant = self._usage_of(self._tenants, "tenant", identity.tenant.tenant_id, now_ns)
+        key = self._usage_of(self._keys, "key", identity.line_id, now_ns)
+        rows = tenant.apply(identity.limits, now_ns), key.apply(identity.key_limits, now_ns)
+        for account, row, debts, count in zip((tenant, key), rows, owed, running, strict=True):
+            account.elsewhere = max(0, count - account.running)
+            _follow(row, debts, now_ns)
+
+    def divide(self, parts: int) -> None:
+        """Let this gateway have one part of so many of each limit, as it cannot know what the
+        others use; 1: all, as they are shared again. O(tenants and lines in memory)."""
+        self.parts = parts
+        for account in (*self._tenants.values(), *self._keys.values()):
+            account.elsewhere = 0
 
     def status(self, identity: Identity) -> dict[Meter, LimitState]:
         """Return, per limited meter, the tighter state of tenant and key. Used for headers."""
@@ -359,6 +406,24 @@ class Limiter:
         return int(self._clock() * SECOND_NS)
 
 
+def _follow(row: _Row, debts: Sequence[int], now_ns: int) -> None:
+    """Set the debts of buckets, in token-milliseconds by meter."""
+    for bucket, meter, _ in row:
+        bucket.full_at = now_ns * bucket.limit + debts[meter] * MS_NS
+
+
+@lru_cache(maxsize=1_024)
+def part_of(limits: Limits, parts: int) -> Limits:
+    """Return one part of so many of each limit, at least 1."""
+    values = msgspec.structs.asdict(limits)
+    return Limits(
+        **{
+            name: None if limit is None else max(1, limit // parts)
+            for name, limit in values.items()
+        }
+    )
+
+
 def check_limits(limits: Limits) -> None:
     """Raise BadName if a limit is out of range."""
     for name, limit in msgspec.structs.asdict(limits).items():
@@ -398,10 +463,11 @@ def _states(rows: Iterable[_Row], now_ns: int) -> dict[Meter, LimitState]:
 def _concurrency_refusal(accounts: Iterable[_Usage]) -> LimitExceeded | None:
     """Build the refusal of the first account with running requests; None without one."""
     for account in accounts:
-        if account.running >= account.running_max:
+        running = account.running + account.elsewhere
+        if running >= account.running_max:
             return LimitExceeded(
                 "requests_at_once",
-                f"Rate limit reached for requests at once: {account.running} running, limit"
+                f"Rate limit reached for requests at once: {running} running, limit"
                 f" {account.running_max} for this {account.kind}.",
                 retry_after_s=CONCURRENCY_RETRY_S,
                 limit=account.running_max,

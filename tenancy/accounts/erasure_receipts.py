@@ -1,15 +1,17 @@
 """Receipts of cache erasures: which key erased which part of a cache, when, and how many blocks.
 
-The gateway writes a receipt after the engine has confirmed the erasure. A tenant's newest
-`RECEIPTS_MAX` receipts are kept, so a client that erases all day cannot fill the disk. A receipt
-contains a digest of the erased namespaces and not their names. The module knows no engine;
-`gateway.background.erasure`, the admin API and self-service call it.
+The gateway writes a receipt after the engines that are there have confirmed the erasure. It names
+those elsewhere that were away, until they have carried it out too; `erased_until` says until when
+an engine has carried out all of them. A tenant's newest `RECEIPTS_MAX` receipts are kept, so a
+client that erases all day cannot fill the disk. A receipt contains a digest of the erased
+namespaces and not their names. The module knows no engine; `gateway.background` (`erasure`,
+`missed_erasures`), the admin API and self-service call it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -22,6 +24,11 @@ from tenancy.storage.interface import ALL_ROWS, Row, Store, placeholders
 ErasedState = Literal["gone", "shredded", "pending"]
 RECEIPTS_MAX = 1_000
 """The most receipts of a tenant that are kept, and that one query may return."""
+STATES: tuple[ErasedState, ...] = ("shredded", "gone", "pending")
+"""States of an erased level, from the one that promises most to the one that promises least."""
+OVERLAP_MS = 120_000
+"""Clocks of gateways differ, and a receipt is written some time after its `at_ms`: so much before
+the time until which an engine has carried out all erasures, they are carried out again."""
 
 
 class ErasedLevel(Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +62,19 @@ class ErasureReceipt(Struct, frozen=True):
     """The same by level."""
     embeddings: int = 0
     """How many vectors left their cache."""
+    pending_at: tuple[str, ...] = ()
+    """The engines elsewhere, by name, that were away and have not carried it out yet."""
+    completed_ms: int | None = None
+    """When all engines and levels had confirmed it; None until then."""
+
+
+class MissedErasure(Struct, frozen=True):
+    """An erasure that an engine may not have carried out. `receipt_id`: of the receipt that waits
+    for the engine, or None."""
+
+    tenant_id: int
+    what: str
+    receipt_id: str | None
 
 
 _COLUMNS = ", ".join(ErasureReceipt.__struct_fields__)
@@ -75,7 +95,11 @@ def write_receipt(store: Store, receipt: ErasureReceipt, by: Actor | None = None
     """Store a receipt; it is durable when this returns. Drops the tenant's oldest ones beyond
     `RECEIPTS_MAX`. `by`: the administrator that asked, for the audit log. O(RECEIPTS_MAX) steps of
     an index. Raises StoreError."""
-    row = {**structs.asdict(receipt), "levels": _encode(receipt.levels)}
+    row = {
+        **structs.asdict(receipt),
+        "levels": _encode(receipt.levels),
+        "pending_at": msgspec.json.encode(receipt.pending_at).decode(),
+    }
     beyond = receipt.tenant_id, ALL_ROWS, RECEIPTS_MAX
     with store.change() as db:
         db.execute(
@@ -111,26 +135,116 @@ def list_receipts(store: Store, tenant_id: int, limit: int = 100) -> list[Erasur
     return [_receipt(row) for row in rows]
 
 
-def list_pending(store: Store) -> list[ErasureReceipt]:
-    """Return the receipts of erasures that a level has not confirmed, oldest first. O(receipts)."""
+def list_uncompleted(store: Store) -> list[ErasureReceipt]:
+    """Return the receipts of erasures that a level or an engine has not confirmed, oldest first.
+    O(these)."""
     rows = store.query(
-        f"select {_COLUMNS} from erasures where levels like '%\"pending\"%' order by at_ms"
+        f"select {_COLUMNS} from erasures where completed_ms is null order by at_ms, receipt_id"
     )
     return [_receipt(row) for row in rows]
 
 
-def confirm_receipt(store: Store, receipt_id: str, levels: _Levels) -> None:
-    """Replace what a receipt says of the levels, once they have confirmed. Raises StoreError."""
+def confirm_levels(store: Store, receipt_id: str, more: Mapping[str, ErasedLevel], now: int) -> int:
+    """Add what levels have confirmed to a receipt; they are pending no more. `now`: ms. Returns
+    the number of receipts that are completed by it. Raises StoreError."""
+    return _confirm(store, receipt_id, more, now, is_final=True)
+
+
+def confirm_replica(
+    store: Store, receipt_id: str, replica: str, more: Mapping[str, ErasedLevel], now: int
+) -> int:
+    """Add what an engine that was away has erased to a receipt; it is pending there no more. `now`:
+    ms. Returns the number of receipts that are completed by it. Raises StoreError."""
+    return _confirm(store, receipt_id, more, now, replica, is_final=False)
+
+
+def _confirm(
+    store: Store,
+    receipt_id: str,
+    more: Mapping[str, ErasedLevel],
+    now: int,
+    replica: str = "",
+    *,
+    is_final: bool,
+) -> int:
     with store.change() as db:
+        found = db.rows(f"select {_COLUMNS} from erasures where receipt_id = ?", (receipt_id,))
+        if not found:
+            return 0  # newer ones have taken its place
+        receipt = _receipt(found[0])
+        levels = add_levels(receipt.levels, more, is_final=is_final)
+        pending_at = [name for name in receipt.pending_at if name != replica]
+        is_completed = not pending_at and all(one.state != "pending" for one in levels.values())
+        device = more.get("device", ErasedLevel(0, 0))
         db.execute(
-            "update erasures set levels = ? where receipt_id = ?",
-            (_encode(levels), receipt_id),
+            "update erasures set blocks = blocks + ?, levels = ?, pending_at = ?, completed_ms = ?"
+            " where receipt_id = ?",
+            (
+                device.blocks,
+                _encode(levels),
+                msgspec.json.encode(pending_at).decode(),
+                now if is_completed else None,
+                receipt_id,
+            ),
         )
+    return int(is_completed)
+
+
+def add_levels(
+    before: Mapping[str, ErasedLevel], more: Mapping[str, ErasedLevel], *, is_final: bool = False
+) -> _Levels:
+    """Return the sums by level, each in the state that promises least; `is_final`: what was pending
+    before is in the later state, `gone` without one."""
+    sums = {}
+    for name in {**before, **more}:
+        each = [one[name] for one in (before, more) if name in one]
+        states: list[ErasedState] = [one.state for one in each]
+        if is_final:
+            states = [more[name].state if name in more else "gone"]
+        sums[name] = ErasedLevel(
+            sum(one.blocks for one in each),
+            sum(one.bytes for one in each),
+            max(states, key=STATES.index),
+        )
+    return sums
+
+
+def list_missed(store: Store, replica: str) -> list[MissedErasure]:
+    """Return the erasures that an engine elsewhere may not have carried out, oldest first: those
+    whose receipts wait for it, and those since it had carried out all, or ever. O(these)."""
+    marks = store.query("select until_ms from erased_until where replica = ?", (replica,))
+    since = marks[0][0] - OVERLAP_MS if marks else 0
+    rows = store.query(
+        "select at_ms, tenant_id, what, receipt_id, pending_at from erasures"
+        " where at_ms >= ? or completed_ms is null order by at_ms, receipt_id",
+        (since,),
+    )
+    return [
+        MissedErasure(tenant_id, what, receipt_id if replica in _names(pending_at) else None)
+        for at_ms, tenant_id, what, receipt_id, pending_at in rows
+        if at_ms >= since or replica in _names(pending_at)
+    ]
+
+
+def note_erased_until(store: Store, replicas: Sequence[str], until_ms: int) -> None:
+    """Note that engines elsewhere have carried out all erasures up to a time. Raises StoreError."""
+    with store.change() as db:
+        for replica in replicas:
+            db.execute(
+                "insert into erased_until (replica, until_ms) values (?, ?)"
+                " on conflict (replica) do update set until_ms = excluded.until_ms",
+                (replica, until_ms),
+            )
 
 
 def _receipt(row: Row) -> ErasureReceipt:
-    *facts, levels, embeddings = row
-    return ErasureReceipt(*(*facts, msgspec.json.decode(levels, type=_Levels), embeddings))
+    *facts, levels, embeddings, pending_at, completed_ms = row
+    told = msgspec.json.decode(levels, type=_Levels)
+    return ErasureReceipt(*(*facts, told, embeddings, _names(pending_at), completed_ms))
+
+
+def _names(encoded: str) -> tuple[str, ...]:
+    return msgspec.json.decode(encoded, type=tuple[str, ...])
 
 
 def _encode(levels: _Levels) -> str:

@@ -74,6 +74,36 @@ def take_over(store: Store, gateway: str, now_ms: int) -> list[WrittenPrefix]:
     return [WrittenPrefix(*row) for row in rows]
 
 
+def take_over_from(store: Store, dead: str, gateway: str, now_ms: int) -> list[WrittenPrefix]:
+    """Move the promises of a gateway that died to another, and return them; of prefixes that the
+    other one has promised too its own stay. A second call, by whomever, returns none. O(rows).
+    Raises StoreError."""
+    with store.change() as db:
+        db.execute("delete from written_prefixes where promised_until_ms <= ?", (now_ms,))
+        db.execute(
+            "delete from written_prefixes where gateway = ?1 and exists (select 1 from"
+            " written_prefixes as own where own.gateway = ?2"
+            " and own.namespace = written_prefixes.namespace"
+            " and own.digest = written_prefixes.digest)",
+            (dead, gateway),
+        )
+        rows = db.rows(
+            f"select {', '.join(_COLUMNS[1:])} from written_prefixes where gateway = ?"
+            " order by promised_until_ms, namespace, digest, class",
+            (dead,),
+        )
+        db.execute("update written_prefixes set gateway = ? where gateway = ?", (gateway, dead))
+    return [WrittenPrefix(*row) for row in rows]
+
+
+def other_gateways(store: Store, gateway: str) -> list[str]:
+    """Return the other gateways that have promises. Raises StoreError."""
+    rows = store.query(
+        "select distinct gateway from written_prefixes where gateway not in (?, '')", (gateway,)
+    )
+    return [row[0] for row in rows]
+
+
 def save(
     store: Store, gateway: str, kept: Sequence[WrittenPrefix], gone: Sequence[PrefixClass]
 ) -> None:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 from tenancy.errors import LedgerUnavailable
+from tenancy.ledger.engine_counts import EngineTotals
 from tenancy.ledger.holds import ProgressNote
 from tenancy.ledger.transactions import (
-    EngineTotals,
     Hold,
     Item,
     NamedEntry,
@@ -44,14 +44,14 @@ Batch = list[tuple[Item, Future[None]]]
 class Ledger:
     """The only writer of a store, in a thread. Thread-safe."""
 
-    def __init__(self, store: Store, clock: WallClock) -> None:
-        """Close the holds of dead processes, then accept items.
+    def __init__(self, store: Store, clock: WallClock, gateway: str = "") -> None:
+        """Close the holds of dead processes, then accept items of this start of a `gateway`.
 
         `found_epoch` and `interrupted` are those of `LedgerWriter`. `is_well`: whether the last
         batch was written. Raises StoreError if another process writes the store or it cannot be
         written.
         """
-        self._writer = LedgerWriter(store, clock)
+        self._writer = LedgerWriter(store, clock, gateway=gateway)
         self.found_epoch, self.interrupted = self._writer.found_epoch, self._writer.interrupted
         self._inbox: queue.SimpleQueue[tuple[Item, Future[None]] | None] = queue.SimpleQueue()
         self._inbox_lock = threading.Lock()

@@ -13,6 +13,16 @@ from msgspec import Struct, structs
 
 from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
 from tenancy.ledger.aggregates import max_of
+from tenancy.ledger.engine_counts import (
+    INTERRUPTED,
+    NO_COUNTS,
+    Counts,
+    EngineTotals,
+    EpochCorrections,
+    GatewayDeath,
+    settle_death,
+    write_totals,
+)
 from tenancy.ledger.entries import NO_CHAIN, EntryAppender, hour_of
 from tenancy.ledger.holds import Holds, ProgressNote, write_progress
 from tenancy.ledger.idempotency import Claim, IdempotencyNames, ReplayRecord
@@ -28,6 +38,9 @@ from tenancy.pricing.charges import FREE_CARD, RateCard, compute_charge, compute
 from tenancy.pricing.rate_cards import SELECT_CARDS, RateCards, read_card
 from tenancy.storage.interface import Store, Transaction, pad_to_power_of_two, placeholders
 from tenancy.types import DAY_MS, FREE, TokenCounts, UsageEntry
+
+METER_KEPT_MS = 30 * DAY_MS
+"""How long the last readings of an engine are kept that is heard no longer."""
 
 
 class Hold(Struct, frozen=True, tag="hold"):
@@ -54,17 +67,21 @@ class Hold(Struct, frozen=True, tag="hold"):
 
 
 class NamedEntry(Struct, frozen=True, tag="named_entry"):
-    """The entry of a request with an idempotency key.
+    """An entry with what belongs to it.
 
-    Without a `replay` the key is free again: there is no response, so a retry is a new request.
+    For a request with an idempotency key: without a `replay` the key is free again. There is no
+    response then, so a retry is a new request.
     """
 
     entry: UsageEntry
     replay: ReplayRecord | None = None
+    uncounted: Counts = NO_COUNTS
+    """What it has more of tokens than the engine counted; below 0 for less. It is no part of the
+    entry: `engine_counts` keeps the sums."""
 
 
 class StorageReading(Struct, frozen=True):
-    """Tokens times seconds that a tenant held in a class since the last reading."""
+    """Tokens times seconds that a tenant has held in a class since its engine's start."""
 
     tenant_id: int
     retention: str
@@ -74,34 +91,20 @@ class StorageReading(Struct, frozen=True):
 
 
 class StorageReadings(Struct, frozen=True, tag="storage"):
-    """Readings of one meter at one instant, written together or not at all."""
+    """Readings of one engine, written together or not at all.
 
-    meter: str
-    """A name that no other meter has."""
-    number: int
-    """From 1, higher than that of the meter's readings before, which are durable. So readings that
-    are written again, because their first answer was lost, count once."""
-    at_ms: int
-    readings: tuple[StorageReading, ...]
-    """One or more."""
-
-
-class EngineTotals(Struct, frozen=True, tag="engine"):
-    """The engine's counters since its start (`epoch`), and the gateway metrics' since then."""
+    Each adds what it has more than the last one that was written. So readings that come twice, late
+    or from several gateways count once, and what was never written is part of the next.
+    """
 
     epoch: str
+    """The engine's life."""
     at_ms: int
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    metric_prompt_tokens: int
-    metric_cached_tokens: int
-    metric_output_tokens: int
-    is_ended: bool = False
-    """The engine has stopped, so these are its final counts."""
+    readings: tuple[StorageReading, ...]
+    """One or more, at most one of each tenant, model and class."""
 
 
-Item = Hold | UsageEntry | NamedEntry | StorageReadings | EngineTotals | ProgressNote
+Item = Hold | UsageEntry | NamedEntry | StorageReadings | EngineTotals | GatewayDeath | ProgressNote
 """Anything that the ledger writes."""
 
 
@@ -115,12 +118,12 @@ def entry_in(item: Item) -> UsageEntry | None:
 class LedgerTransactions:
     """Cached prices and budgets, and the writing of items by them."""
 
-    def __init__(self, writer_id: int = 0) -> None:
-        """Write holds under `writer_id`.
+    def __init__(self, writer_id: int = 0, gateway: str = "") -> None:
+        """Write holds under `writer_id`, for this start of a gateway.
 
         `breached`: the entries of the last batch with broken promises.
         """
-        self.writer_id = writer_id
+        self.writer_id, self.gateway = writer_id, gateway
         self.cards = RateCards([])
         self.budgets: Budgets = {}
         self.breached: list[UsageEntry] = []
@@ -211,6 +214,7 @@ class _Batch:
         self._holds = Holds(db, self._ids)
         self._names = IdempotencyNames(db, self._claimed, self._ended)
         self._windows = BudgetWindows(db, state.budgets)
+        self._corrections = EpochCorrections()
         if state.budgets:
             requests = (one if isinstance(one, Hold) else entry_in(one) for one in self._items)
             self._windows.read([self._budget_day(one) for one in requests if one is not None])
@@ -218,6 +222,7 @@ class _Batch:
         self._holds.finish()
         self._names.finish()
         self._entries.finish()
+        self._corrections.write(db)
         self._windows.finish()
         state.chain, state.sealed_hour_ms = self._entries.chain, self._entries.sealed_hour_ms
         return answers
@@ -228,12 +233,17 @@ class _Batch:
         elif isinstance(item, Hold):
             return self._hold(item)
         elif isinstance(item, NamedEntry):
-            self._settle(item.entry)
+            entry = item.entry
+            if self._settle(entry):
+                gateway = INTERRUPTED if entry.ending == INTERRUPTED else self._state.gateway
+                self._corrections.add(entry.epoch, gateway, item.uncounted)
             self._names.settle(item.entry.request_id, item.replay)
         elif isinstance(item, StorageReadings):
             self._store_readings(item)
         elif isinstance(item, EngineTotals):
-            self._db.execute_many(_WRITE_EPOCH, [structs.astuple(item)])
+            write_totals(self._db, item)
+        elif isinstance(item, GatewayDeath):
+            settle_death(self._db, item)
         return None  # progress notes are written together by `apply`
 
     def _hold(self, hold: Hold) -> TenancyError | None:
@@ -268,7 +278,8 @@ class _Batch:
         add_spending(spending, spent=0, reserved=pico)
         return None
 
-    def _settle(self, entry: UsageEntry) -> None:
+    def _settle(self, entry: UsageEntry) -> bool:
+        """Write an entry, and return True; False if there is one already."""
         if entry.read or entry.write:
             _check_class_sums(entry)
         if entry.recomputed_promised_tokens:
@@ -286,33 +297,42 @@ class _Batch:
         has_money = entry.rate_card_id != FREE or entry.charge_pico or entry.saved_pico
         if card is not FREE_CARD or has_money:
             entry = _priced(card, entry)
-        spent = 0
-        if self._holds.settle(entry.request_id):
+        spent, is_new = 0, self._holds.settle(entry.request_id)
+        if is_new:
             self._entries.add(entry, booked_ms)
             spent = entry.charge_pico
         if state.budgets:
             whose = self._windows.of(entry.tenant_id, entry.key_id, booked_ms)
             add_spending(whose, spent=spent, reserved=-reserved)
+        return is_new
 
     def _store_readings(self, item: StorageReadings) -> None:
-        """Add readings to their hours, once, without those of tenants that were deleted since and
-        left no rows. The meter's row stays locked until the commit, so a transaction whose
-        connection was lost cannot count them beside this one."""
-        booked_ms = max(item.at_ms, self._state.open_from_ms)
-        ((counted,),) = self._db.rows(_LOCK_METER, (item.meter, item.at_ms))
-        if item.number <= counted:
-            return
+        """Add to their hours what readings have more than the last ones of their engine, without
+        those of tenants that were deleted since and left no rows.
+
+        The meter's row stays locked until the commit, so a transaction whose connection was lost
+        cannot count them beside this one. If a life's readings were forgotten, its next ones count
+        from there: what it has held by then is charged to nobody.
+        """
+        db, booked_ms = self._db, max(item.at_ms, self._state.open_from_ms)
+        ((was_forgotten,),) = db.rows(_LOCK_METER, (item.epoch, item.at_ms))
         asked = pad_to_power_of_two([one.tenant_id for one in item.readings])
-        there = {row[0] for row in self._db.rows(_TENANTS.format(placeholders(len(asked))), asked)}
-        rows = []
+        some = placeholders(len(asked))
+        there = {row[0] for row in db.rows(_TENANTS.format(some), asked)}
+        before = {row[:3]: row[3] for row in db.rows(_READINGS.format(some), (item.epoch, *asked))}
+        read, added = [], []
         for one in item.readings:
-            if one.tenant_id not in there:
+            whose = one.tenant_id, one.model, one.retention
+            last = before.get(whose, one.token_seconds if was_forgotten else 0)
+            if one.tenant_id not in there or one.token_seconds < last:
                 continue
-            card = self._state.cards.in_force(one.model, one.tier, booked_ms)
-            whose = (one.tenant_id, hour_of(booked_ms), one.model, one.retention)
-            rows.append((*whose, card.rate_card_id, one.token_seconds))
-        self._db.execute_many(_ADD_STORAGE, rows)
-        self._db.execute_many(_COUNTED, [(item.number, item.meter)])
+            read.append((item.epoch, *whose, one.token_seconds))
+            if one.token_seconds > last:
+                card = self._state.cards.in_force(one.model, one.tier, booked_ms)
+                hour = one.tenant_id, hour_of(booked_ms), one.model, one.retention
+                added.append((*hour, card.rate_card_id, one.token_seconds - last))
+        db.execute_many(_READ, read)
+        db.execute_many(_ADD_STORAGE, added)
 
     def _budget_day(self, item: Hold | UsageEntry) -> BudgetDay:
         """Return the tenant, key and day of the budgets that the item will most likely change.
@@ -324,11 +344,15 @@ class _Batch:
         return item.tenant_id, item.key_id, booked_ms // DAY_MS
 
 
-def forget_meters(store: Store, before_ms: int) -> None:
-    """Forget meters that have written nothing since `before_ms`: those of gateways that ended.
-    Raises StoreError."""
-    with store.change() as db:
-        db.execute("delete from storage_meters where seen_ms < ?", (before_ms,))
+def forget_readings(store: Store, now_ms: int) -> None:
+    """Forget the readings of engines that were not heard for `METER_KEPT_MS`; a row of each life
+    stays. Raises StoreError."""
+    which, before = "seen_ms < ? and was_forgotten = 0", (now_ms - METER_KEPT_MS,)
+    stale = f"select epoch from storage_meters where {which}"
+    if store.query(f"{stale} limit 1", before):
+        with store.change() as db:
+            db.execute(f"delete from storage_readings where epoch in ({stale})", before)
+            db.execute(f"update storage_meters set was_forgotten = 1 where {which}", before)
 
 
 def _priced(card: RateCard, entry: UsageEntry) -> UsageEntry:
@@ -363,23 +387,21 @@ _LEDGER_STATE = (
 )
 _TENANTS = "select tenant_id from tenants where tenant_id in {}"
 _LOCK_METER = (
-    "insert into storage_meters (meter, number, seen_ms) values (?, 0, ?)"
-    " on conflict (meter) do update set seen_ms = excluded.seen_ms returning number"
+    "insert into storage_meters (epoch, seen_ms, was_forgotten) values (?, ?, 0)"
+    f" on conflict (epoch) do update set seen_ms = {max_of('storage_meters', 'seen_ms')}"
+    " returning was_forgotten"
 )
-_COUNTED = "update storage_meters set number = ? where meter = ?"
+_READINGS = (
+    "select tenant_id, model, class, token_seconds from storage_readings"
+    " where epoch = ? and tenant_id in {}"
+)
+_READ = (
+    "insert into storage_readings (epoch, tenant_id, model, class, token_seconds)"
+    " values (?, ?, ?, ?, ?) on conflict (epoch, tenant_id, model, class)"
+    " do update set token_seconds = excluded.token_seconds"
+)
 _ADD_STORAGE = (
     "insert into storage_hours (tenant_id, hour_ms, model, class, rate_card_id, token_seconds)"
     " values (?, ?, ?, ?, ?, ?) on conflict (tenant_id, hour_ms, model, class, rate_card_id)"
     " do update set token_seconds = storage_hours.token_seconds + excluded.token_seconds"
-)
-_TOTALS = ("prompt_tokens", "cached_tokens", "output_tokens")
-_WRITE_EPOCH = (
-    "insert into engine_epochs (epoch, first_seen_ms, last_seen_ms, prompt_tokens, cached_tokens,"
-    " output_tokens, metric_prompt_tokens, metric_cached_tokens, metric_output_tokens, is_ended)"
-    " values (?1, ?2, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9) on conflict (epoch) do update"
-    " set last_seen_ms = excluded.last_seen_ms, "
-    + ", ".join(
-        f"{name} = {max_of('engine_epochs', name)}"
-        for name in ("is_ended", *_TOTALS, *(f"metric_{name}" for name in _TOTALS))
-    )
 )

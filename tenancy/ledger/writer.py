@@ -25,7 +25,7 @@ from tenancy.ledger.aggregates import fold_recent_sums
 from tenancy.ledger.epochs import detect_replacement, save_known_point
 from tenancy.ledger.holds import OPEN_HOLDS, interrupted
 from tenancy.ledger.transactions import Hold, Item, LedgerTransactions, NamedEntry
-from tenancy.storage.interface import Store
+from tenancy.storage.interface import Row, Store
 from tenancy.types import WallClock
 
 BATCH_MAX = 128
@@ -38,6 +38,11 @@ NOT_DURABLE = "not_durable"
 
 KEEP_POINT_MS = 60_000
 """Interval at which the last known entry is saved beside the database."""
+
+LOOK_MS = 10_000
+"""Interval of looks for writers that are gone."""
+GONE_MS = 60_000
+"""How long a writer is gone before its holds are closed."""
 
 Answers = list[TenancyError | None]
 """For each item its refusal, with nothing written; None if the item is durable."""
@@ -59,20 +64,24 @@ class LedgerWriter:
         living: Container[str] = (),
         successor_of: int = 0,
         patience_s: float = 0.0,
+        gateway: str = "",
     ) -> None:
         """Close the holds of dead writers, then accept items.
 
         `living`: requests that continue although their writer `successor_of` died; this writer
-        takes over their holds. `patience_s`: how long to wait for another writer to finish. Raises
+        takes over their holds. `patience_s`: how long to wait for another writer to finish.
+        `gateway`: names this start of the gateway that writes. Raises
         StoreError if another process writes the database or it cannot be written.
         """
         self._store = store
         self._clock = clock
         self.writer_id = store.claim(successor_of, patience_s)
-        self._transactions = LedgerTransactions(self.writer_id)
+        self._transactions = LedgerTransactions(self.writer_id, gateway)
         self._doubtful: set[str] = set()  # refused holds that may be stored
         self._is_damaged = False  # after a disk error: check before writing
         self._has_recent = False  # there may be sums to fold
+        self._looked_ms = clock()
+        self._gone_ms: dict[int, int] = {}  # since when other writers have been seen gone
         is_gone = cache(store.is_writer_gone)
 
         def is_dead(request_id: str, writer_id: int) -> bool:
@@ -117,6 +126,23 @@ class LedgerWriter:
             self._save_point()
         if self._has_recent:
             self._has_recent = self._fold_sums()
+        if not self._store.is_local and self._clock() - self._looked_ms >= LOOK_MS:
+            self._looked_ms = self._clock()
+            with suppress(StoreError):
+                self._take_over_holds()
+
+    def _take_over_holds(self) -> None:
+        """Close the holds of writers that have been gone for `GONE_MS`. Several gateways may do so
+        at once: a hold is settled once. A writer that only lost its connection is back by then."""
+        now_ms = self._clock()
+        rows = self._store.query(
+            "select distinct writer_id from holds where writer_id <> ?", (self.writer_id,)
+        )
+        gone = [writer for (writer,) in rows if self._store.is_writer_gone(writer)]
+        self._gone_ms = {writer: self._gone_ms.get(writer, now_ms) for writer in gone}
+        dead = {one for one, since_ms in self._gone_ms.items() if now_ms - since_ms >= GONE_MS}
+        if dead:
+            self._close_holds(lambda _, writer_id: writer_id in dead)
 
     def close_own_holds(self) -> None:
         """Close the open holds of this writer now, as no caller will settle them. Raises
@@ -171,7 +197,7 @@ class LedgerWriter:
         now_ms = self._clock()
         rows = self._store.query(OPEN_HOLDS)
         # Named or not: a request without a response frees its name.
-        dead = [NamedEntry(interrupted(row, now_ms)) for row in rows if is_dead(row[0], row[1])]
+        dead = [closed(row, now_ms) for row in rows if is_dead(row[0], row[1])]
         if dead:
             self._apply(dead)
         return len(dead)
@@ -180,6 +206,14 @@ class LedgerWriter:
 def is_written(answer: TenancyError | None) -> bool:
     """Return whether the database took the item, as an entry or as a refusal."""
     return not (isinstance(answer, LedgerUnavailable) and answer.code == NOT_DURABLE)
+
+
+def closed(hold: Row, now_ms: int) -> NamedEntry:
+    """Return the last item of a hold whose server died. The engine has abandoned the request, so it
+    has counted nothing of the entry."""
+    entry = interrupted(hold, now_ms)
+    counts = entry.prompt_tokens, entry.physical_cached_tokens, entry.output_tokens
+    return NamedEntry(entry, uncounted=counts)
 
 
 def _not_written(code: str, error: Exception) -> LedgerUnavailable:

@@ -25,7 +25,8 @@ PLACES_MAX = 64
 HEADS_MAX = 256
 """Beginnings of one tenant's prompts that are kept for each model."""
 WORKING_SET = "working_set_tokens"
-"""The fact that counts the tokens of different lost prefixes in one hour."""
+"""The fact that counts the tokens of different lost prefixes of one model in one hour, divided by
+what the model multiplies floors by."""
 ROWS_MAX = 50_000
 """Counts that one query reads: those of the latest hours."""
 

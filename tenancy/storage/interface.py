@@ -98,6 +98,17 @@ class Store(Protocol):
     def is_writer_gone(self, writer_id: int) -> bool:
         """Return whether the writer of this id has ended. Raises StoreError."""
 
+    def hold_gateway(self, name: str) -> bool:
+        """Hold a gateway's name until the store is closed or the process ends. Returns whether it
+        does; False while another process holds it.
+
+        Call it again from time to time: a connection that was lost is opened again. A file holds
+        none, as `claim` admits one gateway. Raises StoreError.
+        """
+
+    def is_gateway_held(self, name: str) -> bool:
+        """Return whether any process holds a gateway's name. Raises StoreError."""
+
     def save_marker(self, marker: bytes) -> None:
         """Keep a marker beside the database and not in it, so that a replaced database has another
         one.

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 
 from tenancy.errors import ConstraintBroken, StoreBusy, StoreError, TryAgain
 from tenancy.storage.interface import Row, RowReader, Value
@@ -31,6 +32,9 @@ WRITE_LOCK = 0x7472756E
 WRITERS = 0x7472756F
 """First key of advisory locks; with a writer's id, that writer's connection holds it while it
 lives."""
+
+GATEWAYS = b"trunkline/gateway/"
+"""Before a gateway's name in what its advisory lock is a hash of."""
 
 WRITERS_KEPT = 1_000
 """Rows kept of writers that have ended: a writer's connection may be lost for a moment only."""
@@ -52,6 +56,13 @@ _WRITER = {
     **dict.fromkeys(("enable_seqscan", "enable_hashjoin", "enable_mergejoin", "jit"), "off"),
 }
 _READER = {**_SESSION, "default_transaction_read_only": "on"}
+_HOLDER = {
+    **_SESSION,
+    # A session of a lost host ends within 20 s, and with it the lock.
+    "tcp_keepalives_idle": "5",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+}
 STATEMENT_S = 60.0
 """Longest time of a writer's statement: others wait for it."""
 _LONG_STATEMENT_S = 900.0
@@ -106,9 +117,11 @@ class PostgresStore:
         self._address = address
         self._write_lock = threading.RLock()
         self._read_lock = threading.Lock()
+        self._hold_lock = threading.Lock()
         self._closing = threading.Event()
         self._writer: PostgresConnection | None = None
         self._reader: PostgresConnection | None = None
+        self._holder: PostgresConnection | None = None  # of a gateway's name
         self._writer_id = 0  # id of the writer's row; 0 without one
         self._number = 0  # number of the last transaction begun
         self._retry_until_s: float | None = None  # set while the server is unreachable
@@ -209,6 +222,30 @@ class PostgresStore:
                 self._writer.close()
             self._writer, self._writer_id = None, 0
 
+    def hold_gateway(self, name: str) -> bool:
+        """See `Store`. A session has the name's advisory lock. One round trip. Raises
+        StoreError."""
+        with self._hold_lock, self._translate_errors("cannot be read", "unusable"):
+            if self._holder is not None:
+                with suppress(ConnectionLost):  # while it was idle
+                    self._holder.rows("select 1")
+                    return True
+                self._holder.close()
+                self._holder = None
+            holder = self._connect(_HOLDER, STATEMENT_S)
+            sql = "select pg_try_advisory_lock(?::bigint)"
+            if holder.rows(sql, (_gateway_lock(name),))[0][0]:
+                self._holder = holder
+                return True
+            holder.close()
+            return False
+
+    def is_gateway_held(self, name: str) -> bool:
+        """See `Store`. Raises StoreError."""
+        with self.change() as db:
+            sql = "select pg_try_advisory_xact_lock(?::bigint)"
+            return not db.rows(sql, (_gateway_lock(name),))[0][0]
+
     def save_marker(self, marker: bytes) -> None:
         """See `Store`. Does nothing: a server has no place beside the database."""
 
@@ -236,8 +273,10 @@ class PostgresStore:
     def close(self) -> None:
         """See `Store`."""
         self._closing.set()
-        with self._write_lock, self._read_lock:
+        with self._write_lock, self._read_lock, self._hold_lock:
             self.release_claim()
+            if self._holder is not None:
+                self._holder.close()
             if self._reader is not None:
                 self._reader.close()
 
@@ -396,6 +435,12 @@ class PostgresStore:
             elif error.state in ("55P03", "57014") or error.state[:2] == "53":
                 kind = StoreBusy
             raise kind(code, f"{self.place} {failure}: {error}.") from error
+
+
+def _gateway_lock(name: str) -> int:
+    """Return the key of a gateway's advisory lock, of 64 bits."""
+    digest = blake2b(GATEWAYS + name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
 
 
 _AWAY = ("57P01", "57P02", "57P03")

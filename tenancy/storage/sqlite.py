@@ -239,6 +239,14 @@ class SqliteStore:
         """See `Store`. True: the holder of the lock is the only writer."""
         return True
 
+    def hold_gateway(self, name: str) -> bool:
+        """See `Store`. True: a file has one gateway, the one that may `claim` it."""
+        return True
+
+    def is_gateway_held(self, name: str) -> bool:
+        """See `Store`. True for the one gateway."""
+        return True
+
     def save_marker(self, marker: bytes) -> None:
         """See `Store`. Durable. Raises OSError."""
         with atomic_write(_marker_path(self.path), mode=0o600) as part:

@@ -64,7 +64,7 @@ def test_close_has_the_days_totals(store: Store, ledger: Ledger, wall: Wall) -> 
     for number in range(3):
         done(ledger.settle(entry(str(number), wall() + number)))
     adjust(store, wall, Adjustment("x", "1", -9, "an outage"), by=TESTER)
-    done(ledger.write(StorageReadings("meter", 1, wall(), (READING,))))
+    done(ledger.write(StorageReadings("e1", wall(), (READING,))))
     pass_days(ledger, wall)
     (day,) = close_days(store, wall, by=TESTER)
 
@@ -89,7 +89,7 @@ def test_late_entry_is_booked_on_the_next_open_day(
     began_ms = pass_days(ledger, wall)
     (closed,) = close_days(store, wall, by=TESTER)
     done(ledger.settle(entry("b", began_ms)))
-    done(ledger.write(StorageReadings("meter", 1, began_ms, (READING,))))
+    done(ledger.write(StorageReadings("e1", began_ms, (READING,))))
     pass_days(ledger, wall)
     (after,) = close_days(store, wall, by=TESTER)
 
@@ -178,7 +178,7 @@ def test_day_that_keeps_growing_stays_open(
         if number == 1:
             done(ledger.settle(entry("late", began_ms)))
         elif number == 2:
-            done(ledger.write(StorageReadings("meter", 1, began_ms, (READING,))))
+            done(ledger.write(StorageReadings("e1", began_ms, (READING,))))
         else:
             wall.ms -= DAY_MS
             adjust(store, wall, Adjustment("x", "a", -9, "an outage"), by=TESTER)

@@ -66,7 +66,7 @@ def store(store: Store, wall: Wall) -> Store:
     ledger = Ledger(store, wall)
     for number in range(30):
         ledger.settle(entry(number, number * HOUR_MS // 5)).result(60)
-    ledger.write(StorageReadings("meter", 1, 0, (StorageReading(1, "1h", 12_345),))).result(60)
+    ledger.write(StorageReadings("e1", 0, (StorageReading(1, "1h", 12_345),))).result(60)
     ledger.close()
     adjust(store, wall, Adjustment("x", "r5", -7, "an outage"), by=TESTER)
     return store
@@ -107,7 +107,7 @@ def test_storage_by_tenant_rounds_each_hour(store: Store, wall: Wall) -> None:
     for number, seconds in enumerate(hours):
         reading = StorageReading(2, "1h", seconds)
         at_ms = number * HOUR_MS
-        ledger.write(StorageReadings("other", number + 1, at_ms, (reading,))).result(60)
+        ledger.write(StorageReadings(f"life {number}", at_ms, (reading,))).result(60)
     ledger.close()
 
     charges = [storage_charge(CARD, "1h", seconds) for seconds in hours]

@@ -21,7 +21,7 @@ from tenancy.accounts.cached_contents import (
     create_cached_content,
 )
 from tenancy.accounts.deletion import delete_tenant
-from tenancy.accounts.erasure_receipts import ErasureReceipt, write_receipt
+from tenancy.accounts.erasure_receipts import ErasureReceipt, note_erased_until, write_receipt
 from tenancy.accounts.keys import create_admin_key, create_key, rotate_key
 from tenancy.accounts.shared_scopes import ScopeTerms, set_scope
 from tenancy.accounts.tenants import create_tenant, write_floor_blocks_max
@@ -29,10 +29,11 @@ from tenancy.errors import StoreError
 from tenancy.history.request_records import RequestRecord, write_records
 from tenancy.history.samples import Sample, SampleDetails, write_samples
 from tenancy.ledger.adjustments import Adjustment, adjust
+from tenancy.ledger.engine_counts import EngineTotals
 from tenancy.ledger.epochs import begin_ledger_epoch, ledger_epoch
 from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord
 from tenancy.ledger.ledger import Hold, Ledger
-from tenancy.ledger.transactions import EngineTotals, NamedEntry, StorageReading, StorageReadings
+from tenancy.ledger.transactions import NamedEntry, StorageReading, StorageReadings
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
@@ -82,6 +83,7 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
         store_responses(store, [turn], StorageQuota(), 10**6)
         write_floor_blocks_max(store, 99)
         write_receipt(store, ErasureReceipt("receipt", 1, 1, 1, "all", 2, "digest", 3))
+        note_erased_until(store, ["e0"], 1)
         ledger = Ledger(store, wall)
         for number in range(5):
             ledger.settle(used(f"1-{number}", wall())).result(PATIENCE_S)
@@ -93,8 +95,8 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
             begin_ledger_epoch(db, wall(), "marked")
         ledger.hold(Hold("n", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(PATIENCE_S)
         kept = ReplayRecord(10**15, 10**6, ReplayedResponse("head", b"\0body"))
-        ledger.settle(NamedEntry(used("n", wall()), kept)).result(PATIENCE_S)
-        readings = StorageReadings("meter", 1, wall(), (StorageReading(1, "5m", 7),))
+        ledger.settle(NamedEntry(used("n", wall()), kept, (0, 0, -1))).result(PATIENCE_S)
+        readings = StorageReadings("e1", wall(), (StorageReading(1, "5m", 7),))
         ledger.write(readings).result(PATIENCE_S)
         totals = EngineTotals("e1", wall(), 10, 0, 1, 10, 0, 1, is_ended=True)
         ledger.write(totals).result(PATIENCE_S)

@@ -7,10 +7,16 @@ from msgspec.structs import replace
 
 from tenancy.accounts import erasure_receipts
 from tenancy.accounts.erasure_receipts import (
+    OVERLAP_MS,
     ErasedLevel,
     ErasureReceipt,
+    confirm_levels,
+    confirm_replica,
     digest_namespaces,
+    list_missed,
     list_receipts,
+    list_uncompleted,
+    note_erased_until,
     write_receipt,
 )
 from tenancy.accounts.tenants import create_tenant
@@ -83,3 +89,46 @@ def test_receipt_requires_its_tenant(store: Store) -> None:
 def test_refuses_limit_out_of_range(store: Store, limit: int) -> None:
     with pytest.raises(BadName, match="expected 1 to 1000"):
         list_receipts(store, 1, limit)
+
+
+def missed(store: Store, replica: str) -> list[tuple[str, str | None]]:
+    """Return what an engine may not have carried out, each with the receipt that waits for it."""
+    return [(one.what, one.receipt_id) for one in list_missed(store, replica)]
+
+
+def test_an_engine_has_missed_what_waits_for_it_and_what_is_new(store: Store, wall: Wall) -> None:
+    """Of one that was never seen nothing is known: it has missed all."""
+    ada = create_tenant(store, wall, "ada").tenant_id
+    for number, at_ms in enumerate((1, 2 * OVERLAP_MS, 9 * OVERLAP_MS)):
+        named = {"what": f"lease {number}", "pending_at": ("e1",) if number == 0 else ()}
+        done = {"completed_ms": at_ms if number else None}
+        write_receipt(store, replace(receipt(number, ada, at_ms), **named, **done))
+    note_erased_until(store, ["e1", "e2"], 3 * OVERLAP_MS)
+    note_erased_until(store, ["e1", "e2"], 9 * OVERLAP_MS)
+
+    assert missed(store, "e1") == [("lease 0", "r0"), ("lease 2", None)]
+    assert missed(store, "e2") == [("lease 2", None)]
+    assert missed(store, "new") == [("lease 0", None), ("lease 1", None), ("lease 2", None)]
+
+
+def test_a_receipt_is_complete_when_engines_and_levels_have_confirmed(
+    store: Store, wall: Wall
+) -> None:
+    """In whatever order; what each erased is added, and a level keeps the weakest state."""
+    ada = create_tenant(store, wall, "ada").tenant_id
+    levels = {"device": ErasedLevel(17, 68), "disk": ErasedLevel(3, 12, "pending")}
+    write_receipt(store, replace(receipt(1, ada, 1), levels=levels, pending_at=("e1", "e2")))
+    more = {"device": ErasedLevel(2, 8), "disk": ErasedLevel(1, 4, "shredded")}
+    steps = [
+        confirm_replica(store, "r1", "e2", more, 5),
+        confirm_levels(store, "r1", {"disk": ErasedLevel(1, 4)}, 6),
+        confirm_replica(store, "gone", "e1", more, 7),
+        len(list_uncompleted(store)),
+        confirm_replica(store, "r1", "e1", {}, 8),
+        len(list_uncompleted(store)),
+    ]
+    (found,) = list_receipts(store, ada)
+
+    assert steps == [0, 0, 0, 1, 1, 0]
+    assert (found.pending_at, found.completed_ms, found.blocks) == ((), 8, 19)
+    assert found.levels == {"device": ErasedLevel(19, 76), "disk": ErasedLevel(5, 20)}

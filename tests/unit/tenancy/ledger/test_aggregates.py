@@ -12,7 +12,8 @@ from tenancy.accounting.reconcile import reconcile
 from tenancy.accounting.usage import UsageGroup, usage
 from tenancy.accounts.tenants import create_tenant
 from tenancy.ledger.aggregates import FOLD_ROWS_MAX, fold_recent_sums
-from tenancy.ledger.transactions import EngineTotals, Item, LedgerTransactions
+from tenancy.ledger.engine_counts import EngineTotals
+from tenancy.ledger.transactions import Item, LedgerTransactions
 from tenancy.ledger.writer import LedgerWriter
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import closing
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import structs
 
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.closing import close_days
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, BadPrice, BudgetExceeded, LedgerUnavailable
+from tenancy.ledger.engine_counts import EngineTotals
 from tenancy.ledger.holds import ProgressNote
 from tenancy.ledger.ledger import Hold, Ledger
 from tenancy.ledger.transactions import (
-    EngineTotals,
+    METER_KEPT_MS,
     Item,
     LedgerTransactions,
     StorageReading,
     StorageReadings,
-    forget_meters,
+    forget_readings,
 )
 from tenancy.ledger.writer import LedgerWriter
 from tenancy.pricing.budgets import Budget, set_budget
@@ -29,7 +33,8 @@ from tenancy.pricing.rate_cards import add_card, load_cards
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, TokenCounts
 from tests.actors import TESTER
-from tests.unit.tenancy.conftest import Wall, used
+from tests.examples import examples
+from tests.unit.tenancy.conftest import Wall, new_store, used
 from tests.unit.tenancy.ledger.written import done, entries, holds
 
 READING = StorageReading(1, "1h", 5)
@@ -115,11 +120,11 @@ def test_progress_applies_to_holds_of_the_same_batch(store: Store, wall: Wall) -
 def test_storage_is_summed_by_hour_class_and_card(store: Store, ledger: Ledger, wall: Wall) -> None:
     """In whole token-seconds; a new price begins a new sum."""
     add_card(store, wall, CARD)
-    done(ledger.write(readings(1, wall(), StorageReading(1, "1h", 5, "m"))))
-    done(ledger.write(readings(2, wall(), StorageReading(1, "1h", 7, "m"))))
+    done(ledger.write(readings(wall(), StorageReading(1, "1h", 5, "m"))))
+    done(ledger.write(readings(wall(), StorageReading(1, "1h", 12, "m"))))
     wall.ms += 1
     add_card(store, wall, structs.replace(CARD, input=9))
-    done(ledger.write(readings(3, wall(), StorageReading(1, "1h", 11, "m"))))
+    done(ledger.write(readings(wall(), StorageReading(1, "1h", 23, "m"))))
 
     assert store.query("select class, rate_card_id, token_seconds from storage_hours") == [
         ("1h", "std@1", 12),
@@ -129,42 +134,101 @@ def test_storage_is_summed_by_hour_class_and_card(store: Store, ledger: Ledger, 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["answered", "after a lost answer"])
 def test_readings_written_again_count_once(store: Store, wall: Wall, is_lost: bool) -> None:
-    """Whether the ledger runs on or its process died between commit and answer."""
+    """Whether the ledger runs on or its process died between commit and answer; a second life of
+    the engine counts from its own start."""
     create_tenant(store, wall, "ada")
     add_card(store, wall, CARD)
     ledger = Ledger(store, wall)
-    first = readings(1, wall(), StorageReading(1, "1h", 5), StorageReading(1, "5m", 6))
+    first = readings(wall(), StorageReading(1, "1h", 5), StorageReading(1, "5m", 6))
     done(ledger.write(first))
     if is_lost:
         ledger.close()
         ledger = Ledger(store, wall)
     done(ledger.write(first))
-    done(ledger.write(readings(2, wall(), StorageReading(1, "1h", 7))))
-    done(ledger.write(structs.replace(first, meter="another gateway's")))
+    done(ledger.write(readings(wall(), StorageReading(1, "1h", 12))))
+    done(ledger.write(structs.replace(first, epoch="another life")))
     ledger.close()
 
     sql = "select class, sum(token_seconds) from storage_hours group by class order by class"
     assert store.query(sql) == [("1h", 17), ("5m", 12)]
 
 
+@given(data=st.data())
+@settings(max_examples=examples(60))
+def test_two_gateways_enter_what_one_engine_held_once(data: st.DataObject) -> None:
+    """However their readings of it are repeated, delayed, lost or out of order: what the ledger has
+    is the largest number of each tenant, model and class that came."""
+    told = data.draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["a", "b"]),
+                st.lists(
+                    st.builds(
+                        StorageReading,
+                        st.integers(1, 2),
+                        st.sampled_from(["1h", "5m"]),
+                        st.integers(0, 99),
+                        st.sampled_from(["m", "n"]),
+                    ),
+                    min_size=1,
+                    max_size=4,
+                    unique_by=lambda one: (one.tenant_id, one.retention, one.model),
+                ),
+            ),
+            max_size=12,
+        )
+    )
+    wall, most = Wall(), dict[tuple[str, int, str, str], int]()
+    with new_store() as store, closing(store.open_another()) as beside:
+        for name in ("ada", "bob"):
+            create_tenant(store, wall, name)
+        gateways = LedgerTransactions(), LedgerTransactions()
+        for number, (epoch, some) in enumerate(told):
+            place = store if number % 2 else beside
+            with place.change() as db:
+                gateways[number % 2].apply(db, [StorageReadings(epoch, wall(), tuple(some))])
+            gateways[number % 2].mark_committed(db)
+            for one in some:
+                key = epoch, one.tenant_id, one.model, one.retention
+                most[key] = max(most.get(key, 0), one.token_seconds)
+        sums = Counter[tuple[int, str, str]]()
+        for (_, tenant_id, model, name), seconds in most.items():
+            sums[tenant_id, model, name] += seconds
+        rows = store.query("select tenant_id, model, class, token_seconds from storage_hours")
+
+    assert {row[:3]: row[3] for row in rows} == {key: n for key, n in sums.items() if n}
+
+
 def test_readings_of_a_deleted_tenant_are_left_out(store: Store, ledger: Ledger) -> None:
     """It left no rows, and others' readings of the same write count."""
-    mixed = readings(1, 1, StorageReading(1, "1h", 5), StorageReading(99, "1h", 1))
+    mixed = readings(1, StorageReading(1, "1h", 5), StorageReading(99, "1h", 1))
     done(ledger.write(mixed))
 
     assert store.query("select tenant_id, token_seconds from storage_hours") == [(1, 5)]
 
 
-def test_only_meters_of_ended_gateways_are_forgotten(store: Store, ledger: Ledger) -> None:
-    done(ledger.write(structs.replace(readings(1, 10, READING), meter="old")))
-    done(ledger.write(readings(1, 20, READING)))
-    forget_meters(store, 20)
+def test_an_engine_that_was_away_for_a_month_is_not_charged_twice(
+    store: Store, ledger: Ledger
+) -> None:
+    """Its readings were forgotten: what it tells next, in however many writes, is where it counts
+    from. Those of an engine that is heard stay."""
+    late = 10 + METER_KEPT_MS
+    away = structs.replace(readings(10, StorageReading(1, "1h", 50)), epoch="away")
+    done(ledger.write(away))
+    done(ledger.write(readings(late, READING)))
+    forget_readings(store, late + 1)
+    for seconds in (80, 90):
+        for name in ("1h", "5m"):
+            more = StorageReading(1, name, seconds)
+            done(ledger.write(structs.replace(away, at_ms=late, readings=(more,))))
 
-    assert store.query("select meter, number from storage_meters") == [("meter", 1)]
+    sql = "select class, sum(token_seconds) from storage_hours group by class order by class"
+    assert store.query(sql) == [("1h", 50 + 5 + 10), ("5m", 10)]
+    assert store.query("select count(*) from storage_readings where epoch = 'e1'") == [(1,)]
 
 
-def readings(number: int, at_ms: int, *given: StorageReading) -> StorageReadings:
-    return StorageReadings("meter", number, at_ms, given)
+def readings(at_ms: int, *given: StorageReading) -> StorageReadings:
+    return StorageReadings("e1", at_ms, given)
 
 
 def test_engine_totals_never_fall(store: Store, ledger: Ledger) -> None:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from msgspec import structs
 
+from tenancy.accounting.audit import check_books
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreError, TryAgain
 from tenancy.ledger.holds import ProgressNote
 from tenancy.ledger.transactions import Hold, Item
-from tenancy.ledger.writer import ATTEMPTS, KEEP_POINT_MS, LedgerWriter, is_written
+from tenancy.ledger.writer import (
+    ATTEMPTS,
+    GONE_MS,
+    KEEP_POINT_MS,
+    LOOK_MS,
+    LedgerWriter,
+    is_written,
+)
 from tenancy.storage.interface import Store, Transaction
 from tenancy.storage.postgres import WRITE_LOCK, PostgresStore
 from tenancy.storage.postgres_connection import ConnectionLost, StatementFailed
@@ -175,6 +184,47 @@ def test_holds_taken_over_are_not_closed_by_others(postgres: PostgresStore, wall
 
     assert other.interrupted == 0
     assert endings(postgres) == {"lives": ("done", 4)}
+
+
+def test_holds_of_a_host_that_died_are_closed_once_by_others(
+    postgres: PostgresStore, wall: Wall
+) -> None:
+    """After a minute, by whichever of three gateways looks first; a writer that was only cut off
+    for less is let be, and so is one that lives."""
+    create_tenant(postgres, wall, "ada")
+    with ExitStack() as opened:
+        stores = [opened.enter_context(closing(postgres.open_another())) for _ in range(5)]
+        dead, away = LedgerWriter(stores[0], wall), LedgerWriter(stores[1], wall)
+        others = [LedgerWriter(one, wall) for one in stores[2:]]
+        write(dead, hold("dead"), hold("settled"), used("settled", 10))
+        write(dead, ProgressNote({"dead": TokenCounts(output_tokens=3)}))
+        write(away, hold("away"))
+        write(others[0], hold("lives"))
+        dies(stores[0])
+        away_connection = stores[1]._writer
+        assert away_connection is not None
+        away_connection.close()
+        for later_ms in (LOOK_MS, GONE_MS // 2):
+            wall.ms += later_ms
+            for one in others:
+                one.run_maintenance()
+        early = holds(postgres)
+        write(away, used("away", 10))
+        wall.ms += GONE_MS // 2
+        threads = [Thread(target=one.run_maintenance) for one in others]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        write(others[0], used("lives", 10))
+
+    assert early == {"dead", "away", "lives"}
+    assert holds(postgres) == set()
+    assert endings(postgres) == {
+        "dead": ("interrupted", 3),
+        **dict.fromkeys(("settled", "away", "lives"), ("done", 4)),
+    }
+    assert check_books(postgres) == []
 
 
 def test_successor_waits_for_the_dead_writers_transaction(
