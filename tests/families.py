@@ -39,6 +39,21 @@ LATENT = {
 WINDOWED = {
     "sliding_window": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]
 }  # fmt: skip
+CONVOLUTIONS = {
+    "layer_types": ["conv", "full_attention", "conv", "conv"], "tie_word_embeddings": True
+}  # fmt: skip
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "head_dim": 32,
+}  # fmt: skip
+MAMBA = {
+    "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_expand": 2,
+    "mamba_d_conv": 4, "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4, "logits_scaling": 2.0, "shared_intermediate_size": 80,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
@@ -86,6 +101,20 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4 moe": ("glm4_moe", {
         **ROUTED, "head_dim": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
         "use_qk_norm": True}),
+    "lfm2": ("lfm2", {**CONVOLUTIONS, "block_auto_adjust_ff_dim": False}),
+    "lfm2 moe": ("lfm2_moe", {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1}),
+    "qwen3 next": ("qwen3_next", {
+        **DELTA, **EXPERTS, "shared_expert_intermediate_size": 48, "norm_topk_prob": True}),
+    "qwen3.5": ("qwen3_5_text", DELTA),
+    "qwen3.5 moe": ("qwen3_5_moe_text", {
+        **DELTA, **EXPERTS, "shared_expert_intermediate_size": 48}),
+    "granite hybrid": ("granitemoehybrid", {
+        **MAMBA, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "granite hybrid dense": ("granitemoehybrid", {
+        **MAMBA, "num_local_experts": 0, "mamba_d_conv": 3}),
+    "granite 4 dense": ("granitemoehybrid", {
+        **MAMBA, "num_local_experts": 0, "layer_types": ["attention"] * 4,
+        "position_embedding_type": "rope"}),
     "deepseek v2": ("deepseek_v2", {
         **LATENT, **ROUTED, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy",
         "n_group": 1, "topk_group": 1}),
@@ -96,6 +125,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         **LATENT, **ROUTED, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}),
 }  # fmt: skip
 """By name: transformers' model type, and what its config has beyond `BASE`."""
+RECURRENT = (
+    "lfm2", "lfm2 moe", "qwen3 next", "qwen3.5", "qwen3.5 moe", "granite hybrid",
+    "granite hybrid dense",
+)  # fmt: skip
+"""Models with layers that keep a state."""
 
 
 def make(name: str, **more: Any) -> Any:
@@ -114,7 +148,8 @@ def make(name: str, **more: Any) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.eval().float()
     generator = torch.Generator().manual_seed(1)
-    buffers = [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    ends = ("e_score_correction_bias", "expert_bias")
+    buffers = [b for n, b in model.named_buffers() if n.endswith(ends)]
     with torch.no_grad():
         for tensor_name, tensor in [*model.named_parameters(), *(("bias", b) for b in buffers)]:
             noise = torch.randn(tensor.shape, generator=generator)
@@ -141,9 +176,21 @@ GGUF_NAMES = {
     "olmo2": "olmo2", "granite": "granite", "gemma": "gemma", "glm4": "glm4", "gemma2": "gemma2",
     "gemma3": "gemma3", "olmo3": "olmo2", "cohere2": "cohere2", "gpt-oss": "gpt-oss",
     "mixtral": "llama", "qwen2 moe": "qwen2moe", "qwen3 moe": "qwen3moe", "glm4 moe": "glm4moe",
-    "deepseek v2": "deepseek2", "deepseek v3": "deepseek2", "glm4 moe lite": "deepseek2",
+    "lfm2": "lfm2", "lfm2 moe": "lfm2moe", "deepseek v2": "deepseek2", "deepseek v3": "deepseek2",
+    "glm4 moe lite": "deepseek2", "granite hybrid": "granitehybrid",
+    "granite hybrid dense": "granitehybrid",
 }  # fmt: skip
-PERMUTED = ("llama", "llama with biases", "mistral", "ministral3", "smollm3", "granite", "mixtral")
+PERMUTED = (
+    "llama",
+    "llama with biases",
+    "mistral",
+    "ministral3",
+    "smollm3",
+    "granite",
+    "mixtral",
+    "granite hybrid",
+    "granite hybrid dense",
+)
 """Models whose GGUF files hold q and k by neighbours, which transformers' folders do not."""
 
 
@@ -158,7 +205,7 @@ def write_gguf(name: str, model: Any, folder: Path, path: Path) -> Path:
         stem, _, kind = tensor_name.rpartition(".")
         found = names.get_name(stem)
         assert found is not None, tensor_name
-        writer.add_tensor(f"{found}.{kind}", np.ascontiguousarray(array))
+        writer.add_tensor(f"{found}.{kind}".rstrip("."), np.ascontiguousarray(array))
     if name == "phi3 long":
         for length in ("long", "short"):
             factors = np.array(LONG[f"{length}_factor"], np.float32)
@@ -184,6 +231,8 @@ def _published(name: str, folder: Path, config: Any) -> Iterator[tuple[str, np.n
             continue
         yield from _converted(name, full, array, config)
     for full, experts in stacks.items():
+        for own, usual in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            full = full.replace(f"feed_forward.experts.{own}", f"mlp.experts.{usual}")
         yield full, np.stack([experts[i] for i in range(len(experts))])
 
 
@@ -192,13 +241,19 @@ def _converted(name: str, full: str, a: np.ndarray, c: Any) -> Iterator[tuple[st
         a = a + 1
     if full.endswith("e_score_correction_bias"):
         full = full.replace("correction_bias", "correction.bias")
+    if full.endswith("expert_bias"):
+        full = f"{full}.bias"
     if full.endswith("sinks"):
         full = f"{full}.weight"
     if name in PERMUTED and re.search(r"[qk]_proj\.(weight|bias)$", full):
         heads = c.num_attention_heads if "q_proj" in full else c.num_key_value_heads
         halves = a.reshape(heads, 2, len(a) // heads // 2, *a.shape[1:])
         a = halves.swapaxes(1, 2).reshape(a.shape)
-    if "kv_b_proj" in full:
+    if ".mamba." in full:
+        yield _converted_mamba(full, a, c)
+    elif "input_linear" in full or "output_linear" in full:
+        yield from _converted_granite(full, a, c)
+    elif "kv_b_proj" in full:
         heads = a.reshape(c.num_attention_heads, -1, c.kv_lora_rank)
         yield full.replace("kv_b", "k_b"), heads[:, : c.qk_nope_head_dim].swapaxes(1, 2)
         yield full.replace("kv_b", "v_b"), heads[:, c.qk_nope_head_dim :]
@@ -214,6 +269,33 @@ def _converted(name: str, full: str, a: np.ndarray, c: Any) -> Iterator[tuple[st
         yield full.replace("down_proj_bias", "down_proj.bias"), a
 
 
+def _converted_mamba(full: str, a: np.ndarray, c: Any) -> tuple[str, np.ndarray]:
+    """Return a tensor of Mamba-2; a name that ends in a period has no kind behind it."""
+    if full.endswith("A_log"):
+        return f"{full}.", -np.exp(a)[:, None]
+    if full.endswith(".D"):
+        return f"{full}.", a[:, None]
+    if full.endswith("conv1d.weight"):
+        a = a[:, 0]
+    if full.endswith("norm.weight"):
+        a = a.reshape(c.mamba_n_groups, -1)
+    return full.replace("dt_bias", "dt_proj.bias"), a
+
+
+def _converted_granite(full: str, a: np.ndarray, c: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the parts of an MLP of Granite 4, of all experts or shared."""
+    own = "shared_mlp" if "shared_mlp" in full else "block_sparse_moe"
+    usual = {"block_sparse_moe": "mlp.experts", "shared_mlp": "mlp.shared_expert"}[own]
+    if not c.num_local_experts:
+        usual = "mlp"
+    stem = full.replace(own, usual).removesuffix(".weight")
+    if stem.endswith("output_linear"):
+        yield f"{stem.replace('output_linear', 'down_proj')}.weight", a
+        return
+    for part, half in zip(("gate", "up"), np.split(a, 2, axis=-2), strict=True):
+        yield f"{stem.replace('input_linear', f'{part}_proj')}.weight", half
+
+
 def _add_metadata(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> None:
     """Write what converters write; what a config lacks is left out."""
     writer.add_block_count(c["num_hidden_layers"])
@@ -223,7 +305,7 @@ def _add_metadata(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> None
     writer.add_head_count(c["num_attention_heads"])
     writer.add_vocab_size(c["vocab_size"])
     head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-    eps = c.get("rms_norm_eps")
+    eps = c.get("rms_norm_eps", c.get("norm_eps"))
     if eps is not None:
         writer.add_layer_norm_rms_eps(eps)
     else:
@@ -231,7 +313,7 @@ def _add_metadata(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> None
     if "kv_lora_rank" in c:
         _add_latent(writer, c)
     else:
-        writer.add_head_count_kv(c["num_key_value_heads"])
+        writer.add_head_count_kv(_kv_heads(writer, c))
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
         share = {"glm4": 0.5, "glm4 moe": 0.5, "phi3": 0.75}.get(name, 1.0)
@@ -258,6 +340,24 @@ def _add_metadata(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> None
     writer.add_token_list(TOKENS)
     writer.add_token_types([3 if token in SPECIALS else 1 for token in TOKENS])
     writer.add_token_merges(MERGES)
+
+
+def _kv_heads(writer: gguf.GGUFWriter, c: dict[str, Any]) -> int | list[int]:
+    """Return the KV heads; of models with recurrent layers, whose sizes are added, layer by
+    layer."""
+    if "conv_L_cache" in c:
+        writer.add_shortconv_l_cache(c["conv_L_cache"])
+    elif "mamba_n_heads" in c:
+        writer.add_ssm_conv_kernel(c["mamba_d_conv"])
+        writer.add_ssm_state_size(c["mamba_d_state"])
+        writer.add_ssm_group_count(c["mamba_n_groups"])
+        writer.add_ssm_inner_size(c["mamba_n_heads"] * c["mamba_d_head"])
+        writer.add_ssm_time_step_rank(c["mamba_n_heads"])
+        writer.add_rope_scaling_finetuned(c["position_embedding_type"] == "rope")
+    else:
+        return int(c["num_key_value_heads"])
+    kinds = c["layer_types"]
+    return [c["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds]
 
 
 def _add_latent(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
@@ -289,6 +389,9 @@ def _add_rope(writer: gguf.GGUFWriter, name: str, rope: dict[str, Any]) -> None:
 
 
 def _add_experts(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> None:
+    shared = c.get("shared_expert_intermediate_size") or c.get("shared_intermediate_size")
+    if shared:
+        writer.add_expert_shared_feed_forward_length(shared)
     count = c.get("num_experts") or c.get("n_routed_experts") or c.get("num_local_experts")
     if not count:
         return
@@ -296,8 +399,10 @@ def _add_experts(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> None:
     writer.add_expert_used_count(c["num_experts_per_tok"])
     size = c.get("moe_intermediate_size") or c["intermediate_size"]
     writer.add_expert_feed_forward_length(size)
-    if shared := c.get("shared_expert_intermediate_size"):
-        writer.add_expert_shared_feed_forward_length(shared)
+    if "num_dense_layers" in c:
+        writer.add_leading_dense_block_count(c["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(c["norm_topk_prob"])
     if "first_k_dense_replace" in c or "mlp_layer_types" in c:
         writer.add_leading_dense_block_count(1)
         writer.add_expert_shared_count(c["n_shared_experts"])

@@ -30,6 +30,8 @@ class Batch(Struct, frozen=True):
     row_ends: list[int]
     logit_rows: list[int]
     """Indices of the tokens that need logits."""
+    written: torch.Tensor | None
+    """Indices of the tokens whose KV is written, those that are not silent; None: all."""
 
 
 def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]) -> Batch:
@@ -43,6 +45,7 @@ def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]
     slots: list[list[Ints]] = [[], *([] for _ in plan.rows[0].beside)]
     row_ends: list[int] = []
     logit_rows: list[int] = []
+    silent: list[int] = []
     end = 0
     for row in plan.rows:
         tokens.extend(
@@ -50,12 +53,13 @@ def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]
         )
         at = np.arange(row.start, row.start + row.count)
         positions.append(at)
+        silent.extend(range(end, end + row.silent))
         for group, block_ids in zip(slots, (row.block_ids, *row.beside), strict=True):
             group.append(_slots(block_ids, at, block_size))
         if row.prompt_logprobs is not None:
             logit_rows.extend(range(end, end + row.count))
         elif row.samples:
-            logit_rows.append(end + row.count - 1)
+            logit_rows.extend(range(end + row.count - 1 - row.drafts, end + row.count))
         end += row.count
         row_ends.append(end)
     return Batch(
@@ -64,6 +68,7 @@ def make_batch(plan: StepPlan, block_size: int, last_token: Callable[[int], int]
         slots=tuple(torch.from_numpy(np.concatenate(group)) for group in slots),
         row_ends=row_ends,
         logit_rows=logit_rows,
+        written=torch.from_numpy(np.delete(np.arange(end), silent)) if silent else None,
     )
 
 

@@ -123,6 +123,9 @@ class GpuAttention:
         self.part_rows = rows
         self.scratch = self.parts
         self.plan: HostPlan | None = None
+        self.beside: tuple[GpuAttention, ...] = ()
+        """The same attention on other GPUs, with as many heads: what is planned here is loaded
+        there, too."""
         self._key: object = None
         self._age = 0
 
@@ -172,12 +175,17 @@ class GpuAttention:
             )
             for window in self.windows
         }
-        self._take_memory(plans, padded_rows, may_grow=bool(windowed))
-        for window, plan in plans.items():
-            self._works[window].load(plan)
+        for one in (self, *self.beside):
+            one.load(plans, padded_rows, may_grow=bool(windowed))
         self.plan = plans[self.windows[0]]
         self._key, self._age = key, 0
         return self.plan
+
+    def load(self, plans: dict[int, HostPlan], padded_rows: int, *, may_grow: bool) -> None:
+        """Put work lists, by window, on the GPU."""
+        self._take_memory(plans, padded_rows, may_grow=may_grow)
+        for window, plan in plans.items():
+            self._works[window].load(plan)
 
     def _windowed_slices(self, rows: Sequence[Row], offsets: Int32) -> Slices:
         """Return the slices of rows some of which are under attention windows: such a row is one

@@ -77,8 +77,11 @@ def lacks_attention_windows(config: Architecture, form: KvFormat) -> str:
     """Return why no backend computes attention windows for a model, or "" if they do.
 
     Layers with sliding windows of their own keep these, in KV groups of their own. Where they share
-    group 0's blocks, blocks that they read may have been released.
+    group 0's blocks, blocks that they read may have been released. So may those that a sequence
+    reads again to bring recurrent states up to its prefix.
     """
+    if config.recurrent_layers:
+        return "recurrent layers run up over tokens whose blocks a window may have released"
     pairs = zip(config.layers, form.group_of_layer, strict=True)
     if any(layer.window and group == 0 for layer, group in pairs):
         return "layers with sliding windows share the blocks of layers without"

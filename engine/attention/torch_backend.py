@@ -107,6 +107,7 @@ class TorchAttention:
             beta, original = self._growth
             self._grown = 1 + beta * torch.log1p((positions // original).float())
         starts = [0, *batch.row_ends]
+        self._written = None if batch.written is None else batch.written.to(self.device)
         slots = [slots.to(self.device) for slots in batch.slots]
         self._layouts = {
             (group, window): self._lay_out(plan, starts, slots[group], group, window)
@@ -182,12 +183,15 @@ class TorchAttention:
         qkv = qkv.view(tokens, -1, dim)
         cos, sin = self.rotations[self._ropes[layer]]
         layer = self._row_of_layer[layer]
-        block, offset = layout.slot_block, layout.slot_offset
+        block, offset, written = layout.slot_block, layout.slot_offset, self._written
         q = rotate(qkv[:, :heads], cos, sin)
         k = rotate(qkv[:, heads : heads + kv_heads], cos, sin)
+        v = qkv[:, heads + kv_heads :]
+        if written is not None:
+            block, offset, k, v = block[written], offset[written], k[written], v[written]
         self._rows.write(layer, 0, block, offset, k)
         if not spec.latent:
-            self._rows.write(layer, 1, block, offset, qkv[:, heads + kv_heads :])
+            self._rows.write(layer, 1, block, offset, v)
         q = q.to(torch.promote_types(q.dtype, torch.float32)) * spec.scale
         if self._growth is not None:
             q = q * self._grown[:, None, None]

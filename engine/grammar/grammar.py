@@ -120,6 +120,11 @@ class Matcher:
         """
         fill_next_token_bitmask(self.ll_matcher, row, 0)
 
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens of the text that must come next, cut as usual. Changes nothing."""
+        found: list[int] = self.ll_matcher.compute_ff_tokens()
+        return found
+
     @property
     def is_accepting(self) -> bool:
         """Return whether the text may end here; then the end tokens are in the mask."""

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from msgspec import Struct
+from msgspec.structs import replace
 
 from engine.api import Fidelity
 from engine.errors import ModelError
@@ -80,6 +81,11 @@ class KvFormat(Struct, frozen=True):
     """The model's KV groups, if it has several; a group of fewer layers leaves the rest of its
     blocks empty. With torch.int8 each token and head has a scale, behind its head's slots
     (`kernels/reference_int8.py`)."""
+    recurrent: tuple[int, ...] = ()
+    """The model's layers that keep no KV, which are not among `layers`."""
+    lanes: int = 1
+    """GPUs that share a block by its KV heads: it is so many *shards* of one id, side by side in
+    copies."""
 
     @property
     def name(self) -> str:
@@ -89,7 +95,13 @@ class KvFormat(Struct, frozen=True):
         latents = "" if self.parts == 2 else "-latents"
         windows = "".join(f"-w{window}" for window in self.windows)
         layout = "" if self.layout == "slots" else f"-{self.layout}"
-        return f"{dtype}{latents}{layout}{windows}"
+        lanes = f"-t{self.lanes}" if self.lanes > 1 else ""
+        return f"{dtype}{latents}{layout}{windows}{lanes}"
+
+    @property
+    def shard(self) -> KvFormat:
+        """Format of one lane's shard of a block."""
+        return replace(self, kv_heads=self.kv_heads // self.lanes, lanes=1)
 
     @property
     def is_int8(self) -> bool:
@@ -113,20 +125,25 @@ class KvFormat(Struct, frozen=True):
 
     @property
     def group_of_layer(self) -> list[int]:
-        """Group of each layer. O(layers)."""
+        """Group of each of the model's layers, 0 for one that keeps no KV. O(layers)."""
         return [group for group, _ in self._places()]
 
     @property
     def row_of_layer(self) -> list[int]:
-        """Index of each layer within the blocks of its group. O(layers)."""
+        """Index of each of the model's layers within the blocks of its group, -1 for one that keeps
+        no KV. O(layers)."""
         return [row for _, row in self._places()]
 
     def _places(self) -> list[tuple[int, int]]:
-        groups = self.groups or (KvGroup(0, tuple(range(self.layers))),)
+        keeping = sorted(set(range(self.layers + len(self.recurrent))) - set(self.recurrent))
+        groups = self.groups or (KvGroup(0, tuple(keeping)),)
         found = {
-            layer: (number, row)
-            for number, group in enumerate(groups)
-            for row, layer in enumerate(group.layers)
+            **dict.fromkeys(self.recurrent, (0, -1)),
+            **{
+                layer: (number, row)
+                for number, group in enumerate(groups)
+                for row, layer in enumerate(group.layers)
+            },
         }
         return [found[layer] for layer in sorted(found)]
 
@@ -160,12 +177,13 @@ def kv_format(
     layout: Layout = "slots",
     *,
     has_groups: bool = False,
+    lanes: int = 1,
 ) -> KvFormat:
     """Return the format of a model's KV in `dtype`, with `block_size` tokens to a block.
 
     `has_groups`: layers with a window get groups of their own, where that pays (`deal_groups`);
-    otherwise all layers keep all tokens, and a window is a mask. Raises ModelError `unsupported`
-    for int8 where the model keeps latents.
+    otherwise all layers keep all tokens, and a window is a mask. `lanes`: GPUs that share the
+    model. Raises ModelError `unsupported` for int8 where the model keeps latents.
     """
     if dtype == torch.int8 and config.latent is not None:
         raise ModelError(
@@ -173,9 +191,11 @@ def kv_format(
             f"engine.kv_dtype is int8, which keeps keys and values; {config.family} keeps latents:"
             " expected auto, bf16 or fp32",
         )
+    recurrent = config.recurrent_layers
+    has_groups = has_groups and not recurrent  # no such model has windows
     groups = deal_groups([layer.window for layer in config.layers]) if has_groups else ()
     return KvFormat(
-        layers=len(groups[0].layers) if groups else len(config.layers),
+        layers=len(groups[0].layers) if groups else len(config.layers) - len(recurrent),
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
@@ -183,4 +203,6 @@ def kv_format(
         layout=layout,
         parts=2 if config.latent is None else 1,
         groups=groups if len(groups) > 1 else (),
+        recurrent=recurrent,
+        lanes=lanes,
     )

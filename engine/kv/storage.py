@@ -33,6 +33,11 @@ class KvStorage:
         else:
             self.data = torch.zeros(shape, dtype=kv_format.dtype, device=device)
 
+    @property
+    def shards(self) -> tuple[KvStorage, ...]:
+        """The storages of all lanes: this one."""
+        return (self,)
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Run copies in order: the first `tokens` slots of each source block, all layers.
 
@@ -62,6 +67,19 @@ class KvStorage:
                 for copy in run
             ]
             copy_blocks(self.data, _to_gpu(rows, self.data.device))
+
+
+class KvShards:
+    """Blocks that the lanes of an engine share: a storage on each, of a block's shards."""
+
+    def __init__(self, kv_format: KvFormat, shards: Sequence[KvStorage]) -> None:
+        """`kv_format`: of a whole block."""
+        self.format = kv_format
+        self.shards = tuple(shards)
+
+
+KvPool = KvStorage | KvShards
+"""The memory of an engine's blocks, on one device or on several."""
 
 
 def runs_of(copies: Sequence[BlockCopy]) -> Iterator[list[BlockCopy]]:

@@ -10,6 +10,7 @@ from engine.model_store.catalogue import (
     resolve,
 )
 from engine.model_store.prepare import prepare
+from engine.model_store.tensors import expected_shapes
 
 __all__ = [
     "CATALOGUE",
@@ -20,6 +21,7 @@ __all__ = [
     "ModelCard",
     "Moe",
     "Rope",
+    "expected_shapes",
     "load_card",
     "prepare",
     "pull",

@@ -31,6 +31,7 @@ SIZE_NAMES: Mapping[str, str] = MappingProxyType(
 )
 """What a config.json calls the sizes of an `Architecture`."""
 
+CONV_WIDTH_MAX = 64
 FULL = "full"
 """Name of the rotary table of families that have one."""
 
@@ -38,9 +39,9 @@ FULL = "full"
 class Layer(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One decoder layer."""
 
-    mixer: Literal["gqa", "mla"] = "gqa"
-    """Grouped-query attention, or attention over latents (a mixer with a recurrent state would be a
-    third)."""
+    mixer: Literal["gqa", "mla", "conv", "delta", "mamba"] = "gqa"
+    """Grouped-query attention, attention over latents, a gated short convolution, whose state is
+    its last inputs, or the gated delta rule or Mamba-2, whose state is a matrix for each head."""
     window: int = 0
     """A query at position p sees keys above p - window; 0: all keys up to p."""
     rope: str = FULL
@@ -116,6 +117,67 @@ class Latent(Struct, frozen=True, forbid_unknown_fields=True):
     norm_eps: float = 1e-6
 
 
+class Delta(Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers of the gated delta rule (Gated DeltaNet, arXiv:2412.06464): `value_heads` states of
+    `key_dim` x `value_dim`; each key head serves as many consecutive value heads.
+
+    Queries, keys and values pass a short convolution of `Architecture.conv_width` inputs.
+    """
+
+    key_heads: Size
+    value_heads: Size
+    key_dim: Size
+    value_dim: Size
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys, and of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of all values."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the short convolution."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shape of a layer's matrices."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+
+class Mamba(Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers of Mamba-2 (arXiv:2405.21060): `heads` states of `head_dim` x `state_dim`; what is
+    written into them and where they are read is given for each of `groups` of consecutive heads.
+
+    Inputs and both of these pass a short convolution of `Architecture.conv_width` inputs.
+    """
+
+    heads: Size
+    head_dim: Size
+    state_dim: Size
+    groups: Size
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the short convolution."""
+        return self.inner + 2 * self.groups * self.state_dim
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Shape of a layer's matrices."""
+        return self.heads, self.head_dim, self.state_dim
+
+
 Packing = Literal["fp8", "int8", "mxfp4", "mxfp4_rows", "awq", "gptq", "gptq_v2", "packed_rows"]
 
 
@@ -176,8 +238,38 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     logit_cap: float = 0.0
     moe: Moe | None = None
     latent: Latent | None = None
+    delta: Delta | None = None
+    mamba: Mamba | None = None
+    output_gate: bool = False
+    """What attention reads is multiplied by the sigmoid of a gate, a channel each."""
+    conv_width: int = 0
+    """Inputs that an output of a short convolution reads, its own among them."""
+    conv_bias: bool = False
+    """Short convolutions have biases, and so have the linear maps of those that are a mixer."""
     interleaved: bool = False
     norms_less_one: bool = False
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Layers that keep a state of the sequence instead of KV. O(layers)."""
+        return tuple(i for i, la in enumerate(self.layers) if la.mixer in _RECURRENT)
+
+    @property
+    def rule(self) -> Delta | Mamba | None:
+        """What recurrent layers with a matrix for each head compute."""
+        return self.delta or self.mamba
+
+    @property
+    def run_up(self) -> int:
+        """Cached tokens that are run again, without writing KV, where a sequence resumes.
+
+        From states of zeros, a convolution of W inputs has exact outputs W - 1 tokens after its
+        inputs are exact, so behind all of them the states are those of the whole sequence. The
+        delta rule and Mamba-2 forget nothing: with them there is no run-up, and states are kept.
+        """
+        if self.rule is not None:
+            return 0
+        return len(self.recurrent_layers) * max(0, self.conv_width - 1)
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
@@ -186,14 +278,17 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     @property
     def fits_c_kernels(self) -> bool:
-        """Whether the C kernels compute the whole model: everything but latents."""
+        """Whether the C kernels compute the whole model: everything but latents and recurrent
+        layers."""
         # The C path folds the residual's factor into the stream, which a block must norm then.
         is_foldable = self.place != "post" or self.residual_scale == 1.0
         # Biases of an MLP are known to C but those of one beside experts.
         has_biased_share = self.mlp_bias and self.moe is not None and self.moe.shared != ""
-        return self.latent is None and is_foldable and not has_biased_share
+        is_attention = self.latent is None and not self.recurrent_layers and not self.output_gate
+        return is_attention and is_foldable and not has_biased_share
 
 
+_RECURRENT = ("conv", "delta", "mamba")
 _BEFORE, _BETWEEN = "input_layernorm", "post_attention_layernorm"
 _AFTER = ("attention_output_layernorm", "mlp_output_layernorm")
 _LAYER_NORMS = {
@@ -241,7 +336,46 @@ def check_architecture(
         raise ModelError("corrupt", f"invalid window of a layer: {shortest}; expected 0 or more")
     if a.moe is not None:
         _check_moe(a.moe)
+    if a.recurrent_layers:
+        _check_recurrence(a)
     return a
+
+
+def _check_recurrence(a: Architecture) -> None:
+    name = "mamba_d_conv" if a.mamba else "linear_conv_kernel_dim" if a.delta else "conv_L_cache"
+    if not 2 <= a.conv_width <= CONV_WIDTH_MAX:
+        raise ModelError("corrupt", f"{name}: {a.conv_width}; expected 2 to {CONV_WIDTH_MAX}")
+    if len(a.recurrent_layers) == len(a.layers):
+        raise ModelError(
+            "unsupported", "no layer has attention; the nearest that runs is lfm2, which mixes both"
+        )
+    if any(layer.window for layer in a.layers):
+        raise ModelError(
+            "unsupported",
+            "recurrent layers beside sliding windows are not supported; the nearest that runs is"
+            " lfm2, whose attention reads all tokens",
+        )
+    mixers = {layer.mixer for layer in a.layers}
+    has_rules = {"delta": a.delta is not None, "mamba": a.mamba is not None}
+    unlike = any((mixer in mixers) != has_rule for mixer, has_rule in has_rules.items())
+    if unlike or len(mixers.intersection(_RECURRENT)) > 1:
+        raise ModelError(
+            "unsupported",
+            f"mixers {', '.join(sorted(mixers))} in one model are not supported; the nearest that"
+            " runs is qwen3_next",
+        )
+    if a.delta is not None and a.delta.value_heads % a.delta.key_heads:
+        raise ModelError(
+            "corrupt",
+            f"linear_num_value_heads: {a.delta.value_heads}; expected a multiple of"
+            f" linear_num_key_heads, {a.delta.key_heads}",
+        )
+    if a.mamba is not None and a.mamba.heads % a.mamba.groups:
+        raise ModelError(
+            "corrupt",
+            f"mamba_n_heads: {a.mamba.heads}; expected a multiple of mamba_n_groups,"
+            f" {a.mamba.groups}",
+        )
 
 
 def _check_rope(rope: Rope, head_dim: int) -> None:

@@ -15,7 +15,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.errors import ModelError
-from engine.model_store.architecture import FULL, SIZE_NAMES, Architecture, Latent, Layer, Moe, Rope
+from engine.model_store.architecture import (
+    FULL,
+    SIZE_NAMES,
+    Architecture,
+    Delta,
+    Latent,
+    Layer,
+    Mamba,
+    Moe,
+    Rope,
+)
 from engine.model_store.rope_parameters import (
     Config,
     known,
@@ -24,16 +34,22 @@ from engine.model_store.rope_parameters import (
     rope_parameters,
     yarn_scale,
 )
-from engine.model_store.tensor_names import (
+from engine.model_store.tensors import (
+    DELTA_NAMES,
     GGUF_FUSED_NAMES,
+    GGUF_LFM2_NAMES,
+    GGUF_MAMBA_NAMES,
     GGUF_NORM_NAMES,
     GLM4_NAMES,
     GPT_OSS_NAMES,
+    GRANITE_HYBRID_NAMES,
+    LFM2_NAMES,
     MIXTRAL_NAMES,
     SANDWICH_NAMES,
     Names,
 )
 
+Mixer = Literal["gqa", "conv", "delta", "mamba"]
 LOCAL = "local"
 """Name of the rotary table of window layers, if they have one of their own."""
 
@@ -88,6 +104,11 @@ def architecture_of(config: Config) -> Architecture:
 
 def unsupported_family(kind: str) -> ModelError:
     """Return the error for a family that does not run, with the reason where it is known."""
+    if kind in FAMILIES:
+        return ModelError(
+            "unsupported",
+            f"GGUF files of {kind} are not supported; expected its folder of safetensors",
+        )
     if kind in REFUSED:
         return ModelError("unsupported", f"unsupported model type: {kind!r}: {REFUSED[kind]}")
     names = ", ".join(sorted(FAMILIES))
@@ -257,15 +278,71 @@ def _olmo3(c: Config) -> Architecture:
 
 
 def _granite(c: Config) -> Architecture:
-    return _decoder(
-        c,
-        mlp_bias=bool(c.get("mlp_bias", False)),
-        embed_scale=float(c.get("embedding_multiplier") or 1.0),
-        residual_scale=float(c.get("residual_multiplier") or 1.0),
-        logit_scale=1.0 / float(c.get("logits_scaling") or 1.0),
-        score_scale=float(c.get("attention_multiplier") or 0.0),
+    return _decoder(c, mlp_bias=bool(c.get("mlp_bias", False)), **_granite_features(c))
+
+
+def _granite_features(c: Config) -> dict[str, Any]:
+    return {
+        "embed_scale": float(c.get("embedding_multiplier") or 1.0),
+        "residual_scale": float(c.get("residual_multiplier") or 1.0),
+        "logit_scale": 1.0 / float(c.get("logits_scaling") or 1.0),
+        "score_scale": float(c.get("attention_multiplier") or 0.0),
         **_biases(c),
+    }
+
+
+def _granite_hybrid(c: Config) -> Architecture:
+    """Return the architecture of Granite 4: Mamba-2 and attention, or attention alone."""
+    mixers = _mixers(c.get("layer_types") or ["mamba"] * int(c["num_hidden_layers"]), "mamba")
+    rotation = c.get("position_embedding_type") or "nope"
+    if rotation not in ("nope", "rope"):
+        raise ModelError(
+            "unsupported", f"position_embedding_type: {rotation!r}; expected rope or nope"
+        )
+    experts, shared = int(c.get("num_local_experts") or 0), int(c["shared_intermediate_size"])
+    moe = Moe(
+        experts=experts,
+        top_k=int(c["num_experts_per_tok"]),
+        intermediate=int(c["intermediate_size"]),
+        score="chosen_softmax",
+        shared="add" if shared else "",
+        shared_intermediate=shared,
+    ) if experts else None  # fmt: skip
+    layer = Layer(rope=FULL if rotation == "rope" else "", ffn="moe" if experts else "dense")
+    return _decoder(
+        c if experts else {**c, "intermediate_size": shared},
+        layers=tuple(replace(layer, mixer=mixer) for mixer in mixers),
+        moe=moe,
+        **_granite_features(c),
+        **(_mamba_features(c) if "mamba" in mixers else {}),
     )
+
+
+def _mamba_features(c: Config) -> dict[str, Any]:
+    """Return the features of layers of Mamba-2 with Bamba's names of fields."""
+    if _activation(c) != "silu":
+        raise ModelError("unsupported", f"hidden_act: {c['hidden_act']!r}; expected silu")
+    if c.get("mamba_proj_bias"):
+        raise ModelError("unsupported", "mamba_proj_bias: True; expected maps without biases")
+    least, most = c.get("time_step_limit") or (0.0, None)
+    if least != 0.0 or (isinstance(most, float) and math.isfinite(most)):
+        raise ModelError("unsupported", f"time_step_limit: {[least, most]}; expected no limit")
+    heads, inner = int(c["mamba_n_heads"]), int(c["mamba_expand"] * int(c["hidden_size"]))
+    given = c.get("mamba_d_head") or "auto"
+    head_dim = inner // heads if given == "auto" else int(given)
+    if heads * head_dim != inner:
+        raise ValueError(
+            f"mamba_n_heads: {heads} of {head_dim} channels; expected {inner} channels together,"
+            " mamba_expand times hidden_size"
+        )
+    mamba = Mamba(
+        heads=heads,
+        head_dim=head_dim,
+        state_dim=int(c["mamba_d_state"]),
+        groups=int(c.get("mamba_n_groups") or 1),
+    )
+    bias = bool(c.get("mamba_conv_bias", True))
+    return {"mamba": mamba, "conv_width": int(c["mamba_d_conv"]), "conv_bias": bias}
 
 
 def _gemma_features(c: Config) -> dict[str, Any]:
@@ -379,8 +456,12 @@ def _mixtral(c: Config) -> Architecture:
 def _qwen_moe(c: Config, **features: Any) -> Architecture:
     windows = _qwen2_windows(c)
     layers = tuple(Layer(window=w, ffn=f) for w, f in zip(windows, _sparse(c), strict=True))
+    return _decoder(c, layers=layers, moe=_qwen_experts(c), **features)
+
+
+def _qwen_experts(c: Config) -> Moe:
     shared = int(c.get("shared_expert_intermediate_size") or 0)
-    moe = Moe(
+    return Moe(
         experts=int(c.get("num_experts") or c["num_local_experts"]),
         top_k=int(c["num_experts_per_tok"]),
         intermediate=int(c["moe_intermediate_size"]),
@@ -388,7 +469,6 @@ def _qwen_moe(c: Config, **features: Any) -> Architecture:
         shared="gated" if shared else "",
         shared_intermediate=shared,
     )
-    return _decoder(c, layers=layers, moe=moe, **features)
 
 
 def _qwen2_moe(c: Config) -> Architecture:
@@ -417,6 +497,99 @@ def _gpt_oss(c: Config) -> Architecture:
         sinks=True,
         moe=moe,
         **_biases(c),
+    )
+
+
+def _mixers(kinds: list[str], recurrent: Mixer) -> list[Mixer]:
+    """Return the mixers of layers of such kinds; `recurrent`: of those with linear attention."""
+    named: dict[str, Mixer] = {
+        "full_attention": "gqa", "attention": "gqa", "linear_attention": recurrent,
+        recurrent: recurrent,
+    }  # fmt: skip
+    if unknown := sorted(set(kinds) - named.keys()):
+        raise ModelError(
+            "unsupported",
+            f"unsupported layer type: {unknown[0]!r}; expected full_attention or linear_attention",
+        )
+    return [named[kind] for kind in kinds]
+
+
+def _qwen3_hybrid(c: Config) -> Architecture:
+    every, count = int(c.get("full_attention_interval") or 4), int(c["num_hidden_layers"])
+    mixers = _mixers(
+        c.get("layer_types")
+        or ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(count)],
+        "delta",
+    )
+    has_experts = bool(c.get("num_experts"))
+    sparse = _sparse(c if has_experts else {**c, "mlp_only_layers": range(len(mixers))})
+    delta = Delta(
+        key_heads=int(c["linear_num_key_heads"]),
+        value_heads=int(c["linear_num_value_heads"]),
+        key_dim=int(c["linear_key_head_dim"]),
+        value_dim=int(c["linear_value_head_dim"]),
+    )
+    intermediate = c.get("intermediate_size") or c["moe_intermediate_size"]
+    return _decoder(
+        {**c, "intermediate_size": intermediate},
+        layers=tuple(Layer(m, ffn=ffn) for m, ffn in zip(mixers, sparse, strict=True)),
+        qk_norm="head",
+        norms_less_one=True,
+        output_gate=True,
+        delta=delta if "delta" in mixers else None,
+        conv_width=int(c["linear_conv_kernel_dim"]),
+        moe=_qwen_experts(c) if has_experts else None,
+        **_biases(c),
+    )
+
+
+def _lfm2(c: Config) -> Architecture:
+    kinds = c.get("layer_types")
+    if kinds is None:
+        attends = c.get("full_attn_idxs") or ()
+        kinds = [
+            "full_attention" if i in attends else "conv" for i in range(int(c["num_hidden_layers"]))
+        ]
+    if unknown := sorted(set(kinds) - {"conv", "full_attention"}):
+        raise ModelError(
+            "unsupported",
+            f"unsupported layer type: {unknown[0]!r}; expected full_attention or conv",
+        )
+    moe = _lfm2_experts(c) if c["model_type"] == "lfm2_moe" else None
+    sparse = _sparse(c, dense_first=int(c.get("num_dense_layers", 2))) if moe else ()
+    return _decoder(
+        {**c, "intermediate_size": _lfm2_intermediate(c)},
+        layers=tuple(
+            Layer("conv" if kind == "conv" else "gqa", ffn=sparse[i] if sparse else "dense")
+            for i, kind in enumerate(kinds)
+        ),
+        qk_norm="head",
+        norm_eps=float(c.get("norm_eps", 1e-5)),
+        conv_width=int(c.get("conv_L_cache", 3)),
+        conv_bias=bool(c.get("conv_bias", False)),
+        moe=moe,
+    )
+
+
+def _lfm2_intermediate(c: Config) -> int:
+    """Return the channels of an MLP, which the config gives as those of one without a gate."""
+    size = int(c.get("block_ff_dim") or c["intermediate_size"])
+    if c["model_type"] != "lfm2" or not c.get("block_auto_adjust_ff_dim", True):
+        return size
+    multiple = int(c.get("block_multiple_of") or 256)
+    wanted = int(float(c.get("block_ffn_dim_multiplier") or 1.0) * int(2 * size / 3))
+    return -(-wanted // multiple) * multiple
+
+
+def _lfm2_experts(c: Config) -> Moe:
+    return Moe(
+        experts=int(c["num_experts"]),
+        top_k=int(c["num_experts_per_tok"]),
+        intermediate=int(c["moe_intermediate_size"]),
+        score="sigmoid",
+        choose_by_bias=bool(c.get("use_expert_bias", True)),
+        renormalise=bool(c.get("norm_topk_prob", True)),
+        scale=float(c.get("routed_scaling_factor") or 1.0),
     )
 
 
@@ -481,6 +654,8 @@ _GEMMA_DEFAULTS: Config = {
     "hidden_activation": "gelu_pytorch_tanh",  # Gemma 1 says gelu in `hidden_act`, and means this
 }
 
+_QWEN_HYBRID: Config = {"partial_rotary_factor": 0.25, "norm_topk_prob": True}
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama 2, 3 to 3.3, SmolLM 1 and 2", _llama, "llama", gguf_interleaved=True),
     "mistral": Family("Mistral 7B, Small, Nemo", _mistral, "llama", gguf_interleaved=True),
@@ -493,7 +668,12 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(
         "OLMo 3", _olmo3, "olmo2", folder_names=SANDWICH_NAMES, defaults={"rope_theta": 500_000.0}
     ),
-    "granite": Family("Granite 3, 4 dense", _granite, "granite", gguf_interleaved=True),
+    "granite": Family("Granite 3", _granite, "granite", gguf_interleaved=True),
+    "granitemoehybrid": Family(
+        "Granite 4", _granite_hybrid, "granitehybrid", gguf_interleaved=True,
+        folder_names=GRANITE_HYBRID_NAMES, gguf_names=GGUF_MAMBA_NAMES,
+        defaults={"rope_theta": 10_000.0},
+    ),
     "gemma": Family("Gemma 1", _gemma, "gemma", defaults=_GEMMA_DEFAULTS),
     "gemma2": Family(
         "Gemma 2", _gemma2, "gemma2", folder_names=SANDWICH_NAMES, defaults=_GEMMA_DEFAULTS
@@ -527,6 +707,23 @@ FAMILIES: dict[str, Family] = {
         "gpt-oss", _gpt_oss, "gpt-oss", folder_names=GPT_OSS_NAMES, gguf_names=GGUF_NORM_NAMES,
         defaults={"head_dim": 64, "rope_theta": 150_000.0, "attention_bias": True},
     ),
+    "lfm2": Family(
+        "LFM2", _lfm2, "lfm2", folder_names=LFM2_NAMES, gguf_names=GGUF_LFM2_NAMES,
+        defaults={"tie_word_embeddings": True, "rope_theta": 1e6},
+    ),
+    "lfm2_moe": Family(
+        "LFM2 MoE", _lfm2, "lfm2moe", folder_names=LFM2_NAMES, gguf_names=GGUF_LFM2_NAMES,
+        defaults={"tie_word_embeddings": True, "rope_theta": 1e6},
+    ),
+    "qwen3_next": Family(
+        "Qwen3-Next", _qwen3_hybrid, folder_names=DELTA_NAMES, defaults=_QWEN_HYBRID
+    ),
+    "qwen3_5_text": Family(
+        "Qwen 3.5, 3.6 dense", _qwen3_hybrid, folder_names=DELTA_NAMES, defaults=_QWEN_HYBRID
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen 3.5, 3.6 MoE", _qwen3_hybrid, folder_names=DELTA_NAMES, defaults=_QWEN_HYBRID
+    ),
     "deepseek_v2": Family(
         "DeepSeek-V2, V2-Lite", _deepseek_v2, "deepseek2", gguf_interleaved=True
     ),
@@ -537,19 +734,15 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 """Families by the `model_type` of their config.json."""
 
-_STATES = "recurrent layers keep a state that the cache cannot share yet; the nearest that runs is"
+_STATES = "the rule of its recurrent layers is not computed; the nearest that runs is"
 _SPARSE = "sparse attention with an index of its own is not supported; the nearest that runs is"
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-        f"{_STATES} qwen3 or qwen3_moe",
-    ),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), f"{_STATES} qwen3 or smollm3"),
-    "granitemoehybrid": f"{_STATES} granite",
-    **dict.fromkeys(("mamba", "mamba2", "falcon_h1", "nemotron_h", "jamba", "bamba", "rwkv"),
-                    f"{_STATES} llama"),
-    "olmo_hybrid": f"{_STATES} olmo3",
+    **dict.fromkeys(("falcon_h1", "nemotron_h", "jamba", "bamba"), f"{_STATES} granitemoehybrid"),
+    **dict.fromkeys(("mamba", "mamba2", "rwkv"),
+                    "a model without attention is not supported; the nearest that runs is"
+                    " granitemoehybrid"),
+    "olmo_hybrid": f"{_STATES} qwen3_next",
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), f"{_SPARSE} deepseek_v3"),
     **dict.fromkeys(
         ("gemma4", "gemma4_text", "gemma3n", "gemma3n_text"),

@@ -27,6 +27,10 @@ _SIGMOID = 2
 _LATENT = ("deepseek_v2", "deepseek_v3")
 """Families with latent attention."""
 
+_CONVOLUTIONS = ("lfm2", "lfm2_moe")
+_HYBRIDS = (*_CONVOLUTIONS, "granitemoehybrid")
+"""Families in which a layer without KV heads is recurrent: a short convolution, or Mamba-2."""
+
 _FIELDS = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
@@ -68,13 +72,11 @@ _REQUIRED = (
 
 _REFUSED_NAMES = {
     "qwen3next": "qwen3_next",
-    "qwen35": "qwen3_5",
-    "qwen35moe": "qwen3_5_moe",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
-    "granitehybrid": "granitemoehybrid",
     "falcon-h1": "falcon_h1",
-    "lfm2moe": "lfm2_moe",
     "rwkv7": "rwkv",
 }
 """Model types by names of GGUF architectures that differ from them."""
@@ -126,7 +128,7 @@ def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:
     family = _family(name, header)
     names = {tensor.name for tensor in header.tensors}
     config = {
-        field: _number(path, f"{name}.{key}", header.metadata[f"{name}.{key}"])
+        field: _number(path, f"{name}.{key}", _values(family, header, f"{name}.{key}"))
         for field, key in _FIELDS.items()
         if f"{name}.{key}" in header.metadata
     }
@@ -181,6 +183,14 @@ def _family(name: str, header: GgufHeader) -> str:
     raise unsupported_family(_REFUSED_NAMES.get(name, name))
 
 
+def _values(family: str, header: GgufHeader, key: str) -> Value:
+    """Return a number of the metadata, or those of the layers that have one."""
+    value = header.metadata[key]
+    if family in _HYBRIDS and key.endswith(".head_count_kv") and isinstance(value, list):
+        return [heads for heads in value if heads] or value
+    return value
+
+
 def _number(path: Path, key: str, value: Value) -> Any:
     """Return a number of the metadata, which a file may give layer by layer. Raises ModelError:
     corrupt, or unsupported if layers differ."""
@@ -213,6 +223,19 @@ def _add_features(config: dict[str, Any], header: GgufHeader, name: str) -> None
         config.setdefault("v_head_dim", header.integer(f"{name}.attention.value_length"))
     if family in ("gemma2", "gemma3_text"):
         config["query_pre_attn_scalar"] = _gemma_scalar(family, config, layers, heads, head_dim)
+    if family in _HYBRIDS:
+        kv_heads = header.metadata.get(f"{name}.attention.head_count_kv")
+        per_layer = kv_heads if isinstance(kv_heads, list) else [kv_heads] * layers
+        recurrent = "conv" if family in _CONVOLUTIONS else "mamba"
+        config["layer_types"] = ["full_attention" if n else recurrent for n in per_layer[:layers]]
+    if family == "granitemoehybrid":
+        _add_mamba(config, header, name)
+    if family in _CONVOLUTIONS:
+        config["conv_L_cache"] = header.integer(f"{name}.shortconv.l_cache") or 0
+        config["norm_eps"] = config.get("rms_norm_eps")
+        config["block_auto_adjust_ff_dim"] = False
+        config["num_dense_layers"] = config.get("first_k_dense_replace", 0)
+        config.setdefault("norm_topk_prob", True)
     if family == "qwen3_moe":
         config.setdefault("norm_topk_prob", True)
     if family == "gpt_oss":
@@ -220,6 +243,26 @@ def _add_features(config: dict[str, Any], header: GgufHeader, name: str) -> None
     if family == "ministral3" and config["rope_scaling"] is not None:
         beta = header.number(f"{name}.attention.temperature_scale")
         config["rope_scaling"]["llama_4_scaling_beta"] = beta or 0.0
+
+
+def _add_mamba(config: dict[str, Any], header: GgufHeader, name: str) -> None:
+    """Add the fields of layers of Mamba-2, whose heads are in the metadata as a rank."""
+    inner = header.integer(f"{name}.ssm.inner_size") or 0
+    heads = header.integer(f"{name}.ssm.time_step_rank") or 0
+    is_rotating = header.metadata.get(f"{name}.rope.scaling.finetuned") is True
+    config.update(
+        mamba_n_heads=heads,
+        mamba_d_head=inner // max(1, heads),
+        mamba_expand=inner / max(1, int(config["hidden_size"])),
+        mamba_d_state=header.integer(f"{name}.ssm.state_size") or 0,
+        mamba_n_groups=header.integer(f"{name}.ssm.group_count") or 0,
+        mamba_d_conv=header.integer(f"{name}.ssm.conv_kernel") or 0,
+        mamba_conv_bias=any(one.name.endswith("ssm_conv1d.bias") for one in header.tensors),
+        position_embedding_type="rope" if is_rotating else "nope",
+        shared_intermediate_size=config.get(
+            "shared_expert_intermediate_size", config.get("intermediate_size")
+        ),
+    )
 
 
 def _gemma_scalar(

@@ -1,8 +1,9 @@
 """The decoder: one forward pass for every family of `engine.model_store.families`.
 
-A layer is a mixer (attention) and an MLP or experts, with norms where the architecture places them.
-The attention backend rotates, writes KV and attends; this file has everything else. It knows no
-family, file format or device: an `Architecture` says what a layer computes, `Ops` how.
+A layer is a mixer (attention or a convolution) and an MLP or experts, with norms where the
+architecture places them. The attention backend rotates, writes KV and attends; this file has
+everything else. It knows no family, file format or device: an `Architecture` says what a layer
+computes, `Ops` how.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from engine.attention.interface import LayerAttention
 from engine.model_store import Architecture
 from engine.models.attention_block import AttentionBlock
 from engine.models.latent_block import LatentBlock
-from engine.models.layers import Linear, Mlp, Ops, Rows, TensorSource, mean_norm
+from engine.models.layers import Mlp, Ops, PartLinear, Rows, TensorSource, mean_norm
 from engine.models.moe import Experts
+from engine.models.recurrent_blocks import ConvolutionBlock, DeltaBlock, MambaBlock
+from engine.states.sequence_states import SequenceStates
 from engine.weights import Weights
 
 Norm = Callable[
-    [torch.Tensor, torch.Tensor | None, torch.Tensor, float, Linear | None],
+    [Rows, torch.Tensor | None, torch.Tensor, float, PartLinear | None],
     tuple[Rows, torch.Tensor],
 ]
 
@@ -32,19 +34,23 @@ class DecoderModel:
     T tokens, C channels.
     """
 
-    def __init__(self, config: Architecture, weights: Weights, ops: Ops) -> None:
+    def __init__(
+        self, config: Architecture, weights: Weights, ops: Ops,
+        states: SequenceStates | None = None,
+    ) -> None:  # fmt: skip
         """Removes the tensors from `weights`: q, k and v are joined into one matrix, gate and up
-        into another."""
+        into another. `states`: of the architecture's recurrent layers, if it has any."""
         self.config = config
         top = TensorSource(weights, "")
         self.embeddings = top.weight("model.embed_tokens")
-        self._norm: Norm = ops.norm if config.norm == "rms" else mean_norm
+        self._norm = _norm_of(config, ops)
+        self._embed = ops.embed
         self.layers = [
-            DecoderLayer(config, TensorSource(weights, f"model.layers.{i}."), i, ops)
+            DecoderLayer(config, TensorSource(weights, f"model.layers.{i}."), i, ops, states)
             for i in range(len(config.layers))
         ]
         self.norm = top.weight("model.norm")
-        self.head = ops.linear(weights.pop("lm_head.weight", self.embeddings), None)
+        self.head = ops.head(weights.pop("lm_head.weight", self.embeddings))
 
     def forward(
         self,
@@ -57,7 +63,7 @@ class DecoderModel:
         With `output_rows`, everything after the last layer's attention is computed only for these
         rows.
         """
-        hidden = F.embedding(token_ids, self.embeddings)
+        hidden = self._embed(token_ids, self.embeddings)
         if self.config.embed_scale != 1.0:
             hidden = hidden * self.config.embed_scale
         residual: torch.Tensor | None = None
@@ -79,26 +85,43 @@ class DecoderModel:
         return logits
 
 
+def _norm_of(config: Architecture, ops: Ops) -> Norm:
+    if config.norm == "rms":
+        return ops.norm
+    return lambda x, residual, weight, eps, _: mean_norm(ops.total(x), residual, weight, eps)
+
+
 class DecoderLayer:
     """One decoder layer. Norms that the architecture does not place are None."""
 
-    def __init__(self, config: Architecture, source: TensorSource, index: int, ops: Ops) -> None:
+    def __init__(
+        self, config: Architecture, source: TensorSource, index: int, ops: Ops,
+        states: SequenceStates | None,
+    ) -> None:  # fmt: skip
         layer = config.layers[index]
         self.index = index
         self.is_parallel = config.place == "parallel"
         self.eps = config.norm_eps
         self.residual_scale = config.residual_scale
-        self._norm: Norm = ops.norm if config.norm == "rms" else mean_norm
+        self._norm, self._total = _norm_of(config, ops), ops.total
         norms = {name: source.weight(name) for name in config.layer_norms}
         self.attention_norm = norms.get("input_layernorm")
         self.attention_output_norm = norms.get("attention_output_layernorm")
         self.mlp_norm = norms.get("post_attention_layernorm")
         self.mlp_output_norm = norms.get("mlp_output_layernorm")
-        self.mixer = (
-            AttentionBlock(config, source, ops)
-            if layer.mixer == "gqa"
-            else LatentBlock(config, source, ops)
-        )
+        self.mixer: AttentionBlock | LatentBlock | ConvolutionBlock | DeltaBlock | MambaBlock
+        if layer.mixer == "gqa":
+            self.mixer = AttentionBlock(config, source, ops)
+        elif layer.mixer == "mla":
+            self.mixer = LatentBlock(config, source, ops)
+        else:
+            assert states is not None, "the architecture has recurrent layers"
+            if layer.mixer == "delta":
+                self.mixer = DeltaBlock(config, source, ops, states)
+            elif layer.mixer == "mamba":
+                self.mixer = MambaBlock(config, source, ops, states)
+            else:
+                self.mixer = ConvolutionBlock(source, ops, states)
         self.mlp = (
             Mlp(source, ops, config.activation, "mlp")
             if layer.ffn == "dense"
@@ -106,9 +129,9 @@ class DecoderLayer:
         )
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None,
+        self, hidden: Rows, residual: torch.Tensor | None,
         attention: LayerAttention, output_rows: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[Rows, torch.Tensor]:  # fmt: skip
         """Return (hidden, residual) for the next layer, both [T, C], or `output_rows` of them.
 
         `hidden` is added to `residual` before each norm.
@@ -126,17 +149,18 @@ class DecoderLayer:
         return self._leave(self.mlp(hidden), self.mlp_output_norm), residual
 
     def _enter(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor | None,
-        reader: Linear | None,
+        self, hidden: Rows, residual: torch.Tensor | None, norm: torch.Tensor | None,
+        reader: PartLinear | None,
     ) -> tuple[Rows, torch.Tensor]:  # fmt: skip
         """Return a block's input, as its reader takes it, and the residual stream, `hidden`
         added."""
         if norm is not None:
             return self._norm(hidden, residual, norm, self.eps, reader)
-        total = hidden if residual is None else residual + hidden
+        whole = self._total(hidden)
+        total = whole if residual is None else residual + whole
         return total, total
 
-    def _leave(self, hidden: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    def _leave(self, hidden: Rows, norm: torch.Tensor | None) -> Rows:
         """Return a block's output as it is added to the residual stream."""
         if norm is not None:
             hidden, _ = self._norm(hidden, None, norm, self.eps, None)

@@ -10,9 +10,18 @@ import torch.nn.functional as F
 
 from engine.config import WeightsKind
 from engine.models.gpu_experts import GpuExperts
-from engine.models.layers import Activation, ExpertWeights, Linear, MixedExperts, Rows
+from engine.models.layers import (
+    Activation,
+    ExpertWeights,
+    Linear,
+    MixedExperts,
+    PartLinear,
+    Rows,
+    WholeOps,
+)
 from engine.weights import Form
-from kernels.gpu import fused_ops, products
+from kernels.gpu import fused_ops, int4_products, products
+from kernels.gpu.int4_products import Int4, fits_int4, int4_of
 from kernels.gpu.products import Fp8, Fp8Rows
 from kernels.reference_experts import ExpertActivation, Routing
 from kernels.reference_weights import TURN, Packed, Weight, fits_panels, to_fp8
@@ -43,6 +52,10 @@ SWAPPED_ROWS_MAX = 64
 """Most rows that multiply weights in fp8 as their right operand; above, the library's product is as
 fast, where each row of the weights has one scale."""
 
+UNPACKED_ROWS_MAX = 256
+"""Most rows that multiply weights of 4 bits as they are; above, they are unpacked for the library's
+product, which takes 1.3 times as long as with weights that are not packed."""
+
 WIDTH_STEP = 16
 """The number of which N and K of a weight in fp8 must be a multiple, as the library wants it."""
 
@@ -65,6 +78,7 @@ def gpu_form(kind: WeightsKind) -> Form:
             is_head = name == "lm_head.weight"
             fits = (is_map or is_head) and weight.kind == "fp8" and _fits_fp8(weight)
             fits |= ".experts." in name and is_map and fits_panels(weight)
+            fits |= (is_map or is_head) and fits_int4(weight)
             return weight if fits and kind != "bf16" else form(name, weight.dense(torch.bfloat16))
         return to_fp8(weight) if kind == "fp8" and is_map and _fits_fp8(weight) else weight
 
@@ -105,17 +119,62 @@ class Fp8Linear:
         )
 
 
-class GpuOps:
+class Int4Linear:
+    """A linear map with weights of 4 bits. `scratch` has room for any of the model's such matrices
+    in bf16, which steps of many rows multiply: one at a time, in the order of the stream."""
+
+    def __init__(
+        self, weight: Int4, bias: torch.Tensor | None, tickets: torch.Tensor, scratch: Scratch
+    ) -> None:
+        self._weight, self._bias, self._tickets, self._scratch = weight, bias, tickets, scratch
+        scratch.reserve(weight.rows * weight.columns)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T + bias."""
+        weight, tokens = self._weight, len(x)
+        if tokens > UNPACKED_ROWS_MAX:
+            whole = self._scratch.take(weight.rows, weight.columns, x)
+            return F.linear(x, int4_products.unpack(weight, whole), self._bias)
+        tile = int4_products.int4_tile(tokens, is_plain=weight.is_plain)
+        split = int4_products.int4_split(tokens, weight, tile)
+        return int4_products.int4_linear(
+            x.contiguous(), weight, self._bias, self._tickets, tile, split
+        )
+
+
+class Scratch:
+    """Memory that maps of a model use in turn, taken at the first use: before graphs have it."""
+
+    def __init__(self) -> None:
+        self._values = 0
+        self._memory: torch.Tensor | None = None
+
+    def reserve(self, values: int) -> None:
+        """Make room for so many values, before the first use."""
+        assert self._memory is None, "a graph may have the memory already"
+        self._values = max(self._values, values)
+
+    def take(self, rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+        """Return [rows, columns] in the dtype of `like`."""
+        if self._memory is None:
+            self._memory = like.new_empty(self._values)
+        return self._memory[: rows * columns].view(rows, columns)
+
+
+class GpuOps(WholeOps):
     """`engine.models.layers.Ops` on a GPU: fused kernels, and cuBLAS for matrix products of
     tensors."""
 
     def __init__(self) -> None:
         self._tickets: torch.Tensor | None = None
+        self._scratch = Scratch()
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         if isinstance(weight, Packed):
             if self._tickets is None:
                 self._tickets = weight.scales.new_zeros(TICKETS, dtype=torch.int32)
+            if weight.kind == "int4":
+                return Int4Linear(int4_of(weight), bias, self._tickets, self._scratch)
             return Fp8Linear(products.fp8_of(weight), bias, self._tickets, torch.bfloat16)
         if weight.is_cuda and bias is None:
             properties = torch.cuda.get_device_properties(weight.device)
@@ -125,8 +184,8 @@ class GpuOps:
         return lambda x: F.linear(x, weight, bias)
 
     def norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
-        into: Linear | None = None,
+        self, x: Rows, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+        into: PartLinear | None = None,
     ) -> tuple[Rows, torch.Tensor]:  # fmt: skip
         x = x.contiguous()  # queries beside keys and values are rows of a wider matrix
         total = x if residual is None else residual
@@ -143,7 +202,9 @@ class GpuOps:
     ) -> None:
         fused_ops.norm_heads(qkv, heads, queries, keys, eps)
 
-    def gated(self, x: torch.Tensor, activation: Activation, into: Linear | None = None) -> Rows:
+    def gated(
+        self, x: torch.Tensor, activation: Activation, into: PartLinear | None = None
+    ) -> Rows:
         columns, is_gelu = x.shape[1] // 2, activation == "gelu_tanh"
         if isinstance(into, Fp8Linear):
             rows = products.empty_rows(x, columns, into.groups)

@@ -18,11 +18,14 @@ from kernels.reference_experts import ExpertActivation, Routing
 from kernels.reference_weights import Packed, Weight, as_dense
 
 Rows = Any
-"""Rows [T, C] of activations: a tensor, or what the only linear map that reads them takes."""
+"""Rows [T, C] of activations: a tensor, what the only linear map that reads them takes, or one
+GPU's part of a sum over several (`engine.lanes.ops.SumPart`), which norms and `Ops.total` add."""
 
 Linear = Callable[[Rows], torch.Tensor]
+PartLinear = Callable[[Rows], Rows]
+"""A linear map whose inputs several GPUs may share: to rows, or to a part of a sum."""
 Activation = Literal["silu", "gelu_tanh"]
-MixedExperts = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+MixedExperts = Callable[[torch.Tensor, Rows | None], Rows]
 """Maps x [T, C], and the output [T, C] of an MLP that all tokens take, to their sum."""
 
 
@@ -49,12 +52,26 @@ class Ops(Protocol):
     `into`: the only map that reads a result; it gets its rows as it takes them.
     """
 
+    def embed(self, token_ids: torch.Tensor, weight: torch.Tensor) -> Rows:
+        """Return the rows of weight [V, C] of tokens [T]."""
+
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         """Return the map x [T, C] → x @ weight.T + bias, weight [N, C]."""
 
+    def part_linear(self, weight: Weight, bias: torch.Tensor | None) -> PartLinear:
+        """Return the same of a map whose inputs several GPUs share, where they do. Parts of sums
+        may be added to each other, and multiplied."""
+
+    def head(self, weight: Weight) -> Linear:
+        """Return the map x [T, C] → logits [T, V] of a weight whose outputs several GPUs share,
+        where they do."""
+
+    def total(self, x: Rows) -> torch.Tensor:
+        """Return rows, added up where they are a part of a sum."""
+
     def norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
-        into: Linear | None = None,
+        self, x: Rows, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
+        into: PartLinear | None = None,
     ) -> tuple[Rows, torch.Tensor]:  # fmt: skip
         """Return (rms_norm(x + residual) * weight, x + residual). May write to `residual`."""
 
@@ -67,7 +84,9 @@ class Ops(Protocol):
         is H.
         """
 
-    def gated(self, x: torch.Tensor, activation: Activation, into: Linear | None = None) -> Rows:
+    def gated(
+        self, x: torch.Tensor, activation: Activation, into: PartLinear | None = None
+    ) -> Rows:
         """Return activation(x[:, :C]) * x[:, C:], x [T, 2C]."""
 
     def experts(
@@ -76,7 +95,27 @@ class Ops(Protocol):
         """Return the mixture of experts that `kernels.reference_experts` specifies."""
 
 
-class TorchOps:
+class WholeOps:
+    """What a device does that has the whole model: nothing is a part of a sum."""
+
+    def embed(self, token_ids: torch.Tensor, weight: torch.Tensor) -> Rows:
+        return F.embedding(token_ids, weight)
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        raise NotImplementedError
+
+    def part_linear(self, weight: Weight, bias: torch.Tensor | None) -> PartLinear:
+        return self.linear(weight, bias)
+
+    def head(self, weight: Weight) -> Linear:
+        return self.linear(weight, None)
+
+    def total(self, x: Rows) -> torch.Tensor:
+        whole: torch.Tensor = x
+        return whole
+
+
+class TorchOps(WholeOps):
     """`Ops` in plain torch, on any device. Packed weights are unpacked at each use."""
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
@@ -84,7 +123,7 @@ class TorchOps:
 
     def norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
-        into: Linear | None = None,
+        into: PartLinear | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         total = x if residual is None else residual + x
         return F.rms_norm(total, (total.shape[-1],), weight, eps), total
@@ -97,7 +136,7 @@ class TorchOps:
             part.copy_(F.rms_norm(part, weight.shape, weight, eps))
 
     def gated(
-        self, x: torch.Tensor, activation: Activation, into: Linear | None = None
+        self, x: torch.Tensor, activation: Activation, into: PartLinear | None = None
     ) -> torch.Tensor:
         return reference.gated_mul(x, activation)
 
@@ -126,7 +165,7 @@ class TorchOps:
 
 def mean_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float,
-    into: Linear | None = None,
+    into: PartLinear | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return (layer_norm(x + residual) * weight, x + residual), without a bias, in torch."""
     total = x if residual is None else residual + x
@@ -194,8 +233,8 @@ class Mlp:
         self._ops = ops
         self._activation = activation
         self.reader = ops.linear(*source.joined(f"{name}.gate_proj", f"{name}.up_proj"))
-        self._down = ops.linear(*source.joined(f"{name}.down_proj"))
+        self._down = ops.part_linear(*source.joined(f"{name}.down_proj"))
 
-    def __call__(self, x: Rows) -> torch.Tensor:
+    def __call__(self, x: Rows) -> Rows:
         """Return the MLP's output [T, C] of x [T, C], which only `reader` reads."""
         return self._down(self._ops.gated(self.reader(x), self._activation, self._down))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from engine.model_store import Architecture
-from engine.models.layers import ExpertWeights, Mlp, Ops, TensorSource
+from engine.models.layers import ExpertWeights, Mlp, Ops, Rows, TensorSource
 from kernels.reference_experts import Routing
 
 
@@ -42,7 +42,7 @@ class Experts:
         if moe.shared == "gated":
             self._shared_gate = ops.linear(*source.joined("mlp.shared_expert_gate"))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> Rows:
         """Return the layer's output [T, C] of x [T, C]."""
         if self._shared is None:
             return self._mixed(x, None)

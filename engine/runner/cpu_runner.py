@@ -8,11 +8,13 @@ calls `build_runner`; core calls `launch` and `collect`.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.api import SampledToken
@@ -34,13 +36,30 @@ from engine.models.decoder import DecoderModel
 from engine.models.interface import Model
 from engine.models.layers import TorchOps
 from engine.models.packing import cpu_form
-from engine.plan import BegunSequence, BlockCopy, Row, StepPlan, StepResult, TokensBySequence
-from engine.runner.loaded_model import LoadedModel, blocks_of, context_of
+from engine.plan import BegunSequence, BlockCopy, Mask, Row, StepPlan, StepResult, TokensBySequence
+from engine.runner.loaded_model import (
+    LoadedModel,
+    blocks_of,
+    check_room_for_states,
+    context_of,
+)
 from engine.sampling.logprobs import logprob_entries
 from engine.sampling.sampler import FAILURES, Sampler
+from engine.states.sequence_states import SequenceStates, blocks_of_state
 from engine.weights import load_packed
 
 CPU = torch.device("cpu")
+
+DRAFTED_TOKENS_MAX = 64
+"""Most tokens of a step with drafts."""
+
+TIMED_TOKENS, TIMES = (1, 2, 4, 8, 16, 32, 64), 3
+"""The steps that are timed at the start, and how often each at most."""
+TOKEN_COST_MIN = 0.01
+"""Of a step of one token: each further one is taken to cost that at least, whatever other programs
+did while it was timed."""
+TIMING_S_MAX = 1.0
+"""Seconds after which no larger step is timed: a start must not wait long for a large model."""
 
 WARM_UP_TOKENS = 33
 """Tokens of the prompt that is run before the first request: of two whole blocks and one more."""
@@ -72,16 +91,27 @@ class CpuRunner:
         weights = load_packed(card, dtype, device, cpu_form(dtype, keeping))
         self.model: Model[Any]  # takes the attention backend that is made beside it
         self.attention: AttentionBackend
+        self.states: SequenceStates | None = None
+        if card.config.recurrent_layers:
+            pool = self.kv.data.view(torch.uint8).flatten(1)
+            self.states = SequenceStates(card.config, dtype, device, pool)
         if kernels is not None:
             self.model = CpuDecoder(card.config, weights, kernels, self.kv, context)
             self.attention = CpuAttention(attention_spec(card.config))
         else:
-            self.model = DecoderModel(card.config, weights, TorchOps())
+            self.model = DecoderModel(card.config, weights, TorchOps(), self.states)
             self.attention = TorchAttention(card.config, self.kv, context)
         self.sampler = Sampler(card.config.vocab)
-        self._warm_up_tokens = min(WARM_UP_TOKENS, context, blocks * self.block_size)
+        self._tokens_max = min(context, blocks * self.block_size)
         self._last: dict[int, int] = {}
         self._results: deque[StepResult] = deque()
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks that a kept state takes; 0 where a run-up replaces it."""
+        if self.states is None or self.model.config.run_up:
+            return 0
+        return blocks_of_state(self.states.layout, self.kv.format.block_bytes)
 
     def launch(self, plan: StepPlan) -> None:
         """Compute the step."""
@@ -98,16 +128,45 @@ class CpuRunner:
 
         Call it while no block is in use: it writes the first blocks and zeroes them again.
         """
-        for count in (self._warm_up_tokens, 1):
-            blocks = list(range(-(-count // self.block_size)))
-            beside = (blocks,) * len(self.kv.format.windows)
-            row = Row(-1, 0, count, blocks, 0, [0] * count, beside=beside)
-            plan = StepPlan(step=0, rows=(row,), copies=(BlockCopy(0, 0, 1),))
-            with torch.inference_mode():
-                batch = make_batch(plan, self.block_size, lambda _: 0)
-                self.attention.begin(plan, batch)
-                self.model.logits(self._hidden(batch)[-1:])
+        for count in (min(WARM_UP_TOKENS, self._tokens_max), 1):
+            self._run_tokens(count, slice(-1, None))
         self.kv.data[: -(-WARM_UP_TOKENS // self.block_size)].zero_()
+
+    def time_steps(self, tokens_max: int) -> tuple[float, ...]:
+        """Return the seconds of steps of 1, 2, 3… up to `tokens_max` tokens that all need logits; a
+        few are measured, the others lie between them. Under the conditions of `warm_up`.
+        """
+        sizes = [size for size in TIMED_TOKENS if size <= min(tokens_max, self._tokens_max)]
+        took_s: list[float] = []
+        until_s = time.perf_counter() + TIMING_S_MAX
+        while len(took_s) < len(sizes) and (len(took_s) < 2 or time.perf_counter() < until_s):
+            least_s = math.inf
+            for _ in range(TIMES):
+                began_s = time.perf_counter()
+                self._run_tokens(sizes[len(took_s)], slice(None))
+                least_s = min(least_s, time.perf_counter() - began_s)
+                if time.perf_counter() > until_s:
+                    break
+            took_s.append(least_s)
+        timed = sizes[: len(took_s)]
+        self.kv.data[: -(-timed[-1] // self.block_size)].zero_()
+        every = np.interp(range(1, timed[-1] + 1), timed, np.maximum.accumulate(took_s))
+        least = took_s[0] * (1 + TOKEN_COST_MIN * np.arange(len(every)))
+        return tuple(np.maximum(every, least).tolist())
+
+    def _run_tokens(self, count: int, logits: slice) -> None:
+        """Compute the first `count` tokens of the vocabulary, which take different experts, in the
+        first blocks, and some logits."""
+        blocks = list(range(-(-count // self.block_size)))
+        beside = (blocks,) * len(self.kv.format.windows)
+        row = Row(-1, 0, count, blocks, 0, list(range(count)), beside=beside)
+        plan = StepPlan(step=0, rows=(row,), copies=(BlockCopy(0, 0, 1),))
+        with torch.inference_mode():
+            batch = make_batch(plan, self.block_size, lambda _: 0)
+            if self.states is not None:
+                self.states.begin(plan)
+            self.attention.begin(plan, batch)
+            self.model.logits(self._hidden(batch)[logits])
 
     def _run(self, plan: StepPlan, started_s: float) -> StepResult:
         for sequence_id in plan.ended:
@@ -115,12 +174,16 @@ class CpuRunner:
             self._last.pop(sequence_id, None)
         for begun in plan.begun:
             self._begin(begun)
+        if self.states is not None:
+            self.states.begin(plan)
         self.kv.copy(plan.copies)
         if not plan.rows:
             return StepResult(step=plan.step, elapsed_s=time.perf_counter() - started_s)
         batch = make_batch(plan, self.block_size, self._last.__getitem__)
         self.attention.begin(plan, batch)
         logits = self.model.logits(self._hidden(batch)[batch.logit_rows]).float().cpu()
+        if self.states is not None:
+            self.states.end(plan)
         sampled, failed, prompt_logprobs = self._sample(plan, logits)
         return StepResult(
             step=plan.step,
@@ -144,32 +207,51 @@ class CpuRunner:
 
         logits [rows, vocab] fp32: the plan's rows that need logits, in order.
         """
-        drawing: list[int] = []
-        source_rows: list[int] = []
+        drawing: list[tuple[int, int, Row]] = []
         prompt_logprobs: TokensBySequence = {}
-        failed: dict[int, str] = {}
         end = 0
         for row in plan.rows:
-            count = row.count if row.prompt_logprobs is not None else bool(row.samples)
+            count = row.count if row.prompt_logprobs is not None else bool(row.samples) + row.drafts
             if row.prompt_logprobs is not None:
                 known = logits[end : end + count]
                 prompt_logprobs[row.sequence_id] = self._prompt_logprobs(row, known)
             end += count
-            drawing.extend(row.samples)
-            source_rows.extend([end - 1] * len(row.samples))
-        if not drawing:
-            return {}, failed, prompt_logprobs
-        if source_rows != list(range(len(logits))):
-            logits = logits[source_rows]
-        sampled: TokensBySequence = {}
-        tokens = self.sampler.sample(logits, drawing, plan.masks)
-        for sequence_id, token in zip(drawing, tokens, strict=True):
-            if token.token_id < 0:
-                failed[sequence_id] = FAILURES[token.token_id]
-                continue
-            self._last[sequence_id] = token.token_id
-            sampled[sequence_id] = (token,)
+            first = end - 1 - row.drafts
+            drawing.extend((sequence_id, first, row) for sequence_id in row.samples)
+        sampled, failed = self._draw(drawing, logits, plan.masks)
         return sampled, failed, prompt_logprobs
+
+    def _draw(
+        self, drawing: list[tuple[int, int, Row]], logits: torch.Tensor, masks: dict[int, Mask]
+    ) -> tuple[TokensBySequence, dict[int, str]]:
+        """Return the tokens of sequences, each with its row and its first row of logits, and the
+        sequences without one.
+
+        A sequence with drafts goes on to its next row of logits while it draws the draft there.
+        """
+        sampled: dict[int, tuple[SampledToken, ...]] = {}
+        failed: dict[int, str] = {}
+        position = 0
+        while drawing:
+            rows = [first + position for _, first, _ in drawing]
+            given = logits if rows == list(range(len(logits))) else logits[rows]
+            tokens = self.sampler.sample(
+                given, [sequence_id for sequence_id, _, _ in drawing], masks
+            )
+            right: list[tuple[int, int, Row]] = []
+            for one, token in zip(drawing, tokens, strict=True):
+                sequence_id, _, row = one
+                if token.token_id < 0:
+                    if not position:
+                        failed[sequence_id] = FAILURES[token.token_id]
+                    continue
+                self._last[sequence_id] = token.token_id
+                sampled[sequence_id] = (*sampled.get(sequence_id, ()), token)
+                if position < row.drafts and _draft(row, position) == token.token_id:
+                    right.append(one)
+            masks = {id_: row.draft_masks[position] for id_, _, row in right if row.draft_masks}
+            drawing, position = right, position + 1
+        return sampled, failed
 
     def _prompt_logprobs(self, row: Row, logits: torch.Tensor) -> tuple[SampledToken, ...]:
         """Return logprobs of the known tokens that follow each computed position."""
@@ -179,6 +261,12 @@ class CpuRunner:
         top = row.prompt_logprobs or 0
         known = logits[: len(following)]
         return tuple(logprob_entries(known, following, [top] * len(following)))
+
+
+def _draft(row: Row, number: int) -> int:
+    """Return a row's draft, counted from its first."""
+    assert row.token_ids is not None, "drafts follow a token that the plan knows"
+    return row.token_ids[row.count - row.drafts + number]
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "int8": torch.int8}
@@ -219,6 +307,22 @@ def build_runner(card: ModelCard, config: EngineConfig, device: torch.device = C
     form = _kv_format(card.config, config, kernels, device)
     blocks = blocks_of(form, config)
     runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels, device=device)
+    check_room_for_states(card.config, runner.state_blocks, blocks, form)
     runner.warm_up()
-    lacks = lacks_attention_windows(card.config, form)
-    return LoadedModel(runner, runner.kv, context, pipeline_depth=1, attention_lacks=lacks)
+    return LoadedModel(
+        runner,
+        runner.kv,
+        context,
+        pipeline_depth=1,
+        attention_lacks=lacks_attention_windows(card.config, form),
+        state_blocks=runner.state_blocks,
+        draft_step_s=_draft_step_s(card, config, runner),
+    )
+
+
+def _draft_step_s(card: ModelCard, config: EngineConfig, runner: CpuRunner) -> tuple[float, ...]:
+    """Return the times of steps that verify drafts; none where drafts are off, or where the model
+    has a recurrent state, which cannot be cut back to the accepted drafts."""
+    if config.speculation == "off" or card.config.recurrent_layers:
+        return ()
+    return runner.time_steps(DRAFTED_TOKENS_MAX)

@@ -36,18 +36,22 @@ class CudaGraphs:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._captured
 
-    def capture(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> None:
-        """Run `compute` once, so that its kernels are compiled, and capture it.
-
-        Waits for the GPU. Raises what `compute` or the capture raises; then no graph is kept.
-        Other threads may copy and pin memory meanwhile: only this thread's calls are captured, and
-        its stream is of a priority that no other stream has, so it is no stream of theirs.
-        """
+    def warm(self, compute: Callable[[], torch.Tensor]) -> None:
+        """Run what is to be captured once, so that its kernels are compiled."""
         stream = self._stream = self._stream or torch.cuda.Stream(priority=PRIORITY)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             compute()
         torch.cuda.current_stream().wait_stream(stream)
+
+    def capture(self, key: Hashable, compute: Callable[[], torch.Tensor]) -> None:
+        """Capture `compute`, which `warm` has run.
+
+        Waits for the GPU. Raises what the capture raises; then no graph is kept. Other threads may
+        copy and pin memory meanwhile: only this thread's calls are captured, and its stream is of a
+        priority that no other stream has, so it is no stream of theirs.
+        """
+        stream = self._stream = self._stream or torch.cuda.Stream(priority=PRIORITY)
         graph = torch.cuda.CUDAGraph()
         with (
             gc_paused(),

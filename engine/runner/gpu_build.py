@@ -7,8 +7,9 @@ torch on the device. It knows no step. `engine.server.composition` calls `build_
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -16,16 +17,21 @@ from engine.attention.gpu_backend import lacks_latent_kernel
 from engine.attention.interface import attention_spec, lacks_attention_windows
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.kv.format import kv_format
-from engine.kv.storage import KvStorage
+from engine.kv.format import KvFormat, kv_format
+from engine.kv.storage import KvPool, KvShards, KvStorage
+from engine.lanes.crew import Crew
+from engine.lanes.exchange import ExchangeSize, check_exchanges, exchanges
+from engine.lanes.ops import LaneOps
+from engine.lanes.sharding import sharing
 from engine.model_store import Architecture, ModelCard
+from engine.model_store.tensors import lane_architecture
 from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps, gpu_form
 from engine.runner.cpu_runner import build_runner
-from engine.runner.gpu_runner import SPARE_SEATS, GpuRunner
+from engine.runner.gpu_runner import SCORED_ROWS, SPARE_SEATS, GpuRunner
 from engine.runner.loaded_model import LoadedModel, blocks_of, context_of
 from engine.runner.warmup import WarmupLimits
-from engine.weights import load_packed
+from engine.weights import Weights, load_shares
 
 log = logging.getLogger("trunkline.engine")
 
@@ -38,24 +44,30 @@ GROUP_SIZE_MAX = 16
 
 
 def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
-    """Load a model on the first GPU and warm it up. Raises ModelError.
+    """Load a model on the GPUs that `config.gpus` names, by default one, and warm it up. Raises
+    ModelError.
 
-    Memory: the weights as `config.weights` says, `kv_memory_mib` of blocks, and scratch.
+    Memory: the weights as `config.weights` says, `kv_memory_mib` of blocks, and scratch. Several
+    GPUs share weights and blocks evenly.
     """
     if not torch.cuda.is_available():
         raise ModelError(
             "unsupported", 'no CUDA device found; expected one, or engine.device = "auto"'
         )
     check_dtypes(config)
-    device = torch.device("cuda")
-    lacking = lacking_kernel(card.config)
+    devices = lane_devices(len(config.gpus), torch.cuda.device_count())
+    lanes = len(devices)
+    share = sharing(card.config, lanes)
+    lacking = lacking_kernel(lane_architecture(card.config, lanes))
+    if lacking and lanes > 1:
+        raise ModelError("unsupported", f"engine.gpus names {lanes} GPUs: {lacking}")
     if lacking:
         log.warning("gpu_kernels_not_used: %s; steps run in torch on the GPU, slower", lacking)
         with out_of_memory_as_model_error(config.kv_memory_mib * 2**20, config.step_tokens_max):
-            return build_runner(card, config, device)
+            return build_runner(card, config, devices[0])
     context = context_of(card.config, config)
     kv_dtype = torch.int8 if config.kv_dtype == "int8" else torch.bfloat16
-    kv_form = kv_format(card.config, kv_dtype, config.block_size, has_groups=True)
+    kv_form = kv_format(card.config, kv_dtype, config.block_size, has_groups=True, lanes=lanes)
     blocks = blocks_of(kv_form, config)
     limits = WarmupLimits(
         block_size=config.block_size, blocks=blocks, context=context, vocab=card.config.vocab,
@@ -63,11 +75,11 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
         kv_groups=kv_form.blocks_per_run,
     )  # fmt: skip
     with out_of_memory_as_model_error(blocks * kv_form.block_bytes, config.step_tokens_max):
-        weights = load_packed(card, torch.bfloat16, device, gpu_form(config.weights))
-        model = DecoderModel(card.config, weights, GpuOps())
-        kv = KvStorage(kv_form, blocks, device)
-        runner = GpuRunner(
-            model, kv, context=context, seats=config.sequences_max + SPARE_SEATS,
+        form = gpu_form(config.weights)
+        weights = load_shares(card, torch.bfloat16, devices, form, share)
+        runner, kv = assemble(
+            card.config, weights, kv_form, blocks, devices, context=context,
+            seats=config.sequences_max + SPARE_SEATS,
             tokens_max=config.step_tokens_max + config.sequences_max,
         )  # fmt: skip
         with torch.inference_mode():
@@ -76,9 +88,64 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
     return LoadedModel(runner, kv, context, pipeline_depth=2, attention_lacks=lacks)
 
 
+def lane_devices(wanted: int, found: int) -> list[torch.device]:
+    """Return the devices of an engine's lanes; `wanted` 0: one. Raises ModelError `unsupported` if
+    there are fewer."""
+    lanes = max(1, wanted)
+    if found < lanes:
+        raise ModelError(
+            "unsupported", f"engine.gpus names {lanes} GPUs; CUDA finds {found}: expected as many"
+        )
+    return [torch.device("cuda", index) for index in range(lanes)]
+
+
+def assemble(
+    config: Architecture, weights: Sequence[Weights], form: KvFormat, blocks: int,
+    devices: Sequence[torch.device], *, context: int, seats: int, tokens_max: int,
+    dtype: torch.dtype = torch.bfloat16, graphs: bool = True,
+) -> tuple[GpuRunner, KvPool]:  # fmt: skip
+    """Return a runner over each lane's weights, which are removed, and its KV: blocks of `form`.
+
+    `dtype`: of the weights. Raises ModelError if the devices cannot work together.
+    """
+    lanes = len(devices)
+    shards = [KvStorage(form.shard, blocks, device) for device in devices]
+    limits: dict[str, Any] = {
+        "context": context, "seats": seats, "tokens_max": tokens_max, "graphs": graphs,
+    }  # fmt: skip
+    if lanes == 1:
+        model = DecoderModel(config, weights[0], GpuOps())
+        return GpuRunner(model, shards[0], **limits), shards[0]
+    crew = Crew(devices)
+    size = ExchangeSize(
+        max(tokens_max, seats), config.hidden, max(seats, SCORED_ROWS), config.vocab // lanes
+    )
+    found = exchanges(crew, size, dtype)
+    if devices[0].type == "cuda":
+        check_exchanges(crew, found)
+    own = lane_architecture(config, lanes)
+    models = [
+        DecoderModel(own, share, LaneOps(exchange))
+        for share, exchange in zip(weights, found, strict=True)
+    ]
+    (first, *beside) = zip(models, shards, strict=True)
+
+    def check_lanes() -> None:
+        for number, exchange in enumerate(found):
+            if exchange.has_failed:
+                raise RuntimeError(f"GPU {number} waited in vain for another one of the engine")
+
+    runner = GpuRunner(
+        *first, **limits, vocab=config.vocab, crew=crew, beside=beside, check_lanes=check_lanes
+    )
+    return runner, KvShards(form, shards)
+
+
 def lacking_kernel(model: Architecture) -> str:
     """Return why the fused kernels do not fit a model, or "" if they do."""
     spec = attention_spec(model)
+    if model.recurrent_layers:
+        return "no kernel computes short convolutions"
     if model.latent is not None:
         return lacks_latent_kernel(model.latent)
     if spec.head_dim % HEAD_DIM_STEP or not HEAD_DIM_MIN <= spec.head_dim <= HEAD_DIM_MAX:

@@ -35,23 +35,33 @@ class StepInputs:
     (-1: padding row), length, seat. Per draw: the row that it samples from, and the seat that keeps
     its token. Then the rows' slots in each KV group beside the first, and the GPU sampler's draw
     table, [draws, DRAW_COLUMNS] int32.
+
+    `pinned`: the host buffer, flat; `host`, `host_draws`: its parts.
     """
 
     SECTIONS = ("token_ids", "positions", "slots", "lengths", "seats", "draw_rows", "draw_seats")
 
-    def __init__(self, width: int, draws: int, device: torch.device, kv_groups: int) -> None:
+    def __init__(
+        self, width: int, draws: int, device: torch.device, kv_groups: int,
+        beside: StepInputs | None = None,
+    ) -> None:  # fmt: skip
+        """`beside`: inputs of the same sizes whose host buffer these share."""
         self.width = width
         self.slots = ("slots", *(f"slots {group}" for group in range(1, kv_groups)))
         self._names = (*self.SECTIONS, *self.slots[1:])
         sections = len(self._names) * width
         size = sections + draws * DRAW_COLUMNS
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        is_cuda = device.type == "cuda"
+        if beside is None:
+            self.pinned = torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda)
+        else:
+            self.pinned = beside.pinned
         self.device = torch.zeros(size, dtype=torch.int32, device=device)
         self._sections = self.device[:sections].view(-1, width)
         self.draws = self.device[sections:].view(draws, DRAW_COLUMNS)
-        self.host = self._host.numpy()[:sections].reshape(-1, width)
-        self.host_draws = self._host.numpy()[sections:].reshape(draws, DRAW_COLUMNS)
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.host = self.pinned.numpy()[:sections].reshape(-1, width)
+        self.host_draws = self.pinned.numpy()[sections:].reshape(draws, DRAW_COLUMNS)
+        self._copied = torch.cuda.Event() if is_cuda else None
 
     def wait(self) -> None:
         """Wait until the last copy has read the host buffer."""
@@ -60,9 +70,9 @@ class StepInputs:
 
     def send(self) -> None:
         """Copy the host buffer to the GPU, ordered before later launches on the stream."""
-        self.device.copy_(self._host, non_blocking=True)
+        self.device.copy_(self.pinned, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self.device.device))
 
     def section(self, name: str, rows: int) -> torch.Tensor:
         """Return the first `rows` entries of a section on the GPU, as a view."""

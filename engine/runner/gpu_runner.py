@@ -6,6 +6,9 @@ included, and copies the results back without waiting. `collect` waits only for 
 the host plans step N+1 while the GPU runs step N. Steps longer than the largest graph, and steps
 with prompt logprobs, are launched operation by operation.
 
+An engine over several GPUs has a lane for each (`engine.runner.lanes`): the step is planned once
+and launched on all of them, by one thread under graphs and by a thread each without.
+
 The runner also works on the CPU, in Triton's interpreter and without graphs: tests use that.
 `engine.runner.gpu_build` builds it; core calls `launch` and `collect`.
 """
@@ -13,24 +16,26 @@ The runner also works on the CPU, in Triton's interpreter and without graphs: te
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 
 import numpy as np
 import torch
 
-from engine.api import SampledToken
+from engine.api import SampledToken, Sampling
 from engine.attention.gpu_backend import GpuAttention
 from engine.attention.interface import LayerAttention
 from engine.kv.storage import KvStorage
+from engine.lanes.crew import Crew
 from engine.models.interface import Model
-from engine.plan import Row, StepPlan, StepResult
-from engine.runner.cuda_graphs import CudaGraphs
-from engine.runner.gpu_inputs import StepAttention, StepInputs, StepShape
-from engine.runner.seats import Seats, StepRows
+from engine.plan import BegunSequence, Row, StepPlan, StepResult, TokensBySequence
+from engine.runner.gpu_inputs import StepInputs, StepShape
+from engine.runner.lanes import Lane
+from engine.runner.seats import Int32, Seats, StepRows
 from engine.runner.warmup import WarmupLimits, warmup_plans
 from engine.sampling.gpu_sampler import Draws, GpuSampler
 from engine.sampling.sampler import FAILURES
@@ -67,17 +72,25 @@ SPARE_SEATS = 32
 RESULT_BUFFERS = 3
 """Pinned host buffers for sampled tokens: steps whose tokens may be in flight to the host."""
 
+TIMES = 4
+"""How often a step of each size is timed at the start; the least counts."""
+
 SCORED_ROWS = 256
 """Prompt tokens that have their logits computed at once, for their logprobs. Those of a whole step
 would take several times the memory of its other tensors, which no warm-up has seen."""
 
+COMPARED_STEPS = 64
+"""Of so many steps over several GPUs, one has the tokens of all lanes compared."""
+
 _sequence_ids, _samples = attrgetter("sequence_id"), attrgetter("samples")
+_drafts = attrgetter("drafts")
 
 
 @dataclass(slots=True)
 class _LaunchedStep:
     """A launched step: its draws, the host buffer for their results, events on the device before
-    its computation and after the copy of its results, and prompt logprobs by sequence."""
+    its computation and after the copy of its results, prompt logprobs by sequence, and drafts by
+    sequence."""
 
     step: int
     draws: Draws | None = None
@@ -85,6 +98,9 @@ class _LaunchedStep:
     began: torch.cuda.Event | None = None
     copied: torch.cuda.Event | None = None
     prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
+    drafts: dict[int, Sequence[int]] = field(default_factory=dict)
+    others: list[torch.Tensor] = field(default_factory=list)
+    """The tokens of the lanes behind the first, where they are compared."""
 
     def wait(self) -> float:
         """Wait for the results; return the seconds that the device took, 0 without a GPU."""
@@ -95,42 +111,71 @@ class _LaunchedStep:
 
 
 class GpuRunner:
-    """`engine.plan.Runner` on one GPU.
+    """`engine.plan.Runner` on one GPU, or on several as lanes.
 
     `context`: tokens of the longest sequence. `seats`: sequences live at once. `tokens_max`: tokens
     of a step. `graphs` False: every step is launched operation by operation, without padding, as a
-    comparison needs.
+    comparison needs. `beside`: the models and the KV of lanes behind the first; `crew` runs them;
+    `check_lanes` raises RuntimeError if a lane has lost another. `vocab`: of the whole model, where
+    lanes share it.
     """
 
     def __init__(
         self, model: Model[LayerAttention], kv: KvStorage, *, context: int, seats: int,
-        tokens_max: int, graphs: bool = True,
+        tokens_max: int, graphs: bool = True, vocab: int = 0, crew: Crew | None = None,
+        beside: Sequence[tuple[Model[LayerAttention], KvStorage]] = (),
+        check_lanes: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.model = model
+        shares = [(model, kv), *beside]
+        devices = [one.data.device for _, one in shares]
         self.graphs_on = graphs
-        self.kv = kv
-        device = kv.data.device
-        self._is_cuda = device.type == "cuda"
+        self._is_cuda = devices[0].type == "cuda"
+        self._crew, self._check_lanes = crew or Crew(devices[:1]), check_lanes
         self.block_size = kv.format.block_size
+        self._context = context
         width = max(tokens_max, seats)
-        self.attention = GpuAttention(
-            model.config, kv, context=context, seats=seats, tokens_max=width
-        )
+        attentions = [
+            GpuAttention(one.config, own, context=context, seats=seats, tokens_max=width)
+            for one, own in shares
+        ]
+        self.attention = attentions[0]
+        self.attention.beside = tuple(attentions[1:])
         sequences = seats - SPARE_SEATS if seats > SPARE_SEATS else seats
         self._draws_max = _bucket(sequences, BUCKETS) or sequences
         draws = max(self._draws_max, seats)
-        self.sampler = GpuSampler(model.config.vocab, device, slots=seats, rows=draws)
+        self.sampler = GpuSampler(
+            vocab or model.config.vocab, devices[0], slots=seats, rows=draws, beside=devices[1:]
+        )
         groups = kv.format.blocks_per_run
-        self.inputs = StepInputs(width, draws, device, groups)
-        # One entry more than seats: padding rows of a batch write their token there.
-        self.last_tokens = torch.zeros(seats + 1, dtype=torch.int32, device=device)
+        self.inputs = StepInputs(width, draws, devices[0], groups)
+        inputs = [self.inputs]
+        inputs += [StepInputs(width, draws, one, groups, self.inputs) for one in devices[1:]]
+        self._lanes = [
+            Lane(number, *share, own, self.sampler, attention, seats)
+            for number, (share, own, attention) in enumerate(
+                zip(shares, inputs, attentions, strict=True)
+            )
+        ]
         self._padding_seat = seats
-        self._sampled = torch.zeros(width, dtype=torch.int32, device=device)
         self._result_buffers = [self.sampler.host_results() for _ in range(RESULT_BUFFERS)]
         self._seats = Seats(seats, self.attention.stride, groups)
-        self._graphs = CudaGraphs()
         self._in_flight: deque[_LaunchedStep] = deque()
         self._buffer_index = 0
+
+    @property
+    def model(self) -> Model[LayerAttention]:
+        """The first lane's model."""
+        return self._lanes[0].model
+
+    @property
+    def kv(self) -> KvStorage:
+        """The first lane's KV."""
+        return self._lanes[0].kv
+
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """Of each seat, on the first lane."""
+        return self._lanes[0].last_tokens
 
     # -- Runner -------------------------------------------------------------------------------
 
@@ -144,24 +189,41 @@ class GpuRunner:
             try:
                 self._in_flight.append(self._launch(plan))
             except BaseException:
-                if self._is_cuda:
+                for lane in self._lanes if self._is_cuda else ():
                     with suppress(RuntimeError):  # the first error says more
-                        torch.cuda.current_stream().synchronize()
+                        torch.cuda.current_stream(lane.kv.data.device).synchronize()
                 raise
 
     def collect(self) -> StepResult:
-        """Wait for the oldest launched step's tokens and return its result."""
+        """Wait for the oldest launched step's tokens and return its result.
+
+        Raises RuntimeError if lanes have lost each other, or have drawn unlike tokens.
+        """
         launched = self._in_flight.popleft()
         pairs: list[tuple[int, SampledToken]] = []
         elapsed_s = launched.wait()
+        self._check_lanes()
+        self._compare_lanes(launched)
         if launched.draws is not None and launched.results is not None:
             tokens = self.sampler.results(launched.draws, launched.results)
             pairs = list(zip(launched.draws.drawing, tokens, strict=True))
+        sampled: TokensBySequence = {s: (token,) for s, token in pairs if token.token_id >= 0}
+        failed = {s: FAILURES[token.token_id] for s, token in pairs if token.token_id < 0}
+        for sequence_id, drafts in launched.drafts.items():
+            drawn = [token for s, token in pairs if s == sequence_id]
+            kept = right_draws([token.token_id for token in drawn], drafts)
+            self.sampler.accept(sequence_id, [token.token_id for token in drawn], kept)
+            if kept:
+                failed.pop(sequence_id, None)
+                sampled[sequence_id] = tuple(drawn[:kept])
+            else:
+                sampled.pop(sequence_id, None)
+                failed[sequence_id] = FAILURES[drawn[0].token_id]
         return StepResult(
             step=launched.step,
-            sampled={s: (token,) for s, token in pairs if token.token_id >= 0},
+            sampled=sampled,
             prompt_logprobs=launched.prompt_logprobs,
-            failed={s: FAILURES[token.token_id] for s, token in pairs if token.token_id < 0},
+            failed=failed,
             elapsed_s=elapsed_s,
         )
 
@@ -176,20 +238,52 @@ class GpuRunner:
             self.collect()
             ended = tuple(begun.sequence_id for begun in plan.begun)
             self._update_seats(StepPlan(plan.step, (), ended=ended[::-1]))
-        self.kv.data[[0, -1]] = 0
-        self.last_tokens.zero_()
+        for lane in self._lanes:
+            lane.kv.data[[0, -1]] = 0
+            lane.last_tokens.zero_()
+
+    def time_steps(self, tokens_max: int) -> tuple[float, ...]:
+        """Return the seconds of steps of 1, 2, 3… up to `tokens_max` tokens of one sequence that
+        all are drawn from: of one token as in decoding, of more as where drafts are verified.
+
+        Under the conditions of `warm_up`, behind it; each graph is run a few times. Nothing where
+        the device tells no times.
+        """
+        most = min(tokens_max, self._draws_max, self._context)
+        sizes = [1, *(size for size in MIXED_BUCKETS if size <= most)]
+        took_s: list[float] = []
+        for size in sizes:
+            least_s = min(self._time_step(size) for _ in range(TIMES))
+            took_s += [least_s] * (size - len(took_s))
+        for lane in self._lanes:
+            lane.kv.data[0] = 0
+            lane.last_tokens.zero_()
+        return tuple(np.maximum.accumulate(took_s).tolist()) if took_s[0] > 0 else ()
+
+    def _time_step(self, tokens: int) -> float:
+        """Return the seconds of a step of a sequence's first tokens, all but one of them drafts."""
+        ids, table = [0] * tokens, [0] * -(-tokens // self.block_size)
+        row = Row(
+            -1, 0, tokens, table, 0, ids, (-1,), drafts=tokens - 1,
+            beside=(table,) * (self.kv.format.blocks_per_run - 1),
+        )  # fmt: skip
+        begun = BegunSequence(-1, Sampling(temperature=0), ids[:1], 1)
+        self.launch(StepPlan(0, (row,), begun=(begun,)))
+        elapsed_s = self.collect().elapsed_s
+        self._update_seats(StepPlan(0, (), ended=(-1,)))
+        return elapsed_s
 
     def capture_all(self, sequences: int) -> None:
         """Capture the graphs that are not yet captured, of all steps of at most `sequences`."""
         if self._is_cuda and self.graphs_on:
             for shape in self.graph_shapes(sequences):
-                if shape not in self._graphs:
+                if shape not in self._lanes[0].graphs:
                     self._capture(shape)
 
     @property
     def graph_count(self) -> int:
-        """Graphs captured so far."""
-        return len(self._graphs)
+        """Graphs captured so far, on each lane."""
+        return len(self._lanes[0].graphs)
 
     def graph_shapes(self, sequences: int) -> list[StepShape]:
         """Return the shapes of all steps that run under graphs, longest first. `sequences`: most
@@ -209,7 +303,9 @@ class GpuRunner:
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
         self._update_seats(plan)
-        self.kv.copy(plan.copies)
+        for lane in self._lanes if plan.copies else ():
+            with self._crew.on(lane.number):
+                lane.kv.copy(plan.copies)
         rows = plan.rows
         if not rows:
             return _LaunchedStep(plan.step)
@@ -217,7 +313,8 @@ class GpuRunner:
         step = StepRows(rows, self._seats.of(members))
         self._update_tables(step)
         counts, total = step.counts, step.total
-        drawing = list(chain.from_iterable(map(_samples, rows)))
+        drafts = {row.sequence_id: _drafts_of(row) for row in rows if row.drafts}
+        drawing = list(chain.from_iterable(map(_drawing, rows) if drafts else map(_samples, rows)))
         is_scored = any(row.prompt_logprobs is not None for row in rows)
         is_decoding = total == len(rows) and drawing == list(members)
         bucket = 0 if is_scored else self._bucket_of(total, len(drawing), is_decoding)
@@ -231,12 +328,15 @@ class GpuRunner:
             shape = self._mixed_shape(bucket or total, 0 if bucket else max(1, len(drawing)))
         assert set(work.classes) <= set(shape.classes), "the step's graph lacks a tile class"
         self._fill_rows(step, shape.rows)
-        self._fill_draws(rows, counts, drawing, shape.draws or shape.rows)
+        offsets = self._fill_draws(rows, counts, drawing, shape.draws or shape.rows)
+        draft_masks = {row.sequence_id: row.draft_masks for row in rows if row.draft_masks}
         draws = self.sampler.fill(
-            self.inputs.host_draws, drawing, plan.masks, _logit_rows(rows) if is_scored else None
-        )
-        launched = _LaunchedStep(plan.step, draws, began=self._timed_event())
-        self.inputs.send()
+            self.inputs.host_draws, drawing, plan.masks,
+            _logit_rows(rows) if is_scored else None, offsets, draft_masks,
+        )  # fmt: skip
+        launched = _LaunchedStep(plan.step, draws, began=self._timed_event(), drafts=drafts)
+        for lane in self._lanes:
+            lane.inputs.send()
         if is_scored:
             logits = self._score(launched, rows, shape)
         else:
@@ -244,7 +344,9 @@ class GpuRunner:
                 shape, has_graph=bool(bucket) and self.attention.is_at_known_addresses
             )
         if draws.has_extras:
-            self._draw_extras(draws, logits)
+            for lane in self._lanes:
+                with self._crew.on(lane.number):
+                    self._draw_extras(lane, draws, logits[lane.number])
         self._start_copy(launched, draws)
         return launched
 
@@ -274,13 +376,15 @@ class GpuRunner:
         entries = self._seats.new_entries(step.rows, step.seats)
         if entries is not None:
             both = torch.from_numpy(np.stack(entries))
-            if self._is_cuda:
-                both = both.pin_memory().to(self.kv.data.device, non_blocking=True)
-            self.attention.update_tables(both[0].long(), both[1])
+            both = both.pin_memory() if self._is_cuda else both
+            for lane in self._lanes:
+                there = both.to(lane.kv.data.device, non_blocking=True)
+                lane.attention.update_tables(there[0].long(), there[1])
 
     def _fill_rows(self, step: StepRows, width: int) -> None:
         """Lay out the rows in the pinned buffer; padding rows up to `width` write no KV."""
-        self.inputs.wait()
+        for lane in self._lanes:
+            lane.inputs.wait()
         token_ids, positions, slots, lengths, seat_of = self.inputs.host[:5]
         beside = self.inputs.host[len(self.inputs.SECTIONS) :]
         total, size = step.total, self.block_size
@@ -298,67 +402,76 @@ class GpuRunner:
 
     def _fill_draws(
         self, rows: Sequence[Row], counts: np.ndarray, drawing: list[int], width: int
-    ) -> None:
-        """Lay out in the pinned buffer which rows are sampled, and for which seats.
+    ) -> Int32 | None:
+        """Lay out in the pinned buffer which rows are sampled, and for which seats; return how many
+        drafts of its sequence precede each draw, None where there are none.
 
         Padding draws up to `width` read the first row for the spare seat; the sampler skips them.
+        That seat takes the tokens of sequences with drafts, too: their next rows know theirs.
         """
         draw_rows, draw_seats = self.inputs.host[5:7]
-        count = len(drawing)
+        count, offsets = len(drawing), None
         samples = np.fromiter(map(len, map(_samples, rows)), np.int32, len(rows))
-        draw_rows[:count] = np.repeat(np.cumsum(counts) - 1, samples)
+        last, seats = np.cumsum(counts) - 1, self._seats.of(tuple(drawing))
+        if count == samples.sum():
+            draw_rows[:count] = np.repeat(last, samples)
+        else:
+            drafts = np.fromiter(map(_drafts, rows), np.int32, len(rows))
+            draws = samples + drafts
+            is_draft = np.repeat(drafts > 0, draws)
+            place = np.arange(count) - np.repeat(np.cumsum(draws) - draws, draws)
+            offsets = np.where(is_draft, place, 0).astype(np.int32)
+            draw_rows[:count] = np.repeat(last - drafts, draws) + offsets
+            seats = np.where(is_draft, self._padding_seat, seats)
         draw_rows[count:width] = 0
-        draw_seats[:count] = self._seats.of(tuple(drawing))
+        draw_seats[:count] = seats
         draw_seats[count:width] = self._padding_seat
+        return offsets
 
     # -- the model ----------------------------------------------------------------------------
 
-    def _forward(self, shape: StepShape, output_rows: torch.Tensor | None) -> torch.Tensor:
-        given = self.inputs.section("token_ids", shape.rows)
-        last = self.last_tokens[self.inputs.section("seats", shape.rows)]
-        token_ids = torch.where(given >= 0, given, last.clamp(min=0))
-        attention = StepAttention(self.attention, self.inputs, shape)
-        return self.model.forward(token_ids, attention, output_rows)
-
-    def _run(self, shape: StepShape, *, has_graph: bool) -> torch.Tensor:
+    def _run(self, shape: StepShape, *, has_graph: bool) -> list[torch.Tensor]:
         """Compute and sample, by the shape's graph where it has one, captured on first use; return
-        the logits of the draws."""
+        the logits of the draws, of each lane."""
         if not has_graph or not self._is_cuda:
-            return self._compute(shape)
-        if shape not in self._graphs:
+            return self._crew.run(lambda number: self._lanes[number].compute(shape))
+        if shape not in self._lanes[0].graphs:
             self._capture(shape)
-        return self._graphs.replay(shape)
-
-    def _compute(self, shape: StepShape) -> torch.Tensor:
-        draws, seats, picked = shape.rows, "seats", None
-        if shape.draws:
-            draws, seats = shape.draws, "draw_seats"
-            picked = self.inputs.section("draw_rows", draws)
-        logits = self.model.logits(self._forward(shape, picked))
-        out = self._sampled[:draws]
-        self.sampler.draw(logits, self.inputs.draws[:draws], out)
-        self.last_tokens[self.inputs.section(seats, draws)] = out
+        logits = []
+        for lane in self._lanes:
+            with self._crew.on(lane.number):
+                logits.append(lane.graphs.replay(shape))
         return logits
 
-    def _draw_extras(self, draws: Draws, logits: torch.Tensor) -> None:
+    def _draw_extras(self, lane: Lane, draws: Draws, logits: torch.Tensor) -> None:
         """Launch what the rows with masks, biases, penalties or logprobs need beyond the graph."""
         count = len(draws.drawing)
-        out = self._sampled[:count]
-        self.sampler.draw_extras(draws, logits, self.inputs.draws[:count], out)
+        table, out = lane.inputs.draws[:count], lane.sampled[:count]
+        self.sampler.draw_extras(draws, logits, table, out, lane.number)
         if draws.adjusted:
-            self.last_tokens[self.inputs.section("draw_seats", count)] = out
+            lane.last_tokens[lane.inputs.section("draw_seats", count)] = out
 
     def _capture(self, shape: StepShape) -> None:
-        torch.cuda.synchronize()
-        kept = self.inputs.device.clone()
-        width = self.inputs.width
-        for name in self.inputs.slots:
-            self.inputs.section(name, width).fill_(-1)  # a capture writes no KV
-        for name in ("seats", "draw_seats"):  # and no live seat's token
-            self.inputs.section(name, width).fill_(self._padding_seat)
-        self.inputs.draws.zero_()  # and draws none
-        self._graphs.capture(shape, lambda: self._compute(shape))
-        self.inputs.device.copy_(kept)
+        """Capture a shape's graph on each lane, one after the other. All are run once before: a
+        launch that meets others must wait for no compiler."""
+        self._synchronize()
+        kept = [lane.hide_inputs(self._padding_seat) for lane in self._lanes]
+
+        def warm(number: int) -> None:
+            lane = self._lanes[number]
+            lane.graphs.warm(lambda: lane.compute(shape))
+
+        self._crew.run(warm)
+        self._synchronize()
+        for lane in self._lanes:
+            with self._crew.on(lane.number):
+                lane.graphs.capture(shape, partial(lane.compute, shape))
+        for lane, inputs in zip(self._lanes, kept, strict=True):
+            lane.inputs.device.copy_(inputs)
+
+    def _synchronize(self) -> None:
+        for lane in self._lanes:
+            torch.cuda.synchronize(lane.kv.data.device)
 
     # -- tokens -------------------------------------------------------------------------------
 
@@ -366,11 +479,30 @@ class GpuRunner:
         """Start copying the sampled tokens and their logprobs to the host."""
         self._buffer_index = (self._buffer_index + 1) % RESULT_BUFFERS
         launched.results = self._result_buffers[self._buffer_index]
-        self.sampler.copy_results(draws, self._sampled, launched.results)
+        self.sampler.copy_results(draws, self._lanes[0].sampled, launched.results)
         launched.copied = self._timed_event()
+        if len(self._lanes) > 1 and launched.step % COMPARED_STEPS == 0:
+            count = len(draws.drawing)
+            launched.others = [lane.sampled[:count].clone() for lane in self._lanes[1:]]
+
+    def _compare_lanes(self, launched: _LaunchedStep) -> None:
+        """Raise RuntimeError if lanes have drawn unlike tokens."""
+        if launched.results is None:
+            return
+        for number, tokens in enumerate(launched.others, 1):
+            found, first = tokens.tolist(), launched.results[: len(tokens)].tolist()
+            if found != first:
+                row = next(
+                    i for i, pair in enumerate(zip(found, first, strict=True)) if len(set(pair)) > 1
+                )
+                raise RuntimeError(
+                    f"GPU {number} drew token {found[row]} where GPU 0 drew {first[row]}, in draw"
+                    f" {row} of step {launched.step}: their sums differ"
+                )
 
     def _timed_event(self) -> torch.cuda.Event | None:
-        """Return an event that the device reaches after all that was launched; None on the CPU."""
+        """Return an event that the first lane reaches after all that was launched; None on the
+        CPU."""
         if not self._is_cuda:
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -379,49 +511,54 @@ class GpuRunner:
 
     def _score(
         self, launched: _LaunchedStep, rows: Sequence[Row], shape: StepShape
-    ) -> torch.Tensor:
-        """Compute and sample a step with prompt logprobs, and keep these; return its logits.
+    ) -> list[torch.Tensor]:
+        """Compute and sample a step with prompt logprobs, and keep these; return the logits of each
+        lane.
 
         Waits for the GPU.
         """
-        hidden = self._forward(shape, None)
+        hidden = self._crew.run(lambda number: self._lanes[number].forward(shape, None))
         drawn_from: list[int] = []
         end = 0
         for row in rows:
             first, end = end, end + row.count
             if row.samples:
-                drawn_from.append(end - 1)
+                drawn_from += range(end - 1 - row.drafts, end)
             if row.prompt_logprobs is not None:
-                found = self._prompt_logprobs(hidden[first:end], row)
-                launched.prompt_logprobs[row.sequence_id] = found
+                known = [own[first:end] for own in hidden]
+                launched.prompt_logprobs[row.sequence_id] = self._prompt_logprobs(known, row)
         if not drawn_from:
-            return hidden[:0]
-        logits = self.model.logits(hidden[self._indices(drawn_from)])
+            return [own[:0] for own in hidden]
         count = 0 if launched.draws is None else len(launched.draws.drawing)
-        out = self._sampled[:count]
-        self.sampler.draw(logits, self.inputs.draws[:count], out)
-        self.last_tokens[self.inputs.section("draw_seats", count)] = out
-        return logits
 
-    def _prompt_logprobs(self, hidden: torch.Tensor, row: Row) -> tuple[SampledToken, ...]:
+        def draw(number: int) -> torch.Tensor:
+            lane = self._lanes[number]
+            logits = lane.model.logits(hidden[number][lane.indices(drawn_from)])
+            lane.draw(logits, count)
+            return logits
+
+        return self._crew.run(draw)
+
+    def _prompt_logprobs(self, hidden: list[torch.Tensor], row: Row) -> tuple[SampledToken, ...]:
         """Return logprobs of the known tokens that follow each position of a row.
 
-        hidden: [row.count, C]. Waits for the GPU.
+        hidden: [row.count, C] of each lane. Waits for the GPU.
         """
         following = list((row.token_ids or ())[1:])
         following += [] if row.next_token_id is None else [row.next_token_id]
         entries: list[SampledToken] = []
         for start in range(0, len(following), SCORED_ROWS):
             known = following[start : start + SCORED_ROWS]
-            logits = self.model.logits(hidden[start : start + len(known)])
-            entries += self.sampler.prompt_logprobs(logits, known, row.prompt_logprobs or 0)
+            logits = self._crew.run(partial(self._logits, hidden, start, start + len(known)))
+            top = row.prompt_logprobs or 0
+            entries += self.sampler.prompt_logprobs(logits[0], known, top)
         return tuple(entries)
 
-    def _indices(self, values: Sequence[int]) -> torch.Tensor:
-        tensor = torch.tensor(values, dtype=torch.int64)
-        if self._is_cuda:
-            tensor = tensor.pin_memory().to(self.kv.data.device, non_blocking=True)
-        return tensor
+    def _logits(
+        self, hidden: list[torch.Tensor], first: int, end: int, number: int
+    ) -> torch.Tensor:
+        """Return a lane's logits of some of its hidden states."""
+        return self._lanes[number].model.logits(hidden[number][first:end])
 
 
 def _bucket(rows: int, buckets: Sequence[int]) -> int:
@@ -431,5 +568,33 @@ def _bucket(rows: int, buckets: Sequence[int]) -> int:
 
 def _logit_rows(rows: Sequence[Row]) -> list[int]:
     """Return the row of logits of each draw in a step with prompt logprobs: see `_score`."""
-    sampling = [row.samples for row in rows if row.samples]
-    return [index for index, samples in enumerate(sampling) for _ in samples]
+    found: list[int] = []
+    end = 0
+    for row in rows:
+        if row.samples:
+            found += range(end, end + 1 + row.drafts) if row.drafts else [end] * len(row.samples)
+            end += 1 + row.drafts
+    return found
+
+
+def _drawing(row: Row) -> tuple[int, ...]:
+    """Return the sequence of each draw of a row."""
+    return row.samples * (1 + row.drafts)
+
+
+def _drafts_of(row: Row) -> Sequence[int]:
+    """Return the drafts of a row that has some."""
+    assert row.token_ids is not None, "drafts follow a token that the plan knows"
+    return row.token_ids[row.count - row.drafts : row.count]
+
+
+def right_draws(drawn: Sequence[int], drafts: Sequence[int]) -> int:
+    """Return how many of a sequence's draws are its tokens: those up to the first that differs from
+    the draft at its place, or that is no token.
+    """
+    for place, token in enumerate(drawn):
+        if token < 0:
+            return place
+        if place == len(drafts) or token != drafts[place]:
+            return place + 1
+    return len(drawn)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
+from engine.errors import ModelError
 from engine.kv.format import KvFormat
-from engine.kv.storage import KvStorage
+from engine.kv.storage import KvPool
 from engine.model_store import Architecture
 from engine.plan import Runner
 
@@ -16,7 +17,7 @@ class LoadedModel:
     """A model that is ready to run."""
 
     runner: Runner
-    kv: KvStorage
+    kv: KvPool
     """The memory of the KV blocks."""
     context: int
     """Tokens of the longest sequence."""
@@ -24,6 +25,10 @@ class LoadedModel:
     """Steps that may be in flight at once."""
     attention_lacks: str = ""
     """Why the runner computes no attention windows, empty if it does."""
+    state_blocks: int = 0
+    """Blocks that a kept state of recurrent layers takes; 0 for a model that keeps none."""
+    draft_step_s: tuple[float, ...] = ()
+    """Seconds of steps of 1, 2, 3… tokens; empty if the runner verifies no drafts."""
 
     @property
     def kv_format(self) -> KvFormat:
@@ -33,12 +38,12 @@ class LoadedModel:
     @property
     def blocks(self) -> int:
         """Blocks of the KV memory."""
-        return len(self.kv.data)
+        return len(self.kv.shards[0].data)
 
     @property
     def device(self) -> str:
         """Type of the device that has the KV: "cpu" or "cuda"."""
-        return self.kv.data.device.type
+        return self.kv.shards[0].data.device.type
 
 
 def context_of(model: Architecture, config: EngineConfig) -> int:
@@ -49,3 +54,17 @@ def context_of(model: Architecture, config: EngineConfig) -> int:
 def blocks_of(form: KvFormat, config: EngineConfig) -> int:
     """Return the blocks of an engine's KV memory: `kv_blocks`, or what `kv_memory_mib` holds."""
     return config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // form.block_bytes)
+
+
+def check_room_for_states(
+    model: Architecture, state_blocks: int, blocks: int, form: KvFormat
+) -> None:
+    """Raise ModelError `no_memory` where a pool has no room for a kept state beside a sequence."""
+    least = state_blocks + 2
+    if state_blocks and blocks < least:
+        mib = -(-least * form.block_bytes // 2**20)
+        raise ModelError(
+            "no_memory",
+            f"engine.kv_memory_mib or kv_blocks gives {blocks} blocks; a state of {model.family}"
+            f" takes {state_blocks}: expected at least {least} blocks, {mib} MiB",
+        )

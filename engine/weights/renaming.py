@@ -1,6 +1,6 @@
 """Turns tensors of published files into the engine's: renamed, split, stacked and reordered.
 
-A family's tables (`engine.model_store.tensor_names`) say what each tensor of a file holds. Two
+A family's tables (`engine.model_store.tensors`) say what each tensor of a file holds. Two
 orders are settled here, so that no kernel knows them: rotating channels lie as rotation by halves
 of the whole head reads them, and norm weights hold the factor itself. It reads no file.
 """
@@ -17,14 +17,17 @@ import torch
 from engine.errors import ModelError
 from engine.model_store import Architecture
 from engine.model_store.architecture import Latent
-from engine.model_store.tensor_names import Names, Source
-from engine.weights.shapes import expected_shapes
+from engine.model_store.tensors import Names, Source, expected_shapes
 from kernels.reference_weights import Packed, Weight, each
 
 Pieces = Iterator[tuple[str, Weight]]
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+")
-_WHOLE_NAMES = ("self_attn.sinks", "mlp.gate.e_score_correction_bias")
+WIDE_NAMES = (
+    "linear_attn.A_log", "linear_attn.dt_bias", "mamba.A_log", "mamba.dt_bias", "mamba.D"
+)  # fmt: skip
+"""Tensors of recurrent rules that stay in 32 bits: a decay is an exponential of them."""
+_WHOLE_NAMES = ("self_attn.sinks", "mlp.gate.e_score_correction_bias", *WIDE_NAMES)
 """Tensors without `.weight` or `.bias` behind their names."""
 _ROTATING = ("q_proj", "k_proj", "q_norm", "k_norm")
 """Parts of grouped-query attention with rows that rotate."""
@@ -62,12 +65,17 @@ class TensorReader:
         if source is None:
             yield from self._finish(f"{layer}{rest}", tensor)
             return
-        names = [f"{layer}{_with_kind(part, kind)}" for part in source.parts]
+        names = [self._own(f"{layer}{_with_kind(part, kind)}") for part in source.parts]
         for name, piece in zip(names, self._split(source, names, tensor), strict=True):
             if number is None:
                 yield from self._finish(name, piece)
             else:
                 yield from self._stack(name, int(number[0]), piece)
+
+    def _own(self, name: str) -> str:
+        """Return the model's name of a tensor: in a layer without experts, the MLP that all tokens
+        take is the layer's."""
+        return name if name in self._shapes else name.replace("mlp.shared_expert.", "mlp.")
 
     def _split(self, source: Source, names: list[str], tensor: Weight) -> list[Weight]:
         """Return the parts that a tensor holds."""
@@ -76,8 +84,12 @@ class TensorReader:
             if isinstance(tensor, Packed):
                 return self._refuse(names, tensor)
             tensor = tensor.mT
+        if form == "decay" and isinstance(tensor, torch.Tensor):
+            return [tensor.neg().log()]
         if form in ("in_turns", "in_turns_transposed"):
             return [each(tensor, partial(_every, count, i)) for i in range(count)]
+        if form in ("rows_by_head", "rows_by_key_head"):
+            return self._rows_by_head(form, names, tensor)
         if form == "by_head":
             count = self._config.heads
             if tensor.shape[0] % count:
@@ -100,6 +112,22 @@ class TensorReader:
             each(tensor, partial(torch.narrow, dim=dim, start=end - size, length=size))
             for end, size in zip(ends, sizes, strict=True)
         ]
+
+    def _rows_by_head(self, form: str, names: list[str], tensor: Weight) -> list[Weight]:
+        """Return the parts of rows that hold all parts of one head, then those of the next."""
+        delta = self._config.delta
+        heads = self._config.heads
+        if form == "rows_by_key_head" and delta is not None:
+            heads = delta.key_heads
+        rows = [self._shapes[name][0] for name in names if name in self._shapes]
+        if len(rows) < len(names) or sum(rows) != tensor.shape[0]:
+            return self._refuse(names, tensor)
+        sizes, found, start = [count // heads for count in rows], list[Weight](), 0
+        for size in sizes:
+            at = partial(_rows_of_heads, heads, start, size)
+            found.append(each(tensor, at))
+            start += size
+        return found
 
     def _refuse(self, names: list[str], tensor: Weight) -> list[Weight]:
         raise ModelError(
@@ -135,9 +163,10 @@ class TensorReader:
         if isinstance(tensor, Packed):
             yield name, tensor
             return
-        if self._config.norms_less_one and name.endswith(("layernorm.weight", "norm.weight")):
+        is_norm = name.endswith(("layernorm.weight", "norm.weight"))
+        if self._config.norms_less_one and is_norm and "linear_attn." not in name:
             tensor = tensor.float() + 1.0
-        yield name, tensor.to(self._dtype)
+        yield name, tensor.to(torch.float32 if name.endswith(WIDE_NAMES) else self._dtype)
 
     def _ordered(self, name: str, tensor: Weight) -> Weight:
         """Return rows of q and k with their rotating channels where the kernels expect them."""
@@ -184,6 +213,12 @@ def head_order(head_dim: int, rotating: int, *, interleaved: bool) -> torch.Tens
 def _reordered(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return rows with those of each head in another order."""
     return rows.reshape(-1, len(order), *rows.shape[1:])[:, order].reshape(rows.shape)
+
+
+def _rows_of_heads(heads: int, start: int, size: int, rows: torch.Tensor) -> torch.Tensor:
+    """Return `size` rows of each head, from number `start` of it on."""
+    by_head = rows.reshape(heads, -1, *rows.shape[1:])
+    return by_head[:, start : start + size].reshape(-1, *rows.shape[1:])
 
 
 def _every(count: int, first: int, stacked: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,12 +29,11 @@ from engine.errors import ModelError
 from engine.model_store import Architecture, ModelCard
 from engine.model_store.families import FAMILIES
 from engine.model_store.gguf_header import TensorInfo, read_header
-from engine.model_store.tensor_names import FOLDER_NAMES, GGUF_NAMES
+from engine.model_store.tensors import FOLDER_NAMES, GGUF_NAMES, expected_shapes
 from engine.weights.gguf_blocks import PACKED_BLOCKS
 from engine.weights.quantised_folders import PackedReader
 from engine.weights.renaming import Pieces, TensorReader
-from engine.weights.shapes import expected_shapes
-from kernels.reference_weights import GROUP, Packed, Weight, as_dense
+from kernels.reference_weights import GROUP, Packed, Weight, as_dense, each
 
 log = logging.getLogger("trunkline.engine")
 
@@ -47,6 +47,9 @@ Weights = dict[str, Weight] | Tensors
 
 Form = Callable[[str, Weight], Weight]
 """Brings a weight, by its name, into the form in which a device's operations take it."""
+
+Share = Callable[[str, Weight, int], Weight]
+"""Returns what one of several devices gets of a weight, by its name and the device's number."""
 
 _GGUF_TOP = {
     "token_embd": "model.embed_tokens",
@@ -106,18 +109,28 @@ def load_packed(
     later loads map that file. Raises ModelError with the names of missing, unexpected or misshaped
     tensors.
     """
-    weights: dict[str, Weight] = {}
-    for name, weight in _pieces(card, dtype, torch.device(device)):
-        there = (
-            weight.each(lambda part: part.to(device))
-            if isinstance(weight, Packed)
-            else weight.to(device)
-        )
-        weights[name] = form(name, there)
-    if card.config.tie_embeddings:
-        weights.pop("lm_head.weight", None)
-    _check(weights, card.config)
-    return weights
+    return load_shares(card, dtype, [device], form, lambda _name, weight, _lane: weight)[0]
+
+
+def load_shares(
+    card: ModelCard, dtype: torch.dtype, devices: Sequence[torch.device | str], form: Form,
+    share: Share,
+) -> list[dict[str, Weight]]:  # fmt: skip
+    """Load a model's tensors once and deal them out: each device gets its `share` of each tensor,
+    and brings it into `form`. See `load_packed`."""
+    shares: list[dict[str, Weight]] = [{} for _ in devices]
+    shapes: dict[str, tuple[int, ...]] = {}
+    expected, is_tied = expected_shapes(card.config), card.config.tie_embeddings
+    for name, weight in _pieces(card, dtype, torch.device(devices[0])):
+        if is_tied and name == "lm_head.weight":
+            continue
+        shapes[name] = tuple(weight.shape)
+        for lane, device in enumerate(devices):
+            is_expected = expected.get(name) == shapes[name]
+            own = share(name, weight, lane) if is_expected else weight
+            shares[lane][name] = form(name, each(own, partial(torch.Tensor.to, device=device)))
+    _check(shapes, card.config)
+    return shares
 
 
 def _pieces(card: ModelCard, dtype: torch.dtype, device: torch.device) -> Pieces:
@@ -135,7 +148,8 @@ def _pieces(card: ModelCard, dtype: torch.dtype, device: torch.device) -> Pieces
         tensors = dict(_read_gguf(source, card.config, dtype))
         if card.config.tie_embeddings:
             tensors.pop("lm_head.weight", None)
-        _check(tensors, card.config)  # refuse a wrong model before the cache file is written
+        # Refuse a wrong model before the cache file is written.
+        _check({name: tuple(one.shape) for name, one in tensors.items()}, card.config)
         _save(cached, tensors)
         del tensors
     yield from _joined(_read_safetensors(cached))
@@ -188,15 +202,15 @@ def _random_mxfp4(shape: tuple[int, ...], generator: torch.Generator) -> Packed:
     return Packed("mxfp4", codes, scales, GROUP)
 
 
-def _check(weights: Weights, config: Architecture) -> None:
+def _check(shapes: Mapping[str, tuple[int, ...]], config: Architecture) -> None:
     """Raise ModelError `corrupt` unless names and shapes are those of the config."""
     expected = expected_shapes(config)
-    missing = sorted(expected.keys() - weights.keys())
-    extra = sorted(weights.keys() - expected.keys())
+    missing = sorted(expected.keys() - shapes.keys())
+    extra = sorted(shapes.keys() - expected.keys())
     wrong = [
-        f"{name} {tuple(weights[name].shape)}, expected {shape}"
+        f"{name} {shapes[name]}, expected {shape}"
         for name, shape in expected.items()
-        if name in weights and tuple(weights[name].shape) != shape
+        if name in shapes and shapes[name] != shape
     ]
     for what, names in (("missing", missing), ("unexpected", extra), ("misshaped", wrong)):
         if names:

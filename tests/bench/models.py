@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import torch
 from msgspec.structs import replace
@@ -28,7 +29,7 @@ from engine.model_store.families import architecture_of
 from engine.models.gpu_layers import gpu_form
 from engine.weights import random_pieces
 from kernels import reference_int8
-from kernels.reference_weights import Weight
+from kernels.reference_weights import Weight, to_int4
 
 BLOCK = 16
 LONG_CONTEXT = 32_768 + 256
@@ -107,12 +108,22 @@ def with_layers(shape: Architecture, count: int) -> Architecture:
 
 
 def packed_weights(
-    shape: Architecture, kind: WeightsKind, device: torch.device | None = None
+    shape: Architecture, kind: WeightsKind | Literal["int4"], device: torch.device | None = None
 ) -> dict[str, Weight]:
     """Return random weights on the GPU, in the form in which an engine with `engine.weights` of
-    this kind has them."""
-    form = gpu_form(kind)
+    this kind has them; "int4": as of a file of 4 bits in groups of 128."""
+    form = gpu_form("auto" if kind == "int4" else kind)
     pieces = random_pieces(shape, torch.bfloat16, 0, device or torch.device("cuda"))
+    if kind == "int4":
+        pieces = (
+            (
+                n,
+                to_int4(w, 128)
+                if n.endswith("_proj.weight") and isinstance(w, torch.Tensor)
+                else w,
+            )
+            for n, w in pieces
+        )
     return {name: form(name, weight) for name, weight in pieces}
 
 

@@ -43,6 +43,7 @@ class Pool:
         self.target = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64
         self.graphs = CudaGraphs()
+        self.graphs.warm(self.compute)
         self.graphs.capture("step", self.compute)
 
     def compute(self) -> torch.Tensor:
@@ -136,6 +137,7 @@ def test_a_capture_goes_on_while_memory_is_pinned_and_copied(pool: Pool) -> None
     mover = threading.Thread(target=move)
     mover.start()
     for index in range(40):  # more than there are streams that torch hands out in turn
+        pool.graphs.warm(pool.compute)
         pool.graphs.capture(index, pool.compute)
     is_over.set()
     mover.join()

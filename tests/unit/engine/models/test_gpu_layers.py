@@ -1,4 +1,4 @@
-"""Linear maps in fp8 on a GPU against `kernels.reference_weights`, in the interpreter or on one."""
+"""Linear maps of packed weights on a GPU against their twins, in the interpreter or on one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import torch
 from engine.config import WeightsKind
 from engine.models.gpu_layers import GpuOps, gpu_form
 from engine.models.layers import Mlp, TensorSource
-from kernels.reference_weights import Packed, Weight, fp8_product, round_rows, to_fp8, to_mxfp4
+from kernels.reference_weights import (
+    Packed,
+    Weight,
+    fp8_product,
+    round_rows,
+    stack,
+    to_fp8,
+    to_int4,
+    to_mxfp4,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -57,6 +66,27 @@ def test_an_mlp_hands_its_maps_rows_in_fp8() -> None:
     assert float((found.float() - expected).norm() / expected.norm()) <= 5e-2
 
 
+@pytest.mark.parametrize("tokens", [1, 17, 40, 300])
+def test_a_map_of_4_bits_is_multiplied_at_each_number_of_rows(tokens: int) -> None:
+    """By each tile, and unpacked for many rows; with the bias."""
+    packed, x = to_int4(rand(96, 256, seed=1), 128), rand(tokens, 256).to(HALF)
+    bias = rand(96, seed=2).to(HALF)
+    ops = GpuOps()
+    linear, wider = ops.linear(packed, bias), ops.linear(to_int4(rand(96, 512), 32), None)
+
+    found = linear(x)
+
+    expected = x.float() @ packed.dense(torch.float32).T + bias.float()
+    assert near(found, expected)
+    assert wider(rand(tokens, 512).to(HALF)).shape == (tokens, 96)  # of the same scratch
+
+
+def int4_of_stack(weight: torch.Tensor) -> Packed:
+    if weight.dim() == 2:
+        return to_int4(weight, 128)
+    return stack([to_int4(one, 128) for one in weight])
+
+
 MAP, HEAD = "model.layers.0.mlp.up_proj.weight", "lm_head.weight"
 FORMS: dict[str, tuple[WeightsKind, str, str, bool]] = {
     "bf16 as it is": ("auto", MAP, "bf16", False),
@@ -71,6 +101,9 @@ FORMS: dict[str, tuple[WeightsKind, str, str, bool]] = {
     "not on request": ("bf16", MAP, "fp8", False),
     "MXFP4 of experts": ("auto", "model.layers.0.mlp.experts.up_proj.weight", "mxfp4", True),
     "of no other map": ("auto", MAP, "mxfp4", False),
+    "4 bits of a file": ("auto", MAP, "int4", True),
+    "those too on request": ("bf16", MAP, "int4", False),
+    "not of experts": ("auto", "model.layers.0.mlp.experts.up_proj.weight", "int4", False),
 }  # fmt: skip
 
 
@@ -80,7 +113,7 @@ def test_weights_are_packed_where_the_kernels_take_them(
 ) -> None:
     """And unpacked elsewhere, without losing what the file has."""
     weight = rand(2, 32, 128) if ".experts." in name else rand(32, 128)
-    pack = {"fp8": to_fp8, "mxfp4": to_mxfp4}
+    pack = {"fp8": to_fp8, "mxfp4": to_mxfp4, "int4": int4_of_stack}
     whole: Weight = pack[given](weight) if given in pack else weight.bfloat16()
 
     found = gpu_form(kind)(name, whole)

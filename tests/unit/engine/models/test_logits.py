@@ -110,7 +110,7 @@ def test_logits_equal_dense_computation(shape: str, path: Kernels | None) -> Non
     for slices in SLICES:
         got = logits_of(config, dict(weights), path, slices)
 
-        assert error(got, expected) < 2e-5, slices
+        assert error(got, expected) < 4e-5, slices
 
 
 def test_output_rows_equal_rows_of_whole_result(path: Kernels | None) -> None:
@@ -265,19 +265,21 @@ def test_c_computes_what_torch_computes_beyond_llama(
     whole = logits_of(config, dict(weights), kernels, SLICES[0])
 
     assert config.fits_c_kernels
-    assert error(whole, expected) < 2e-5
+    assert error(whole, expected) < 4e-5
     for slices in SLICES[1:]:
         assert torch.equal(logits_of(config, dict(weights), kernels, slices), whole)
 
 
 def test_every_feature_of_an_architecture_is_compared() -> None:
-    """C computes each but latents. A new one needs a case above, or a refusal in
-    `fits_c_kernels`."""
+    """C computes each but latents and recurrent layers. A new one needs a case above, or a refusal
+    in `fits_c_kernels`."""
     sizes = {"family", "hidden", "heads", "kv_heads", "head_dim", "vocab", "context", "norm_eps"}
     undone_by_the_loader = {"interleaved", "norms_less_one"}
     features = set(Architecture.__struct_fields__) - sizes - undone_by_the_loader
 
-    assert features == {"latent", "tie_embeddings"}.union(*EXTENDED.values())
+    rules = {"conv_width", "conv_bias", "delta", "mamba"}
+    in_torch = {"latent", "tie_embeddings", "output_gate", *rules}
+    assert features == in_torch.union(*EXTENDED.values())
 
 
 OVERLOOKED: dict[str, Any] = {

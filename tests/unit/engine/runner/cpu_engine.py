@@ -17,7 +17,8 @@ BLOCK = 16
 
 
 class CpuEngine:
-    """A core and its output. `is_recounted`: the cache is recounted after each step.
+    """A core and its output. `is_recounted`: the cache is recounted after each step. `run_up`: in
+    place of the model's own.
 
     `output`: tokens by request and sample. `endings`: each request's ending and code, in order.
     `cached`: cached tokens by request.
@@ -31,12 +32,18 @@ class CpuEngine:
         kernels: Kernels | None = None,
         *,
         is_recounted: bool = True,
+        run_up: int | None = None,
     ) -> None:
         self._is_recounted = is_recounted
         context = card.config.context
         self.runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels)
         windows = self.runner.kv.format.windows
-        self.cache = PrefixCache(blocks=blocks, block_size=BLOCK, windows=windows)
+        self.cache = PrefixCache(
+            blocks=blocks,
+            block_size=BLOCK,
+            windows=windows,
+            state_blocks=self.runner.state_blocks,
+        )
         self.core = Core(
             self.cache,
             self.runner,
@@ -44,6 +51,7 @@ class CpuEngine:
             FakeClock(),
             vocab_size=card.config.vocab,
             context_tokens=context,
+            run_up=card.config.run_up if run_up is None else run_up,
         )
         self.output: dict[tuple[str, int], list[SampledToken]] = {}
         self.endings: list[str] = []

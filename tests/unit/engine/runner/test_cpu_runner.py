@@ -333,7 +333,7 @@ def test_warm_up_stays_within_the_pool_and_the_context(
     monkeypatch.setattr(cpu_runner, "load_kernels", lambda config, threads: None)
     built = build_runner(card, EngineConfig(**smallest, kv_memory_mib=1, threads=1))
 
-    assert not built.kv.data.any()
+    assert not built.kv.shards[0].data.any()
 
 
 def test_weights_in_fp8_are_refused(card: ModelCard) -> None:

@@ -16,8 +16,7 @@ from engine.config import EngineConfig
 from engine.model_store import Architecture
 from engine.plan import Row
 from kernels.gpu.work_list import Slices, WorkPlanner
-from tests.unit.engine.runner.masked_model import masked_logprobs
-from tests.unit.engine.runner.test_gpu_runner import (
+from tests.unit.engine.runner.gpu_engine import (
     CONTEXT,
     ERROR_MAX,
     FAMILIES,
@@ -26,6 +25,7 @@ from tests.unit.engine.runner.test_gpu_runner import (
     request,
     tokens_of,
 )
+from tests.unit.engine.runner.masked_model import masked_logprobs
 
 WINDOW = AttentionWindow(32, 16)
 

@@ -12,7 +12,7 @@ import torch
 from engine.errors import ModelError
 from engine.model_store import Architecture, Layer, Rope
 from engine.model_store.architecture import Latent, Moe
-from engine.model_store.tensor_names import FOLDER_NAMES, GPT_OSS_NAMES, MIXTRAL_NAMES, Names
+from engine.model_store.tensors import FOLDER_NAMES, GPT_OSS_NAMES, MIXTRAL_NAMES, Names
 from engine.weights import random_weights
 from engine.weights.renaming import TensorReader, head_order
 from kernels.reference import rotate

@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelError
-from engine.model_store import Architecture, ModelCard, prepare
-from engine.weights import expected_shapes, load_packed, load_weights, random_weights
+from engine.model_store import Architecture, ModelCard, expected_shapes, prepare
+from engine.weights import load_packed, load_weights, random_weights
 from kernels.reference_weights import Packed
 from tests.models import SHAPES, tiny_config, tiny_weights, write_folder, write_gguf
 

@@ -1,0 +1,125 @@
+"""Mixers with a recurrent state: short convolutions, the gated delta rule, Mamba-2.
+
+They stand where attention stands in other layers, around the states of the step's sequences.
+`engine.models.decoder` builds them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention.interface import LayerAttention
+from engine.model_store import Architecture
+from engine.models.layers import Ops, Rows, TensorSource
+from engine.states.sequence_states import SequenceStates
+from kernels.reference_delta import unit
+
+_PARTS = tuple(f"linear_attn.{name}_proj" for name in ("q", "k", "v", "z", "b", "a"))
+
+
+class ConvolutionBlock:
+    """A gated short convolution of C channels (LFM2).
+
+    Its linear map gives two gates and an input: the first gate multiplies the input before the
+    convolution, the second its output.
+    """
+
+    def __init__(self, source: TensorSource, ops: Ops, states: SequenceStates) -> None:
+        self._states = states
+        self.reader = ops.linear(*source.joined("conv.in_proj"))
+        self._taps, self._bias = source.whole("conv.conv")
+        self.output = ops.linear(*source.joined("conv.out_proj"))
+
+    def attend(self, layer: int, x: Rows, attention: LayerAttention) -> torch.Tensor:
+        """Return the gated convolution, [T, C], before the output map. Only `reader` reads x."""
+        before, after, inputs = self.reader(x).chunk(3, dim=-1)
+        return after * self._states.convolve(layer, before * inputs, self._taps, self._bias)
+
+
+class DeltaBlock:
+    """A layer of the gated delta rule, H value heads of V channels over key heads of K.
+
+    One linear map gives queries, keys and values, which pass a short convolution, a gate for what
+    is read, and the strength and decay of each head.
+    """
+
+    def __init__(
+        self, config: Architecture, source: TensorSource, ops: Ops, states: SequenceStates
+    ) -> None:
+        assert config.delta is not None, "a layer of the delta rule"
+        self._delta, self._eps, self._states = config.delta, config.norm_eps, states
+        self.reader = ops.linear(*source.joined(*_PARTS))
+        self._taps = source.weight("linear_attn.conv")
+        self._rate = source.tensor("linear_attn.A_log").float().exp()
+        self._dt_bias = source.tensor("linear_attn.dt_bias").float()
+        self._norm = source.weight("linear_attn.norm")
+        self.output = ops.linear(*source.joined("linear_attn.out_proj"))
+
+    def attend(self, layer: int, x: Rows, attention: LayerAttention) -> torch.Tensor:
+        """Return what the heads read, normed and gated, [T, H * V], before the output projection.
+        Only `reader` reads x."""
+        delta = self._delta
+        heads, keys, values = delta.value_heads, delta.keys, delta.values
+        mixed, gate, beta, decay = torch.split(
+            self.reader(x), [2 * keys + values, values, heads, heads], dim=1
+        )
+        mixed = F.silu(self._states.convolve(layer, mixed, self._taps, None))
+        wide = torch.promote_types(mixed.dtype, torch.float32)
+        q, k, v = torch.split(mixed.to(wide), [keys, keys, values], dim=1)
+        q, k = (
+            unit(part.reshape(len(part), -1, delta.key_dim)).repeat_interleave(
+                heads // delta.key_heads, dim=1
+            )
+            for part in (q, k)
+        )
+        read = self._states.delta(
+            layer, q * delta.key_dim**-0.5, k, v.reshape(len(v), heads, -1),
+            -self._rate.to(wide) * F.softplus(decay.to(wide) + self._dt_bias.to(wide)),
+            torch.sigmoid(beta.to(wide)),
+        )  # fmt: skip
+        normed = F.rms_norm(read, (delta.value_dim,), self._norm.to(wide), self._eps)
+        gated = normed * F.silu(gate.to(wide)).view_as(normed)
+        return gated.flatten(1).to(mixed.dtype)
+
+
+class MambaBlock:
+    """A layer of Mamba-2, H heads of P channels with S states each, in G groups.
+
+    One linear map gives a gate for what is read, the inputs with what is written and read, which
+    pass a short convolution, and the step of each head.
+    """
+
+    def __init__(
+        self, config: Architecture, source: TensorSource, ops: Ops, states: SequenceStates
+    ) -> None:
+        assert config.mamba is not None, "a layer of Mamba-2"
+        self._mamba, self._eps, self._states = config.mamba, config.norm_eps, states
+        self.reader = ops.linear(*source.joined("mamba.in_proj"))
+        self._taps, self._bias = source.whole("mamba.conv")
+        self._rate = source.tensor("mamba.A_log").float().exp()
+        self._dt_bias = source.tensor("mamba.dt_bias").float()
+        self._through = source.tensor("mamba.D").float()
+        self._norm = source.weight("mamba.norm")
+        self.output = ops.linear(*source.joined("mamba.out_proj"))
+
+    def attend(self, layer: int, x: Rows, attention: LayerAttention) -> torch.Tensor:
+        """Return what the heads read, gated and normed, [T, H * P], before the output projection.
+        Only `reader` reads x."""
+        mamba = self._mamba
+        written = mamba.groups * mamba.state_dim
+        gate, mixed, step = torch.split(
+            self.reader(x), [mamba.inner, mamba.channels, mamba.heads], dim=1
+        )
+        mixed = F.silu(self._states.convolve(layer, mixed, self._taps, self._bias))
+        wide = torch.promote_types(mixed.dtype, torch.float32)
+        inputs, b, c = torch.split(mixed.to(wide), [mamba.inner, written, written], dim=1)
+        b, c = (part.reshape(len(part), mamba.groups, -1) for part in (b, c))
+        heads = inputs.reshape(len(inputs), mamba.heads, -1)
+        step = F.softplus(step.to(wide) + self._dt_bias.to(wide))
+        decay = -self._rate.to(wide) * step
+        read = self._states.mamba(layer, heads * step[..., None], decay, b, c)
+        read = (read + heads * self._through.to(wide)[:, None]).flatten(1)
+        gated = (read * F.silu(gate.to(wide))).view(len(read), mamba.groups, -1)
+        normed = F.rms_norm(gated, gated.shape[2:], None, self._eps).flatten(1)
+        return (normed * self._norm.to(wide)).to(mixed.dtype)

@@ -1,0 +1,1 @@
+"""Recurrent states of running sequences: what layers keep instead of KV."""

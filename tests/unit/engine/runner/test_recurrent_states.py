@@ -1,0 +1,197 @@
+"""Models with recurrent layers through the whole engine, against themselves alone, uncached.
+
+In the tiny models three of four layers keep a state instead of KV. LFM2's runs six cached tokens
+again before the first that is new; with the delta rule and Mamba-2 a hit begins from a state that
+was kept.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from msgspec.structs import replace
+
+from engine.api import CacheGrant, Request, SampledToken, Sampling
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.model_store import ModelCard, prepare
+from tests.families import RECURRENT, make, save_folder
+from tests.unit.engine.runner.cpu_engine import CpuEngine
+
+TOLERANCE = 1e-3
+"""These rules and their norms enlarge what another order of sums in fp32 leaves: 2e-4 was seen."""
+FP32 = EngineConfig(dtype="fp32", kv_dtype="fp32", sequences_max=8)
+SLICES = EngineConfig(
+    dtype="fp32", kv_dtype="fp32", sequences_max=8, step_tokens_max=48, prefill_chunk_tokens_max=21
+)
+Output = dict[tuple[str, int], list[SampledToken]]
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def card(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    """Return a tiny model with recurrent layers."""
+    folder = tmp_path_factory.mktemp("model")
+    return prepare("tiny", save_folder(make(request.param), folder / "files"), folder)
+
+
+def requests(seed: int) -> list[Request]:
+    """Return the requests of a few conversations that part from each other anywhere."""
+    chance = random.Random(seed)
+    system = [chance.randrange(3, 60) for _ in range(37)]
+    found: list[Request] = []
+    for number in range(9):
+        own = [chance.randrange(3, 60) for _ in range(chance.randint(1, 60))]
+        start = system[: chance.choice([0, 3, 20, 37, 37])]
+        if found and chance.random() < 0.5:
+            before = list(chance.choice(found).tokens)
+            start = before[: len(before) - chance.choice([0, 0, 5, 30])]
+        found.append(
+            Request(
+                request_id=f"r{number}",
+                tokens=tuple([*start, *own][:200]),
+                max_tokens=chance.randint(1, 24),
+                grant=CacheGrant(b"n"),
+                sampling=Sampling(temperature=1.0, seed=number, logprobs=0),
+                samples=chance.choice([1, 1, 2]),
+                priority=chance.choice([0, 0, 1]),
+            )
+        )
+    return found
+
+
+def alone(card: ModelCard, seed: int) -> Output:
+    """Return the output of each request of a seed without a cache and without others."""
+    engine = CpuEngine(card, FP32, 64)
+    for request in requests(seed):
+        engine.core.submit(replace(request, grant=CacheGrant(b"n", read=False, write=False)))
+        engine.settle()
+    return engine.output
+
+
+def side_by_side(
+    card: ModelCard, seed: int, blocks: int, run_up: int | None = None
+) -> tuple[CpuEngine, Output]:
+    """Return an engine after all requests of a seed, twice, and its output."""
+    asked, chance = requests(seed), random.Random(seed)
+    busy = CpuEngine(card, SLICES, blocks, run_up=run_up)
+    for each in [*asked, *(replace(r, request_id=f"{r.request_id} again") for r in asked)]:
+        busy.core.submit(each)
+        for _ in range(chance.randint(0, 12)):
+            busy.step()
+    busy.settle()
+    assert busy.endings == ["done"] * 18
+    return busy, busy.output
+
+
+def differs(output: Output, expected: Output) -> bool:
+    """Return whether a token or its logprob differs."""
+    for (name, index), tokens in output.items():
+        other = expected[name.removesuffix(" again"), index]
+        if [t.token_id for t in tokens] != [t.token_id for t in other]:
+            return True
+        if any(
+            t.logprob != pytest.approx(o.logprob, abs=TOLERANCE)
+            for t, o in zip(tokens, other, strict=True)
+        ):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("is_crowded", [False, True])
+def test_hits_change_no_token_of_a_model_with_states(
+    card: ModelCard, seed: int, is_crowded: bool
+) -> None:
+    """Slices, hits at any token, forks and preemptions: each begins from the right states.
+
+    A crowded pool holds one long sequence and little more, a few states where these are kept.
+    """
+    crowded = 16 if card.config.run_up else 44
+    busy, output = side_by_side(card, seed, crowded if is_crowded else 200)
+
+    stats = busy.core.stats()
+    assert stats.evicted_blocks_total if is_crowded else stats.cached_tokens_total
+    assert not differs(output, alone(card, seed))
+
+
+def test_a_shorter_run_up_is_noticed(card: ModelCard) -> None:
+    """The control: half of the run-up leaves states of zeros in the way, and tokens differ."""
+    if not card.config.run_up:
+        pytest.skip("its states are kept")
+    _, output = side_by_side(card, 0, 200, run_up=card.config.run_up // 2)
+
+    assert differs(output, alone(card, 0))
+
+
+def test_states_of_ended_sequences_are_reused(card: ModelCard) -> None:
+    """Memory for states grows with the sequences at once, not with all there ever were."""
+    engine = CpuEngine(card, FP32, 64)
+    for number in range(40):
+        tokens = tuple(random.Random(number).randrange(3, 60) for _ in range(20))
+        engine.core.submit(Request(f"r{number}", tokens, 2, CacheGrant(b"n"), Sampling()))
+        engine.settle()
+
+    assert engine.runner.states is not None
+    assert engine.runner.states.places <= 8
+
+
+def test_windows_by_request_are_refused_for_a_model_with_states(card: ModelCard) -> None:
+    """What a run-up reads may be what a window has let go."""
+    from engine.attention.interface import lacks_attention_windows
+
+    form = CpuEngine(card, FP32, 16).runner.kv.format
+
+    assert "recurrent layers" in lacks_attention_windows(card.config, form)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"conv_L_cache": 1}, "conv_L_cache: 1; expected 2 to 64"),
+        ({"layer_types": ["conv"] * 4}, "no layer has attention"),
+        ({"layer_types": ["conv", "full_attention", "mamba", "conv"]}, "unsupported layer type"),
+    ],
+)
+def test_unknown_recurrence_is_refused_by_name(changes: dict[str, object], message: str) -> None:
+    """A folder that mixes layers in a way that nothing computes names the field."""
+    from engine.model_store.architecture import check_architecture
+    from engine.model_store.families import architecture_of
+
+    config = {
+        "model_type": "lfm2", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "layer_types": ["conv", "full_attention", "conv", "conv"],
+        **changes,
+    }  # fmt: skip
+
+    with pytest.raises(ModelError, match=message):
+        check_architecture(architecture_of(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["mamba"] * 4}, "no layer has attention"),
+        ({"layer_types": ["mamba", "attention", "conv", "mamba"]}, "layer type: 'conv'"),
+        ({"mamba_n_groups": 3}, "mamba_n_heads: 8; expected a multiple of mamba_n_groups, 3"),
+        ({"mamba_d_head": 8}, "mamba_n_heads: 8 of 8 channels; expected 128 channels together"),
+        ({"mamba_d_conv": 1}, "mamba_d_conv: 1; expected 2 to 64"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias: True; expected maps without biases"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit: \[0.0, 0.1\]; expected no limit"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: 'gelu_pytorch_tanh'; expected silu"),
+        ({"position_embedding_type": "alibi"}, "'alibi'; expected rope or nope"),
+    ],
+)
+def test_other_layers_of_mamba_2_are_refused_by_name(
+    changes: dict[str, object], message: str
+) -> None:
+    """What would be computed otherwise than the model was trained names the field."""
+    from engine.model_store.architecture import check_architecture
+    from engine.model_store.families import architecture_of
+    from tests.families import BASE, TINY
+
+    kind, own = TINY["granite hybrid"]
+
+    with pytest.raises(ModelError, match=message):
+        check_architecture(architecture_of({**BASE, "model_type": kind, **own, **changes}))
