@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -36,6 +36,8 @@ Count = Annotated[int, Meta(ge=0, lt=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 LevelName = Literal["device", "host", "disk", "remote"]
 """Where copies of blocks lie."""
+LEVELS_BELOW: Final[tuple[LevelName, ...]] = ("host", "disk", "remote")
+"""The levels below the device, the fastest first."""
 Fidelity = Literal["exact", "near", "rough"]
 """How far a copy is from what the model computed: not at all, by 8 bits, by 4 bits."""
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
@@ -50,6 +52,9 @@ AttentionPolicy = Literal["window"]
 
 LOGIT_BIAS_MAX = 1024
 """Most tokens that one request may bias."""
+
+MARKS_MAX = 4
+"""Most lengths of a prompt that one request may mark."""
 
 FEW_IDS = 64
 """Token ids up to which `min` and `max` are faster than msgspec."""
@@ -292,6 +297,29 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     gateway asks for it where it suspects a request of ending the process."""
     attention: AttentionWindow | None = None
     """A window of attention, None for all tokens."""
+    resumed_tokens: Count = 0
+    """So many tokens at the end of `tokens` are output that another engine has given out. It goes
+    on behind them, and counts them as output, as after a preemption. One sample only."""
+    expected_cached_tokens: Count = 0
+    """So many leading tokens the gateway expects to be cached, with several engines. Reports of the
+    load leave them out while the request waits; nothing else depends on it."""
+    drafts: bool = True
+    """Its steps may verify drafts, which change no token."""
+    prediction: tuple[TokenId, ...] = ()
+    """What its client expects as the answer: a source of drafts for this request alone."""
+    marks: Annotated[tuple[Count, ...], Meta(max_length=MARKS_MAX)] = ()
+    """Lengths of the prompt at which its client may come back, the likeliest first: ends of turns,
+    of the system text, of tools. A model with recurrent layers keeps states there."""
+
+    @property
+    def sent_tokens(self) -> int:
+        """Return the tokens that the request brings: its prompt and its prediction."""
+        return len(self.tokens) + len(self.prediction)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the number of tokens of the prompt."""
+        return len(self.tokens) - self.resumed_tokens
 
     @property
     def turn_payer(self) -> Payer:
@@ -370,6 +398,27 @@ class GetStats(Struct, frozen=True, tag="get_stats", forbid_unknown_fields=True)
     call_id: Count
 
 
+class GetHeld(Struct, frozen=True, tag="get_held", forbid_unknown_fields=True):
+    """Ask for the token-seconds that payers have held."""
+
+    call_id: Count
+
+
+class GetDeparted(Struct, frozen=True, tag="get_departed", forbid_unknown_fields=True):
+    """Ask for the starts of gateways that have left, but for those whose books are settled."""
+
+    call_id: Count
+    settled: tuple[str, ...] = ()
+
+
+class Disown(Struct, frozen=True, tag="disown", forbid_unknown_fields=True):
+    """Count requests of this gateway as abandoned: their connection was lost, and with it their
+    ends. Those that the engine has abandoned itself are ignored.
+    """
+
+    request_ids: tuple[str, ...]
+
+
 class Drain(Struct, frozen=True, tag="drain", forbid_unknown_fields=True):
     """Take no new request, finish the running ones, and end the rest as `shutdown` after
     `timeout_s`.
@@ -378,7 +427,16 @@ class Drain(Struct, frozen=True, tag="drain", forbid_unknown_fields=True):
     timeout_s: float
 
 
-Command = Submit | Cancel | EndSample | Peek | SetQuotas | Erase | Survey | GetStats | Drain
+class WatchPrefixes(Struct, frozen=True, tag="watch_prefixes", forbid_unknown_fields=True):
+    """Tell this connection all prefixes that the engine has, and from then on what changes of them
+    and of its load. Asked again: all of them anew.
+    """
+
+
+Command = (
+    Submit | Cancel | EndSample | Peek | SetQuotas | Erase | Survey | GetStats | GetHeld
+    | GetDeparted | Disown | Drain | WatchPrefixes
+)  # fmt: skip
 
 
 # --- events and replies ------------------------------------------------------------------------
@@ -407,6 +465,18 @@ class SampledToken(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     top: tuple[TokenLogprob, ...] = ()
 
 
+class DraftCount(Struct, frozen=True, forbid_unknown_fields=True):
+    """The drafts of one source. Each accepted one is an output token, and a step saved."""
+
+    source: str
+    drafted: Count
+    accepted: Count
+
+
+PREDICTION = "prediction"
+"""The source that drafts from a request's own `prediction`."""
+
+
 class Usage(Struct, frozen=True, forbid_unknown_fields=True):
     """The tokens and times of one request, as the engine counts them.
 
@@ -425,6 +495,8 @@ class Usage(Struct, frozen=True, forbid_unknown_fields=True):
     queue_s: float = 0.0
     first_token_s: float | None = None
     total_s: float = 0.0
+    drafts: tuple[DraftCount, ...] = ()
+    """Its drafts by source, for those that drafted any."""
 
 
 LoadMiss = Literal["", "damaged", "level_failed", "not_worth_loading"]
@@ -454,9 +526,9 @@ class Started(Struct, frozen=True, tag="started", forbid_unknown_fields=True):
     prompt_tokens: Count
     cached_tokens: Count
     leases: tuple[LeaseGrant, ...] = ()
-    window_gone_tokens: Count = 0
-    """Further tokens that were cached but for the blocks of a window, so they are computed
-    again."""
+    resume_gap_tokens: Count = 0
+    """Further tokens that are cached, but computed again: behind the last point to resume at, where
+    the blocks of a window, or the state of recurrent layers, were kept."""
     loaded_tokens: tuple[tuple[LevelName, Count], ...] = ()
     """The part of the cached tokens that was loaded for this request, by the level it was on."""
     fidelity: Fidelity = "exact"
@@ -521,8 +593,8 @@ class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
     """Matched tokens that are promised on any level."""
     expires_in_s: float | None = None
     """Until the match ends by itself; None without a limit."""
-    window_gone_tokens: Count = 0
-    """Further tokens that are cached but for the blocks of a window, as in `Started`."""
+    resume_gap_tokens: Count = 0
+    """Further tokens that are cached, behind the last point to resume at, as in `Started`."""
     stored_tokens: tuple[tuple[LevelName, Count], ...] = ()
     """Further tokens that levels below the device are known to have; a disk may have more."""
     promisable_tokens: Count | None = None
@@ -575,6 +647,51 @@ class Surveyed(Struct, frozen=True, tag="surveyed", forbid_unknown_fields=True):
 
     call_id: Count
     branches: tuple[Branch, ...]
+
+
+class HeldTokens(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Token-seconds that a payer has held in a class since the engine's start."""
+
+    payer: Payer
+    retention: str
+    """The name of the class that promises the blocks for longest; "" for no promise."""
+    token_seconds: Count
+
+
+class Held(Struct, frozen=True, tag="held", forbid_unknown_fields=True):
+    """The answer to `GetHeld`. The sums never fall: a later answer has all of an earlier one."""
+
+    call_id: Count
+    readings: tuple[HeldTokens, ...]
+
+
+class EndedCounts(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the engine has counted for a request that has ended."""
+
+    request_id: str
+    prompt_tokens: Count
+    cached_tokens: Count
+    output_tokens: int
+    """Below 0 where a stop was found within what the request was resumed with."""
+
+
+class DepartedGateway(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A start of a gateway that has no connection any more: what the engine has counted for its
+    requests that ended, without those that it abandoned."""
+
+    start: str
+    prompt_tokens: Count
+    cached_tokens: Count
+    output_tokens: int
+    ended: tuple[EndedCounts, ...]
+    """The latest of them, one by one: their entries may be missing."""
+
+
+class Departed(Struct, frozen=True, tag="departed", forbid_unknown_fields=True):
+    """The answer to `GetDeparted`."""
+
+    call_id: Count
+    gateways: tuple[DepartedGateway, ...]
 
 
 Event = Started | PromptLogprobs | Tokens | SampleEnded | Finished

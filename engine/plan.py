@@ -3,19 +3,23 @@
 It knows no tensor and no clock. Rules:
 
 1. `launch(plan)` has read everything it needs when it returns: block tables and token lists are the
-sequences' own lists and change afterwards. 2. Order inside a step: `ended`, `begun`, `copies` (as
-listed), then the rows. 3. Rows are in the prefix tree's depth-first order, so rows that share a run
-of blocks are contiguous; rows under an attention window come last. `groups` name shared runs; a
-runner that ignores them is still correct. 4. A step never reads the value of a token sampled by a
-step not yet collected: such a row has `token_ids=None`, and its one token is the last one its
-sequence sampled, which the runner keeps. Such a row was planned as if the step before samples one
-token of its sequence. So a runner may sample several (where it verifies drafts) only of a sequence
-with no row in a later step in flight: at a `pipeline_depth` of 1, or where core plans none before
-the step is collected. The KV of no sampled token is computed: later rows compute it, scheduled as
-those of a prompt. 5. The first token that a sequence with a mask samples is one that the mask
-allows, for any logits; masks are not written after the launch. A further one that the grammar
-excludes ends its request. 6. No token is sampled from a row of logits that has a NaN or nothing
-above minus infinity: the sequences that would sample from it are in `failed`.
+sequences' own lists and change afterwards. 2. Order inside a step: `keeps` of ended sequences,
+`ended`, `begun`, `restores`, `copies` (as listed), the rows, the other `keeps`. 3. Rows are in the
+prefix tree's depth-first order, so rows that share a run of blocks are contiguous; rows under an
+attention window come last. `groups` name shared runs; a runner that ignores them is still correct.
+4. A step never reads the value of a token sampled by a step not yet collected: such a row has
+`token_ids=None`, and its one token is the last one its sequence sampled, which the runner keeps.
+Such a row was planned as if the step before samples one token of its sequence. A row with drafts
+samples several: the draw at each position is kept while all draws before it equal the drafts there,
+so the tokens are those of as many steps without drafts. Its sequence has no row in a later step
+until this one is collected. The KV of accepted drafts was computed by their row; that of the last
+sampled token, and of drafts that were not accepted, is not in place: later rows compute it. 5. Each
+token that a sequence with a mask samples is one that its mask, or the row's behind the draft before
+it, allows, for any logits; masks are not written after the launch. 6. No token is sampled from a
+row of logits that has a NaN or nothing above minus infinity: the sequences that would sample from
+it are in `failed`. 7. A sequence that begins has recurrent states of zeros, or those that
+`restores` names; each row goes on where the row before it, or the restored state, ended. Sequences
+that part after a row have its states.
 """
 
 from __future__ import annotations
@@ -44,6 +48,14 @@ class BlockCopy(Struct, frozen=True, gc=False):
     src: int
     dst: int
     tokens: int
+
+
+class StateCopy(Struct, frozen=True, gc=False):
+    """The recurrent states of a sequence, all layers, and the blocks that they are copied to or
+    from, in the order of their bytes."""
+
+    sequence_id: int
+    blocks: tuple[int, ...]
 
 
 class BegunSequence(Struct, frozen=True):
@@ -87,6 +99,14 @@ class Row(Struct, frozen=True, gc=False):
     attention: BlockWindow | None = None
     """What the row reads of `block_ids` where that is not all before it; what no token of the row
     reads may be a hole."""
+    silent: int = 0
+    """The first tokens of `count`, which bring a sequence's recurrent states up to the others:
+    their KV is in place and is not written. A sequence's first row since it began may have some."""
+    drafts: int = 0
+    """The last `drafts` of `token_ids` are drafts of its one sample, which draws at their positions
+    and the one before them."""
+    draft_masks: tuple[Mask, ...] = ()
+    """The tokens that may follow each draft, for a sequence under a grammar."""
 
 
 class Group(Struct, frozen=True, gc=False):
@@ -115,6 +135,11 @@ class StepPlan(Struct, frozen=True):
     copies: tuple[BlockCopy, ...] = ()
     masks: dict[int, Mask] = {}
     """By sequence id, for sampling sequences under a grammar."""
+    restores: tuple[StateCopy, ...] = ()
+    """States that sequences take from blocks before their rows (rule 7)."""
+    keeps: tuple[StateCopy, ...] = ()
+    """States that sequences leave in blocks: those of `ended` before all else, even where the step
+    fails at its launch; the others after the rows."""
 
 
 class StepResult(Struct, frozen=True):

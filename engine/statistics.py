@@ -1,4 +1,4 @@
-"""The engine's statistics: its heartbeat, and the blocks that namespaces have gained and lost.
+"""The engine's statistics: heartbeat, load, and the blocks that namespaces have gained and lost.
 
 The gateway reads them for metrics, admission and storage metering; they decide nothing in the
 engine. Counts, never tokens. `engine.core.stats` and `engine.server.cache_event_collector` make
@@ -63,6 +63,10 @@ class FidelityBytes(Struct, frozen=True):
     fidelity: Fidelity
     blocks: Count
     bytes: Count
+
+
+NOT_ANSWERED = "it has not answered yet"
+"""The reason of a level that is off only because it has just been asked for the first time."""
 
 
 class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,13 +169,18 @@ class Stats(Struct, frozen=True, tag="stats", forbid_unknown_fields=True):
     unneeded_tokens_total: Count = 0
     """Output tokens sampled beyond the end of their text, before the engine knew of it; they are
     charged to no client."""
+    abandoned_prompt_tokens_total: Count = 0
+    """Of the prompts counted above: those of requests whose connection left before they ended, so
+    that no entry has them; likewise the next two."""
+    abandoned_cached_tokens_total: Count = 0
+    abandoned_output_tokens_total: Count = 0
     evicted_blocks_total: Count = 0
     expired_blocks_total: Count = 0
     copied_blocks_total: Count = 0
     window_blocks: Count = 0
     """The blocks of window groups that trees hold."""
-    window_gone_tokens_total: Count = 0
-    """Prompt tokens computed again for want of such blocks."""
+    resume_gap_tokens_total: Count = 0
+    """Prompt tokens computed again for want of such blocks, or of a state of recurrent layers."""
     preemptions_total: Count = 0
     steps_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
@@ -219,3 +228,29 @@ class CacheNews(Struct, frozen=True, tag="cache_news", forbid_unknown_fields=Tru
 
     losses: tuple[Loss, ...]
     gains: tuple[Gain, ...] = ()
+
+
+class LoadReport(Struct, frozen=True, tag="load_report", forbid_unknown_fields=True):
+    """The engine's queue and its speed, for a connection that watches its prefixes. Sent unasked
+    after a step that has changed it, 20 times a second at most.
+    """
+
+    accepted: Count = 0
+    """The Submits of this connection that are counted here."""
+    waiting_tokens: Count = 0
+    """Prompt tokens before a request that comes now: those of waiting prompts that are not expected
+    to be cached, and what is left to compute of prompts that have begun."""
+    rows: Count = 0
+    """Requests that run, each with at least one row of a step."""
+    waiting: Count = 0
+    free_blocks: Count = 0
+    """Blocks of the device that hold nothing: what a prompt takes beyond them displaces others."""
+    promisable_blocks: Count = 0
+    """Blocks that could still be promised, on the level that keeps promises."""
+    prefill_tokens_per_s: float = 0.0
+    """0.0 before the first prompt."""
+    step_s: float = 0.0
+    row_s: float = 0.0
+    """Seconds by which one more decoding row lengthens a step."""
+    below_bytes_per_s: float = 0.0
+    """The rate at which copies of the nearest level below are read; 0.0 without one."""

@@ -10,18 +10,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
+from msgspec.structs import replace
 
-from engine.api import Namespace, Payer
+from engine.api import Fidelity, Namespace
 from engine.cache import PrefixCache
 from engine.config import LevelsConfig
 from engine.levels.levels import Levels
 from engine.moves import (
     LOADS_MAX,
     OFFLOADS_MAX,
-    ROOT,
     WHOLE,
     EraseStored,
     Fetch,
@@ -31,13 +31,10 @@ from engine.moves import (
     Looked,
     Move,
     Moved,
-    PromiseTerms,
     Recall,
     Recalled,
-    RecalledRun,
     RecordId,
     Renew,
-    Renewed,
     SetStoredQuotas,
     SlotFormat,
     SlotLayout,
@@ -45,8 +42,6 @@ from engine.moves import (
     StorageOutcome,
     StorageStats,
     Stored,
-    StoredErased,
-    StoredRun,
     StoreRuns,
     is_whole_format,
     packed_part,
@@ -54,7 +49,9 @@ from engine.moves import (
     whole_format,
 )
 from engine.storage.memory.slot_table import SlotTable, table_bytes
+from engine.storage.messages import failures_of
 from tests.fakes import BROKEN, FakeRunner, Slot
+from tests.memory_storage import MemoryRecord, MemoryStorage
 
 Content = tuple[Slot | None, ...]
 
@@ -161,6 +158,18 @@ class FakeTransferEngine:
     def close(self) -> None:
         """End."""
         self.is_closed = True
+
+    @property
+    def block_size(self) -> int:
+        """Return the tokens of a block."""
+        return self._runner().block_size
+
+    def form_of(self, fidelity: Fidelity, slot_bytes: int) -> SlotFormat:
+        """Return the format of a fidelity and size. Raises MoveError if there is none."""
+        for one in self.formats:
+            if (one.fidelity, one.slot_bytes) == (fidelity, slot_bytes):
+                return one
+        raise MoveError(f"no format of {fidelity} and {slot_bytes} bytes")
 
     def size_of(self, name: str) -> int:
         """Return the bytes of a format. Raises MoveError for an unknown one."""
@@ -288,23 +297,9 @@ class FakeKeptSlots:
         self._wipe(slot, slot_bytes)
 
 
-@dataclass
-class Record:
-    """A stored run: what it holds, what it hangs on, and until when it is promised."""
-
-    namespace: Namespace
-    parent: RecordId
-    tokens: tuple[int, ...]
-    content: Content
-    leases: frozenset[str]
-    form: SlotFormat = PLAIN
-    promise_at_s: float = 0.0
-    payer: Payer = b""
-    terms: PromiseTerms | None = None
-
-
-class FakeStorage:
-    """`engine.moves.Storage` in memory. `records` outlive the engine that made them.
+class FakeStorage(MemoryStorage):
+    """A `MemoryStorage` over the fake's slots, with a weather. `records` outlive the engine that
+    made them.
 
     Beyond `records_max` it drops records that are not promised and nothing hangs on, the oldest
     first, and refuses more if there are none.
@@ -318,21 +313,14 @@ class FakeStorage:
         clock: Callable[[], float] = lambda: 0.0,
         records_max: int = 10**9,
     ) -> None:
-        self.memory = memory
-        self.records_max = records_max
-        self._clock = clock
-        self.records: dict[RecordId, Record] = {}
-        self.is_closed = False
+        super().__init__(memory, clock, records_max=records_max)
+        self._slots = memory
         self.is_away = False  # stores and fetches fail
         self.is_deaf = False  # looks find nothing
-        self.level: Literal["disk", "remote"] = "disk"  # where looks and fetches find records
         self.commands: list[StorageCommand] = []
         self._chance = chance
         self._weather = weather
-        self._last: RecordId = 0
-        self._outcomes: list[tuple[int, StorageCommand]] = []
-        self._ready: list[StorageOutcome] = []
-        self._told: set[Namespace] = set()
+        self._waiting: list[tuple[int, StorageCommand]] = []
 
     def send(self, command: StorageCommand) -> None:
         """Take a command; it is done at a later poll, those before an erasure before it, and those
@@ -341,42 +329,26 @@ class FakeStorage:
         if isinstance(command, SetStoredQuotas | KeepHere):
             return
         if isinstance(command, Recall) and not self.records:
-            self._ready.append(Recalled(command.call_id))  # no draw: nothing is there to be told
+            self._outcomes.append(Recalled(command.call_id))  # no draw: there is nothing to tell
             return
         if isinstance(command, EraseStored | Look):
-            for _, earlier in self._outcomes:
-                self._do(earlier)
-            self._outcomes = []
-        self._outcomes.append((self._chance.randint(0, self._weather.polls_max), command))
+            self.finish()
+        self._waiting.append((self._chance.randint(0, self._weather.polls_max), command))
 
     def poll(self) -> list[StorageOutcome]:
         """Return what has been done since the last call."""
-        waiting, self._outcomes = self._outcomes, []
+        waiting, self._waiting = self._waiting, []
         is_erasing = False
         for left, command in waiting:
             if left or is_erasing:
-                self._outcomes.append((max(0, left - 1), command))
+                self._waiting.append((max(0, left - 1), command))
                 is_erasing = is_erasing or isinstance(command, EraseStored)
             else:
-                self._do(command)
-        ready, self._ready = self._ready, []
-        return ready
-
-    def has_records(self, namespace: Namespace) -> bool:
-        """Return whether any record is of this namespace."""
-        return any(record.namespace == namespace for record in self.records.values())
-
-    def namespaces(self) -> set[Namespace]:
-        """Return the namespaces that have records."""
-        return {record.namespace for record in self.records.values()}
-
-    def take_changed(self) -> set[Namespace]:
-        """Return those that got or lost records since the last call."""
-        before, self._told = self._told, self.namespaces()
-        return before ^ self._told
+                self._outcomes += self.do(command)
+        return super().poll()
 
     def close(self) -> None:
-        """End."""
+        """End; the records stay."""
         self.is_closed = True
 
     def take_over(self, before: FakeStorage | None) -> None:
@@ -387,210 +359,75 @@ class FakeStorage:
 
     def finish(self) -> None:
         """Do all that was asked for."""
-        waiting, self._outcomes = self._outcomes, []
+        waiting, self._waiting = self._waiting, []
         for _, command in waiting:
-            self._do(command)
+            self._outcomes += self.do(command)
 
     def lose(self, record_id: RecordId) -> None:
         """Lose a record, and with it those that hang on it; nobody is told."""
-        self._drop([record_id])
+        self._delete(record_id)
 
     def beat(self, stats: StorageStats) -> None:
         """Send a heartbeat."""
-        self._ready.append(stats)
+        self._outcomes.append(stats)
 
-    def _do(self, command: StorageCommand) -> None:
-        if isinstance(command, StoreRuns):
-            self._store(command)
-        elif isinstance(command, Look):
-            self._look(command)
-        elif isinstance(command, Fetch):
-            self._fetch(command)
-        elif isinstance(command, Renew):
-            self._renew(command)
-        elif isinstance(command, Recall):
-            self._recall(command)
-        elif isinstance(command, EraseStored):
-            self._erase(command)
+    def do(self, command: StorageCommand) -> Sequence[StorageOutcome]:
+        """Carry out a command, if the disk is there and hears it."""
+        if self.is_away and isinstance(command, Renew | Recall):
+            return list(failures_of(command))
+        if self.is_deaf and isinstance(command, Look):
+            return [Looked(command.call_id, ())]
+        if isinstance(command, Recall):
+            command = replace(command, most=min(RECALLED_MAX, command.most))
+        return super().do(command)
 
-    def _fails(self) -> bool:
+    def read(self, slot: int, form: SlotFormat) -> Content:
+        """Return what a slot holds."""
+        return self._slots.contents[slot]
+
+    def fill(self, slot: int, record: MemoryRecord) -> None:
+        """Write a record into a slot."""
+        self._slots.write(slot, record.content, record.form.name)
+
+    def digest(self, content: Content) -> bytes:
+        """Return what stands for the digest of a slot's bytes."""
+        return digest(content)
+
+    def form_of(self, command: StoreRuns) -> SlotFormat:
+        """Return the format of a store's slots."""
+        return self._slots.form_of(command.fidelity, command.slot_bytes)
+
+    def run_tokens(self) -> int:
+        """Return the tokens of a run."""
+        return self._slots.block_size
+
+    def fails(self) -> bool:
+        """Return whether the weather, or being away, makes a run fail."""
         return self.is_away or self._chance.random() < self._weather.fails
 
-    def _store(self, command: StoreRuns) -> None:
-        parent, made, code = command.parent, list[RecordId](), ""
-        for run in command.runs:
-            if self._fails():
-                code = "write_failed"
-                break
-            if parent != ROOT and parent not in self.records:
-                code = "no_parent"
-                break
-            content = self.memory.contents[run.slot]
-            if digest(content) != run.check:
-                raise MoveError(f"slot {run.slot} changed while it was held for a store")
-            known = self._child(command.namespace, parent, run.tokens)
-            form = self._form_of(command)
-            if known is not None and self.records[known].form != form:
-                self._drop([known])
-                known = None
-            if known is None:
-                if len(self.records) >= self.records_max and not self._make_room(parent):
-                    code = "full"
-                    break
-                self._last += 1
-                known = self._last
-                leases = frozenset(command.lease_ids)
-                self.records[known] = Record(
-                    command.namespace, parent, run.tokens, content, leases, form
-                )
-                self.records[known].payer = command.payer
-            self._promise(known, run.promise_s, run.terms)
-            made.append(known)
-            parent = known
-        self._ready.append(Stored(command.call_id, tuple(made), code))
-
-    def _look(self, command: Look) -> None:
-        found, parent, at = list[StoredRun](), ROOT, 0
-        while at < len(command.tokens) and not self.is_deaf:
-            own = self._child(command.namespace, parent, command.tokens[at:])
-            if own is None:
-                break
-            form, level = self.records[own].form, self.level
-            promise_s = max(0.0, self.records[own].promise_at_s - self._clock())
-            found.append(StoredRun(own, form.fidelity, None, promise_s, form.slot_bytes, level))
-            parent, at = own, at + len(self.records[own].tokens)
-        self._ready.append(Looked(command.call_id, tuple(found)))
-
-    def _fetch(self, command: Fetch) -> None:
-        for record_id, slot in zip(command.record_ids, command.slots, strict=True):
-            record = self.records.get(record_id)
-            is_done = record is not None and record.namespace == command.namespace
-            if record is not None and record.form.slot_bytes != command.slot_bytes:
-                raise MoveError(f"{command}: the record has {record.form.slot_bytes} bytes")
-            if has_failed := self._fails():
-                is_done = False
-                self._drop([record_id])
-            if record is not None and is_done:
-                self.memory.write(slot, record.content, record.form.name)
-            outcome = Fetched(
-                command.call_id,
-                record_id,
-                is_done,
-                self._weather.seconds,
-                self.level,
-                is_damaged=has_failed and self._weather.is_damaging,
-                check=digest(record.content) if record is not None and is_done else b"",
-            )
-            self._ready.append(outcome)
-
-    def _renew(self, command: Renew) -> None:
-        if self.is_away:
-            self._ready.append(Renewed(command.call_id, code="closed"))
-            return
-        gone = list[RecordId]()
-        for record_id in command.record_ids:
-            record = self.records.get(record_id)
-            if record is None or record.namespace != command.namespace:
-                gone.append(record_id)
-            else:
-                self._promise(record_id, command.promise_s, command.terms)
-                record.leases |= frozenset(command.lease_ids)
-        self._ready.append(Renewed(command.call_id, tuple(gone)))
-
-    def _promise(self, record_id: RecordId, promise_s: float, terms: PromiseTerms | None) -> None:
-        record = self.records[record_id]
-        record.terms = terms or record.terms
-        record.promise_at_s = max(record.promise_at_s, self._clock() + promise_s)
-
-    def _recall(self, command: Recall) -> None:
-        if self.is_away:
-            self._ready.append(Recalled(command.call_id, code="closed"))
-            return
-        now_s, kept = self._clock(), set[RecordId]()
-        for record_id, record in self.records.items():
-            above = record_id
-            while record.promise_at_s > now_s and above != ROOT:
-                kept.add(above)
-                above = self.records[above].parent
-        left = sorted(one for one in kept if one > command.after)
-        runs = [self._recalled(one, now_s) for one in left[:RECALLED_MAX]]
-        last = left[RECALLED_MAX - 1] if len(left) > RECALLED_MAX else ROOT
-        self._ready.append(Recalled(command.call_id, tuple(runs), last))
-
-    def _recalled(self, record_id: RecordId, now_s: float) -> RecalledRun:
-        one = self.records[record_id]
-        return RecalledRun(
-            record_id,
-            one.parent,
-            one.namespace,
-            one.payer,
-            one.tokens,
-            one.form.fidelity,
-            one.form.slot_bytes,
-            promise_s=max(0.0, one.promise_at_s - now_s),
-            terms=one.terms,
-            lease_ids=tuple(sorted(one.leases)),
-            level=self.level,
-        )
-
-    def _make_room(self, parent: RecordId) -> bool:
-        """Drop the oldest record that may go; return whether there was one."""
+    def refusal(self, parent: RecordId) -> str:
+        """Make room by dropping the oldest records that may go; return `full` if there are none."""
         parents = {record.parent for record in self.records.values()} | {parent}
-        for record_id, record in self.records.items():
+        for record_id, record in list(self.records.items()):
+            if not super().refusal(parent):
+                break
             if record_id not in parents and record.promise_at_s <= self._clock():
-                self._drop([record_id])
-                return True
-        return False
+                self._delete(record_id)
+        return super().refusal(parent)
 
-    def _erase(self, command: EraseStored) -> None:
-        before = len(self.records)
-        named = [
-            record_id
-            for record_id, record in self.records.items()
-            if record.namespace == command.namespace and self._is_named(record_id, command)
-        ]
-        self._drop(named)
-        gone = before - len(self.records)
-        self._ready.append(StoredErased(command.call_id, gone, gone * PLAIN.slot_bytes))
+    def _store(self, command: StoreRuns) -> Stored:
+        for run in command.runs:
+            if digest(self._slots.contents[run.slot]) != run.check:
+                raise MoveError(f"slot {run.slot} changed while it was held for a store")
+        return super()._store(command)
 
-    def _form_of(self, command: StoreRuns) -> SlotFormat:
-        """Return the format of a store's slots."""
-        kind = command.fidelity, command.slot_bytes
-        for one in self.memory.formats:
-            if (one.fidelity, one.slot_bytes) == kind:
-                return one
-        raise MoveError(f"no format of {kind}")
-
-    def _is_named(self, record_id: RecordId, command: EraseStored) -> bool:
-        if command.lease_id is not None:
-            return self.records[record_id].leases == {command.lease_id}
-        if command.tokens is None:
-            return True
-        path = self.path(record_id)
-        return path[: len(command.tokens)] == command.tokens
-
-    def path(self, record_id: RecordId) -> tuple[int, ...]:
-        """Return the tokens from the root to the end of a record."""
-        record = self.records[record_id]
-        above = () if record.parent == ROOT else self.path(record.parent)
-        return above + record.tokens
-
-    def _child(
-        self, namespace: Namespace, parent: RecordId, tokens: tuple[int, ...]
-    ) -> RecordId | None:
-        """Return the record below `parent` with which `tokens` begin."""
-        for record_id, record in self.records.items():
-            is_there = (record.namespace, record.parent) == (namespace, parent)
-            if is_there and tokens[: len(record.tokens)] == record.tokens:
-                return record_id
-        return None
-
-    def _drop(self, record_ids: Sequence[RecordId]) -> None:
-        stack = list(record_ids)
-        while stack:
-            gone = stack.pop()
-            if self.records.pop(gone, None) is not None:
-                stack += [i for i, record in self.records.items() if record.parent == gone]
+    def _fetch(self, command: Fetch, record_id: RecordId, slot: int) -> Fetched:
+        record = self.records.get(record_id)
+        if record is not None and record.form.slot_bytes != command.slot_bytes:
+            raise MoveError(f"{command}: the record has {record.form.slot_bytes} bytes")
+        fetched = super()._fetch(command, record_id, slot)
+        is_damaged = record is not None and not fetched.is_done and self._weather.is_damaging
+        return replace(fetched, seconds=self._weather.seconds, is_damaged=is_damaged)
 
 
 class LevelsBelow:
@@ -640,7 +477,7 @@ class LevelsBelow:
         return self.storage
 
     @property
-    def records(self) -> dict[RecordId, Record]:
+    def records(self) -> dict[RecordId, MemoryRecord]:
         """Return the records of the disk; none without one."""
         return {} if self.storage is None else self.storage.records
 

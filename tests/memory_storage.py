@@ -7,13 +7,13 @@ next `poll`, in the order of the commands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal
 
 import xxhash
 
-from engine.api import Clock, Fidelity, Namespace, Payer
+from engine.api import Clock, Namespace, Payer
 from engine.moves import (
     ROOT,
     EraseStored,
@@ -30,6 +30,7 @@ from engine.moves import (
     Renew,
     Renewed,
     SetStoredQuotas,
+    SlotFormat,
     StorageCommand,
     StorageOutcome,
     StorageStats,
@@ -44,25 +45,18 @@ from engine.storage.messages import failures_of
 NEVER = float("inf")
 
 
-class SlotMemory(Protocol):
-    """Slots of host memory."""
-
-    def view(self, slot: int, slot_bytes: int) -> memoryview:
-        """Return the bytes of a slot of this size, writable."""
-
-
 @dataclass
 class MemoryRecord:
-    """A stored run: its place in the tree of runs, its bytes and its times on the clock."""
+    """A stored run: its place in the tree of runs, its content and its times on the clock."""
 
     record_id: RecordId
     namespace: Namespace
     payer: Payer
     parent: RecordId
     tokens: tuple[int, ...]
-    data: bytes
+    content: Any
     check: bytes
-    fidelity: Fidelity
+    form: SlotFormat
     limit_at_s: float
     promise_at_s: float
     leases: set[str] = field(default_factory=set)
@@ -76,41 +70,66 @@ class MemoryStorage:
     """
 
     def __init__(
-        self, memory: SlotMemory, clock: Clock, *, run_tokens: int = 16, records_max: int = 10**9
+        self, memory: Any, clock: Clock, *, run_tokens: int = 16, records_max: int = 10**9
     ) -> None:
-        self._memory = memory
+        """`memory` is what `read`, `fill` and `form_of` know: here, slots with a `view`."""
+        self.memory = memory
+        self.records_max = records_max
+        self.records: dict[RecordId, MemoryRecord] = {}
+        self.level: Literal["disk", "remote"] = "disk"  # where looks and fetches find records
+        self.is_closed = False
         self._clock = clock
         self._run_tokens = run_tokens
-        self._records_max = records_max
         self._outcomes: list[StorageOutcome] = []
-        self._next_id = ROOT + 1
-        self._is_closed = False
+        self._last: RecordId = ROOT
         self._told: set[Namespace] = set()
-        self.records: dict[RecordId, MemoryRecord] = {}
-        self.quotas: SetStoredQuotas | None = None
+
+    # -- slots ----------------------------------------------------------------------------------
+
+    def read(self, slot: int, form: SlotFormat) -> Any:
+        """Return what a slot holds."""
+        return bytes(self.memory.view(slot, form.slot_bytes))
+
+    def fill(self, slot: int, record: MemoryRecord) -> None:
+        """Write a record into a slot."""
+        self.memory.view(slot, record.form.slot_bytes)[:] = record.content
+
+    def digest(self, content: Any) -> bytes:
+        """Return the digest of what a slot holds."""
+        return xxhash.xxh3_128_digest(content)
+
+    def form_of(self, command: StoreRuns) -> SlotFormat:
+        """Return the format of a store's slots."""
+        return SlotFormat("", command.slot_bytes, command.fidelity)
+
+    def run_tokens(self) -> int:
+        """Return the tokens of a run."""
+        return self._run_tokens
+
+    # -- the port -------------------------------------------------------------------------------
 
     def send(self, command: StorageCommand) -> None:
         """See `Storage`."""
-        if self._is_closed:
-            self._outcomes += failures_of(command)
-            return
+        self._outcomes += failures_of(command) if self.is_closed else self.do(command)
+
+    def do(self, command: StorageCommand) -> Sequence[StorageOutcome]:
+        """Carry out a command; return its outcomes."""
         match command:
             case StoreRuns():
-                self._outcomes.append(self._store(command))
+                return [self._store(command)]
             case Look():
-                self._outcomes.append(self._look(command))
+                return [self._look(command)]
             case Fetch():
-                self._outcomes += self._fetch(command)
+                pairs = zip(command.record_ids, command.slots, strict=True)
+                return [self._fetch(command, record_id, slot) for record_id, slot in pairs]
             case Renew():
-                self._outcomes.append(self._renew(command))
+                return [self._renew(command)]
             case Recall():
-                self._outcomes.append(self._recall(command))
+                return [self._recall(command)]
             case EraseStored():
-                self._outcomes.append(self._erase(command))
-            case SetStoredQuotas():
-                self.quotas = command
-            case KeepHere():
-                pass  # it has no remote store
+                return [self._erase(command)]
+            case SetStoredQuotas() | KeepHere():
+                return []  # it has neither quotas nor a remote store
 
     def poll(self) -> list[StorageOutcome]:
         """See `Storage`."""
@@ -132,7 +151,7 @@ class MemoryStorage:
 
     def close(self) -> None:
         """See `Storage`: later commands fail."""
-        self._is_closed = True
+        self.is_closed = True
         self.records.clear()
 
     def expire(self) -> None:
@@ -147,12 +166,12 @@ class MemoryStorage:
         used: dict[Payer, int] = {}
         promised: dict[Payer, int] = {}
         for record in self.records.values():
-            size = len(record.data)
+            size = record.form.slot_bytes
             used[record.payer] = used.get(record.payer, 0) + size
             if record.promise_at_s > self._clock():
                 promised[record.payer] = promised.get(record.payer, 0) + size
         return StorageStats(
-            "off" if self._is_closed else "open",
+            "off" if self.is_closed else "open",
             used_bytes=sum(used.values()),
             promised_bytes=sum(promised.values()),
             records=len(self.records),
@@ -164,41 +183,49 @@ class MemoryStorage:
 
     # -- commands -------------------------------------------------------------------------------
 
+    def fails(self) -> bool:
+        """Return whether the next run fails to be written, or read."""
+        return False
+
+    def refusal(self, parent: RecordId) -> str:
+        """Return why no further record may be stored below `parent`; empty if one may."""
+        return "full" if len(self.records) >= self.records_max else ""
+
     def _store(self, command: StoreRuns) -> Stored:
         stored: list[RecordId] = []
         code, parent = "", command.parent
         if parent != ROOT and not self._is_found(command.namespace, parent):
             return Stored(command.call_id, (), "no_parent")
+        form = self.form_of(command)
         for run in command.runs:
+            if self.fails():
+                code = "write_failed"
+                break
             record = self._child(command.namespace, parent, run.tokens)
-            if record is not None and not _is_alike(record, command):
+            if record is not None and not _is_alike(record.form, form):
                 self._delete(record.record_id)
                 record = None
             if record is None:
-                data = bytes(self._memory.view(run.slot, command.slot_bytes))
-                if xxhash.xxh3_128_digest(data) != run.check:
-                    code = "damaged"
-                elif len(self.records) >= self._records_max:
-                    code = "full"
+                content = self.read(run.slot, form)
+                is_right = self.digest(content) == run.check
+                code = self.refusal(parent) if is_right else "damaged"
                 if code:
                     break
-                record = MemoryRecord(
-                    self._next_id,
+                self._last += 1
+                record = self.records[self._last] = MemoryRecord(
+                    self._last,
                     command.namespace,
                     command.payer or command.namespace,
                     parent,
                     run.tokens,
-                    data,
+                    content,
                     run.check,
-                    command.fidelity,
+                    form,
                     NEVER if run.limit_s is None else self._clock() + run.limit_s,
                     self._clock() + run.promise_s,
                 )
-                self._next_id += 1
-                self.records[record.record_id] = record
             limit_s = NEVER if run.limit_s is None else run.limit_s
-            self._lengthen(record, limit_s, run.promise_s, command.lease_ids)
-            record.terms = run.terms or record.terms
+            self._lengthen(record, limit_s, run.promise_s, command.lease_ids, run.terms)
             parent = record.record_id
             stored.append(parent)
         return Stored(command.call_id, tuple(stored), code)
@@ -210,26 +237,24 @@ class MemoryStorage:
             record = self._child(command.namespace, parent, tokens)
             if record is None:
                 break
-            parent = record.record_id
-            limit_s = None if record.limit_at_s == NEVER else record.limit_at_s - now_s
-            promise_s = max(0.0, record.promise_at_s - now_s)
-            size = len(record.data)
-            found.append(StoredRun(parent, record.fidelity, limit_s, promise_s, size))
+            parent, form = record.record_id, record.form
+            limit_s, promise_s = _times(record, now_s)
+            found.append(
+                StoredRun(parent, form.fidelity, limit_s, promise_s, form.slot_bytes, self.level)
+            )
         return Looked(command.call_id, tuple(found))
 
-    def _fetch(self, command: Fetch) -> Iterator[Fetched]:
-        for record_id, slot in zip(command.record_ids, command.slots, strict=True):
-            is_done = self._is_found(command.namespace, record_id)
-            check = b""
-            if is_done:
-                record = self.records[record_id]
-                is_done = xxhash.xxh3_128_digest(record.data) == record.check
-                if not is_done:
-                    self._delete(record_id)
-                elif is_done := len(record.data) == command.slot_bytes:
-                    self._memory.view(slot, command.slot_bytes)[:] = record.data
-                    check = record.check
-            yield Fetched(command.call_id, record_id, is_done, check=check)
+    def _fetch(self, command: Fetch, record_id: RecordId, slot: int) -> Fetched:
+        record = self.records.get(record_id)
+        if self._is_found(command.namespace, record_id) and record is not None:
+            if self.fails() or self.digest(record.content) != record.check:
+                self._delete(record_id)
+            elif record.form.slot_bytes == command.slot_bytes:
+                self.fill(slot, record)
+                return Fetched(
+                    command.call_id, record_id, True, level=self.level, check=record.check
+                )
+        return Fetched(command.call_id, record_id, False, level=self.level)
 
     def _renew(self, command: Renew) -> Renewed:
         gone = list[RecordId]()
@@ -239,19 +264,16 @@ class MemoryStorage:
                 continue
             limit_s = 0.0 if command.limit_s is None else command.limit_s
             record = self.records[record_id]
-            self._lengthen(record, limit_s, command.promise_s, command.lease_ids)
-            record.terms = command.terms or record.terms
+            self._lengthen(record, limit_s, command.promise_s, command.lease_ids, command.terms)
         return Renewed(command.call_id, tuple(gone))
 
     def _recall(self, command: Recall) -> Recalled:
         now_s, kept = self._clock(), set[RecordId]()
         for record in self.records.values():
-            above: MemoryRecord | None = record
-            while record.promise_at_s > now_s and above is not None:
-                kept.add(above.record_id)
-                above = self.records.get(above.parent)
+            if record.promise_at_s > now_s:
+                kept |= self._with_above(record)
         left = sorted(one for one in kept if one > command.after)
-        runs = [_recalled(self.records[one], now_s) for one in left[: command.most]]
+        runs = [_recalled(self.records[one], now_s, self.level) for one in left[: command.most]]
         last = left[command.most - 1] if len(left) > command.most else ROOT
         return Recalled(command.call_id, tuple(runs), last)
 
@@ -261,8 +283,18 @@ class MemoryStorage:
 
     # -- the tree of runs -----------------------------------------------------------------------
 
+    def path(self, record_id: RecordId) -> tuple[int, ...]:
+        """Return the tokens from the root to the end of a record."""
+        record = self.records[record_id]
+        return (*(self.path(record.parent) if record.parent else ()), *record.tokens)
+
+    def _with_above(self, record: MemoryRecord) -> set[RecordId]:
+        """Return a record and those that it hangs on."""
+        above = self.records.get(record.parent)
+        return {record.record_id} | (self._with_above(above) if above else set())
+
     def _runs_of(self, tokens: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        size = self._run_tokens
+        size = self.run_tokens()
         for at in range(0, len(tokens) - size + 1, size):
             yield tokens[at : at + size]
 
@@ -291,10 +323,12 @@ class MemoryStorage:
         limit_s: float,
         promise_s: float,
         lease_ids: tuple[str, ...],
+        terms: PromiseTerms | None,
     ) -> None:
         record.limit_at_s = max(record.limit_at_s, self._clock() + limit_s)
         record.promise_at_s = max(record.promise_at_s, self._clock() + promise_s)
         record.leases.update(lease_ids)
+        record.terms = terms or record.terms
 
     def _delete(self, record_id: RecordId) -> list[int]:
         """Delete a record and everything under it; return the sizes."""
@@ -302,56 +336,45 @@ class MemoryStorage:
         if record is None:
             return []
         below = [child.record_id for child in self.records.values() if child.parent == record_id]
-        return [len(record.data), *(size for child in below for size in self._delete(child))]
+        return [record.form.slot_bytes, *(size for child in below for size in self._delete(child))]
 
     def _tops_to_erase(self, command: EraseStored) -> list[RecordId]:
         mine = [one for one in self.records.values() if one.namespace == command.namespace]
-        if command.lease_id is not None:
-            kept: set[RecordId] = set()
-            for record in mine:
-                if record.leases - {command.lease_id}:
-                    above: MemoryRecord | None = record
-                    while above is not None:
-                        kept.add(above.record_id)
-                        above = self.records.get(above.parent)
-            covered = [one.record_id for one in mine if command.lease_id in one.leases]
-            for record in mine:
-                record.leases.discard(command.lease_id)
-            return [record_id for record_id in covered if record_id not in kept]
-        if not command.tokens:
-            return [one.record_id for one in mine if one.parent == ROOT]
-        return self._under(mine, ROOT, command.tokens)
-
-    def _under(
-        self, mine: list[MemoryRecord], parent: RecordId, tokens: tuple[int, ...]
-    ) -> list[RecordId]:
-        """Return the first records whose path begins with all of `tokens`."""
-        size = self._run_tokens
-        children = [one for one in mine if one.parent == parent]
-        if len(tokens) <= size:
-            return [one.record_id for one in children if one.tokens[: len(tokens)] == tokens]
-        for child in children:
-            if child.tokens == tokens[:size]:
-                return self._under(mine, child.record_id, tokens[size:])
-        return []
+        if command.lease_id is None:
+            begin = command.tokens or ()
+            named = [one.record_id for one in mine]
+            return [one for one in named if self.path(one)[: len(begin)] == begin]
+        covered = [one.record_id for one in mine if command.lease_id in one.leases]
+        kept: set[RecordId] = set()
+        for record in mine:
+            record.leases.discard(command.lease_id)
+            if record.leases:
+                kept |= self._with_above(record)
+        return [record_id for record_id in covered if record_id not in kept]
 
 
-def _is_alike(record: MemoryRecord, command: StoreRuns) -> bool:
-    """Return whether a record has the format of a store."""
-    return (len(record.data), record.fidelity) == (command.slot_bytes, command.fidelity)
+def _is_alike(one: SlotFormat, other: SlotFormat) -> bool:
+    """Return whether two formats have the same size and fidelity."""
+    return (one.slot_bytes, one.fidelity) == (other.slot_bytes, other.fidelity)
 
 
-def _recalled(record: MemoryRecord, now_s: float) -> RecalledRun:
+def _times(record: MemoryRecord, now_s: float) -> tuple[float | None, float]:
+    """Return the seconds left of a record's limit and promise."""
+    limit_s = None if record.limit_at_s == NEVER else record.limit_at_s - now_s
+    return limit_s, max(0.0, record.promise_at_s - now_s)
+
+
+def _recalled(record: MemoryRecord, now_s: float, level: Literal["disk", "remote"]) -> RecalledRun:
     return RecalledRun(
         record.record_id,
         record.parent,
         record.namespace,
         record.payer,
         record.tokens,
-        record.fidelity,
-        len(record.data),
-        None if record.limit_at_s == NEVER else record.limit_at_s - now_s,
-        max(0.0, record.promise_at_s - now_s),
+        record.form.fidelity,
+        record.form.slot_bytes,
+        *_times(record, now_s),
         record.terms,
         tuple(sorted(record.leases)),
+        level,
     )

@@ -19,7 +19,7 @@ from engine.cache.events import PromiseLost
 from engine.cache.promise_room import PromiseRoom, room_of
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.leases import BlockTerms, Deadlines
-from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock
+from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock, tree_blocks
 
 
 class BlockPromises:
@@ -195,7 +195,7 @@ class BlockPromises:
         """
         account = self._manager.account_of(node)
         while account is not None and node.is_bound:
-            for block in filter(None, node.beside or ()):
+            for block in tree_blocks(node)[1:]:
                 if block.is_bound and not self._needs_device(block):
                     self._set(account, block, block.promised_class, is_bound=False)
             if node.bound_below:
@@ -321,7 +321,7 @@ class BlockPromises:
         node = block if isinstance(block, Node) else block.parent
         self._manager.set_promise(account, block, promised_class, is_bound=is_bound)
         below = self._manager.below
-        if below is not None and node is not None and (node.host or node.record):
+        if below is not None and node is not None and node.is_copied:
             below.promise_changed(node)
 
     def _set_limit_deadline(self, account: NamespaceAccount, node: Node, terms: BlockTerms) -> None:
@@ -338,8 +338,8 @@ class BlockPromises:
 
 
 def is_end(node: Node) -> bool:
-    """Return whether nothing but its own promise, and those of its window blocks, binds a node.
-    O(groups).
+    """Return whether nothing but its own promise, and those of its window blocks and states, binds
+    a node. O(these).
     """
-    windows = sum(block is not None and block.is_bound for block in node.beside or ())
-    return node.is_bound and node.promised and node.bound_below == windows
+    others = sum(block.is_bound for block in tree_blocks(node)[1:])
+    return node.is_bound and node.promised and node.bound_below == others

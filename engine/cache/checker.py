@@ -11,11 +11,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 
 from engine.cache.blocks.block_manager import BlockManager
 from engine.cache.blocks.block_table import BlockTable
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
-from engine.cache.tree.prefix_tree import Node, TreeBlock, WindowBlock, all_blocks, tree_blocks
+from engine.cache.tree.prefix_tree import (
+    Node,
+    State,
+    TreeBlock,
+    WindowBlock,
+    all_blocks,
+    tree_blocks,
+)
 from engine.cache.tree.window_groups import HOLE
 from engine.errors import InvariantViolation
 
@@ -91,8 +99,8 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
         references.update(table.pinned)
         _check_holes(table)
         _check_writable(manager, table)
-        for block in _check_windows(table):
-            references[block] += 1
+        references.update(table.restores)
+        references.update(chain(_check_windows(table), *table.kept.values()))
     references.update(c.src for c in manager.copies.values() if owner[c.src] is account)
     yield 1 + len(tables) + len(references) // 8
     cached = evictable = ends = bound = below = away = 0
@@ -103,8 +111,8 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
         stack.extend(node.children.values())
         ends += account.lease_endpoints.check_node(node)
         yield from _check_node(manager, account, node)
-        has_windows = node.beside is not None or node.away is not None
-        for one in all_blocks(node) if has_windows else (node,):
+        has_more = node.beside is not None or node.away is not None or node.states is not None
+        for one in all_blocks(node) if has_more else (node,):
             bound += one.is_bound
             if one.promised_class is not None:
                 promised[one.promised_class] += 1
@@ -112,7 +120,7 @@ def _check_account(manager: BlockManager, account: NamespaceAccount) -> Steps:
                 away += one.block < 0
         if node.block < 0:
             continue
-        for held in (node,) if node.beside is None else tree_blocks(node):
+        for held in tree_blocks(node) if has_more else (node,):
             references[held.block] += 1
             is_cached = refs[held.block] == 1
             cached += is_cached
@@ -211,30 +219,45 @@ def _check_window_blocks(manager: BlockManager, node: Node) -> None:
         _expect(node.is_bound or not block.is_bound, "a window block bound alone", node.run)
 
 
+def _check_state(manager: BlockManager, node: Node, state: State) -> None:
+    """Check that a state stands behind its node, and has blocks of its own."""
+    _expect(state.node is node and node.block >= 0, "a state behind no block", node.run)
+    _expect(len(state.run) < manager.block_size, "a state's tokens behind its node", state.run)
+    _expect(0 < len(state.blocks) <= state.size, "blocks of a state", state.size)
+    for block in state.blocks:
+        _expect(manager.node_of[block.block] is block, f"block {block.block}'s state", state.run)
+        is_at_home = block.state is state and block.parent is node
+        _expect(is_at_home, f"block {block.block} of another state", state.run)
+        is_pinned = manager.pool.ref_count[block.block] > 1
+        _expect(state.is_whole or not is_pinned, "a broken state in use", state.run)
+        _expect(node.is_bound or not block.is_bound, "a state bound alone", node.run)
+
+
 def _check_node(manager: BlockManager, account: NamespaceAccount, node: Node) -> Steps:
     """Check one node of a tree, and its children."""
     refs, is_evictable = manager.pool.ref_count, False
     here = copied = binds = 0
     for number, below in enumerate(node.children.values()):
         here += below.block >= 0
-        copied += below.host is not None or below.record is not None
+        copied += below.is_copied
         binds += below.is_bound
         if number % 1024 == 1023:
             yield 128
-    is_copied = node.host is not None or node.record is not None
     if node.run:
         _expect(len(node.run) <= manager.block_size, "a run's length", node.run)
         if len(node.run) < manager.block_size:
             _expect(not node.children, "a tail with children", node.run)
-            _expect(not is_copied, "a tail below the device", node.run)
-        _expect(node.block >= 0 or is_copied, "a node without a place", node.run)
+            _expect(not node.is_copied, "a tail below the device", node.run)
+        _expect(node.block >= 0 or node.is_copied, "a node without a place", node.run)
         _expect(node.block >= 0 or not here, "a hole on the device", node.run)
-        _expect(is_copied or not copied, "a hole below the device", node.run)
+        _expect(node.is_copied or not copied, "a hole below the device", node.run)
     if node.block >= 0:
         _expect(manager.node_of[node.block] is node, f"block {node.block}'s node", node.run)
         is_evictable = refs[node.block] == 1 and not node.is_bound
         if node.beside is not None or manager.windows.windows:
             _check_window_blocks(manager, node)
+    for state in node.states or ():
+        _check_state(manager, node, state)
     for group, block in enumerate(node.away or ()):
         if block is not None:
             is_away = block.promised and block.block < 0
@@ -270,8 +293,8 @@ def _check_binds(manager: BlockManager, node: Node, binds: int) -> None:
     """Check what binds a node to the device: its children, of which `binds` are bound, its window
     blocks, tables, and its own promise.
     """
-    if node.beside is not None:
-        binds += sum(block is not None and block.is_bound for block in node.beside)
+    if node.beside is not None or node.states is not None:
+        binds += sum(block.is_bound for block in tree_blocks(node)[1:])
     if binds != node.bound_below:
         binds += sum(table.binds is node for table in manager.tables)
     _expect(node.bound_below == binds, f"{node.bound_below} that bind a node", binds)

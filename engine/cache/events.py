@@ -83,13 +83,13 @@ Fact = Matched | Committed | Copied | Evicted | Expired | BlocksErased | Promise
 
 class CachePeek(Struct, frozen=True):
     """The match that a prompt would get. `expires_at_s`: when it ends by itself; None: never.
-    `window_gone_tokens`: further tokens that group 0 holds and a window group does not.
+    `resume_gap_tokens`: further tokens that group 0 holds, behind the last point to resume at.
     """
 
     cached_tokens: int
     promised_tokens: int
     expires_at_s: float | None
-    window_gone_tokens: int = 0
+    resume_gap_tokens: int = 0
 
 
 def peek_of(found: TreeMatch, block_size: int) -> CachePeek:
@@ -101,14 +101,15 @@ def peek_of(found: TreeMatch, block_size: int) -> CachePeek:
         cached_tokens=found.cached_tokens,
         promised_tokens=min(found.cached_tokens, promised),
         expires_at_s=None if ends_s == math.inf else ends_s,
-        window_gone_tokens=found.matched_tokens - found.cached_tokens,
+        resume_gap_tokens=found.matched_tokens - found.cached_tokens,
     )
 
 
 class CacheStats(Struct, frozen=True):
     """Gauges and totals: blocks = free + cached (only the tree refers to them) + pinned. Totals
     never fall. `window_blocks`: the blocks of window groups that trees hold.
-    `window_gone_tokens_total`: prompt tokens that group 0 held and a window group did not.
+    `resume_gap_tokens_total`: prompt tokens that group 0 held, behind the last point to resume at.
+    `promisable`: blocks that may still be promised, on the level that keeps promises.
     """
 
     blocks: int
@@ -119,7 +120,8 @@ class CacheStats(Struct, frozen=True):
     expired_blocks_total: int
     copied_blocks_total: int
     window_blocks: int = 0
-    window_gone_tokens_total: int = 0
+    resume_gap_tokens_total: int = 0
+    promisable: int = 0
 
 
 class NamespaceUse(Struct, frozen=True, repr_omit_defaults=True):

@@ -18,7 +18,7 @@ from engine.cache.blocks.block_table import BlockTable
 from engine.cache.promise_room import NO_ROOM_ASKED, PromiseRoom, asks_promise, cover
 from engine.cache.tree.accounts import NamespaceAccount
 from engine.cache.tree.leases import BlockTerms, LeaseSpans, promised_seconds, spans_of
-from engine.cache.tree.prefix_tree import Node, WindowBlock, whole_runs
+from engine.cache.tree.prefix_tree import Node, State, StateBlock, WindowBlock, whole_runs
 from engine.cache.window_promises import WindowPath, cover_windows, first_promised
 
 Spans = Sequence[tuple[int, int, LeaseSpans]]
@@ -101,6 +101,8 @@ class LeaseManager:
             if table.write and promised_seconds(lease.retention) > 0:
                 if windows is None:
                     wanted = -(-covered_tokens // size)
+                    if not self._cover_state(table, known, covered_blocks, covered_tokens, room):
+                        wanted = covered_blocks
                     covered_blocks, reserved = cover(known, covered_blocks, wanted, room)
                     table.reserved += reserved
                 else:
@@ -121,6 +123,47 @@ class LeaseManager:
         table.requested_leases = tuple(requested)
         return covered_blocks
 
+    def _cover_state(
+        self, table: BlockTable, known: Sequence[Node], covered: int, tokens: int, room: PromiseRoom
+    ) -> bool:
+        """Cover a promise of `tokens` tokens with the state at their end, of a model with states;
+        return whether there is room for it beside the blocks behind the `covered` ones. One that is
+        not kept yet is reserved; where a deeper one was found and none is kept there, none will be.
+        O(blocks promised).
+        """
+        size, blocks = self._manager.block_size, self._manager.state_blocks
+        if not blocks or tokens < size or tokens in table.state_promises:
+            return True
+        if tokens <= table.kv_tokens:
+            if (kept := _state_at(table, known, tokens, size)) is None:
+                return True
+            blocks = sum(not block.promised for block in kept.blocks)
+        runs = (known[i] if i < len(known) else None for i in range(covered, -(-tokens // size)))
+        if room.blocks < blocks + sum(node is None or not node.promised for node in runs):
+            return False
+        for _ in range(blocks):
+            room.take()
+        table.state_promises[tokens] = blocks if tokens > table.kv_tokens else 0
+        table.reserved += table.state_promises[tokens]
+        return True
+
+    def promise_state(self, table: BlockTable, position: int, state: State, now_s: float) -> None:
+        """Promise a state that stands at `position` under the leases that end there, if they do.
+        O(blocks of it).
+        """
+        if (reserved := table.state_promises.pop(position, None)) is None:
+            return
+        table.reserved -= reserved
+        table.account.add_reserved(-reserved)
+        for block in state.blocks:
+            block.terms = block.terms or BlockTerms(math.inf)
+            for tokens, covered_blocks, requested in table_spans(table, now_s):
+                is_covered = covered_blocks * self._manager.block_size >= position
+                if min(tokens, table.prompt_tokens) == position and is_covered:
+                    block.terms.extend(requested, promised=True)
+            self._promises.update_deadlines(table.account, block, now_s)
+            table.resumed.append(block)
+
     def _apply_granted(
         self, table: BlockTable, known: Sequence[Node], matched: int, now_s: float
     ) -> None:
@@ -132,9 +175,12 @@ class LeaseManager:
                 if node.terms:
                     node.terms.limit_at_s = math.inf
             return
-        size, spans = self._manager.block_size, _spans(table, now_s)
+        size, spans = self._manager.block_size, table_spans(table, now_s)
         for index, node in enumerate(known):
             self._extend(table, node, index, spans, now_s, is_new=False)
+        for position in list(table.state_promises):
+            if position <= table.kv_tokens and (state := _state_at(table, known, position, size)):
+                self.promise_state(table, position, state, now_s)
         for lease, _ in table.requested_leases:
             if last := min(matched, -(-lease.tokens // size)):
                 table.account.lease_endpoints.extend(lease.lease_id, known[last - 1])
@@ -177,16 +223,23 @@ class LeaseManager:
         return len(runs)
 
     def apply_leases(
-        self, table: BlockTable, node: Node, index: int, now_s: float, *, is_new: bool = False
+        self,
+        table: BlockTable,
+        node: Node,
+        index: int,
+        spans: Spans,
+        now_s: float,
+        *,
+        is_new: bool,
     ) -> None:
-        """Apply the table's leases to `node`, block `index` of its path; its ancestors have them
-        already.
+        """Apply the table's leases, with their `spans` at `now_s`, to `node`, block `index` of its
+        path; its ancestors have them already.
 
         A request without leases is plain best effort: a block it uses has no limit from then on. A
         block beyond the leases of its request has no limit either, and leaves the tree with the
         blocks above it. `is_new`: no other request has used this block yet.
         """
-        self._extend(table, node, index, _spans(table, now_s), now_s, is_new=is_new)
+        self._extend(table, node, index, spans, now_s, is_new=is_new)
         for lease, _ in table.requested_leases:
             if index * self._manager.block_size < lease.tokens:
                 table.account.lease_endpoints.extend(lease.lease_id, node)
@@ -344,7 +397,7 @@ class LeaseManager:
         that reach beyond it, while there is room. Those that have left the tree since the table was
         suspended, or whose nodes are no longer promised, are passed over.
         """
-        spans = [span for span in _spans(table, now_s) if span[1] > table.committed]
+        spans = [span for span in table_spans(table, now_s) if span[1] > table.committed]
         for block in table.resumed:
             if block.parent is None or not self._may_promise_last(table, block):
                 continue
@@ -408,7 +461,21 @@ class LeaseManager:
         return dropped
 
 
-def _spans(table: BlockTable, now_s: float) -> Spans:
+def _state_at(table: BlockTable, path: Sequence[Node], tokens: int, size: int) -> State | None:
+    """Return the state that stands `tokens` tokens down what a table has matched, if one is kept:
+    that of the hit, or one above it. O(states there).
+    """
+    if table.restores and tokens == table.state_tokens:
+        hit = table.resumed[0]
+        return hit.state if isinstance(hit, StateBlock) else None
+    behind = path[tokens // size].run if tokens // size < len(path) else ()
+    at = (tokens % size, behind[: tokens % size])
+    found = path[tokens // size - 1].states or ()
+    return next((s for s in found if (len(s.run), s.run) == at and s.is_whole), None)
+
+
+def table_spans(table: BlockTable, now_s: float) -> Spans:
+    """Return what the leases of a table ask at `now_s`. O(leases)."""
     return [
         (lease.tokens, covered_blocks, spans_of(lease.retention, table.started_s, now_s))
         for lease, covered_blocks in table.requested_leases
@@ -420,7 +487,7 @@ def promised_blocks(table: BlockTable, now_s: float | None = None) -> int:
     given. O(leases).
     """
     at_s = table.started_s if now_s is None else now_s
-    spans = _spans(table, at_s)
+    spans = table_spans(table, at_s)
     return max((covered for _, covered, one in spans if one.promise_at_s > at_s), default=0)
 
 

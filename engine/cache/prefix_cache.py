@@ -1,7 +1,7 @@
 """The prefix cache's entry point: every operation on blocks that the scheduler and core may use.
 
 It knows tokens, namespaces, leases and quotas, never a tensor or a tenant, and reads no clock:
-callers pass `now_s`. One thread calls it. The numbered rules are in `engine/cache/README.md`.
+callers pass `now_s`. One thread calls it. The rules are in `engine/cache/README.md`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from engine.cache.events import (
     PromiseLost,
     peek_of,
 )
-from engine.cache.lease_manager import LeaseManager, promised_blocks
+from engine.cache.lease_manager import LeaseManager, promised_blocks, table_spans
 from engine.cache.moved_blocks import MovedBlocks
+from engine.cache.state_manager import StateManager
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.eviction_policy import EvictionPolicy, LeastRecentlyUsed
 from engine.cache.tree.leases import BlockTerms
@@ -68,6 +69,8 @@ class PrefixCache:
         facts: FactListener | None = None,
         eviction_policy: EvictionPolicy = DEFAULT_EVICTION_POLICY,
         windows: Sequence[int] = (),
+        state_blocks: int = 0,
+        state_spacing: int | None = None,
     ) -> None:
         """Make a cache of `blocks` free blocks of `block_size` tokens.
 
@@ -75,7 +78,9 @@ class PrefixCache:
         callable that receives the frozen events of `engine.cache.events` as they happen.
         `eviction_policy` chooses among the evictable leaves of a payer. `windows`: the tokens of
         each window group's window; a run of `block_size` tokens takes a block in each of these and
-        one in group 0. Raises ValueError for a window below two tokens.
+        one in group 0. `state_blocks`: the blocks that a kept state takes, of a model with
+        recurrent layers; `state_spacing`: tokens within which a sequence keeps no second one (None:
+        by its room). Raises ValueError for a window below two tokens.
         """
         self.blocks = blocks
         self.block_size = block_size
@@ -87,10 +92,14 @@ class PrefixCache:
         self._windows = WindowManager(self._manager, self.promises)
         self._attention = AttentionWindows(self._manager, self._leases)
         self._has_windows = bool(self.windows.windows)
+        self.states = StateManager(
+            self._manager, self.promises, self._allocate, self._emit, state_blocks, state_spacing
+        )
         self.moves = MovedBlocks(self._manager, self._allocate)
+        self.strides = self._manager.strides
         self.floor_blocks_max = self._manager.fair_share.floors_max
         self.facts = facts
-        self._evicted = self._expired = self._copied = self._window_gone = 0
+        self._evicted = self._expired = self._copied = self._resume_gap = 0
 
     # -- queries ------------------------------------------------------------------------------
 
@@ -110,6 +119,8 @@ class PrefixCache:
         path: Sequence[TreeBlock] = found.path
         if self._has_windows:
             path = [*path, *self._windows.read_blocks(found)]
+        if found.state is not None:
+            path = [*path, *found.state.blocks]
         return [refs[block.block] for block in path if not block.is_bound].count(1)
 
     def blocks_to_start(
@@ -160,7 +171,7 @@ class PrefixCache:
 
         O(1), or O(floors) when the floors together exceed their bound.
         """
-        blocks = self._manager.max_sequence_blocks(namespace, quota)
+        blocks = self._manager.max_sequence_blocks(namespace, quota) - self.states.blocks
         return tokens_within(blocks, self.windows.windows, self.block_size)
 
     def available_blocks(
@@ -184,7 +195,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """Return totals and gauges. O(payers changed since the last query)."""
-        return self._manager.stats(self._evicted, self._expired, self._copied, self._window_gone)
+        return self._manager.stats(self._evicted, self._expired, self._copied, self._resume_gap)
 
     def namespaces(self) -> tuple[NamespaceUse, ...]:
         """Return how many blocks each namespace holds. O(namespaces)."""
@@ -232,6 +243,7 @@ class PrefixCache:
         found: TreeMatch | None = None,
         attention: BlockWindow | None = None,
         suspended: BlockTable | None = None,
+        marks: Sequence[int] = (),
     ) -> BlockTable:
         """Match and pin the longest live prefix of `tokens`, token-exact, at most len(tokens) - 1.
 
@@ -241,10 +253,11 @@ class PrefixCache:
         blocks it read, and puts the answers to `leases` in `table.leases`. With an `attention`
         window only what the window shares is matched and promised. `suspended`: the table of the
         sequence before it was preempted, which ends; its promises need no room, and what of them
-        cannot be given again is told as lost. O(blocks matched).
+        cannot be given again is told as lost. `marks`: `Request.marks`. O(blocks matched).
         """
         self.expire(now_s)
         account = self._manager.account(namespace, quota)
+        self._manager.fair_share.note_use(account.payer_account, now_s)
         beside = tuple(list[int]() for _ in self.windows.windows)
         table = BlockTable(account, now_s, write, attention, beside)
         self._manager.add_table(table)
@@ -256,18 +269,22 @@ class PrefixCache:
             if found is None or not found.is_current(account.tree):
                 found = self._find(account, tokens)
             path = self._match(table, found, now_s)
-            table.window_gone_tokens = found.matched_tokens - found.cached_tokens
-            self._window_gone += table.window_gone_tokens
+            table.resume_gap_tokens = found.matched_tokens - found.cached_tokens
+            self._resume_gap += table.resume_gap_tokens
         if lost := self._leases.grant(table, path, tokens, leases, now_s, suspended, reads=read):
             self._emit(PromiseLost(namespace, lost))
         if suspended is not None:
             self._manager.remove_table(suspended)
         if len(leases) < len(asked):
             self._attention.refuse_others(table, asked)
+        parting = found.matched_tokens if read and found is not None else 0
+        ends = {min(lease.tokens, len(tokens)) for lease in leases}
         if table.beside:
-            parting = found.matched_tokens if read and found is not None else 0
-            ends = {min(lease.tokens, len(tokens)) for lease in leases}
             self._windows.add_marks(table, {len(tokens), parting, *ends})
+        elif self.states.blocks and write:
+            ahead = (mark for mark in marks if mark <= len(tokens))
+            points = (*sorted(ends, reverse=True), *ahead, parting, len(tokens))
+            self.states.add_marks(table, points)
         self._emit(Matched(namespace, prompt_tokens, table.kv_tokens))
         return table
 
@@ -310,6 +327,15 @@ class PrefixCache:
         table.writable_tokens = len(blocks) * self.block_size
         return True
 
+    def grow_freely(self, table: BlockTable, tokens: int, now_s: float, *, start: int) -> bool:
+        """Make slots [start, tokens) exist and be writable by free blocks alone: evict nothing.
+        Return False, changing nothing, where that does not do. O(1).
+        """
+        missing = max(0, self._blocks_for(tokens) - len(table.blocks)) * self.windows.groups
+        if missing and self._manager.shortage(table.account, missing)[0] > 0:
+            return False
+        return self.grow(table, tokens, now_s, start=start)
+
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """Return the copies that must run before the next step's writes, in order.
 
@@ -336,6 +362,8 @@ class PrefixCache:
             self._commit_full(table, tokens, full, now_s)
         if table.beside:
             self._windows.advance(table, now_s)
+        if table.kept:
+            self._commit_states(table, tokens, now_s)
         if attention is not None:
             self._attention.advance(table, attention, now_s)
 
@@ -351,13 +379,13 @@ class PrefixCache:
     ) -> None:
         """Commit the blocks from `table.committed` to `full`, all of whose slots are written."""
         first, size, new = table.committed, self.block_size, 0
-        is_plain = self._leases.is_plain(table)
+        is_plain, spans = self._leases.is_plain(table), table_spans(table, now_s)
         for index in range(first, full):
             run = tuple(tokens[index * size : (index + 1) * size])
             node = table.node.children.get(run)
             is_new = node is None
             if node is None or node.block < 0:
-                node, added = self._insert(table, run, index, now_s)
+                node, added = self._insert(table, run, index, now_s, node)
                 new += added
             else:
                 if node.block != table.blocks[index]:
@@ -374,7 +402,8 @@ class PrefixCache:
                 continue
             if dropped := self._leases.regain(table, node, index):
                 self._emit(PromiseLost(table.namespace, dropped))
-            self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
+                spans = table_spans(table, now_s)
+            self._leases.apply_leases(table, node, index, spans, now_s, is_new=is_new)
             table.node = node
             self._leases.release_reservation(table, index)
         table.committed = full
@@ -398,10 +427,12 @@ class PrefixCache:
 
     def mark_resume_point(self, table: BlockTable, tokens: int) -> None:
         """Note that another request will resume at `tokens`, which `table` has not computed yet
-        (rule *Resume point*). Without window groups it changes nothing.
+        (rules *Resume point*, *State*).
         """
         if table.beside:
             self._windows.add_marks(table, {tokens})
+        elif self.states.blocks and table.write:
+            self.states.add_marks(table, (tokens,))
 
     def release(
         self, table: BlockTable, tokens: Sequence[int], now_s: float, *,
@@ -446,6 +477,9 @@ class PrefixCache:
         self._leases.end_use(table, now_s)
         self._manager.unpin_all(table.account, reversed(table.pinned))
         self._manager.unpin_all(table.account, table.window_blocks)
+        if keep and table.kept:
+            self._commit_states(table, tokens, now_s)
+        self.states.drop(table)
         for _, aside in table.aside:
             self._manager.unpin_all(table.account, aside)
         self._manager.version += 1
@@ -460,7 +494,8 @@ class PrefixCache:
 
     def whole_blocks(self, found: TreeMatch) -> TreeMatch:
         """Return the deepest hit of a match that stands at the end of a whole block. O(windows)."""
-        return self.windows.cut(found.whole_blocks())
+        whole = found.whole_blocks()
+        return self.states.cut(whole) if self.states.blocks else self.windows.cut(whole)
 
     def extend_lease(self, lease_id: str, node: Node) -> None:
         """Note that a lease covers everything up to a node of the tree. O(1)."""
@@ -560,6 +595,7 @@ class PrefixCache:
         A block in use stays where its clock counts from the last use. O(expired log n).
         """
         self.promises.lapse_promises(now_s)
+        self._manager.fair_share.rest(now_s)
         expired = 0
         for account, node in self.promises.take_expired(now_s):
             if not account.tree.contains(node):
@@ -635,6 +671,8 @@ class PrefixCache:
 
     def _find(self, account: NamespaceAccount, tokens: Sequence[int]) -> TreeMatch:
         found = account.tree.find(tokens)
+        if self.states.blocks:
+            return self.states.cut(found)
         return self.windows.cut(found) if self._has_windows else found
 
     def _match(self, table: BlockTable, found: TreeMatch, now_s: float) -> list[Node]:
@@ -647,9 +685,10 @@ class PrefixCache:
         table.start_at(path)
         if self._has_windows:
             self._windows.pin(table, found, now_s)
+        self.states.pin(table, found, now_s)
         if partial_node is None:
             return path
-        sources = [*tree_blocks(partial_node)]
+        sources: list[TreeBlock] = [partial_node, *filter(None, partial_node.beside or ())]
         for source in sources:
             self._manager.pin(source)
         new_blocks = self._allocate(account, len(sources), now_s)
@@ -663,9 +702,20 @@ class PrefixCache:
             table.kv_tokens += found.partial_tokens
         elif table.beside:
             path = self._windows.shorten(table, path, now_s)
+        elif found.state is not None:
+            path = self._without_state(table)
         for source in sources:
             self._manager.unpin(source.block)
         return path
+
+    def _without_state(self, table: BlockTable) -> list[Node]:
+        """Give back a match that ends within a block, for whose copy there was no room: no state
+        stands before it. O(blocks).
+        """
+        self.states.drop(table)
+        self._manager.unpin_all(table.account, reversed(table.blocks))
+        table.start_at([])
+        return []
 
     def _renew(self, account: NamespaceAccount, nodes: Sequence[Node], now_s: float) -> None:
         for node in nodes:
@@ -700,16 +750,24 @@ class PrefixCache:
         return table.write
 
     def _insert(
-        self, table: BlockTable, run: tuple[int, ...], index: int, now_s: float
+        self, table: BlockTable, run: Run, index: int, now_s: float, known: Node | None = None
     ) -> tuple[Node, int]:
         block, beside = table.blocks[index], [row[index] for row in table.beside]
-        node, added = self._manager.insert(table.account, table.node, run, block, now_s, beside)
-        if node.promised:  # a level below has kept the promise: its use is a read
+        node, added = self._manager.insert(
+            table.account, table.node, run, block, now_s, beside, known
+        )
+        if known is not None and known.promised:
+            # A level below has kept the promise: its use is a read.
             self.promises.renew_on_read(table.account, tree_blocks(node), now_s)
         if node.terms is not None or beside:
             for tree_block in tree_blocks(node):
                 self.promises.update_deadlines(table.account, tree_block, now_s)
         return node, added
+
+    def _commit_states(self, table: BlockTable, tokens: Sequence[int], now_s: float) -> None:
+        """Put the written states of a table into the tree, and promise those that leases do."""
+        for position, state in self.states.commit(table, tokens, now_s):
+            self._leases.promise_state(table, position, state, now_s)
 
     def _commit_tail(self, table: BlockTable, tokens: Sequence[int], now_s: float) -> None:
         """Leave the partly filled last block to the tree, unless it already holds its tokens."""
@@ -733,7 +791,8 @@ class PrefixCache:
             and (filled := self._windows.commit(table, node, index, now_s))
         ):
             self._emit(Committed(table.namespace, 0, 0, filled))
-        self._leases.apply_leases(table, node, index, now_s, is_new=is_new)
+        spans = table_spans(table, now_s)
+        self._leases.apply_leases(table, node, index, spans, now_s, is_new=is_new)
         self._leases.release_reservation(table, index)
         self._leases.rebind(table)
         if self._manager.below is not None:

@@ -18,6 +18,7 @@ from engine.api import Clock, Erase, Request
 from engine.errors import EngineError, RequestRefused
 from engine.grammar.compiler import GrammarSource
 from engine.grammar.grammar import CompiledGrammar, MaskFiller, without_end_tokens
+from engine.plan import Mask
 from engine.scheduler.sequence import Sequence
 
 SLOW_S: Final = 0.002
@@ -80,15 +81,20 @@ class Constraints:
         """Return the requests with a grammar that was compiled, or refused, since the last call."""
         return [] if self._source is None else self._source.take_ready()
 
-    def attach_matcher(self, sequence: Sequence) -> None:
-        """Put a sample at the start of its request's compiled grammar."""
+    def attach_matcher(self, sequence: Sequence) -> str:
+        """Put a sample at the start of its request's compiled grammar, or behind the output that it
+        resumes; return the error code of a request that fails there, or ""."""
         compiled = sequence.parent.compiled
         if compiled is None:
-            return
+            return ""
         sequence.matcher = compiled.matcher.fork()
         sequence.mask = compiled.first_mask
         if sequence.parent.request.min_tokens > 1:
             sequence.mask = without_end_tokens(compiled.first_mask, sequence.matcher.vocabulary)
+        for token_id in sequence.tokens[sequence.prompt_tokens :]:
+            if code := self.consume(sequence, token_id):
+                return code
+        return ""
 
     def consume(self, sequence: Sequence, token_id: int) -> str:
         """Advance a sample's matcher by one token; return the error code of a failed request, or
@@ -105,6 +111,28 @@ class Constraints:
             return ""
         self._note_size(sequence, matcher.failure)
         return matcher.failure or "grammar_dead_end"
+
+    def follow(
+        self, sequence: Sequence, drafts: abc.Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[Mask, ...]]:
+        """Return the drafts up to the first that the sample's grammar forbids, and the mask behind
+        each; without a grammar, all of them. Tens of microseconds a draft; none for slow masks.
+        """
+        if sequence.matcher is None:
+            return tuple(drafts), ()
+        if sequence.has_slow_mask:
+            return (), ()
+        matcher, masks = sequence.matcher.fork(), list[Mask]()
+        for number, token_id in enumerate(drafts, 1):
+            if not matcher.consume(token_id) or matcher.is_complete:
+                break
+            outputs = sequence.output_tokens + number
+            suppress = [outputs + 1 < sequence.parent.request.min_tokens]
+            (mask,) = self._filler.fill([matcher], suppress)
+            if not mask.any():
+                break
+            masks.append(mask)
+        return tuple(drafts[: len(masks)]), tuple(masks)
 
     def is_complete(self, sequence: Sequence) -> bool:
         """Return whether the sample's text is complete, so that nothing can follow."""

@@ -49,7 +49,9 @@ from engine.core.planner import InFlightStep, StepPlanner
 from engine.core.request_checks import check_request
 from engine.core.smoke_test import BARREN_STEPS_MAX, SMOKE_TEST_ID, smoke_test_request
 from engine.core.stats import EngineStats
+from engine.core.step_drafts import EXPOSED_S, StepDrafts
 from engine.core.timeouts import Timeouts
+from engine.drafts.drafter import Draft, Drafter
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation
 from engine.levels.copy_formats import laxest
 from engine.levels.levels import Levels
@@ -88,9 +90,12 @@ class Core:
         levels: Levels | None = None,
         kv_fidelity: Fidelity = "exact",
         attention_lacks: str = "",
+        run_up: int = 0,
+        draft_step_s: tuple[float, ...] = (),
     ) -> None:
         """`kv_fidelity`: of KV that was never below the device. `attention_lacks`: why the runner
-        computes no attention windows, empty if it does.
+        computes no attention windows, empty if it does. `run_up`: `Architecture.run_up`.
+        `draft_step_s`: see `Drafter`; empty if the runner verifies no drafts.
         """
         self.cache = cache
         self.runner = runner
@@ -101,7 +106,7 @@ class Core:
         self.attention_lacks = attention_lacks
         self.pipeline_depth = pipeline_depth
         step_cost = StepCost()
-        self.scheduler = Scheduler(cache, config, step_cost, levels)
+        self.scheduler = Scheduler(cache, config, step_cost, levels, run_up)
         self.levels = levels
         self._kv_fidelity = kv_fidelity
         self._erasures = Erasures(cache, levels)
@@ -111,6 +116,12 @@ class Core:
         self.on_step_failed: Callable[[int, Exception], None] = lambda step, error: None
         self._barren_steps = 0  # in a row
         self._smoke_test: ActiveRequest | None = None
+        drafter = None
+        if len(draft_step_s) > 1 and config.speculation == "auto":
+            drafter = Drafter(draft_step_s, exposed_s=EXPOSED_S if pipeline_depth > 1 else 0.0)
+        self.drafts = StepDrafts(
+            drafter, self.scheduler, self.constraints, cache, config.step_tokens_max
+        )
         self._events: list[Event] = []
         self._in_flight: deque[InFlightStep] = deque()
         self._pacing = LaunchPacing()
@@ -142,6 +153,26 @@ class Core:
         active = self.requests.add(request, self.clock())
         self._add_sequence(active)
         self.scheduler.add_request(active)
+        if request.resumed_tokens and not active.is_compiling:
+            self._end_resumed(active)
+
+    def _end_resumed(self, active: ActiveRequest) -> None:
+        """End a request whose output was whole when it was resumed: its end was lost."""
+        sequence, request = active.sequences[0], active.request
+        count, last = sequence.output_tokens, sequence.tokens[-1]
+        is_stop = last in request.stop_token_ids and count >= request.min_tokens
+        if is_stop or self.constraints.is_complete(sequence):
+            self._finish_sample(sequence, "stop")
+        elif count >= request.max_tokens:
+            self._finish_sample(sequence, "length")
+
+    def abandon(self, request_id: str) -> None:
+        """End a request whose connection has left. Nobody enters what it has used: it is counted
+        apart. Unknown ids are ignored."""
+        active = self.requests.get(request_id)
+        if active is not None and active.started_at_s is not None:
+            self.engine_stats.count_abandoned(active)
+        self.cancel(request_id)
 
     def cancel(self, request_id: str) -> None:
         """End a request as `cancelled` and release its blocks now. Unknown ids are ignored."""
@@ -182,7 +213,7 @@ class Core:
             cached_tokens=found.cached_tokens,
             promised_tokens=promised_tokens,
             expires_in_s=expires_in_s,
-            window_gone_tokens=found.window_gone_tokens,
+            resume_gap_tokens=found.resume_gap_tokens,
             stored_tokens=stored_tokens,
             promisable_tokens=None if promisable is None else promisable[0],
             bound="" if promisable is None else promisable[1],
@@ -205,6 +236,7 @@ class Core:
             ):
                 active.may_write = False
         self.constraints.erase(call)
+        self.drafts.erase(call.namespace)
         self._erasures.erase(call, answer)
 
     def take_changed(self) -> set[Namespace]:
@@ -256,6 +288,7 @@ class Core:
         self._pacing.check()
         self.scheduler.queue.check()
         self.scheduler.running.check()
+        self.drafts.check([s.sequence_id for active in self.requests for s in active.sequences])
         if self.levels is not None:
             self.levels.check()
 
@@ -306,11 +339,15 @@ class Core:
 
     def step(self) -> list[Event]:
         """Launch the next step, then collect the oldest one if `pipeline_depth` are in flight or
-        nothing was launched. Return the events, in order.
+        nothing was launched; before drafts, collect first. Return the events, in order.
 
         Without work it does maintenance. A failure of a step ends the requests it concerns. Raises
         InvariantViolation, and EngineUnavailable if a repeated smoke test fails.
         """
+        if self.drafts.must_collect(self._in_flight):
+            while self._in_flight:
+                self._collect()
+            self.drafts.drained(self.clock())
         now_s = self.clock()
         self._prepare(now_s)
         # A step of an isolated request, and the step after it, must not overlap with others.
@@ -342,7 +379,12 @@ class Core:
             sequence = piece.sequence
             if not sequence.is_known_to_runner and sequence.parent.started_at_s is None:
                 self._mark_started(sequence, now_s)
+        if self._in_flight:
+            drafts: dict[int, Draft] = {}  # the step in flight may sample what they follow
+        else:
+            slices, drafts = self.drafts.add(slices, now_s)
         plan, in_flight = self._planner.plan(self.engine_stats.next_step(), slices, now_s)
+        in_flight.drafts = drafts
         self._timeouts.record_progress()
         try:
             self.runner.launch(plan)
@@ -351,6 +393,7 @@ class Core:
         except Exception as error:
             self._fail_step(in_flight, error)
             return False
+        self.drafts.launched(self.clock())
         self._in_flight.append(in_flight)
         self._planner.fork(in_flight)
         return True
@@ -407,6 +450,7 @@ class Core:
             self._count_barren_step()
         computed = self._commit_slices(in_flight, result, now_s)
         self._accept_tokens(in_flight, result, now_s)
+        self.drafts.record(in_flight, result.elapsed_s)
         self.engine_stats.record_step(
             in_flight.launched_at_s,
             now_s,
@@ -491,7 +535,7 @@ class Core:
         that are dropped. First tokens go first: the gateway takes milliseconds for the tokens of a
         large batch.
         """
-        events, sampled, accepted = self._events, result.sampled, 0
+        sampled, accepted = result.sampled, 0
         sampling = list(in_flight.sampling.values())
         if first := [sequence for sequence in sampling if not sequence.output_tokens]:
             sampling = first + [sequence for sequence in sampling if sequence.output_tokens]
@@ -500,39 +544,60 @@ class Core:
             if sequence.is_ended:
                 continue
             tokens = sampled.get(sequence.sequence_id, ())
-            if len(tokens) != 1 and (sequence.in_flight or not tokens):
+            draft = in_flight.drafts.get(sequence.sequence_id)
+            most = 1 if draft is None else 1 + len(draft.token_ids)
+            if not 1 <= len(tokens) <= most or (len(tokens) > 1 and sequence.in_flight):
                 found = f"sequence {sequence.sequence_id} sampled {len(tokens)} tokens"
-                wanted = "1" if sequence.in_flight else "1 or more"
+                wanted = "1" if most == 1 else f"1 to {most}"
                 raise InvariantViolation(f"{found}; expected {wanted}")
-            active = sequence.parent
-            request = active.request
-            is_constrained = sequence.matcher is not None
-            for token in tokens:
-                token_id = token.token_id
-                if is_constrained and (code := self.constraints.consume(sequence, token_id)):
-                    self._fail(active, code)
-                    break
-                sequence.tokens.append(token_id)
-                sequence.output_tokens = count = sequence.output_tokens + 1
-                accepted += 1
-                if token.logprob is not None:
-                    sequence.cumulative_logprob += token.logprob
-                if active.first_token_at_s is None:
-                    active.first_token_at_s = now_s
-                events.append(Tokens(request.request_id, sequence.index, (token,)))
-                is_stop = token_id in request.stop_token_ids and count >= request.min_tokens
-                if is_stop or (is_constrained and self.constraints.is_complete(sequence)):
-                    self._finish_sample(sequence, "stop")
-                    break
-                if count >= request.max_tokens:
-                    self._finish_sample(sequence, "length")
-                    break
+            accepted += self._accept_sampled(sequence, tokens, draft, now_s)
         self.engine_stats.output_tokens += accepted
+
+    def _accept_sampled(
+        self,
+        sequence: Sequence,
+        tokens: tuple[SampledToken, ...],
+        draft: Draft | None,
+        now_s: float,
+    ) -> int:
+        """Append a sequence's output tokens up to its last one; return how many those are."""
+        active = sequence.parent
+        request, known = active.request, len(sequence.tokens)
+        is_constrained = sequence.matcher is not None
+        reason: FinishReason | None = None
+        code = ""
+        for token in tokens:
+            token_id = token.token_id
+            if is_constrained and (code := self.constraints.consume(sequence, token_id)):
+                break
+            sequence.tokens.append(token_id)
+            sequence.output_tokens = count = sequence.output_tokens + 1
+            if token.logprob is not None:
+                sequence.cumulative_logprob += token.logprob
+            is_stop = token_id in request.stop_token_ids and count >= request.min_tokens
+            if is_stop or (is_constrained and self.constraints.is_complete(sequence)):
+                reason = "stop"
+            elif count >= request.max_tokens:
+                reason = "length"
+            if reason is not None:
+                break
+        kept = len(sequence.tokens) - known
+        if kept:
+            if active.first_token_at_s is None:
+                active.first_token_at_s = now_s
+            self._events.append(Tokens(request.request_id, sequence.index, tokens[:kept]))
+        self.drafts.note(sequence, draft, sequence.tokens[known:], now_s)
+        if code:
+            self._fail(active, code)
+        elif reason is not None:
+            self._finish_sample(sequence, reason)
+        return kept
 
     # -- endings ------------------------------------------------------------------------------
 
     def _finish_sample(self, sequence: Sequence, reason: FinishReason) -> None:
         request = sequence.parent.request
+        self.drafts.end(sequence)
         self.scheduler.stop(sequence, self.clock(), is_complete=True)
         logprob = None if request.sampling.logprobs is None else sequence.cumulative_logprob
         self._events.append(
@@ -555,6 +620,8 @@ class Core:
         if active.is_finished:
             raise InvariantViolation("a request was finished twice")
         active.is_finished = True
+        for sequence in active.sequences:
+            self.drafts.end(sequence)
         now_s = self.clock()
         self.constraints.release(active.request)
         self.scheduler.remove_request(active, now_s, keep=ending != "failed")
@@ -664,8 +731,12 @@ class Core:
                 self._finish(active, "refused", outcome.code, outcome.message, retry_after_s=wait_s)
             else:
                 active.compiled = outcome
-                self.constraints.attach_matcher(active.sequences[0])
+                code = self.constraints.attach_matcher(active.sequences[0])
                 self.scheduler.grammar_ready(active)
+                if code:
+                    self._fail(active, code)
+                elif active.request.resumed_tokens:
+                    self._end_resumed(active)
 
     def _mark_started(self, sequence: Sequence, now_s: float) -> None:
         active, table = sequence.parent, sequence.table
@@ -673,21 +744,22 @@ class Core:
         self.requests.mark_started(active, now_s)
         if active is self._smoke_test:
             return
-        active.cached_tokens = table.kv_tokens
+        prompt = active.request.prompt_tokens
+        active.cached_tokens = cached = min(table.kv_tokens, prompt)
         use = active.level_use
-        self.engine_stats.prompt_tokens += len(active.request.tokens)
-        self.engine_stats.cached_tokens += table.kv_tokens
+        self.engine_stats.prompt_tokens += prompt
+        self.engine_stats.cached_tokens += cached
         loaded = sum(tokens for _, tokens in active.loaded_tokens)
-        self.engine_stats.device_tokens += table.kv_tokens - loaded
+        self.engine_stats.device_tokens += max(0, cached - loaded)
         if self.levels is not None:
             self.levels.counts.started(active.loaded_tokens)
         self._events.append(
             Started(
                 request_id=active.request.request_id,
-                prompt_tokens=len(active.request.tokens),
-                cached_tokens=table.kv_tokens,
+                prompt_tokens=prompt,
+                cached_tokens=cached,
                 leases=table.leases,
-                window_gone_tokens=table.window_gone_tokens,
+                resume_gap_tokens=table.resume_gap_tokens,
                 loaded_tokens=active.loaded_tokens,
                 fidelity=self._fidelity_of(table),
                 wait=None if use is None else use.told(table.kv_tokens),

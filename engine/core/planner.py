@@ -18,7 +18,8 @@ from itertools import pairwise
 from typing import Final
 
 from engine.cache import BlockTable, PrefixCache
-from engine.plan import BegunSequence, Group, Mask, Row, StepPlan
+from engine.drafts.drafter import Draft
+from engine.plan import BegunSequence, Group, Mask, Row, StateCopy, StepPlan
 from engine.scheduler.scheduler import Scheduler, Slice
 from engine.scheduler.sequence import ActiveRequest, Sequence
 
@@ -43,6 +44,8 @@ class InFlightStep:
     """Of those under a grammar."""
     ends_of_prompts: list[Slice] = field(default_factory=list)
     """The slices after which samples part."""
+    drafts: dict[int, Draft] = field(default_factory=dict)
+    """Of the sequences that have some, by id."""
     copy_targets: list[Sequence] = field(default_factory=list)
     """Sequences without a row whose pending copy runs with the step."""
 
@@ -78,8 +81,22 @@ class StepPlanner:
         copies = self._cache.take_copies()
         if copies:
             self._add_copy_targets(in_flight, {copy.dst for copy in copies})
+        restores = [
+            StateCopy(piece.sequence.sequence_id, self._cache.states.take_restores(piece.table))
+            for piece in in_flight.slices[: in_flight.rows]
+            if piece.table.restores
+        ]
+        keeps = [
+            *self._scheduler.last_keeps,
+            *(
+                StateCopy(piece.sequence.sequence_id, piece.keeps)
+                for piece in in_flight.slices
+                if piece.keeps
+            ),
+        ]
         ended = tuple(self._scheduler.ended_ids)
         self._scheduler.ended_ids.clear()
+        self._scheduler.last_keeps.clear()
         plan = StepPlan(
             step=step,
             rows=tuple(rows),
@@ -88,6 +105,8 @@ class StepPlanner:
             ended=ended,
             copies=copies,
             masks=in_flight.masks,
+            restores=tuple(restores),
+            keeps=tuple(keeps),
         )
         return plan, in_flight
 
@@ -114,7 +133,8 @@ class StepPlanner:
         size = self._cache.block_size
         for piece in in_flight.slices:
             sequence, table, start = piece.sequence, piece.table, piece.start
-            sequence_id, tokens, end = sequence.sequence_id, sequence.tokens, start + piece.count
+            silent, tokens, end = piece.silent, sequence.tokens, start + piece.count
+            sequence_id = sequence.sequence_id
             known = len(tokens)
             if not sequence.is_known_to_runner:
                 begun.append(_introduce(sequence))
@@ -136,11 +156,16 @@ class StepPlanner:
                     samples += self._add_samples(sequence.parent, in_flight, begun)
             if table.attention is not None and _reads_window(piece, size):
                 window = table.attention
-            token_ids = tokens[start:end] if end <= known else None
+            token_ids = tokens[start - silent : end] if end <= known else None
+            count = piece.count + silent
+            if token_ids is not None and piece.drafts:
+                token_ids += piece.drafts
+                count += len(piece.drafts)
             rows.append(
                 Row(
-                    sequence_id, start, piece.count, table.blocks, table.version, token_ids,
-                    samples, logprobs, next_token_id, table.beside, window,
+                    sequence_id, start - silent, count, table.blocks, table.version,
+                    token_ids, samples, logprobs, next_token_id, table.beside, window, silent,
+                    len(piece.drafts), piece.draft_masks,
                 )
             )  # fmt: skip
         return rows
@@ -209,7 +234,8 @@ class StepPlanner:
             pair = slices[i].table, versions[i], slices[j].table, versions[j]
             run = known.get(pair)
             if run is None:
-                whole = min(slices[i].start, slices[j].start) // size
+                first, second = slices[i], slices[j]
+                whole = min(first.start - first.silent, second.start - second.silent) // size
                 is_windowed = versions[j] == WINDOWED  # where row i is, row j behind it is too
                 run = 0 if is_windowed else shared_blocks(keys[i], keys[j], whole)
             self._runs[pair] = run
@@ -220,7 +246,8 @@ class StepPlanner:
 def _reads_window(piece: Slice, block_size: int) -> bool:
     """Return whether a token of a slice reads less than all tokens before it."""
     window = piece.table.attention
-    return window is not None and piece.start + piece.count > window.shared_blocks * block_size
+    end = piece.start + piece.count + len(piece.drafts)
+    return window is not None and end > window.shared_blocks * block_size
 
 
 def _key_of(sequence: Sequence, table: BlockTable) -> bytes:
@@ -241,7 +268,7 @@ def _introduce(sequence: Sequence) -> BegunSequence:
         sequence_id=sequence.sequence_id,
         sampling=sequence.parent.request.sampling,
         token_ids=sequence.tokens,
-        prompt_tokens=len(sequence.parent.request.tokens),
+        prompt_tokens=sequence.prompt_tokens,
         sample_index=sequence.index,
     )
 

@@ -44,12 +44,16 @@ def check_request(core: CheckContext, request: Request) -> None:
     if request.attention is not None:
         _check_attention(core, request, request.attention)
     _check_size(core, request)
+    _check_resumed(request)
 
 
 def _check_tokens(core: CheckContext, request: Request) -> None:
     if not request.tokens:
         raise RequestRefused("prompt_empty", "The prompt has no tokens.")
-    ids = (request.tokens, request.stop_token_ids, tuple(request.sampling.logit_bias))
+    ids = (
+        *(request.tokens, request.prediction),
+        *(request.stop_token_ids, tuple(request.sampling.logit_bias)),
+    )
     for some in ids:
         if some and not all_in_vocabulary(some, core.vocab_size):
             wrong = min(some) if min(some) < 0 else max(some)
@@ -95,7 +99,8 @@ def _check_attention(core: CheckContext, request: Request, asked: AttentionWindo
 
 
 def _check_size(core: CheckContext, request: Request) -> None:
-    prompt, total = len(request.tokens), len(request.tokens) + request.max_tokens
+    prompt = request.prompt_tokens
+    total = prompt + max(request.max_tokens, request.resumed_tokens)
     if total > core.context_tokens:
         raise RequestRefused(
             "context_exceeded",
@@ -117,4 +122,16 @@ def _check_size(core: CheckContext, request: Request) -> None:
         raise RequestRefused(
             "kv_exceeded",
             f"The request needs cache memory for {total} tokens; this tenant may use {room}.",
+        )
+
+
+def _check_resumed(request: Request) -> None:
+    """Refuse to resume what has no single next token, or no prompt."""
+    if not request.resumed_tokens:
+        return
+    if request.samples > 1 or request.prompt_logprobs is not None or request.prompt_tokens < 1:
+        raise RequestRefused(
+            "answer_lost",
+            f"A request with {request.resumed_tokens} resumed tokens of {len(request.tokens)}:"
+            " expected a prompt before them, one sample and no logprobs of the prompt.",
         )

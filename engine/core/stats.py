@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from engine.api import Namespace, Payer, Usage
+from engine.api import EndedCounts, Namespace, Payer, Usage
 from engine.cache import NamespaceUse, PrefixCache
 from engine.levels.levels import Levels
 from engine.scheduler.request_table import RequestTable, RequestTotals
 from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.sequence import ActiveRequest
 from engine.scheduler.step_cost import StepCost, StepWork
-from engine.statistics import LevelStats, NamespaceStats, Stats
+from engine.statistics import LevelStats, LoadReport, NamespaceStats, Stats
 
 SMOOTHING = 0.1
 """The weight of the latest step in the smoothed rates."""
@@ -45,6 +46,7 @@ class EngineStats:
         """
         self.prompt_tokens = self.cached_tokens = self.device_tokens = 0
         self.computed_tokens = self.output_tokens = self.unneeded_tokens = 0
+        self.abandoned = 0, 0, 0
         self._stepped_at_s = float("-inf")
         self._step_s = self._prefill_per_s = 0.0
         self.step_cost.reset()
@@ -53,6 +55,26 @@ class EngineStats:
         """Take back what was counted of a repeated smoke test's tokens in this step."""
         self.computed_tokens -= usage.computed_tokens
         self.output_tokens -= usage.output_tokens
+
+    def count_abandoned(self, active: ActiveRequest) -> None:
+        """Count the tokens of a started request whose connection has left."""
+        prompt, cached, output = self.abandoned
+        output += sum(one.output_tokens for one in active.sequences)
+        request = active.request
+        self.abandoned = (
+            prompt + request.prompt_tokens,
+            cached + active.cached_tokens,
+            output - request.resumed_tokens,
+        )
+
+    def disown(self, ended: EndedCounts) -> None:
+        """Count a request that had ended as abandoned: its end did not reach the gateway."""
+        prompt, cached, output = self.abandoned
+        self.abandoned = (
+            prompt + ended.prompt_tokens,
+            cached + ended.cached_tokens,
+            output + ended.output_tokens,
+        )
 
     def count_unneeded(self, sampled: int, most: int) -> int:
         """Return how many of `sampled` tokens come before the sample's end; count the others as
@@ -130,11 +152,14 @@ class EngineStats:
             computed_tokens_total=self.computed_tokens,
             output_tokens_total=self.output_tokens,
             unneeded_tokens_total=self.unneeded_tokens,
+            abandoned_prompt_tokens_total=self.abandoned[0],
+            abandoned_cached_tokens_total=self.abandoned[1],
+            abandoned_output_tokens_total=self.abandoned[2],
             evicted_blocks_total=held.evicted_blocks_total,
             expired_blocks_total=held.expired_blocks_total,
             copied_blocks_total=held.copied_blocks_total,
             window_blocks=held.window_blocks,
-            window_gone_tokens_total=held.window_gone_tokens_total,
+            resume_gap_tokens_total=held.resume_gap_tokens_total,
             preemptions_total=scheduler.preemptions,
             steps_per_s=1 / self._step_s if self._step_s > 0 else 0.0,
             prefill_tokens_per_s=self._prefill_per_s,
@@ -143,6 +168,30 @@ class EngineStats:
             changed=tuple(
                 _namespace_stats(cache.use(name), live, running, levels) for name in names
             ),
+        )
+
+    def load(
+        self, cache: PrefixCache, scheduler: Scheduler, requests: RequestTable, accepted: int
+    ) -> LoadReport:
+        """Return the queue and the speed, as one connection sees them. O(running), and as
+        `PrefixCache.stats`.
+        """
+        held, live, running = cache.stats(), requests.totals, scheduler.running.totals
+        levels = None if scheduler.loading is None else scheduler.loading.levels
+        context = running.tokens / running.requests if running.requests else 0.0
+        return LoadReport(
+            accepted=accepted,
+            waiting_tokens=live.missing_tokens
+            - running.missing_tokens
+            + scheduler.running.prompt_tokens_left,
+            rows=running.requests,
+            waiting=live.requests - running.requests,
+            free_blocks=held.free,
+            promisable_blocks=held.promisable,
+            prefill_tokens_per_s=self._prefill_per_s,
+            step_s=self._step_s,
+            row_s=self.step_cost.seconds_of_row(context),
+            below_bytes_per_s=0.0 if levels is None else levels.paces["host"].bytes_per_s,
         )
 
 

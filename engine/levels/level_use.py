@@ -8,11 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from engine.api import LevelName, LevelWait, LoadMiss
+from engine.api import LEVELS_BELOW, LevelName, LevelWait, LoadMiss
 
 _RANKS: Final[tuple[LoadMiss, ...]] = ("", "not_worth_loading", "level_failed", "damaged")
-
-_SLOWER: Final[tuple[LevelName, ...]] = ("host", "disk", "remote")
 
 
 @dataclass(slots=True)
@@ -45,7 +43,7 @@ class LevelUse:
     def wait(self, seconds: float, level: LevelName) -> None:
         """Note the end of a load that the request waited for."""
         self.load_s += max(0.0, seconds)
-        self.level = level if self.level is None else max(self.level, level, key=_SLOWER.index)
+        self.level = level if self.level is None else max(self.level, level, key=LEVELS_BELOW.index)
 
     def told(self, cached_tokens: int) -> LevelWait | None:
         """Return what is told of a request that starts with so many cached tokens; None where no

@@ -3,7 +3,7 @@
 It decides what is copied, stored, looked up and loaded, through a transfer engine and a storage
 whose outcomes it polls. A load is another way to fill blocks than computing them: what fails is
 computed. It knows tokens, blocks and slots, never a tensor, and reads no clock. One thread calls
-it. The rules are in `engine/levels/README.md`.
+it. The rules are in `engine/cache/README.md`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from engine.api import (
+    LEVELS_BELOW,
     AtRest,
     CacheGrant,
     Erase,
@@ -159,15 +160,13 @@ class Levels:
         copies = path[whole : whole + windows.standing(path[whole:], whole, len(path) - whole)]
         if not copies:
             return None
-        top = copies[0].host or copies[0].record
-        assert top is not None, "a run with a place below"
         choice = choose_load(
             [level_of(node) for node in copies],
             self.paces,
             lambda blocks: compute_s(whole * size, blocks * size),
             self._blocks_min,
             now_s,
-            top.form,
+            copies[0].places[0].form,
         )
         stands = windows.standing(copies, whole, choice.blocks)
         choice = LoadChoice(stands, choice.load_s, choice.compute_s, choice.why)
@@ -321,8 +320,7 @@ class Levels:
         size = self.cache.block_size
         copies = self.places.match(namespace, tokens, now_s)[here // size :]
         counts = Counter(map(level_of, copies))
-        names: tuple[LevelName, ...] = ("host", "disk", "remote")
-        return tuple((name, counts[name] * size) for name in names if counts[name])
+        return tuple((name, counts[name] * size) for name in LEVELS_BELOW if counts[name])
 
     def promised_tokens(
         self, namespace: Namespace, tokens: Sequence[int], here: int, now_s: float

@@ -15,7 +15,7 @@ from enum import Enum
 from itertools import count
 from typing import NamedTuple
 
-from engine.api import LevelName, LoadMiss, Namespace, Payer
+from engine.api import LEVELS_BELOW, LevelName, LoadMiss, Namespace, Payer
 from engine.cache import BlockTable, PrefixCache
 from engine.cache.tree.places import HostPlace
 from engine.cache.tree.prefix_tree import Node
@@ -37,10 +37,6 @@ below the least: what another one's next load waits behind. Steps, and so turns,
 TURNS_MIN = 8
 """Turns that a load has at least: with long prompts beside it a turn takes a step's time, and its
 blocks wait for the steps in flight before it begins."""
-
-
-FARTHEST: tuple[LevelName, ...] = ("remote", "disk")
-"""Levels whose loads another one may be a part of, the slowest first."""
 
 
 class _State(Enum):
@@ -133,14 +129,12 @@ class Load:
     @property
     def level(self) -> LevelName:
         """Return the slowest level that it comes from."""
-        names = {piece.level for piece in self.pieces}
-        return next((name for name in FARTHEST if name in names), "host")
+        return max({piece.level for piece in self.pieces}, key=LEVELS_BELOW.index)
 
     def tokens_by_level(self, run_tokens: int) -> tuple[tuple[LevelName, int], ...]:
         """Return the tokens that it brought, by the level they were on."""
-        names: tuple[LevelName, ...] = ("host", "disk", "remote")
-        counts = [(n, sum(p.level == n for p in self.pieces[: self.loaded])) for n in names]
-        return tuple((name, count * run_tokens) for name, count in counts if count)
+        counts = Counter(piece.level for piece in self.pieces[: self.loaded])
+        return tuple((name, counts[name] * run_tokens) for name in LEVELS_BELOW if counts[name])
 
     def forms(self) -> set[int]:
         """Return the formats of the copies it brought."""

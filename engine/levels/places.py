@@ -79,7 +79,7 @@ class RunPlaces:
         if root is None:
             return []
         path = whole_runs(root, islice(tokens, max(0, len(tokens) - 1)), self.run_tokens)
-        while path and path[-1].host is None and path[-1].record is None:
+        while path and not path[-1].is_copied:
             path.pop()
         over = [i for i, node in enumerate(path) if node.terms and node.terms.limit_at_s <= now_s]
         return path[: over[0]] if over else path
@@ -133,6 +133,7 @@ class RunPlaces:
         if node.record is None or node.record.record_id != record_id:
             was_copied = node.is_copied
             node.record = RecordPlace(record_id, form, self.formats.is_whole(form))
+            _touch(node)
             self._count_copied(node, was_copied=was_copied)
         self.accounts.update(node)
         self._note_record_alone(node)
@@ -189,6 +190,7 @@ class RunPlaces:
         was_copied = node.is_copied
         self._take_back(node)
         node.record = None
+        _touch(node)
         self._records_alone.pop(node, None)
         self._count_copied(node, was_copied=was_copied)
         self.on_changed(node)
@@ -267,9 +269,7 @@ class RunPlaces:
         own, formats = self.formats, self.formats.formats
         for node in nodes:
             allowed = FIDELITIES.index(own.allowed(node.namespace))
-            for place in (node.host, node.record):
-                if place is None:
-                    continue
+            for place in node.places:
                 form = formats[place.form]
                 if place.has_windows != own.is_whole(place.form):
                     raise InvariantViolation(f"a copy of format {form.name!r}: {place}")
@@ -306,6 +306,7 @@ class RunPlaces:
         self.remains.filled(slot, node.namespace)
         self._count_host(node, 1, self.accounts.pool.bytes_of(slot))
         self._records_alone.pop(node, None)
+        _touch(node)
         self.on_changed(node)
 
     def _unhold(self, slot: int) -> None:
@@ -364,13 +365,19 @@ class RunPlaces:
         """End what a node's places kept of its window blocks, if none of them has these."""
         if node.beside is None and node.away is None:
             return
-        if not any(place.has_windows for place in (node.host, node.record) if place):
+        if not any(place.has_windows for place in node.places):
             for block in all_blocks(node)[1:]:
                 self._cache.promises.place_lost(block, self.now_s)
 
     def _emptied(self, node: Node, slot: int) -> None:
+        _touch(node)
         if self.notes is not None:
             self.notes.emptied(node, slot)
+
+
+def _touch(node: Node) -> None:
+    assert node.tree is not None, "it is, or was, in a tree"
+    node.tree.touch(node)
 
 
 def level_of(node: Node) -> LevelName:

@@ -38,8 +38,7 @@ class WindowCopies:
 
     def is_whole(self, node: Node) -> bool:
         """Return whether the place that a load reads has the blocks of all groups. O(1)."""
-        place = node.host or node.record
-        return place is not None and place.has_windows
+        return node.is_copied and node.places[0].has_windows
 
     def keeps_whole(self, node: Node, level: LevelName | None = None) -> bool:
         """Return whether a level has the blocks of all groups of a run; None: any level. O(1)."""

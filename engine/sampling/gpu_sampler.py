@@ -12,9 +12,13 @@ can be launched before the host has seen the token. Tokens and logprobs come bac
     sampler.draw_extras(draws, logits, table, out)                  if `draws.has_extras`
     sampler.copy_results(draws, out, host)                          on the same stream
     tokens = sampler.results(draws, host)                           once the copy is complete
+    sampler.accept(sequence, drawn, kept)                           of sequences with drafts
 
 so one graph serves steps with and without extras: rows with a mask, a bias or penalties are left
-out by `draw`, and reports come after it. The extra launches are queued while the GPU runs the
+out by `draw`, and reports come after it. A sequence with drafts has several rows, each as if the
+drafts before it had been drawn. Those with penalties are drawn one after another, so that each
+counts the tokens before it; what is drawn behind a wrong draft counts no more once it is known. The
+extra launches are queued while the GPU runs the
 model, which costs the host some tens of microseconds and the GPU no wait.
 It knows no graph, seat or step. `engine.sampling.sampler` is the specification.
 """
@@ -57,7 +61,7 @@ class Draws:
 
     drawing: Sequence[int]
     adjusted: int = 0
-    """How many have a mask, a bias or penalties."""
+    """Numbers given to rows that have a mask, a bias or penalties; some are left out."""
     reporting: list[tuple[int, int]] = field(default_factory=list)
     """Per report, the index of its draw and the alternatives asked."""
 
@@ -67,12 +71,35 @@ class Draws:
         return bool(self.adjusted or self.reporting)
 
 
+class SamplerMemory:
+    """What a sampler has on one GPU: for each token of the vocabulary 2 bytes per slot, an eighth
+    per row, and 4 for each of 128 adjusted rows."""
+
+    def __init__(self, vocab_size: int, device: torch.device, slots: int, rows: int) -> None:
+        def on_device(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.masks = on_device(rows, -(-vocab_size // 32))
+        self.masks_copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.counts = on_device(slots, vocab_size, dtype=torch.int16)
+        self.bias_ids = on_device(slots, LOGIT_BIAS_MAX)
+        self.bias_values = on_device(slots, LOGIT_BIAS_MAX, dtype=torch.float32)
+        at_once = min(rows, ADJUSTED_ROWS)
+        self.adjusted = on_device(at_once, vocab_size, dtype=torch.float32)
+        self.alive = on_device(at_once, kernels.adjust_splits(vocab_size))
+        self.candidates = on_device(rows, kernels.CANDIDATES)
+        splits = kernels.report_splits(vocab_size)
+        self.best = on_device(rows, splits, TOP, dtype=torch.int64)
+        self.sums = on_device(rows, splits, 2, dtype=torch.float32)
+        self.reports = on_device(rows, REPORT_COLUMNS)
+
+
 class GpuSampler:
     """Samples for the sequences begun here. Not thread-safe.
 
     `slots`: sequences live at once. `rows`: most draws of a step, padding included. GPU memory:
-    for each token of the vocabulary 2 bytes per slot, an eighth per row, and 4 for each of 128
-    adjusted rows (150 MB for 288 slots and 256 rows of 128,256 tokens).
+    150 MB for 288 slots and 256 rows of 128,256 tokens (`SamplerMemory`). With several GPUs, lanes,
+    each has all of it: from the same logits all draw the same tokens.
     """
 
     def __init__(
@@ -83,12 +110,10 @@ class GpuSampler:
         slots: int,
         rows: int,
         rng: random.Random | None = None,
+        beside: Sequence[torch.device] = (),
     ) -> None:
-        """`rng` gives a seed to each sequence that has none; by default the system's entropy."""
-
-        def on_device(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
+        """`rng` gives a seed to each sequence that has none; by default the system's entropy.
+        `beside`: the devices of lanes behind the first."""
         self._vocab_size = vocab_size
         self._is_cuda = device.type == "cuda"
         self._rng = rng or random.SystemRandom()
@@ -99,19 +124,8 @@ class GpuSampler:
         self._rows = rows
         words = -(-vocab_size // 32)
         self._host_masks = torch.zeros((rows, words), dtype=torch.int32, pin_memory=self._is_cuda)
-        self._masks = on_device(rows, words)
-        self._masks_copied = torch.cuda.Event() if self._is_cuda else None
-        self._counts = on_device(slots, vocab_size, dtype=torch.int16)
-        self._bias_ids = on_device(slots, LOGIT_BIAS_MAX)
-        self._bias_values = on_device(slots, LOGIT_BIAS_MAX, dtype=torch.float32)
-        at_once = min(rows, ADJUSTED_ROWS)
-        self._adjusted = on_device(at_once, vocab_size, dtype=torch.float32)
-        self._alive = on_device(at_once, kernels.adjust_splits(vocab_size))
-        self._candidates = on_device(rows, kernels.CANDIDATES)
-        splits = kernels.report_splits(vocab_size)
-        self._best = on_device(rows, splits, TOP, dtype=torch.int64)
-        self._sums = on_device(rows, splits, 2, dtype=torch.float32)
-        self._reports = on_device(rows, REPORT_COLUMNS)
+        self._at_once = min(rows, ADJUSTED_ROWS)
+        self._lanes = [SamplerMemory(vocab_size, one, slots, rows) for one in (device, *beside)]
 
     # -- sequences ----------------------------------------------------------------------------
 
@@ -133,13 +147,13 @@ class GpuSampler:
         self._report_tops[slot] = sampling.logprobs
         if row[kernels.FLAGS.value] & kernels.PENALISED.value:
             counts = _counts(begun, self._vocab_size)
-            self._send(counts, self._counts[slot])
+            self._send(counts, [own.counts[slot] for own in self._lanes])
         if sampling.logit_bias:
             size = len(sampling.logit_bias)
             ids = np.fromiter(sampling.logit_bias, np.int32, size)
             values = np.fromiter(sampling.logit_bias.values(), np.float32, size)
-            self._send(ids, self._bias_ids[slot, :size])
-            self._send(values, self._bias_values[slot, :size])
+            self._send(ids, [own.bias_ids[slot, :size] for own in self._lanes])
+            self._send(values, [own.bias_values[slot, :size] for own in self._lanes])
 
     def end(self, sequence_id: int) -> None:
         """Remove a sequence; an unknown one is ignored."""
@@ -147,11 +161,12 @@ class GpuSampler:
         if slot is not None:
             self._free_slots.append(slot)
 
-    def _send(self, values: npt.NDArray[np.generic], target: torch.Tensor) -> None:
+    def _send(self, values: npt.NDArray[np.generic], targets: Sequence[torch.Tensor]) -> None:
         source = torch.from_numpy(values)
         if self._is_cuda:
             source = source.pin_memory()
-        target.copy_(source, non_blocking=True)
+        for target in targets:
+            target.copy_(source, non_blocking=True)
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -161,12 +176,16 @@ class GpuSampler:
         drawing: Sequence[int],
         masks: Mapping[int, Mask] | None = None,
         source_rows: Sequence[int] | Int32 | None = None,
+        offsets: Int32 | None = None,
+        draft_masks: Mapping[int, Sequence[Mask]] | None = None,
     ) -> Draws:
         """Write the draw table of a step: row i draws for `drawing[i]`.
 
         host_table [rows, COLUMNS] int32, written whole: rows without a draw become inactive.
-        `source_rows`: the row of logits of each draw, by default its own index. Advances each
-        sequence's position by one, and starts the copy of masks.
+        `source_rows`: the row of logits of each draw, by default its own index. `offsets`: how many
+        drafts of its sequence precede each draw, None where there are no drafts; `draft_masks`: the
+        masks behind them, by sequence. Advances each sequence's position by one, and starts the
+        copy of masks.
         """
         count = len(drawing)
         slots = np.fromiter(map(self._slots.__getitem__, drawing), np.int64, count)
@@ -175,54 +194,84 @@ class GpuSampler:
         host_table[count:] = 0
         self._parameters[slots, kernels.POSITION.value] += 1
         table[:, kernels.SOURCE.value] = np.arange(count) if source_rows is None else source_rows
+        given = [masks.get(sequence_id) for sequence_id in drawing] if masks else []
+        if offsets is not None:
+            table[:, kernels.POSITION.value] += offsets
+            for row in np.flatnonzero(offsets).tolist() if masks else ():
+                behind = (draft_masks or {}).get(drawing[row])
+                given[row] = behind[offsets[row] - 1] if behind else None
         if masks:
-            self._fill_masks(table, drawing, masks)
+            self._fill_masks(table, given)
         flags = table[:, kernels.FLAGS.value]
-        adjusted = np.flatnonzero(flags & kernels.ADJUSTED.value)
-        table[adjusted, kernels.ADJUSTED_ROW.value] = np.arange(len(adjusted))
+        numbers = self._number(flags, offsets)
+        table[:, kernels.ADJUSTED_ROW.value] = numbers
         reporting = np.flatnonzero(flags & kernels.REPORTS.value)
         table[reporting, kernels.REPORT_ROW.value] = np.arange(len(reporting))
         tops = [(i, self._report_tops[slots[i]] or 0) for i in reporting.tolist()]
-        return Draws(drawing, len(adjusted), tops)
+        return Draws(drawing, int(numbers.max(initial=-1)) + 1, tops)
 
-    def _fill_masks(self, table: Int32, drawing: Sequence[int], masks: Mapping[int, Mask]) -> None:
-        if self._masks_copied is not None:
-            self._masks_copied.synchronize()
+    def _number(self, flags: Int32, offsets: Int32 | None) -> Int32:
+        """Return the number of each row that is adjusted, -1 for the others [R].
+
+        Rows that are drawn at once have numbers of one multiple of the most that are: those with
+        penalties behind drafts come after the rows on which their counts depend.
+        """
+        numbers = np.full(len(flags), -1, np.int32)
+        is_adjusted = (flags & kernels.ADJUSTED.value) != 0
+        turns = np.zeros(len(flags), np.int32)
+        if offsets is not None:
+            turns = np.where(flags & kernels.PENALISED.value, offsets, 0)
+        end = 0
+        for turn in np.unique(turns[is_adjusted]).tolist():
+            rows = np.flatnonzero(is_adjusted & (turns == turn))
+            start = -(-end // self._at_once) * self._at_once
+            numbers[rows] = start + np.arange(len(rows), dtype=np.int32)
+            end = start + len(rows)
+        return numbers
+
+    def _fill_masks(self, table: Int32, given: Sequence[Mask | None]) -> None:
+        for own in self._lanes:
+            if own.masks_copied is not None:
+                own.masks_copied.synchronize()
         host, used = self._host_masks.numpy(), 0
-        for row, sequence_id in enumerate(drawing):
-            mask = masks.get(sequence_id)
+        for row, mask in enumerate(given):
             if mask is not None:
                 host[used] = mask
                 table[row, kernels.FLAGS.value] |= kernels.MASKED.value
                 table[row, kernels.MASK_ROW.value] = used
                 used += 1
-        self._masks[:used].copy_(self._host_masks[:used], non_blocking=True)
-        if self._masks_copied is not None:
-            self._masks_copied.record()
+        for own in self._lanes:
+            own.masks[:used].copy_(self._host_masks[:used], non_blocking=True)
+            if own.masks_copied is not None:
+                own.masks_copied.record(torch.cuda.current_stream(own.masks.device))
 
-    def draw(self, logits: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+    def draw(
+        self, logits: torch.Tensor, table: torch.Tensor, out: torch.Tensor, lane: int = 0
+    ) -> None:
         """Write a token to `out` [R] int32 for each active row without a mask, bias or penalties.
 
         logits [S, vocab] fp32 or bf16, not written; table [R, COLUMNS] int32 on the device, as
         `fill` made it. A row without a candidate gives -1, as in `Sampler.sample`. One launch, for
-        which a CUDA graph may hold R, the addresses and nothing else.
+        which a CUDA graph may hold R, the addresses and nothing else. All on the device of `lane`.
         """
-        kernels.draw(logits, table, self._candidates, out)
+        kernels.draw(logits, table, self._lanes[lane].candidates, out)
 
     def draw_extras(
-        self, draws: Draws, logits: torch.Tensor, table: torch.Tensor, out: torch.Tensor
-    ) -> None:
+        self, draws: Draws, logits: torch.Tensor, table: torch.Tensor, out: torch.Tensor,
+        lane: int = 0,
+    ) -> None:  # fmt: skip
         """Write the tokens of the other rows, and the reports. Arguments as of `draw`, after it."""
-        for first in range(0, draws.adjusted, len(self._adjusted)):
+        own = self._lanes[lane]
+        for first in range(0, draws.adjusted, len(own.adjusted)):
             kernels.adjust(
-                logits, table, self._masks, self._counts, self._bias_ids, self._bias_values,
-                self._adjusted, self._alive, first,
+                logits, table, own.masks, own.counts, own.bias_ids, own.bias_values, own.adjusted,
+                own.alive, first,
             )  # fmt: skip
             kernels.draw_adjusted(
-                self._adjusted, table, self._alive, self._candidates, self._counts, out, first
+                own.adjusted, table, own.alive, own.candidates, own.counts, out, first
             )
         if draws.reporting:
-            kernels.report(logits, table, self._best, self._sums, out, self._reports)
+            kernels.report(logits, table, own.best, own.sums, out, own.reports)
 
     def host_results(self) -> torch.Tensor:
         """Return a pinned host buffer for the results of a step: tokens, then reports."""
@@ -230,12 +279,12 @@ class GpuSampler:
         return torch.zeros(size, dtype=torch.int32, pin_memory=self._is_cuda)
 
     def copy_results(self, draws: Draws, out: torch.Tensor, host: torch.Tensor) -> None:
-        """Start copying the tokens, and the reports if there are any, to the host."""
+        """Start copying the first lane's tokens, and the reports if there are any, to the host."""
         count, reports = len(draws.drawing), len(draws.reporting)
         host[:count].copy_(out[:count], non_blocking=True)
         if reports:
             target = host[self._rows :].view(self._rows, REPORT_COLUMNS)
-            target[:reports].copy_(self._reports[:reports], non_blocking=True)
+            target[:reports].copy_(self._lanes[0].reports[:reports], non_blocking=True)
 
     def results(self, draws: Draws, host: torch.Tensor) -> list[SampledToken]:
         """Return the tokens that `copy_results` has copied, one per draw."""
@@ -250,26 +299,46 @@ class GpuSampler:
                     tokens[i] = entry
         return tokens
 
+    def accept(self, sequence_id: int, drawn: Sequence[int], kept: int) -> None:
+        """Keep the first `kept` of the tokens that a sequence drew in the last step, at the
+        positions of its drafts and the one before them.
+
+        The next draw is at the position behind. Takes the others out of its counts, which the next
+        step reads: it must not be launched yet. O(others).
+        """
+        slot = self._slots[sequence_id]
+        row = self._parameters[slot]
+        row[kernels.POSITION.value] += kept - 1
+        others = [token for token in drawn[kept:] if token >= 0]
+        if others and row[kernels.FLAGS.value] & kernels.PENALISED.value:
+            for own in self._lanes:
+                device, counts = own.counts.device, own.counts[slot]
+                places = torch.tensor(others, dtype=torch.int64, device=device)
+                fewer = torch.full((len(others),), -2, dtype=counts.dtype, device=device)
+                counts.index_put_((places,), fewer, accumulate=True)
+
     def prompt_logprobs(
         self, logits: torch.Tensor, next_token_ids: Sequence[int], top: int
     ) -> tuple[SampledToken, ...]:
         """Return logprobs of known tokens: of `next_token_ids[i]` under row i.
 
-        logits: [rows, vocab], not written. `top`: alternatives to report. Waits for the GPU.
+        logits: [rows, vocab] of the first lane, not written. `top`: alternatives to report. Waits
+        for the GPU.
         """
         entries: list[SampledToken] = []
+        own = self._lanes[0]
         for start in range(0, len(next_token_ids), self._rows):
             known = next_token_ids[start : start + self._rows]
             table = np.zeros((len(known), COLUMNS), np.int32)
             table[:, kernels.FLAGS.value] = kernels.REPORTS.value
             table[:, kernels.SOURCE.value] = start + np.arange(len(known))
             table[:, kernels.REPORT_ROW.value] = np.arange(len(known))
-            device = self._reports.device
+            device = own.reports.device
             kernels.report(
-                logits, torch.from_numpy(table).to(device), self._best, self._sums,
-                torch.tensor(known, dtype=torch.int32, device=device), self._reports,
+                logits, torch.from_numpy(table).to(device), own.best, own.sums,
+                torch.tensor(known, dtype=torch.int32, device=device), own.reports,
             )  # fmt: skip
-            reports = self._reports[: len(known)].cpu()
+            reports = own.reports[: len(known)].cpu()
             entries += _entries([(token_id, top) for token_id in known], reports, self._vocab_size)
         return tuple(entries)
 

@@ -18,7 +18,7 @@ from engine.scheduler.sequence import ActiveRequest, Sequence
 class PayerWaiting:
     """One payer's requests that have not started, in order of arrival.
 
-    `tokens`: of their prompts. `weight`: the payer's, by its latest request.
+    `tokens`: of their prompts and predictions. `weight`: the payer's, by its latest request.
     """
 
     __slots__ = ("requests", "tokens", "weight")
@@ -76,10 +76,10 @@ class RequestTable:
         self.totals.add(request)
         waiting = self.waiting.setdefault(active.turn, PayerWaiting())
         waiting.requests[request.request_id] = active
-        waiting.tokens += len(request.tokens)
+        waiting.tokens += request.sent_tokens
         waiting.weight = request.weight
         self.waiting_requests += 1
-        self.waiting_tokens += len(request.tokens)
+        self.waiting_tokens += request.sent_tokens
         return active
 
     def add_sequence(self, active: ActiveRequest) -> Sequence:
@@ -120,7 +120,7 @@ class RequestTable:
         no payer with little waiting is refused because of another. Changes nothing. O(1) if
         there is room, else O(payers) for each refused request.
         """
-        tokens, own = len(request.tokens), request.turn_payer
+        tokens, own = request.sent_tokens, request.turn_payer
         requests_over = self.waiting_requests + 1 - requests_max
         tokens_over = self.waiting_tokens + tokens - tokens_max if self.waiting else 0
         refused: list[ActiveRequest] = []
@@ -144,9 +144,9 @@ class RequestTable:
             leaver = self.waiting[heaviest].newest(gone[heaviest])
             refused.append(leaver)
             gone[heaviest] += 1
-            gone_tokens[heaviest] += len(leaver.request.tokens)
+            gone_tokens[heaviest] += leaver.request.sent_tokens
             requests_over -= 1
-            tokens_over -= len(leaver.request.tokens)
+            tokens_over -= leaver.request.sent_tokens
         return refused
 
     def check(self) -> None:
@@ -155,7 +155,7 @@ class RequestTable:
         counts: Counter[Payer] = Counter(active.turn for active in unstarted)
         tokens: Counter[Payer] = Counter()
         for active in unstarted:
-            tokens[active.turn] += len(active.request.tokens)
+            tokens[active.turn] += active.request.sent_tokens
         has = {payer: len(waiting.requests) for payer, waiting in self.waiting.items()}
         if has != counts or self.waiting_requests != len(unstarted):
             raise InvariantViolation(f"waiting requests {has}, recounted: {counts}")
@@ -168,7 +168,7 @@ class RequestTable:
             raise InvariantViolation(f"sequences {list(self._sequences)}, recounted: {list(found)}")
 
     def _leave_waiting(self, active: ActiveRequest) -> None:
-        waiting, tokens = self.waiting[active.turn], len(active.request.tokens)
+        waiting, tokens = self.waiting[active.turn], active.request.sent_tokens
         del waiting.requests[active.request.request_id]
         waiting.tokens -= tokens
         if not waiting.requests:
@@ -178,14 +178,14 @@ class RequestTable:
 
 
 class RequestTotals:
-    """Totals over a set of requests: `requests`, and `tokens` of their prompts.
+    """Totals over a set of requests: `requests`, `tokens` of their prompts, and `missing_tokens`,
+    those of them that are not expected to be cached.
 
     Every call is O(1) unless it says otherwise.
     """
 
     def __init__(self) -> None:
-        self.requests = 0
-        self.tokens = 0
+        self.requests = self.tokens = self.missing_tokens = 0
         self._changed: set[Namespace] = set()
         self._by_namespace: Counter[Namespace] = Counter()
 
@@ -216,15 +216,23 @@ class RequestTotals:
         recounted = RequestTotals()
         for request in requests:
             recounted.add(request)
-        has = (self.requests, self.tokens, self._by_namespace)
-        found = (recounted.requests, recounted.tokens, recounted._by_namespace)
+        has = (self.requests, self.tokens, self.missing_tokens, self._by_namespace)
+        found = (
+            recounted.requests,
+            recounted.tokens,
+            recounted.missing_tokens,
+            recounted._by_namespace,
+        )
         if has != found:
-            raise InvariantViolation(f"requests, tokens, by namespace {has}, recounted: {found}")
+            counts = "requests, tokens, missing tokens, by namespace"
+            raise InvariantViolation(f"{counts} {has}, recounted: {found}")
 
     def _count(self, request: Request, sign: int) -> None:
         namespace = request.grant.namespace
         self.requests += sign
-        self.tokens += sign * len(request.tokens)
+        tokens = len(request.tokens)
+        self.tokens += sign * tokens
+        self.missing_tokens += sign * max(1, tokens - request.expected_cached_tokens)
         self._by_namespace[namespace] += sign
         if not self._by_namespace[namespace]:
             del self._by_namespace[namespace]

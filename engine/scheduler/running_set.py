@@ -60,6 +60,11 @@ class RunningSet:
         """Return the sequences that only a higher priority may preempt. O(these)."""
         return list(self._pinned.values())
 
+    @property
+    def prompt_tokens_left(self) -> int:
+        """Return the prompt tokens that running sequences have yet to compute. O(running)."""
+        return sum(max(0, one.prompt_tokens - one.computed) for one in self._by_id.values())
+
     def is_pinned(self, sequence: Sequence) -> bool:
         """Return whether a sequence has been preempted as often as allowed."""
         return sequence.preemptions >= self._preemptions_max

@@ -21,6 +21,7 @@ from engine.api import Payer
 from engine.cache import BlockTable, PrefixCache, TreeMatch
 from engine.config import EngineConfig
 from engine.levels.levels import Levels
+from engine.plan import Mask, StateCopy
 from engine.scheduler.admission import Admission, BatchRoom, BlockedBy
 from engine.scheduler.batch_shares import BatchShares
 from engine.scheduler.isolation import Isolation, Turn
@@ -51,19 +52,26 @@ its throughput on a slow machine.
 
 
 class Slice(Struct, frozen=True, gc=False):
-    """Compute `count` tokens of a sequence from position `start`, on its table."""
+    """Compute `count` tokens of a sequence from position `start`, on its table, behind `silent`
+    ones (`engine.plan.Row`); then copy its state to the blocks `keeps`, if there are any. Behind
+    them compute the `drafts`, which may turn out not to be the sequence's tokens."""
 
     sequence: Sequence
     table: BlockTable
     start: int
     count: int
+    silent: int = 0
+    keeps: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
+    draft_masks: tuple[Mask, ...] = ()
 
 
 def work_of(pieces: Collection[Slice]) -> StepWork:
     """Return the work of a step's slices. O(slices)."""
     rows = prompt_tokens = row_context = prompt_context = 0
     for piece in pieces:
-        start, count = piece.start, piece.count
+        start = piece.start - piece.silent
+        count = piece.count + piece.silent + len(piece.drafts)
         if piece.table.attention is not None:
             start = piece.sequence.tokens_read(start)
         if count == 1:
@@ -80,7 +88,8 @@ class Scheduler:
     """Running and waiting sequences.
 
     `compiling`: sequences that wait for a grammar. `loading`: those that wait for a level below the
-    device, None without levels. `ended_ids`: ids to report to the runner as ended.
+    device, None without levels. `ended_ids`: ids to report to the runner as ended. `run_up`:
+    `Architecture.run_up`. `last_keeps`: the states that these leave.
     """
 
     def __init__(
@@ -89,8 +98,10 @@ class Scheduler:
         config: EngineConfig,
         step_cost: StepCost,
         levels: Levels | None,
+        run_up: int = 0,
     ) -> None:
         self.cache = cache
+        self.run_up = run_up
         self.config = config
         self.step_cost = step_cost
         self.queue = RequestQueue()
@@ -106,6 +117,7 @@ class Scheduler:
             self.loading = Loading(levels, cache, self.queue, self.step_cost)
         self.compiling: dict[int, Sequence] = {}
         self.ended_ids: list[int] = []
+        self.last_keeps: list[StateCopy] = []
         self.preemptions = 0
         self._shared_at_s = float("-inf")
         """When requests of more than one payer were last seen side by side."""
@@ -295,10 +307,20 @@ class Scheduler:
                 sequence, start + 1, slices, now_s
             ):
                 continue
-            slices[sequence.sequence_id] = Slice(sequence, table, start, 1)
+            slices[sequence.sequence_id] = self._slice(sequence, table, start, 1, now_s)
             decoding.append(sequence)
         self.queue.charge_each(decoding)
         return [s for s in prefilling if s.table is not None]  # not preempted by a decode above
+
+    def _slice(
+        self, sequence: Sequence, table: BlockTable, start: int, count: int, now_s: float
+    ) -> Slice:
+        """Return a slice. A sequence that resumes brings its recurrent states up to it first; where
+        a state is wanted at its end, it is kept if there is room.
+        """
+        silent = 0 if sequence.is_known_to_runner else min(self.run_up, start)
+        keeps = self.cache.states.keep(table, start + count, now_s) if table.marks else ()
+        return Slice(sequence, table, start, count, silent, keeps)
 
     def _prompt_budget(self, decodes: dict[int, Slice], now_s: float) -> PromptBudget:
         """Return the prompt tokens that may be computed beside this step's `decodes` (rule 1)."""
@@ -333,6 +355,8 @@ class Scheduler:
             return
         longest = self.config.prefill_chunk_tokens_max or sequence.tokens_to_compute
         before = sequence.tokens_read(start)
+        if (mark := self.cache.states.next_mark(table, start)) is not None:
+            longest = min(longest, mark - start)
         count = budget.fit(before, min(sequence.tokens_to_compute, longest))
         if count == 0:
             return
@@ -345,10 +369,10 @@ class Scheduler:
                     return  # it keeps its blocks and waits for room
             elif not self._grow(sequence, start + count, slices, now_s):
                 return
-        slices[sequence.sequence_id] = Slice(sequence, table, start, count)
+        slices[sequence.sequence_id] = piece = self._slice(sequence, table, start, count, now_s)
         self.queue.charge(sequence, count)
         is_whole = count == sequence.tokens_to_compute and sequence.parent.started_at_s is None
-        budget.spend(before, count, guest=sequence.parent.turn if is_whole else None)
+        budget.spend(before, count + piece.silent, guest=sequence.parent.turn if is_whole else None)
 
     def _grow(self, sequence: Sequence, upto: int, slices: dict[int, Slice], now_s: float) -> bool:
         """Make room for a running sequence, preempting sequences that rank below it; return
@@ -422,6 +446,7 @@ class Scheduler:
             found=found,
             attention=active.attention,
             suspended=sequence.suspended,
+            marks=active.request.marks,
         )
         sequence.suspended = None
         sequence.computed = sequence.table.kv_tokens
@@ -455,6 +480,13 @@ class Scheduler:
 
     # -- internals ----------------------------------------------------------------------------
 
+    def _keep_state(self, sequence: Sequence, table: BlockTable, now_s: float) -> None:
+        """Keep the state of a sequence that ends, unless a launched step has taken it further."""
+        if sequence.computed == table.kv_tokens and (
+            blocks := self.cache.states.keep_last(table, now_s)
+        ):
+            self.last_keeps.append(StateCopy(sequence.sequence_id, blocks))
+
     def _release(
         self,
         sequence: Sequence,
@@ -470,6 +502,8 @@ class Scheduler:
         if sequence.is_known_to_runner:
             sequence.is_known_to_runner = False
             self.ended_ids.append(sequence.sequence_id)
+            if keep and not is_preempted and sequence.table is not None:
+                self._keep_state(sequence, sequence.table, now_s)
         table, sequence.suspended = sequence.table or sequence.suspended, None
         if table is not None:
             tokens = sequence.tokens

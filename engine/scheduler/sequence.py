@@ -7,7 +7,7 @@ core change them.
 
 from __future__ import annotations
 
-from engine.api import BlockWindow, LevelName, Request, Usage
+from engine.api import BlockWindow, DraftCount, LevelName, Request, Usage
 from engine.cache import BlockTable
 from engine.grammar.grammar import CompiledGrammar, Matcher
 from engine.levels.level_use import LevelUse
@@ -73,9 +73,9 @@ class Sequence:
         self.index = index
         self.sequence_id = sequence_id
         self.tokens: list[int] = list(active.request.tokens)
-        self.output_tokens = 0
+        self.output_tokens = active.request.resumed_tokens
         self.in_flight = 0
-        self.prompt_tokens = len(self.tokens)
+        self.prompt_tokens = len(self.tokens) - self.output_tokens
         self.has_output = active.request.max_tokens > 0
         self.length_max = self.prompt_tokens + max(1, active.request.max_tokens)
         self.computed = 0
@@ -192,6 +192,7 @@ class ActiveRequest:
         "compiled",
         "computed_tokens",
         "deadline_at_s",
+        "drafts",
         "first_token_at_s",
         "is_finished",
         "is_forked",
@@ -233,6 +234,7 @@ class ActiveRequest:
         self.compiled: CompiledGrammar | None = None
         self.attention: BlockWindow | None = None
         self.is_finished = False
+        self.drafts: tuple[DraftCount, ...] = ()
 
     @property
     def is_compiling(self) -> bool:
@@ -247,8 +249,17 @@ class ActiveRequest:
         before = self.computed_tokens
         self.computed_tokens += max(0, fresh)
         if is_whole:
-            self.computed_tokens = len(self.request.tokens) - self.cached_tokens
+            self.computed_tokens = self.request.prompt_tokens - self.cached_tokens
         return max(0, self.computed_tokens - before)
+
+    def count_drafts(self, counts: tuple[DraftCount, ...]) -> None:
+        """Add the drafts of a sequence that ends to those of the request."""
+        if counts:
+            sums = {one.source: (one.drafted, one.accepted) for one in self.drafts}
+            for one in counts:
+                drafted, accepted = sums.get(one.source, (0, 0))
+                sums[one.source] = drafted + one.drafted, accepted + one.accepted
+            self.drafts = tuple(DraftCount(name, *pair) for name, pair in sums.items())
 
     def usage(self, now_s: float) -> Usage:
         """Return the usage up to `now_s`; see `engine.api.Usage` for the terms."""
@@ -264,4 +275,5 @@ class ActiveRequest:
             queue_s=max(0.0, waited_until_s - self.received_at_s),
             first_token_s=None if first_s is None else max(0.0, first_s - self.received_at_s),
             total_s=max(0.0, now_s - self.received_at_s),
+            drafts=self.drafts,
         )

@@ -123,6 +123,13 @@ class StepCost:
         _, row, token, _, prompt_context = self._current_prices()
         return row + token * count + prompt_context * attended(start, count)
 
+    def seconds_of_row(self, context: float) -> float:
+        """Return the predicted seconds by which a row that attends `context` tokens lengthens a
+        step. O(1).
+        """
+        _, row, _, per_token, _ = self._current_prices()
+        return row + per_token * context
+
     def tokens_within(self, seconds: float, start: int) -> float:
         """Return the longest slice from position `start` that adds at most `seconds` to a step;
         infinity if tokens are free. O(1).

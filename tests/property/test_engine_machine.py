@@ -6,6 +6,8 @@ rule.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec.structs import replace
@@ -43,6 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([2, 5, 16]),
         sequences=st.sampled_from([3, 6]),
         polls=st.integers(0, 4),
+        draft_right=st.sampled_from([None, 0.0, 0.7, 1.0]),
     )
     def start(
         self,
@@ -53,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunk: int,
         sequences: int,
         polls: int,
+        draft_right: float | None,
     ) -> None:
         config = EngineConfig(
             step_tokens_max=step_tokens,
@@ -62,7 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
             preemptions_max=1,
             attention_policies=("window",),
         )
-        self.world = World(
+        self.world = self.make_world(
             config,
             blocks=blocks * (1 + len(self.windows)),
             block_size=block_size,
@@ -70,10 +74,15 @@ class EngineMachine(RuleBasedStateMachine):
             windows=self.windows,
             grammars=PolledGrammars(polls),
             make_levels=self.levels_below(),
+            draft_right=draft_right,
         )
         groups = 1 + len(self.windows)
         self.quotas = {name: widen(quota, groups) for name, quota in QUOTAS.items()}
         self.count = 0
+
+    def make_world(self, *args: Any, **settings: Any) -> World:
+        """Return the engine."""
+        return World(*args, **settings)
 
     def levels_below(self) -> MakeLevels | None:
         """Return what lies below the device: nothing."""

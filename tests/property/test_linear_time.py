@@ -33,7 +33,7 @@ from gateway.structured_output.json_text import (
     parse_schema,
 )
 from gateway.structured_output.output_check import satisfies
-from gateway.structured_output.patterns import (
+from gateway.structured_output.schemas.patterns import (
     first_unsupported,
     translate_pattern,
     translate_schema,

@@ -226,7 +226,7 @@ class Traffic:
         self._clock.now_s = 10.0 * number + 5
         self._analytics.note(
             CompletedPrompt(
-                *(1, record, Rendered((*tokens, *tail), tuple(marks)), 0.1, "", "done"),
+                *(1, "m", record, Rendered((*tokens, *tail), tuple(marks)), 0.1, "", "done"),
                 context=PromptContext(
                     request_id=f"r{number}",
                     namespace=b"n",

@@ -275,8 +275,9 @@ class FarStorageMachine(StorageMachine):
         self.disk.local.turn()
 
     def known(self, namespace: bytes, path: list[int]) -> list[RecordId]:
-        """Compare what both find, where the remote store has not been given up."""
-        if not self.far.is_open:
+        """Compare what both find, where the remote store has not been given up, for all or for the
+        payer whose objects it did not take."""
+        if self.far.stats().reason:
             self.mend_store()
         return super().known(namespace, path)
 

@@ -113,7 +113,7 @@ class WindowMachine(CacheMachine):
                     hits = [deepest_hit(present) for present in slots]
                     assert found.cached_tokens in hits, "the deepest hit on a longest path"
                     lost = len(slots[0][0]) - found.cached_tokens
-                    assert found.window_gone_tokens == lost, "tokens whose windows are gone"
+                    assert found.resume_gap_tokens == lost, "tokens whose windows are gone"
 
     @invariant()
     def tables_keep_their_windows_alone(self) -> None:

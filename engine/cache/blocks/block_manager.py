@@ -27,10 +27,15 @@ from engine.cache.tree.prefix_tree import (
     NO_BLOCK,
     Node,
     PrefixTree,
+    Run,
+    State,
+    StateBlock,
     TreeBlock,
     WindowBlock,
     all_blocks,
+    tree_blocks,
 )
+from engine.cache.tree.stride_watch import StrideWatch
 from engine.cache.tree.window_groups import HOLE, WindowGroups
 from engine.errors import InvariantViolation
 from engine.plan import BlockCopy
@@ -48,11 +53,13 @@ class BlockManager:
 
     `owner[b]`: the account that block b is allocated to. `node_of[b]`: the tree node of block b, or
     its window block. `windows`: the window groups. `resumed_at_s`: the last reason to resume at a
-    window block that is not in a tree yet. `window_blocks`: how many window blocks the trees hold.
+    window block that is not in a tree yet. `window_blocks`: how many window blocks, and blocks of
+    states, the trees hold. `state_blocks`: the blocks of a state, 0 for models without.
     `copies`: pending copies by destination; each pins its source. `changed`: namespaces whose
     counts have changed since the last `take_changed`. `version`: grows on every change that does
     not come through a block table. `moving`: by block, its references from moves between levels,
-    which are no use of it. `below`: the levels below the device, if there are any.
+    which are no use of it. `below`: the levels below the device, if there are any. `strides`: tells
+    which prefixes are there.
     """
 
     def __init__(
@@ -76,11 +83,15 @@ class BlockManager:
         self.node_of: list[TreeBlock | None] = [None] * blocks
         self.resumed_at_s: dict[int, float] = {}
         self.window_blocks = 0
+        self.state_blocks = 0
         self.copies: dict[int, BlockCopy] = {}
         self.tables: set[BlockTable] = set()
         self.version = 0
         self.moving: Counter[int] = Counter()
         self.below: Below | None = None
+        self.strides = StrideWatch(
+            windows, lambda: (account.tree for account in self.accounts.values())
+        )
         self._serials = count_up(1)
 
     # -- accounts -----------------------------------------------------------------------------
@@ -92,6 +103,7 @@ class BlockManager:
         account = self.accounts.get(namespace)
         if account is None:
             tree = PrefixTree(namespace, self.block_size, self._serials)
+            self.strides.follow(tree)
             endpoints = LeaseEndpoints(self._leases_changed)
             account = NamespaceAccount(namespace, payer_account, tree, self.changed, endpoints)
             self.accounts[namespace] = account
@@ -253,7 +265,7 @@ class BlockManager:
         pool += pinning if is_inside else own
         return pool, math.inf if ceiling is None else ceiling - held + own
 
-    def stats(self, evicted: int, expired: int, copied: int, window_gone: int) -> CacheStats:
+    def stats(self, evicted: int, expired: int, copied: int, resume_gap: int) -> CacheStats:
         """Return the gauges, together with the four given totals. Cost: see `FairShare`."""
         free, cached = len(self.pool.free), self.fair_share.cached()
         return CacheStats(
@@ -265,7 +277,8 @@ class BlockManager:
             expired_blocks_total=expired,
             copied_blocks_total=copied,
             window_blocks=self.window_blocks,
-            window_gone_tokens_total=window_gone,
+            resume_gap_tokens_total=resume_gap,
+            promisable=self.fair_share.promisable_left(),
         )
 
     def max_sequence_blocks(self, namespace: Namespace, quota: Quota) -> int:
@@ -331,16 +344,16 @@ class BlockManager:
         block: int,
         now_s: float,
         beside: Sequence[int] = (),
+        known: Node | None = None,
     ) -> tuple[Node, int]:
-        """Add a pinned block, and those `beside` it in the window groups, to the tree: to the node
-        that has its run below the device, or to a new one. A hole beside it becomes a tombstone.
-        Return the node and by how many blocks the tree has grown.
+        """Add a pinned block, and those `beside` it in the window groups, to the tree: to `known`,
+        the node that has its run below the device, or to a new one. A hole beside it becomes a
+        tombstone. Return the node and by how many blocks the tree has grown.
 
         A tail that `run` extends is replaced: the node takes over its terms and leases.
         """
-        known = parent.children.get(run)
         node = known or account.tree.add(parent, run)
-        if node.promised:
+        if known is not None and known.promised:
             account.add_away(-1)
         shorter = account.tree.put_block(node, block)
         added, lost = 1, list[WindowBlock | None]()
@@ -390,7 +403,26 @@ class BlockManager:
         self.node_of[block] = fresh
         self.window_blocks += 1
         account.tree.changes += 1
+        account.tree.touch(node)
         return fresh
+
+    def add_state(
+        self, account: NamespaceAccount, node: Node, run: Run, blocks: Sequence[int], now_s: float
+    ) -> State:
+        """Hang a state on the node of the last whole block before it; `blocks` are pinned.
+        O(blocks).
+        """
+        state = State(node, run, len(blocks))
+        for block in blocks:
+            fresh = StateBlock(node, -1, block, next(self._serials), now_s, now_s, state=state)
+            state.blocks.append(fresh)
+            self.pool.add_ref(block)
+            self.node_of[block] = fresh
+        self.window_blocks += len(blocks)
+        node.states = [*(node.states or ()), state]
+        account.tree.changes += 1
+        account.tree.touch(node)
+        return state
 
     def add_away(self, node: Node, group: int, now_s: float) -> WindowBlock:
         """Give a node a window block that is away from the device, to be promised. O(1)."""
@@ -479,7 +511,7 @@ class BlockManager:
         self, giver: PayerAccount, count: int
     ) -> list[tuple[NamespaceAccount, list[TreeBlock]]]:
         """Evict `count` blocks of a payer that has as many; see `make_room`."""
-        if self.windows.windows:
+        if self.windows.windows or self.state_blocks:
             return [self._evict_one(giver) for _ in range(count)]
         victims: list[tuple[NamespaceAccount, list[TreeBlock]]] = []
         while count > 0:
@@ -532,11 +564,13 @@ class BlockManager:
         return account, gone
 
     def _evict_one(self, giver: PayerAccount) -> tuple[NamespaceAccount, list[TreeBlock]]:
-        """Evict one block of a payer, of group 0 or a window group. O(log n)."""
+        """Evict one block of a payer, a leaf's window blocks and states before its own. O(log n),
+        and O(blocks of a state log n) for the first of one.
+        """
         victim = giver.eviction_order.first()
         account = self._owner_of(victim.block)
-        if isinstance(victim, Node) and victim.beside is not None:
-            victim = next(filter(None, victim.beside), victim)
+        if isinstance(victim, Node):
+            victim = tree_blocks(victim)[-1]
         if isinstance(victim, WindowBlock):
             account.tree.changes += 1
             self._drop_window_block(account, victim)
@@ -549,6 +583,8 @@ class BlockManager:
         if not victim.is_copied:
             account.lease_endpoints.hand_up(victim, parent)
             account.tree.remove(victim)
+        for state in self._orphaned_states(parent, victim.run):
+            self._give_up(account, state)
         self._add_if_evictable_leaf(account, parent)
         return account, [victim]
 
@@ -573,6 +609,11 @@ class BlockManager:
             self._drop_block(account, node)
             removed += 1
         account.tree.remove(node)
+        for state in self._orphaned_states(parent, node.run):
+            for block in list(state.blocks):
+                self._end_promise(account, block)
+                self._drop_window_block(account, block)
+                removed += 1
         self.version += 1
         return removed
 
@@ -590,7 +631,8 @@ class BlockManager:
 
     def _drop_block(self, account: NamespaceAccount, node: Node) -> None:
         """Take the blocks of the device from a node without children there."""
-        for window_block in filter(None, node.beside or ()):
+        for window_block in tree_blocks(node)[1:]:
+            assert isinstance(window_block, WindowBlock), "the others"
             self._drop_window_block(account, window_block)
         block = node.block
         if self.pool.ref_count[block] == 1:
@@ -606,9 +648,13 @@ class BlockManager:
         """
         node, group, block = window_block.parent, window_block.group, window_block.block
         assert node is not None, "it is in a tree"
+        self.window_blocks -= 1
+        account.tree.touch(node)
+        if isinstance(window_block, StateBlock):
+            self._break_state(account, window_block)
+            return
         assert node.beside is not None, "a model with window groups"
         node.beside[group] = None
-        self.window_blocks -= 1
         if self.pool.ref_count[block] == 1:
             self._uncount_cached(account, window_block)
         window_block.block = NO_BLOCK
@@ -619,6 +665,45 @@ class BlockManager:
             node.away[group] = window_block
             account.add_away(1)
         self._drop_tree_ref(block)
+
+    def _break_state(self, account: NamespaceAccount, gone: StateBlock) -> None:
+        """Drop the tree's reference to a block of a state; the other blocks go next, since they are
+        of no use without it.
+        """
+        state, block = gone.state, gone.block
+        node, was_whole = state.node, state.is_whole
+        if self.pool.ref_count[block] == 1:
+            self._uncount_cached(account, gone)
+        state.blocks.remove(gone)
+        gone.block, gone.parent = NO_BLOCK, None
+        if was_whole:
+            self._give_up(account, state)
+        if not state.blocks:
+            node.states = [one for one in node.states or () if one is not state] or None
+        self._drop_tree_ref(block)
+
+    def _give_up(self, account: NamespaceAccount, state: State) -> None:
+        """Let the blocks of a state that is of no use now go before all others. O(blocks log n)."""
+        for block in state.blocks:
+            is_ordered = block.eviction_score is not None
+            if is_ordered:
+                account.remove_evictable(block)
+            block.resumed_at_s = -math.inf
+            if is_ordered:
+                account.add_evictable(block)
+
+    def _orphaned_states(self, node: Node, run: Run) -> list[State]:
+        """Return the states behind a node whose further tokens were those of `run`, a child that
+        has left, and are of no other child. O(states, and their children).
+        """
+        orphaned = []
+        for state in node.states or ():
+            behind, count = state.run, len(state.run)
+            is_behind = behind and behind == run[:count]
+            others = node.children.values() if is_behind else ()
+            if is_behind and not any(o.block >= 0 and o.run[:count] == behind for o in others):
+                orphaned.append(state)
+        return orphaned
 
     def _forget_away(self, window_block: WindowBlock) -> None:
         node = window_block.parent

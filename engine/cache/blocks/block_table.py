@@ -21,7 +21,7 @@ class BlockTable:
     and are this table's alone; 0 where only `PrefixCache.grow` can tell), `namespace`, `leases` and
     `attention` (the window of its sequence).
 
-    `window_gone_tokens`: what the match lost because a window group lacked blocks.
+    `resume_gap_tokens`: what the match lost because no window's blocks or state were kept there.
 
     The other fields belong to the cache. `node`: the tree node of block `committed` - 1, under
     which the next full block is committed. `requested_leases`: each lease, with the number of
@@ -39,6 +39,12 @@ class BlockTable:
     `window_kept`: those of them, with their groups, whose promises a level below kept when the
     table began. `resumed`: window blocks whose promises the end of the sequence renews, and once it
     has ended, those that resuming there reads.
+
+    For states, with `marks`: `kept`: by position, the blocks to which a launched step copies the
+    state there. `restores`: the blocks of the state that its first row begins from, pinned until
+    that is launched. `state_tokens`: where it last had a state that is kept. `state_promises`: the
+    positions of states that its leases will promise, with the blocks reserved for each: none where
+    it is kept already.
     """
 
     account: NamespaceAccount
@@ -51,7 +57,7 @@ class BlockTable:
     kv_tokens: int = 0
     writable_tokens: int = 0
     leases: tuple[LeaseGrant, ...] = ()
-    window_gone_tokens: int = 0
+    resume_gap_tokens: int = 0
     node: Node = field(init=False)
     committed: int = 0
     requested_leases: tuple[tuple[LeaseRequest, int], ...] = ()
@@ -67,6 +73,10 @@ class BlockTable:
     window_promises: tuple[set[int], ...] = field(init=False)
     window_kept: Collection[tuple[int, int]] = ()
     resumed: list[WindowBlock] = field(default_factory=list)
+    kept: dict[int, list[int]] = field(default_factory=dict)
+    restores: list[int] = field(default_factory=list)
+    state_tokens: int = 0
+    state_promises: dict[int, int] = field(default_factory=dict)
     is_suspended: bool = False
     write_epoch: int = field(init=False)
 
@@ -105,11 +115,12 @@ class BlockTable:
 
     @property
     def held_blocks(self) -> int:
-        """Return how many blocks the table holds, in all groups. O(groups)."""
+        """Return how many blocks the table holds, in all groups and for states. O(groups)."""
         held = len(self.blocks) - self.holes
         for row, first in zip(self.beside, self.first, strict=True):
             held += len(row) - first
-        return held + sum(len(blocks) for _, blocks in self.aside)
+        aside = (*(blocks for _, blocks in self.aside), *self.kept.values())
+        return held + sum(map(len, aside))
 
     @property
     def window_blocks(self) -> list[int]:

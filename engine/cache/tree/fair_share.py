@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import count
+from typing import Final
 
 from sortedcontainers import SortedList
 
@@ -23,6 +24,9 @@ from engine.api import Namespace, Payer, Quota
 from engine.cache.tree.accounts import NOT_COUNTED, PayerAccount, PayerCounts
 from engine.cache.tree.eviction_policy import EvictionOrder, EvictionPolicy
 from engine.errors import InvariantViolation
+
+RESTING_AFTER_S: Final = 3600.0
+"""Seconds without a request after which a payer rests: what it has beyond its floor goes sooner."""
 
 
 class FairShare:
@@ -48,6 +52,9 @@ class FairShare:
         self._order = SortedList()
         self._stale: list[PayerAccount] = []
         self._serials = count()
+        self._used_at_s: dict[Payer, float] = {}
+        """When each payer last asked for something, the longest ago first, of those that do not
+        rest."""
 
     def __iter__(self) -> Iterator[PayerAccount]:
         return iter(self._by_payer.values())
@@ -99,7 +106,30 @@ class FairShare:
         """Delete the account of a payer that holds nothing and has no floor."""
         if account.is_idle:
             del self._by_payer[account.payer]
+            self._used_at_s.pop(account.payer, None)
             self._uncount(account)
+
+    def note_use(self, account: PayerAccount, now_s: float) -> None:
+        """Note that a payer asks for something: it has its whole weight. O(1)."""
+        self._used_at_s.pop(account.payer, None)
+        self._used_at_s[account.payer] = now_s
+        if account.is_resting:
+            account.is_resting = False
+            account.mark_stale()
+
+    def rest(self, now_s: float) -> None:
+        """Let the payers rest that have asked for nothing for `RESTING_AFTER_S` and run nothing.
+        O(these).
+        """
+        used = self._used_at_s
+        while used and now_s - used[payer := next(iter(used))] >= RESTING_AFTER_S:
+            account = self._by_payer[payer]
+            if any(one.tables for one in account.accounts.values()):
+                self.note_use(account, now_s)
+                continue
+            del used[payer]
+            account.is_resting = True
+            account.mark_stale()
 
     def keep_below(self, scale: float) -> None:
         """Charge promises to a level of `scale` times the device's blocks, before any payer has an
@@ -179,6 +209,12 @@ class FairShare:
         self._refresh()
         return self._claimed_below - (account.counted.claimed_below if account else 0)
 
+    def promisable_left(self) -> int:
+        """Return the blocks that may still be promised, on the level that keeps promises; none
+        while those above its floor leave nothing. O(changed log n).
+        """
+        return max(0, self.promisable_below - self.claimed_below_by_others(None))
+
     def cached(self) -> int:
         """Return the blocks that only trees refer to. O(changed log n)."""
         self._refresh()
@@ -220,7 +256,7 @@ class FairShare:
             return most
         # The last of them is given at an overage that is at least a block above the next payer's.
         borrowed = giver.held + more - giver.floor_blocks
-        return max(1, min(most, int(borrowed - next_overage * giver.quota.weight)))
+        return max(1, min(most, int(borrowed - next_overage * giver.weight)))
 
     def givers(self) -> Iterator[PayerAccount]:
         """Iterate over the payers with blocks to give, the one that gives first at the beginning.

@@ -65,7 +65,7 @@ class LeaseEndpoints(Generic[N]):
         """Extend a lease to cover `node`, which becomes its last block as far as is known. O(1)."""
         above = node.parent
         is_extended = above is not None and lease_id in above.ending_leases
-        if above is not None and is_extended and (node.is_copied or not above.is_copied):
+        if above is not None and is_extended and (not above.is_copied or node.is_copied):
             self._remove(lease_id, above)
         self._add(lease_id, node)
 

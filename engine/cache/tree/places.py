@@ -51,3 +51,7 @@ class RecordPlace:
     """From when on the disk is to be told of a later end."""
     told_windows: Sequence[int] = ()
     """The window groups of whose promises the disk knows."""
+
+
+Place = HostPlace | RecordPlace
+"""A place below the device: each has a `form`, and says whether it `has_windows`."""

@@ -15,8 +15,8 @@ tree knows no pool, no clock and no quota. The other modules of the cache call i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import ClassVar, Final
 
@@ -25,7 +25,7 @@ from sortedcontainers import SortedList
 from engine.api import Namespace
 from engine.cache.tree.lease_endpoints import NO_LEASES
 from engine.cache.tree.leases import BlockTerms
-from engine.cache.tree.places import HostPlace, RecordPlace
+from engine.cache.tree.places import HostPlace, Place, RecordPlace
 
 Run = tuple[int, ...]
 NO_BLOCK: Final = -1
@@ -65,6 +65,7 @@ class Node(_PromisedBlock):
         "child_order",
         "children",
         "copied_children",
+        "depth",
         "device_children",
         "ending_leases",
         "eviction_score",
@@ -80,6 +81,7 @@ class Node(_PromisedBlock):
         "record",
         "run",
         "serial",
+        "states",
         "terms",
         "tree",
     )
@@ -87,6 +89,8 @@ class Node(_PromisedBlock):
     # By hand: a dataclass, with a factory for `children`, made the commit of a block 3 % dearer.
     def __init__(self, run: Run, parent: Node | None, serial: int, tree: PrefixTree | None) -> None:
         self.run = run
+        self.depth: int = len(run) if parent is None else parent.depth + len(run)
+        """The tokens from the root to its end."""
         self.parent = parent
         self.serial = serial
         self.tree = tree
@@ -104,6 +108,8 @@ class Node(_PromisedBlock):
         whole for a model with one group."""
         self.away: list[WindowBlock | None] | None = None
         """By window group the promised blocks that the device has evicted; None without any."""
+        self.states: list[State] | None = None
+        """The kept states that stand behind it; None for most."""
         self.host: HostPlace | None = None
         self.record: RecordPlace | None = None
         # Its uses.
@@ -125,6 +131,11 @@ class Node(_PromisedBlock):
         blocks yet to compute."""
         self.has_limit_deadline = False
         self.has_promise_deadline = False
+
+    @property
+    def places(self) -> list[Place]:
+        """Return its places below the device, the nearest first. O(1)."""
+        return [place for place in (self.host, self.record) if place is not None]
 
     @property
     def is_copied(self) -> bool:
@@ -215,22 +226,54 @@ class WindowBlock(_PromisedBlock):
     has_limit_deadline: ClassVar[bool] = True
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class StateBlock(WindowBlock):
+    """One of the blocks that hold a kept state. As a window block it goes before its node, by the
+    time of the state's last resume; its group is -1."""
+
+    state: State = field(kw_only=True)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class State:
+    """The recurrent states of all layers behind a prefix, kept so that it may be resumed there.
+
+    The prefix ends `run` tokens, fewer than a block, behind `node`. `blocks`: those of the device
+    that hold it; where one of `size` has left, it is of no use and the others go next.
+    """
+
+    node: Node
+    run: Run
+    size: int
+    blocks: list[StateBlock] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all its blocks are there. O(1)."""
+        return len(self.blocks) == self.size
+
+
 TreeBlock = Node | WindowBlock
-"""A block that a tree refers to, in group 0 or in a window group."""
+"""A block that a tree refers to: in group 0, in a window group, or of a kept state."""
 
 
 def tree_blocks(node: Node) -> list[TreeBlock]:
-    """Return a node on the device, for its block in group 0, and its window blocks there.
-    O(groups).
+    """Return a node on the device, for its block in group 0, its window blocks there and those of
+    its states. O(these).
     """
-    return [node] if node.beside is None else [node, *filter(None, node.beside)]
+    found: list[TreeBlock] = [node]
+    if node.beside is not None:
+        found += filter(None, node.beside)
+    for state in node.states or ():
+        found += state.blocks
+    return found
 
 
 def all_blocks(node: Node) -> list[TreeBlock]:
-    """Return a node, for its run, and its window blocks: on the device, or promised and away.
-    O(groups).
+    """Return a node, for its run, its window blocks on the device, or promised and away, and the
+    blocks of its states. O(these).
     """
-    return [node, *filter(None, (*(node.beside or ()), *(node.away or ())))]
+    return [*tree_blocks(node), *filter(None, node.away or ())]
 
 
 class TreeMatch:
@@ -238,7 +281,8 @@ class TreeMatch:
 
     `path`: the nodes of whole blocks. `partial_node`: a further block of which the first
     `partial_tokens` tokens match. `matched_tokens`: the tokens that group 0 holds; more than
-    `cached_tokens` where a window group lacks blocks. `tree` None: the namespace has no tree.
+    `cached_tokens` where a window group lacks blocks, or no state is kept. `state`: the one that
+    stands there, of a model with states. `tree` None: the namespace has no tree.
     """
 
     __slots__ = (
@@ -248,6 +292,7 @@ class TreeMatch:
         "partial_node",
         "partial_tokens",
         "path",
+        "state",
         "tree",
     )
 
@@ -259,6 +304,7 @@ class TreeMatch:
         self.path = path
         self.partial_node = partial_node
         self.partial_tokens = common
+        self.state: State | None = None
         self.cached_tokens = common
         if tree is not None:
             self.cached_tokens += len(path) * tree.block_size
@@ -338,7 +384,15 @@ class PrefixTree:
         self.block_size = block_size
         self.root = Node((), None, 0, None)  # a cycle would need the collector
         self.changes = 0
+        self.touched: Callable[[Node], None] | None = None
+        """Called with each node that gets or loses a place, a window block or a state; None while
+        nobody asks."""
         self._serials = serials or count(1)
+
+    def touch(self, node: Node) -> None:
+        """Note that a node gets or loses a place, or a part of it. O(1)."""
+        if self.touched is not None:
+            self.touched(node)
 
     def contains(self, node: TreeBlock) -> bool:
         """Return whether the node, or the window block, is still in this tree. O(1)."""
@@ -391,6 +445,8 @@ class PrefixTree:
             near = self._neighbours(parent, run)
             shorter = next((one for one in near if one.run == run[: len(one.run)]), None)
         self.changes += 1
+        if self.touched is not None:
+            self.touched(node)
         node.block = block
         parent.device_children += 1
         if parent.child_order is not None:
@@ -402,6 +458,8 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None, "the root has no block"
         self.changes += 1
+        if self.touched is not None:
+            self.touched(node)
         node.block = NO_BLOCK
         parent.device_children -= 1
         if parent.child_order is not None:

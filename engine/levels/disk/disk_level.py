@@ -29,6 +29,7 @@ from engine.moves import (
     StorageStats,
     Stored,
 )
+from engine.statistics import NOT_ANSWERED
 
 AWAY_S: Final = 60.0
 """Seconds without a disk after which the promises that it keeps count as lost."""
@@ -54,7 +55,7 @@ class DiskLevel:
         self.looks = DiskLookups(places, storage, promises, next_id, config.disk_tokens_min)
         self.storing = Storing(cache, places, next_id, config.disk_tokens_min, promises.confirm)
         self.recall = PromiseRecall(cache, places, promises, storage, next_id)
-        self.stats = StorageStats("off", "the storage process has not answered yet")
+        self.stats = StorageStats("off", NOT_ANSWERED)
         self._places, self._config, self._promises = places, config, promises
         self._per_device_block = per_device_block
         self._quotas: dict[Payer, Quota] = {}

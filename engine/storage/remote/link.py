@@ -15,6 +15,7 @@ from functools import partial
 
 from engine.api import Payer
 from engine.errors import EngineError
+from engine.statistics import NOT_ANSWERED
 from engine.storage.io_threads import IoThreads
 from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
 
@@ -53,7 +54,7 @@ class RemoteLink:
         self._lost_by: set[Payer] = set()  # since the last success of any payer
         self._retry_at_s = monotonic_s()
         self.is_open = False
-        self.reason = "it has not been asked yet"
+        self.reason = NOT_ANSWERED
         self.failed_total = 0
 
     @property

@@ -45,7 +45,7 @@ def run(cache: PrefixCache, prompt: list[int], now_s: float = 0.0) -> int:
 def hit(cache: PrefixCache, prompt: list[int]) -> tuple[int, int]:
     """Return the tokens of a prompt that are found, and those whose windows are gone."""
     found = cache.peek(NAME, [*prompt, 99], 0.0)
-    return found.cached_tokens, found.window_gone_tokens
+    return found.cached_tokens, found.resume_gap_tokens
 
 
 def test_a_window_below_two_tokens_is_refused() -> None:
@@ -173,7 +173,7 @@ def test_a_tombstone_is_filled_by_a_sequence_that_computes_it() -> None:
 
     table = computed(cache, [*prompt[:10], 7])
 
-    assert cache.stats().window_gone_tokens_total == 10
+    assert cache.stats().resume_gap_tokens_total == 10
     cache.release(table, [*prompt[:10], 7], 2.0)
     assert hit(cache, prompt[:10]) == (10, 0)
     cache.check()

@@ -9,19 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec import structs
 
 from engine.api import (
     CacheGrant,
     Erase,
     Finished,
-    Grammar,
     LeaseRequest,
     Peek,
     Quota,
-    Request,
     Retention,
     Sampling,
     Tokens,
@@ -31,9 +27,6 @@ from engine.errors import EngineUnavailable, InvariantViolation
 from engine.plan import StepPlan, StepResult
 from engine.scheduler.scheduler import Slice
 from tests.checkers import World
-from tests.examples import examples
-from tests.grammars import END
-from tests.strategies import samplings, tokens
 from tests.unit.engine.tiny_engines import CONFIG, PROMPT, ask, make_world, run
 
 
@@ -494,51 +487,6 @@ def test_several_tokens_of_a_sequence_launched_ahead_stop_the_engine() -> None:
 
     with pytest.raises(InvariantViolation, match="sampled 2 tokens; expected 1"):
         world.settle()
-
-
-STEADY = [Grammar("regex", "[ab]{5}"), Grammar("regex", "[ab]*")]
-"""Grammars whose masks are the same after each token: the oracle knows only the first mask."""
-
-asked = st.builds(
-    ask,
-    tokens=tokens,
-    max_tokens=st.integers(0, 9),
-    samples=st.sampled_from([1, 1, 3]),
-    sampling=samplings,
-    stop_token_ids=st.sampled_from([(), (END,)]),
-    prompt_logprobs=st.sampled_from([None, None, 0]),
-)
-asked |= st.builds(structs.replace, asked, min_tokens=st.integers(1, 4)) | st.builds(
-    structs.replace, asked, grammar=st.sampled_from(STEADY)
-)
-
-
-@settings(max_examples=examples(60))
-@given(st.lists(asked, min_size=1, max_size=4), st.integers(2, 5), st.sampled_from([3, 64]))
-def test_several_tokens_a_step_are_taken_as_if_they_came_one_by_one(
-    wanted: list[Request], per_step: int, step_tokens: int
-) -> None:
-    """A runner that verifies drafts returns what it would have sampled without them. The tokens of
-    a last step are not computed, so they are not cached either.
-    """
-    config = structs.replace(CONFIG, step_tokens_max=step_tokens, sequences_max=12)
-    one_by_one, several = (make_world(1, blocks=96, config=config) for _ in range(2))
-    several.runner.tokens_per_draw = per_step
-    requests = [
-        structs.replace(one, request_id=f"r{n}", grant=CacheGrant(bytes([n])))
-        for n, one in enumerate(wanted)
-    ]
-
-    assert run(several, *requests) == run(one_by_one, *requests)
-
-    assert step_tokens < 64 or several.runner.steps <= one_by_one.runner.steps
-    for request in requests:
-        expected, stream = (w.streams[request.request_id] for w in (one_by_one, several))
-        assert (stream.outputs, stream.ended) == (expected.outputs, expected.ended)
-        for output in filter(None, stream.outputs):
-            said = (*request.tokens, *output)
-            computed = len(request.tokens) + (len(output) - 1) // per_step * per_step
-            assert several.peek(request.grant.namespace, (*said, 0)) >= computed
 
 
 def test_a_stall_by_promises_fails_the_first_request(world: World) -> None:

@@ -28,7 +28,7 @@ def test_a_conversation_hits_as_much_with_windows_as_without(depth: int) -> None
     windowed = RecordedWorld(blocks=192, depth=depth, windows=WINDOWS)
 
     assert conversation(windowed, 8) == conversation(plain, 8)
-    assert windowed.core.stats().window_gone_tokens_total == 0
+    assert windowed.core.stats().resume_gap_tokens_total == 0
 
 
 def test_window_blocks_are_evicted_before_a_conversation_is_lost() -> None:
@@ -62,16 +62,16 @@ def test_tokens_whose_window_is_gone_are_told() -> None:
         world.settle()
     prompt = (*tokens(32), 1, 1, 1)
     peeked = world.core.peek(Peek(1, b"n", prompt))
-    assert (peeked.cached_tokens, peeked.window_gone_tokens) == (0, 32)
+    assert (peeked.cached_tokens, peeked.resume_gap_tokens) == (0, 32)
 
-    before = world.core.stats().window_gone_tokens_total
+    before = world.core.stats().resume_gap_tokens_total
     world.ask("part", prompt, max_tokens=1)
     started = world.streams["part"]
     world.settle()
 
     assert isinstance(started.started, Started)
-    assert started.started.window_gone_tokens == 32
-    assert world.core.stats().window_gone_tokens_total - before == 32
+    assert started.started.resume_gap_tokens == 32
+    assert world.core.stats().resume_gap_tokens_total - before == 32
     assert world.core.peek(Peek(1, b"n", (*tokens(32), 0))).cached_tokens == 32
 
 

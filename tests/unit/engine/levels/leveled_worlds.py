@@ -70,9 +70,10 @@ class LeveledWorld(LevelsBelow, World):
         is_kept: bool = False,
         records_max: int = 10**9,
         windows: tuple[int, ...] = (),
+        draft_right: float | None = None,
         **settings: Any,
     ) -> None:
-        """`is_kept`: host memory outlives the engine."""
+        """`is_kept`: host memory outlives the engine. `draft_right`: see `World`."""
         self.has_disk, self.is_kept, self.formats = disk, is_kept, formats
         wanted: dict[str, Any] = {
             "host_mib": 1,
@@ -89,6 +90,7 @@ class LeveledWorld(LevelsBelow, World):
             depth=depth,
             windows=windows,
             make_levels=self.make_levels,
+            draft_right=draft_right,
         )
         self.lost: list[PromiseLost] = []
 

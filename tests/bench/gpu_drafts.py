@@ -1,0 +1,229 @@
+"""Drafts on a GPU at Llama-3.1-8B's shape: python -m tests.bench.gpu_drafts [--json FILE]
+
+Random weights, bf16, prompts of 448 tokens of their own, 128 output tokens, greedy. Answers say
+nothing here, so acceptance is drawn: each draft is taken to be right with a given probability, and
+the step is computed as any other. Each line has tokens a second after the first ones with drafts
+over those without, by rows and acceptance; the plain run is repeated after the others. First, real
+answers with drafts are compared with those without: as far as two batch sizes give the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections import abc
+from pathlib import Path
+from typing import Any
+
+from engine.api import CacheGrant, Finished, Namespace, Request, SampledToken, Sampling, Tokens
+from engine.core.step_drafts import EXPOSED_S
+from engine.drafts.drafter import Drafter
+from engine.plan import StepResult
+from engine.scheduler.sequence import Sequence
+from tests.bench.device import describe
+from tests.bench.gpu_workloads import SHAPES, Bench, TimedRunner
+from tests.bench.models import VOCAB, with_layers
+from tests.bench.results import Results, print_line
+from tests.draft_oracle import OracleSource
+
+ROWS = (1, 8, 64, 256)
+ACCEPTANCE = (0.7, 0.0)
+PROMPT, OUTPUT = 448, 128
+RUNS = 3
+TOKENS_MAX = 256
+"""Of decoding rows in a step with drafts."""
+ANSWERS = 16
+"""Whose tokens are compared with and without drafts."""
+
+
+class AnySource:
+    """Drafts any tokens; `DrawnRunner` decides which are right."""
+
+    name = "any"
+
+    def begin(self, sequence: Sequence) -> None:
+        """Do nothing."""
+
+    def extend(self, sequence_id: int, token_ids: abc.Sequence[int]) -> None:
+        """Do nothing."""
+
+    def propose(self, sequence_id: int, limit: int) -> list[int]:
+        """Return `limit` drafts."""
+        return [7] * limit
+
+    def end(self, sequence_id: int) -> None:
+        """Do nothing."""
+
+    def erase(self, namespace: Namespace) -> None:
+        """Do nothing."""
+
+
+class DrawnRunner(TimedRunner):
+    """A runner whose drafts are right with probability `right`; None: as computed."""
+
+    right: float | None = None
+    chance = random.Random(5)
+
+    def collect(self) -> StepResult:
+        """See `GpuRunner.collect`."""
+        drafts = self._in_flight[0].drafts
+        result = super().collect()
+        if self.right is None:
+            return result
+        for sequence_id, drafted in drafts.items():
+            kept = 0
+            while kept < len(drafted) and self.chance.random() < self.right:
+                kept += 1
+            tokens = tuple(SampledToken(token) for token in drafted[:kept])
+            result.sampled[sequence_id] = (*tokens, SampledToken(9))
+        return result
+
+
+class DraftBench(Bench):
+    """A model on a GPU whose engine may draft."""
+
+    make_runner = DrawnRunner
+    runner: DrawnRunner
+
+    def time_steps(self) -> tuple[float, ...]:
+        """Return the times of steps, measured as at an engine's start."""
+        return self.runner.time_steps(TOKENS_MAX)
+
+    def decode(self, rows: int, name: str) -> dict[str, float]:
+        """Run prompts that are cached, but for a token; return tokens a second after the first
+        ones, tokens a step of a sequence, and the host's median milliseconds a step."""
+        chance = random.Random(rows)
+        grant = CacheGrant(b"rows-%d" % rows)
+        for row in range(rows):
+            tokens = tuple(chance.randrange(VOCAB) for _ in range(PROMPT))
+            self.core.submit(
+                Request(f"{name}{row}", tokens, OUTPUT, grant, Sampling(temperature=0))
+            )
+        begun: set[str] = set()
+        began_s = steps = produced = 0.0
+        host: list[float] = []
+        while self.core.has_work():
+            before = time.perf_counter()
+            self.runner.waited_s = 0.0
+            events = self.core.step()
+            now = time.perf_counter()
+            if len(begun) == rows:
+                steps += any(isinstance(event, Tokens) for event in events)
+                produced += sum(len(e.tokens) for e in events if isinstance(e, Tokens))
+                host.append(now - before - self.runner.waited_s)
+            else:
+                begun.update(e.request_id for e in events if isinstance(e, Tokens))
+                began_s = now
+            for event in events:
+                assert not isinstance(event, Finished) or event.ending == "done", event
+        return {
+            "tok_s": produced / (time.perf_counter() - began_s),
+            "tokens_a_step": produced / steps / rows,
+            "host_ms": statistics.median(host) * 1e3,
+        }
+
+    def set_drafter(self, times: tuple[float, ...], sources: list[Any]) -> None:
+        """Let the core draft from sources; without any it does not."""
+        drafter = Drafter(times, sources, EXPOSED_S) if sources else None
+        self.core.drafts.drafter = drafter
+
+    def answers(self, right: float | None, known: list[list[SampledToken]]) -> list[Any]:
+        """Return answers with their logprobs: without drafts, or with those of an oracle."""
+        chance, grant = random.Random(1), CacheGrant(b"answers")
+        for number in range(ANSWERS):
+            tokens = tuple(chance.randrange(VOCAB) for _ in range(64))
+            sampling = Sampling(temperature=0, logprobs=0)
+            self.core.submit(Request(f"{right}/{number}", tokens, 48, grant, sampling))
+
+        def answer(request_id: str, index: int) -> list[int]:
+            return [token.token_id for token in known[int(request_id.rpartition("/")[2])]]
+
+        if right is not None:
+            source = OracleSource(answer, right, VOCAB, seed=3)
+            self.set_drafter((1.0,) * 128, [source])
+        found: list[list[SampledToken]] = [[] for _ in range(ANSWERS)]
+        while self.core.has_work():
+            for event in self.core.step():
+                if isinstance(event, Tokens):
+                    found[int(event.request_id.rpartition("/")[2])] += event.tokens
+        return found
+
+
+def compare(bench: DraftBench, results: Results) -> None:
+    """Compare real answers with drafts with those without. Raises AssertionError where a token
+    differs whose logprob was not within rounding of the other's."""
+    plain = bench.answers(None, [])
+    for right in (0.0, 0.9, 1.0):
+        found = bench.answers(right, plain)
+        equal, worst = 0, 0.0
+        for one, other in zip(found, plain, strict=True):
+            same = 0
+            while same < len(one) and one[same].token_id == other[same].token_id:
+                worst = max(worst, abs(_logprob(one[same]) - _logprob(other[same])))
+                same += 1
+            equal += same == len(one)
+            if same < len(one):
+                worst = max(worst, abs(_logprob(one[same]) - _logprob(other[same])))
+        results.add({"right": right, "equal": equal, "of": ANSWERS, "logprob_error": worst})
+        assert worst < 0.1, worst
+
+
+def _logprob(token: SampledToken) -> float:
+    assert token.logprob is not None
+    return token.logprob
+
+
+def main() -> None:
+    """Print a line of JSON for each number of rows and acceptance."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    options = parser.parse_args()
+    config = SHAPES[options.shape]
+    if options.layers:
+        config = with_layers(config, options.layers)
+    bench, results = DraftBench(config, 12_000), Results()
+    print_line(describe(bench.copy_rate))
+    began_s = time.perf_counter()
+    times = bench.time_steps()
+    took_s = time.perf_counter() - began_s
+    sizes = {size: round(times[size - 1] * 1e3, 3) for size in (1, 8, 16, 64, 128, 256)}
+    results.add({"step_ms": sizes, "timing_s": round(took_s, 1)})
+    compare(bench, results)
+    for rows in ROWS:
+        bench.set_drafter((), [])
+        bench.runner.right = None
+        bench.decode(rows, f"cold{rows}-")
+        plain = [bench.decode(rows, f"plain{rows}-{run}-") for run in range(RUNS)]
+        for right in ACCEPTANCE:
+            bench.runner.right = right
+            runs = []
+            for run in range(RUNS):
+                bench.set_drafter(times, [AnySource()])
+                runs.append(bench.decode(rows, f"{right}-{rows}-{run}-"))
+            bench.runner.right = None
+            bench.set_drafter((), [])
+            plain.append(bench.decode(rows, f"again{rows}-{right}-"))
+            base = statistics.median(one["tok_s"] for one in plain)
+            ratios = sorted(one["tok_s"] / base for one in runs)
+            results.add(
+                {
+                    "rows": rows,
+                    "acceptance": right,
+                    "plain_tok_s": round(base, 1),
+                    "ratio": round(ratios[RUNS // 2], 3),
+                    "least": round(ratios[0], 3),
+                    "most": round(ratios[-1], 3),
+                    "tokens_a_step": round(runs[-1]["tokens_a_step"], 3),
+                    "host_ms": round(runs[-1]["host_ms"], 3),
+                    "plain_host_ms": round(plain[0]["host_ms"], 3),
+                }
+            )
+    results.write(options.json)
+
+
+if __name__ == "__main__":
+    main()
