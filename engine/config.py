@@ -101,6 +101,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    gpus: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    """The GPUs of the engine, by number as `nvidia-smi` has them, or among those that
+    CUDA_VISIBLE_DEVICES names; empty: one. Several share the model (tensor parallelism)."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     weights: WeightsKind = "auto"
     kv_dtype: Literal["auto", "bf16", "fp32", "int8"] = "auto"
@@ -130,8 +133,17 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     check_interval_s: Annotated[float, Meta(gt=0)] = 600.0
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 60.0
     levels: LevelsConfig = LevelsConfig()
+    speculation: Literal["auto", "off"] = "auto"
+    """Drafts, which change no token; "auto": where they pay."""
     attention_policies: tuple[AttentionPolicy, ...] = ()
     """Attention windows that requests may ask for; none by default."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.gpus)) < len(self.gpus):
+            twice = next(one for one in self.gpus if self.gpus.count(one) > 1)
+            raise ValueError(f"gpus names GPU {twice} twice: {list(self.gpus)}; expected each once")
+        if self.gpus and self.device == "cpu":
+            raise ValueError('gpus is set, and device is "cpu"; expected "auto" or "cuda"')
 
     def for_device(self, device: str) -> EngineConfig:
         """Return the settings with `gap_target_shared_ms` as it is on this device."""

@@ -1,7 +1,7 @@
-"""Messages between gateway and engine, each in one frame over the engine process's socket.
+"""Messages between gateway and engine, each in one frame over the engine process's socket or TLS.
 
-The frames are those of `engine.wire`. A prompt's token ids take four bytes each, in the machine's
-byte order. Pure: bytes in, messages out. Server and client share this module.
+The frames are those of `engine.wire`. A prompt's token ids take four bytes each, little-endian.
+Pure: bytes in, messages out. Server and client share this module.
 
     client                               server
       Hello(version, model) ───────────▶
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -24,10 +24,12 @@ from msgspec.structs import replace
 from engine.api import (
     Command,
     Count,
+    Departed,
     EngineInfo,
     Erased,
     Event,
     Finished,
+    Held,
     Peeked,
     PromptLogprobs,
     Request,
@@ -36,25 +38,29 @@ from engine.api import (
     Tokens,
     Usage,
 )
-from engine.statistics import CacheNews, Stats
+from engine.statistics import CacheNews, LoadReport, Stats
+from engine.strides import PrefixChanges
 from engine.wire import FRAME_BYTES_MAX, FrameError, encode_frame, frame_body, read_body
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 19
 STEP_FRAME_BYTES = 2**20
 """Bytes above which a step's messages leave in several frames: the gateway decodes a frame at once,
 in about 15 ms for this many bytes."""
 
 T = TypeVar("T")
 
-Reply = Peeked | Erased | Surveyed | Stats | CacheNews
-"""Answers to calls, by `call_id`. A `Stats` with call id 0 is a heartbeat; `CacheNews` comes
-unasked.
+Facts = PrefixChanges | LoadReport
+"""What a connection that watches prefixes gets, before the events of the step that made it true."""
+Reply = Peeked | Erased | Surveyed | Held | Departed | Stats | CacheNews | Facts
+"""Answers to calls, by `call_id`. A `Stats` with call id 0 is a heartbeat; `CacheNews` and `Facts`
+come unasked.
 """
 Messages = tuple[Event | Reply, ...]
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """The client's first message: the model to load, and an `EngineConfig` as plain data.
+    """The client's first message: from an engine's parent the model to load, and an `EngineConfig`
+    as plain data; from a gateway elsewhere its name.
 
     Unknown fields are allowed, so that another version gets a `Rejected` that says so.
     """
@@ -67,16 +73,32 @@ class Hello(Struct, frozen=True, tag="hello"):
     host_fds: tuple[int, int] | None = None
     """Inherited descriptors of the files of host memory (`HostMemoryFiles`), if that outlives the
     engine."""
+    role: Literal["both", "keeper", "gateway", "peer"] = "both"
+    """`both`: a gateway that has started the engine."""
+    name: str = ""
+    """Of the gateway; from a keeper, that of the engine."""
+    start: str = ""
+    """Names this start of a gateway: the engine keeps counts by it. "" for none."""
+    listen_fd: int = -1
+    """An inherited listening socket for gateways; -1 for none."""
+    tls: str = ""
+    """The folder of the engine's certificates, with `listen_fd`."""
+    fallen: tuple[str, ...] = ()
+    """From a keeper: ids of the requests in the step in which the life before ended."""
 
 
 class Welcome(Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
     """The engine is loaded and has produced a token."""
 
     info: EngineInfo
+    fallen: tuple[str, ...] = ()
+    """Ids of the requests in the step in which the life before ended; each gateway judges its own.
+    """
 
 
 class Rejected(Struct, frozen=True, tag="rejected", forbid_unknown_fields=True):
-    """The engine has another protocol version, or cannot load the model; the process exits."""
+    """The engine has another protocol version, or cannot load the model, and exits; or it does not
+    serve this gateway. After a Welcome: it takes no new requests from it."""
 
     code: str
     message: str
@@ -184,7 +206,7 @@ def _failure_of(message: Event | Reply) -> Messages:
 def _pack_submit(message: Submit) -> PackedSubmit:
     request = message.request
     try:
-        token_ids = struct.pack(f"={len(request.tokens)}I", *request.tokens)
+        token_ids = struct.pack(f"<{len(request.tokens)}I", *request.tokens)
     except struct.error as error:
         raise FrameError("a token id does not fit into four bytes") from error
     return PackedSubmit(replace(request, tokens=()), token_ids)
@@ -195,7 +217,7 @@ def _unpack_submit(body: bytes) -> Upward:
     message: PackedSubmit | Upward = _decode_upward(body)
     if not isinstance(message, PackedSubmit):
         return message
-    token_ids = struct.unpack(f"={len(message.token_ids) // 4}I", message.token_ids)
+    token_ids = struct.unpack(f"<{len(message.token_ids) // 4}I", message.token_ids)
     return Submit(replace(message.request, tokens=token_ids))
 
 

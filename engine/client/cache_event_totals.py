@@ -32,6 +32,12 @@ class BlockMoves:
     lived_s: float = 0.0
     """Summed lifetime of those evicted."""
 
+    def add(self, more: BlockMoves) -> None:
+        """Add further moves of the same namespace."""
+        self.gained += more.gained
+        self.lost.update(more.lost)
+        self.lived_s += more.lived_s
+
     @property
     def evicted(self) -> int:
         """Blocks evicted for any namespace."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from msgspec import Struct
@@ -18,6 +18,7 @@ from msgspec import Struct
 from engine.api import (
     Cancel,
     Command,
+    Departed,
     Drain,
     EndSample,
     EngineInfo,
@@ -25,22 +26,28 @@ from engine.api import (
     Erased,
     Event,
     Finished,
+    GetDeparted,
+    GetHeld,
     GetStats,
+    Held,
     Namespace,
     Peek,
     Peeked,
     Quota,
     Request,
     SetQuotas,
+    Started,
     Submit,
     Survey,
     Surveyed,
     Tokens,
+    WatchPrefixes,
 )
 from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.frame_wire import FrameWire
 from engine.client.namespace_stats import NamespaceTable
 from engine.client.request_stream import RequestStream
+from engine.client.tls_wire import TlsWire
 from engine.errors import (
     DIED_MESSAGE,
     DUPLICATE_MESSAGE,
@@ -49,6 +56,7 @@ from engine.errors import (
     RequestRefused,
 )
 from engine.protocol import (
+    Facts,
     Frame,
     Hello,
     Rejected,
@@ -57,7 +65,8 @@ from engine.protocol import (
     encode,
     read_downward,
 )
-from engine.statistics import CacheNews, Stats
+from engine.statistics import CacheNews, LoadReport, Stats
+from engine.strides import PrefixChanges
 from engine.wire import FrameError
 
 CALL_TIMEOUT_S = 10.0
@@ -66,10 +75,10 @@ QUOTAS_PER_COMMAND = 1_000
 UNSENT_BYTES_MAX = 64 * 2**20
 """Bytes. An engine that is so far behind in reading refuses requests as `queue_full`."""
 
-Call = Peek | Erase | Survey | GetStats
-Result = Peeked | Erased | Surveyed | Stats
-RESULTS = (Peeked, Erased, Surveyed, Stats)
-ResultT = TypeVar("ResultT", Peeked, Erased, Surveyed, Stats)
+Call = Peek | Erase | Survey | GetHeld | GetDeparted | GetStats
+Result = Peeked | Erased | Surveyed | Held | Departed | Stats
+RESULTS = (Peeked, Erased, Surveyed, Held, Departed, Stats)
+ResultT = TypeVar("ResultT", Peeked, Erased, Surveyed, Held, Departed, Stats)
 
 
 class Engine(Protocol):
@@ -126,6 +135,13 @@ class Engine(Protocol):
     async def get_stats(self) -> Stats:
         """Return fresh statistics; `namespaces` is as fresh when this returns."""
 
+    async def get_held(self) -> Held:
+        """Return the token-seconds that payers have held since the engine's start."""
+
+    async def get_departed(self, settled: Sequence[str] = ()) -> Departed:
+        """Return what was counted for the starts of gateways that have left; `settled` ones are
+        forgotten."""
+
     async def drain(self, timeout_s: float) -> None:
         """Accept no new requests; let running requests finish within `timeout_s`."""
 
@@ -158,6 +174,13 @@ class EngineConnection(ABC):
         self._next_call = 1
         self._is_draining = False
         self._is_closed = False
+        self.rescue: Callable[[Request, RequestStream], bool] | None = None
+        """Takes a request that the engine has lost over, if it returns True."""
+        self.submitted = 0
+        """Number of requests that were sent over this connection."""
+        self._watch: Callable[[Facts | Started], None] | None = None
+        self.done = 0
+        """Number of requests that have ended otherwise."""
         self.lost_requests: list[LostRequest] = []
         self.done_in_isolation: list[Request] = []
 
@@ -165,24 +188,48 @@ class EngineConnection(ABC):
     def post(self, command: Command) -> None:
         """Send a command. Never blocks; the reader notices a lost connection."""
 
+    @abstractmethod
+    async def close(self) -> None:
+        """See `Engine.close`."""
+
+    @property
+    def has_moved_here(self) -> bool:
+        """Return whether a request runs here that began at another engine. O(requests)."""
+        return any(stream.moves for stream in self._streams.values())
+
+    def has_request(self, request_id: str) -> bool:
+        """Return whether a request has not ended here."""
+        return request_id in self._streams
+
+    @property
+    def in_flight(self) -> int:
+        """Return the number of requests that have not ended."""
+        return len(self._streams)
+
     def ready(self) -> bool:
         """See `Engine.ready`."""
         return self.info is not None and not self._is_closed and not self._is_draining
 
-    def submit(self, request: Request) -> RequestStream:
-        """See `Engine.submit`."""
-        if not self.ready():
+    def submit(
+        self, request: Request, moved: RequestStream | None = None, *, may_move: bool = False
+    ) -> RequestStream:
+        """See `Engine.submit`. `moved`: a stream that goes on here, by its continuation."""
+        if not self.ready() or self.info is None:
             code = "draining" if self._is_draining else "not_ready"
             raise EngineUnavailable(code, "The engine does not accept requests now.")
         if request.request_id in self._streams:
             raise RequestRefused("duplicate_request", DUPLICATE_MESSAGE)
-        stream = RequestStream(request.request_id, self)
+        stream = moved or RequestStream(request.request_id, self, may_move=may_move)
         self._streams[request.request_id], self._requests[request.request_id] = stream, request
         try:
             self.post(Submit(request))
         except EngineError:
             del self._streams[request.request_id], self._requests[request.request_id]
             raise
+        self.submitted += 1
+        if moved is not None:
+            moved.move(self)
+        stream.epoch = self.info.epoch
         return stream
 
     def forget(self, request_id: str) -> None:
@@ -228,11 +275,26 @@ class EngineConnection(ABC):
         """See `Engine.get_stats`."""
         return await self._call(GetStats(self._call_id()), Stats)
 
+    async def get_held(self) -> Held:
+        """See `Engine.get_held`."""
+        return await self._call(GetHeld(self._call_id()), Held)
+
+    async def get_departed(self, settled: Sequence[str] = ()) -> Departed:
+        """See `Engine.get_departed`."""
+        return await self._call(GetDeparted(self._call_id(), tuple(settled)), Departed)
+
     async def drain(self, timeout_s: float) -> None:
         """See `Engine.drain`."""
         self._is_draining = True
         if not self._is_closed:
             self.post(Drain(timeout_s))
+
+    def watch_prefixes(self, watch: Callable[[Facts | Started], None]) -> None:
+        """Have `watch` called with all prefixes of the engine, in parts, and then with each change
+        of them or of its load, before the events of the step that made it; and with each start of a
+        request, before its reader. Again: all prefixes anew. Raises EngineUnavailable."""
+        self._watch = watch
+        self.post(WatchPrefixes())
 
     def receive(self, messages: Iterable[Event | Reply]) -> None:
         """Handle the engine's messages, in order."""
@@ -248,7 +310,12 @@ class EngineConnection(ABC):
                 self._on_result(message)
             elif isinstance(message, CacheNews):
                 self.cache_events.add(message)
+            elif isinstance(message, PrefixChanges | LoadReport):
+                if self._watch is not None:
+                    self._watch(message)
             elif message.request_id in streams:
+                if self._watch is not None and isinstance(message, Started):
+                    self._watch(message)
                 streams[message.request_id].push(message)
 
     def _on_finished(self, end: Finished) -> None:
@@ -258,13 +325,16 @@ class EngineConnection(ABC):
         request = self._requests.pop(end.request_id)
         if end.code == "engine_died":
             self.lost_requests.append(LostRequest(request, stream.output_tokens))
-            stream.fail(end.code, end.message)
+            self._lose(request, stream, end.message)
+        elif end.code == "draining" and self.rescue is not None and self.rescue(request, stream):
+            pass  # it crossed the message that says so
         elif end.code == "answer_lost":  # the engine does not know, and would go on
             self.post(Cancel(end.request_id))
             stream.fail(end.code, end.message)
         else:
             if request.isolated_tokens and end.ending == "done":
                 self.done_in_isolation.append(request)
+            self.done += 1
             stream.push(end)
 
     def mark_lost(self, message: str) -> None:
@@ -275,12 +345,17 @@ class EngineConnection(ABC):
         self.lost_requests += [
             LostRequest(request, streams[name].output_tokens) for name, request in requests.items()
         ]
-        for stream in streams.values():
-            stream.fail("engine_died", message)
+        for name, stream in streams.items():
+            self._lose(requests[name], stream, message)
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():
                 future.set_exception(EngineUnavailable("engine_died", message))
+
+    def _lose(self, request: Request, stream: RequestStream, message: str) -> None:
+        """Let a request go on elsewhere, or fail it."""
+        if self.rescue is None or not self.rescue(request, stream):
+            stream.fail("engine_died", message, is_abandoned=True)
 
     def _call_id(self) -> int:
         self._next_call += 1
@@ -320,11 +395,22 @@ class SocketEngine(EngineConnection):
     `last_frame_s`: the loop's time of its last frame.
     """
 
-    def __init__(self, end: socket.socket) -> None:
-        """`end`: of the process's socket, owned by the engine from now on."""
+    def __init__(self, wire: socket.socket | TlsWire) -> None:
+        """`wire`: an end of the process's socket, or a connection to an engine elsewhere; owned by
+        the engine from now on."""
         super().__init__()
         self._loop = asyncio.get_running_loop()
-        self._wire = FrameWire(end, self.take_frame, self._on_end)
+        self._wire: FrameWire | TlsWire = (
+            wire.follow(self.take_frame, self._on_end)
+            if isinstance(wire, TlsWire)
+            else FrameWire(wire, self.take_frame, self._on_end)
+        )
+        self.on_drain: Callable[[str], None] = lambda message: None
+        """Called when the engine takes no new requests any more."""
+        self.fallen: tuple[str, ...] = ()
+        """Ids of the requests in the step in which the life before ended."""
+        self.loss = ""
+        """Why the connection has ended, where this end knows it."""
         self._frames = 0
         self._unsent: list[bytes] = []
         self._welcome: asyncio.Future[EngineInfo] = self._loop.create_future()
@@ -332,8 +418,8 @@ class SocketEngine(EngineConnection):
         self.last_frame_s = self._loop.time()
 
     @classmethod
-    async def connect(cls, wire: socket.socket, hello: Hello) -> SocketEngine:
-        """Send a Hello over the socket of a new process, and wait until its model is loaded.
+    async def connect(cls, wire: socket.socket | TlsWire, hello: Hello) -> SocketEngine:
+        """Send a Hello over a wire, and wait until the engine's model is loaded.
 
         Raises EngineError with the process's error code: engine_died if the process closed the
         connection first.
@@ -395,21 +481,28 @@ class SocketEngine(EngineConnection):
             if isinstance(message, Frame) and self.info is not None:
                 self._check_number(message.number)
                 self.receive(message.messages)
+            elif isinstance(message, Rejected) and self.info is not None:
+                self._is_draining = True
+                self.on_drain(message.message)
             elif self._welcome.done():
                 raise FrameError("a second Welcome")
             else:
                 self._on_welcome(message)
         except EngineError as error:
+            self.loss = error.message
             if not self._welcome.done():
                 self._welcome.set_exception(error)
             self._wire.close()
             self._end(DIED_MESSAGE)
 
     def _on_end(self) -> None:
+        wire = self._wire
+        violation, told = wire.error, wire.reason if isinstance(wire, TlsWire) else ""
+        self.loss = told if violation is None else violation.message
         self._end(DIED_MESSAGE)
         if not self._welcome.done():
             closed = EngineUnavailable("engine_died", "The engine closed the connection.")
-            self._welcome.set_exception(closed)
+            self._welcome.set_exception(violation or closed)
 
     def _check_number(self, number: int) -> None:
         """Count a frame. Raises FrameError after a gap: events are lost, so no stream is whole."""
@@ -422,7 +515,7 @@ class SocketEngine(EngineConnection):
             raise EngineError(message.code, message.message)
         if isinstance(message, Frame):
             raise FrameError("a Frame before the Welcome")
-        self.info = message.info
+        self.info, self.fallen = message.info, message.fallen
         self._welcome.set_result(message.info)
 
     def _end(self, message: str) -> None:

@@ -8,9 +8,12 @@ delays no other stream. `engine.client.client` makes streams, the gateway reads 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from itertools import chain
-from typing import Protocol
+from typing import Final, Protocol
+
+from msgspec.structs import replace
 
 from engine.api import (
     Cancel,
@@ -19,11 +22,16 @@ from engine.api import (
     Event,
     Finished,
     PromptLogprobs,
+    Request,
     SampledToken,
+    SampleEnded,
     Started,
     Tokens,
     Usage,
 )
+
+MOVE_LOST: Final = ("engine_died", "answer_lost")
+"""Codes of ends whose usage is what the stream has seen."""
 
 
 class StreamTransport(Protocol):
@@ -96,17 +104,34 @@ class RequestStream(AsyncIterator[Event]):
 
     `wakeup` is notified when an event arrives. A reader of several streams sets the same one for
     all.
+
+    A stream that may move keeps its output, and goes on over another connection: its reader sees
+    one answer, with the usage of the first `Started` and all output once.
     """
 
-    def __init__(self, request_id: str, connection: StreamTransport) -> None:
+    def __init__(
+        self, request_id: str, connection: StreamTransport, *, may_move: bool = False
+    ) -> None:
         self.request_id = request_id
+        self.epoch = ""
+        """Of the engine that computes it now."""
+        self.moves = 0
+        """How often it went on over another connection."""
+        self._output_ids: list[int] | None = [] if may_move else None
+        self._began_s = time.monotonic() if may_move else 0.0
+        self._first_s: float | None = None
+        self._has_started = self._has_ended = False
+        self._started_moves = 0  # of them before the `Started` that the reader has seen
+        self._resumed_tokens = 0  # output that the present engine was given
+        self._started_again: Started | None = None  # on the present engine
+        self._ended_at: EndSample | None = None
         self._connection = connection
         self._events: list[Event] = []
         # the token events among them, by sample
         self._tokens_by_sample: dict[int, list[Tokens]] = {}
         self._batch: list[Event] = []
         self.wakeup = Wakeup()
-        self._is_over = False
+        self._is_over = self._is_abandoned = False
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         self._prompt_entries: list[SampledToken] = []  # the pieces of prompt logprobs so far
 
@@ -116,6 +141,11 @@ class RequestStream(AsyncIterator[Event]):
         At most the request's output, its prompt logprobs and two events per sample are held. A
         request that is done although a part of its output has not come fails instead.
         """
+        if self._output_ids is not None:
+            again = self._note(event)
+            if again is None:
+                return
+            event = again
         if isinstance(event, PromptLogprobs):
             self._prompt_entries += event.tokens
             if len(self._prompt_entries) < self._prompt_tokens:
@@ -139,11 +169,87 @@ class RequestStream(AsyncIterator[Event]):
             self._prompt_tokens, self._cached_tokens = event.prompt_tokens, event.cached_tokens
         events.append(event)
 
+    def _note(self, event: Event) -> Event | None:
+        """Keep what another engine would need of an event; return it as the reader may see it, None
+        if it has seen it."""
+        if isinstance(event, Tokens):
+            assert self._output_ids is not None
+            if self._first_s is None:
+                self._first_s = time.monotonic() - self._began_s
+            self._output_ids += [token.token_id for token in event.tokens]
+        elif isinstance(event, Started):
+            if self._has_started:
+                self._started_again = event
+                return None
+            self._has_started, self._started_moves = True, self.moves
+        elif isinstance(event, SampleEnded):
+            if self._has_ended:
+                return None
+            self._has_ended = True
+        elif isinstance(event, Finished) and self.moves and event.code not in MOVE_LOST:
+            usage = event.usage
+            if self._has_started:
+                prompt, cached = self._prompt_tokens, self._cached_tokens
+                usage = replace(
+                    usage,
+                    prompt_tokens=prompt,
+                    cached_tokens=cached,
+                    computed_tokens=prompt - cached,
+                    first_token_s=self._first_s,
+                )
+            return replace(event, usage=usage)
+        return event
+
+    def continuation(self, request: Request) -> Request | None:
+        """Return the request that goes on where this stream is, on another engine; None if it may
+        not. `request`: the one that was submitted last."""
+        if self._output_ids is None or self._is_over:
+            return None
+        prompt = request.tokens[: request.prompt_tokens]
+        found = tuple(self._output_ids)
+        return replace(
+            request,
+            tokens=prompt + found,
+            resumed_tokens=len(found),
+            expected_cached_tokens=0,
+        )
+
+    def move(self, connection: StreamTransport) -> None:
+        """Go on over a connection to which the continuation was submitted."""
+        self._connection = connection
+        self.moves += 1
+        self._resumed_tokens = len(self._output_ids or ())
+        self._started_again = None
+        if self._ended_at is not None:  # the engine before was lost before it knew
+            connection.post(self._ended_at)
+
+    @property
+    def has_moved_in_vain(self) -> bool:
+        """Whether nothing has come since it moved last."""
+        return self.moves > 0 and self._output_tokens <= self._resumed_tokens
+
+    @property
+    def correction(self) -> tuple[int, int, int]:
+        """Return what its entry has more of prompt, cached and output tokens than the present
+        engine has counted: the part of engines before it, or all of a request that the engine
+        counts as abandoned. Zeros for any other stream that never moved."""
+        if self._is_abandoned:
+            return self._prompt_tokens, self._cached_tokens, self._output_tokens
+        if not self._has_started or self._started_moves == self.moves:
+            return 0, 0, 0
+        again = self._started_again
+        prompt, cached = (0, 0) if again is None else (again.prompt_tokens, again.cached_tokens)
+        return self._prompt_tokens - prompt, self._cached_tokens - cached, self._resumed_tokens
+
     def _lacks_output(self, end: Finished) -> bool:
         return bool(self._prompt_entries) or self._output_tokens < end.usage.output_tokens
 
-    def fail(self, code: str, message: str) -> None:
-        """End the stream as failed, with the usage seen so far: the engine's own is not known."""
+    def fail(self, code: str, message: str, *, is_abandoned: bool = False) -> None:
+        """End the stream as failed, with the usage seen so far: the engine's own is not known.
+
+        `is_abandoned`: an engine that lives on counts the request apart.
+        """
+        self._is_abandoned = is_abandoned
         seen = Usage(
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
@@ -196,7 +302,10 @@ class RequestStream(AsyncIterator[Event]):
     def end_sample(self, index: int, output_tokens: int) -> None:
         """End sample `index` after `output_tokens` tokens, because a stop string was found."""
         if not self._is_over:
-            self._connection.post(EndSample(self.request_id, index, output_tokens))
+            command = EndSample(self.request_id, index, output_tokens)
+            if self._output_ids is not None:
+                self._ended_at = command
+            self._connection.post(command)
 
     async def cancel(self) -> Finished | None:
         """Cancel the request; wait for its `Finished`, which has its usage, and return it.

@@ -3,7 +3,7 @@
 The engine writes it before each step, the gateway reads it after a death: only a request that was
 computed then can have caused it. Both map one memory file, since a socket's last bytes are lost
 with the process. The record knows no request beyond its id. `engine.server.recorded_runner` writes,
-`gateway.engine_supervisor` reads.
+`gateway.engines.keeper` reads.
 """
 
 from __future__ import annotations

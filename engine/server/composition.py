@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from engine.api import EngineInfo
@@ -16,6 +17,7 @@ from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
+from engine.errors import ModelError
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.grammar import MaskFiller
 from engine.grammar.sandbox import SandboxSettings
@@ -30,6 +32,7 @@ def core_of_model(
     `host_fds`: the files of host memory that outlives the engine. Takes as long as reading the
     weights. Raises ModelError.
     """
+    show_gpus(config.gpus, os.environ)
     import torch
 
     from engine.server.levels_below import build_levels
@@ -48,19 +51,15 @@ def core_of_model(
         block_size=config.block_size,
         context_tokens=built.context,
         windows=built.kv_format.windows,
+        state_blocks=built.state_blocks,
     )
-    digest = f"{card.digest}-{built.kv_format.name}-{built.kv_format.block_size}"
-    if config.weights != "auto":  # other weights compute other KV
-        digest += f"-{config.weights}"
+    digest = _digest(card, config, built.kv_format.name)
     levels, off = build_levels(
         cache, config, built.kv,
         model_digest=digest, host_fds=host_fds, now_s=time.monotonic(),
     )  # fmt: skip
     core = Core(
-        cache,
-        built.runner,
-        config.for_device(built.device),
-        time.monotonic,
+        *(cache, built.runner, config.for_device(built.device), time.monotonic),
         vocab_size=card.config.vocab,
         context_tokens=built.context,
         pipeline_depth=built.pipeline_depth,
@@ -68,6 +67,8 @@ def core_of_model(
         levels=levels,
         kv_fidelity=built.kv_format.fidelity,
         attention_lacks=built.attention_lacks,
+        run_up=card.config.run_up,
+        draft_step_s=built.draft_step_s,
     )
     core.engine_stats.levels_off = off
     info = EngineInfo(
@@ -92,6 +93,33 @@ def core_of_model(
         attention_lacks=built.attention_lacks,
     )
     return core, info
+
+
+def show_gpus(gpus: Sequence[int], environment: MutableMapping[str, str]) -> None:
+    """Let CUDA see only these GPUs of its own, in this order; all if there are none. Call it before
+    CUDA is used. Raises ModelError `unsupported` for a number that CUDA_VISIBLE_DEVICES lacks.
+    """
+    if not gpus:
+        return
+    names = [str(number) for number in gpus]
+    seen = environment.get("CUDA_VISIBLE_DEVICES")
+    if seen is not None:
+        known = [one.strip() for one in seen.split(",") if one.strip()]
+        if max(gpus) >= len(known):
+            raise ModelError(
+                "unsupported",
+                f"engine.gpus names GPU {max(gpus)}; CUDA_VISIBLE_DEVICES has {len(known)}:"
+                f" expected numbers below {len(known)}",
+            )
+        names = [known[number] for number in gpus]
+    environment.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as nvidia-smi numbers them
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
+def _digest(card: ModelCard, config: EngineConfig, kv_format: str) -> str:
+    """Return the digest of all that decides the bytes of KV."""
+    weights = "" if config.weights == "auto" else f"-{config.weights}"
+    return f"{card.digest}-{kv_format}-{config.block_size}{weights}"
 
 
 def _constraints(card: ModelCard, config: EngineConfig) -> Constraints:

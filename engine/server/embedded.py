@@ -20,9 +20,13 @@ from engine.server.service import EngineService
 class LocalEngine(EngineConnection):
     """An `engine.client.client.Engine` over a service in a thread. Make one with `start`."""
 
-    def __init__(self, service: EngineService, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, service: EngineService, loop: asyncio.AbstractEventLoop, *, is_owner: bool = True
+    ) -> None:
+        """`is_owner`: its end is the service's."""
         super().__init__()
         self.service = service
+        self._is_owner = is_owner
         self._loop = loop
         self._outbox = Outbox(self._schedule_read)
 
@@ -45,6 +49,14 @@ class LocalEngine(EngineConnection):
         engine.info = service.info
         service.join(engine)
         return engine
+
+    def beside(self) -> LocalEngine:
+        """Return a second connection to the same engine, as of another gateway. It ends before this
+        one does."""
+        other = LocalEngine(self.service, self._loop, is_owner=False)
+        other.info = self.info
+        self.service.join(other)
+        return other
 
     def _on_service_change(self) -> None:
         if self.service.stopped.is_set():
@@ -77,6 +89,9 @@ class LocalEngine(EngineConnection):
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        await asyncio.to_thread(self.service.stop)
+        if self._is_owner:
+            await asyncio.to_thread(self.service.stop)
+        else:
+            self.service.leave(self)
         self._outbox.close()
         self.mark_lost("The engine was closed.")

@@ -27,7 +27,7 @@ from engine.kv.packing import (
     packers_of,
 )
 from engine.kv.pinned_memory import PinningError
-from engine.kv.storage import KvStorage
+from engine.kv.storage import KvPool, KvStorage
 from engine.kv.transfer import BlockPacker, CpuTransferEngine
 from engine.levels.levels import Levels
 from engine.moves import Move, SlotLayout, TransferEngine, stride_of
@@ -54,7 +54,7 @@ FORMATS: tuple[PackedName, ...] = ("int8c", "int4c")
 def build_levels(
     cache: PrefixCache,
     config: EngineConfig,
-    kv: KvStorage,
+    kv: KvPool,
     *,
     model_digest: str = "",
     host_fds: tuple[int, int] | None = None,
@@ -69,6 +69,10 @@ def build_levels(
     wanted, kv_format = config.levels, kv.format
     if not wanted.is_on:
         return None, ()
+    if cache.states.blocks:
+        return _off(wanted, "recurrent layers keep states, of which there are no copies")
+    if not isinstance(kv, KvStorage):
+        return _off(wanted, f"blocks of {kv_format.lanes} GPUs have no copies yet")
     slots = wanted.arena_mib * 2**20 // kv_format.block_bytes
     groups = kv_format.blocks_per_run
     if slots < SLOTS_MIN * groups:

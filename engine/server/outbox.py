@@ -1,19 +1,24 @@
 """A bounded, ordered queue between the engine's thread and the reader of its messages.
 
-It knows no socket and no message. `engine.server.server` and `engine.server.embedded` have one for
-each connection.
+The engine waits for the only reader of an engine that is embedded. It waits for none of several
+gateways, which would stop the others: one that has no room for `patience_s` is given up. The module
+knows no socket and no message. `engine.server.links` and `engine.server.embedded` have an outbox
+for each connection.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from math import inf
 from typing import Final
 
+from engine.api import Clock
 from engine.protocol import Messages
 
 OUTBOX_STEPS_MAX: Final = 64
-"""Steps that a connection may leave unread before the engine waits for it."""
+"""Steps that a connection may leave unread before it has no room for more."""
 
 StepMessages = tuple[int, Messages]
 """A step's number, and its messages for one connection."""
@@ -26,9 +31,20 @@ class Outbox:
     would otherwise compete with the reader's event loop for the interpreter.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake`: called in the engine's thread when the empty outbox gets a message."""
-        self._wake = wake
+    def __init__(
+        self,
+        wake: Callable[[], None],
+        *,
+        patience_s: float = inf,
+        give_up: Callable[[], None] = lambda: None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`wake`: called in the engine's thread when the empty outbox gets a message. `patience_s`:
+        how long it may have no room; without an end, `put` waits instead. `give_up`: called in the
+        engine's thread once it had none for so long; the outbox is closed then."""
+        self._wake, self._give_up = wake, give_up
+        self._patience_s, self._clock = patience_s, clock
+        self._full_since_s = inf
         self._lock = threading.Lock()
         self._pending: list[StepMessages] = []
         self._has_room = threading.Event()
@@ -37,16 +53,22 @@ class Outbox:
         self._is_closed = False
 
     def put(self, messages: StepMessages) -> None:
-        """Add one step's messages. Waits while there is no room. A closed outbox drops them."""
-        self._has_room.wait()
+        """Add one step's messages. Waits while there is no room, if its patience has no end. A
+        closed outbox drops them."""
+        if self._patience_s == inf:
+            self._has_room.wait()
         with self._lock:
             if self._is_closed:
                 return
+            is_overdue = self._clock() - self._full_since_s >= self._patience_s
             is_first = not self._pending
             self._pending.append(messages)
             if len(self._pending) >= OUTBOX_STEPS_MAX:
-                self._has_room.clear()
-        if is_first:
+                self._mark_full()
+        if is_overdue:
+            self.close()
+            self._give_up()
+        elif is_first:
             self._wake()
 
     def take(self) -> list[StepMessages]:
@@ -54,22 +76,22 @@ class Outbox:
         with self._lock:
             messages, self._pending = self._pending, []
             if not self._is_held:
-                self._has_room.set()
+                self._mark_free()
         return messages
 
     def hold(self) -> None:
-        """Make `put` wait until `release`, even if the outbox is empty: the reader's own output is
+        """Have no room until `release`, even if the outbox is empty: the reader's own output is
         full."""
         with self._lock:
             self._is_held = not self._is_closed
             if self._is_held:
-                self._has_room.clear()
+                self._mark_full()
 
     def release(self) -> None:
-        """Allow `put` again."""
+        """Have room again."""
         with self._lock:
             self._is_held = False
-            self._has_room.set()
+            self._mark_free()
 
     def close(self) -> None:
         """Drop all messages from now on, and wake a waiting `put`."""
@@ -77,4 +99,13 @@ class Outbox:
             self._is_closed = True
             self._is_held = False
             self._pending.clear()
-            self._has_room.set()
+            self._mark_free()
+
+    def _mark_full(self) -> None:
+        if self._has_room.is_set():
+            self._has_room.clear()
+            self._full_since_s = self._clock()
+
+    def _mark_free(self) -> None:
+        self._has_room.set()
+        self._full_since_s = inf

@@ -11,35 +11,46 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import Final, Literal, Protocol
 
+from msgspec import Struct
+
 from engine.api import (
     Cancel,
     Clock,
     Command,
+    Departed,
+    Disown,
     Drain,
     EndSample,
     EngineInfo,
     Erase,
     Event,
     Finished,
+    GetDeparted,
+    GetHeld,
     GetStats,
+    Held,
     Namespace,
     Peek,
     Request,
     SetQuotas,
+    Started,
     Submit,
     Survey,
     Surveyed,
     Usage,
+    WatchPrefixes,
 )
 from engine.client.step_record import StepRecord
 from engine.config import EngineConfig
 from engine.core.core import Core
 from engine.core.smoke_test import smoke_test_request
+from engine.core.storage_meter import StorageMeter
 from engine.errors import (
     DIED_MESSAGE,
     DRAINING_MESSAGE,
@@ -49,6 +60,8 @@ from engine.errors import (
 )
 from engine.protocol import Messages, Reply
 from engine.server.cache_event_collector import CacheEventCollector
+from engine.server.departed_gateways import DepartedGateways
+from engine.server.prefix_reporter import PrefixReporter
 from engine.server.recorded_runner import RecordedRunner
 from engine.server.tree_snapshot import survey
 from engine.statistics import LevelStats
@@ -76,7 +89,14 @@ HEARTBEAT_SHARE: Final = 20
 HEARTBEAT_S_MAX: Final = 5.0
 """Longest time between heartbeats, in seconds, unless they are configured further apart."""
 
-SinkCommand = Command | Literal["join", "leave"]
+
+class Join(Struct, frozen=True):
+    """A connection begins, of a gateway with this start."""
+
+    start: str
+
+
+SinkCommand = Command | Join | Literal["leave"]
 
 
 class ResponseSink(Protocol):
@@ -114,7 +134,12 @@ class EngineService:
         self._owners: dict[str, ResponseSink] = {}  # of live requests
         self._sinks: dict[ResponseSink, set[Namespace]] = {}  # and the namespaces to report to each
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._accepted: Counter[ResponseSink] = Counter()  # Submits
+        self._starts: dict[ResponseSink, str] = {}  # of gateways that name theirs
+        self._gateways = DepartedGateways(clock)
+        self._prefixes = PrefixReporter[ResponseSink]()
         self._cache_events = CacheEventCollector()
+        self._storage: StorageMeter  # once the core is made
         self.ready = threading.Event()
         self.stopped = threading.Event()
         self._heartbeat_at_s = clock()
@@ -131,9 +156,10 @@ class EngineService:
         """Submit a command; replies go to `sink`. Thread-safe, never blocks."""
         self._inbox.put((sink, command))
 
-    def join(self, sink: ResponseSink) -> None:
-        """Add a connection: from now on it receives heartbeats."""
-        self._inbox.put((sink, "join"))
+    def join(self, sink: ResponseSink, start: str = "") -> None:
+        """Add a connection: from now on it receives heartbeats. `start`: names the gateway's start;
+        "" for a connection whose requests are not counted by it."""
+        self._inbox.put((sink, Join(start)))
 
     def leave(self, sink: ResponseSink) -> None:
         """Remove a connection and cancel its requests."""
@@ -154,6 +180,7 @@ class EngineService:
             if self._record is not None:
                 core.runner = RecordedRunner(core.runner, core.requests, self._record)
             smoke_test(core)
+            self._storage = StorageMeter(core.cache, core.namespaces(), core.clock())
             self.info, self.levels_off = info, core.engine_stats.levels_off
             self.ready.set()
             self._on_change()
@@ -161,7 +188,7 @@ class EngineService:
                 began_s = self.clock()
                 events = core.step()
                 self._step_s = self.clock() - began_s
-                self._deliver(core.engine_stats.step, events)
+                self._deliver(core, events)
                 self._send_heartbeat(core)
                 if self._is_draining and not core.has_work() and not self._is_storing(core):
                     break
@@ -194,7 +221,9 @@ class EngineService:
         the next launch is due.
         """
         is_busy = core.has_work() or core.is_recounting
-        wait_s = 0.0 if is_busy else max(0.0, self._heartbeat_at_s - self.clock())
+        now_s = self.clock()
+        rest_s = min(self._heartbeat_at_s - now_s, self._prefixes.wait_s(core, now_s))
+        wait_s = 0.0 if is_busy else max(0.0, rest_s)
         if core.is_waiting_for_grammars:
             wait_s = COMPILE_POLL_S
         elif core.is_waiting_for_levels:
@@ -217,21 +246,32 @@ class EngineService:
 
     def _handle(self, core: Core, sink: ResponseSink, command: SinkCommand) -> None:
         match command:
-            case "join":
+            case Join(start):
                 self._collect_changes(core)
+                if start:
+                    self._starts[sink] = start
+                    self._gateways.join(start)
                 self._sinks[sink] = core.namespaces()
                 self._send_stats(sink, core)
             case "leave":
                 self._sinks.pop(sink, None)
+                self._accepted.pop(sink, None)
+                self._prefixes.stop(core, sink)
                 for request_id in [r for r, owner in self._owners.items() if owner is sink]:
                     del self._owners[request_id]
-                    core.cancel(request_id)
+                    self._gateways.abandon(request_id)
+                    core.abandon(request_id)
+                if start := self._starts.pop(sink, ""):
+                    self._gateways.leave(start)
             case Submit(request):
+                self._accepted[sink] += 1
                 if request.request_id in self._owners:
                     refusal = _refused(request, "duplicate_request", DUPLICATE_MESSAGE)
                     self._reply(sink, core, refusal)
                 else:
                     self._owners[request.request_id] = sink
+                    if sink in self._starts:
+                        self._gateways.submit(self._starts[sink], request)
                     core.submit(request)
             case Cancel(request_id):
                 if self._owners.get(request_id) is sink:
@@ -249,8 +289,18 @@ class EngineService:
             case Survey(call_id, namespace, most):
                 found = survey(core.cache, namespace, most, self.clock())
                 self._reply(sink, core, Surveyed(call_id, found))
+            case WatchPrefixes():
+                self._prefixes.start(core, sink)
             case GetStats(call_id):
                 self._send_stats(sink, core, call_id)
+            case GetHeld(call_id):
+                self._collect_changes(core)
+                self._reply(sink, core, Held(call_id, self._storage.read(core.clock())))
+            case GetDeparted(call_id, settled):
+                self._reply(sink, core, Departed(call_id, self._gateways.read(settled)))
+            case Disown(request_ids):
+                for counts in self._gateways.disown(self._starts.get(sink, ""), request_ids):
+                    core.engine_stats.disown(counts)
             case Drain(timeout_s):
                 self._is_draining = True
                 self._leave_at_s = self.clock() + STORE_SHARE * timeout_s
@@ -272,12 +322,15 @@ class EngineService:
 
     def _collect_changes(self, core: Core) -> None:
         changed = core.take_changed()
+        self._storage.note(changed)
         for changes in self._sinks.values():
             changes |= changed
 
-    def _deliver(self, step: int, events: list[Event]) -> None:
-        """Send one batch of events per connection."""
+    def _deliver(self, core: Core, events: list[Event]) -> None:
+        """Send one batch of events per connection, behind the facts that the step has changed."""
         batches: dict[ResponseSink, list[Event | Reply]] = {}
+        for sink, facts in self._prefixes.take(core, self._accepted, self.clock()).items():
+            batches[sink] = [*facts]
         latest, batch = None, list[Event | Reply]()
         for event in events:
             owner = self._owners.get(event.request_id)
@@ -287,9 +340,12 @@ class EngineService:
                 latest, batch = owner, batches.setdefault(owner, [])
             batch.append(event)
             if isinstance(event, Finished):
+                self._gateways.note_end(event)
                 del self._owners[event.request_id]
+            elif isinstance(event, Started):
+                self._gateways.note_start(event)
         for sink, batch in batches.items():
-            sink.send(step, tuple(batch))
+            sink.send(core.engine_stats.step, tuple(batch))
 
     def _send_heartbeat(self, core: Core) -> None:
         """Send a heartbeat, or the part of it that may delay a step; the rest follows after later
@@ -304,8 +360,9 @@ class EngineService:
             return
         if not self._has_more_news:
             self._collect_changes(core)
+        self._storage.update(core.clock(), HEARTBEAT_ITEMS_MAX)
         news = self._cache_events.take(HEARTBEAT_ITEMS_MAX)
-        self._has_more_news = len(self._cache_events) > 0
+        self._has_more_news = len(self._cache_events) > 0 or self._storage.is_behind
         for sink, changes in self._sinks.items():
             names = [changes.pop() for _ in range(min(HEARTBEAT_ITEMS_MAX, len(changes)))]
             self._reply(sink, core, core.stats(0, names))

@@ -33,6 +33,7 @@ from engine.api import (
     TokenLogprob,
     Tokens,
     Usage,
+    WatchPrefixes,
 )
 from engine.client.request_stream import RequestStream
 from engine.encoder.protocol import EncodedBatch
@@ -63,6 +64,7 @@ COMMANDS: list[Upward] = [
     Peek(7, b"n", (1, 2)),
     GetStats(8),
     SetQuotas((Quota(2, 9, 0.5, None, b"p"),)),
+    WatchPrefixes(),
 ]
 
 

@@ -15,7 +15,13 @@ PROMPT = (0, 1, 1, 0, 1, 0, 0, 1, 1)
 
 
 def make_world(
-    depth: int, *, blocks: int = 16, config: EngineConfig = CONFIG, polls: int = 0
+    depth: int,
+    *,
+    blocks: int = 16,
+    config: EngineConfig = CONFIG,
+    polls: int = 0,
+    draft_right: float | None = None,
+    windows: tuple[int, ...] = (),
 ) -> World:
     """Return an engine whose grammars are ready after so many polls."""
     return World(
@@ -25,6 +31,8 @@ def make_world(
         depth=depth,
         context_tokens=48,
         grammars=PolledGrammars(polls),
+        draft_right=draft_right,
+        windows=windows,
     )
 
 

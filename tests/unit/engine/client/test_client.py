@@ -28,7 +28,10 @@ from engine.api import (
 )
 from engine.client import client
 from engine.client.client import SocketEngine
+from engine.client.frame_wire import FrameWire
 from engine.client.request_stream import RequestStream
+from engine.client.tls_files import tls_context
+from engine.client.tls_wire import TlsWire
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation, RequestRefused
 from engine.protocol import (
@@ -40,14 +43,17 @@ from engine.protocol import (
     encode_step,
     read_upward,
 )
-from engine.server import server
 from engine.server.embedded import LocalEngine
-from engine.server.server import GatewayConnection, ServerSettings
+from engine.server.links import gateway_link
+from engine.server.links.gateway_link import GatewayLink
+from engine.server.links.keeper_link import ListenSettings, ServerSettings, read_settings
+from engine.server.links.listener import EngineListener
 from engine.server.service import EngineService
 from engine.statistics import Stats
 from engine.wire import Decoder
 from tests.fakes import solo_output
 from tests.unit.engine.server.fake_engine_process import VOCAB, fake_core
+from tests.unit.engine.server.fleet_certificates import certificate
 
 CONFIG = EngineConfig(heartbeat_s=0.05, step_tokens_max=64, prefill_chunk_tokens_max=16)
 GREEDY = Sampling(temperature=0)
@@ -100,10 +106,10 @@ async def socket_engine() -> AsyncIterator[EngineUnderTest]:
 
     service = EngineService(lambda: fake_core(CONFIG), CONFIG, on_change=changed)
     ours, theirs = socket.socketpair()
-    gateway = GatewayConnection(theirs)
+    gateway = GatewayLink(partial(FrameWire, theirs))
     hello = Hello(PROTOCOL_VERSION, "fake", msgspec.to_builtins(CONFIG))
     connecting = asyncio.create_task(SocketEngine.connect(ours, hello))
-    assert await gateway.read_settings() == ServerSettings("fake", CONFIG)
+    assert await read_settings(gateway) == ServerSettings("fake", CONFIG)
     service.start()
     await loaded.wait()
     assert service.info is not None
@@ -115,6 +121,36 @@ async def socket_engine() -> AsyncIterator[EngineUnderTest]:
         await engine.close()
         await gateway.ended.wait()
         await gateway.close()
+        await asyncio.to_thread(service.stop)
+
+
+@asynccontextmanager
+async def tls_engine() -> AsyncIterator[EngineUnderTest]:
+    """Yield an engine behind a listener, as gateways elsewhere reach it."""
+    loaded, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def changed() -> None:
+        loop.call_soon_threadsafe(loaded.set)
+        if service.failure is not None:
+            asyncio.run_coroutine_threadsafe(listener.close(), loop)
+
+    service = EngineService(lambda: fake_core(CONFIG), CONFIG, on_change=changed)
+    service.start()
+    await loaded.wait()
+    assert service.info is not None
+    end = socket.create_server(("127.0.0.1", 0))
+    port = end.getsockname()[1]
+    settings = ListenSettings(end.detach(), "e0", certificate("engine/e0"))
+    listener = EngineListener(settings, service, service.info, ())
+    listener.open()
+    wire = TlsWire()
+    await wire.dial("127.0.0.1", port, tls_context(certificate("gateway/g0"), is_server=False))
+    engine = await SocketEngine.connect(wire, Hello(PROTOCOL_VERSION, role="gateway", name="g0"))
+    try:
+        yield EngineUnderTest(engine, service)
+    finally:
+        await engine.close()
+        await listener.close()
         await asyncio.to_thread(service.stop)
 
 
@@ -138,8 +174,15 @@ async def welcomed_engine() -> AsyncIterator[tuple[SocketEngine, socket.socket]]
         await engine.close()
 
 
-@pytest.fixture(params=[socket_engine, local_engine], ids=["socket", "local"])
+@pytest.fixture(params=[socket_engine, tls_engine, local_engine], ids=["socket", "tls", "local"])
 async def under_test(request: pytest.FixtureRequest) -> AsyncIterator[EngineUnderTest]:
+    async with request.param() as under_test:
+        yield under_test
+
+
+@pytest.fixture(params=[socket_engine, local_engine], ids=["socket", "local"])
+async def own_engine(request: pytest.FixtureRequest) -> AsyncIterator[EngineUnderTest]:
+    """Yield an engine that the gateway itself may drain."""
     async with request.param() as under_test:
         yield under_test
 
@@ -369,28 +412,28 @@ async def test_cancellation_with_the_last_event_is_not_swallowed(
 
 
 async def test_drain_finishes_running_requests_and_refuses_others(
-    under_test: EngineUnderTest,
+    own_engine: EngineUnderTest,
 ) -> None:
     """A deployment loses no running response."""
-    stream = under_test.engine.submit(request(max_tokens=200))
+    stream = own_engine.engine.submit(request(max_tokens=200))
     await first(stream, Started)
 
-    await under_test.engine.drain(DEADLINE_S)
+    await own_engine.engine.drain(DEADLINE_S)
     with pytest.raises(EngineUnavailable) as refused:
-        under_test.engine.submit(request("late"))
+        own_engine.engine.submit(request("late"))
     events = await read(stream)
 
     assert refused.value.code == "draining"
     assert events[-1].ending == "done"
-    assert await asyncio.to_thread(under_test.service.stopped.wait, DEADLINE_S)
+    assert await asyncio.to_thread(own_engine.service.stopped.wait, DEADLINE_S)
 
 
-async def test_drain_ends_remaining_requests_after_its_timeout(under_test: EngineUnderTest) -> None:
+async def test_drain_ends_remaining_requests_after_its_timeout(own_engine: EngineUnderTest) -> None:
     """As `shutdown`, with their usage."""
-    stream = under_test.engine.submit(request(max_tokens=LONG))
+    stream = own_engine.engine.submit(request(max_tokens=LONG))
     await first(stream, Tokens)
 
-    await under_test.engine.drain(0.05)
+    await own_engine.engine.drain(0.05)
     events = await read(stream)
 
     assert events[-1].ending == "shutdown"
@@ -486,7 +529,7 @@ async def test_prompt_logprobs_larger_than_a_frame_arrive_whole(
     monkeypatch: pytest.MonkeyPatch, frame_bytes: int
 ) -> None:
     """Beside another stream, which loses nothing."""
-    monkeypatch.setattr(server, "encode_step", partial(encode_step, frame_bytes=frame_bytes))
+    monkeypatch.setattr(gateway_link, "encode_step", partial(encode_step, frame_bytes=frame_bytes))
     prompt = tuple(number % VOCAB for number in range(1_000))
     async with socket_engine() as under_test:
         other = under_test.engine.submit(request("other", (1, 2), 300))

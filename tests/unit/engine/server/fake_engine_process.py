@@ -5,8 +5,8 @@ Run as `python -m tests.unit.engine.server.fake_engine_process`.
 The same program as `python -m engine.server.server`, with another core. A model folder's name
 selects a fault: `hang` never ends its first step after the smoke test, `missing` is a missing
 model, `deadly` kills the process in the step that begins a prompt with token 13, `broken` raises
-in a step that computes token 13, `compiling` never compiles a grammar, `loading` never ends its
-start.
+in a step that computes token 13, `compiling` never compiles a grammar, `grammars` compiles those
+over the characters from "@" on, `loading` never ends its start, `wide` has larger blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from engine.api import EngineInfo
+from engine.api import Clock, EngineInfo
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
@@ -26,7 +26,7 @@ from engine.plan import StepPlan
 from engine.processes import log_line
 from engine.server.server import serve_process
 from tests.fakes import FakeRunner
-from tests.grammars import PolledGrammars
+from tests.grammars import PolledGrammars, characters
 
 VOCAB = 64
 CONTEXT_TOKENS = 100_000
@@ -52,7 +52,9 @@ class FaultyRunner(FakeRunner):
         super().launch(plan)
 
 
-def fake_core(config: EngineConfig, fault: str = "") -> tuple[Core, EngineInfo]:
+def fake_core(
+    config: EngineConfig, fault: str = "", clock: Clock = time.monotonic
+) -> tuple[Core, EngineInfo]:
     """Return a core over the fake runner, and its EngineInfo."""
     if fault == "missing":
         raise ModelError("not_found", "There is no such model here.")
@@ -63,15 +65,15 @@ def fake_core(config: EngineConfig, fault: str = "") -> tuple[Core, EngineInfo]:
         PrefixCache(blocks=BLOCKS, block_size=16),
         FaultyRunner(fault),
         config,
-        time.monotonic,
+        clock,
         vocab_size=VOCAB,
         context_tokens=CONTEXT_TOKENS,
-        constraints=Constraints(PolledGrammars(polls=10**9)) if fault == "compiling" else None,
+        constraints=_constraints(fault),
     )
     info = EngineInfo(
         epoch=os.urandom(8).hex(),
         model="fake",
-        model_digest="fake",
+        model_digest="fake-wide" if fault == "wide" else "fake",
         model_dir="fake",
         vocab_size=VOCAB,
         context_tokens=CONTEXT_TOKENS,
@@ -85,6 +87,14 @@ def fake_core(config: EngineConfig, fault: str = "") -> tuple[Core, EngineInfo]:
         promisable_blocks=core.cache.promisable_blocks,
     )
     return core, info
+
+
+def _constraints(fault: str) -> Constraints | None:
+    if fault == "compiling":
+        return Constraints(PolledGrammars(polls=10**9))
+    if fault == "grammars":
+        return Constraints(PolledGrammars(vocabulary=characters(VOCAB)))
+    return None
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 
 from engine.server import outbox
 from engine.server.outbox import OUTBOX_STEPS_MAX, Outbox
+from tests.fakes import FakeClock
 
 
 class WouldWait(Exception):
@@ -62,6 +63,25 @@ def test_held_outbox_blocks_until_released() -> None:
     fill(box, range(1))
 
     assert box.take() == [(0, ())]
+
+
+def test_an_outbox_with_patience_never_stops_the_engine() -> None:
+    """One of several gateways that does not read is given up after a second, and not before; room
+    in between begins the second anew."""
+    clock, ends = FakeClock(), list[float]()
+    box = Outbox(lambda: None, patience_s=1.0, give_up=lambda: ends.append(clock()), clock=clock)
+    for is_read in (True, False):
+        fill(box, range(2 * OUTBOX_STEPS_MAX))
+        clock.advance(0.9)
+        fill(box, range(1))
+        if is_read:
+            assert len(box.take()) == 2 * OUTBOX_STEPS_MAX + 1
+    box.hold()
+    clock.advance(0.2)
+    fill(box, range(2))
+
+    assert ends == [2.0]
+    assert box.take() == []
 
 
 def test_closed_outbox_drops_messages() -> None:

@@ -10,16 +10,25 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from engine.api import (
     CacheGrant,
     Cancel,
     Clock,
+    Departed,
+    Disown,
     Drain,
+    EndSample,
     Finished,
+    GetDeparted,
+    GetHeld,
     GetStats,
+    Held,
+    HeldTokens,
     Peek,
     Peeked,
+    Quota,
     Request,
     Sampling,
     Started,
@@ -38,6 +47,7 @@ from engine.server.service import (
     smoke_test,
 )
 from engine.statistics import Stats
+from tests.fakes import FakeClock
 from tests.unit.engine.server.fake_engine_process import fake_core
 
 CONFIG = EngineConfig(heartbeat_s=0.05, prefill_chunk_tokens_max=16)
@@ -105,6 +115,104 @@ def test_connections_receive_only_their_own_events(service: EngineService) -> No
     assert ours.until(Finished).ending == "done"
     service.post(theirs, GetStats(1))
     assert theirs.until(Stats, call_id=1).running == 1
+
+
+def test_connections_are_told_one_sum_of_what_payers_hold() -> None:
+    """Whoever asks, and however often: two gateways bill the same token-seconds once."""
+    clock = FakeClock()
+    service = EngineService(lambda: fake_core(CONFIG, clock=clock), CONFIG)
+    service.start()
+    assert service.ready.wait(DEADLINE_S)
+    ours, theirs = RecordingSink(), RecordingSink()
+    grant = CacheGrant(b"n", Quota(payer=b"7"))
+    prompt = tuple(range(32))
+    service.post(ours, Submit(Request("a", prompt, 1, grant, Sampling(temperature=0))))
+    ours.until(Finished)
+    service.post(ours, GetHeld(1))
+    ours.until(Held)
+    clock.advance(10.0)
+    for sink in (ours, theirs, ours):
+        service.post(sink, GetHeld(2))
+    told = [sink.until(Held, call_id=2) for sink in (ours, theirs, ours)]
+    service.stop()
+
+    assert told[0].readings == (HeldTokens(b"7", "", 10 * 32),)
+    assert told[1:] == [told[0]] * 2
+
+
+def test_the_counts_of_a_gateway_that_left_are_told_until_they_are_settled(
+    service: EngineService,
+) -> None:
+    """What it finished, one by one; what it abandoned is counted apart."""
+    gone, stays = RecordingSink(), RecordingSink()
+    service.join(gone, "g/1")
+    service.join(stays, "h/1")
+    for name in ("a", "b"):
+        service.post(gone, Submit(request(name)))
+        gone.until(Finished, request_id=name)
+    service.post(gone, Submit(request("c", LONG)))
+    gone.until(Tokens, request_id="c")
+    service.post(stays, GetDeparted(1))
+    service.leave(gone)
+    service.post(stays, GetDeparted(2))
+    service.post(stays, GetStats(3))
+    service.post(stays, GetDeparted(4, ("g/1", "h/1")))
+    here, told = stays.until(Departed, call_id=1), stays.until(Departed, call_id=2)
+    stats = stays.until(Stats, call_id=3)
+    again = stays.until(Departed, call_id=4)
+
+    (left,) = told.gateways
+    assert (here.gateways, again.gateways) == ((), ())
+    assert [one.request_id for one in left.ended] == ["a", "b"]
+    assert left.start == "g/1"
+    assert (left.prompt_tokens, left.cached_tokens) == (
+        stats.prompt_tokens_total - stats.abandoned_prompt_tokens_total,
+        stats.cached_tokens_total - stats.abandoned_cached_tokens_total,
+    )
+    assert left.output_tokens == sum(one.output_tokens for one in left.ended) > 0
+    assert stats.abandoned_output_tokens_total > 0
+
+
+def test_a_resumed_request_that_a_stop_ends_within_what_it_had_counts_less_than_nothing(
+    service: EngineService,
+) -> None:
+    """As in the engine's totals, which count what it sampled beyond the stop as unneeded: the
+    entry has the resumed tokens from the engine before."""
+    gone, stays = RecordingSink(), RecordingSink()
+    service.join(gone, "g/1")
+    resumed = replace(request("a", LONG), tokens=(*range(3, 30),), resumed_tokens=9)
+    service.post(gone, Submit(resumed))
+    service.post(gone, EndSample("a", 0, 4))
+    gone.until(Finished)
+    service.leave(gone)
+    service.post(stays, GetDeparted(1))
+    service.post(stays, GetStats(2))
+    (left,) = stays.until(Departed, call_id=1).gateways
+    stats = stays.until(Stats, call_id=2)
+
+    assert left.output_tokens == stats.output_tokens_total - stats.unneeded_tokens_total
+
+
+def test_a_request_whose_end_was_lost_on_the_way_is_counted_as_abandoned(
+    service: EngineService,
+) -> None:
+    """Its gateway has sent it elsewhere: it says so when it is back. Another's id changes
+    nothing."""
+    first, again, other = RecordingSink(), RecordingSink(), RecordingSink()
+    service.join(first, "g/1")
+    service.join(other, "h/1")
+    service.post(first, Submit(request("a")))
+    first.until(Finished)
+    service.leave(first)
+    service.join(again, "g/1")
+    service.post(other, Disown(("a",)))
+    service.post(again, Disown(("a", "unknown")))
+    service.post(again, Disown(("a",)))
+    service.post(again, GetStats(1))
+    stats = again.until(Stats, call_id=1)
+
+    assert stats.abandoned_output_tokens_total == stats.output_tokens_total > 0
+    assert stats.abandoned_prompt_tokens_total == stats.prompt_tokens_total
 
 
 def test_a_connection_receives_the_tokens_of_a_step_together(service: EngineService) -> None:

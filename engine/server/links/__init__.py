@@ -1,0 +1,1 @@
+"""Connections of the engine process: to its parent, and to gateways elsewhere."""
