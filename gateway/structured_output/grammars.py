@@ -17,19 +17,20 @@ from gateway.dialects.canonical import OutputFormat, Prompt, Thinking, Tool
 from gateway.errors import Kind, Refusal
 from gateway.structured_output.gbnf import GbnfError, is_gbnf, translate_gbnf
 from gateway.structured_output.json_text import parse_schema
-from gateway.structured_output.patterns import (
+from gateway.structured_output.schemas.keywords import (
+    find_fault,
+    is_unsatisfiable,
+    keyword_refusal,
+    prepared_schema,
+    without_inexact_numbers,
+)
+from gateway.structured_output.schemas.lark import InexactNumber, lark_of_schema
+from gateway.structured_output.schemas.patterns import (
     UnsupportedPattern,
     find_patterns,
     translate_pattern,
     translate_schema,
 )
-from gateway.structured_output.schema_keywords import (
-    find_fault,
-    keyword_refusal,
-    prepared_schema,
-    without_inexact_numbers,
-)
-from gateway.structured_output.schema_lark import InexactNumber, lark_of_schema
 from gateway.structured_output.thinking import ThinkingFormat
 from gateway.structured_output.tool_styles import ToolStyle
 
@@ -152,23 +153,30 @@ def schema_field(prompt: Prompt) -> str | None:
 def locate_fault(prompt: Prompt, code: str, message: str) -> tuple[str | None, str]:
     """Return the field that an engine's refusal is about, if it is one of a grammar, and the
     message for it, which is unchanged where no keyword is found. O(schemas)."""
-    for path, text in _schemas(prompt) if code == "grammar_invalid" else ():
-        if (fault := find_fault(parse_schema(text, path), message)) is not None:
+    field = schema_field(prompt)
+    if code != "grammar_invalid":
+        return field, message
+    schemas = list(_schemas(prompt))
+    for path, schema in schemas:
+        if (fault := find_fault(schema, message)) is not None:
             where = ".".join((path, *fault[0]))
             return where, f"{where}: {fault[1]}."
-    return schema_field(prompt), message
+    if schemas and field is not None and is_unsatisfiable(message):
+        message = f"{field}: no value satisfies all keywords of its schema."
+    return field, message
 
 
-def _schemas(prompt: Prompt) -> Iterator[tuple[str, str]]:
-    """Yield the fields and texts of the schemas that constrain the answer."""
+def _schemas(prompt: Prompt) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the fields and schemas that constrain the answer. Arguments are an object."""
     choice, wanted = prompt.tool_choice, prompt.output_format
     is_forced = bool(prompt.tools) and choice.mode == "required"
     if wanted.kind == "json_schema" and not is_forced:
-        yield wanted.path, wanted.schema
+        yield wanted.path, parse_schema(wanted.schema, wanted.path)
     if choice.mode != "none":
         for tool in callable_tools(prompt):
             if tool.strict or is_forced:
-                yield tool.schema_path, tool.parameters
+                schema = parse_schema(tool.parameters, tool.path)
+                yield tool.schema_path, {**schema, "type": "object"}
 
 
 def callable_tools(prompt: Prompt) -> tuple[Tool, ...]:

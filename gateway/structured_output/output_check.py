@@ -87,6 +87,16 @@ def satisfies(text: str, wanted: OutputFormat) -> bool:
         return True
 
 
+Steps = tuple[str, ...]
+"""The members and indices on the way to a part of a schema."""
+
+
+def pointer_steps(reference: str) -> Steps:
+    """Return the steps of the JSON pointer in a reference. O(reference)."""
+    steps = unquote(reference.partition("#")[2]).split("/")[1:]
+    return tuple(step.replace("~1", "/").replace("~0", "~") for step in steps)
+
+
 MISSING: Final = object()
 """What a reference to nothing names."""
 
@@ -105,10 +115,9 @@ class References:
         if base and base not in (self._root.get("$id"), self._root.get("id")):
             return MISSING
         if fragment and not fragment.startswith("/"):
-            return self._anchors.get(unquote(fragment), MISSING)
+            return self._anchors.get(unquote(fragment), (MISSING, ()))[0]
         at: Any = self._root
-        for step in unquote(fragment).split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
+        for name in pointer_steps(reference):
             if isinstance(at, list) and name.isdecimal() and int(name) < len(at):
                 at = at[int(name)]
             elif isinstance(at, dict) and name in at:
@@ -117,31 +126,39 @@ class References:
                 return MISSING
         return at
 
+    def steps(self, reference: str) -> Steps:
+        """Return the steps to what a reference names, if it names a part. O(reference), and for the
+        first anchor O(schema)."""
+        fragment = unquote(reference.partition("#")[2])
+        if fragment and not fragment.startswith("/"):
+            return self._anchors.get(fragment, (MISSING, ()))[1]
+        return pointer_steps(reference)
+
     @cached_property
     def has_resources(self) -> bool:
         """Return whether a part has an identifier of its own, by which it may be named."""
-        inner = (one for one in _objects(self._root) if one is not self._root)
+        inner = (one for one, steps in _objects(self._root) if steps)
         return any(isinstance(one.get("$id"), str) for one in inner)
 
     @cached_property
-    def _anchors(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for one in _objects(self._root):
+    def _anchors(self) -> dict[str, tuple[Any, Steps]]:
+        found: dict[str, tuple[Any, Steps]] = {}
+        for one, steps in _objects(self._root):
             if isinstance(name := one.get("$anchor"), str):
-                found.setdefault(name, one)
+                found.setdefault(name, (one, steps))
         return found
 
 
-def _objects(root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield all objects inside a JSON value, and itself. O(values)."""
-    waiting: list[Any] = [root]
+def _objects(root: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Steps]]:
+    """Yield all objects inside a JSON value, and itself, with the steps to each. O(values)."""
+    waiting: list[tuple[Any, Steps]] = [(root, ())]
     while waiting:
-        value = waiting.pop()
+        value, steps = waiting.pop()
         if isinstance(value, Mapping):
-            yield value
-            waiting += value.values()
+            yield value, steps
+            waiting += [(one, (*steps, name)) for name, one in value.items()]
         elif isinstance(value, list):
-            waiting += value
+            waiting += [(one, (*steps, str(at))) for at, one in enumerate(value)]
 
 
 class SchemaCheck:

@@ -14,7 +14,7 @@ from engine.api import Grammar
 from engine.errors import RequestRefused
 from engine.grammar.grammar import GrammarLimits, Vocabulary, compile_grammar
 from engine.model_store import ModelCard
-from gateway.structured_output.patterns import (
+from gateway.structured_output.schemas.patterns import (
     PATTERN_CHARS_MAX,
     PATTERNS_CHARS_MAX,
     UnsupportedPattern,

@@ -57,6 +57,10 @@ _DECIMAL = re.compile(
 
 _ESCAPES = frozenset({"\\b", "\\B", "\\k", *(f"\\{digit}" for digit in range(1, 10))})
 
+_GROUP_HEAD = re.compile(r"\(\?(?:P?<[^>]{1,64}>|[a-zA-Z-]{0,8}:)")
+_FLAGS = re.compile(r"\(\?[a-zA-Z-]{1,8}\)")
+_INNER_ANCHOR = re.compile(r"[^|(^]\({0,64}\^|\$\){0,64}[^|)$]")
+
 _ONE = ("items", "contains", "not", "if", "then", "else", "propertyNames")
 _REST = ("additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -142,6 +146,14 @@ def first_unsupported(pattern: str) -> str | None:
         ):
             return piece
     return None
+
+
+def has_inner_anchor(pattern: str) -> bool:
+    """Return whether `^` stands behind something, or `$` before something: the grammar engine takes
+    them only at the ends. One that is repeated or stands in one alternative only may be missed.
+    O(characters)."""
+    text = "".join("x" if is_special else piece for piece, is_special in split_pattern(pattern))
+    return _INNER_ANCHOR.search(_GROUP_HEAD.sub("(", _FLAGS.sub("", text))) is not None
 
 
 def _is_possessive(piece: str) -> bool:
@@ -290,7 +302,8 @@ class _Translation:
         piece = first_unsupported(translated)
         if piece is not None and self._strict:
             raise UnsupportedPattern(pattern, _why(piece))
-        return translated if piece is None else None
+        is_refused = piece is not None or (not self._strict and has_inner_anchor(translated))
+        return None if is_refused else translated
 
     def _too_long(self, pattern: str) -> str:
         if len(pattern) > PATTERN_CHARS_MAX:

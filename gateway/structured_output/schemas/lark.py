@@ -14,9 +14,13 @@ import json
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Final, TypeGuard
-from urllib.parse import unquote
 
-from gateway.structured_output.output_check import MISSING, References, SchemaCheck
+from gateway.structured_output.output_check import (
+    MISSING,
+    References,
+    SchemaCheck,
+    pointer_steps,
+)
 
 INTEGER_MAX: Final = 2**53 - 1
 """Up to here, either way, a double holds every integer."""
@@ -45,20 +49,20 @@ OPTIONAL_MAX: Final = 64
 
 _KINDS: Final = ("object", "array", "string", "integer", "number", "boolean", "null")
 _WS: Final = "WS?"
-_DEFINITIONS: Final = ("$defs", "definitions", "defs")
+DEFINITIONS: Final = ("$defs", "definitions", "defs")
 _DATA: Final = ("const", "enum", "default", "examples", "required")
 """Keywords with values that are no schemas."""
-_REPLACED: Final = (*_DEFINITIONS, "$id", "$anchor")
+_REPLACED: Final = (*DEFINITIONS, "$id", "$anchor")
 """Keywords that a schema inside a grammar has no use for: its references are named anew."""
 _ANNOTATIONS: Final = frozenset(
     {"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"}
-    | {"readOnly", "writeOnly", "$anchor", "type", *_DEFINITIONS}
+    | {"readOnly", "writeOnly", "$anchor", "type", *DEFINITIONS}
 )
 _OF_OBJECTS: Final = ("minProperties", "maxProperties", "patternProperties")
 _NAMED: Final = ("properties", "patternProperties")
 _INNER: Final = (
     *_NAMED,
-    *("additionalProperties", "items", "prefixItems", "anyOf", "oneOf", "allOf"),
+    *("additionalProperties", "additionalItems", "items", "prefixItems", "anyOf", "oneOf", "allOf"),
 )
 
 
@@ -211,10 +215,7 @@ class _Translation:
             raise InexactNumber((*steps, "$ref"), "other keywords stand beside it")
         if reference not in self._by_reference:
             name = self._by_reference[reference] = f"ref_{len(self._by_reference)}"
-            target = self.expression(
-                self._target(reference),
-                tuple(filter(None, unquote(reference).partition("#")[2].split("/"))),
-            )
+            target = self.expression(self._target(reference), pointer_steps(reference))
             self._rules.append(f"{name}: {target}")
         return self._by_reference[reference]
 
@@ -312,15 +313,12 @@ class _Translation:
         if items is not False:
             item = self._rule(self.expression(items, (*steps, "items")))
             low = max(0, least - len(heads))
-            high = "" if most is None else str(most - len(heads))
-            after = f'("," {_WS} {item}){{{low},{high}}}'
+            high = None if most is None else most - len(heads)
+            more = f'"," {_WS} {item}'
             if heads:
-                tail = after
-            elif high == "0":
-                tail = ""
-            else:
-                fewer = "" if high == "" else str(int(high) - 1)
-                some = f'{item} ("," {_WS} {item}){{{max(0, low - 1)},{fewer}}}'
+                tail = _times(more, low, high)
+            elif high != 0:
+                some = f"{item} {_times(more, max(0, low - 1), None if high is None else high - 1)}"
                 tail = some if low else f"({some})?"
         for number, head in reversed(list(enumerate(heads))):
             value = self.expression(head, (*steps, "prefixItems", str(number)))
@@ -339,6 +337,11 @@ class _Translation:
         self._names[text] = name
         self._rules.append(f"{name}: {text or _WS}")
         return name
+
+
+def _times(text: str, low: int, high: int | None) -> str:
+    """Return a text that is repeated; `high`: None without a bound."""
+    return "" if high == 0 else f"({text}){{{low},{'' if high is None else high}}}"
 
 
 def _named_anew(schema: Any, names: dict[str, str]) -> Any:

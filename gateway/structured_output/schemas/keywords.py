@@ -1,10 +1,10 @@
 """Check the keywords of a JSON Schema before the grammar engine reads them.
 
-A keyword that is null is absent, as code generators write it. A value of a wrong type, and in a
-strict schema a keyword that cannot be enforced, is refused with the client's path to it. The same
-path is sought for what the engine refuses later: it names a pattern, or the outermost required
-member that no value satisfies. The module knows no grammar; `gateway.structured_output.grammars`
-calls it.
+A keyword that is null is absent, as code generators write it, and so is one that constrains no
+value. A value of a wrong type, and in a strict schema a keyword that cannot be enforced, is refused
+with the client's path to it. The same path is sought for what the engine refuses later: it names a
+pattern, or the outermost required member that no value satisfies. The module knows no grammar;
+`gateway.structured_output.grammars` calls it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,26 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from typing import Any, Final
+from urllib.parse import quote
 
 from gateway.errors import Kind, Refusal
-from gateway.structured_output.output_check import MISSING, References, SchemaCheck
-from gateway.structured_output.patterns import find_patterns, translate_pattern
-from gateway.structured_output.schema_lark import BOUNDS, is_exact, is_number
+from gateway.structured_output.output_check import (
+    MISSING,
+    References,
+    SchemaCheck,
+)
+from gateway.structured_output.schemas.endless import find_endless
+from gateway.structured_output.schemas.lark import BOUNDS, DEFINITIONS, is_exact, is_number
+from gateway.structured_output.schemas.patterns import find_patterns, translate_pattern
 
 COUNT_MAX: Final = 2**31
 """A text or a list that may have so many characters or items has no bound."""
+
+MULTIPLE_MAX: Final = 10_000
+"""The largest `multipleOf`, in units of its last digit and without its factors 2 and 5: a grammar
+of its multiples has so many states, and the time to build them grows with their square."""
 
 _NULLABLE: Final = frozenset({"const", "default"})
 """Keywords for which null is a value."""
@@ -37,6 +48,7 @@ _COUNTS: Final = frozenset(
     {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 )
 _TEXTS: Final = frozenset({"pattern", "format", "$ref"})
+_OTHERS: Final = frozenset({"type", "required", "enum", "const", "multipleOf", *BOUNDS})
 _TYPES: Final = ("object", "array", "string", "number", "integer", "boolean", "null")
 _FORMATS: Final = (
     *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
@@ -49,23 +61,43 @@ _UNENFORCEABLE: Final = frozenset(
     | {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
 )
 """Keywords that no grammar can hold an answer to."""
+_CONSTRAINTS: Final = _NAMED | _LISTS | _SCHEMAS | _COUNTS | _TEXTS | _OTHERS | _UNENFORCEABLE
+"""Every keyword that may constrain a value, or holds what others refer to."""
 _UNSATISFIABLE = re.compile("Unsatisfiable schema|No text satisfies")
+_SUPPORTED = "it is supported where all properties are required"
+_RESTRICTIONS = {
+    "are not disjoint": ("patternProperties", "two of its patterns match the same name"),
+    "minProperties only": ("minProperties", _SUPPORTED),
+    "maxProperties only": ("maxProperties", _SUPPORTED),
+    "min/maxProperties only": ("minProperties", _SUPPORTED),
+}
+"""Words of the engine about a keyword that it takes in some forms only, the keyword, and what is
+said of it."""
 _PAIRS = (
     *(("minimum", "maximum"), ("minLength", "maxLength")),
     *(("minItems", "maxItems"), ("minProperties", "maxProperties")),
 )
 _FAULT_STEPS_MAX: Final = 128
+_NOTHING: Final = object()
+"""The value of a keyword that constrains nothing."""
 
 Fault = tuple[tuple[str, ...], str]
 """The steps to a keyword, and what is wrong with it."""
 
 
 def prepared_schema(schema: dict[str, Any], path: str, *, strict: bool) -> dict[str, Any]:
-    """Return the schema without keywords that are null, and with whole counts. O(schema).
+    """Return the schema without keywords that constrain nothing, and with whole counts. A reference
+    becomes a pointer; of definitions and of unknown keywords only what references name is left.
+    O(schema).
 
-    `path`: the schema's field in the request. Raises Refusal that names a keyword.
+    `path`: the schema's field in the request. Raises Refusal that names a keyword: also one
+    by which a value would never end.
     """
-    return _Preparation(schema, path, strict=strict).schema(schema, ())
+    prepared = _Preparation(schema, path, strict=strict).prepare()
+    if (steps := find_endless(prepared, everywhere=strict)) is not None:
+        problem = "a value of it contains another one and can never be finished"
+        raise keyword_refusal(path, steps, f"{problem}; expected a choice with null, or a list")
+    return prepared
 
 
 def without_inexact_numbers(schema: Any) -> Any:
@@ -95,27 +127,66 @@ class _Preparation:
     """Prepares one schema."""
 
     def __init__(self, root: dict[str, Any], path: str, *, strict: bool) -> None:
-        self._references, self._path, self._strict = References(root), path, strict
+        self._root, self._path, self._strict = root, path, strict
+        self._references = References(root)
+        self._places: dict[int, tuple[str, ...]] = {}
+        """The steps to each schema that is prepared, by its identity."""
+        self._users: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        """Prepared schemas with a reference, and the steps to it."""
 
-    def schema(self, schema: dict[str, Any], steps: tuple[str, ...]) -> dict[str, Any]:
-        """Return a schema without keywords that say nothing: those that are null, and the draft,
-        since an old one would take the meaning of newer keywords. Raises Refusal."""
-        found = {}
+    def prepare(self) -> dict[str, Any]:
+        """Return the whole schema. Raises Refusal."""
+        found = self._schema(self._root, ())
+        for user, steps in () if self._references.has_resources else self._users:
+            user["$ref"] = self._pointer(found, user["$ref"], steps)
+        return found
+
+    def _pointer(self, found: dict[str, Any], reference: str, steps: tuple[str, ...]) -> str:
+        """Return the pointer to what a reference names, which is prepared where it stands if no
+        keyword has led to it. Raises Refusal."""
+        target = self._references.target(reference)
+        place = self._places.get(id(target))
+        if place is None:
+            place = self._references.steps(reference)
+            holder: Any = found
+            for step in place[:-1]:
+                holder = holder.setdefault(step, {}) if isinstance(holder, dict) else None
+            if not isinstance(holder, dict) or not place:
+                raise self._wrong(steps, reference, "a reference to a schema")
+            if place[-1] not in holder:
+                holder[place[-1]] = self._subschema(target, place)
+            elif target is not None and not isinstance(target, bool):
+                raise self._wrong(steps, reference, "a reference to a schema")
+        names = (quote(step.replace("~", "~0").replace("/", "~1"), safe="~$") for step in place)
+        return "/".join(("#", *names))
+
+    def _schema(self, schema: dict[str, Any], steps: tuple[str, ...]) -> dict[str, Any]:
+        """Return a schema without keywords that constrain nothing: also without its draft, since an
+        old one would take the meaning of newer keywords. Raises Refusal."""
+        found: dict[str, Any] = {}
+        self._places[id(schema)] = steps
         for name, value in schema.items():
-            is_absent = value is None and name not in _NULLABLE
-            if is_absent or name == "$schema" or (name == "uniqueItems" and value is False):
+            if value is None and name != "const":
                 continue
-            prepared = self._value(name, value, (*steps, name))
-            if name in _COUNTS and name.startswith("max") and prepared >= COUNT_MAX:
+            if name in DEFINITIONS and not self._references.has_resources:
+                continue  # those that references name come back
+            if name == "additionalItems" and not isinstance(schema.get("items"), list):
                 continue
-            found[name] = prepared
+            if name in _CONSTRAINTS:
+                prepared = self._value(name, value, (*steps, name))
+                if prepared is not _NOTHING:
+                    found[name] = prepared
+            elif name in ("$id", "$anchor") and self._references.has_resources:
+                found[name] = value
+        if "$ref" in found:
+            self._users.append((found, (*steps, "$ref")))
         if self._strict and not {"anyOf", "oneOf"} & set(steps):  # there another may be satisfied
             for least, most in (("minimum", "maximum"), ("minLength", "maxLength")):
                 low, high = found.get(least), found.get(most)
                 if is_number(low) and is_number(high) and low > high:
                     raise self._wrong((*steps, least), low, f"at most {most}, {high}")
         if self._strict and "format" in found and not {"enum", "const"} & found.keys():
-            kinds = found.get("type")
+            kinds = found.get("type", "string")
             is_text = "string" in (kinds if isinstance(kinds, list) else [kinds])
             if is_text and found["format"] not in _FORMATS:
                 expected = f"one of {', '.join(_FORMATS[:-1])}, or no format"
@@ -123,10 +194,15 @@ class _Preparation:
         return found
 
     def _value(self, name: str, value: Any, steps: tuple[str, ...]) -> Any:
-        """Return the value of a keyword, prepared. Raises Refusal."""
+        """Return the value of a keyword, prepared; `_NOTHING` if it constrains nothing. Raises
+        Refusal."""
+        if name == "uniqueItems" and value is False:
+            return _NOTHING
         if self._strict and name in _UNENFORCEABLE:
             problem = "no grammar can hold an answer to this keyword; omit it, or omit strict"
             raise keyword_refusal(self._path, steps, problem)
+        if name in _UNENFORCEABLE:
+            return _NOTHING
         if name in _NAMED:
             if not isinstance(value, dict):
                 raise self._wrong(steps, value, "an object of schemas")
@@ -146,7 +222,7 @@ class _Preparation:
             return value
         if not isinstance(value, dict):
             raise self._wrong(steps, value, "a schema, which is an object or a boolean")
-        return self.schema(value, steps)
+        return self._schema(value, steps)
 
     def _scalar(self, name: str, value: Any, steps: tuple[str, ...]) -> Any:
         """Return the value of a keyword that holds no schema. Raises Refusal."""
@@ -168,13 +244,29 @@ class _Preparation:
         elif name in (*BOUNDS, "multipleOf"):
             if not is_number(value):
                 raise self._wrong(steps, value, "a number")
-            if name == "multipleOf" and value <= 0:
-                raise self._wrong(steps, value, "a number above 0")
+            if name == "multipleOf":
+                return self._multiple(value, steps)
         elif name in _COUNTS:
             if not is_number(value) or value < 0 or value != int(value):
                 raise self._wrong(steps, value, "a whole number from 0")
-            return int(value)
+            if value < COUNT_MAX:
+                return int(value)
+            if name.startswith("max"):
+                return _NOTHING
+            raise self._wrong(steps, value, f"a whole number below {COUNT_MAX}")
         return value
+
+    def _multiple(self, value: int | float | Decimal, steps: tuple[str, ...]) -> Any:
+        """Return a `multipleOf`; `_NOTHING` if no grammar holds it and none has to. Raises
+        Refusal."""
+        if value <= 0:
+            raise self._wrong(steps, value, "a number above 0")
+        if _is_enforceable(value):
+            return value
+        if self._strict:
+            expected = f"a whole number up to {MULTIPLE_MAX}, or a decimal of few digits"
+            raise self._wrong(steps, value, expected)
+        return _NOTHING
 
     def _has_target(self, reference: str) -> bool:
         """Return whether a reference may name a part of the schema: one behind the identifier of a
@@ -188,27 +280,48 @@ class _Preparation:
         return keyword_refusal(self._path, steps, f"invalid value {shown}; expected {expected}")
 
 
+def _is_enforceable(multiple: int | float | Decimal) -> bool:
+    """Return whether the engine holds an answer to a `multipleOf`: it counts in units of the last
+    digit, which it finds in doubles and keeps in 32 bits."""
+    units = float(min(multiple, 2**32))
+    while units != int(units) and units < 2**32:
+        units *= 10
+    rest = int(units)
+    for factor in (2, 5):
+        while rest and rest % factor == 0:
+            rest //= factor
+    return 0 < rest <= MULTIPLE_MAX and units < 2**32
+
+
 # -- what the engine refuses ------------------------------------------------------------------
 
 
 def find_fault(schema: dict[str, Any], message: str) -> Fault | None:
     """Return the fault of a schema that an engine's message is about; None if it is not found.
     O(schema)."""
-    _, is_bad, told = message.partition("regex parse error: ")
-    if is_bad:
-        told, _, why = told.rpartition(" error: ")
-        for steps, pattern in find_patterns(schema):
-            if " ".join(translate_pattern(pattern).split()) in told:
-                return steps, f"invalid pattern {pattern[:64]!r}: {why.rstrip('.')}"
+    told, _, why = message.partition("regex parse error: ")[2].rpartition(" error: ")
+    if inner := message.partition("lookarounds not supported yet; ")[2].partition(" in regex /")[2]:
+        told, why = inner.replace("\\/", "/"), "^ and $ may only begin and end it"
+    for steps, pattern in find_patterns(schema) if told else ():
+        if " ".join(translate_pattern(pattern).split()) in told:
+            return steps, f"invalid pattern {pattern[:64]!r}: {why.rstrip('.')}"
     if "oneOf" in message and len(found := list(_keywords(schema, "oneOf"))) == 1:
         return found[0], "alternatives that may overlap are not supported; write anyOf"
-    if _UNSATISFIABLE.search(message) is not None:
+    for word, (name, problem) in _RESTRICTIONS.items():
+        if word in message and len(found := list(_keywords(schema, name))) == 1:
+            return found[0], problem
+    if is_unsatisfiable(message):
         if (fault := _FaultSearch(schema).conflict(schema, ())) is not None:
             return fault
         name = message.partition("required property '")[2].rpartition("' is unsatisfiable")[0]
         if name and name in (schema.get("properties") or ()):
             return ("properties", name), "no value satisfies all keywords of this schema"
     return None
+
+
+def is_unsatisfiable(message: str) -> bool:
+    """Return whether an engine's message says that no text satisfies a grammar."""
+    return _UNSATISFIABLE.search(message) is not None
 
 
 def _keywords(schema: Any, name: str, steps: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -226,8 +339,8 @@ class _FaultSearch:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._references, self._check = References(root), SchemaCheck(root)
-        # References by whether their targets are still searched; those done have no fault.
-        self._references_open: dict[str, bool] = {}
+        self._followed: set[str] = set()
+        """References; one that is met again has no fault, or it is told already."""
 
     def conflict(self, schema: Any, steps: tuple[str, ...]) -> Fault | None:
         """Return why no value satisfies a schema, as far as it shows without a grammar."""
@@ -265,7 +378,7 @@ class _FaultSearch:
         """Return the fault of a part that every value of the schema has."""
         parts: list[tuple[Any, Sequence[str]]] = []
         reference = schema.get("$ref")
-        if isinstance(reference, str) and (fault := self._reference(reference, steps)) is not None:
+        if isinstance(reference, str) and (fault := self._reference(reference)) is not None:
             return fault
         for name in ("anyOf", "oneOf"):
             if (fault := self._choice(schema, (*steps, name))) is not None:
@@ -283,16 +396,12 @@ class _FaultSearch:
                 return fault
         return None
 
-    def _reference(self, reference: str, steps: tuple[str, ...]) -> Fault | None:
-        if self._references_open.get(reference):
-            return (*steps, "$ref"), "it refers to itself, and its value would never end"
-        if reference in self._references_open:
+    def _reference(self, reference: str) -> Fault | None:
+        if reference in self._followed:
             return None
-        self._references_open[reference] = True
+        self._followed.add(reference)
         names = tuple(reference.partition("#")[2].split("/")[1:])
-        fault = self.conflict(self._references.target(reference), names)
-        self._references_open[reference] = False
-        return fault
+        return self.conflict(self._references.target(reference), names)
 
     def _choice(self, schema: dict[str, Any], steps: tuple[str, ...]) -> Fault | None:
         branches = schema.get(steps[-1])

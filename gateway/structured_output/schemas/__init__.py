@@ -1,0 +1,1 @@
+"""JSON Schemas as grammars: their keywords, patterns and numbers."""
