@@ -6,11 +6,14 @@ changes since the last time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from engine.api import EngineInfo
 from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.tenant_usage import TenantCacheUsage
 from gateway.caching.namespaces import owner_of, promised_default
-from gateway.engines.served_models import ServedModels
+from gateway.engines.replica import Replica
+from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.levels.level_history import LevelHistory
 from gateway.retention_classes import CachingConfig
 from tenancy.accounts.authentication import KeyAuthenticator
@@ -38,13 +41,17 @@ class CacheUsage:
         O(namespaces that changed)."""
         now_ms = self._wall()
         self.churn.update(self._models.take_moves(), owner_of, now_ms // 60_000)
-        self.level_history.update(self._models.stats(), now_ms)
+        engines = ((f"{model.name}/{one.name}", one.stats) for model, one in self._replicas())
+        self.level_history.update(engines, now_ms)
+
+    def _replicas(self) -> Iterator[tuple[ServedModel, Replica]]:
+        return ((model, one) for model in self._models for one in model.replicas)
 
     def update_tenants(self) -> None:
         """Update the sums of what each tenant holds of each model. O(namespaces that changed)."""
         for model in self._models:
-            table = None if model.engine.info is None else model.engine.namespaces
-            self.tenants.update(table, owner_of, model.name)
+            tables = [one.namespaces for one in model.replicas if one.info is not None]
+            self.tenants.update(tables, owner_of, model.name)
 
     def promised_blocks_default(self, info: EngineInfo, model: str, tenant_id: int) -> int | None:
         """Return the bound on the promises of a model's engine to a tenant that sets none; None for

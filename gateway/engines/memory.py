@@ -20,14 +20,14 @@ from engine.errors import ModelError
 from engine.model_store import CATALOGUE, resolve
 from gateway.config import Config, ServedModelSettings
 from gateway.engines.device_memory import (
-    WEIGHT_BYTES,
     DevicePlan,
     DeviceShare,
     describe_share,
+    device_weights_mib,
     read_device_memory,
     runs_on_device,
 )
-from gateway.levels.model_cost import find_architecture, kv_bytes_per_token, weights_of
+from gateway.levels.model_cost import find_card, kv_bytes_per_token
 from gateway.levels.placement import own_cgroups
 
 WORK_MIB = 500
@@ -103,7 +103,8 @@ def plan_memory(config: Config) -> MemoryPlan | None:
     """Return the host memory of all models, and what is free; None if the system does not tell,
     or if all models are on an NVIDIA device and have no host level. Reads the sizes of files."""
     free_mib = available_memory_mib(Path("/proc/meminfo"), *own_cgroups())
-    models = tuple(_host_share(config, one) for one in config.served_models())
+    here = [one for one in config.served_models() if not one.is_elsewhere]
+    models = tuple(_host_share(config, one) for one in here)
     own = config.embeddings
     embeddings_mib = ENCODER_MIB + own.cache_mib if own.model else 0
     if free_mib is None:
@@ -138,7 +139,7 @@ def size_host_levels(config: Config) -> tuple[MemoryPlan | None, dict[str, int]]
     names = [
         one.name
         for one in config.served_models()
-        if config.engine_of(one).levels.host_mib == "auto"
+        if not one.is_elsewhere and config.engine_of(one).levels.host_mib == "auto"
     ]
     if not names:
         return None, {}
@@ -148,24 +149,60 @@ def size_host_levels(config: Config) -> tuple[MemoryPlan | None, dict[str, int]]
     return plan, {name: sizes.get(name, 0) for name in names}
 
 
-def plan_device_memory(config: Config) -> DevicePlan | None:
-    """Return what the models on an NVIDIA device need of it, and what it has free; None if there
-    are none, or where the device does not tell."""
+def plan_device_memories(config: Config) -> list[DevicePlan]:
+    """Return what the models on NVIDIA devices need of each, and what it has free, without devices
+    that do not tell."""
+    shares: dict[int | None, list[DeviceShare]] = {}
+    here = [
+        (one, engine)
+        for one in config.served_models()
+        if not one.is_elsewhere and runs_on_device(engine := config.engine_of(one))
+    ]
+    default = 0 if any(engine.gpus for _, engine in here) else None
+    for one, engine in here:
+        gpus = engine.gpus or (default,)
+        weights_mib, kv_mib = _weights_mib(config, one, engine), _kv_mib(engine)
+        part = DeviceShare(one.name, -(-weights_mib // len(gpus)), -(-kv_mib // len(gpus)))
+        for gpu in gpus:
+            shares.setdefault(gpu, []).append(part)
     found = []
-    for one in config.served_models():
-        engine = config.engine_of(one)
-        if runs_on_device(engine):
-            found.append(DeviceShare(one.name, _weights_mib(config, one), _kv_mib(engine)))
-    device = read_device_memory(os.environ) if found else None
-    return None if device is None else DevicePlan(tuple(found), device)
+    for gpu, parts in shares.items():
+        device = read_device_memory(os.environ, gpu=gpu)
+        if device is not None:
+            found.append(DevicePlan(tuple(parts), device, gpu))
+    return found
+
+
+def lacking_gpus(config: Config) -> str:
+    """Return why models cannot have the GPUs that `engine.gpus` names, in words; "" if they can. A
+    model over several GPUs shares none of them."""
+    owners: dict[int, tuple[str, int]] = {}
+    here = [one for one in config.served_models() if not one.is_elsewhere]
+    engines = {one.name: config.engine_of(one) for one in here}
+    if not any(len(engine.gpus) > 1 for engine in engines.values()):
+        return ""
+    for name, engine in engines.items():
+        if engine.device == "cpu":
+            continue
+        gpus = engine.gpus or (0,)
+        for gpu in gpus:
+            other, lanes = owners.setdefault(gpu, (name, len(gpus)))
+            if other != name and max(lanes, len(gpus)) > 1:
+                return (
+                    f"models: {other} and {name} both take GPU {gpu}, which a model over several"
+                    " GPUs needs alone; expected other numbers in engine.gpus of one of them"
+                )
+    return ""
 
 
 def lacking_memory(config: Config) -> str:
-    """Return why several models do not fit into memory together, in words: the host's or a
-    device's; "" if they do, or if there is one."""
+    """Return why several models do not fit beside each other, in words: GPUs, the host's memory or
+    a device's; "" if they do, or if there is one."""
     if len(config.models) < 2:
         return ""
-    for plan in (plan_memory(config), plan_device_memory(config)):
+    if lack := lacking_gpus(config):
+        return lack
+    for plan in (plan_memory(config), *plan_device_memories(config)):
         if plan is not None and not plan.fits:
             return (
                 f"models: not enough memory: {plan.describe()}; expected less: lower kv_memory_mib"
@@ -191,30 +228,23 @@ def _pool_mib(config: Config, model: ServedModelSettings, engine: EngineConfig) 
     prepared, before that of `kv_memory_mib`."""
     if not engine.kv_blocks:
         return engine.kv_memory_mib
-    try:
-        shape = find_architecture(resolve(model.source, config.models_dir), config.models_dir)
-    except ModelError:
-        shape = None
-    if shape is None:
+    card = find_card(model.source, config.models_dir)
+    if card is None:
         return engine.kv_memory_mib
     tokens = engine.kv_blocks * engine.block_size
-    return tokens * kv_bytes_per_token(shape, engine.kv_dtype) // 2**20
+    return tokens * kv_bytes_per_token(card.config, engine.kv_dtype) // 2**20
 
 
 def _kv_mib(engine: EngineConfig) -> int:
     return 0 if engine.kv_blocks else engine.kv_memory_mib
 
 
-def _weights_mib(config: Config, model: ServedModelSettings) -> int:
-    """Return the memory of a model's weights on a device: by its shape once it has been prepared,
+def _weights_mib(config: Config, model: ServedModelSettings, engine: EngineConfig) -> int:
+    """Return the memory of a model's weights on a device: by its card once it has been prepared,
     before that the size of its files, which may hold fewer bits."""
     file_mib = _file_mib(config, model)
-    try:
-        source = resolve(model.source, config.models_dir)
-    except ModelError:
-        return file_mib
-    shape = find_architecture(source, config.models_dir)
-    return file_mib if shape is None else weights_of(shape) * WEIGHT_BYTES // 2**20
+    card = find_card(model.source, config.models_dir)
+    return file_mib if card is None else device_weights_mib(card, engine.weights, file_mib)
 
 
 def _file_mib(config: Config, model: ServedModelSettings) -> int:

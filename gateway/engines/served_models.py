@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,14 +19,13 @@ from msgspec import Struct
 
 from engine.api import EngineInfo, Erased, Namespace
 from engine.client.cache_event_totals import BlockMoves
-from engine.client.client import Engine
 from engine.errors import EngineError, EngineUnavailable
 from engine.statistics import NamespaceStats, Stats
 from gateway.caching.namespaces import parts_of
 from gateway.config import ANY_NAME, ServedModelSettings
+from gateway.engines.replicas import Replicas, sum_stats
 from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 from gateway.errors import Kind, Refusal
-from gateway.levels.report import sum_levels
 from gateway.prompt import Renderer
 
 RETRY_AFTER_S = 2.0
@@ -36,17 +35,6 @@ _MODEL_PART = 2
 _FOLDERS = re.compile(r"(?<![^\s'\"])/(?:[^/\s]+/)*")
 """The folders of a path of this machine."""
 ModelState = Literal["ready", "starting", "failed"]
-_COUNTS = tuple(
-    name for name in Stats.__struct_fields__ if name not in ("call_id", "changed", "levels")
-)
-
-
-def _no_restarts() -> int:
-    return 0
-
-
-def _no_failure() -> str:
-    return ""
 
 
 class FailedModel(Struct, frozen=True):
@@ -71,14 +59,10 @@ class ServedModel:
 
     name: str
     """What clients send, and what usage and prices name."""
-    engine: Engine
+    replicas: Replicas
     renderer: Renderer
     aliases: tuple[str, ...] = ()
     """Further names; `ANY_NAME`: every name that no model has."""
-    restarts: Callable[[], int] = _no_restarts
-    """The settings of its engine."""
-    failure: Callable[[], str] = _no_failure
-    """Why its engine never will serve; "" while it may."""
     has_disk: bool = False
     """Blocks of an earlier engine may lie on disk."""
     quota_scale: float = 1.0
@@ -105,14 +89,18 @@ class ServedModel:
     def origin(self) -> tuple[str, str] | None:
         """Return the model as its namespaces name it, and the digest of its template; None without
         an engine."""
-        info = self.engine.info
+        info = self.replicas.info
         if info is None:
             return None
         return info.model_digest + self.suffix, self.renderer.card.template_digest
 
+    def failure(self) -> str:
+        """Return why none of its engines ever will serve; "" while one may."""
+        return self.replicas.failure()
+
     def state(self) -> ModelState:
         """Return whether the model takes requests, will, or never will."""
-        if self.engine.ready():
+        if self.replicas.ready():
             return "ready"
         return "failed" if self.failure() else "starting"
 
@@ -201,7 +189,7 @@ class ServedModels:
         if not parts:
             return None
         for model in self._models:
-            if (info := model.engine.info) is not None:
+            if (info := model.replicas.info) is not None:
                 self._by_key[info.model_digest + model.suffix] = model
         return self._by_key.get(parts[_MODEL_PART])
 
@@ -209,12 +197,11 @@ class ServedModels:
 
     def is_alive(self, epoch: str) -> bool:
         """Return whether an engine of this epoch still holds what it cached."""
-        return any(model.engine.is_alive(epoch) for model in self._models)
+        return any(model.replicas.is_alive(epoch) for model in self._models)
 
     def epochs(self) -> set[str]:
         """Return the epochs of the engines that accept requests."""
-        ready = [one.engine for one in self._models if one.engine.ready()]
-        return {engine.info.epoch for engine in ready if engine.info is not None}
+        return set[str]().union(*(model.replicas.epochs() for model in self._models))
 
     def epoch_of(self, namespace: Namespace) -> str:
         """Return the epoch of the engine of a namespace; "" without one."""
@@ -224,40 +211,45 @@ class ServedModels:
     def info_of(self, namespace: Namespace) -> EngineInfo | None:
         """Return the description of the engine of a namespace; None without one."""
         model = self._only_or_of(namespace)
-        return None if model is None else model.engine.info
+        return None if model is None else model.replicas.info
+
+    def keeps_states(self, namespace: Namespace) -> bool:
+        """Return whether the model of a namespace resumes only where a state was kept."""
+        model = self._only_or_of(namespace)
+        return model is not None and model.renderer.card.config.delta is not None
 
     def losses_of(self, namespace: Namespace) -> dict[str, int]:
         """Return the blocks that a namespace has lost, by cause."""
         model = self._only_or_of(namespace)
-        return {} if model is None else model.engine.cache_events.losses_of(namespace)
+        return {} if model is None else model.replicas.losses_of(namespace)
 
     def stats_of(self, namespace: Namespace) -> Stats:
         """Return the latest heartbeat of the engine of a namespace; zeros without one."""
         model = self._only_or_of(namespace)
-        return Stats() if model is None else model.engine.stats
+        return Stats() if model is None else model.replicas.stats
 
     def namespaces(self) -> Iterator[NamespaceStats]:
         """Yield the statistics of the namespaces of all engines."""
         for model in self._models:
-            yield from model.engine.namespaces
+            yield from model.replicas.namespaces()
 
     def evictions_by_taker(self) -> Counter[tuple[Namespace, Namespace]]:
         """Return evicted blocks by (owner, taker), for pairs of different namespaces."""
         found: Counter[tuple[Namespace, Namespace]] = Counter()
         for model in self._models:
-            found.update(model.engine.cache_events.evictions_by_taker())
+            found.update(model.replicas.evictions_by_taker())
         return found
 
     def take_moves(self) -> dict[Namespace, BlockMoves]:
         """Return the moves of blocks since the last call. Has one caller."""
         found: dict[Namespace, BlockMoves] = {}
         for model in self._models:
-            found |= model.engine.cache_events.take_moves()
+            found |= model.replicas.take_moves()
         return found
 
     def stats(self) -> Stats:
         """Return the sums of all engines' latest heartbeats, rates too: they run side by side."""
-        return _sum([model.engine.stats for model in self._models])
+        return sum_stats([model.replicas.stats for model in self._models])
 
     def floor_blocks_max(self) -> int | None:
         """Return the most that floors together may ask for, so that they fit in every pool; None
@@ -265,7 +257,7 @@ class ServedModels:
         found = [
             int(info.floor_blocks_max / model.quota_scale)
             for model in self._models
-            if (info := model.engine.info) is not None
+            if (info := model.replicas.info) is not None
         ]
         return min(found, default=None)
 
@@ -274,44 +266,44 @@ class ServedModels:
 
         Raises EngineError if none answers.
         """
-        ready = [model.engine for model in self._models if model.engine.ready()]
-        asked = ready or [self.default.engine]
+        ready = [one for model in self._models for one in model.replicas if one.ready()]
+        if not ready:
+            return await self.default.replicas.get_stats()
+        asked = [one.running() for one in ready]
         found = await asyncio.gather(*(one.get_stats() for one in asked), return_exceptions=True)
         errors = [one for one in found if isinstance(one, BaseException)]
         for error in errors:
             if len(errors) == len(asked) or not isinstance(error, EngineError):
                 raise error
-        return _sum([one for one in found if isinstance(one, Stats)])
+        return sum_stats([one for one in found if isinstance(one, Stats)])
 
-    async def refresh_all(self) -> None:
-        """Ask every engine for fresh statistics. Raises EngineUnavailable if one does not answer:
-        what it held is not known. One that failed to start holds nothing but on a disk."""
+    async def refresh_all(self) -> frozenset[str]:
+        """Ask every engine for fresh statistics. Returns the names of the engines elsewhere that
+        are away. Raises EngineUnavailable if one of this machine is: what it held is not known. One
+        that failed to start holds nothing but on a disk."""
         failed = [one.settings.name for one in self._failed if one.has_disk]
         failed += [one.name for one in self._models if one.failure() and one.has_disk]
         if failed:
             message = f"The model `{failed[0]}` failed to start; its disk cannot be asked."
             raise EngineUnavailable("not_ready", message)
-        asked = [model.engine for model in self._models if not model.failure()]
-        await asyncio.gather(*(engine.get_stats() for engine in asked))
+        asked = [model.replicas for model in self._models if not model.failure()]
+        found = await asyncio.gather(*(replicas.refresh_all() for replicas in asked))
+        return frozenset[str]().union(*found)
 
-    async def erase(self, namespace: Namespace, lease_id: str | None = None) -> Erased:
-        """Erase a namespace, or a lease in it; return what was erased. Nothing for a model that is
-        not served: no engine can read its blocks. Raises EngineError."""
+    async def erase(
+        self, namespace: Namespace, lease_id: str | None = None
+    ) -> tuple[Erased, frozenset[str]]:
+        """Erase a namespace, or a lease in it. Returns what was erased, and the names of the
+        engines elsewhere that did not answer. Nothing for a model that is not served: no engine can
+        read its blocks. Raises EngineError if an engine of this machine does not answer."""
         model = self._only_or_of(namespace)
         if model is None:
-            return Erased(0, 0)
-        return await model.engine.erase(namespace, lease_id=lease_id)
+            return Erased(0, 0), frozenset()
+        return await model.replicas.erase(namespace, lease_id=lease_id)
 
     def restarts(self) -> int:
         """Return the restarts of all engines together."""
-        return sum(model.restarts() for model in self._models)
+        return sum(model.replicas.restarts for model in self._models)
 
     def _only_or_of(self, namespace: Namespace) -> ServedModel | None:
         return self.of_namespace(namespace) if self.are_several else self.default
-
-
-def _sum(each: Sequence[Stats]) -> Stats:
-    if len(each) == 1:
-        return each[0]
-    counts = {name: sum(getattr(one, name) for one in each) for name in _COUNTS}
-    return Stats(**counts, levels=sum_levels(one.levels for one in each))

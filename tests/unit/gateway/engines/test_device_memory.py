@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
+from msgspec.structs import replace
 
-from gateway.engines.device_memory import DeviceMemory, read_device_memory
+from engine.config import WeightsKind
+from engine.model_store import prepare
+from engine.model_store.architecture import Moe, Packing, Quantisation
+from gateway.engines.device_memory import DeviceMemory, device_weights_mib, read_device_memory
+from gateway.levels.model_cost import weights_of
+from tests.models import prepared, tiny_config, write_gguf
 
 
 def test_the_device_that_engines_see_is_asked() -> None:
@@ -43,3 +51,40 @@ def test_a_machine_without_the_program_checks_nothing(error: Exception) -> None:
         raise error
 
     assert read_device_memory({}, fail) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "has_experts", "is_packed"),
+    [
+        ("awq", "auto", False, True),
+        ("mxfp4", "auto", True, True),
+        ("awq", "auto", True, False),
+        ("int8", "auto", False, False),
+        ("awq", "bf16", False, False),
+    ],
+)
+def test_weights_that_stay_packed_take_their_files_size(
+    tmp_path: Path, layout: Packing, kind: WeightsKind, *, has_experts: bool, is_packed: bool
+) -> None:
+    """Others are bf16 on the device, whatever the files hold."""
+    card = prepared(tmp_path)
+    shape = replace(card.config, hidden=4_096, moe=Moe(8, 2, 64) if has_experts else None)
+    card = replace(card, config=shape, quantisation=Quantisation(layout))
+
+    expected = 5 if is_packed else weights_of(shape) * 2 // 2**20
+    assert device_weights_mib(card, kind, 5) == expected
+
+
+def test_matrices_of_four_bits_in_a_gguf_file_stay_packed(tmp_path: Path) -> None:
+    """The embedding is bf16 on the device, and so are matrices of other bits."""
+    shape = tiny_config(heads=16, head_dim=64, layers=4)
+    mib = {}
+    for kind in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0):
+        folder = tmp_path / kind.name
+        folder.mkdir()
+        card = prepare("tiny", write_gguf(folder / "m.gguf", shape, kind=kind), folder)
+        mib[kind.name] = device_weights_mib(card, "auto", 1)
+    dense = weights_of(shape) * 2 // 2**20
+
+    assert mib["Q8_0"] == dense
+    assert mib["Q4_0"] == pytest.approx(dense * 5 / 16, abs=1)

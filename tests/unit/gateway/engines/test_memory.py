@@ -19,7 +19,7 @@ from gateway.engines.memory import (
     WORK_MIB,
     available_memory_mib,
     lacking_memory,
-    plan_device_memory,
+    plan_device_memories,
     plan_memory,
     size_host_levels,
 )
@@ -94,7 +94,7 @@ def test_a_model_that_is_fetched_at_the_start_counts_already(
 
 def set_device(monkeypatch: pytest.MonkeyPatch, free_mib: int | None) -> None:
     found = None if free_mib is None else DeviceMemory(free_mib, 81_559)
-    monkeypatch.setattr(memory, "read_device_memory", lambda _: found)
+    monkeypatch.setattr(memory, "read_device_memory", lambda *_, **__: found)
 
 
 def on_device(config: Config, device: str = "cuda") -> Config:
@@ -135,14 +135,13 @@ def test_each_memory_counts_what_lies_in_it(
     set_device(monkeypatch, 10_000)
     below = {"device": "cuda", "levels": {"host_mib": 5}}
     models = replace(config, models=(config.models[0], replace(config.models[1], engine=below)))
-    host, device = plan_memory(models), plan_device_memory(models)
+    host, devices = plan_memory(models), plan_device_memories(models)
 
     assert host is not None
     assert host.need_mib == WORK_MIB + ENGINE_MIB + 3 + 700 + 5
     assert "small" not in host.describe()
-    assert device is not None
-    assert [one.name for one in device.shares] == ["small"]
-    assert plan_device_memory(config) is None
+    assert [[one.name for one in device.shares] for device in devices] == [["small"]]
+    assert plan_device_memories(config) == []
 
 
 @pytest.mark.parametrize(
@@ -165,7 +164,7 @@ def test_auto_is_the_device_if_there_is_one_and_torch_can(
     set_device(monkeypatch, 10_000)
     models = on_device(config, "auto")
 
-    assert (plan_device_memory(models) is not None) == is_on_device
+    assert bool(plan_device_memories(models)) == is_on_device
     assert (plan_memory(models) is None) == is_on_device
 
 
@@ -245,3 +244,37 @@ def test_free_memory_is_that_of_the_narrowest_group(tmp_path: Path) -> None:
     found.append(available_memory_mib(tmp_path / "meminfo"))
 
     assert found == [500, 1_400, 500, 4_000]
+
+
+def test_each_gpu_of_a_model_over_several_has_an_even_part(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that names no GPU takes the first."""
+    set_device(monkeypatch, 10_000)
+    two = {"device": "cuda", "kv_memory_mib": 701, "gpus": [1, 2]}
+    models = (replace(config.models[0], engine=two), config.models[1])
+    models = (models[0], replace(models[1], engine={"device": "cuda", "kv_memory_mib": 20}))
+
+    plans = plan_device_memories(replace(config, models=models))
+
+    found = {plan.gpu: [(s.name, s.weights_mib, s.kv_mib) for s in plan.shares] for plan in plans}
+    assert found == {1: [("big", 2, 351)], 2: [("big", 2, 351)], 0: [("small", 3, 20)]}
+    assert "free on GPU 1, about" in plans[0].describe()
+    assert lacking_memory(replace(config, models=models)) == ""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"), [([0, 1], [1], 1), ([0, 1], [], 0), ([2], [1, 2], 2)]
+)
+def test_a_model_over_several_gpus_shares_none_of_them(
+    config: Config, first: list[int], second: list[int], shared: int
+) -> None:
+    """Its lanes wait for each other, and another model's steps would hold one up."""
+    models = tuple(
+        replace(one, engine={"device": "cuda", "gpus": gpus})
+        for one, gpus in zip(config.models, (first, second), strict=True)
+    )
+
+    said = lacking_memory(replace(config, models=models))
+
+    assert said.startswith(f"models: big and small both take GPU {shared}, which")

@@ -12,6 +12,7 @@ from engine.client.client import EngineConnection
 from engine.errors import EngineUnavailable, InvariantViolation
 from engine.statistics import LevelStats, NamespaceStats, Stats
 from gateway.caching.namespaces import namespace_of
+from gateway.engines.replicas import Replicas
 from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.levels.report import holds_promises
 from gateway.prompt import Renderer
@@ -45,7 +46,10 @@ class SilentEngine(EngineConnection):
 def served(renderer: Renderer, engines: Iterable[SilentEngine]) -> ServedModels:
     """Return models named a, b, … over the same files."""
     return ServedModels(
-        [ServedModel(name, engine, renderer) for name, engine in zip("abcd", engines, strict=False)]
+        [
+            ServedModel(name, Replicas.of(engine), renderer)
+            for name, engine in zip("abcd", engines, strict=False)
+        ]
     )
 
 
@@ -84,8 +88,8 @@ def test_a_lost_engines_namespaces_stay_its_own(renderer: Renderer) -> None:
 
 
 def test_a_name_belongs_to_one_model(renderer: Renderer) -> None:
-    one = ServedModel("a", SilentEngine(ENGINE_INFO), renderer, ("x",))
-    other = ServedModel("b", SilentEngine(ENGINE_INFO), renderer, ("a",))
+    one = ServedModel("a", Replicas.of(SilentEngine(ENGINE_INFO)), renderer, ("x",))
+    other = ServedModel("b", Replicas.of(SilentEngine(ENGINE_INFO)), renderer, ("a",))
     models = ServedModels([one])
 
     assert (models.names, models.by_name["x"]) == (("a", "x"), one)
@@ -95,9 +99,11 @@ def test_a_name_belongs_to_one_model(renderer: Renderer) -> None:
 
 def test_any_other_name_belongs_to_the_model_that_takes_all(renderer: Renderer) -> None:
     """A name that is served, but not to the tenant, is like any other to it."""
-    one = ServedModel("a", SilentEngine(ENGINE_INFO), renderer, ("x",))
-    other = ServedModel("b", SilentEngine(ENGINE_INFO), renderer, ("*", "y"))
-    closed = ServedModel("c", SilentEngine(ENGINE_INFO), renderer, tenants=frozenset({"bob"}))
+    one = ServedModel("a", Replicas.of(SilentEngine(ENGINE_INFO)), renderer, ("x",))
+    other = ServedModel("b", Replicas.of(SilentEngine(ENGINE_INFO)), renderer, ("*", "y"))
+    closed = ServedModel(
+        "c", Replicas.of(SilentEngine(ENGINE_INFO)), renderer, tenants=frozenset({"bob"})
+    )
     models = ServedModels([one, other, closed])
     found = [models.find(name, "ada") for name in ("a", "x", "b", "y", "c", "gpt-5.4-nano")]
 
@@ -168,9 +174,9 @@ async def test_an_erasure_asks_the_namespaces_engine(
     monkeypatch.setattr(SilentEngine, "erase", erase)
     space = namespace("digest@b")
 
-    assert (await models.erase(space)).blocks == 3
+    assert (await models.erase(space))[0].blocks == 3
     assert asked == [(engines[1], space)]
-    assert (await models.erase(namespace("gone"))).blocks == 0, "no engine can read it"
+    assert (await models.erase(namespace("gone")))[0].blocks == 0, "no engine can read it"
 
 
 def test_floors_fit_in_every_pool(renderer: Renderer) -> None:

@@ -1,39 +1,32 @@
-"""Supervisor of the engine process, seen from the gateway's event loop.
+"""Keeper of an engine's process: starts it, watches it, replaces it, and owns its host memory.
 
-`EngineSupervisor` implements `engine.client.client.Engine` over the process that runs now. A
-process that dies, or whose heartbeat stops, ends every open stream with `engine_died`, and is
-replaced after a pause. Consecutive pauses grow from 0.1 to 60 s and never end: an engine that has
-served once is never given up.
-
-A `StepRecord` tells which requests were in the step at a death; `gateway.crash_suspects` judges
-them. Where the engine has levels, the memory files of its host memory belong to the supervisor, so
-that the next engine finds the copies of the one before.
+A process that dies, or whose heartbeat stops, is replaced after a pause. Consecutive pauses grow
+from 0.1 to 60 s and never end: an engine that has served once is never given up. The keeper knows
+no request. It hands each engine that serves to its `EngineHolder`, and tells it the ids of the
+requests that were in the step at a death, from the `StepRecord`. Where the engine has levels, the
+memory files of its host memory belong to the keeper, so that the next engine finds the copies of
+the one before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
-from engine.api import EngineInfo, Erased, Namespace, Peeked, Quota, Request, Surveyed
-from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.client import SocketEngine
 from engine.client.host_memory import HostMemoryFiles
-from engine.client.namespace_stats import NamespaceTable
-from engine.client.request_stream import RequestStream
 from engine.client.step_record import StepRecord
 from engine.config import EngineConfig, LevelsConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError
 from engine.processes import CLOUD, COMPUTING
 from engine.protocol import PROTOCOL_VERSION, Hello
-from engine.statistics import Stats
-from gateway.caching.namespaces import owner_of
 from gateway.child_process import ChildProcess, Report, RestartPolicy, StartLimit
-from gateway.crash_suspects import CrashSuspects
 
 COMMAND = (sys.executable, "-m", "engine.server.server")
 RESTARTS = RestartPolicy((0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.0, 25.0, 60.0), first_starts_max=5)
@@ -43,7 +36,29 @@ WATCH_EVERY_S = 0.25
 CLOSE_S = 2.0
 
 
-class EngineSupervisor:
+class ListeningSocket(Struct, frozen=True):
+    """A socket that gateways connect to, the name of the engine behind it, and the folder of its
+    certificate."""
+
+    fd: int
+    name: str
+    tls: Path
+
+
+class EngineHolder(Protocol):
+    """Who gets the engines of a keeper."""
+
+    def hold(self, engine: SocketEngine) -> None:
+        """Take an engine that serves now."""
+
+    def release(self, engine: SocketEngine, reason: str) -> None:
+        """Let it go: its connection is closed."""
+
+    def record_death(self, engine: SocketEngine, in_step: frozenset[str]) -> None:
+        """Judge the requests in its last step, whose ids these are."""
+
+
+class EngineKeeper:
     """Owns the engine process. `start` returns at once; `wait_ready` returns once the engine
     answers."""
 
@@ -52,23 +67,26 @@ class EngineSupervisor:
         model_dir: Path,
         config: EngineConfig,
         report: Report,
+        holder: EngineHolder,
         *,
         command: tuple[str, ...] = COMMAND,
         restarts: RestartPolicy = RESTARTS,
         keeps_host_memory: bool = True,
+        listen: ListeningSocket | None = None,
     ) -> None:
-        """`keeps_host_memory`: the host memory of an engine with levels outlives it."""
+        """`keeps_host_memory`: the host memory of an engine with levels outlives it. `listen`:
+        where gateways elsewhere reach its engines, each in turn."""
         self._model_dir = model_dir
         self._config = config
         self._report = report
+        self._holder = holder
+        self._listen = listen
+        self._fallen = frozenset[str]()
+        """Ids of the requests in the last step of the engine before."""
         self._child = ChildProcess(
             *("engine", command, restarts, report, self._run_process),
             variables=_variables(config.levels),
         )
-        self._engine: SocketEngine | None = None
-        self._is_draining = False
-        self._last_stats = Stats()
-        self._suspects = CrashSuspects(asyncio.get_running_loop().time)
         keeps = keeps_host_memory and config.levels.is_on
         self._host = HostMemoryFiles() if keeps else None
 
@@ -82,6 +100,10 @@ class EngineSupervisor:
         error = self._child.failure
         return "" if error is None else str(error)
 
+    def retry_after_s(self) -> float:
+        """Return the seconds until the next engine may serve."""
+        return LOAD_S + self._child.pause_left_s
+
     def start(self) -> None:
         """Keep an engine running from now on."""
         self._child.start()
@@ -91,82 +113,21 @@ class EngineSupervisor:
         try:
             await self._child.wait_ready()
         except StartLimit as error:
-            raise EngineUnavailable("engine_died", str(error), self._retry_after_s()) from error
+            raise EngineUnavailable("engine_died", str(error), self.retry_after_s()) from error
 
-    # -- Engine -------------------------------------------------------------------------------
+    def begin_drain(self) -> None:
+        """Start no further engine: the running one is about to end."""
+        self._child.may_restart = False
 
-    @property
-    def info(self) -> EngineInfo | None:
-        """See `engine.client.client.Engine`."""
-        return self._engine.info if self._engine is not None else None
-
-    def is_alive(self, epoch: str) -> bool:
-        """See `engine.client.client.Engine`."""
-        return self._engine is not None and self._engine.is_alive(epoch)
-
-    @property
-    def stats(self) -> Stats:
-        """See `engine.client.client.Engine`. Without an engine: those of the last engine."""
-        return self._engine.stats if self._engine is not None else self._last_stats
-
-    @property
-    def namespaces(self) -> NamespaceTable:
-        """See `engine.client.client.Engine`. Without an engine: empty."""
-        return self._engine.namespaces if self._engine is not None else NamespaceTable()
-
-    @property
-    def cache_events(self) -> CacheEventTotals:
-        """See `engine.client.client.Engine`. Without an engine: empty."""
-        return self._engine.cache_events if self._engine is not None else CacheEventTotals()
-
-    def ready(self) -> bool:
-        """See `engine.client.client.Engine`."""
-        return self._engine is not None and self._engine.ready()
-
-    def submit(self, request: Request) -> RequestStream:
-        """See `engine.client.client.Engine`."""
-        engine = self._running_engine("draining" if self._is_draining else "not_ready")
-        self._suspects.clear(engine.done_in_isolation)
-        engine.done_in_isolation.clear()
-        return engine.submit(self._suspects.isolate(request))
-
-    async def peek(
-        self, namespace: Namespace, tokens: tuple[int, ...], quota: Quota | None = None
-    ) -> Peeked:
-        """See `engine.client.client.Engine`."""
-        return await self._running_engine().peek(namespace, tokens, quota)
-
-    def set_quotas(self, quotas: Sequence[Quota]) -> None:
-        """See `engine.client.client.Engine`."""
-        if self._engine is not None:
-            self._engine.set_quotas(quotas)
-
-    async def erase(
-        self,
-        namespace: Namespace,
-        *,
-        lease_id: str | None = None,
-        tokens: tuple[int, ...] | None = None,
-    ) -> Erased:
-        """See `engine.client.client.Engine`."""
-        return await self._running_engine().erase(namespace, lease_id=lease_id, tokens=tokens)
-
-    async def survey(self, namespace: Namespace, most: int) -> Surveyed:
-        """See `engine.client.client.Engine`."""
-        return await self._running_engine().survey(namespace, most)
-
-    async def get_stats(self) -> Stats:
-        """See `engine.client.client.Engine`."""
-        return await self._running_engine().get_stats()
-
-    async def drain(self, timeout_s: float) -> None:
-        """See `engine.client.client.Engine`."""
-        self._is_draining, self._child.may_restart = True, False
-        if self._engine is not None:
-            await self._engine.drain(timeout_s)
+    async def resume(self) -> None:
+        """Keep an engine running again, after a drain."""
+        await self._child.stop()
+        await self._child.end(CLOSE_S)
+        self._child.may_restart = True
+        self._child.start()
 
     async def close(self) -> None:
-        """End all streams and the process."""
+        """End the process; the holder closes its connection."""
         await self._child.stop()
         await self._child.end(CLOSE_S)
         if self._host is not None:
@@ -188,6 +149,16 @@ class EngineSupervisor:
             host_fds = None if self._host is None else self._host.begin_life()
             hello = Hello(PROTOCOL_VERSION, str(self._model_dir), settings, record.fd, host_fds)
             fds = (record.fd, *(host_fds or ()))
+            if (listen := self._listen) is not None:
+                hello = replace(
+                    hello,
+                    role="keeper",
+                    name=listen.name,
+                    listen_fd=listen.fd,
+                    tls=str(listen.tls),
+                    fallen=tuple(self._fallen),
+                )
+                fds = (*fds, listen.fd)
             engine = await SocketEngine.connect(await self._child.spawn(fds), hello)
         except (EngineUnavailable, OSError) as error:
             return str(error)
@@ -195,8 +166,7 @@ class EngineSupervisor:
             if error.code == "engine_died":
                 return error.message
             raise ModelError(error.code, error.message) from error
-        engine.cache_events.group_by(owner_of)
-        self._engine = engine
+        self._holder.hold(engine)
         self._child.set_ready()
         ready_s = asyncio.get_running_loop().time()
         lost = asyncio.create_task(engine.wait_lost())
@@ -206,10 +176,10 @@ class EngineSupervisor:
             lost.cancel()
             if self._host is not None:
                 self._host.end_life(asyncio.get_running_loop().time() - ready_s)
-            self._last_stats = engine.stats
-            self._engine = None
             await engine.close()
-            self._record_death(engine, record.read())
+            self._fallen = record.read()
+            self._holder.release(engine, "The engine was lost.")
+            self._holder.record_death(engine, self._fallen)
 
     async def _watch(self, engine: SocketEngine, lost: asyncio.Task[None]) -> str:
         """Return why the engine is lost: its connection ended, its heartbeat stopped, or it has
@@ -234,21 +204,6 @@ class EngineSupervisor:
                 self._report("engine_stuck", {"idle_s": round(idle_s, 1), "step": stats.step})
                 return "stuck"
         return "connection lost"
-
-    def _record_death(self, engine: SocketEngine, in_step: frozenset[str]) -> None:
-        """Judge the requests that were in the engine's last step."""
-        self._suspects.clear(engine.done_in_isolation)
-        lost = [one for one in engine.lost_requests if one.request.request_id in in_step]
-        for request_id in self._suspects.record_death(lost):
-            self._report("engine_poisoned", {"request_id": request_id})
-
-    def _running_engine(self, code: str = "not_ready") -> SocketEngine:
-        if self._engine is None:
-            raise EngineUnavailable(code, "The engine is starting.", self._retry_after_s())
-        return self._engine
-
-    def _retry_after_s(self) -> float:
-        return LOAD_S + self._child.pause_left_s
 
 
 def _variables(levels: LevelsConfig) -> tuple[str, ...]:

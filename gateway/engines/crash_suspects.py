@@ -4,7 +4,7 @@ A request whose tokens were in a step at two deaths in a row is suspected. Chanc
 that, so its next tries run isolated: in steps without any other request, for a few output tokens,
 and for more after each further death. If the engine dies in such a step, the request is the cause,
 and is refused for ten minutes. If a try is done, the request is cleared. The module knows no
-process. `gateway.engine_supervisor` has one."""
+process. `gateway.engines.replicas` has one."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ class CrashSuspects:
                 " among others, and then while computing it alone."
             )
             raise RequestRefused("poison_request", message)
-        tokens = min(TRY_TOKENS * TRY_GROWTH ** int(deaths - 2), request.max_tokens + 1)
+        tokens = request.resumed_tokens + TRY_TOKENS * TRY_GROWTH ** int(deaths - 2)
+        tokens = min(tokens, request.max_tokens + 1)
         return msgspec.structs.replace(request, isolated_tokens=tokens)
 
     def _deaths(self, digest: str) -> float:
@@ -91,5 +92,6 @@ def _is_isolated(lost: LostRequest) -> bool:
 
 def _digest(request: Request) -> str:
     """Return a digest of a request's namespace and tokens: equal for two tries of one request."""
-    data = msgspec.msgpack.encode((request.grant.namespace, request.tokens))
+    prompt = request.tokens[: request.prompt_tokens]
+    data = msgspec.msgpack.encode((request.grant.namespace, prompt))
     return xxhash.xxh3_128_hexdigest(data)

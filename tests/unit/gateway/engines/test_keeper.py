@@ -1,4 +1,4 @@
-"""`EngineSupervisor` with real processes and real signals."""
+"""`EngineKeeper` with real processes and real signals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from engine.client.request_stream import RequestStream
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, ModelError, RequestRefused
 from gateway.child_process import RestartPolicy
-from gateway.engine_supervisor import RESTARTS, EngineSupervisor
+from gateway.engines.composition import own_engine
+from gateway.engines.keeper import RESTARTS
 from tests.fakes import solo_output
 from tests.unit.engine.server.fake_engine_process import VOCAB
 
@@ -56,7 +57,7 @@ class SupervisedEngine:
     ) -> None:
         self.reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
         self.told: list[str] = []
-        self.engine = EngineSupervisor(
+        self.engine = own_engine(
             Path("fake") / fault, CONFIG, self._on_report, command=COMMAND, restarts=restarts
         )
 

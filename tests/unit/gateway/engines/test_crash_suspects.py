@@ -8,7 +8,7 @@ import pytest
 from engine.api import CacheGrant, Request
 from engine.client.client import LostRequest
 from engine.errors import RequestRefused
-from gateway.crash_suspects import REMEMBER_S, REQUESTS_MAX, TRY_TOKENS, CrashSuspects
+from gateway.engines.crash_suspects import REMEMBER_S, REQUESTS_MAX, TRY_TOKENS, CrashSuspects
 
 
 def request(name: str, token: int = 1, samples: int = 1) -> Request:

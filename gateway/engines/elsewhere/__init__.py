@@ -1,0 +1,1 @@
+"""Engines on other hosts, or of another keeper on this one."""

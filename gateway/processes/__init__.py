@@ -1,0 +1,1 @@
+"""Several processes of a gateway on one host: each is a gateway of its own on one port."""

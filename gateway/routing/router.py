@@ -1,0 +1,180 @@
+"""The choice of a replica: hard rules first, then the least predicted seconds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Literal
+
+from msgspec import Struct
+
+from gateway.routing.load import ReplicaLoad
+from gateway.routing.prefix_directory import Found
+
+TIE_S = 0.005
+"""Costs nearer than this are equal: then the hash of the first stride decides."""
+EXPLAINED = 1000
+
+Policy = Literal["time", "round_robin"]
+Reason = Literal["not ready", "failed a request", "not a home of this tenant", "no room"]
+
+
+class ReplicaState(Struct):
+    """What the choice needs to know of a replica. `number`: its bit in the directory.
+    `is_resting`: it failed two requests in a row and gets the next one later. `displaced_weight`:
+    what a displaced token costs, in tokens to compute; computing it again delays others, too.
+    """
+
+    name: str
+    number: int
+    is_ready: bool
+    is_resting: bool
+    max_sequence_tokens: int
+    block_tokens: int
+    bytes_per_token: int
+    load: ReplicaLoad
+    displaced_weight: float = 2.0
+
+
+class RouteRequest(Struct, frozen=True):
+    """A request to be routed. `lease_blocks`: what its leases would promise. `homes`: the names of
+    the replicas that a strict tenant's requests go to; None: all.
+    """
+
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    digests: Sequence[bytes]
+    lease_blocks: int = 0
+    homes: frozenset[str] | None = None
+
+
+class Cost(Struct, frozen=True):
+    """The predicted seconds of a request on a replica, and what was found there."""
+
+    replica: str
+    found: Found
+    wait_s: float
+    fill_s: float
+    displaced_s: float
+    decode_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The sum of the terms."""
+        return self.wait_s + self.fill_s + self.displaced_s + self.decode_s
+
+
+class RouteChoice(Struct, frozen=True):
+    """Why a request went where it went: ids and terms, no tokens. `replica` None: none may take it,
+    and `retry_after_s` is the least wait of those that may later.
+    """
+
+    request_id: str
+    policy: Policy
+    replica: str | None
+    costs: tuple[Cost, ...]
+    refused: dict[str, Reason]
+    retry_after_s: float | None = None
+
+
+def choose(
+    request: RouteRequest,
+    replicas: Sequence[ReplicaState],
+    found: Mapping[int, Found],
+    policy: Policy = "time",
+    turn: int = 0,
+) -> RouteChoice:
+    """Choose a replica. Least seconds win; within 5 ms, the rendezvous hash of the first stride and
+    the replica's name. With `round_robin`, `turn` counts over those that may take the request.
+    """
+    reasons = {replica.name: _refuse(request, replica) for replica in replicas}
+    able = [replica for replica in replicas if reasons[replica.name] is None]
+    able = able or [r for r in replicas if reasons[r.name] == "failed a request"]
+    taken = {replica.name for replica in able}
+    refused = {name: why for name, why in reasons.items() if why is not None and name not in taken}
+    able = _with_lease_room(request, able)
+    costs = [_cost(request, replica, found.get(replica.number, _NOTHING)) for replica in able]
+    if not costs:
+        waits = [replica.load.wait_s for replica in replicas]
+        return RouteChoice(request.id, policy, None, (), refused, min(waits, default=None))
+    if policy == "round_robin":
+        chosen = costs[turn % len(costs)]
+    else:
+        least = min([cost.total_s for cost in costs])
+        near = [cost for cost in costs if cost.total_s <= least + TIE_S]
+        chosen = near[0] if len(near) == 1 else max(near, key=lambda cost: _weight(request, cost))
+    return RouteChoice(request.id, policy, chosen.replica, tuple(costs), refused)
+
+
+class RecentChoices:
+    """The last 1,000 choices, by request id."""
+
+    def __init__(self) -> None:
+        self._choices: OrderedDict[str, RouteChoice] = OrderedDict()
+
+    def add(self, choice: RouteChoice) -> None:
+        """Keep a choice; the oldest goes. A request chosen again has its last choice."""
+        self._choices.pop(choice.request_id, None)
+        self._choices[choice.request_id] = choice
+        if len(self._choices) > EXPLAINED:
+            self._choices.popitem(last=False)
+
+    def get(self, request_id: str) -> RouteChoice | None:
+        """Return the choice of a request, or None if it is not among the last 1,000."""
+        return self._choices.get(request_id)
+
+    def newest(self, count: int) -> list[RouteChoice]:
+        """Return the last `count` choices, newest first."""
+        return list(reversed(self._choices.values()))[:count]
+
+
+_NOTHING = Found()
+
+
+def _refuse(request: RouteRequest, replica: ReplicaState) -> Reason | None:
+    if not replica.is_ready:
+        return "not ready"
+    if request.homes is not None and replica.name not in request.homes:
+        return "not a home of this tenant"
+    if request.prompt_tokens + request.output_tokens > replica.max_sequence_tokens:
+        return "no room"
+    return "failed a request" if replica.is_resting else None
+
+
+def _with_lease_room(request: RouteRequest, able: list[ReplicaState]) -> list[ReplicaState]:
+    """Return those that can grant the leases whole, or all if none can."""
+    if not request.lease_blocks:
+        return able
+    room = [
+        replica for replica in able if replica.load.report.promisable_blocks >= request.lease_blocks
+    ]
+    return room or able
+
+
+def _cost(request: RouteRequest, replica: ReplicaState, found: Found) -> Cost:
+    load, report = replica.load, replica.load.report
+    rate = load.prefill_tokens_per_s
+    last = request.prompt_tokens - 1  # at least one token is computed
+    device = min(found.device, last)
+    below = min(found.device + found.below, last) - device
+    fill_s = (request.prompt_tokens - device) / rate
+    if below and report.below_bytes_per_s:
+        load_s = below * replica.bytes_per_token / report.below_bytes_per_s
+        fill_s = min(fill_s, load_s + (request.prompt_tokens - device - below) / rate)
+    room = report.free_blocks * replica.block_tokens
+    displaced = max(0, request.prompt_tokens - device - room)
+    return Cost(
+        replica=replica.name,
+        found=found,
+        wait_s=load.wait_s,
+        fill_s=fill_s,
+        displaced_s=replica.displaced_weight * displaced / rate,
+        decode_s=request.output_tokens * report.row_s * load.rows,
+    )
+
+
+def _weight(request: RouteRequest, cost: Cost) -> bytes:
+    first = request.digests[0] if request.digests else request.id.encode()
+    return blake2b(first + cost.replica.encode(), digest_size=8).digest()

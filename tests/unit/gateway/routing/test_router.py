@@ -1,0 +1,149 @@
+"""The router chooses by predicted seconds, after the hard rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.statistics import LoadReport
+from gateway.routing.load import ReplicaLoad
+from gateway.routing.prefix_directory import Found
+from gateway.routing.router import (
+    EXPLAINED,
+    TIE_S,
+    RecentChoices,
+    ReplicaState,
+    RouteRequest,
+    choose,
+)
+
+REPORT = LoadReport(
+    accepted=0,
+    waiting_tokens=0,
+    rows=0,
+    free_blocks=10_000,
+    promisable_blocks=1_000,
+    prefill_tokens_per_s=10_000.0,
+    row_s=0.0001,
+    below_bytes_per_s=1e9,
+)
+REQUEST = RouteRequest(id="r", prompt_tokens=4096, output_tokens=16, digests=[b"first stride 16b"])
+
+
+def replica(
+    number: int, *, is_ready: bool = True, is_resting: bool = False, **report: Any
+) -> ReplicaState:
+    return ReplicaState(
+        name=f"e{number}",
+        number=number,
+        is_ready=is_ready,
+        is_resting=is_resting,
+        max_sequence_tokens=100_000,
+        block_tokens=16,
+        bytes_per_token=1000,
+        load=ReplicaLoad(msgspec.structs.replace(REPORT, **report)),
+    )
+
+
+def test_a_cached_prefix_wins_until_its_queue_costs_more() -> None:
+    """Neither hits nor queues alone decide: their seconds do."""
+    found = {0: Found(device=3968)}
+    short = [replica(0, waiting_tokens=3_000), replica(1)]
+    assert choose(REQUEST, short, found).replica == "e0"
+    assert choose(REQUEST, [replica(0, waiting_tokens=5_000), replica(1)], found).replica == "e1"
+
+
+def test_what_was_sent_after_a_report_counts_as_waiting() -> None:
+    """Between two reports a burst would go to one replica."""
+    states = [replica(0), replica(1)]
+    sent = {"e0": 0, "e1": 0}
+    for _ in range(8):
+        chosen = choose(REQUEST, states, {}).replica or ""
+        state = next(state for state in states if state.name == chosen)
+        sent[chosen] += 1
+        state.load.add_sent(sent[chosen], REQUEST.prompt_tokens)
+    assert [state.load.rows for state in states] == [4, 4]
+    load = states[0].load
+    load.take(msgspec.structs.replace(REPORT, accepted=3))
+    assert load.wait_s * REPORT.prefill_tokens_per_s == REQUEST.prompt_tokens
+    load.add_sent(3, REQUEST.prompt_tokens)
+    assert load.rows == 1, "a report that came first counts it already"
+
+
+def test_blocks_below_are_loaded_where_that_is_faster() -> None:
+    """A slow disk must not draw a request that computing serves sooner."""
+    found = {0: Found(below=3968)}
+    fast = [replica(0), replica(1)]
+    assert choose(REQUEST, fast, found).replica == "e0"
+    slow = [replica(0, below_bytes_per_s=1.0, waiting_tokens=100), replica(1)]
+    assert choose(REQUEST, slow, found).replica == "e1"
+
+
+def test_hard_rules_come_before_seconds() -> None:
+    """A replica that cannot take the request is not chosen because it is idle."""
+    busy = replica(9, waiting_tokens=100_000)
+    small = replica(2)
+    small.max_sequence_tokens = 4_000
+    states = [replica(0, is_ready=False), replica(1, is_resting=True), small, busy]
+    choice = choose(REQUEST, states, {})
+    assert choice.replica == "e9"
+    assert choice.refused == {
+        "e0": "not ready",
+        "e1": "failed a request",
+        "e2": "no room",
+    }
+    leased = msgspec.structs.replace(REQUEST, lease_blocks=500)
+    assert choose(leased, [replica(0, promisable_blocks=499), busy], {}).replica == "e9"
+    assert choose(leased, [replica(0, promisable_blocks=499)], {}).replica == "e0"
+    strict = msgspec.structs.replace(REQUEST, homes=frozenset({"e9"}))
+    assert choose(strict, [replica(0), busy], {}).replica == "e9"
+
+
+def test_a_resting_replica_serves_when_it_is_the_only_one() -> None:
+    """Two failures in a row must not close a model that has one replica left."""
+    choice = choose(REQUEST, [replica(0, is_ready=False), replica(1, is_resting=True)], {})
+    assert choice.replica == "e1"
+    none = choose(REQUEST, [replica(0, is_ready=False, waiting_tokens=20_000)], {})
+    assert none.replica is None
+    assert none.retry_after_s == 2.0
+
+
+@given(
+    st.permutations(range(5)),
+    st.lists(st.integers(0, 40_000), min_size=5, max_size=5),
+    st.lists(st.integers(0, 32), min_size=5, max_size=5),
+    st.binary(min_size=16, max_size=16),
+)
+def test_the_choice_has_the_least_seconds_in_any_order(
+    order: list[int], waiting: list[int], strides: list[int], first: bytes
+) -> None:
+    """Gateways list replicas in other orders and must agree."""
+    request = msgspec.structs.replace(REQUEST, digests=[first])
+    states = [replica(n, waiting_tokens=waiting[n]) for n in range(5)]
+    found = {n: Found(device=128 * strides[n]) for n in range(5) if strides[n]}
+    choice = choose(request, states, found)
+    assert choose(request, [states[n] for n in order], found).replica == choice.replica
+    costs = {cost.replica: cost.total_s for cost in choice.costs}
+    assert costs[choice.replica or ""] <= min(costs.values()) + TIE_S
+
+
+def test_round_robin_takes_turns_over_the_able() -> None:
+    """The policy that others are compared with skips what the hard rules exclude."""
+    states = [replica(0), replica(1, is_ready=False), replica(2)]
+    turns = [choose(REQUEST, states, {}, "round_robin", turn).replica for turn in range(4)]
+    assert turns == ["e0", "e2", "e0", "e2"]
+
+
+def test_the_last_thousand_choices_are_kept() -> None:
+    """An explanation is looked up by id, and the memory of it is bounded."""
+    recent = RecentChoices()
+    for number in range(EXPLAINED + 1):
+        recent.add(choose(msgspec.structs.replace(REQUEST, id=str(number)), [replica(0)], {}))
+    assert recent.get("0") is None
+    kept = recent.get("1")
+    assert kept is not None
+    assert kept.costs[0].fill_s == 0.4096
+    assert [choice.request_id for choice in recent.newest(2)] == ["1000", "999"]
