@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib import metadata, util
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -35,6 +35,7 @@ from gateway.background.config_reload import ConfigReload
 from gateway.background.erasure import CacheErasure
 from gateway.background.history_sampling import HistorySampling
 from gateway.background.metrics_export import MetricsExport, MetricsExporter
+from gateway.background.missed_erasures import MissedErasures
 from gateway.background.reconciliation import Reconciler
 from gateway.background.storage_metering import StorageMetering
 from gateway.background.webhook_events import WebhookEvents
@@ -51,12 +52,13 @@ from gateway.config_file import ConfigSource
 from gateway.context import Context, Log
 from gateway.embeddings.embedder import Embedder
 from gateway.embeddings.encoder_client import EncoderProcess
-from gateway.engine_supervisor import EngineSupervisor
 from gateway.engines.cache_usage import CacheUsage
+from gateway.engines.replicas import Replicas
 from gateway.engines.served_models import FailedModel, ServedModel, ServedModels
 from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 from gateway.errors import Refusal, error_location
 from gateway.findings.finding_store import FindingStore
+from gateway.fleet_config import VARIABLE_OF_SHARED
 from gateway.gc_tuning import freeze_heap, use_large_pages
 from gateway.generation.rate_limits import RateLimits
 from gateway.generation.serving import Serving
@@ -78,23 +80,24 @@ from gateway.observability.logging import LogLines
 from gateway.observability.metrics import Metrics
 from gateway.observability.tracing import Tracer
 from gateway.prompt import Renderer
+from gateway.shared.gateway_id import GatewayIdHold, gateway_of, name_start
 from gateway.template_date import calendar_of
 from tenancy.accounts.authentication import KeyAuthenticator
 from tenancy.ledger.epochs import has_history, ledger_epoch
 from tenancy.ledger.ledger import Ledger
 from tenancy.limits import Limiter
 from tenancy.pricing.budget_watch import BudgetWatch
-from tenancy.storage.atomic_files import atomic_write
 from tenancy.storage.interface import Store
 from tenancy.types import WallClock, wall_ms
+
+if TYPE_CHECKING:
+    from gateway.shared.valkey import ValkeyLimits
 
 ADMIN_CONNECTIONS_MAX = 100
 """Open connections of the admin listener."""
 SWITCH_INTERVAL_S = 0.001
 """How long a thread that prepares requests may run Python while the event loop waits, in seconds;
 Python's own value is 5 ms."""
-GATEWAY_ID_FILE = "gateway.id"
-"""Names the gateway among those of one database; kept over restarts."""
 
 
 Announce = Callable[[list[str], Mapping[str, str]], None]
@@ -125,6 +128,7 @@ class Gateway:
         wall: WallClock = wall_ms,
         source: ConfigSource | None = None,
         gateway_id: str = "",
+        start: str = "",
         ledger: OpenedLedger | None = None,
         analytics: AnalyticsClient | None = None,
         embeddings: Embedder | None = None,
@@ -132,12 +136,13 @@ class Gateway:
         endpoints: Sequence[WebhookEndpoint] = (),
         read_webhooks: ReadEndpoints | None = None,
     ) -> None:
-        """Build the parts. `models`: the default one first. `failed`: those that were to be served
-        too. `ledger` uses the same store; `close` closes `ledger`, `analytics` and `embeddings`;
-        without them ledger and analytics run in this process. `gateway_id`: of this gateway in its
-        database. `endpoints`: of webhooks; `read_webhooks`: reads them again, None to keep them.
-        Raises StoreError."""
-        opened: OpenedLedger = ledger or InProcessLedger(Ledger(store, wall))
+        """Build the parts. `models`: the default one first. `failed`: those that were to be
+        served too. `ledger` uses the same store; `close` closes `ledger`, `analytics` and
+        `embeddings`; without them both run in this process. `gateway_id`: of this gateway in
+        its database; `start`: names this start of it. `endpoints`: of webhooks;
+        `read_webhooks`: reads them again, None to keep them. Raises StoreError."""
+        self._start = start or name_start(gateway_id)
+        opened: OpenedLedger = ledger or InProcessLedger(Ledger(store, wall, self._start))
         _log_found(opened, log)
         self.ledger: LedgerClient = opened
         if store.is_local:  # on a remote store each budget check would be a round trip
@@ -149,7 +154,7 @@ class Gateway:
             self._authenticator.start_watching()
         attribution = UserAttribution(store, wall) if config.billing.attribution == "user" else None
         kept = contracts.entries, contracts.promises
-        promise_store = PromiseStore(store, gateway_id, *kept, clock, wall, log)
+        promises = PromiseStore(store, gateway_id, *kept, clock, wall, log)
         metrics = Metrics(config.tenancy.tenants_as_labels_max, metadata.version("trunkline"))
         self.context = Context(
             config=config,
@@ -164,7 +169,7 @@ class Gateway:
             metrics=metrics,
             ended_requests=EndedRequests(wall, metrics, gateway_id),
             contracts=contracts,
-            promise_store=promise_store,
+            promise_store=promises,
             analytics=analytics or InProcessAnalytics(_analytics(config, clock, wall)),
             usage=CacheUsage(served, config.caching, wall, self._authenticator),
             clock=clock,
@@ -181,23 +186,29 @@ class Gateway:
             *(config, served, self._authenticator, store, self.context.work, wall, log),
             *(source or ConfigSource(None, lambda: config), self.webhooks),
         )
-        self.listeners: list[Listener] = []
         metrics.ledger_epoch.set(ledger_epoch(store).number)
 
     def _make_services(self, gateway_id: str) -> None:
         """Make what works on the parts, for handlers and beside them."""
         of = self.context
         self._started_s = of.wall() // 1000
-        self.limits = RateLimits(Limiter(of.clock), of.config.limits, of.wall)
+        self.listeners: list[Listener] = []
+        self.shared_limits = open_shared(of.config, gateway_id, of.metrics, of.clock, of.log)
+        self.limits = RateLimits(Limiter(of.clock), of.config.limits, of.wall, self.shared_limits)
         self.erasure = CacheErasure(of)
+        self.missed = MissedErasures(
+            *(of.models, of.store, self.erasure, of.metrics.levels, of.clock, of.wall, of.log)
+        )
         self.sampling = HistorySampling(of)
         self._finding_store = FindingStore(of, gateway_id)
+        self.metering = StorageMetering(of, self.erasure)
         self.reconciler = Reconciler(
-            of.models, of.ledger, of.store, of.metrics, of.clock, of.wall, of.log
+            *(of.models, of.ledger, of.store, of.metrics, of.clock, of.wall, of.log),
+            self._start,
         )
         self._tasks: list[BackgroundTask] = [
-            StorageMetering(of, self.erasure),
-            *(self._finding_store, self.sampling, self.reconciler),
+            *(self.metering, self._finding_store, self.sampling, self.reconciler, self.missed),
+            GatewayIdHold(of.store, gateway_id, of.log, of.clock),
         ]
 
     def events(self) -> WebhookEvents:
@@ -223,6 +234,9 @@ class Gateway:
         """
         context = self.context
         await context.promise_store.start()
+        await self.missed.open()
+        if self.shared_limits is not None:
+            await self.shared_limits.open()
         context.tracer = await asyncio.to_thread(open_tracer, context.config, context.log)
         exporter = await asyncio.to_thread(open_metrics_exporter, context.config, context.log)
         if exporter is not None:
@@ -232,9 +246,10 @@ class Gateway:
         allowed = await asyncio.to_thread(connections_allowed, configured)
         if allowed < configured:
             context.log("connections_limited", {"configured": configured, "allowed": allowed})
-        for middleware, (host, port), connections_max in (
-            (self.public(), public, allowed),
-            (self.admin(), admin, min(allowed, ADMIN_CONNECTIONS_MAX)),
+        is_shared = context.config.server.processes > 1
+        for middleware, (host, port), connections_max, shares in (
+            (self.public(), public, allowed, is_shared),
+            (self.admin(), admin, min(allowed, ADMIN_CONNECTIONS_MAX), False),
         ):
             listener = Listener(
                 middleware.handle,
@@ -243,7 +258,7 @@ class Gateway:
                 on_unreadable=lambda: self.context.metrics.unreadable.add(1),
             )
             self.listeners.append(listener)
-            bound_host, bound_port = await listener.open(host, port)
+            bound_host, bound_port = await listener.open(host, port, is_shared=shares)
             urls.append(f"http://{bound_host}:{bound_port}")
         for task in self._tasks:
             task.start()
@@ -289,9 +304,10 @@ class Gateway:
         began_s = self.context.clock()
         if await self.context.running.wait_idle(timeout_s):
             await self.reconciler.close()
+        await self.metering.write()
         left_s = timeout_s - (self.context.clock() - began_s)
         for model in self.context.models:
-            await model.engine.drain(max(left_s, 0.0))
+            await model.replicas.drain(max(left_s, 0.0))
 
     async def refuse_last(self) -> None:
         """Stop accepting, and tell the clients that still ask why they are refused."""
@@ -318,6 +334,7 @@ class Gateway:
             *(() if attribution is None else (attribution.close,)),
             *(task.close for task in self._tasks),
             context.promise_store.close,
+            *(() if self.shared_limits is None else (self.shared_limits.close,)),
             self.ledger.close,
             context.analytics.close,
             partial(asyncio.to_thread, self._authenticator.close),
@@ -364,6 +381,9 @@ def _contracts(config: Config, models: ServedModels, store: Store, clock: Clock)
         unkept_tokens=lambda namespace: unkept_tokens(
             models.stats_of(namespace), models.info_of(namespace)
         ),
+        gap_cause=lambda namespace: (
+            "state_gap" if models.keeps_states(namespace) else "window_gone"
+        ),
     )
 
 
@@ -391,6 +411,33 @@ async def open_embedder(card: EncoderCard, config: Config, log: Log) -> Embedder
     except BaseException:
         await encoder.close()
         raise
+
+
+def open_shared(
+    config: Config, gateway_id: str, metrics: Metrics, clock: Clock, log: Log
+) -> ValkeyLimits | None:
+    """Return the limits that gateways share, or None without `fleet.shared`; then its client is not
+    imported.
+
+    Raises ConfigError if the client is not installed.
+    """
+    if not config.fleet.shared:
+        return None
+    if util.find_spec("redis") is None:
+        raise ConfigError(
+            "fleet.shared is set, but its client is not installed; install trunkline[shared], or"
+            " set an empty address"
+        )
+    from gateway.shared.valkey import ValkeyLimits
+
+    return ValkeyLimits(
+        config.fleet.shared,
+        gateway_id or secrets.token_hex(8),
+        log,
+        clock,
+        password=os.environ.get(VARIABLE_OF_SHARED),
+        on_state=lambda is_away: metrics.shared_degraded.set(int(is_away)),
+    )
 
 
 def open_tracer(config: Config, log: Log) -> Tracer | None:
@@ -437,35 +484,22 @@ def _check_opentelemetry(setting: str) -> None:
         )
 
 
-def read_gateway_id(config: Config, store: Store) -> str:
-    """Return the id of the gateway with this data directory; "" if the database has one gateway.
-
-    The first call makes the id. Raises OSError.
-    """
-    if store.is_local:
-        return ""
-    path = config.data / GATEWAY_ID_FILE
-    if not path.exists():
-        with atomic_write(path) as part:
-            part.write_text(secrets.token_hex(8) + "\n")
-    return path.read_text().strip()
-
-
 async def serve(
     config: Config,
     cards: Sequence[ModelCard | ModelError],
     store: Store,
-    supervisors: Sequence[EngineSupervisor],
+    replicas: Sequence[Replicas],
     log: LogLines,
     announce: Announce,
     source: ConfigSource,
     encoder: EncoderCard | None,
     stop: asyncio.Event,
     hangup: asyncio.Event,
+    start: str,
 ) -> None:
     """Run until `stop` is set. `cards`: of `config.served_models()`; an error takes the place of a
-    model that cannot be served. `supervisors`: started, one for each card; they and `log` belong to
-    the caller. `encoder`: the embedding model.
+    model that cannot be served. `replicas`: started, those of each card; they and `log` belong to
+    the caller. `encoder`: the embedding model. `start`: names this start of the gateway.
 
     `stop` drains: the gateway is not ready from then on, and running requests may finish. `hangup`
     reloads the configuration, and is cleared.
@@ -473,10 +507,10 @@ async def serve(
     log_accept_errors(asyncio.get_running_loop(), log)
     endpoints = read_endpoints(config.webhooks, os.environ)
     async with AsyncExitStack() as opened:
-        loading = asyncio.to_thread(_load_models, config, cards, supervisors)
+        loading = asyncio.to_thread(_load_models, config, cards, replicas)
         loaded = asyncio.create_task(loading)  # while processes start
         opened.callback(loaded.cancel)
-        ledger = LedgerProcessClient(config.tenancy.database, config.data, log)
+        ledger = LedgerProcessClient(config.tenancy.database, config.data, log, gateway=start)
         await ledger.open()
         opened.push_async_callback(ledger.close)
         analytics = await open_analytics(config, log)
@@ -488,16 +522,17 @@ async def serve(
         found, failed = await loaded
         for model in failed:
             log("model_failed", {"model": model.settings.name, "reason": model.reason})
-        served = [supervisor for _, supervisor in found]
-        for supervisor in set(supervisors).difference(served):
-            await supervisor.close()
+        served = {model.replicas for model in found}
+        for unused in set(replicas).difference(served):
+            await unused.close()
         gateway = Gateway(
             config,
-            [model for model, _ in found],
+            found,
             store,
             log,
             source=source,
-            gateway_id=read_gateway_id(config, store),
+            gateway_id=gateway_of(start),
+            start=start,
             ledger=ledger,
             analytics=analytics,
             embeddings=embedder,
@@ -506,18 +541,18 @@ async def serve(
             read_webhooks=lambda changed: read_endpoints(changed.webhooks, os.environ),
         )
         opened.push_async_callback(gateway.close)
-        await _serve(gateway, served, announce, stop, hangup)
+        await _serve(gateway, announce, stop, hangup)
 
 
 def _load_models(
     config: Config,
     cards: Sequence[ModelCard | ModelError],
-    supervisors: Sequence[EngineSupervisor],
-) -> tuple[list[tuple[ServedModel, EngineSupervisor]], list[FailedModel]]:
+    replicas: Sequence[Replicas],
+) -> tuple[list[ServedModel], list[FailedModel]]:
     """Return the served models, the default one first, and those with a fault. Loads their
     tokenizers: call it in a thread. Raises ModelError for a fault of the default model."""
-    calendar, engines = calendar_of(config.templates), iter(supervisors)
-    found: list[tuple[ServedModel, EngineSupervisor]] = []
+    calendar, engines = calendar_of(config.templates), iter(replicas)
+    found: list[ServedModel] = []
     failed: list[FailedModel] = []
     for settings, card in zip(config.served_models(), cards, strict=True):
         engine = config.engine_of(settings)
@@ -525,7 +560,7 @@ def _load_models(
         if isinstance(card, ModelError):
             failed.append(FailedModel(settings, card.message, has_disk))
             continue
-        supervisor = next(engines)
+        own = next(engines)
         try:
             renderer = Renderer(card, calendar)
         except ModelError as error:
@@ -536,29 +571,27 @@ def _load_models(
         bounds = WaitingBounds(engine.queue_requests_max, engine.queue_tokens_max)
         model = ServedModel(
             name=settings.name or card.name,
-            engine=supervisor,
+            replicas=own,
             renderer=renderer,
             aliases=settings.aliases,
-            restarts=partial(getattr, supervisor, "restarts"),
-            failure=supervisor.failure,
             has_disk=has_disk,
             quota_scale=settings.quota_scale,
             tenants=settings.open_to,
             waiting=WaitingRequests(bounds),
         )
-        found.append((model, supervisor))
+        found.append(model)
     return found, failed
 
 
-async def _watch_start(supervisor: EngineSupervisor, name: str, log: Log) -> None:
+async def _watch_start(model: ServedModel, log: Log) -> None:
     """Log when a model that is not the default one is ready, or that it never will be: the others
     serve on."""
     try:
-        await supervisor.wait_ready()
+        await model.replicas.wait_ready()
     except EngineError as error:
-        log("model_failed", {"model": name, "reason": str(error)})
+        log("model_failed", {"model": model.name, "reason": str(error)})
     else:
-        log("model_ready", {"model": name})
+        log("model_ready", {"model": model.name})
 
 
 async def _move_heap(starts: Sequence[Awaitable[None]]) -> None:
@@ -578,7 +611,6 @@ async def _reload_at(hangup: asyncio.Event, gateway: Gateway) -> None:
 
 async def _serve(
     gateway: Gateway,
-    supervisors: Sequence[EngineSupervisor],
     announce: Announce,
     stop: asyncio.Event,
     hangup: asyncio.Event,
@@ -592,13 +624,9 @@ async def _serve(
     )
     freeze_heap()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    supervisor, *others = supervisors
-    ready = asyncio.create_task(supervisor.wait_ready())
-    _, *names = [model.name for model in gateway.context.models]
-    watches = [
-        asyncio.create_task(_watch_start(one, name, gateway.context.log))
-        for one, name in zip(others, names, strict=True)
-    ]
+    default, *others = gateway.context.models
+    ready = asyncio.create_task(default.replicas.wait_ready())
+    watches = [asyncio.create_task(_watch_start(one, gateway.context.log)) for one in others]
     reloads = asyncio.create_task(_reload_at(hangup, gateway))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([ready, stopped], return_when=asyncio.FIRST_COMPLETED)

@@ -26,6 +26,7 @@ from msgspec import Meta, Struct
 from engine.config import EngineConfig, LevelsConfig
 from engine.model_store import DEFAULT_MODEL
 from engine.storage.remote.address import check_remote_url
+from gateway.fleet_config import FleetConfig, ReplicaSettings, find_problem
 from gateway.retention_classes import CachingConfig
 from gateway.template_date import TemplatesConfig
 from gateway.web_addresses import is_origin, is_web_address
@@ -69,11 +70,12 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     listen: str = "127.0.0.1:8080"
     hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
     """Allowed values of the `Host` header beside the address of `listen`; "*" allows all."""
+    processes: Annotated[int, Meta(ge=1, le=16)] = 1
+    """Gateway processes on one port. More than 1 need PostgreSQL, Valkey and engines elsewhere."""
     header_timeout_s: Seconds = 10.0
     """The longest wait for the head of a request."""
     body_timeout_s: Seconds = 30.0
-    """The longest wait for its body, which must then arrive at `body_rate_min_bytes_per_s` or
-    faster."""
+    """The longest wait for its body, which has `body_rate_min_bytes_per_s` from then on."""
     body_rate_min_bytes_per_s: Seconds = 1_000.0
     keep_alive_timeout_s: Seconds = 75.0
     write_timeout_s: Seconds = 20.0
@@ -115,7 +117,7 @@ class AdminConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """What their users may do."""
 
 
-class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
+class ModelSettings(ReplicaSettings, frozen=True):
     """The model of a server with one model."""
 
     name: str = DEFAULT_MODEL
@@ -124,7 +126,7 @@ class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """Further names that clients may request; "*": every name."""
 
 
-class ServedModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
+class ServedModelSettings(ReplicaSettings, frozen=True):
     """One of several models, each in an engine of its own."""
 
     name: str
@@ -141,7 +143,7 @@ class ServedModelSettings(Struct, frozen=True, forbid_unknown_fields=True):
     pool."""
     tenants: tuple[str, ...] | None = None
     """Names of those that may use the model; without the key, all."""
-    engine: dict[str, Any] = {}
+    engine: dict[str, Any] = msgspec.field(default_factory=dict)
     """Settings of [engine] that differ for this model."""
 
     @property
@@ -313,6 +315,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     tracing: TracingConfig = TracingConfig()
     metrics: MetricsConfig = MetricsConfig()
     engine: EngineConfig = EngineConfig()
+    fleet: FleetConfig = FleetConfig()
     webhooks: tuple[WebhookConfig, ...] = ()
     tenants: tuple[DeclaredTenant, ...] | None = None
     """The declared tenants; a reload suspends a tenant no longer declared."""
@@ -325,11 +328,18 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     def models_dir(self) -> Path:
         return self.data / "models"
 
+    @property
+    def fleet_folder(self) -> Path:
+        """Return the folder of this gateway's certificate for engines elsewhere."""
+        return Path(self.fleet.tls or self.data / "fleet" / f"gateway-{self.fleet.name}")
+
     def served_models(self) -> tuple[ServedModelSettings, ...]:
         """Return the models to serve, the default one first. A single model has no name here: its
         card names it."""
         if not self.models:
-            return (ServedModelSettings("", self.model.name, self.model.aliases),)
+            one = self.model
+            where = {name: getattr(one, name) for name in ReplicaSettings.__struct_fields__}
+            return (ServedModelSettings("", one.name, one.aliases, **where),)
         default = next((one for one in self.models if one.default), self.models[0])
         return (default, *(one for one in self.models if one is not default))
 
@@ -412,7 +422,8 @@ def parse_address(text: str, what: str) -> tuple[str, int]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text())
+        # Windows' editors begin a file with a byte order mark.
+        return tomllib.loads(file.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -437,9 +448,7 @@ def _decode(tree: dict[str, Any], where: str) -> Config:
         message, _, path = str(error).partition(" - at `$.")
         key = path.rstrip("`")
         value = f" (it is {_get_path(tree, key)!r})" if "[" not in key else ""
-        if expected := _expected(key, message):
-            message = f"Expected {expected}"
-        raise ConfigError(f"{where}: {key}: {message}{value}") from error
+        raise ConfigError(f"{where}: {key}: {_explained(message, Config, key)}{value}") from error
 
 
 def _choose_models(tree: dict[str, Any], origin: Origin) -> None:
@@ -521,25 +530,30 @@ def _check_tables(tables: object, kind: Any, where: str, path: str) -> None:
         try:
             msgspec.convert(table, kind)
         except msgspec.ValidationError as error:
-            message, _, path = str(error).partition(" - at `$")
-            raise ConfigError(f"{where}: {at}{path.rstrip('`')}: {message}") from error
+            message, _, inner = str(error).partition(" - at `$")
+            inner = inner.rstrip("`")
+            raise ConfigError(
+                f"{where}: {at}{inner}: {_explained(message, kind, inner)}"
+            ) from error
 
 
-def _expected(path: str, message: str) -> str:
-    """Return the allowed values of a setting that is one of a few, or a number or one of a few;
-    else "". `message`: the decoder's."""
-    kind: Any = Config
-    for name in path.split("."):
+def _explained(message: str, kind: Any, path: str) -> str:
+    """Return a decoder's message, with the allowed values of a setting that is one of a few, or a
+    number or one of a few. `path`: the setting's place in a value of `kind`."""
+    for name in re.findall(r"[^.\[\]]+", path):
+        if name.isdigit():  # an element of a list
+            kind = next(iter(get_args(kind)), None)
+            continue
         fields = msgspec.structs.fields(kind) if isinstance(kind, type) else ()
         kind = {field.name: field.type for field in fields}.get(name)
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(repr, get_args(kind)))}"
+        return f"Expected one of {', '.join(map(repr, get_args(kind)))}"
     words = [
         one for part in get_args(kind) if get_origin(part) is Literal for one in get_args(part)
     ]
     if words and message.startswith(("Invalid enum value", "Expected `int | str`")):
-        return f"a whole number, or {' or '.join(map(repr, words))}"
-    return ""
+        return f"Expected a whole number, or {' or '.join(map(repr, words))}"
+    return message
 
 
 def _check_names(tree: dict[str, Any], kind: Any, where: str, above: str) -> None:
@@ -620,6 +634,8 @@ def _check_values(config: Config, origin: Origin) -> Config:
     _check_engine(config.engine, at)
     _check_levels(config.engine.levels, at)
     _check_models(config, at("models"))
+    if problem := find_problem(config.fleet, served):
+        raise ConfigError(f"{at('fleet' if 'fleet' in problem else 'models')}: {problem}")
     return config
 
 

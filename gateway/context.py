@@ -103,8 +103,8 @@ class Context:
         if self.running.is_draining:
             return Obstacle("draining", "The server is shutting down.")
         default = self.models.default
-        if not default.engine.ready():
-            if default.restarts():
+        if not default.replicas.ready():
+            if default.replicas.restarts:
                 return Obstacle("starting", "The engine was lost and is being restarted.")
             return Obstacle("starting", "The engine is starting.")
         if not self.ledger.is_well:

@@ -1,8 +1,9 @@
 """Sums of finished requests by tenant: hits, misses and their causes, time to first token, reuse.
 
 Each finished request is noted once; the sums hold counts, digests and samples, never text. Memory
-is bounded: `TENANTS_COUNTED_MAX` tenants have sums, the `tenants_max` most recently active ones
-have prompt samples, and a minute of history is a few numbers. Clocks are arguments.
+is bounded: `TENANTS_COUNTED_MAX` tenants have sums, and a minute of history is a few numbers. Each
+model has a cache of its own, so prompts are sampled by tenant and model; the `tenants_max` most
+recently active of these have samples. Clocks are arguments.
 `gateway.generation` notes requests; `gateway.api.admin.analytics` reads the sums.
 """
 
@@ -13,8 +14,10 @@ import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
+from heapq import nlargest
 from typing import Any, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import asdict
 
 from gateway.analytics.completed_prompt import CompletedPrompt
@@ -36,6 +39,7 @@ from tenancy.reuse.prompt_changes import ObservedPrompt, PromptChanges, PromptRe
 from tenancy.types import MINUTE_MS
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 MINUTES = 120
 MINUTE_COLUMNS = ("requests", "read_tokens", "write_tokens", "fresh_tokens", "output_tokens")
@@ -48,7 +52,9 @@ CAUSES_MAX = 16_384
 COUNTS_MAX = 4_096
 """Counts of causes that wait to be taken; further places are not counted."""
 PROMPTS_BYTES_MAX = 5 * 2**20
-"""What is kept of one tenant's prompts takes at most so many bytes."""
+"""What is kept of one tenant's prompts to one model takes at most so many bytes."""
+ROWS_MAX = 20
+"""Prefixes, and places where prompts diverge, that a report on a tenant shows."""
 
 PENDING_MAX = 65_536
 """Weight of finished requests that wait to be aggregated, in prompt tokens."""
@@ -133,8 +139,8 @@ class TenantView(RequestSums):
         super().__init__()
         self.minutes: deque[list[int]] = deque(maxlen=MINUTES)
         """Rows of a minute's number and the sums of `MINUTE_COLUMNS` in it."""
-        self.recomputed: dict[str, FindingCount] = {}
-        """What was wasted, by cause; evictions by their own."""
+        self.recomputed: dict[tuple[str, str], FindingCount] = {}
+        """What was wasted, by cause, with evictions by their own, and by model."""
 
     def add(self, minute: int, sums: RequestSums) -> None:
         """Add the sums of more requests of one minute. O(1)."""
@@ -149,9 +155,9 @@ class TenantView(RequestSums):
         for one in causes:
             if one.wasted_tokens and one.cause not in OF_SUMS:
                 name = next((fact for fact in one.facts if fact.startswith(EVICTED)), one.cause)
-                known = self.recomputed.get(name)
+                known = self.recomputed.get((name, one.model))
                 count = FindingCount.of(one)
-                self.recomputed[name] = count if known is None else known.plus(count)
+                self.recomputed[name, one.model] = count if known is None else known.plus(count)
 
     def summary(self) -> dict[str, Any]:
         """Return the tenant's totals as JSON fields."""
@@ -173,9 +179,17 @@ class TenantView(RequestSums):
         }
 
 
+class ModelTerms(Struct, frozen=True):
+    """What a tenant's advice on one model is reckoned with: its prices, and the blocks of its
+    cache (0 while no engine runs)."""
+
+    card: RateCard
+    blocks: int
+
+
 class PromptSamples:
-    """What is kept of one tenant's prompts: reuse samples, and digests that the next prompt is
-    compared with."""
+    """What is kept of one tenant's prompts to one model: reuse samples, and digests that the next
+    prompt is compared with."""
 
     def __init__(self, key: int, spans: Collection[float] = ()) -> None:
         """`key`: see `PromptChanges`. `spans`: the retention times that advice will be given on, in
@@ -205,6 +219,19 @@ class PromptSamples:
         )
         return self.changes.note(context.namespace, observed, siblings_of(context.namespace))
 
+    def advice(self, classes: Mapping[str, ClassTerms], terms: ModelTerms) -> dict[str, Any]:
+        """Return what each retention class and each cache size would save, as JSON fields."""
+        card, blocks = terms.card, terms.blocks
+        sizes = advise_sizes(self.reuse, _sizes(blocks), blocks, card)
+        return {
+            "rate_card": card.rate_card_id,
+            "retention_advice": [asdict(one) for one in advise_classes(self.reuse, classes, card)],
+            "size_advice": [asdict(one) for one in sizes],
+            "sampled_prompts": self.count,
+            "sampled_blocks": self.reuse.sampled_blocks,
+            "sampling_rate": self.reuse.rate,
+        }
+
 
 class Analytics:
     """Sums of all tenants of a gateway. Belongs to one thread."""
@@ -218,15 +245,17 @@ class Analytics:
         key: int,
     ) -> None:
         """`wall`: Unix milliseconds, for minutes that people read. `tenants_max`: tenants whose
-        prompts are sampled. `classes`: the retention classes and how long each keeps. `key`: a
-        random number of 64 bits, which digests of prompts are made with."""
+        prompts are sampled; one that uses several models counts once for each. `classes`: the
+        retention classes and how long each keeps. `key`: a random number of 64 bits, which digests
+        of prompts are made with."""
         self._clock = clock
         self._wall = wall
         self._tenants_max = tenants_max
         self._classes = classes
         self._spans = [kept.seconds for kept in classes.values()]
         self._tenants: OrderedDict[int, TenantView] = OrderedDict()
-        self._prompts: OrderedDict[int, PromptSamples] = OrderedDict()
+        self._prompts: OrderedDict[tuple[int, str], PromptSamples] = OrderedDict()
+        """By tenant and model, the most recently active last."""
         self._all = TenantView()
         self._pending: defaultdict[int, list[tuple[float, CompletedPrompt]]] = defaultdict(list)
         self._pending_room = PENDING_MAX
@@ -272,8 +301,9 @@ class Analytics:
             self._all.add(self._minute, sums)
             view = _touch(self._tenants, tenant_id, TenantView, TENANTS_COUNTED_MAX)
             view.add(self._minute, sums)
-            samples = _touch(self._prompts, tenant_id, new_samples, self._tenants_max)
             for at_s, completed in timed_prompts:
+                key = (tenant_id, completed.model)
+                samples = _touch(self._prompts, key, new_samples, self._tenants_max)
                 reuse, context = samples.add(at_s, completed), completed.context
                 if context is not None and completed.first_token_s is not None:
                     at_ms = round(wall_ms_at_0 + 1_000 * at_s)
@@ -302,8 +332,9 @@ class Analytics:
         """Return the tokens of a tenant that were computed again because of `cause`."""
         self._aggregate()
         view = self._tenants.get(tenant_id)
-        found = None if view is None else view.recomputed.get(cause)
-        return 0 if found is None else found.wasted_tokens
+        if view is None:
+            return 0
+        return sum(one.wasted_tokens for (name, _), one in view.recomputed.items() if name == cause)
 
     def overview(self) -> dict[str, Any]:
         """Return the totals, and one row per tenant."""
@@ -321,18 +352,23 @@ class Analytics:
             ],
         }
 
-    def tenant(self, tenant_id: int, card: RateCard, blocks: int) -> dict[str, Any] | None:
-        """Return all sums of one tenant, with advice at the prices of `card` for a cache of
-        `blocks`.
+    def tenant(self, tenant_id: int, terms: Mapping[str, ModelTerms]) -> dict[str, Any] | None:
+        """Return all sums of one tenant, and `advice` for each model of `terms` that it has prompt
+        samples of, the most asked first.
 
-        Returns None if the tenant was not active lately. A tenant without prompt samples gets no
-        advice.
+        Returns None if the tenant was not active lately. What was lost with a model that is not in
+        `terms` has no price.
         """
         self._aggregate()
         view = self._tenants.get(tenant_id)
         if view is None:
             return None
-        prompts = self._prompts.get(tenant_id) or PromptSamples(self._key, self._spans)
+        samples = {
+            model: one
+            for model in terms
+            if (one := self._prompts.get((tenant_id, model))) is not None
+        }
+        most_asked = sorted(samples.items(), key=lambda pair: -pair[1].count)
         return {
             "total": view.summary(),
             "minutes": list(view.minutes),
@@ -341,41 +377,62 @@ class Analytics:
             "misses": dict(view.misses),
             "endings": dict(view.endings),
             "ignored_fields": dict(view.ignored),
-            "top_prefixes": [
-                {
-                    "id": f"{one.digest:016x}",
-                    "path": one.path,
-                    "tokens": one.tokens,
-                    "uses": one.uses,
-                    "hits": one.hits,
-                }
-                for one in prompts.changes.top()
+            "top_prefixes": _top_prefixes(samples),
+            "recomputed": _recomputed(view, terms),
+            "breaks": _breaks(samples, terms),
+            "advice": [
+                {"model": model, **one.advice(self._classes, terms[model])}
+                for model, one in most_asked
             ],
-            "recomputed": [
-                {
-                    "cause": name,
-                    "tokens": one.wasted_tokens,
-                    "cost_pico": waste_cost(one.cause, one.wasted_tokens, one.facts, card),
-                }
-                for name, one in sorted(
-                    view.recomputed.items(), key=lambda pair: -pair[1].wasted_tokens
-                )
-            ],
-            "breaks": [
-                {**asdict(one), "cost_pico": waste_cost("", one.tokens, {}, card)}
-                for one in prompts.changes.breaks()
-            ],
-            "retention_advice": [
-                asdict(one) for one in advise_classes(prompts.reuse, self._classes, card)
-            ],
-            "size_advice": [
-                asdict(one) for one in advise_sizes(prompts.reuse, _sizes(blocks), blocks, card)
-            ],
-            "sampled_prompts": prompts.count,
-            "sampled_blocks": prompts.reuse.sampled_blocks,
-            "sampling_rate": prompts.reuse.rate,
-            "rate_card": card.rate_card_id,
         }
+
+
+def _top_prefixes(samples: Mapping[str, PromptSamples]) -> list[dict[str, Any]]:
+    """Return the prefixes that saved most tokens, of all models."""
+    found = [
+        {
+            "model": model,
+            "id": f"{one.digest:016x}",
+            "path": one.path,
+            "tokens": one.tokens,
+            "uses": one.uses,
+            "hits": one.hits,
+        }
+        for model, each in samples.items()
+        for one in each.changes.top(ROWS_MAX)
+    ]
+    return nlargest(ROWS_MAX, found, key=lambda one: (one["tokens"] * one["hits"], one["tokens"]))
+
+
+def _breaks(
+    samples: Mapping[str, PromptSamples], terms: Mapping[str, ModelTerms]
+) -> list[dict[str, Any]]:
+    """Return the places where prompts part with most tokens behind, of all models, each at the
+    prices of its own."""
+    found = [
+        {
+            "model": model,
+            **asdict(one),
+            "cost_pico": waste_cost("", one.tokens, {}, terms[model].card),
+        }
+        for model, each in samples.items()
+        for one in each.changes.breaks(ROWS_MAX)
+    ]
+    return nlargest(ROWS_MAX, found, key=lambda one: one["tokens"])
+
+
+def _recomputed(view: TenantView, terms: Mapping[str, ModelTerms]) -> list[dict[str, Any]]:
+    """Return what was computed again by cause, most tokens first, with the sum of its costs."""
+    tokens, costs = Counter[str](), Counter[str]()
+    for (name, model), one in view.recomputed.items():
+        tokens[name] += one.wasted_tokens
+        if model in terms:
+            card = terms[model].card
+            costs[name] += waste_cost(one.cause, one.wasted_tokens, one.facts, card)
+    return [
+        {"cause": name, "tokens": count, "cost_pico": costs[name]}
+        for name, count in tokens.most_common()
+    ]
 
 
 @lru_cache(maxsize=1_024)
@@ -384,12 +441,12 @@ def _token_packer(count: int) -> Callable[..., bytes]:
     return struct.Struct(f"{count}I").pack
 
 
-def _touch(kept: OrderedDict[int, T], tenant_id: int, make: Callable[[], T], kept_max: int) -> T:
-    """Return a tenant's entry, made if missing; evict the least recently used beyond `kept_max`."""
-    one = kept.get(tenant_id)
+def _touch(kept: OrderedDict[K, T], key: K, make: Callable[[], T], kept_max: int) -> T:
+    """Return a key's entry, made if missing; evict the least recently used beyond `kept_max`."""
+    one = kept.get(key)
     if one is None:
-        one = kept[tenant_id] = make()
-    kept.move_to_end(tenant_id)
+        one = kept[key] = make()
+    kept.move_to_end(key)
     while len(kept) > kept_max:
         kept.popitem(last=False)
     return one

@@ -152,7 +152,7 @@ class AnalyticsProcessClient(AnalyticsClient):
     async def _watch(self) -> str:
         """Return why the process is lost: its wire ended, or it has not answered for `ANSWER_S`.
 
-        Only time during which this process ran counts, as in `engine_supervisor`.
+        Only time during which this process ran counts, as in `engines.keeper`.
         """
         silent_s, oldest = 0.0, None
         while not self._lost.is_set():

@@ -22,19 +22,20 @@ class PromptContext(Struct, frozen=True, array_like=True, gc=False):
     """Shorter prefixes are not read."""
     losses: dict[str, int] | None
     """Blocks that the namespace has lost, by cause; None for a prompt that was cached."""
-    model: str = ""
-    """The name that findings give its model."""
     level_miss: str = ""
     """Why a level below the device did not bring what it had."""
     tools: tuple[ToolDigest, ...] = ()
     head: int = 0
     """The digest of its beginning, the same under every model."""
+    quota_scale: float = 1.0
+    """What a tenant's floor and ceiling are multiplied by in the model's cache."""
 
 
 class CompletedPrompt(Struct, frozen=True, array_like=True, gc=False):
     """One prompt of a finished request."""
 
     tenant_id: int
+    model: str
     record: UsageRecord
     prompt: Rendered
     first_token_s: float | None

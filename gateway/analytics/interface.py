@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.analytics.aggregates import Analytics
+from gateway.analytics.aggregates import Analytics, ModelTerms
 from gateway.analytics.completed_prompt import CompletedPrompt
 from gateway.analytics.protocol import (
     MissedTokensQuestion,
@@ -22,7 +22,6 @@ from gateway.analytics.protocol import (
     Question,
     TenantQuestion,
 )
-from tenancy.pricing.charges import RateCard
 from tenancy.reuse.finding_counts import ExplainedMisses
 
 
@@ -48,9 +47,9 @@ class AnalyticsClient(ABC):
         answer: dict[str, Any] = await self.ask(OverviewQuestion())
         return answer
 
-    async def tenant(self, tenant_id: int, card: RateCard, blocks: int) -> dict[str, Any] | None:
+    async def tenant(self, tenant_id: int, terms: dict[str, ModelTerms]) -> dict[str, Any] | None:
         """See `Analytics.tenant`."""
-        answer: dict[str, Any] | None = await self.ask(TenantQuestion(tenant_id, card, blocks))
+        answer: dict[str, Any] | None = await self.ask(TenantQuestion(tenant_id, terms))
         return answer
 
     async def missed_tokens(self, tenant_id: int, cause: str) -> int:

@@ -8,6 +8,7 @@ tokens or text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -60,6 +61,7 @@ CONTRACT_CAUSES = {
     "damaged": "damaged",
     "level_failed": "level_failed",
     "below_minimum": "below_minimum",
+    "state_gap": "state_gap",
     "model": "model_changed",
     "template": "template_changed",
 }
@@ -80,8 +82,8 @@ class PromptFindings:
         self._classes = [
             (terms.seconds, name) for name, terms in classes.items() if terms.held_as == name
         ]
-        self._lost_at, self._lost = 0, dict[int, set[int]]()
-        """The hour, and the lost prefixes of each tenant in it."""
+        self._lost_at, self._lost = 0, dict[tuple[int, str], set[int]]()
+        """The hour, and the lost prefixes of each tenant and model in it."""
 
     def explain(
         self, completed: CompletedPrompt, context: PromptContext, reuse: PromptReuse, at_ms: int
@@ -94,7 +96,7 @@ class PromptFindings:
         """
         record = completed.record
         make = partial(
-            MissCause, context.request_id, completed.tenant_id, context.model, at_ms=at_ms
+            MissCause, context.request_id, completed.tenant_id, completed.model, at_ms=at_ms
         )
         waste = (
             _change(make, record, reuse)
@@ -122,7 +124,7 @@ class PromptFindings:
                     facts = {f"{KEPT_BY}{name}": 1 for s, name in self._classes if s >= idle_s}
                     facts["idle_s"] = round(idle_s)
             case "evicted":
-                facts |= self._working_set(waste, reuse)
+                facts |= self._working_set(waste, reuse, context.quota_scale)
             case "below_minimum":
                 facts["min_tokens"] = context.min_tokens
             case _:
@@ -130,16 +132,17 @@ class PromptFindings:
         facts |= _charged_as_written(record, waste.wasted_tokens)
         return structs.replace(waste, place=place, facts=facts)
 
-    def _working_set(self, waste: MissCause, reuse: PromptReuse) -> dict[str, int]:
+    def _working_set(self, waste: MissCause, reuse: PromptReuse, scale: float) -> dict[str, int]:
         """Return the tokens of a lost prefix that is the first loss of it in this hour: their sum
-        is what a floor must hold."""
+        is what a floor must hold before it is multiplied by `scale`. Each model has a cache of its
+        own, so each counts its own."""
         if self._lost_at != waste.at_ms // HOUR_MS:
             self._lost, self._lost_at = {}, waste.at_ms // HOUR_MS
-        lost = self._lost.setdefault(waste.tenant_id, set())
+        lost = self._lost.setdefault((waste.tenant_id, waste.model), set())
         if reuse.known_digest in lost or len(lost) >= LOST_PREFIXES_MAX:
             return {}
         lost.add(reuse.known_digest)
-        return {WORKING_SET: reuse.known}
+        return {WORKING_SET: math.ceil(reuse.known / scale)}
 
 
 def _contract_waste(make: Make, completed: CompletedPrompt, reuse: PromptReuse) -> MissCause | None:

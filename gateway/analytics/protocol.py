@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from gateway.analytics.aggregates import Analytics
+from gateway.analytics.aggregates import Analytics, ModelTerms
 from gateway.analytics.completed_prompt import CompletedPrompt
-from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import ClassTerms
 
 
@@ -49,12 +48,11 @@ class TenantQuestion(Struct, frozen=True, array_like=True, tag="tenant"):
     """Ask for `Analytics.tenant`."""
 
     tenant_id: int
-    card: RateCard
-    blocks: int
+    terms: dict[str, ModelTerms]
 
     def answer(self, analytics: Analytics) -> object:
         """Return what `analytics` answers."""
-        return analytics.tenant(self.tenant_id, self.card, self.blocks)
+        return analytics.tenant(self.tenant_id, self.terms)
 
 
 class MissedTokensQuestion(Struct, frozen=True, array_like=True, tag="missed_tokens"):

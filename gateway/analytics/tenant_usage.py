@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine.api import Namespace
 from engine.client.namespace_stats import NamespaceTable
@@ -26,7 +26,7 @@ class TenantCacheUsage:
     """Cache usage of a gateway's tenants. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._tables: dict[str, NamespaceTable | None] = {}
+        self._tables: dict[str, Sequence[NamespaceTable]] = {}
         self._sums: dict[str, dict[int, list[int]]] = {}
         """Sums by model and tenant."""
         self._promised: Counter[str] = Counter()
@@ -36,19 +36,19 @@ class TenantCacheUsage:
 
     def update(
         self,
-        table: NamespaceTable | None,
+        tables: Sequence[NamespaceTable],
         owner_of: Callable[[Namespace], int | None],
         model: str = "",
     ) -> None:
-        """Apply the changes of the `table` of a model's engine. Another table than the last time
-        replaces all sums of the model. O(changes)."""
-        changes = [] if table is None else table.take_changes(self)
-        sums = self._sums.setdefault(model, {})
-        if table is not self._tables.get(model):
-            self._tables[model] = table
+        """Apply the changes of the `tables` of a model's engines. Others than the last time
+        replace all sums of the model. O(changes)."""
+        changes = [change for table in tables for change in table.take_changes(self)]
+        sums, known = self._sums.setdefault(model, {}), self._tables.get(model, ())
+        if [*map(id, tables)] != [*map(id, known)]:
+            self._tables[model] = tables
             sums.clear()
             self._promised[model] = self._below[model] = 0
-            changes = [(None, stats) for stats in table or ()]
+            changes = [(None, stats) for table in tables for stats in table]
         for before, after in changes:
             for stats, sign in ((before, -1), (after, 1)):
                 if stats is not None and (owner := owner_of(stats.namespace)) is not None:

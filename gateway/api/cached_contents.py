@@ -53,7 +53,7 @@ PAGE = ("pageSize", "page_size", "pageToken", "page_token")
 
 def routes(serving: Serving) -> tuple[Route, ...]:
     """Return the routes of cachedContents."""
-    of, many = CachedContentHandlers(serving), "/{version:v1|v1beta}/cachedContents"
+    of, many = CachedContentHandlers(serving), "/{version:v1|v1beta|v1alpha}/cachedContents"
     one, body = f"{many}/{{name}}", cached_contents.Body
     delete = "Delete a cached content and release its blocks."
     about = (INFERENCE, SHAPE)
@@ -282,12 +282,13 @@ class CachedContentHandlers:
         return await send_json(request, b"{}")
 
     async def _release_leases(self, made: Prepared) -> None:
-        """End the leases in the prefix index and in the engine. Raises EngineError."""
+        """End the leases in the prefix index and in the engines; on one that is away, a lease ends
+        by itself. Raises EngineError."""
         space, book = made.scope.namespace, self._gateway.contracts.entries
         for lease in made.contracts[0].leases:
             key = (space, bytes.fromhex(lease.lease_id))
             if book.end_class(key, RESOURCE, self._gateway.clock()):
-                await made.model.engine.erase(space, lease_id=lease.lease_id)
+                await made.model.replicas.erase(space, lease_id=lease.lease_id)
 
     async def _load(self, request: web.BaseRequest) -> tuple[CachedContentRecord, Prompt]:
         name, share = request[STATE].parameters["name"], request[BODY_SHARE]

@@ -10,7 +10,7 @@ from gateway.caching.attention import ATTENTION_HEADER
 from gateway.dialects.families import ENDPOINTS, embeddings
 from gateway.dialects.protocol import Endpoint
 from gateway.generation.embedding import EmbeddingRequest
-from gateway.generation.generation import generate
+from gateway.generation.generation import DRAFTS_HEADER, generate
 from gateway.generation.serving import Serving
 from gateway.http.route_table import INFERENCE, JSON, SSE, Handler, Route
 from gateway.levels.fidelity import FIDELITY_HEADER
@@ -38,7 +38,7 @@ def _route(serving: Serving, end: Endpoint) -> Route:
         body=end.body,
         query=() if end.without_sse is None else ("alt",),
         content=(JSON,) if end.counts else (JSON, SSE),
-        headers=() if end.counts else CACHE_HEADERS,
+        headers=() if end.counts else (*CACHE_HEADERS, DRAFTS_HEADER),
     )
 
 

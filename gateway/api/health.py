@@ -30,7 +30,7 @@ def routes(models: ServedModels, obstacle: Callable[[], Obstacle | None]) -> tup
 
     async def health(request: web.BaseRequest) -> web.StreamResponse:
         # 200 without an engine, too: it is restarted until it serves, and the gateway answers.
-        if models.default.engine.ready():
+        if models.default.replicas.ready():
             return web.json_response({"status": "ok"})
         return web.json_response({"status": "ok", "engine": "not ready"})
 

@@ -1,4 +1,5 @@
-"""`GET /v1/models` and `GET /v1beta/models`: the served models, in the format of the client.
+"""`GET` of `/v1/models`, `/v1beta/models` and `/v1alpha/models`: the served models, in the client's
+format.
 
 The families of APIs share these paths; what only one of them sends selects the format.
 """
@@ -24,7 +25,7 @@ def routes(
     `output_tokens`: of a request that sets no limit. `created_s`: of every model."""
 
     def listed(model: ServedModel, name: str) -> ListedModel:
-        info = model.engine.info
+        info = model.replicas.info
         context = 0 if info is None else info.context_tokens
         output = min(context, output_tokens)
         return ListedModel(name, created_s, context, output)
@@ -60,7 +61,7 @@ def routes(
     many, one = "List models, in the client's format.", "Show a model."
     return tuple(
         Route("GET", base + path, handler, "inference", find_family(f"{base}/", ()).errors, text)
-        for base in ("/v1/models", "/models", "/v1beta/models")
+        for base in ("/v1/models", "/models", "/v1beta/models", "/v1alpha/models")
         for path, handler, text in (("", list_models, many), ("/{name:.+}", get_model, one))
     )
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.api import Peeked
+from engine.api import CacheGrant, Peeked, Request
 from gateway.api.generate import CACHE_HEADERS
 from gateway.background.erasure import list_holdings
 from gateway.caching.attention import findable, with_attention
@@ -25,7 +25,7 @@ from gateway.config import Config
 from gateway.dialects.canonical import Boundary, RequestMetadata, UsageRecord, path_behind
 from gateway.dialects.families import ENDPOINTS
 from gateway.dialects.protocol import Endpoint
-from gateway.engines.served_models import ServedModel
+from gateway.engines.replicas import Quoted
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import output_tokens, quota_now
 from gateway.generation.generation import cache_settings
@@ -102,19 +102,14 @@ def routes(
             call = await stored.continue_call(dialect, sent, metadata, call, identity, share)
         call = with_attention(replace(call, fidelity=fidelity), attention)
         made = await preparation.prepare(model, call, identity, share=share)
-        output_tokens(made.call, made.rendered, identity, made.now)
-        namespace, shared = made.scope.namespace, made.scope.shared_tokens
-        quota = quota_now(identity, made.now)
-        peeks = [
-            await model.engine.peek(namespace, findable(prompt.token_ids, shared), quota)
-            for prompt in made.rendered
-        ]
-        is_in_other_namespace = await _is_in_other_namespace(made, peeks[0].cached_tokens, identity)
+        quoted = await _ask_replicas(made, identity)
+        cached_tokens = quoted[0].peeked.cached_tokens
+        is_in_other_namespace = await _is_in_other_namespace(made, cached_tokens, identity)
         card = await reports.ask(
             lambda store: RateCards(load_cards(store)).in_force(model.name, tenant.tier, wall()),
             tenant.tenant_id,
         )
-        answer = quote(made, peeks, identity, card, is_in_other_namespace=is_in_other_namespace)
+        answer = quote(made, quoted, identity, card, is_in_other_namespace=is_in_other_namespace)
         return await send_json(request, answer)
 
     return (
@@ -129,6 +124,28 @@ def routes(
     )
 
 
+async def _ask_replicas(made: Prepared, identity: Identity) -> list[Quoted]:
+    """Return what is there of each prompt, where it would go. Raises Refusal for a call that can
+    never run, and EngineError."""
+    budgets = output_tokens(made.call, made.rendered, identity, made.now)
+    namespace, shared = made.scope.namespace, made.scope.shared_tokens
+    quota, call = quota_now(identity, made.now), made.call
+    return [
+        await made.model.replicas.quote(
+            Request(
+                request_id="",
+                tokens=prompt.token_ids,
+                max_tokens=budget,
+                grant=CacheGrant(namespace, quota, contract.leases),
+                samples=call.generation.samples,
+                attention=call.attention,
+            ),
+            findable(prompt.token_ids, shared),
+        )
+        for prompt, budget, contract in zip(made.rendered, budgets, made.contracts, strict=True)
+    ]
+
+
 async def _is_in_other_namespace(made: Prepared, cached_tokens: int, identity: Identity) -> bool:
     """Return whether another namespace of the tenant and this model has more of the first prompt
     cached.
@@ -138,17 +155,17 @@ async def _is_in_other_namespace(made: Prepared, cached_tokens: int, identity: I
     tokens = made.rendered[0].token_ids
     if cached_tokens >= len(tokens) - 1:
         return False
-    engine = made.model.engine
-    await engine.get_stats()
+    replicas = made.model.replicas
+    await replicas.refresh()
     own = [
         one.stats
-        for one in list_holdings(engine.namespaces, identity.tenant.tenant_id)
+        for one in list_holdings(replicas.namespaces(), identity.tenant.tenant_id)
         if one.scope_id is None  # other tenants may have written to a shared scope
         and one.stats.namespace != made.scope.namespace
     ]
     own.sort(key=lambda stats: -stats.blocks)
     for stats in own[:NAMESPACES_PEEKED_MAX]:
-        peeked = await engine.peek(stats.namespace, tokens)
+        peeked = await replicas.peek(stats.namespace, tokens)
         if peeked.cached_tokens > cached_tokens:
             return True
     return False
@@ -180,7 +197,7 @@ def _parse(body: bytes) -> QuoteBody:
 
 def quote(
     made: Prepared,
-    peeks: Sequence[Peeked],
+    quoted: Sequence[Quoted],
     identity: Identity,
     card: RateCard,
     *,
@@ -191,11 +208,12 @@ def quote(
     The price is that of the prompt. `is_in_other_namespace`: another namespace of the tenant has
     more of the prompt cached.
     """
+    peeks = [one.peeked for one in quoted]
     pairs = list(zip(made.contracts, peeks, strict=True))
     record = sum_usage([contract.expect(peek.cached_tokens) for contract, peek in pairs])
     ends = [peek.expires_in_s for peek in peeks if peek.expires_in_s is not None]
     contract, first = pairs[0]
-    cause = contract.explain(first.cached_tokens, first.window_gone_tokens)
+    cause = contract.explain(first.cached_tokens, first.resume_gap_tokens)
     if is_in_other_namespace and cause in ("", "never_written", "unknown"):
         cause = "other_namespace"
     return {
@@ -219,7 +237,7 @@ def quote(
             len(made.rendered[0].token_ids),
             cause,
         ),
-        "first_token_s": _first_token_s(record, made.model, identity),
+        "first_token_s": _first_token_s(made, quoted, identity),
         "price": _price(record, card),
     }
 
@@ -287,15 +305,23 @@ def _price(record: UsageRecord, card: RateCard) -> dict[str, Any]:
     }
 
 
-def _first_token_s(record: UsageRecord, model: ServedModel, identity: Identity) -> float | None:
+def _first_token_s(made: Prepared, quoted: Sequence[Quoted], identity: Identity) -> float | None:
     """Estimate the time to first token from the tenant's waiting tokens and the missing ones, by
-    its own place in the queue.
+    its own place in the queue; of several engines, from what waits at the one that would be chosen.
 
     Two digits: more of them would tell how many tokens others have waiting. None before the engine
     has measured a rate.
     """
-    missing = max(1, record.total_in - record.physical_cached)
-    rate = model.engine.stats.prefill_tokens_per_s
     tenant_id, weight = identity.tenant.tenant_id, identity.policy.weight
-    estimate = model.waiting.wait_s(tenant_id, weight, rate, missing)
+    waiting, rate = made.model.waiting, made.model.replicas.stats.prefill_tokens_per_s
+    lacks = [
+        max(1, len(prompt.token_ids) - one.peeked.cached_tokens)
+        for prompt, one in zip(made.rendered, quoted, strict=True)
+    ]
+    elsewhere = [
+        one.wait_s + missing / one.prefill_tokens_per_s
+        for missing, one in zip(lacks, quoted, strict=True)
+        if one.wait_s is not None
+    ]
+    estimate = max(elsewhere, default=0.0) or waiting.wait_s(tenant_id, weight, rate, sum(lacks))
     return float(f"{estimate:.1e}") if estimate > 0 else None

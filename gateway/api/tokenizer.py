@@ -110,9 +110,9 @@ class _TokenizerHandlers:
     def _info_of(self, model: ServedModel) -> EngineInfo:
         """Return what a model's engine has told of itself. Raises EngineUnavailable before it
         has."""
-        if model.engine.info is None:
+        if model.replicas.info is None:
             raise model.unavailable(is_alone=not self._models.are_several)
-        return model.engine.info
+        return model.replicas.info
 
     async def _in_turn(self, tenant_id: int, tokens: int, work: Callable[[], bytes]) -> bytes:
         """Return the result of work on so many tokens; of many in a thread."""

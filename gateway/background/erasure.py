@@ -1,13 +1,14 @@
 """Erasure of cached prefixes: of a tenant, a workspace, a shared scope or one lease.
 
-An erasure returns after the engine has confirmed it, and leaves a receipt. Namespaces map to
-tenants by `gateway.caching.namespaces`. This module knows no HTTP.
+An erasure returns after the engines that are there have confirmed it, and leaves a receipt, which
+names the engines elsewhere that were away: `missed_erasures` has it carried out there. Namespaces
+map to tenants by `gateway.caching.namespaces`. This module knows no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.api import LevelErased, Namespace
+from engine.api import Erased, Namespace
 from engine.statistics import NamespaceStats
 from gateway.caching.namespaces import SHARED_SCOPE_PREFIX, namespaces_of, tenant_and_workspace_of
 from gateway.caching.prefix_index import IndexedPrefix, PrefixIndex
@@ -30,9 +31,10 @@ from tenancy.accounts.erasure_receipts import (
     ErasedLevel,
     ErasedState,
     ErasureReceipt,
-    confirm_receipt,
+    add_levels,
+    confirm_levels,
     digest_namespaces,
-    list_pending,
+    list_uncompleted,
     write_receipt,
 )
 from tenancy.accounts.shared_scopes import ScopeRecord, list_scopes
@@ -45,10 +47,8 @@ from tenancy.storage.interface import Store
 
 LEASE_ID_CHARS_MAX = 200
 """Longest lease id of a request, in characters."""
-STATES: tuple[ErasedState, ...] = ("shredded", "gone", "pending")
-"""States of an erased level, from the one that promises most to the one that promises least."""
-_CALLS_IN_FLIGHT_MAX = 32
-"""Concurrent erase calls to the engine."""
+CALLS_IN_FLIGHT_MAX = 32
+"""Concurrent erase calls to the engines."""
 
 
 class ErasedLevelAnswer(Struct, frozen=True):
@@ -61,13 +61,17 @@ class ErasedLevelAnswer(Struct, frozen=True):
 
 
 class ReceiptAnswer(Struct, frozen=True):
-    """The receipt of an erasure. `at`: RFC 3339. `levels`: by name; null in old receipts."""
+    """The receipt of an erasure. `at`: RFC 3339. `levels`: by name; null in old receipts.
+    `pending_at`: the engines elsewhere that were away: each carries it out before it takes requests
+    again. `completed_at`: when all engines and levels had; null until then."""
 
     receipt_id: str
     at: str
     what: str
     blocks: int
     levels: dict[str, ErasedLevelAnswer] | None
+    pending_at: list[str]
+    completed_at: str | None
     embeddings: int
     namespaces: int
     namespace_digest: str
@@ -152,6 +156,10 @@ class CacheErasure:
 
     def __init__(self, gateway: Context) -> None:
         self._gateway = gateway
+        self.under_way: list[ErasureTarget] = []
+        """Erasures whose receipts are not written yet."""
+        self.on_pending: Callable[[Collection[str]], None] = lambda names: None
+        """Called with the names of the engines elsewhere that a new receipt waits for."""
 
     def live_entries(
         self, tenant_id: int, workspace: str | None = None, limit: int | None = None
@@ -174,9 +182,9 @@ class CacheErasure:
         and, without a lease id, vectors of texts, cached contents, stored responses and
         conversations: what is in memory first, then rows, in small transactions that a full disk
         has room for. Blocks in use by a running request are unreachable for others at once, and
-        freed when it ends. The receipt counts the blocks of all models. Raises Refusal for an
-        unknown lease, EngineUnavailable if the engine of any model is away, and StoreError: the
-        caller may try again until it has a receipt.
+        freed when it ends. The receipt counts the blocks of all models, and names the engines
+        elsewhere that are away. Raises Refusal for an unknown lease, EngineUnavailable if an engine
+        of this machine is away, and StoreError: the caller may try again until it has a receipt.
         """
         return await self._gateway.work.shield(self._erase(target, by))
 
@@ -220,40 +228,44 @@ class CacheErasure:
         Erases what was named as it is now: what was written since goes too. Raises
         EngineUnavailable and StoreError.
         """
-        found = await asyncio.to_thread(list_pending, self._gateway.store)
+        found = await asyncio.to_thread(list_uncompleted, self._gateway.store)
         self._gateway.metrics.levels.pending_receipts = len(found)
         if is_disk_away(self._gateway.models.stats()):
             return
         for receipt in found:
-            target = target_of(receipt)
-            names = await self._names_of(target)
+            if all(one.state != "pending" for one in receipt.levels.values()):
+                continue  # it waits for engines that are away
+            target = target_of(receipt.what, receipt.tenant_id, receipt.key_id)
+            names, _ = await self._names_of(target)
             _forget_entries(self._gateway.contracts.entries, names, target.lease_id)
-            _, levels = await self._erase_all(names, target.lease_id)
+            levels, _ = await self._erase_all(names, target.lease_id)
             if any(one.state == "pending" for one in levels.values()):
                 continue
-            before = receipt.levels
-            confirmed = {
-                name: ErasedLevel(
-                    sum(one[name].blocks for one in (before, levels) if name in one),
-                    sum(one[name].bytes for one in (before, levels) if name in one),
-                    levels[name].state if name in levels else "gone",
-                )
-                for name in {**before, **levels}
-            }
-            await asyncio.to_thread(
-                confirm_receipt, self._gateway.store, receipt.receipt_id, confirmed
+            now = self._gateway.wall()
+            completed = await asyncio.to_thread(
+                confirm_levels, self._gateway.store, receipt.receipt_id, levels, now
             )
-            self._gateway.metrics.levels.pending_receipts -= 1
+            self._gateway.metrics.levels.pending_receipts -= completed
             self._gateway.log("erasure_confirmed", {"receipt": receipt.receipt_id})
 
     async def _erase(self, target: ErasureTarget, by: Actor | None) -> ErasureReceipt:
-        index, names = self._gateway.contracts.entries, await self._names_of(target)
+        self.under_way.append(target)
+        try:
+            receipt = await self._erase_and_write(target, by)
+        finally:
+            self.under_way.remove(target)
+        if receipt.pending_at:
+            self.on_pending(receipt.pending_at)
+        return receipt
+
+    async def _erase_and_write(self, target: ErasureTarget, by: Actor | None) -> ErasureReceipt:
+        index, (names, away) = self._gateway.contracts.entries, await self._names_of(target)
         # The prefix index first: a prefix billed as read must still be cached.
         forgotten = _forget_entries(index, names, target.lease_id)
         vectors = 0
         if target.lease_id is None and self._gateway.embeddings is not None:
             vectors = self._gateway.embeddings.erase(target.tenant_id, target.workspace)
-        blocks, levels = await self._erase_all(names, target.lease_id)
+        levels, lost = await self._erase_all(names, target.lease_id)
         # Again for prefixes added meanwhile: the engine erased these too, so no read may be billed.
         _forget_entries(index, names, target.lease_id)
         # What is in memory needs no room; a database without room is asked after it.
@@ -262,20 +274,25 @@ class CacheErasure:
                 partial(self._erase_contents, target), target.tenant_id
             )
         await self._gateway.promise_store.flush()  # durable before the receipt
-        found = forgotten or any(one.blocks or one.state == "pending" for one in levels.values())
+        blocks, pending_at = levels["device"].blocks, tuple(sorted(away | lost))
+        pending = [name for name, one in levels.items() if one.state == "pending"]
+        found = forgotten or pending or pending_at or any(one.blocks for one in levels.values())
         if target.lease_id is not None and not found:
             raise Refusal(Kind.NOT_FOUND, "lease_unknown", "Lease not found.", param="lease_id")
+        at_ms = self._gateway.wall()
         receipt = ErasureReceipt(
             receipt_id=self._gateway.new_id(),
             tenant_id=target.tenant_id,
             key_id=target.key_id,
-            at_ms=self._gateway.wall(),
+            at_ms=at_ms,
             what=target.describe(),
             namespaces=len(names),
             namespace_digest=digest_namespaces(names),
             blocks=blocks,
             levels=levels,
             embeddings=vectors,
+            pending_at=pending_at,
+            completed_ms=None if pending or pending_at else at_ms,
         )
         await asyncio.to_thread(write_receipt, self._gateway.store, receipt, by)
         if target.lease_id is None:
@@ -289,9 +306,11 @@ class CacheErasure:
             "key_id": target.key_id,
             "blocks": blocks,
         }
-        if pending := [name for name, one in levels.items() if one.state == "pending"]:
+        if pending:
             facts["pending"] = pending
-            self._gateway.metrics.levels.pending_receipts += 1
+        if pending_at:
+            facts["pending_at"] = pending_at
+        self._gateway.metrics.levels.pending_receipts += receipt.completed_ms is None
         self._gateway.log("cache_erased", {"receipt": receipt.receipt_id, **facts})
         return receipt
 
@@ -304,43 +323,48 @@ class CacheErasure:
         forget_answers(*owner)
         end_cached_contents(*owner, self._gateway.wall())
 
-    async def _names_of(self, target: ErasureTarget) -> list[Namespace]:
-        """Return the namespaces of a target that have blocks or entries."""
-        await self._gateway.models.refresh_all()
+    async def _names_of(self, target: ErasureTarget) -> tuple[list[Namespace], frozenset[str]]:
+        """Return the namespaces of a target that have blocks or entries, and the names of the
+        engines elsewhere that cannot be asked now."""
+        away = await self._gateway.models.refresh_all()
         held = {one.namespace for one in self._gateway.models.namespaces()}
         owned = self._gateway.contracts.entries.owned_by(target.tenant_id)
-        return sorted(filter(target.covers, held | {entry.key[0] for entry in owned}))
+        return sorted(filter(target.covers, held | {entry.key[0] for entry in owned})), away
 
     async def _erase_all(
         self, names: Sequence[Namespace], lease_id: str | None
-    ) -> tuple[int, dict[str, ErasedLevel]]:
-        """Erase in the engine. Returns the blocks of the device, and what each level lost."""
-        blocks = size = 0
-        sums: dict[str, ErasedLevel] = {}
-        for start in range(0, len(names), _CALLS_IN_FLIGHT_MAX):
-            batch = names[start : start + _CALLS_IN_FLIGHT_MAX]
+    ) -> tuple[dict[str, ErasedLevel], frozenset[str]]:
+        """Erase in the engines. Returns what each level lost, the device among them, and the names
+        of the engines elsewhere that did not answer."""
+        sums: dict[str, ErasedLevel] = {"device": ErasedLevel(0, 0)}
+        away = frozenset[str]()
+        for start in range(0, len(names), CALLS_IN_FLIGHT_MAX):
+            batch = names[start : start + CALLS_IN_FLIGHT_MAX]
             calls = (self._gateway.models.erase(name, lease_id) for name in batch)
-            for name, erased in zip(batch, await asyncio.gather(*calls), strict=True):
-                blocks += erased.blocks
+            for name, (erased, lost) in zip(batch, await asyncio.gather(*calls), strict=True):
+                away |= lost
                 info = self._gateway.models.info_of(name)
-                size += 0 if info is None else erased.blocks * info.kv_bytes_per_block
-                for one in erased.levels:
-                    before = sums.get(one.level, ErasedLevel(0, 0, "shredded"))
-                    states = before.state, _state_of(one)
-                    sums[one.level] = ErasedLevel(
-                        before.blocks + one.blocks,
-                        before.bytes + one.bytes,
-                        max(states, key=STATES.index),
-                    )
+                size = 0 if info is None else info.kv_bytes_per_block
+                sums = add_levels(sums, levels_of(erased, size))
         if is_disk_away(self._gateway.models.stats()):  # it may have namespaces that are not known
             before = sums.get("disk", ErasedLevel(0, 0))
             sums["disk"] = replace(before, state="pending")
-        return blocks, {"device": ErasedLevel(blocks, size), **sums}
+        return sums, away
 
 
-def target_of(receipt: ErasureReceipt) -> ErasureTarget:
-    """Return the target that a receipt describes; see `ErasureTarget.describe`."""
-    what, target = receipt.what, ErasureTarget(receipt.tenant_id, receipt.key_id)
+def levels_of(erased: Erased, block_bytes: int) -> dict[str, ErasedLevel]:
+    """Return what each level lost to an erasure in an engine. `block_bytes`: of a block of KV."""
+    found = {"device": ErasedLevel(erased.blocks, erased.blocks * block_bytes)}
+    for one in erased.levels:
+        state: ErasedState = "shredded" if one.is_shredded else "gone"
+        state = "pending" if one.code else state
+        found = add_levels(found, {one.level: ErasedLevel(one.blocks, one.bytes, state)})
+    return found
+
+
+def target_of(what: str, tenant_id: int, key_id: int = 0) -> ErasureTarget:
+    """Return the target that a receipt's words describe; see `ErasureTarget.describe`."""
+    target = ErasureTarget(tenant_id, key_id)
     if what.startswith("lease "):
         return replace(target, lease_id=what.removeprefix("lease "))
     if what.startswith("workspace "):
@@ -359,6 +383,10 @@ def receipt_body(receipt: ErasureReceipt) -> dict[str, Any]:
         "what": receipt.what,
         "blocks": receipt.blocks,
         "levels": receipt.levels,
+        "pending_at": list(receipt.pending_at),
+        "completed_at": None
+        if receipt.completed_ms is None
+        else json_api.instant(receipt.completed_ms),
         "embeddings": receipt.embeddings,
         "namespaces": receipt.namespaces,
         "namespace_digest": receipt.namespace_digest,
@@ -372,12 +400,6 @@ def _forget_entries(index: PrefixIndex, names: Sequence[Namespace], lease_id: st
         return sum(map(index.erase_namespace, names))
     digest = _lease_digest(lease_id)
     return sum(index.erase((name, digest)) for name in names)
-
-
-def _state_of(one: LevelErased) -> ErasedState:
-    if one.code:
-        return "pending"
-    return "shredded" if one.is_shredded else "gone"
 
 
 def _lease_digest(lease_id: str) -> bytes:

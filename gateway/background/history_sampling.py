@@ -130,7 +130,7 @@ class HistorySampling:
         at_ms, counts = minute
         details = counts[tenant_id].details if tenant_id in counts else SampleDetails()
         sample = Sample(tenant_id, at_ms, details, gateway=self._gateway.ended_requests.gateway_id)
-        if all(model.engine.info is None for model in self._gateway.models):
+        if all(model.replicas.info is None for model in self._gateway.models):
             return sample
         if tenant_id != ALL_TENANTS:
             held = self._gateway.usage.tenants.of(tenant_id)
@@ -240,7 +240,7 @@ class HistorySampling:
         """Set the metrics of tokens per second, from the engines' counts of the last minute."""
         gateway, metrics, now_s = self._gateway, self._gateway.metrics, self._gateway.clock()
         found = [
-            rates.update(model.engine.stats, now_s)
+            rates.update(model.replicas.stats, now_s)
             for model, rates in zip(gateway.models, self._rates, strict=True)
         ]
         if any(rates is not None for rates in found):

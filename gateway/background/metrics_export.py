@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
+from msgspec.structs import asdict
 from prometheus_client.core import Metric
 
 from gateway.context import Context
@@ -32,16 +33,30 @@ async def refresh_metrics(gateway: Context) -> None:
     metrics = gateway.metrics
     await asyncio.to_thread(metrics.process.read)
     models = gateway.models
+    replicas = models.default.replicas
     metrics.set_engine_stats(
         models.stats(),
         is_ready=gateway.is_ready(),
-        restarts=models.default.restarts(),
+        restarts=replicas.restarts,
+        moved=replicas.moved,
         several=[
-            EngineState(one.name, one.engine.stats, one.engine.ready(), one.restarts())
+            EngineState(one.name, of.stats, of.ready(), of.restarts, of.moved)
             for one in models
             if models.are_several
+            for of in (one.replicas,)
         ],
     )
+    metrics.set_replicas(
+        {(one.name, of.name): of.ready() for one in models for of in one.replicas if of.name}
+    )
+    metrics.replica_facts.clear()
+    metrics.routed_tokens.clear()
+    for one in models:
+        for of in one.replicas:
+            if (facts := one.replicas.chooser.facts_of(of)) is not None:
+                metrics.replica_facts.set(facts.received, one.name, of.name)
+                for kind, tokens in asdict(facts.routed).items():
+                    metrics.routed_tokens.set(tokens, one.name, of.name, kind)
     metrics.ledger_restarts.set(gateway.ledger.restarts)
     if (embedder := gateway.embeddings) is not None:
         encoder, shown = embedder.encoder, metrics.encoder

@@ -75,7 +75,7 @@ class QuotaUpdates:
         """
         models, floors = self._models, self._authenticator.floor_blocks()
         for model in models:
-            info = model.engine.info
+            info = model.replicas.info
             if info is None:
                 continue
             asked, most = int(floors * model.quota_scale), info.floor_blocks_max
@@ -91,7 +91,7 @@ class QuotaUpdates:
 
     def _send(self, tenants: dict[int, TenantRecord]) -> None:
         for model in self._models:
-            info = model.engine.info
+            info = model.replicas.info
             quotas = []
             for one in tenants.values():
                 default = on_device = None
@@ -101,7 +101,7 @@ class QuotaUpdates:
                     on_device = self._usage.on_device_default(info, model.name, tenant_id)
                 quotas.append(_current_quota(one, default, model.quota_scale, on_device))
             with suppress(EngineError):  # `resend_recent` or the next request delivers it
-                model.engine.set_quotas(quotas)
+                model.replicas.set_quotas(quotas)
 
 
 def _current_quota(

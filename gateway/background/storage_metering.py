@@ -1,43 +1,40 @@
 """Storage metering: token-seconds that each tenant holds in the cache, and periodic upkeep.
 
-A block belongs to one namespace and a namespace to one tenant, however many sequences share the
-block: it is counted once, and the tenants' sum is the number of blocks in use. The engine reports
-changes; each state holds until the next change. Every minute the readings go to the ledger, and
-unreadable contents (removed shared scopes, expired cached contents) are erased. `gateway.app` runs
-it.
+The engines count (`engine.core.storage_meter`), each from its start on. Every minute the gateway
+asks them and writes what they have told; the ledger enters what is new of it, so that several
+gateways may write the same. Unreadable contents (removed shared scopes, expired cached contents)
+are erased at the same interval. `gateway.app` runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from msgspec import to_builtins
 
-from engine.client.namespace_stats import Change, NamespaceTable
+from engine.api import HeldTokens
 from engine.errors import EngineError
 from gateway.background.budget_alerts import BudgetAlerts
 from gateway.background.erasure import CacheErasure
 from gateway.background.quota_updates import QuotaUpdates
-from gateway.caching.namespaces import owner_of
 from gateway.context import Context
+from gateway.engines.replica import Replica
 from gateway.periodic_task import PeriodicTask
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounts.cached_contents import sweep_cached_contents
 from tenancy.accounts.tenants import list_tenants
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.idempotency import sweep
-from tenancy.ledger.transactions import StorageReading, StorageReadings, forget_meters
+from tenancy.ledger.transactions import StorageReading, StorageReadings, forget_readings
 from tenancy.responses.conversations import sweep_conversations
 from tenancy.responses.stored_responses import sweep_stored
 from tenancy.storage.audit_log import delete_old_changes
 from tenancy.types import DAY_MS
 
 POLL_INTERVAL_S = 0.5
-"""Interval of meter and quota updates."""
+"""Interval of quota updates."""
 CHURN_INTERVAL_S = 5.0
 """Interval of churn updates; changes of an engine that dies in between are lost."""
 
@@ -45,94 +42,19 @@ WRITE_INTERVAL_S = 60.0
 """Interval of writes to the ledger and of upkeep."""
 READINGS_AT_ONCE = 128
 """Readings in one write: requests wait for its commit."""
-NS_PER_S = 1_000_000_000
-
-Key = tuple[int, str]
-"""A tenant's id, and the retention class that promises a block for longest, or `best_effort`."""
-
-
-class StorageMeter:
-    """Sums whole token-seconds by tenant and class; remainders are carried over. Pure."""
-
-    def __init__(self) -> None:
-        self._table: NamespaceTable | None = None
-        self._now_ns: int | None = None
-        self._held: dict[Key, int] = {}
-        self._since_ns: dict[Key, int] = {}
-        self._token_ns: dict[Key, int] = defaultdict(int)
-
-    def update(self, table: NamespaceTable | None, block_size: int, now_ns: int) -> None:
-        """Apply the engine's changes as of `now_ns`. O(changed namespaces).
-
-        `table`: the engine's namespaces, or None without an engine. A new table replaces all of the
-        old one's holdings.
-        """
-        if self._now_ns is None or now_ns > self._now_ns:
-            self._now_ns = now_ns
-        if table is not self._table:
-            self._table = table
-            self._move({key: -tokens for key, tokens in self._held.items()})
-        if table is not None:
-            self._move(token_changes(table.take_changes(self), block_size))
-
-    def take(self) -> dict[Key, int]:
-        """Return the whole token-seconds between the previous `take` and the last update."""
-        for key in self._held:
-            self._settle(key)
-        found = {}
-        for key, token_ns in list(self._token_ns.items()):
-            whole, rest = divmod(token_ns, NS_PER_S)
-            if whole:
-                found[key] = whole
-            if rest:
-                self._token_ns[key] = rest
-            else:
-                del self._token_ns[key]
-        return found
-
-    def _move(self, changes: dict[Key, int]) -> None:
-        for key, tokens in changes.items():
-            self._settle(key)
-            tokens += self._held.get(key, 0)
-            if tokens:
-                self._held[key] = tokens
-            else:
-                del self._held[key], self._since_ns[key]
-
-    def _settle(self, key: Key) -> None:
-        """Add the time since the key's last change to its token-seconds."""
-        assert self._now_ns is not None, "nothing is held before the first update"
-        since_ns = self._since_ns.get(key, self._now_ns)
-        if since_ns < self._now_ns and key in self._held:
-            self._token_ns[key] += self._held[key] * (self._now_ns - since_ns)
-        self._since_ns[key] = self._now_ns
-
-
-def token_changes(changes: Iterable[Change], block_size: int) -> dict[Key, int]:
-    """Return the change in held tokens by tenant and class, without zeros.
-
-    A promised block counts once, on the device or on a level below.
-    """
-    found: dict[Key, int] = defaultdict(int)
-    for before, after in changes:
-        for one, sign in ((before, -block_size), (after, block_size)):
-            if one is None or (owner := owner_of(one.namespace)) is None:
-                continue
-            found[owner, BEST_EFFORT] += sign * one.unpromised_blocks
-            for name, blocks in one.promised_by_class.items():
-                found[owner, name] += sign * blocks
-    return {key: tokens for key, tokens in found.items() if tokens}
+ANSWER_S_MAX = 5.0
+"""Most time for an engine to tell what it holds."""
 
 
 class StorageMetering:
-    """The task that feeds the meter, writes its readings and runs the periodic upkeep."""
+    """The task that writes what engines hold and runs the periodic upkeep."""
 
     def __init__(self, gateway: Context, erasure: CacheErasure) -> None:
         self._gateway = gateway
         self._erasure = erasure
-        self._meters = {model.name: StorageMeter() for model in gateway.models}
-        self._name, self._number = secrets.token_hex(8), 0
-        self._unwritten: deque[StorageReadings] = deque()
+        self._tiers: Mapping[int, str] = {}
+        self._unwritten: dict[tuple[str, str], Sequence[StorageReadings]] = {}
+        """The last readings that the ledger has not got, by model and epoch."""
         self._quotas = QuotaUpdates(
             gateway.models, gateway.usage, gateway.authenticator, gateway.store, gateway.log
         )
@@ -156,14 +78,14 @@ class StorageMetering:
     async def close(self) -> None:
         """Stop the task and write the last readings."""
         await self._task.close()
-        self._update_meter()
-        await self._write()
+        self._gateway.usage.update_tenants()  # the last samples have its blocks
+        await self.write()
         await self.clear_expired()
 
     async def _meter_storage(self) -> None:
-        """Feed the meter, and do what is due of the upkeep."""
+        """Do what is due of the upkeep."""
         clock = self._gateway.clock
-        self._update_meter()
+        self._gateway.usage.update_tenants()
         self._quotas.send_changes()
         with suppress(StoreError):  # the next poll tries again
             await self._quotas.record_floors_max()
@@ -172,7 +94,7 @@ class StorageMetering:
             self._gateway.usage.update_churn()
         if clock() - self._written_s >= WRITE_INTERVAL_S:
             self._written_s = clock()
-            await self._write()
+            await self.write()
             with suppress(EngineError, StoreError):  # tried again in a minute
                 await self._erasure.erase_removed()
                 await self._erasure.retry_pending()
@@ -180,60 +102,48 @@ class StorageMetering:
             self._quotas.resend_recent()
             await self._budget_alerts.check()
 
-    def _update_meter(self) -> None:
-        now_ns = int(self._gateway.clock() * NS_PER_S)
-        self._gateway.usage.update_tenants()
-        for model in self._gateway.models:
-            info, meter = model.engine.info, self._meters[model.name]
-            if info is None:
-                meter.update(None, 0, now_ns)
-            else:
-                meter.update(model.engine.namespaces, info.block_size, now_ns)
+    async def write(self) -> None:
+        """Ask the engines for what they hold, and write it. What an engine has told, and what could
+        not be written yet, is kept until it is, or until it tells more."""
+        replicas = [(model.name, one) for model in self._gateway.models for one in model.replicas]
+        with suppress(StoreError):  # the next minute's readings have this one's
+            tenants = await asyncio.to_thread(list_tenants, self._gateway.store)
+            self._tiers = {tenant.tenant_id: tenant.tier for tenant in tenants}
+        await asyncio.gather(*(self._ask(model, replica) for model, replica in replicas))
+        for key, unwritten in list(self._unwritten.items()):
+            if await self._write_all(unwritten) and self._unwritten.get(key) is unwritten:
+                del self._unwritten[key]
 
-    async def _write(self) -> None:
-        """Write the readings in order; those that could not be written are written again first, as
-        they were."""
-        if await self._write_taken():
-            await self._take_readings()
-            await self._write_taken()
+    async def _ask(self, model: str, replica: Replica) -> None:
+        """Take what an engine tells; without an answer, nothing."""
+        if (info := replica.info) is None:
+            return
+        try:
+            async with asyncio.timeout(ANSWER_S_MAX):
+                held = await replica.running().get_held()
+        except (EngineError, TimeoutError):
+            return
+        self._unwritten[model, info.epoch] = readings_of(
+            info.epoch, self._gateway.wall(), model, held.readings, self._tiers
+        )
 
-    async def _write_taken(self) -> bool:
-        """Write the readings that were taken. Returns whether none is left."""
-        while self._unwritten:
+    async def _write_all(self, unwritten: Sequence[StorageReadings]) -> bool:
+        """Write an engine's readings. Returns whether that is done."""
+        for readings in unwritten:
             try:
-                await self._gateway.ledger.write(self._unwritten[0])
+                await self._gateway.ledger.write(readings)
             except LedgerUnavailable as error:
                 if error.code != "impossible_entry":
                     return False
-                self._gateway.log("storage_readings_refused", to_builtins(self._unwritten[0]))
-            self._unwritten.popleft()
+                self._gateway.log("storage_readings_refused", to_builtins(readings))
         return True
-
-    async def _take_readings(self) -> None:
-        """Take the readings since the last time, at most `READINGS_AT_ONCE` to a write."""
-        try:
-            tenants = await asyncio.to_thread(list_tenants, self._gateway.store)
-        except StoreError:
-            return
-        tiers = {tenant.tenant_id: tenant.tier for tenant in tenants}
-        readings = [
-            StorageReading(tenant_id, name, seconds, model, tiers[tenant_id])
-            for model, meter in self._meters.items()
-            for (tenant_id, name), seconds in meter.take().items()
-            if tenant_id in tiers
-        ]
-        at_ms = self._gateway.wall()
-        for first in range(0, len(readings), READINGS_AT_ONCE):
-            self._number += 1
-            some = tuple(readings[first : first + READINGS_AT_ONCE])
-            self._unwritten.append(StorageReadings(self._name, self._number, at_ms, some))
 
     async def clear_expired(self) -> None:
         """Delete expired cached contents, stored responses and conversations, which no client may
         read, and old records of the audit log."""
         store, now_ms = self._gateway.store, self._gateway.wall()
         with suppress(StoreError):  # tried again in a minute
-            await asyncio.to_thread(forget_meters, store, now_ms - DAY_MS)
+            await asyncio.to_thread(forget_readings, store, now_ms)
             await asyncio.to_thread(store.make_room)
             await asyncio.to_thread(sweep_cached_contents, store, now_ms)
             kept_ms = self._gateway.config.admin.audit_days * DAY_MS
@@ -242,3 +152,19 @@ class StorageMetering:
                 while await asyncio.to_thread(expired, store, now_ms):
                     pass
             await asyncio.to_thread(store.keep_room)
+
+
+def readings_of(
+    epoch: str, at_ms: int, model: str, held: Sequence[HeldTokens], tiers: Mapping[int, str]
+) -> list[StorageReadings]:
+    """Return what an engine has told as items of at most `READINGS_AT_ONCE`. `tiers`: of the
+    tenants; a payer that is none is left out."""
+    readings = [
+        StorageReading(tenant_id, one.retention or BEST_EFFORT, one.token_seconds, model, tier)
+        for one in held
+        if one.payer.isdigit() and (tier := tiers.get(tenant_id := int(one.payer))) is not None
+    ]
+    return [
+        StorageReadings(epoch, at_ms, tuple(readings[first : first + READINGS_AT_ONCE]))
+        for first in range(0, len(readings), READINGS_AT_ONCE)
+    ]

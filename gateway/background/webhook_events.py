@@ -62,7 +62,7 @@ class WebhookEvents:
         self._models, self._contracts, self._limited = models, contracts, limited
         self._authenticator, self._reports, self._clock = authenticator, reports, clock
         self._wall = wall
-        self._restarts = {one.name: one.restarts() for one in self._models}
+        self._restarts = {one.name: one.replicas.restarts for one in self._models}
         self._broken: dict[tuple[int, str], int] = {}
         self._told: dict[int, int] = {}
 
@@ -99,7 +99,7 @@ class WebhookEvents:
 
     def _restarted(self, now_ms: int) -> list[WebhookEvent]:
         before = self._restarts
-        self._restarts = {one.name: one.restarts() for one in self._models}
+        self._restarts = {one.name: one.replicas.restarts for one in self._models}
         return [
             WebhookEvent(
                 f"{now_ms}:{count}:{name}" if len(before) > 1 else f"{now_ms}:{count}",

@@ -59,7 +59,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workloads", default=CLOSED, type=_workloads, metavar="LETTERS",
         help="a (long prompt), b (one stream), c (16 at once), d (4 tenants, 16 at once of 32),"
-        f" e (chats), g (random arrivals); default: {CLOSED}",
+        f" e (chats), g (random arrivals), h (drafts and none); default: {CLOSED}",
     )  # fmt: skip
     parser.add_argument(
         "--rates", type=_rates, default=Sizes().rates, metavar="PER_S",

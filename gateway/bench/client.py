@@ -7,7 +7,7 @@ It knows no workload.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import aiohttp
@@ -89,13 +89,27 @@ class Client:
         """Request a completion of a prompt in text or token ids. Raises BenchError."""
         return await self._send("/completions", {"prompt": prompt}, output_tokens, tenant, due_s)
 
-    async def chat(self, messages: list[dict[str, str]], output_tokens: int) -> Measurement:
-        """Request the next turn of a conversation of the first tenant. Raises BenchError."""
-        body = {"messages": messages}
-        return await self._send("/chat/completions", body, output_tokens, 0, None)
+    async def chat(
+        self,
+        messages: list[dict[str, str]],
+        output_tokens: int,
+        *,
+        fields: Mapping[str, Any] = {},
+        headers: Mapping[str, str] = {},
+    ) -> Measurement:
+        """Request the next turn of a conversation of the first tenant, with further `fields` and
+        `headers`. Raises BenchError."""
+        body = {"messages": messages, **fields}
+        return await self._send("/chat/completions", body, output_tokens, 0, None, headers)
 
     async def _send(
-        self, path: str, body: dict[str, Any], output_tokens: int, tenant: int, due_s: float | None
+        self,
+        path: str,
+        body: dict[str, Any],
+        output_tokens: int,
+        tenant: int,
+        due_s: float | None,
+        headers: Mapping[str, str] = {},
     ) -> Measurement:
         body |= {
             "model": self.target.model,
@@ -105,11 +119,14 @@ class Client:
             "stream_options": {"include_usage": True},
         }
         if self.target.ignores_end:
-            body["ignore_eos"] = True
+            body.setdefault("ignore_eos", True)
+        else:
+            body.pop("ignore_eos", None)
         sent_s = self.clock() if due_s is None else due_s
+        sent = {**self.target.headers(tenant), **headers}
         try:
             async with self.session.post(
-                self.target.url + path, json=body, headers=self.target.headers(tenant)
+                self.target.url + path, json=body, headers=sent
             ) as response:
                 if response.status != 200:
                     raise BenchError(_error_message(body, response.status, await response.text()))

@@ -1,9 +1,9 @@
-"""The workloads (a) to (e) and (g) of `trunkline bench`.
+"""The workloads (a) to (e), (g) and (h) of `trunkline bench`.
 
 (a) one long prompt: cold, repeated, and with a new question; (b) one stream; (c) concurrent
 requests over one system prompt; (d) more of them, of several tenants; (e) conversations; (g)
-requests that arrive at random. A workload takes a client and prompts and returns figures. `trace`
-has the replay of traces, (f).
+requests that arrive at random; (h) answers with drafts and without. A workload takes a client and
+prompts and returns figures. `trace` has the replay of traces, (f).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from gateway.bench.client import BenchError, Client, Measurement
+from gateway.bench.drafting import KINDS, DraftSizes, measure_kind
 from gateway.bench.figures import (
     Figure,
     batch_figures,
@@ -49,6 +50,7 @@ class Sizes(Struct, frozen=True):
     rates: tuple[float, ...] = (1.0, 2.0, 4.0)
     """Arrivals a second in (g), one after the other, each for `seconds`."""
     seconds: float = 20.0
+    drafts: DraftSizes = DraftSizes()
 
 
 Workload = Callable[[Client, PromptMaker, Sizes], Awaitable[list[Figure]]]
@@ -177,6 +179,14 @@ async def random_arrivals(client: Client, prompts: PromptMaker, sizes: Sizes) ->
     return figures
 
 
+async def drafts(client: Client, prompts: PromptMaker, sizes: Sizes) -> list[Figure]:
+    """(h) Measure answers of several kinds with drafts and without, in turns."""
+    figures: list[Figure] = []
+    for name in KINDS:
+        figures += await measure_kind(client, name, prompts.chance, sizes.drafts)
+    return figures
+
+
 WORKLOADS: dict[str, Workload] = {
     "a": long_prompt,
     "b": one_stream,
@@ -184,6 +194,7 @@ WORKLOADS: dict[str, Workload] = {
     "d": tenants,
     "e": conversations,
     "g": random_arrivals,
+    "h": drafts,
 }
 
 

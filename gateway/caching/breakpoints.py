@@ -1,8 +1,8 @@
 """Compute where a call's breakpoints look up written prefixes, and where they write.
 
 Pure arithmetic on boundaries in API order: the positions that each breakpoint looks back to (a run
-of tool calls, or of their results, counts as one), and the message ends that are kept implicitly.
-`gateway.caching.contract` calls it.
+of tool calls, or of their results, counts as one), the message ends that are kept implicitly, and
+the marks at which an engine keeps states. `gateway.caching.contract` and admission call it.
 """
 
 from __future__ import annotations
@@ -66,6 +66,18 @@ def plan_breakpoints(
             if name is not None and tokens >= min_tokens
         ),
     )
+
+
+def marks_of(boundaries: Sequence[Boundary]) -> tuple[int, ...]:
+    """Return the lengths at which the client may come back (`engine.api.Request.marks`).
+
+    The end of the last message, where an answer is asked for again and the next turn goes on even
+    if the template leaves a thought out; the ends of the system text and of the tools, where other
+    conversations part. O(boundaries).
+    """
+    ends = {mark.tier: mark.tokens for mark in boundaries if mark.ends_message}
+    found = [ends[tier] for tier in ("messages", "system", "tools") if tier in ends]
+    return tuple(dict.fromkeys(tokens for tokens in found if tokens))
 
 
 def _look_back(boundaries: Sequence[Boundary], place: int, lookback: int) -> set[int]:

@@ -17,6 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.api import (
+    PREDICTION,
     AttentionWindow,
     Clock,
     LeaseGrant,
@@ -89,6 +90,7 @@ class ContractManager:
         tells_leases: bool = True,
         survives: Callable[[Namespace], bool] = lambda _: False,
         unkept_tokens: Callable[[Namespace], int] = lambda _: 0,
+        gap_cause: Callable[[Namespace], str] = lambda _: "window_gone",
     ) -> None:
         """`losses`: blocks that a namespace lost, by cause, as of the engine's latest heartbeat.
         `epoch`: the engine epoch that new prefixes of a namespace are written in. `is_alive`:
@@ -97,7 +99,8 @@ class ContractManager:
         says which lease was not granted whole, which the hosted APIs' usage cannot. `survives`:
         whether a level now holds what was promised in a namespace by engines that have ended.
         `unkept_tokens`: how many tokens at the end of a promised prefix the engine of a namespace
-        may compute again without having broken the promise: levels keep whole blocks.
+        may compute again without having broken the promise: levels keep whole blocks. `gap_cause`:
+        what a model of a namespace lacks where its blocks are cached and it cannot resume.
         """
         self.config = config
         self.clock = clock
@@ -106,6 +109,7 @@ class ContractManager:
         self.is_alive = is_alive
         self.tells_leases = tells_leases
         self.unkept_tokens = unkept_tokens
+        self.gap_cause = gap_cause
         self._began_s = clock() if has_past else -math.inf
         self.entries = PrefixIndex(config.entries_max, config.entries_per_tenant_max)
         self.promises = PromiseTally(self.entries, is_alive, survives=survives)
@@ -255,6 +259,8 @@ class Contract:
         self._granted: dict[int, int] = {}
         self._record: UsageRecord | None = None
         self._read_entry: IndexedPrefix | None = None
+        self.epoch = ""
+        """Of the engine that computes the call; "" where the model has one."""
         self._is_written = False
         self._missed = ""
         self.missed_segment = ""
@@ -292,13 +298,13 @@ class Contract:
             granted = {tokens: tokens if tokens <= shared else 0 for tokens in ends}
         return self._terms.split(cached_tokens, granted, self._manager.clock())[0]
 
-    def explain(self, cached_tokens: int, window_gone_tokens: int = 0) -> str:
+    def explain(self, cached_tokens: int, resume_gap_tokens: int = 0) -> str:
         """Return why less than requested would be read with this many cached tokens.
 
-        `window_gone_tokens`: further tokens that would be cached but for the blocks of a window.
+        `resume_gap_tokens`: further tokens that are cached, behind the last point to resume at.
         """
         read = self.expect(cached_tokens).read_tokens()
-        reach = cached_tokens + window_gone_tokens
+        reach = cached_tokens + resume_gap_tokens
         return self._why_missed(read, cached_tokens, reach, self._manager.clock())
 
     def begin(self, started: Started) -> UsageRecord:
@@ -321,7 +327,7 @@ class Contract:
         if terms.candidates:
             self._adopt(cached_tokens)
         read = self._record.read_tokens()
-        reach = cached_tokens + started.window_gone_tokens
+        reach = cached_tokens + started.resume_gap_tokens
         self._missed = self._why_missed(read, cached_tokens, reach, now_s)
         if self._missed:
             self.missed_segment = self._digests.segment_behind(cached_tokens)
@@ -362,7 +368,7 @@ class Contract:
                 key,
                 write.tokens,
                 self._scope.tenant_id,
-                manager.epoch(namespace),
+                self.epoch or manager.epoch(namespace),
                 losses,
                 write.retention,
                 self._started_s,
@@ -399,7 +405,11 @@ class Contract:
             )
         if usage.output_tokens == base.out:
             return base
-        return replace(base, out=usage.output_tokens)
+        record = replace(base, out=usage.output_tokens)
+        for one in usage.drafts:
+            if one.source == PREDICTION:
+                record = replace(record, prediction=(one.accepted, one.drafted - one.accepted))
+        return record
 
     def losses(self) -> dict[str, int]:
         """Return the blocks that the call's namespace has lost so far, by cause."""
@@ -434,7 +444,7 @@ class Contract:
         """Note that the present engine holds the prefixes that were found whole: what came back
         from a level after the end of its engine is no loss any more."""
         manager, namespace = self._manager, self._scope.namespace
-        epoch = manager.epoch(namespace)
+        epoch = self.epoch or manager.epoch(namespace)
         for tokens, entry in self._terms.candidates:
             if (
                 entry.epoch != epoch
@@ -467,8 +477,9 @@ class Contract:
         # The prefix is cached but not read: a longer promise was requested, or counts are coarse.
         if terms.is_cached(longest.tokens, cached_tokens):
             return ""
-        is_there = terms.is_cached(longest.tokens, reach)
-        return "window_gone" if is_there else self._loss_cause(longest)
+        if terms.is_cached(longest.tokens, reach):
+            return self._manager.gap_cause(self._scope.namespace)
+        return self._loss_cause(longest)
 
     def _cause_elsewhere(self, read: int, now_s: float) -> str:
         """Return the cause if no prefix was found here: did the tenant write it elsewhere?"""

@@ -5,7 +5,9 @@ transaction, off the request path. A renewal is written once it moved the end by
 promise, and at the close. A gateway that starts takes the promises over: a prefix that was written
 for an hour is read, and billed as read, and what the new engine has to compute again is credited as
 a broken promise, as after the death of an engine. A gateway that was killed loses at most the last
-second of writes. `gateway.app` makes the store; an erasure flushes it before its receipt.
+second of writes. If its id is not held for a minute, another gateway takes its promises over: one
+of them, whichever comes first. `gateway.app` makes the store; an erasure flushes it before its
+receipt.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ from tenancy.accounts.written_prefixes import (
     PrefixClass,
     WrittenPrefix,
     delete_ended,
+    other_gateways,
     save,
     take_over,
+    take_over_from,
 )
 from tenancy.errors import StoreError
 from tenancy.storage.interface import Store
@@ -75,6 +79,8 @@ class PromiseStore:
         """The ends of promises as the database has them, by class."""
         self._turn = asyncio.Lock()
         self._rounds = 0
+        self._gone: set[str] = set()
+        """Gateways that were gone at the last look."""
         self._task = PeriodicTask("promises", self._run, flush_s, log, clock)
         self._is_failing = False
         entries.on_change = self.note
@@ -111,6 +117,27 @@ class PromiseStore:
                 self._put_back(changes)
                 raise
 
+    async def take_over_dead(self) -> None:
+        """Take over the promises of gateways that were gone at the last call, too. Raises
+        StoreError."""
+        if not self._gateway:
+            return
+        gone = await asyncio.to_thread(self._find_gone)
+        dead, self._gone = gone & self._gone, gone
+        for gateway in dead:
+            await self.flush()  # what this gateway has promised itself stays
+            async with self._turn:
+                rows = await asyncio.to_thread(
+                    take_over_from, self._store, gateway, self._gateway, self._wall()
+                )
+                self._restore(rows)
+            if rows:
+                self._log("promises_taken_over", {"promises": len(rows), "gateway": gateway})
+
+    def _find_gone(self) -> set[str]:
+        others = other_gateways(self._store, self._gateway)
+        return {name for name in others if not self._store.is_gateway_held(name)}
+
     async def close(self) -> None:
         """Stop, and write everything. A database that fails costs the last changes. Safe to call
         twice, and without `start`."""
@@ -127,6 +154,7 @@ class PromiseStore:
             await self.flush()
             if self._rounds % SWEEP_FLUSHES == 0:
                 await asyncio.to_thread(delete_ended, self._store, self._wall())
+                await self.take_over_dead()
         except StoreError as error:
             if not self._is_failing:
                 self._log("promises_not_saved", {"reason": error.code})
@@ -179,7 +207,8 @@ class PromiseStore:
             self._changed[key] = None
 
     def _restore(self, rows: Sequence[WrittenPrefix]) -> None:
-        """Fill the index. O(rows). A row with unreadable terms is left out, and deleted."""
+        """Fill the index. O(rows). A row with unreadable terms is left out, and deleted; so is one
+        of a prefix that the index has got meanwhile."""
         now_s, now_ms = self._clock(), self._wall()
         found: dict[PrefixKey, IndexedPrefix] = {}
         for row in rows:
@@ -187,6 +216,9 @@ class PromiseStore:
             left_s = (row.promised_until_ms - now_ms) / MS_PER_S
             until_s = math.inf if row.promised_until_ms == LATEST_MS else now_s + left_s
             self._saved.setdefault(key, {})[row.name] = until_s
+            if self._entries.find(key) is not None:
+                self.note(key)
+                continue
             entry = found.get(key)
             if entry is None:
                 origin = PrefixOrigin(row.writer, row.model, row.template)

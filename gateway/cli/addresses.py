@@ -1,12 +1,19 @@
-"""Addresses of listeners, tried before a server starts."""
+"""Addresses of listeners: tried before a server starts, and asked while it runs."""
 
 from __future__ import annotations
 
 import errno
+import http.client
+import json
 import socket
+from typing import Any
 
+from gateway.cli.database import ADMIN_KEY_FILE
 from gateway.cli.result import CommandError
-from gateway.config import parse_address
+from gateway.config import Config, parse_address
+
+TIMEOUT_S = 5.0
+"""Longest wait for the server's answer."""
 
 
 class AddressError(CommandError):
@@ -33,6 +40,37 @@ def check_address(address: str, setting: str) -> None:
         fix = _FIXES.get(error.errno or 0, f"set {setting} to an address of this machine")
         found = f"{setting}: cannot listen on {address}: {reason}"
         raise AddressError(found, fix.format(setting=setting)) from error
+
+
+def ask_admin(config: Config, path: str) -> Any:
+    """Return the admin listener's answer, asked with the administrator's key of the data directory.
+
+    Raises CommandError.
+    """
+    listen, file = config.admin.listen, config.data / ADMIN_KEY_FILE
+    host, port = parse_address(listen, "admin.listen")
+    if not host.strip("0.:"):  # a listener on all addresses
+        host = "127.0.0.1"
+    try:
+        key = file.read_text().strip()
+    except OSError as error:
+        raise CommandError(
+            f"{file} cannot be read: {error.strerror}; expected an administrator's key in it"
+        ) from error
+    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
+        answer = connection.getresponse()
+        body = json.loads(answer.read())
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise CommandError(
+            f"no server answers at {listen} (admin.listen): is it running?"
+        ) from error
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise CommandError(f"the server at {listen} refuses: {body['error']['message']}")
+    return body
 
 
 _FIXES = {

@@ -118,12 +118,18 @@ def add_actions(
     }
 
 
-def named(words: str) -> Callable[[Callable[[str], T]], Callable[[str], T]]:
-    """Name what an option takes, as argparse's errors do: "invalid limit value: 'x'"."""
+def named(words: str, expected: str) -> Callable[[Callable[[str], T]], Callable[[str], T]]:
+    """Name what an option takes, and say what is expected where its parser raises ValueError."""
 
     def name(parse: Callable[[str], T]) -> Callable[[str], T]:
-        parse.__name__ = words
-        return parse
+        def parse_or_tell(text: str) -> T:
+            try:
+                return parse(text)
+            except ValueError as error:
+                message = f"invalid {words}: {text[:64]!r}; expected {expected}"
+                raise argparse.ArgumentTypeError(message) from error
+
+        return parse_or_tell
 
     return name
 
@@ -133,7 +139,7 @@ def number_or_none(text: str) -> int | str:
     return text if text == "none" else int(text)
 
 
-@named("limit")
+@named("limit", "a whole number, or none")
 def _limit(text: str) -> int | str:
     return number_or_none(text)
 

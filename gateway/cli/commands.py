@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, Command] = {
     "pull": Command("Fetch a model.", "serve"),
     "check-config": Command("Print every setting and its source.", "program"),
     "doctor": Command("Check what a server needs, and say what to do.", "doctor.command"),
+    "plan": Command("Say which models fit which GPUs, and how much KV remains.", "doctor.gpus"),
     "version": Command("Print the version.", "program"),
     "completion": Command("Print the completion script of a shell.", "program"),
     "tenant": Command(
@@ -62,6 +63,16 @@ COMMANDS: Mapping[str, Command] = {
         "levels",
         has_actions=True,
     ),
+    "engine": Command(
+        "Keep an engine for gateways elsewhere; drain and undrain it.",
+        "fleet.engine",
+        has_actions=True,
+    ),
+    "fleet": Command(
+        "Make a fleet's certificates; keep its engines on Ray; explain where a request went.",
+        "fleet.fleet",
+        has_actions=True,
+    ),
     "audit": Command(
         "List changes to tenants, keys, prices, budgets and caches.", "accounts.audit"
     ),
@@ -70,4 +81,5 @@ COMMANDS: Mapping[str, Command] = {
     "openapi": Command("Print the OpenAPI document of a listener.", "openapi"),
     "bench": Command("Measure an endpoint, or a server started for it.", "benchmarks"),
     "replay": Command("Replay a recorded trace against an endpoint.", "benchmarks"),
+    "simulate": Command("Simulate a fleet of engines under traffic.", "benchmarks"),
 }

@@ -126,7 +126,7 @@ def _finding_text(one: dict[str, Any], pace: str) -> str:
     return "\n".join(lines)
 
 
-@named("share")
+@named("share", "a number from 0 to 1, or such as 50%")
 def _share(text: str) -> float:
     number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not 0 <= number <= 1:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import os
 from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import apsw
 
@@ -25,17 +22,16 @@ from engine.storage.rebuild import (
 from engine.storage.remote.address import remote_settings
 from engine.storage.sealing.master_key import make_key_file
 from engine.storage.sealing.unlocking import seal_settings
+from gateway.cli.addresses import ask_admin
 from gateway.cli.arguments import UsageError, add_actions
-from gateway.cli.database import ADMIN_KEY_FILE, prepare_data_dir
+from gateway.cli.database import prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_text
-from gateway.config import Config, ConfigError, parse_address
+from gateway.config import Config, ConfigError
 from gateway.config_file import describe
 from gateway.levels.placement import ServerLock, levels_dir, model_folders
 from gateway.levels.report import SWITCH_ON
 from tenancy.types import wall_ms
 
-TIMEOUT_S = 5.0
-"""Longest wait for the server's answer."""
 NUMBERS = ("size", "used", "promised", "free", "found tokens", "reads at")
 
 
@@ -158,7 +154,7 @@ def _change_one(call: CommandCall, folder: Path) -> CommandResult:
 
 def levels_show(config: Config) -> CommandResult:
     """Return the levels of the running server. Raises CommandError if none answers."""
-    found = _ask(config, "/admin/v1/levels")
+    found = ask_admin(config, "/admin/v1/levels")
     rows: list[dict[str, object]] = [
         {
             "level": one["name"],
@@ -192,37 +188,6 @@ def size_text(size: int) -> str:
         if size >= 2**power:
             return f"{size / 2**power:.1f} {unit}"
     return f"{size / 2**10:.1f} KiB"
-
-
-def _ask(config: Config, path: str) -> Any:
-    """Return the admin listener's answer, asked with the administrator's key of the data directory.
-
-    Raises CommandError.
-    """
-    listen, file = config.admin.listen, config.data / ADMIN_KEY_FILE
-    host, port = parse_address(listen, "admin.listen")
-    if not host.strip("0.:"):  # a listener on all addresses
-        host = "127.0.0.1"
-    try:
-        key = file.read_text().strip()
-    except OSError as error:
-        raise CommandError(
-            f"{file} cannot be read: {error.strerror}; expected an administrator's key in it"
-        ) from error
-    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
-    try:
-        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
-        answer = connection.getresponse()
-        body = json.loads(answer.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise CommandError(
-            f"no server answers at {listen} (admin.listen): is it running?"
-        ) from error
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise CommandError(f"the server at {listen} refuses: {body['error']['message']}")
-    return body
 
 
 COMMANDS: Mapping[str, Entry] = {"levels": Entry(_add_actions, _run)}

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from engine.encoder.card import EncoderCard, prepare_encoder
 from engine.errors import ModelError
-from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, prepare, pull, resolve
+from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, pull
 from engine.signals import handle_signals
+from gateway.child_process import StartLimit
 from gateway.cli.addresses import check_address
 from gateway.cli.database import (
     ADMIN_KEY_FILE,
@@ -28,36 +29,54 @@ from gateway.cli.database import (
     prepare_data_dir,
 )
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
-from gateway.config import Config, ConfigError
+from gateway.config import Config, ConfigError, parse_address
 from gateway.config_file import ConfigSource, describe
+from gateway.engines.composition import replicas_of_models
 from gateway.engines.memory import lacking_memory
-from gateway.engines.supervisors import supervise_engines
+from gateway.engines.model_files import Progress, Say, found_model, prepared_model, short_name
 from gateway.http.descriptors import raise_descriptor_limit
-from gateway.levels.placement import ServerLock, check_levels, levels_dir
+from gateway.levels.placement import check_levels, levels_here, lock_disks
 from gateway.observability.logging import LogLines
+from gateway.processes.member import Announcement, GroupMember
+from gateway.processes.process_group import (
+    ProcessGroup,
+    check_processes,
+    member_commands,
+    reserve_port,
+)
+from gateway.shared.gateway_id import name_start, take_gateway_id
 from tenancy.storage.interface import Store
 from tenancy.types import wall_ms
 
-Say = Callable[[str], None]
-Progress = Callable[[int, int], None]
 
+def run(
+    config: Config,
+    say: Say,
+    progress: Progress,
+    source: ConfigSource,
+    is_hung_up: Callable[[], bool] = lambda: False,
+    process: int | None = None,
+) -> bool:
+    """Serve until a signal, and return whether all went well. Fetches missing built-in models.
 
-def run(config: Config, say: Say, progress: Progress, source: ConfigSource) -> None:
-    """Serve until a signal. Fetches missing built-in models.
-
-    `source`: of the settings, for a reload. Raises, before a model is fetched, CommandError for an
-    address or a data directory that cannot be used, ConfigError for levels that this machine cannot
-    have, and StoreError for an unusable database; and CommandError for several models that do not
-    fit into memory together, before one is loaded.
+    `source`: of the settings, for a reload. `process`: the number of this one of several processes
+    of a gateway. `is_hung_up`: whether a reload was asked for before the event loop ran. Raises,
+    before a model is fetched, CommandError for an address or a data directory that cannot be used,
+    ConfigError for levels that this machine cannot have and for processes without what they share,
+    and StoreError for an unusable database, or one that has a gateway with this one's id; and
+    CommandError for several models that do not fit into memory together, before one is loaded.
     """
-    check_address(config.server.listen, "server.listen")
+    check_processes(config)
+    if process is None:  # the processes of a gateway share the port
+        check_address(config.server.listen, "server.listen")
     check_address(config.admin.listen, "admin.listen")
     changed_mode = prepare_data_dir(config)
-    check_levels(config)
+    levels = levels_here(config)
+    check_levels(config, levels)
     with ExitStack() as opened:
-        if config.engine.levels.disk_gib:
-            opened.callback(ServerLock(levels_dir(config)).close)
+        lock_disks(config, levels, opened)
         store = opened.enter_context(closing(connect(config)))
+        start = name_start(take_gateway_id(config.data, store, process=process))
         store.keep_room()
         if changed_mode:
             say(changed_mode)
@@ -66,12 +85,63 @@ def run(config: Config, say: Say, progress: Progress, source: ConfigSource) -> N
         if lack := lacking_memory(config):
             raise CommandError(lack)
         key = create_first_keys(config, store)
+        shown = partial(banner, config=config, key=key, config_file=source.file)
 
-        def announce(urls: list[str], states: Mapping[str, str]) -> None:
-            for line in banner(states, urls, config, key, source.file):
+        def announce(serving: Announcement) -> None:
+            for line in shown(serving.states, serving.urls):
                 say(line)
 
-        asyncio.run(serve(config, cards, store, announce, source, encoder))
+        if process is None and config.server.processes > 1:
+            return asyncio.run(keep_group(config, sys.argv[1:], announce))
+        member = None if process is None else opened.enter_context(closing(GroupMember(process)))
+        tell = announce if member is None else member.announce
+        parts = cards, store, lambda urls, states: tell(Announcement(urls, states)), source, encoder
+        asyncio.run(serve(config, *parts, is_hung_up(), start=start, member=member))
+    return True
+
+
+async def keep_group(
+    config: Config, argv: Sequence[str], announce: Callable[[Announcement], None]
+) -> bool:
+    """Keep several processes of a gateway until SIGTERM or SIGINT, which drain all of them; a
+    second one ends them at once, and SIGHUP reloads the configuration of each. Return whether all
+    ended well. Raises CommandError if one cannot start.
+
+    `argv`: the arguments of this process, without its name.
+    """
+    log = LogLines(sys.stderr.fileno(), wall_ms)
+    stop = asyncio.Event()
+    host, port = parse_address(config.server.listen, "server.listen")
+    admin = parse_address(config.admin.listen, "admin.listen")
+    with closing(log), closing(reserve_port(host, port)) as reserved:
+        listen = f"[{host}]" if ":" in host else host
+        address = f"{listen}:{reserved.getsockname()[1]}"
+        group = ProcessGroup(member_commands(argv, address, admin, config.server.processes), log)
+
+        def end() -> None:
+            if stop.is_set():
+                log("stop_forced", {})
+                group.signal(signal.SIGKILL)
+            stop.set()
+
+        hang_up = partial(group.signal, signal.SIGHUP)
+        with handle_signals({signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: hang_up}):
+            opening = asyncio.create_task(group.open())
+            stopped = asyncio.create_task(stop.wait())
+            try:
+                await asyncio.wait((opening, stopped), return_when=asyncio.FIRST_COMPLETED)
+                if opening.done():
+                    opening.result()
+                    if (first := group.serving[0]) is not None:
+                        announce(first)
+                await stopped
+            except StartLimit as error:
+                raise CommandError(f"{error}; its log is above") from error
+            finally:
+                opening.cancel()
+                stopped.cancel()
+                ended_well = await group.close(config.engine.drain_timeout_s)
+    return ended_well
 
 
 async def serve(
@@ -81,20 +151,29 @@ async def serve(
     announce: Callable[[list[str], Mapping[str, str]], None],
     source: ConfigSource,
     encoder: EncoderCard | None = None,
+    is_hung_up: bool = False,
+    *,
+    start: str,
+    member: GroupMember | None = None,
 ) -> None:
     """Start the engines, which are the slowest part to be ready, and import the gateway meanwhile.
 
     Then it runs; see `gateway.app.serve`. The first SIGTERM or SIGINT drains, a second one exits at
-    once, and SIGHUP reloads the configuration: from before the first child process on.
+    once, and SIGHUP reloads the configuration: from before the first child process on. One that
+    came earlier (`is_hung_up`) reloads it as soon as the gateway runs. `start`: names this start of
+    the gateway. `member`: of a group of processes, which ends this one: only a second order of its
+    parent ends it at once.
     """
     log = LogLines(sys.stderr.fileno(), wall_ms)
     raise_descriptor_limit()
     # A core has keys and prompts. Inherited by the engines and all other children.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     stop, hangup = asyncio.Event(), asyncio.Event()
+    if is_hung_up:
+        hangup.set()
 
     def end() -> None:
-        if stop.is_set():
+        if stop.is_set() and member is None:
             log("stop_forced", {})
             log.close()
             os._exit(1)
@@ -102,23 +181,26 @@ async def serve(
 
     handlers = {signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: hangup.set}
     with closing(log), handle_signals(handlers):
-        supervisors = supervise_engines(config, cards, log)
+        if member is not None:
+            member.follow(stop.set)
+        process = None if member is None else member.number
+        replicas = replicas_of_models(config, cards, log, start, process)
         try:
-            for supervisor in supervisors:
-                supervisor.start()
+            for one in replicas:
+                one.start()
             gc.disable()  # until `gateway.gc_tuning.freeze_heap`: what is made until then stays
             await asyncio.to_thread(import_module, "gateway.app")
             from gateway import app
 
-            parts = cards, store, supervisors, log
-            await app.serve(config, *parts, announce, source, encoder, stop, hangup)
+            parts = cards, store, replicas, log
+            await app.serve(config, *parts, announce, source, encoder, stop, hangup, start)
         finally:
-            await asyncio.gather(*(supervisor.close() for supervisor in supervisors))
+            await asyncio.gather(*(one.close() for one in replicas))
 
 
 def banner(
     states: Mapping[str, str],
-    urls: list[str],
+    urls: Sequence[str],
     config: Config,
     key: str | None,
     config_file: Path | None,
@@ -156,25 +238,6 @@ def prepared_models(config: Config, say: Say, progress: Progress) -> list[ModelC
     return found
 
 
-def prepared_model(name: str, models: Path, say: Say, progress: Progress) -> ModelCard:
-    """Resolve a model, fetch a missing built-in one, and prepare it. Raises ModelError, and
-    ConfigError for an embedding model."""
-    if name in CATALOGUE and CATALOGUE[name].is_encoder:
-        message = (
-            f"{name} is an embedding model; expected a chat model, or this one as embeddings.model"
-        )
-        raise ConfigError(message)
-    source = _found_model(name, models, say, progress)
-    return prepare(_short_name(name, source), source, models, _check_template)
-
-
-def _check_template(source: str) -> None:
-    """Compile a chat template. Raises ValueError."""
-    from gateway.prompt.template import ChatTemplate  # for the first start of a model alone
-
-    ChatTemplate(source)
-
-
 def prepared_encoder(config: Config, say: Say, progress: Progress) -> EncoderCard | None:
     """Do the same for the embedding model; None if there is none. Raises ModelError, and
     ConfigError for a chat model."""
@@ -184,25 +247,8 @@ def prepared_encoder(config: Config, say: Say, progress: Progress) -> EncoderCar
     if name in CATALOGUE and not CATALOGUE[name].is_encoder:
         message = f"embeddings.model: {name} is a chat model; expected an embedding model"
         raise ConfigError(message)
-    source = _found_model(name, models, say, progress)
-    return prepare_encoder(_short_name(name, source), source, models)
-
-
-def _short_name(name: str, source: Path) -> str:
-    if name in CATALOGUE:
-        return name
-    return source.stem if source.is_file() else source.name
-
-
-def _found_model(name: str, models: Path, say: Say, progress: Progress) -> Path:
-    """Return the file or folder of a model; fetches a missing built-in one."""
-    try:
-        return resolve(name, models)
-    except ModelError as error:
-        if error.code != "not_found" or name not in CATALOGUE:
-            raise
-        say(f"fetching {name}")
-        return pull(name, models, progress)
+    source = found_model(name, models, say, progress)
+    return prepare_encoder(short_name(name, source), source, models)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -210,17 +256,24 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", metavar="HOST:PORT", help="public listener")
     parser.add_argument("--admin-listen", metavar="HOST:PORT", help="admin listener")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
 
 
 def _serve(call: CommandCall) -> CommandResult:
     """Serve until SIGTERM or SIGINT.
 
     Until the event loop handles them, both interrupt the preparation, such as a download. Without a
-    handler, process 1 of a container would ignore SIGTERM.
+    handler, process 1 of a container would ignore SIGTERM. SIGHUP, which would end the process,
+    is kept for the event loop.
     """
+    hangups: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, _: hangups.append(number))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
-        run(call.config, call.say, partial(call.show, "model"), call.source)
+        progress = partial(call.show, "model")
+        process = call.options.process
+        serves = run(call.config, call.say, progress, call.source, lambda: bool(hangups), process)
+        return CommandResult("", None, 0 if serves else 1)
     return CommandResult("", None)
 
 

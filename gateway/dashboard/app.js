@@ -10,6 +10,7 @@ import { Audit } from "./pages/audit.js";
 import { Cache } from "./pages/cache.js";
 import { Engine } from "./pages/engine.js";
 import { Findings } from "./pages/findings.js";
+import { Fleet } from "./pages/fleet.js";
 import { Memory } from "./pages/memory.js";
 import { Money } from "./pages/money.js";
 import { Overview } from "./pages/overview.js";
@@ -31,6 +32,7 @@ const PAGES = {
   access: { title: "Access", page: Access },
   audit: { title: "Audit", page: Audit, hasRange: true },
   engine: { title: "Engine", page: Engine },
+  fleet: { title: "Fleet", page: Fleet },
 };
 
 function App() {

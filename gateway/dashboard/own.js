@@ -5,8 +5,8 @@ import { SLOW_POLL_MS, address, useData } from "./parts/api.js";
 import { Budgets, Limits } from "./parts/accounts/budgets.js";
 import * as column from "./parts/tables/columns.js";
 import { FindingList, useFindings } from "./parts/findings.js";
-import { NONE, about, count, dollars, dollarsOf, exactDollars, seconds, share,
-  words } from "./parts/format.js";
+import { NONE, about, count, dollars, dollarsOf, exactDollars, instant, seconds,
+  share, words } from "./parts/format.js";
 import { Frame } from "./parts/frame.js";
 import { Charts, HIT_RATIO, ratios } from "./parts/charts/history.js";
 import { Panel, Status, Tile, Tiles, instead } from "./parts/pieces.js";
@@ -83,6 +83,8 @@ function Cached({ cache }) {
     one.expires_in_s === null ? "without end" : seconds(one.expires_in_s)}`;
   const levels = (row) => Object.entries(row.levels ?? {})
     .map(([name, one]) => `${name}: ${count(one.blocks)} ${one.state}`).join(", ");
+  const complete = (row) => (row.completed_at ? instant(row.completed_at)
+    : `pending ${row.pending_at.length ? `at ${row.pending_at.join(", ")}` : ""}`);
   return html`<p class="note">Workspace ${cache.workspace}: ${count(cache.blocks)} blocks,
       ${" "}${count(cache.tokens)} tokens, ${count(cache.promised_blocks)} blocks promised.</p>
     <${Table} caption="Retained prefixes" rows=${cache.leases} id=${(row) => row.lease_id}
@@ -93,7 +95,7 @@ function Cached({ cache }) {
     ${cache.erasures.length > 0 && html`<${Table} caption="Erasures" rows=${cache.erasures}
       id=${(row) => row.receipt_id} isPlain columns=${[column.at("time", "at"),
         column.text("erased", "what"), column.figure("blocks"),
-        column.text("by level", levels)]} />`}`;
+        column.text("by level", levels), column.text("complete", complete)]} />`}`;
 }
 
 render(html`<${App} />`, document.getElementById("root"));

@@ -161,6 +161,8 @@ class Prompt(Struct, frozen=True):
     continues: bool = False
     """The last message is an assistant prefill, and the answer continues it."""
     thinking: Thinking = DEFAULT_THINKING
+    prediction: str = ""
+    """What the client expects as the answer, from which the engine may draft."""
 
     @property
     def field(self) -> str:
@@ -210,6 +212,13 @@ class Rendered(Struct, frozen=True, omit_defaults=True):
     thought: Literal["", "possible", "open"] = ""
     """"open" if the prompt ends inside a thought, "possible" if the answer may begin with one, ""
     if it does not think."""
+    prediction: tuple[int, ...] = ()
+    """The prompt's prediction, in tokens."""
+
+    @property
+    def sent_tokens(self) -> int:
+        """The tokens that the engine is sent."""
+        return len(self.token_ids) + len(self.prediction)
 
 
 class GenerationParameters(Struct, frozen=True):
@@ -234,6 +243,16 @@ class GenerationParameters(Struct, frozen=True):
     prompt_logprobs: int | None = None
     report_logprobs: bool = True
     """The client asked for logprobs; False if only ranking needs them."""
+
+
+_META = frozenset(r"\.+*?()|[]{}^$#&-~/")
+"""Characters that mean something in a pattern."""
+
+
+def choice_format(choices: Iterable[str], path: str) -> OutputFormat:
+    """Return the format of an answer that is one of these texts. O(characters)."""
+    quoted = ("".join(f"\\{char}" if char in _META else char for char in one) for one in choices)
+    return OutputFormat("regex", "|".join(quoted), path)
 
 
 def temperature_of(temperature: float | None, top_p: float | None) -> float:
@@ -339,6 +358,8 @@ class Call(Struct, frozen=True):
     """The attention window that it asks for."""
     asks_full_attention: bool = False
     """It asks for none, also where its tenant has one by default."""
+    drafts: bool = True
+    """The engine may draft its answer, which changes no token of it."""
 
 
 def digest_of(setting: object) -> str:
@@ -425,6 +446,9 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True):
     """The first lease that was not granted whole: why a write is smaller than requested."""
     thinking: int = 0
     """Tokens of `out` that are thoughts."""
+    prediction: tuple[int, int] = (0, 0)
+    """Tokens of `out` that were drafted from the client's prediction, and drafts from it that were
+    not the answer: these are not in `out`, and not billed."""
 
     def extras(self) -> dict[str, Any]:
         """Return what this server says beyond a dialect's usage object: empty, or `trunkline`."""
@@ -529,6 +553,7 @@ Cause = Literal[
     "evicted_own_quota",
     "evicted_pressure",
     "window_gone",
+    "state_gap",
     "attention",
     "damaged",
     "level_failed",

@@ -45,8 +45,10 @@ FAMILIES: Mapping[str, ApiFamily] = {one.name: one for one in (GEMINI, ANTHROPIC
 ENDPOINTS: tuple[Endpoint, ...] = tuple(
     end for family in (ANTHROPIC, OPENAI, GEMINI) for end in family.endpoints
 )
-KEY_HEADERS = tuple(sorted(name for one in FAMILIES.values() for name in one.key_headers))
-"""Headers that hold a key, beside Authorization."""
+KEY_HEADERS = tuple(
+    sorted(("Api-Key", *(name for one in FAMILIES.values() for name in one.key_headers)))
+)
+"""Headers that hold a key, beside Authorization; Azure's clients send Api-Key."""
 VERSION_HEADERS = tuple(name for one in FAMILIES.values() for name in one.version_headers)
 """Headers that change what a body means; the first names the version."""
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, inspect
 
-from gateway.dialects.validation import alternatives, invalid_field
+from gateway.dialects.validation import alternatives, invalid_field, shown
 
 Mode = Literal["standard", "strict", "lenient"]
 """`standard` takes hints and ignores unknown fields of answers that come back as history; `strict`
@@ -146,7 +146,7 @@ class Tolerance:
             raise invalid_field(path, problem, "unsupported_parameter")
         if self.is_strict:
             expected = " or ".join(json.dumps(one) for one in neutral)
-            raise invalid_field(path, f"Invalid value {str(value)[:64]!r}; expected {expected}.")
+            raise invalid_field(path, f"Invalid value {shown(value)}; expected {expected}.")
         self.ignore(path)
 
     def leave_out_tools(self, tools: Mapping[str, str], *, may_call_others: bool) -> None:

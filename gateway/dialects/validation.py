@@ -144,7 +144,7 @@ def convert(value: Any, kind: type[T], above: str) -> T:
             param = f"{param}.{field[:64]}".lstrip(".")
             if "unknown field" in message:
                 message = f"unknown field `{field[:64]}`{_known_fields(kind, steps, field)}"
-        message = message.replace(r"\\Z'", "$'")
+        message = message.replace(r"\\Z'", "$'").replace("`NoneType`", "`null`")
         code = "missing_required_parameter" if "missing required" in message else "invalid_value"
         prefix = f"{param}: " if param else ""
         detail = _received(value, path, message)
@@ -268,6 +268,12 @@ def parse_int(text: str, field: str, least: int, most: int = 999_999_999) -> int
 def json_text(value: object) -> str:
     """Return compact JSON text that keeps the key order."""
     return encode_json(value).decode()
+
+
+def shown(value: object) -> str:
+    """Return a client's value for a message, at most 64 characters of it: a text in quotes, others
+    as JSON."""
+    return repr(value[:64]) if isinstance(value, str) else json.dumps(value, default=str)[:64]
 
 
 def json_type(value: object) -> str:

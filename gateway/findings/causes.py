@@ -50,8 +50,8 @@ class CauseFacts(Struct, frozen=True):
     paying_class: str = ""
     """The retention class that would have paid."""
     lost_blocks: int = 0
-    """The blocks of different prefixes that were evicted in one hour, at most: the floor that would
-    have kept them."""
+    """The blocks of different prefixes that were evicted from one model's cache in one hour, at
+    most: the floor that would have kept them."""
     ceiling_blocks: int | None = None
     """The tenant's ceiling."""
     changes_itself: bool = False
@@ -321,6 +321,13 @@ PLAIN: Mapping[str, CauseWords] = {
         "The engine restarted",
         "the prefix of {counts} requests was lost in a restart of the engine",
         "Expect it once for each restart; restart when traffic is low.",
+    ),
+    "state_gap": CauseWords(
+        "Prompts part where no state was kept",
+        "the prefix was cached, but the last state of the recurrent layers lay further to the front"
+        " {share}",
+        "Set a breakpoint where prompts part: a state is kept there, in blocks of the pool. Parting"
+        " points that repeat keep one by themselves, from the second prompt on.",
     ),
     "unmarked": CauseWords(
         "Repeated prompts have no breakpoint",

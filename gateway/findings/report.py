@@ -105,12 +105,17 @@ def find(
             if is_finding(one.cause, one.requests, one.wasted_tokens, _computed(total), one.facts)
         ]
         changes_itself = any(one.cause in OF_REQUESTS for one in shown)
+        # A floor holds in the cache of each model, so the largest need is the answer for all.
+        working_set = max((one.facts.get(WORKING_SET, 0) for one in shown), default=0)
         of_owner = []
         for one in shown:
             card = cards.in_force(one.model, owner.tier, window.until_ms)
             facts = _facts(store, one, owner, total, names, changes_itself=changes_itself)
             facts = replace(
-                facts, paying_class=_paying_class(one, card, observed_ms / HOUR_MS), is_own=is_own
+                facts,
+                paying_class=_paying_class(one, card, observed_ms / HOUR_MS),
+                lost_blocks=-(-working_set // BLOCK_TOKENS),
+                is_own=is_own,
             )
             of_owner.append(_finding(one, owner, total, card, observed_ms, facts))
         found += _cheapest_cure_first(of_owner)
@@ -190,7 +195,6 @@ def _facts(
         of_requests=of_requests,
         sums=one.facts,
         takers=_takers(one, names),
-        lost_blocks=-(-one.facts.get(WORKING_SET, 0) // BLOCK_TOKENS),
         ceiling_blocks=ceiling,
         changes_itself=changes_itself,
         tenant=owner.name,

@@ -9,7 +9,6 @@ only here. `gateway.generation.generation` and the quote handler call it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 from msgspec import Struct
 
@@ -25,6 +24,7 @@ from engine.api import (
     tokens_within,
 )
 from engine.statistics import Stats
+from gateway.caching.breakpoints import marks_of
 from gateway.caching.namespaces import fidelity_of, payer_of, quota_of, rest_of, scaled
 from gateway.config import LimitsConfig
 from gateway.dialects.canonical import Call, GenerationParameters, Rendered
@@ -32,7 +32,6 @@ from gateway.engines.waiting_requests import WaitingRequests
 from gateway.errors import TOO_LONG, Kind, Refusal
 from tenancy.types import Identity
 
-_token_ids = attrgetter("token_ids")
 ECHO_ENTRIES_MAX = 1_000_000
 """Most logprobs of prompts that one answer repeats: some 15 MB, which take 45 ms to encode."""
 SEQUENCES_PER_CALL_MAX = 128
@@ -108,6 +107,9 @@ def admit(
             prompt_logprobs=generation.prompt_logprobs,
             grammar=prompt.grammar,
             attention=call.attention,
+            drafts=call.drafts,
+            prediction=prompt.prediction if call.drafts else (),
+            marks=marks_of(prompt.boundaries),
         )
         for number, (prompt, budget) in enumerate(zip(rendered, budgets, strict=True))
     ]
@@ -251,14 +253,14 @@ def _check_queue(rendered: Sequence[Rendered], identity: Identity, now: Admissio
     it only by their share.
     """
     tenant_id, wait_s = identity.tenant.tenant_id, _wait_s(identity, now)
-    prompt_tokens = sum(map(len, map(_token_ids, rendered)))
+    tokens = sum(prompt.sent_tokens for prompt in rendered)
     reason = ""
     if wait_s > now.limits.queue_timeout_s:
         reason = (
             f"estimated wait of this tenant's requests {wait_s:.0f} s, limit"
-            f" {now.limits.queue_timeout_s:g} s; this request has {prompt_tokens} prompt tokens"
+            f" {now.limits.queue_timeout_s:g} s; this request has {tokens} prompt tokens"
         )
-    elif now.waiting.is_full_for(tenant_id, identity.policy.weight, len(rendered), prompt_tokens):
+    elif now.waiting.is_full_for(tenant_id, identity.policy.weight, len(rendered), tokens):
         waiting = now.waiting.requests_of(tenant_id)
         reason = f"the queue is full, and {waiting} requests of this tenant are waiting"
     if reason:

@@ -121,7 +121,7 @@ class Replays:
         stored_head, body = found
         request[BODY_SHARE].take(len(body))
         state = request[STATE]
-        self._limits.reserve(state, NO_DEMAND).settle(NO_DEMAND)
+        (await self._limits.reserve(state, NO_DEMAND)).settle(NO_DEMAND)
         self._limits.report(state)
         state.is_generation, state.ending = False, "replayed"
         ids = {**state.shape.headers(state.request_id), REPLAYED_HEADER: "true"}

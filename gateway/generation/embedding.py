@@ -113,7 +113,7 @@ class EmbeddingRequest:
         if gateway.attribution is not None and call.client_user:
             gateway.attribution.note(state.request_id, tenant_id, call.client_user)
         demand = Demand(lookup.tokens - lookup.cached_tokens, 0)
-        place = limits.reserve(state, demand)
+        place = await limits.reserve(state, demand)
         gateway.running.enter(tenant_id)
         ending = "failed"
         try:

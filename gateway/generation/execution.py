@@ -84,6 +84,7 @@ class Outcome:
         if self._records is not None:
             return self._records
         self._records = records = output.records_so_far()
+        self._state.epoch = output.epoch or self._state.epoch
         usage, state, metrics = sum_usage(records), self._state, self._metrics
         self._place.settle(actual_usage(usage) if is_charged(ending) else NO_DEMAND)
         state.usage = usage
@@ -100,12 +101,14 @@ class Outcome:
         state.first_token_s = output.first_token_s
         if len(self._prepared.rendered) == 1:
             state.segments = self._prepared.rendered[0].boundaries
+        tenant = metrics.tenant_label(self._tenant)
         for one in output.usages:
             state.queue_s = max(state.queue_s, one.queue_s)
-        tenant = metrics.tenant_label(self._tenant)
+            for draft in one.drafts:
+                metrics.drafts.add(tenant, draft.source, draft.drafted, draft.accepted)
         tokens = usage.total_in, usage.physical_cached, usage.out
         metrics.tokens.add(tenant, *tokens)
-        metrics.count_epoch(state.epoch, *tokens, output.unneeded_tokens)
+        metrics.count_epoch(state.epoch, *tokens)
         metrics.output_format_violations.add(output.format_violations)
         for label in self._ignored:
             metrics.ignored_fields.add(1, label)
@@ -134,6 +137,7 @@ class Outcome:
             self._analytics.note(
                 CompletedPrompt(
                     tenant_id=self._tenant_id,
+                    model=prepared.model.name,
                     record=record,
                     prompt=prompt,
                     first_token_s=output.first_token_s,
@@ -153,10 +157,10 @@ class Outcome:
                         is_unmarked=contract.is_unmarked,
                         min_tokens=contract.min_tokens,
                         losses=contract.losses() if computed >= LOST_TOKENS_MIN else None,
-                        model=prepared.model.name,
                         level_miss="" if contract.wait is None else contract.wait.cause,
                         tools=digests_of(prepared.call.prompts[number].tools),
                         head=head_of(prepared.call.prompts[number]),
+                        quota_scale=prepared.model.quota_scale,
                     ),
                 )
             )
@@ -202,7 +206,7 @@ class Execution:
         state.response_id = response_id
         hold, place = await self._admit()
         outcome = Outcome(gateway.metrics, gateway.analytics, state, self._prepared, place)
-        tenant_id, prompts = identity.tenant.tenant_id, [len(one.tokens) for one in self._requests]
+        tenant_id, prompts = identity.tenant.tenant_id, [one.sent_tokens for one in self._requests]
         gateway.running.enter(tenant_id, len(prompts))
         waiting = model.waiting.enter(tenant_id, identity.policy.weight, prompts)
         ending = "failed"
@@ -268,7 +272,7 @@ class Execution:
             gateway.attribution.note(state.request_id, identity.tenant.tenant_id, user)
         cached = self._cached
         wanted = rate_limits.estimate(self._requests, cached) if cached else most
-        return hold, self._serving.limits.reserve(state, wanted)
+        return hold, await self._serving.limits.reserve(state, wanted)
 
     async def _peek_cache(self) -> tuple[int, AdmissionContext]:
         """Return the cached tokens of the prompts if a limit may depend on them, and an admission
@@ -282,8 +286,8 @@ class Execution:
             return 0, prepared.now
         shared = prepared.scope.shared_tokens
         prompts = [findable(prompt.token_ids, shared) for prompt in prepared.rendered]
-        engine, namespace = prepared.model.engine, prepared.scope.namespace
-        cached = await rate_limits.cached_tokens(engine, namespace, prompts)
+        replicas, namespace = prepared.model.replicas, prepared.scope.namespace
+        cached = await rate_limits.cached_tokens(replicas, namespace, prompts)
         tenant_id = self._identity.tenant.tenant_id
         return cached, self._serving.preparation.admission(prepared.model, tenant_id)
 
@@ -291,7 +295,8 @@ class Execution:
         """Submit all prompts of the call or none."""
         streams: list[RequestStream] = []
         try:
-            streams.extend(map(self._prepared.model.engine.submit, self._requests))
+            submit, is_alone = self._prepared.model.replicas.submit, len(self._requests) == 1
+            streams.extend(submit(request, may_move=is_alone) for request in self._requests)
         except EngineError:
             for stream in streams:
                 await stream.aclose()
@@ -303,7 +308,11 @@ class Execution:
         final counts."""
         output = self._output
         await output.cancel()
-        settled = hold.settle(ending, output.usage_so_far(), output.first_token_s)
+        settled = hold.settle(
+            *(ending, output.usage_so_far(), output.first_token_s),
+            epoch=output.epoch,
+            uncounted=output.uncounted,
+        )
         outcome.record_ending(output, ending)
         with suppress(LedgerUnavailable):  # the hold stays and is settled at the next start
             await settled
@@ -384,7 +393,11 @@ class Execution:
         last, output = deltas[-1], self._output
         assert isinstance(last, End), "a complete answer ends with its usage"
         kept = self._delivery.to_store(self._head, self._gateway.wall())
-        settled = hold.settle("done", last.usage, output.first_token_s, kept)
+        settled = hold.settle(
+            *("done", last.usage, output.first_token_s, kept),
+            epoch=output.epoch,
+            uncounted=output.uncounted,
+        )
         outcome.record_usage(output)
         try:
             await settled

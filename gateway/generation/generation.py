@@ -20,6 +20,7 @@ from gateway.dialects.canonical import Call, Reply
 from gateway.dialects.protocol import Dialect, Encoder
 from gateway.dialects.tolerance import without_thinking
 from gateway.engines.served_models import ServedModel
+from gateway.errors import Kind, Refusal
 from gateway.generation.delivery import PlainAnswer, ThreadedAnswer
 from gateway.generation.execution import Execution
 from gateway.generation.serving import Serving
@@ -29,6 +30,11 @@ from gateway.http.request_context import STATE, identity_of, request_metadata
 from gateway.http.response import send
 from gateway.levels.fidelity import FIDELITY_HEADER, parse_fidelity
 from tenancy.types import Fidelity, Identity
+
+DRAFTS_HEADER = "X-Trunkline-Drafts"
+DRAFTS_WORDS = {"auto": True, "off": False}
+SHOWN_CHARS_MAX = 32
+"""Characters of a wrong word that its error repeats."""
 
 
 async def generate(
@@ -41,6 +47,7 @@ async def generate(
     fidelity = attention = None
     if FIDELITY_HEADER in request.headers or ATTENTION_HEADER in request.headers:
         fidelity, attention = cache_settings(request, identity)
+    drafts = parse_drafts(request.headers.getall(DRAFTS_HEADER, ()))
     body = await read_body(request)
     metadata = request_metadata(request, gateway.config)
     tenant_id, preparation = identity.tenant.tenant_id, serving.preparation
@@ -62,6 +69,7 @@ async def generate(
     if fidelity is not None or ignored != call.ignored:
         call = replace(call, fidelity=fidelity, ignored=ignored)
     call = call if attention is None else with_attention(call, attention)
+    call = call if drafts else replace(call, drafts=False)
     prepared = await preparation.prepare(model, call, identity, share=request[BODY_SHARE])
     request[BODY_SHARE].release()
     call = prepared.call
@@ -88,6 +96,18 @@ def cache_settings(
         parse_fidelity(fidelity, identity.policy.fidelity),
         parse_attention(attention, identity.policy.attention),
     )
+
+
+def parse_drafts(values: Sequence[str]) -> bool:
+    """Return whether the engine may draft by a request's headers; it may without the header. Raises
+    Refusal for another word, and for a header that is sent twice."""
+    if not values:
+        return True
+    if len(values) > 1 or values[0] not in DRAFTS_WORDS:
+        given = "sent twice" if len(values) > 1 else repr(values[0][:SHOWN_CHARS_MAX])
+        message = f"{DRAFTS_HEADER}: {given}; expected {' or '.join(DRAFTS_WORDS)}."
+        raise Refusal(Kind.BAD, "invalid_value", message, param=DRAFTS_HEADER)
+    return DRAFTS_WORDS[values[0]]
 
 
 def _without_effect(model: ServedModel, call: Call) -> tuple[str, ...]:

@@ -155,6 +155,19 @@ class OutputStream:
         return deltas_so_far
 
     @property
+    def epoch(self) -> str:
+        """The epoch of the engine that computes the call, or has finished it; "" before."""
+        return self._streams[0].epoch if self._streams else ""
+
+    @property
+    def uncounted(self) -> tuple[int, int, int]:
+        """What the call's usage has more of prompt, cached and output tokens than the engine has
+        counted for it; below 0 for less."""
+        parts = [(0, 0, 0), *(stream.correction for stream in self._streams)]
+        prompt, cached, output = (sum(part) for part in zip(*parts, strict=True))
+        return prompt, cached, output - self.unneeded_tokens
+
+    @property
     def is_over(self) -> bool:
         """Whether the final event of every prompt has been read."""
         return all(map(_is_over, self._streams))
@@ -287,6 +300,7 @@ class OutputStream:
     def _begin(self, prompt: int, event: Started) -> list[Delta]:
         self._started[prompt] = event
         self._on_started(prompt)
+        self._contracts[prompt].epoch = self._streams[prompt].epoch
         self._contracts[prompt].begin(event)
         found: list[Delta] = []
         if None not in self._started:

@@ -264,13 +264,13 @@ class Preparation:
     def admission(self, model: ServedModel, tenant_id: int) -> AdmissionContext:
         """Return the state that admission checks. Raises EngineUnavailable while there is no
         engine."""
-        info = model.engine.info
-        if info is None or not model.engine.ready():
+        info = model.replicas.info
+        if info is None or not model.replicas.ready():
             raise model.unavailable(is_alone=not self._gateway.models.are_several)
         return AdmissionContext(
             info=info,
             model_key=info.model_digest + model.suffix,
-            stats=model.engine.stats,
+            stats=model.replicas.stats,
             limits=self._gateway.config.limits,
             template_digest=model.renderer.card.template_digest,
             model_stop_token_ids=model.renderer.card.stop_token_ids,
@@ -323,7 +323,7 @@ class Preparation:
                 new_chars = sum(map(renderer.uncached_chars, prompts, repeat(tenant_id)))
             if new_chars <= INLINE_CHARS_MAX:
                 return list(map(renderer.render, prompts, repeat(tenant_id)))
-        info = model.engine.info
+        info = model.replicas.info
         context_tokens = None if info is None else info.context_tokens
         make = partial(_render_group, renderer, tenant_id, context_tokens)
         found: list[Rendered] = []
@@ -358,6 +358,8 @@ def _measure(model: ServedModel, prompts: Sequence[Prompt]) -> tuple[list[int], 
     for prompt in prompts:
         chars = len(prompt.text or "")
         overhead += PROMPT_CHARS + len(prompt.output_format.schema)
+        if prompt.prediction:
+            overhead += INLINE_CHARS_MAX  # it is tokenized in a thread
         for segment in prompt.segments:
             chars += len(segment.text)
             overhead += SEGMENT_CHARS
@@ -398,7 +400,7 @@ def _render_group(
         most = UNLIMITED if context_tokens is None else CONTEXTS_MAX * context_tokens
         budget = TokenBudget(most, is_abandoned)
         try:
-            found.append(renderer.render(prompt, tenant_id, budget))
+            one = renderer.render(prompt, tenant_id, budget)
         except TooManyTokensError as error:
             raise Refusal(
                 Kind.BAD,
@@ -407,7 +409,24 @@ def _render_group(
                 f" prompt has more than {error.tokens - 1} tokens.",
                 param=prompt.field,
             ) from None
+        if prompt.prediction:
+            budget = TokenBudget(context_tokens or UNLIMITED, is_abandoned)
+            one = replace(one, prediction=_predict(renderer, prompt, tenant_id, budget))
+        found.append(one)
     return found
+
+
+def _predict(
+    renderer: Renderer, prompt: Prompt, tenant_id: int, budget: TokenBudget
+) -> tuple[int, ...]:
+    """Return the tokens of a prompt's prediction, plain text. Raises Refusal for more than the
+    model's context."""
+    try:
+        return renderer.encode_text(prompt.prediction, "prediction", tenant_id, budget)
+    except TooManyTokensError as error:
+        message = f"prediction: more than {error.most} tokens; expected at most the model's context"
+        message = f"{message}, {error.most} tokens."
+        raise Refusal(Kind.BAD, "invalid_value", message, param="prediction") from None
 
 
 def _check_size(model: ServedModel, chars: int, prompt: Prompt) -> None:
@@ -416,7 +435,7 @@ def _check_size(model: ServedModel, chars: int, prompt: Prompt) -> None:
     A token has at most as many characters as the longest token has bytes; normalization may join a
     few characters into one.
     """
-    info = model.engine.info
+    info = model.replicas.info
     if info is None:
         return
     token_chars_max = model.renderer.token_bytes_max * JOINED_CHARS_MAX

@@ -39,6 +39,13 @@ closed with unread bytes is reset, and the client loses the answer. The bytes ar
 `server.body_bytes_max`."""
 
 
+LINE_BYTES_MAX = 8_190
+FIELDS_MAX = 128
+"""The longest line of a head that aiohttp reads, and its most header fields."""
+HEAD_BYTES_KEPT = 32 * 1024
+"""So much of an unreadable head is looked at."""
+
+
 def fixed_page(status: HTTPStatus, code: str, message: str, request_id: str) -> bytes:
     """Return a complete error response in the shape that most clients read, as bytes.
 
@@ -79,6 +86,8 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         self._protocol: asyncio.Protocol | None = None
         self._stream: asyncio.Transport | None = None
         self._head_began_s: float | None = None
+        self._head = b""
+        """The beginning of what came since the last request began."""
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
@@ -99,6 +108,7 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         """Note that a handler has the next request; aiohttp now writes its response."""
         self._is_responding = True
         self._head_began_s = None
+        self._head = b""
         self._response_begins_at = self.bytes_written
         self.owner.asked_at_s = self._loop.time()
         self.owner.places.set_busy(self)
@@ -194,6 +204,8 @@ class Connection(asyncio.Protocol, asyncio.Transport):
             return
         if not self._is_responding and self._head_began_s is None and not self._is_ending:
             self._start_head_timer()
+        if not self._is_responding and len(self._head) < HEAD_BYTES_KEPT:
+            self._head += data[:HEAD_BYTES_KEPT]
         if self._protocol is not None:
             self._protocol.data_received(data)
 
@@ -350,13 +362,29 @@ class Connection(asyncio.Protocol, asyncio.Transport):
         if self._is_ending:
             return
         self.owner.on_unreadable()
-        self._end_with(HTTPStatus.BAD_REQUEST, "bad_http", "Not a valid HTTP/1.1 request.")
+        self._end_with(*_fault_of(self._head))
 
     def _end_with(self, status: HTTPStatus, code: str, message: str) -> None:
         """Send a fixed page and close."""
         if self._stream is not None and not self.is_closing():
             self._stream.write(fixed_page(status, code, message, self.owner.new_id()))
         self.close()
+
+
+def _fault_of(head: bytes) -> tuple[HTTPStatus, str, str]:
+    """Return the answer to a head that aiohttp does not read: it may be too large. O(bytes)."""
+    first, *fields = head.partition(b"\r\n\r\n")[0].split(b"\r\n")
+    if len(first) > LINE_BYTES_MAX:
+        message = f"The URL is too long; expected at most {LINE_BYTES_MAX} bytes."
+        return HTTPStatus.REQUEST_URI_TOO_LONG, "url_too_long", message
+    longest = max(map(len, fields), default=0)
+    if longest > LINE_BYTES_MAX or len(fields) > FIELDS_MAX:
+        message = (
+            f"The request headers are too large; expected at most {FIELDS_MAX} of at most"
+            f" {LINE_BYTES_MAX} bytes each."
+        )
+        return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message
+    return HTTPStatus.BAD_REQUEST, "bad_http", "Not a valid HTTP/1.1 request."
 
 
 CONNECTION = web.RequestKey("connection", Connection)

@@ -34,6 +34,8 @@ _HTTP_KINDS = {
     ),
 }
 
+_VERSIONS = ("", "v1", "v1beta", "v1alpha", "upload")
+"""What stands before an endpoint in a path of a hosted API."""
 _TOKENIZES = "The tokenizer is at /tokenize, /detokenize and /tokenizer_info, without /v1."
 _STORES = "Chat completions are not stored, so none can be read; POST /v1/responses stores answers."
 _GENERATES = "{} is not supported; this server generates text."
@@ -89,7 +91,7 @@ def _not_served(status: int, method: str, path: str) -> Refusal | None:
 
     `status`: 404 for a path that this server does not have, 405 for a method that it lacks there.
     """
-    steps = [step for step in path.split("/")[:5] if step not in ("", "v1", "v1beta", "upload")]
+    steps = [step for step in path.split("/")[:5] if step not in _VERSIONS]
     message = None
     for key in ("/".join(steps[:2]), "".join(steps[:1])):
         found = _NOT_SERVED.get(key) if status == 404 else _NOT_SERVED_METHODS.get((method, key))

@@ -172,23 +172,24 @@ class Places:
     """What a request with a key takes of the room that requests share: memory of bodies, and a
     place among its tenant's requests."""
 
-    def __init__(self, body_bytes_max: int, take: Callable[[RequestState], None]) -> None:
-        """`take`: sets the state's place, or raises Refusal."""
+    def __init__(
+        self, body_bytes_max: int, take: Callable[[RequestState], Awaitable[None] | None]
+    ) -> None:
+        """`take`: sets the state's place, or raises Refusal, at once or once it was waited for."""
         self._budget = BodyBudget(body_bytes_max)
         self._take = take
 
-    def enter(self, request: web.BaseRequest, state: RequestState) -> None:
-        """Admit a request before its body is read. Raises Refusal."""
+    def enter(self, request: web.BaseRequest, state: RequestState) -> Awaitable[None] | None:
+        """Admit a request before its body is read. Raises Refusal, or what it returns does."""
         assert state.declared is not None
         if state.declared.role == "open":
-            return
+            return None
         identity, connection = state.identity, request[CONNECTION]
         payer = ADMINISTRATOR if identity is None else identity.tenant.tenant_id
         if connection.payer != payer:
             connection.identify(payer)
         request[BODY_SHARE] = BodyShare(self._budget, payer)
-        if identity is not None:
-            self._take(state)
+        return None if identity is None else self._take(state)
 
     def leave(self, request: web.BaseRequest, state: RequestState, status: int) -> None:
         """Give back what is left of it."""

@@ -92,6 +92,8 @@ BODY_SHARE = web.RequestKey("body_share", BodyShare)
 SMALL_VALUES_MAX = 10_000
 """Maximum number of values in the body of a call that generates nothing."""
 
+CHARSETS = ("utf-8", "utf8", "us-ascii")
+"""Names of UTF-8 and of its subset, in small letters."""
 PLAIN, GZIP = ("", "identity"), ("gzip", "x-gzip")
 
 
@@ -196,7 +198,8 @@ def _check_head(request: web.BaseRequest, settings: ServerConfig) -> str:
             message = f"Unsupported Content-Encoding: {coding[:64]!r}; expected gzip or identity."
             raise Refusal(Kind.MEDIA, "unsupported_encoding", message)
     if headers.get("Content-Type") != "application/json" and (
-        request.content_type != "application/json" or (request.charset or "utf-8") != "utf-8"
+        request.content_type != "application/json"
+        or (request.charset or "utf-8").lower() not in CHARSETS
     ):
         given = headers.get("Content-Type", "")[:64]
         message = f"Unsupported Content-Type: {given!r}; expected application/json in UTF-8."

@@ -70,8 +70,9 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._connections: Connections | None = None
 
-    async def open(self, host: str, port: int) -> tuple[str, int]:
-        """Bind, start accepting and return (host, port). Raises OSError if the port is taken."""
+    async def open(self, host: str, port: int, *, is_shared: bool = False) -> tuple[str, int]:
+        """Bind, start accepting and return (host, port). `is_shared`: with other processes of this
+        user. Raises OSError if the port is taken."""
         make_protocol = web.Server(
             self._handle,
             handler_cancellation=True,
@@ -87,7 +88,10 @@ class Listener:
             make_protocol, self._settings, self._new_id, self._on_unreadable
         )
         self._server = await asyncio.get_running_loop().create_server(
-            self._connections, host, port, backlog=_ACCEPTED_AT_ONCE, reuse_address=True
+            *(self._connections, host, port),
+            backlog=_ACCEPTED_AT_ONCE,
+            reuse_address=True,
+            reuse_port=is_shared or None,
         )
         self._set_backlog(_BACKLOG)  # asyncio's own is also the number that it accepts at once
         bound = self._server.sockets[-1].getsockname()

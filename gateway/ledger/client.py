@@ -61,9 +61,11 @@ class LedgerProcessClient:
         report: Report,
         command: tuple[str, ...] = COMMAND,
         restarts: RestartPolicy = RESTARTS,
+        gateway: str = "",
     ) -> None:
-        """`place`, `folder`: the database, as `tenancy.storage.backends` names it."""
-        self._place, self._folder = place, folder
+        """`place`, `folder`: the database, as `tenancy.storage.backends` names it. `gateway`: names
+        this start of the gateway."""
+        self._place, self._folder, self._gateway = place, folder, gateway
         self._loop = asyncio.get_running_loop()
         self._child = ChildProcess(
             *("ledger", command, restarts, report, self._run_process, self._on_pause),
@@ -290,7 +292,8 @@ class LedgerProcessClient:
         # A request whose entry is queued has an open hold in the database, too.
         waiting = [entry.request_id for item, _ in self._queued if (entry := entry_in(item))]
         living = [*self._held_requests, *waiting]
-        self._wire.send(encode_frame(Open(self._place, str(self._folder), living, self._writer_id)))
+        opening = Open(self._place, str(self._folder), living, self._writer_id, self._gateway)
+        self._wire.send(encode_frame(opening))
         self._flush()
         return await self._opening
 

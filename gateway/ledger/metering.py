@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from gateway.dialects.canonical import UsageRecord
 from gateway.ledger.interface import LedgerClient
 from tenancy.errors import BadPrice, BudgetExceeded, IdempotencyConflict
+from tenancy.ledger.engine_counts import NO_COUNTS, Counts
 from tenancy.ledger.idempotency import Claim, ReplayRecord
 from tenancy.ledger.transactions import Hold, NamedEntry
 from tenancy.limits import NO_DEMAND, Demand
@@ -78,9 +79,13 @@ class LedgerReservation:
         record: UsageRecord,
         first_token_s: float | None = None,
         replay: ReplayRecord | None = None,
+        *,
+        epoch: str = "",
+        uncounted: Counts = NO_COUNTS,
     ) -> asyncio.Future[None]:
         """Write the entry and, for an idempotent request, the response to keep. A second call does
-        nothing.
+        nothing. `epoch`: of the engine that has finished the request, if that is another one.
+        `uncounted`: what the record has more of tokens than that engine has counted.
 
         The future is done when the entry is durable; a caller may work meanwhile, and a cancelled
         caller has settled, too. The future raises LedgerUnavailable: then the response must not be
@@ -104,8 +109,9 @@ class LedgerReservation:
             tier=hold.tier,
             dialect=hold.dialect,
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000),
-            epoch=hold.epoch,
+            epoch=epoch or hold.epoch,
             **record.counts().fields(),
         )
-        item = entry if hold.claim is None else NamedEntry(entry, replay)
+        is_plain = hold.claim is None and not any(uncounted)
+        item = entry if is_plain else NamedEntry(entry, replay, uncounted)
         return self._ledger.write(item)

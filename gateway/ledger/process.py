@@ -60,6 +60,7 @@ def serve(wire: socket.socket, environment: Mapping[str, str], clock: WallClock)
                 living=frozenset(opening.living),
                 successor_of=opening.successor_of,
                 patience_s=CLAIM_TIMEOUT_S,
+                gateway=opening.gateway,
             )
         except StoreError as error:
             send(wire, NotOpened(failure_of(error)))

@@ -37,6 +37,8 @@ class Open(Struct, frozen=True, array_like=True):
     """Ids of running requests. Their holds were written by the dead writer `successor_of`, and stay
     open."""
     successor_of: int = 0
+    gateway: str = ""
+    """Names this start of the gateway."""
 
 
 class Opened(Struct, frozen=True, array_like=True, tag="opened"):

@@ -7,9 +7,11 @@ process begin at 0. Memory is bounded by the latest minutes. This module reads n
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 from engine.statistics import Stats
+from gateway.levels.report import sum_levels
 
 MINUTES = 120
 FLOWS = ("device_host", "host_device", "host_disk", "disk_host", "disk_remote", "remote_host")
@@ -23,25 +25,33 @@ class LevelHistory:
 
     def __init__(self) -> None:
         self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES)
-        self._totals: dict[str, int] = {}
+        self._totals: dict[tuple[str, str], int] = {}
+        """The last totals of each engine, by its name and theirs."""
         self._states: dict[str, tuple[str, int]] = {}
 
-    def update(self, stats: Stats, now_ms: int) -> None:
-        """Count what happened since the last call, for the minute of `now_ms`. O(levels)."""
-        for level in stats.levels:
+    def update(self, engines: Iterable[tuple[str, Stats]], now_ms: int) -> None:
+        """Count what happened since the last call, for the minute of `now_ms`. O(levels).
+
+        `engines`: the latest heartbeat of each, by a name that its successor has too.
+        """
+        found = dict(engines)
+        levels = sum_levels(stats.levels for stats in found.values())
+        for level in levels:
             state, since_ms = self._states.get(level.name, ("", now_ms))
             if level.state != state:
                 since_ms = now_ms
             self._states[level.name] = level.state, since_ms
         new: Counter[str] = Counter()
-        for name, total in _totals(stats).items():
-            before = self._totals.get(name, 0)
-            new[name] = total - before if total >= before else total  # another process counts
-            self._totals[name] = total
+        for engine, stats in found.items():
+            for name, total in _totals(stats).items():
+                before = self._totals.get((engine, name), 0)
+                # One that fell is of another process.
+                new[name] += total - before if total >= before else total
+                self._totals[engine, name] = total
         minute = now_ms // 60_000
         if self._minutes and self._minutes[-1][0] == minute:
             self._minutes[-1][1].update(new)
-        elif stats.levels:
+        elif levels:
             self._minutes.append((minute, new))
 
     def since_ms(self, level: str) -> int | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -176,18 +176,37 @@ def find_problems(config: Config, memory_mib: int | None) -> list[LevelProblem]:
     return found
 
 
-def find_all_problems(config: Config) -> list[LevelProblem]:
+def levels_here(config: Config) -> list[LevelsConfig]:
+    """Return the levels of the models whose engines this server starts, each once: engines
+    elsewhere have levels on their own machines."""
+    found = []
+    for model in config.served_models():
+        levels = config.engine_of(model).levels
+        if not model.is_elsewhere and levels not in found:
+            found.append(levels)
+    return found
+
+
+def find_all_problems(config: Config, levels: LevelsConfig) -> list[LevelProblem]:
     """Return why a server with these levels would not start on this machine."""
     memory_mib = total_memory_mib(Path("/proc/meminfo"), *own_cgroups())
-    levels = config.engine.levels
     others = find_key_problem(levels, os.environ), find_remote_problem(levels)
-    return [*find_problems(config, memory_mib), *(one for one in others if one is not None)]
+    found = find_problems(replace(config, engine=replace(config.engine, levels=levels)), memory_mib)
+    return [*found, *(one for one in others if one is not None)]
 
 
-def check_levels(config: Config) -> None:
-    """Raise ConfigError if this machine cannot have the configured levels."""
-    for problem in find_all_problems(config):
-        raise ConfigError(str(problem))
+def check_levels(config: Config, each: Sequence[LevelsConfig]) -> None:
+    """Raise ConfigError if this machine cannot have one of the levels."""
+    for levels in each:
+        for problem in find_all_problems(config, levels):
+            raise ConfigError(str(problem))
+
+
+def lock_disks(config: Config, each: Sequence[LevelsConfig], opened: ExitStack) -> None:
+    """Lock the folder of each disk level until `opened` is closed. Raises ConfigError, OSError."""
+    folders = [config.data / (one.dir or FOLDER) for one in each if one.disk_gib]
+    for folder in dict.fromkeys(one.absolute() for one in folders):
+        opened.callback(ServerLock(folder).close)
 
 
 class ServerLock:

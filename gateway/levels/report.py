@@ -18,7 +18,7 @@ from msgspec.structs import asdict, replace
 
 from engine.api import EngineInfo
 from engine.config import LevelsConfig
-from engine.statistics import FidelityBytes, LevelStats, NamespaceStats, Stats
+from engine.statistics import NOT_ANSWERED, FidelityBytes, LevelStats, NamespaceStats, Stats
 from gateway.levels.level_worth import level_worth
 from tenancy.types import FIDELITIES, Fidelity
 
@@ -91,6 +91,8 @@ def levels_report(
     for one in sum_levels(engine.stats.levels for engine in engines):
         shown = {name: value for name, value in asdict(one).items() if name != "payers"}
         shown["copies"] = [asdict(copies) for copies in one.copies]
+        if one.reason == NOT_ANSWERED:
+            shown["state"] = "starting"
         shown["free_bytes"] = one.free_bytes
         shown["since_ms"] = since_ms(one.name)
         shown["worth"] = _worth(one, known[0]) if len(known) == 1 else None

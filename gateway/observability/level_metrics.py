@@ -129,7 +129,8 @@ def _flows(below: tuple[LevelStats, ...], pending_receipts: int) -> Iterator[Met
         "trunkline_disk_written_today_bytes", "Bytes written to disk today (UTC)."
     )
     pending = GaugeMetricFamily(
-        "trunkline_pending_erasures", "Erasures that a level has not confirmed."
+        "trunkline_pending_erasures",
+        "Erasures that a level or an engine has not confirmed.",
     )
     for one in below:
         for origin, target, count in one.moves:

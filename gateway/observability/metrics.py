@@ -69,6 +69,18 @@ _COUNTERS = {
     "cached_tokens_total": ("engine_cached_tokens", "Prompt tokens found in the cache."),
     "computed_tokens_total": ("engine_computed_tokens", "Prompt tokens computed."),
     "output_tokens_total": ("engine_output_tokens", "Output tokens."),
+    "abandoned_prompt_tokens_total": (
+        "abandoned_prompt_tokens",
+        "Prompt tokens of requests whose connection to the engine left before they ended.",
+    ),
+    "abandoned_cached_tokens_total": (
+        "abandoned_cached_tokens",
+        "Of them, those found in the cache.",
+    ),
+    "abandoned_output_tokens_total": (
+        "abandoned_tokens",
+        "Output tokens of such requests, which no entry has.",
+    ),
     "unneeded_tokens_total": (
         "unneeded_tokens",
         "Output tokens sampled after the end of their text.",
@@ -76,9 +88,9 @@ _COUNTERS = {
     "evicted_blocks_total": ("evicted_blocks", "Blocks evicted under pressure."),
     "expired_blocks_total": ("expired_blocks", "Blocks whose retention ended."),
     "copied_blocks_total": ("copied_blocks", "Blocks copied because they were shared."),
-    "window_gone_tokens_total": (
-        "window_gone_tokens",
-        "Prompt tokens computed again because a window's blocks had been freed.",
+    "resume_gap_tokens_total": (
+        "resume_gap_tokens",
+        "Cached prompt tokens computed again: no window's blocks or state were kept at their end.",
     ),
     "preemptions_total": ("preemptions", "Sequences preempted."),
 }
@@ -113,6 +125,10 @@ class LabelledCounter(Collector):
     def add(self, count: int, *labels: str) -> None:
         """Add `count` to the series of these labels. O(1)."""
         self._counts[labels] += count
+
+    def clear(self) -> None:
+        """Remove all series, whose counts are kept elsewhere."""
+        self._counts.clear()
 
     def set(self, count: int, *labels: str) -> None:
         """Set the series of these labels to a count that is kept elsewhere. O(1)."""
@@ -164,6 +180,48 @@ class CounterGroup(Collector):
     def _families(self) -> Iterator[CounterMetricFamily]:
         for name, help_text in self._texts.items():
             yield CounterMetricFamily(f"trunkline_{name}", help_text, labels=self.labels)
+
+
+class DraftCounts(Collector):
+    """Drafts of ended requests by source, and the steps that they saved by tenant, counted as in
+    `LabelledCounter`."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], list[int]] = {}
+
+    def add(self, tenant: str, source: str, drafted: int, accepted: int) -> None:
+        """Count a request's drafts from one source. O(1)."""
+        row = self._counts.setdefault((tenant, source), [0, 0])
+        row[0] += drafted
+        row[1] += accepted
+
+    def rows(self) -> list[dict[str, object]]:
+        """Return the counts by tenant label and source. Each accepted draft saves a step."""
+        return [
+            {"tenant": tenant, "source": source, "drafted": drafted, "accepted": accepted}
+            for (tenant, source), (drafted, accepted) in sorted(self._counts.items())
+        ]
+
+    def collect(self) -> Iterator[Metric]:
+        """See `Collector`."""
+        text = "Drafts of ended requests: accepted as output tokens, or rejected."
+        tokens = CounterMetricFamily("trunkline_draft_tokens", text, labels=("source", "outcome"))
+        text = "Steps of sequences that accepted drafts saved."
+        saved = CounterMetricFamily("trunkline_saved_steps", text, labels=("tenant",))
+        by_source: dict[str, list[int]] = {}
+        by_tenant: dict[str, int] = {}
+        for (tenant, source), (drafted, accepted) in self._counts.items():
+            sums = by_source.setdefault(source, [0, 0])
+            sums[0] += accepted
+            sums[1] += drafted - accepted
+            by_tenant[tenant] = by_tenant.get(tenant, 0) + accepted
+        for source, (accepted, rejected) in by_source.items():
+            tokens.add_metric((source, "accepted"), accepted)
+            tokens.add_metric((source, "rejected"), rejected)
+        for tenant, steps in by_tenant.items():
+            saved.add_metric((tenant,), steps)
+        yield tokens
+        yield saved
 
 
 class DurationHistogram(Collector):
@@ -261,6 +319,7 @@ class Metrics:
         self.tenant_refusals = counter("tenant_refusals", help_text, "tenant", "code")
         self.embeddings = own(_embedding_counts())
         self.tokens, self.contract_tokens = own(_token_counts()), own(_contract_counts())
+        self.drafts = own(DraftCounts())
         self.output_format_violations = counter(
             "output_format_violations", "Finished responses that violate their JSON format."
         )
@@ -289,8 +348,18 @@ class Metrics:
         self.output_tokens_per_s = gauge("output_tokens_per_second", help_text.format("Output"))
         help_text = "Epoch of the ledger; a restored backup begins the next one."
         self.ledger_epoch = gauge("ledger_epoch", help_text)
+        help_text = "1 while limits are not shared with other gateways, though they are to be."
+        self.shared_degraded = gauge("shared_degraded", help_text)
         help_text = "Soft budgets exceeded in their present windows."
         self._soft_budgets = gauge("soft_budgets_passed", help_text, "tenant")
+        help_text = "1 if an engine elsewhere takes requests of a model."
+        self._replica_ready = gauge("replica_ready", help_text, "model", "replica")
+        self.replica_facts = counter(
+            "replica_facts", "Messages of an engine on its prefixes and load.", "model", "replica"
+        )
+        help_text = "Prompt tokens of requests that started at an engine elsewhere: all, cached,"
+        help_text += " predicted to be cached, and missing of these."
+        self.routed_tokens = counter("routed_tokens", help_text, "model", "replica", "kind")
         help_text = "Restarts of the ledger process."
         self.ledger_restarts = counter("ledger_restarts", help_text)
         help_text = "Blocks inserted into the prefix tree."
@@ -300,35 +369,23 @@ class Metrics:
         self.promises, self.levels = own(_PromiseMetrics()), own(LevelMetrics())
         self._engine = own(_EngineMetrics())
 
-    def count_epoch(
-        self, epoch: str, prompt: int, cached: int, output: int, unneeded: int = 0
-    ) -> None:
-        """Count the tokens of a request by the engine epoch that computed them.
-
-        `unneeded`: output tokens sampled after the end of their text that the engine does not count
-        itself.
-        """
+    def count_epoch(self, epoch: str, prompt: int, cached: int, output: int) -> None:
+        """Count the tokens of a request by the engine epoch that computed them."""
         counts = self._epochs.pop(epoch, None)
         if counts is not None:
             self._epochs[epoch] = counts  # the latest: another model's engine may restart often
         else:
-            counts = self._epochs[epoch] = [0, 0, 0, 0]
+            counts = self._epochs[epoch] = [0, 0, 0]
             if len(self._epochs) > ENGINE_EPOCHS_MAX:
                 del self._epochs[next(iter(self._epochs))]
         counts[0] += prompt
         counts[1] += cached
         counts[2] += output
-        counts[3] += unneeded
 
     def epoch_tokens(self, epoch: str) -> tuple[int, int, int]:
         """Return the prompt, cached and output tokens of an engine epoch."""
-        prompt, cached, output, _ = self._epochs.get(epoch, (0, 0, 0, 0))
+        prompt, cached, output = self._epochs.get(epoch, (0, 0, 0))
         return prompt, cached, output
-
-    def epoch_unneeded_tokens(self, epoch: str) -> int:
-        """Return the unneeded output tokens of an engine epoch that the engine does not count
-        itself."""
-        return self._epochs.get(epoch, (0, 0, 0, 0))[3]
 
     def tenant_label(self, name: str) -> str:
         """Return the tenant's name for the first few tenants, `others` for the rest."""
@@ -346,12 +403,24 @@ class Metrics:
         for tenant, count in counts.items():
             self._soft_budgets.labels(tenant).set(count)
 
+    def set_replicas(self, ready: Mapping[tuple[str, str], bool]) -> None:
+        """Set which engines elsewhere take requests, by model and replica; remove all others."""
+        self._replica_ready.clear()
+        for (model, replica), is_ready in ready.items():
+            self._replica_ready.labels(model, replica).set(is_ready)
+
     def set_engine_stats(
-        self, stats: Stats, *, is_ready: bool, restarts: int, several: Sequence[EngineState] = ()
+        self,
+        stats: Stats,
+        *,
+        is_ready: bool,
+        restarts: int,
+        moved: int = 0,
+        several: Sequence[EngineState] = (),
     ) -> None:
         """Store the engine's latest heartbeat; `several`: those of several models, which then have
-        the label `model`, in place of it."""
-        self._engine.states = several or (EngineState("", stats, is_ready, restarts),)
+        the label `model`, in place of it. `moved`: see `EngineState`."""
+        self._engine.states = several or (EngineState("", stats, is_ready, restarts, moved),)
         self.levels.stats = stats
 
     def exposition(self) -> bytes:
@@ -367,6 +436,8 @@ class EngineState(Struct, frozen=True):
     stats: Stats
     is_ready: bool
     restarts: int
+    moved: int = 0
+    """Requests that went on at another replica."""
 
 
 def _token_counts() -> CounterGroup:
@@ -408,6 +479,8 @@ class _EngineMetrics(Collector):
             yield self._counter(f"trunkline_{name}", help_text, _field(field))
         restarts = "Restarts of the engine process."
         yield self._counter("trunkline_engine_restarts", restarts, lambda one: one.restarts)
+        moved = "Requests that went on at another engine after theirs was lost."
+        yield self._counter("trunkline_moved_requests", moved, lambda one: one.moved)
         for name, field in (
             ("num_requests_running", "running"),
             ("num_requests_waiting", "waiting"),

@@ -191,6 +191,15 @@ class Renderer:
             )
         return rendered if grammar is None else replace(rendered, grammar=grammar)
 
+    def encode_text(self, text: str, path: str, owner: int, budget: TokenBudget) -> tuple[int, ...]:
+        """Return the token ids of a plain text that the model may write, without special tokens.
+
+        `path`: its field, for errors. Raises Refusal, and what `budget` raises.
+        """
+        _check_text(text, path)
+        encode = self.tokenizer.encode
+        return encode(text, specials=False, is_first=False, owner=owner, budget=budget)
+
     def uncached_chars(self, prompt: Prompt, owner: int = 0) -> int:
         """Return how many characters of a chat's texts and calls are not cached for the owner.
 

@@ -12,11 +12,12 @@ UNLIMITED = 2**62
 
 
 class TooManyTokensError(Exception):
-    """The prompt has more tokens than the budget allows. `tokens`: how many it has at least."""
+    """A text has more tokens than the budget allows, which is `most`. `tokens`: how many it has at
+    least."""
 
     def __init__(self, tokens: int, most: int) -> None:
         super().__init__(f"the prompt has at least {tokens} tokens; expected at most {most}")
-        self.tokens = tokens
+        self.tokens, self.most = tokens, most
 
 
 class AbandonedError(Exception):

@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 from msgspec.structs import asdict
 
+from gateway.analytics.aggregates import ModelTerms
 from gateway.background.erasure import CacheErasure, list_holdings
 from gateway.background.history_sampling import HistorySampling
 from gateway.caching.namespaces import namespaces_of, owner_of, parts_of
@@ -65,11 +66,11 @@ class AnalyticsHandlers:
             "models": [
                 {
                     "name": one.name,
-                    "restarts": one.restarts(),
+                    "restarts": one.replicas.restarts,
                     "promised_blocks": gateway.usage.tenants.total("promised_blocks", one.name),
                     "promised_below": gateway.usage.tenants.total("promised_below", one.name),
                     **self._engine(one),
-                    "ready": one.engine.ready(),
+                    "ready": one.replicas.ready(),
                     "state": one.state(),
                     "tenants": None if one.tenants is None else sorted(one.tenants),
                 }
@@ -104,16 +105,19 @@ class AnalyticsHandlers:
                     for tenant_id, history in gateway.usage.churn.latest(ROWS_MAX)
                 ],
             },
+            "drafts": gateway.metrics.drafts.rows(),
             "restarts": gateway.models.restarts(),
             "at_ms": gateway.wall(),
         }
 
     def _engine(self, model: ServedModel) -> dict[str, Any]:
         """Return the state of a model's engine."""
-        info, stats = model.engine.info, model.engine.stats
+        info, stats = model.replicas.info, model.replicas.stats
         engine: dict[str, Any] = {
             name: getattr(stats, name) for name in stats.__struct_fields__ if name != "changed"
         }
+        if replicas := [one.describe() for one in model.replicas if one.name]:
+            engine |= {"replicas": replicas, "moved_requests": model.replicas.moved}
         if info is not None:
             engine |= {
                 "model": info.model,
@@ -140,25 +144,27 @@ class AnalyticsHandlers:
         """Return one tenant's analytics. Raises BadName for a name that no tenant has."""
         gateway, name = self._gateway, request[STATE].parameters["name"]
         tenant, cards = await gateway.reports.ask(partial(_find_tenant_and_cards, name=name))
-        tenant_id = tenant.tenant_id
-        gateway.usage.update_tenants()
-        model = self._model_of(tenant_id)
-        info = model.engine.info
-        card = cards.in_force(model.name, tenant.tier, gateway.wall())
-        blocks = 0 if info is None else info.blocks
-        seen = await gateway.analytics.tenant(tenant_id, card, blocks)
+        tenant_id, wall_ms = tenant.tenant_id, gateway.wall()
+        pools = {model.name: model.replicas.info for model in gateway.models}
+        terms = {
+            model: ModelTerms(
+                cards.in_force(model, tenant.tier, wall_ms), 0 if info is None else info.blocks
+            )
+            for model, info in pools.items()
+        }
+        seen = await gateway.analytics.tenant(tenant_id, terms)
         if seen is None:
             message = "No requests of this tenant since the start."
             raise Refusal(Kind.NOT_FOUND, "not_seen", message)
         gateway.usage.update_churn()
         leases = self._leases(tenant_id)
         churn = gateway.usage.churn.tenant(tenant_id).details()
-        if info is not None:
-            for one in seen["size_advice"]:
-                one["tokens"] = one["blocks"] * info.block_size
-                one["bytes"] = one["blocks"] * info.kv_bytes_per_block
-        own = {"model": model.name} if gateway.models.are_several else {}
-        return {"tenant": name, **own, **seen, "leases": leases, "churn": churn}
+        for advice in seen["advice"]:
+            if (info := pools[advice["model"]]) is not None:
+                for one in advice["size_advice"]:
+                    one["tokens"] = one["blocks"] * info.block_size
+                    one["bytes"] = one["blocks"] * info.kv_bytes_per_block
+        return {"tenant": name, **seen, "leases": leases, "churn": churn}
 
     async def tree(self, request: web.BaseRequest) -> object:
         """Return the shape of a tenant's prefix trees, one per namespace, largest first.
@@ -173,7 +179,7 @@ class AnalyticsHandlers:
         shown = []
         for one in list_holdings(largest[:TREES_MAX]):
             model = gateway.models.of_namespace(one.stats.namespace) or gateway.models.default
-            surveyed = await model.engine.survey(one.stats.namespace, BRANCHES_MAX)
+            surveyed = await model.replicas.survey(one.stats.namespace, BRANCHES_MAX)
             shown.append(
                 {
                     **one.shown(scopes),

@@ -43,7 +43,7 @@ class LevelAnswer(Struct, frozen=True, omit_defaults=True):
     than was loaded, by why; `uncopied_total`: blocks that the device has evicted without a copy."""
 
     name: Literal["device", "host", "disk", "remote"]
-    state: Literal["open", "full", "off"]
+    state: Literal["open", "full", "off", "starting"]
     reason: str
     capacity_bytes: int
     used_bytes: int
@@ -134,9 +134,9 @@ def routes(
         engines = [
             EngineLevels(
                 model.name,
-                model.engine.info,
-                model.engine.stats,
-                sum(one.promised_on_device for one in model.engine.namespaces),
+                model.replicas.info,
+                model.replicas.stats,
+                sum(one.promised_on_device for one in model.replicas.namespaces()),
             )
             for model in models
         ]
@@ -149,8 +149,8 @@ def routes(
         spaces = (
             (one, info.kv_bytes_per_block)
             for model in models
-            if (info := model.engine.info) is not None
-            for one in model.engine.namespaces
+            if (info := model.replicas.info) is not None
+            for one in model.replicas.namespaces()
         )
         rows = tenants_report(
             models.stats().levels, spaces, owner_of, lambda one: name_of(one) or str(one)

@@ -333,7 +333,7 @@ class TenantHandlers:
                 check_floor,
                 name=name,
                 floor_blocks=floor,
-                info=model.engine.info,
+                info=model.replicas.info,
                 scale=model.quota_scale,
                 model=model.name if models.are_several else "",
             )

@@ -78,7 +78,7 @@ def _add_shares(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--promised", type=_blocks, metavar="BLOCKS", help=text)
 
 
-@named("number of blocks")
+@named("number of blocks", "a whole number, or none")
 def _blocks(text: str) -> int | str:
     return number_or_none(text)
 

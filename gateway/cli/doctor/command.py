@@ -28,13 +28,15 @@ from gateway.background.webhooks import read_endpoints
 from gateway.cli.addresses import AddressError, check_address
 from gateway.cli.database import database_file
 from gateway.cli.doctor.check import Check
+from gateway.cli.doctor.fleet import check_fleet
+from gateway.cli.doctor.gpus import check_gpus
 from gateway.cli.doctor.levels import check_levels
 from gateway.cli.doctor.pools import check_pools
 from gateway.cli.result import CommandCall, CommandResult, Entry, add_nothing
 from gateway.config import Config, ConfigError, parse_address
 from gateway.config_file import PLACES
-from gateway.engines.device_memory import lacking_device
-from gateway.engines.memory import plan_device_memory, plan_memory
+from gateway.engines.device_memory import DevicePlan, lacking_device
+from gateway.engines.memory import MemoryPlan, plan_device_memories, plan_memory
 from gateway.http.authentication import allowed_hosts
 from gateway.http.descriptors import (
     DESCRIPTORS_KEPT,
@@ -66,7 +68,7 @@ def _run(call: CommandCall) -> CommandResult:
     for check in (
         *(_packages, _sqlite, _compiler, _data_dir, _disk_speed, _clock, _database),
         *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _device, _memory),
-        *(check_pools, check_levels, _keys, _webhooks),
+        *(check_gpus, check_pools, check_levels, check_fleet, _keys, _webhooks),
     ):
         checks += check(config)
     checks += _config_file(call.source.file)
@@ -306,12 +308,14 @@ def _device(config: Config) -> list[Check]:
 def _memory(config: Config) -> list[Check]:
     """Compare the free memory of the machine, and of an NVIDIA device, with the models, the KV
     blocks and the processes."""
-    plans = {"memory": plan_memory(config), "device memory": plan_device_memory(config)}
+    plans: dict[str, MemoryPlan | DevicePlan | None] = {"memory": plan_memory(config)}
+    for plan in plan_device_memories(config):
+        plans["device memory" + ("" if plan.gpu is None else f" of {plan.name}")] = plan
     fix = "lower engine.kv_memory_mib, choose a smaller model, or add memory"
     return [
-        Check(name, plan.fits, plan.describe(), None if plan.fits else fix)
-        for name, plan in plans.items()
-        if plan is not None
+        Check(name, one.fits, one.describe(), None if one.fits else fix)
+        for name, one in plans.items()
+        if one is not None
     ]
 
 

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from engine.config import LevelsConfig
-from engine.errors import EngineError, ModelError
-from engine.model_store import resolve
+from engine.errors import EngineError
 from engine.storage.folder import doubt_about, type_of_file_system
 from engine.storage.remote.address import open_remote
 from engine.storage.remote.objects import RemoteFailed
 from engine.storage.sealing.master_key import read_key
 from gateway.cli.doctor.check import Check
-from gateway.config import Config
+from gateway.config import Config, ServedModelSettings
 from gateway.engines.device_memory import runs_on_device
 from gateway.engines.memory import size_host_levels
 from gateway.levels.compute_speed import measure_flops_per_s
 from gateway.levels.disk_speed import DiskSpeed, measure_disk
 from gateway.levels.level_worth import level_worth
 from gateway.levels.model_cost import (
-    find_architecture,
+    find_card,
     flops_per_token,
     kv_bytes_per_token,
 )
-from gateway.levels.placement import existing_parent, find_all_problems, levels_dir
+from gateway.levels.placement import existing_parent, find_all_problems, levels_dir, levels_here
 from tenancy.accounts.tenants import list_tenant_records
 from tenancy.errors import StoreError
 from tenancy.storage import backends
@@ -45,9 +46,10 @@ FIXES = {
 
 def check_levels(config: Config) -> list[Check]:
     """Return the findings; none if no level is configured. Writes and removes 64 MiB at most."""
-    if not config.engine.levels.is_on:
+    here = [one for one in levels_here(config) if one.is_on]
+    if not here:
         return []
-    if problems := find_all_problems(config):
+    if problems := [problem for one in here for problem in find_all_problems(config, one)]:
         return [Check("levels", False, str(one), FIXES.get(one.key)) for one in problems]
     found, levels = _check_host(config), config.engine.levels
     if levels.disk_gib:
@@ -147,33 +149,38 @@ def _check_disk(config: Config) -> list[Check]:
         f"{speed.write_bytes_per_s / 1e6:,.0f} MB/s written, {speed.read_bytes_per_s / 1e6:,.0f}"
         f" MB/s read{cached}"
     )
-    return [where, Check("disk level speed", True, text), _check_worth(config, speed)]
+    flops_per_s = cache(lambda: measure_flops_per_s(time.perf_counter))
+    worths = [
+        _check_worth(config, model, speed, flops_per_s)
+        for model in config.served_models()
+        if not model.is_elsewhere and config.engine_of(model).levels.disk_gib
+    ]
+    return [where, Check("disk level speed", True, text), *worths]
 
 
-def _check_worth(config: Config, speed: DiskSpeed) -> Check:
-    """Say what loading a token takes on this model, and computing one on this machine."""
-    name = "disk level worth"
-    try:
-        shape = find_architecture(resolve(config.model.name, config.models_dir), config.models_dir)
-    except ModelError:
-        shape = None
-    if shape is None:
+def _check_worth(
+    config: Config, model: ServedModelSettings, speed: DiskSpeed, flops_per_s: Callable[[], float]
+) -> Check:
+    """Say what loading a token takes on a model, and computing one on this machine."""
+    name, engine = f"disk level worth {model.name}".strip(), config.engine_of(model)
+    card = find_card(model.source, config.models_dir)
+    if card is None:
         return Check(name, True, "known once a server has prepared the model")
-    bytes_per_token = kv_bytes_per_token(shape, config.engine.kv_dtype)
-    room = int(config.engine.levels.disk_gib * 2**30 / bytes_per_token)
+    bytes_per_token = kv_bytes_per_token(card.config, engine.kv_dtype)
+    room = int(engine.levels.disk_gib * 2**30 / bytes_per_token)
     load_us = bytes_per_token / speed.read_bytes_per_s * 1e6
     text = f"room for {room:,} tokens of {bytes_per_token:,} B; a token is read in {load_us:.0f} us"
-    flops = flops_per_token(shape)
-    if flops is None or runs_on_device(config.engine):
+    flops = flops_per_token(card.config)
+    if flops is None or runs_on_device(engine):
         rate = speed.read_bytes_per_s / bytes_per_token
         return Check(
             name, True, f"{text}: loading wins where fewer than {rate:,.0f} tokens a s are computed"
         )
-    rate = measure_flops_per_s(time.perf_counter) / flops
+    rate = flops_per_s() / flops
     worth = level_worth("disk", bytes_per_token, speed.read_bytes_per_s, rate)
     text += f", computed in {worth.compute_s_per_token * 1e6:.0f} us or more"
     if worth.tokens_min is None:
         fix = "use a faster disk; as it is, it keeps prefixes over restarts and saves no time"
         return Check(name, True, f"{text}: computing is faster", fix)
-    tokens = max(worth.tokens_min, config.engine.levels.disk_tokens_min)
+    tokens = max(worth.tokens_min, engine.levels.disk_tokens_min)
     return Check(name, True, f"{text}: {worth.ratio:.1f} times faster, from {tokens} tokens on")

@@ -4,25 +4,20 @@ bits."""
 from __future__ import annotations
 
 from engine.config import EngineConfig
-from engine.errors import ModelError
-from engine.model_store import Architecture, resolve
+from engine.model_store import Architecture
 from gateway.cli.doctor.check import Check
 from gateway.config import Config
-from gateway.levels.model_cost import find_architecture, has_windows, kv_bytes_per_token
+from gateway.levels.model_cost import find_card, has_windows, kv_bytes_per_token
 
 
 def check_pools(config: Config) -> list[Check]:
     """Return a finding for each model that a server has prepared."""
     found = []
     for model in config.served_models():
-        try:
-            source = resolve(model.source, config.models_dir)
-        except ModelError:
-            continue
-        shape = find_architecture(source, config.models_dir)
-        if shape is not None:
+        card = find_card(model.source, config.models_dir)
+        if card is not None:
             name = f"KV pool {model.name}".strip()
-            found.append(check_pool(name, shape, config.engine_of(model)))
+            found.append(check_pool(name, card.config, config.engine_of(model)))
     return found
 
 

@@ -7,9 +7,9 @@ from decimal import Decimal, InvalidOperation
 from gateway.cli.arguments import UsageError, named
 
 
-@named("amount of dollars")
+@named("amount", "dollars, such as 0.30 or 20")
 def amount_of_dollars(text: str) -> Decimal:
-    """Return the amount of an option, from 0 to 10**12 dollars. Raises ValueError."""
+    """Return the amount of an option, from 0 to 10**12 dollars."""
     try:
         amount = Decimal(text)
     except InvalidOperation as error:

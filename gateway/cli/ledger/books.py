@@ -124,6 +124,7 @@ def _reconcile(call: CommandCall) -> CommandResult:
         for name, other in (("engine", epoch.engine), ("metrics", epoch.metrics)):
             difference = structs.astuple(epoch.ledger.minus(other))
             row[f"ledger_minus_{name}"] = "/".join(map(str, difference))
+        row["unbilled"] = "/".join(map(str, structs.astuple(epoch.unbilled)))
         rows.append({**row, "ledger_epoch": life})
     status = 1 if any(epoch.has_mismatch for epoch in epochs) else 0
     return table_result(rows, status, none="no engine epoch recorded yet")

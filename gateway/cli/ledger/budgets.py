@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
-from gateway.cli.arguments import UsageError, named
+from gateway.cli.arguments import UsageError
 from gateway.cli.database import command_actor, open_database
 from gateway.cli.ledger.amounts import amount_of_dollars, whole_micros
 from gateway.cli.result import (
@@ -41,7 +41,6 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remove", action="store_true", help="remove the budget")
 
 
-@named("amount of dollars")
 def _limit(text: str) -> Decimal | str:
     return text if text == NONE else amount_of_dollars(text)
 

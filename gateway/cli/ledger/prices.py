@@ -162,7 +162,7 @@ def _card_of_options(options: argparse.Namespace, prices: Mapping[str, object]) 
     return msgspec.convert({**fields, **prices, "valid_until_ms": until_ms}, RateCard)
 
 
-@named("CLASS=USD")
+@named("price", "CLASS=USD, such as 5m=3.75")
 def _class_price(text: str) -> tuple[str, Decimal]:
     name, _, amount = text.partition("=")
     if not name:

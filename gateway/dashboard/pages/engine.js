@@ -1,10 +1,11 @@
-// Engine: its state, load and counters.
+// Engine: its state, load and counters, and the drafts of all engines.
 
 import { html } from "../parts/html.js";
 import { useData } from "../parts/api.js";
 import { Warnings, enginesOf } from "../parts/engines.js";
-import { NONE, about, bytes, count, number, words } from "../parts/format.js";
+import { NONE, about, bytes, count, number, share, words } from "../parts/format.js";
 import { Panel, Tile, Tiles, instead } from "../parts/pieces.js";
+import * as column from "../parts/tables/columns.js";
 import { Table } from "../parts/tables/table.js";
 
 // The unit of a figure is told by its name: by the first of these that fits.
@@ -15,7 +16,7 @@ const UNITS = [[/tokens_per_s$/, "tokens per second"], [/_per_s$/, "per second"]
 const NAMES = { step: "steps", kv_bytes_per_block: "KV memory of a block",
   floor_blocks_asked: "floors asked", floor_blocks_max: "floors, at most",
   context_tokens: "context", waiting_tokens: "waiting prompt tokens",
-  window_gone_tokens_total: "computed again, as a window's blocks had gone",
+  resume_gap_tokens_total: "cached, but computed again from the last point to resume at",
   unneeded_tokens_total: "sampled after the end of their text" };
 const NO_FIGURES = ["call_id", "restarts"];
 // `step` counts since the start too, without the usual end of a counter's name.
@@ -30,7 +31,23 @@ export function Engine() {
   const engines = enginesOf(now.data);
   return html`<${Warnings} engines=${engines} failed=${now.data.failed_models} />${engines.map((engine) => html`
     ${engine.name && html`<h2>${engine.name} <span class="soft">${openTo(engine)}</span></h2>`}
-    <${OneEngine} engine=${engine} />`)}`;
+    <${OneEngine} engine=${engine} />`)}
+    <${Drafts} rows=${now.data.drafts} />`;
+}
+
+// An accepted draft is an output token that took no step of its own.
+function Drafts({ rows }) {
+  return html`<${Panel} title="Drafts" wide
+    note="Tokens that were guessed and then verified, several in a step. They change no token.">
+    <${Table} caption="Drafts by tenant and source" isHidden rows=${rows} down="drafted"
+      id=${(row) => `${row.tenant} ${row.source}`} file="drafts"
+      none="No ended request has had a draft since the gateway's start." columns=${[
+        column.tenant(), column.text("source", "source"),
+        column.figure("drafted", "drafted"), column.figure("accepted", "accepted"),
+        { head: "share", get: (row) => row.accepted / row.drafted, show: (row) =>
+          share(row.accepted / row.drafted) },
+        column.figure("steps saved", "accepted"),
+      ]} /><//>`;
 }
 
 function openTo({ tenants }) {
@@ -52,11 +69,23 @@ function OneEngine({ engine }) {
       <${Tile} label="KV memory" value=${pool ? bytes(pool) : NONE} note=${`${
         engine.kv_format ?? ""} on ${engine.device ?? "?"}; ${count(engine.restarts)} restarts`} />
     <//>
+    ${engine.replicas && html`<${Replicas} engine=${engine} />`}
     <div class="grid two">
       <${Figures} title="Now" caption="Last known values"
         rows=${figures.filter((one) => !isCounter(one))} />
       <${Figures} title="Since the engine's start" caption="Counters"
         rows=${figures.filter(isCounter)} /></div>`;
+}
+
+// The engines elsewhere that share a model's requests. Figures beside are the sums of them.
+function Replicas({ engine }) {
+  return html`<${Panel} title="Engines elsewhere" wide note=${`Requests that went on at another one
+    after theirs was lost: ${count(engine.moved_requests)}`}>
+    <${Table} caption="Engines elsewhere" isHidden rows=${engine.replicas} id=${(row) => row.name}
+      file="replicas" columns=${[column.text("engine", "name"), column.text("state", "state"),
+        column.text("reason", "reason"), column.figure("running", "running"),
+        column.figure("waiting", "waiting"), column.figure("blocks", "blocks"),
+        column.figure("free", "free_blocks"), column.figure("losses", "losses")]} /><//>`;
 }
 
 function Figures({ title, caption, rows }) {

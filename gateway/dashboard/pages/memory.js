@@ -12,7 +12,7 @@ import { Table } from "../parts/tables/table.js";
 
 const NAMES = ["device", "host", "disk"], ROWS_FIRST = 12;
 const STATES = { open: ["good", "open"], full: ["warn", "full: stores nothing new"],
-  off: ["bad", "off"] };
+  off: ["bad", "off"], starting: ["warn", "starting"] };
 
 export function Memory() {
   const now = useData("/admin/v1/levels"), missing = instead(now, "the levels of the cache");

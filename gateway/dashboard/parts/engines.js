@@ -4,6 +4,8 @@ import { html } from "./html.js";
 import { count } from "./format.js";
 import { Notice } from "./pieces.js";
 
+const NOTICES_MAX = 4;
+
 // Return the engines, each with its restarts, and with the model's name if there are several.
 export function enginesOf(data) {
   if (!data) return [];
@@ -20,7 +22,18 @@ export function Warnings({ engines, failed = {} }) {
     return html`${!engine.ready && engine.state !== "failed" && html`<${Notice} tone="bad">The engine${which} takes no requests
       now: it is starting, has died, or the gateway is draining. Figures of blocks are the last
       known ones.<//>`}
+      <${Unready} replicas=${engine.replicas ?? []} which=${which} />
       ${asked > most && html`<${Notice}>Floors request ${count(asked)} blocks; the engine${which}
       ${" "}can guarantee ${count(most)}. Each floor is reduced in that proportion.<//>`}`;
   })];
+}
+
+// The engines elsewhere that take no request and should. `which`: of which model, if there are
+// several.
+export function Unready({ replicas, which = "" }) {
+  const found = replicas.filter((one) => one.state !== "ready" && one.state !== "draining");
+  return [...found.slice(0, NOTICES_MAX).map((one) => html`<${Notice} tone="bad">The engine
+      ${" "}${one.name}${which} is ${one.state}: ${one.reason || "it has not answered yet."}<//>`),
+    found.length > NOTICES_MAX && html`<${Notice} tone="bad">${count(found.length - NOTICES_MAX)}
+      ${" "}further engines${which} take no request: see the table.<//>`];
 }

@@ -15,7 +15,7 @@ from gateway.dialects.anthropic import wire
 from gateway.dialects.anthropic.breakpoints import Breakpoints
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import convert, invalid_field, json_text
+from gateway.dialects.validation import convert, invalid_field, json_text, shown
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Start of a line that a popular coding agent puts before its system prompt. The line differs in
@@ -142,7 +142,7 @@ class _MessagesReader:
     def _tool(self, field: dict[str, Any], path: str) -> None:
         if field.get("defer_loading") is True:
             problem = (
-                "unsupported value True: tools cannot be loaded later; expected false, or a client"
+                "unsupported value true: tools cannot be loaded later; expected false, or a client"
                 " that does not search for tools (Claude Code: ENABLE_TOOL_SEARCH=false)."
             )
             raise invalid_field(f"{path}.defer_loading", problem, "unsupported_parameter")
@@ -150,8 +150,8 @@ class _MessagesReader:
             field = self._tolerance.prune(field, wire.MessagesToolField, path)
         found = convert(field, wire.MessagesToolField, path)
         if found.input_schema.get("type") != "object":
-            kind = str(found.input_schema.get("type"))[:64]
-            problem = f"unsupported schema type {kind!r}; expected 'object'."
+            kind = found.input_schema.get("type")
+            problem = f"unsupported schema type {shown(kind)}; expected 'object'."
             raise invalid_field(f"{path}.input_schema.type", problem)
         if found.name in self._tool_names:
             problem = f"Tool names must be unique; {found.name!r} is declared twice."

@@ -39,7 +39,7 @@ FAMILY = ApiFamily(
     errors=generate_content.DIALECT,
     endpoints=(
         Endpoint(
-            path="/{version:v1|v1beta}/models/{target:.+}",
+            path="/{version:v1|v1beta|v1alpha}/models/{target:.+}",
             dialect=generate_content.DIALECT,
             summary="Answer (`MODEL:generateContent` and its streams).",
             body=wire.GenerateBody,
@@ -50,7 +50,7 @@ FAMILY = ApiFamily(
     list_models=list_models,
     show_model=show_model,
     find_dialect=lambda fields: generate_content.DIALECT,
-    paths=("/v1beta/", "/upload/v1beta/"),
+    paths=("/v1beta/", "/v1alpha/", "/upload/v1beta/"),
     headers=("x-goog-api-key", "x-goog-api-client"),
     key_headers=("X-Goog-Api-Key",),
     key_parameter="key",

@@ -34,6 +34,7 @@ from gateway.dialects.canonical import (
     Thought,
     TokenText,
     UsageRecord,
+    choice_format,
     temperature_of,
 )
 from gateway.dialects.gemini import wire
@@ -46,7 +47,7 @@ from gateway.errors import Kind, Refusal
 
 
 class GeminiDialect(Dialect):
-    """The dialect of `/{v1,v1beta}/models/{model}:{action}`.
+    """The dialect of `/{v1,v1beta,v1alpha}/models/{model}:{action}`.
 
     `is_array`: a stream is a JSON array instead of server-sent events.
     """
@@ -203,6 +204,8 @@ def _format(settings: wire.GenerationConfig) -> OutputFormat:
     if settings.response_schema is not None:
         schema = json_schema(settings.response_schema)
         path = "generationConfig.responseSchema"
+    if settings.response_mime_type == "text/x.enum":
+        return _choice(schema, path)
     if settings.response_mime_type != "application/json":
         if schema is not None:
             problem = "a response schema requires the MIME type 'application/json'."
@@ -213,6 +216,15 @@ def _format(settings: wire.GenerationConfig) -> OutputFormat:
     # responseSchema has a closed set of keywords; unknown ones in responseJsonSchema are ignored.
     is_strict = settings.response_schema is not None
     return OutputFormat("json_schema", json_text(schema), path, is_strict)
+
+
+def _choice(schema: Any, path: str) -> OutputFormat:
+    """Return the format of one of a schema's values as plain text."""
+    values = schema.get("enum") if isinstance(schema, dict) else None
+    if not isinstance(values, list) or not values or any(not isinstance(v, str) for v in values):
+        problem = "the MIME type 'text/x.enum' requires a schema with an enum of strings."
+        raise invalid_field(path, problem)
+    return choice_format(values, path)
 
 
 # --- the answer --------------------------------------------------------------------------------

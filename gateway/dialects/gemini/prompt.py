@@ -21,7 +21,7 @@ from gateway.dialects.canonical import (
 from gateway.dialects.gemini import wire
 from gateway.dialects.gemini.schema import json_schema, lowercase_types
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import invalid_field, json_text
+from gateway.dialects.validation import invalid_field, json_text, shown
 
 
 def prompt_of(fields: wire.PromptFields, tolerance: Tolerance, *, needs_contents: bool) -> Prompt:
@@ -80,6 +80,8 @@ class _ContentsReader:
         self._by_id: dict[str, deque[int]] = defaultdict(deque)
         self._by_name: dict[str, deque[int]] = defaultdict(deque)
         """The numbers of calls, in order; some may have a result already."""
+        self._answered: dict[str, str] = {}
+        """The results of calls by the id that the client gave."""
 
     def read(self, contents: Sequence[wire.Content]) -> list[Segment]:
         """Return the segments of all contents. Raises Refusal."""
@@ -137,15 +139,23 @@ class _ContentsReader:
         made = ToolCall(call_id, call.name, json_text(call.args))
         return Segment("assistant", "", path, call=made)
 
-    def _result(self, result: wire.FunctionResponse, path: str) -> Segment:
-        """Match a result to the first pending call of its id or, without one, of its name."""
+    def _result(self, result: wire.FunctionResponse, path: str) -> Segment | None:
+        """Match a result to the first pending call of its id or, without one, of its name.
+
+        One that is there twice under its id counts once: so Gemini CLI sends a resumed session.
+        """
+        text = json_text(result.response)
         numbers = self._by_id[result.id] if result.id else self._by_name[result.name]
         while numbers:
             call_id = self._pending.pop(numbers.popleft(), None)
             if call_id is not None:
-                text = json_text(result.response)
+                self._answered[result.id] = text
                 return Segment("tool", text, path, result.name, answers=call_id)
+        if result.id and self._answered.get(result.id) == text:
+            return None
         problem = f"no functionCall of {result.name!r} precedes this functionResponse."
+        if result.id in self._answered:
+            problem = f"the functionCall {result.id[:64]!r} has another functionResponse already."
         raise invalid_field(path, problem)
 
 
@@ -193,7 +203,7 @@ def _tools(fields: Sequence[wire.GeminiToolField], *, is_strict: bool) -> tuple[
                 schema, own = json_schema(declared.parameters), "parameters"
             kind = (schema or {}).get("type") or "object"
             if kind != "object" and kind != ["object", "null"]:
-                problem = f"unsupported schema type {str(kind)[:64]!r}; expected 'OBJECT'."
+                problem = f"unsupported schema type {shown(kind)}; expected 'OBJECT'."
                 raise invalid_field(f"{path}.parameters", problem)
             text = json_text(schema or {"type": "object", "properties": {}})
             found[declared.name] = Tool(

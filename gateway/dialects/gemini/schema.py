@@ -67,7 +67,7 @@ def json_schema(schema: Any, depth: int = 0) -> Any:
         name = str(_SPELLINGS.get(key, key))
         if value is None or name in _ANNOTATIONS:
             continue
-        if name == "format" and value in _REDUNDANT_FORMATS:
+        if name == "format" and isinstance(value, str) and value in _REDUNDANT_FORMATS:
             continue
         value = read_list(value) if name in _LISTS else value
         if name == "type" and isinstance(value := read_enum(value, TYPES), str):

@@ -135,7 +135,7 @@ class GenerationConfig(Struct, frozen=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    response_mime_type: Literal["", "text/plain", "application/json"] = ""
+    response_mime_type: Literal["", "text/plain", "application/json", "text/x.enum"] = ""
     response_schema: dict[str, Any] | None = None
     response_json_schema: Any = None
     response_modalities: list[Literal["TEXT"]] | None = None

@@ -40,7 +40,6 @@ REFUSED_FIELDS = {
     "functions": FUNCTIONS,
     "function_call": FUNCTIONS,
     "audio": "the model generates only text; omit it.",
-    "prediction": "predicted outputs are not supported; omit it.",
     "web_search_options": "web search is not supported; omit it.",
     "moderation": "this server has no moderation; omit it.",
     "continue_final_message": "the answer is always a new message; expected false.",
@@ -109,6 +108,23 @@ ResponseFormat = (
 )
 
 
+class PredictedPart(Struct, frozen=True, tag="text", tag_field="type", forbid_unknown_fields=True):
+    text: wire.Text
+
+
+class ChatPrediction(Struct, frozen=True, forbid_unknown_fields=True):
+    """Predicted output: what the client expects as the answer, a text or parts of it."""
+
+    type: Literal["content"]
+    content: wire.Text | Annotated[list[PredictedPart], Meta(max_length=chat.MESSAGES_MAX)]
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
 class ChatBody(wire.GenerationFields, frozen=True, kw_only=True):
     messages: Annotated[list[chat.ChatMessage], Meta(min_length=1, max_length=chat.MESSAGES_MAX)]
     tools: Annotated[list[chat.ChatToolField], Meta(max_length=tools.TOOLS_MAX)] | None = None
@@ -118,6 +134,7 @@ class ChatBody(wire.GenerationFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    prediction: ChatPrediction | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: wire.Short | None = None
     store: bool | None = None
@@ -197,6 +214,7 @@ def prompt_of(fields: ChatBody, tolerance: Tolerance) -> tuple[Prompt, CacheDire
         ),
         add_generation_prompt=add is None or add,
         thinking=thinking_of(tolerance.hints) if tolerance.hints else DEFAULT_THINKING,
+        prediction="" if fields.prediction is None else fields.prediction.text,
     )
     return prompt, directives
 

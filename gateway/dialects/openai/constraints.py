@@ -13,15 +13,13 @@ from typing import Any
 
 import msgspec
 
-from gateway.dialects.canonical import OutputFormat, Tool, ToolChoice
+from gateway.dialects.canonical import OutputFormat, Tool, ToolChoice, choice_format
 from gateway.dialects.openai import wire
 from gateway.dialects.tolerance import Tolerance, asks_nothing
 from gateway.dialects.validation import decode_json, invalid_field, json_text
 
 CONSTRAINED = "expected response_format (chat) or text.format (responses), which constrain answers."
 NO_CALLS = "not allowed together with tools; expected no tools, or the tool_choice 'none'."
-_META = frozenset(r"\.+*?()|[]{}^$#&-~/")
-"""Characters that have a meaning in a pattern."""
 
 
 def output_format(
@@ -118,12 +116,6 @@ def _texts(
     if pattern:
         yield of_pattern(pattern, f"{prefix}regex")
     if choices:
-        quoted = "|".join(map(_quoted, choices))
-        yield of_pattern(quoted, f"{prefix}choice")
+        yield choice_format(choices, f"{prefix}choice")
     if grammar:
         yield of_grammar(grammar, f"{prefix}grammar")
-
-
-def _quoted(text: str) -> str:
-    """Return a pattern that matches only this text."""
-    return "".join(f"\\{char}" if char in _META else char for char in text)

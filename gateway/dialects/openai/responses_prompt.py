@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from gateway.dialects.canonical import TOOLS_MAX, Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.openai import cache, tools, wire
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import convert, invalid_field, json_type
+from gateway.dialects.validation import convert, invalid_field, json_type, shown
 
 ITEMS_MAX = 10_000
 """Most input items of one request, with those of earlier responses."""
@@ -425,7 +425,7 @@ class _ItemsReader:
         if isinstance(kind, str) and kind in _UNSUPPORTED_PARTS:
             raise invalid_field(path, f"{kind}: {tools.TEXT_ONLY}", "unsupported_parameter")
         if not isinstance(kind, str) or kind not in _PARTS:
-            problem = f"unknown part type {str(kind)[:64]!r}; expected {' or '.join(_PARTS)}."
+            problem = f"unknown part type {shown(kind)}; expected {' or '.join(_PARTS)}."
             raise invalid_field(f"{path}.type", problem)
         found = self._convert(part, _PARTS[kind], path, is_answer=is_answer)
         retention = cache.requested_retention(

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from gateway.dialects.canonical import OutputFormat, Tool, ToolCall, ToolChoice
 from gateway.dialects.openai.cache import CompatCacheControl
-from gateway.dialects.validation import decode_json, invalid_field, json_text
+from gateway.dialects.validation import decode_json, invalid_field, json_text, shown
 
 TOOLS_MAX = 128
 """Most tools of a list, as in OpenAI's API, and most calls of one message."""
@@ -56,7 +56,7 @@ def tool(declared: Function, path: str, control: CompatCacheControl | None = Non
     """
     schema = declared.parameters or {"type": "object", "properties": {}}
     if (schema.get("type") or "object") != "object":
-        problem = f"unsupported schema type {str(schema['type'])[:64]!r}; expected 'object'."
+        problem = f"unsupported schema type {shown(schema['type'])}; expected 'object'."
         raise invalid_field(f"{path}.parameters", problem, "invalid_function_parameters")
     control = control or declared.cache_control
     return Tool(
@@ -102,7 +102,7 @@ def unsupported_type(kind: object) -> str:
             "unsupported tool type 'custom'; expected a 'function', which may take the text as its"
             " argument, or a key with the tolerance 'lenient', which leaves such tools out."
         )
-    return f"unsupported tool type {str(kind)[:64]!r}; expected a complete 'function'."
+    return f"unsupported tool type {shown(kind)}; expected a complete 'function'."
 
 
 def choice(

@@ -474,8 +474,8 @@ def usage(record: UsageRecord) -> dict[str, Any]:
         "completion_tokens_details": {
             "reasoning_tokens": record.thinking,
             "audio_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": record.prediction[0],
+            "rejected_prediction_tokens": record.prediction[1],
         },
         **record.extras(),
     }

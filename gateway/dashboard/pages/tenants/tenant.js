@@ -117,9 +117,13 @@ function Details({ name, range }) {
     <h2 class="divider">Since the gateway's start</h2><div class="grid">
     ${missing ? html`<${Panel} title="Prefixes and misses">${missing}<//>` : html`
       <${FirstToken} times=${one.first_token_ms} /><${Misses} counts=${one.misses} />
-      <${Recomputed} rows=${one.recomputed} /><${Divergence} rows=${one.breaks} />
-      <${ReadsPerWrite} rows=${[one]} /><${Promises} rows=${one.leases} /><${Advice} one=${one} />
-      <${TopPrefixes} rows=${one.top_prefixes} name=${name} />
+      <${Recomputed} rows=${one.recomputed} /><${Divergence} rows=${one.breaks}
+        of=${one.advice.length > 1 ? [column.text("model")] : []} />
+      <${ReadsPerWrite} rows=${[one]} /><${Promises} rows=${one.leases} />
+      ${one.advice.map((each) => html`<${Advice} key=${each.model} one=${each}
+        of=${one.advice.length > 1 ? ` of ${each.model}` : ""} />`)}
+      <${TopPrefixes} rows=${one.top_prefixes} name=${name}
+        of=${one.advice.length > 1 ? [column.text("model")] : []} />
       <${IgnoredFields} counts=${one.ignored_fields} />`}</div>`;
 }
 
@@ -143,20 +147,21 @@ function Recomputed({ rows }) {
       column.text("cause", (row) => words(row.cause)), column.figure("tokens"), cost]} /><//>`;
 }
 
-function Divergence({ rows }) {
+function Divergence({ rows, of }) {
   return html`<${Panel} title="Where prompts diverge" wide><${Table} rows=${rows}
     caption="Positions at which prompts diverge, and the tokens after them"
-    id=${(row) => row.place} none="No prompts diverge." down="tokens" file="divergence" columns=${[
+    id=${(row) => `${row.model} ${row.place}`} none="No prompts diverge." down="tokens"
+    file="divergence" columns=${[...of,
       column.text("position", "place", { kind: "text mono wrap" }),
       column.figure("prompts", "count"), column.figure("tokens", "tokens", about), cost]} /><//>`;
 }
 
-function TopPrefixes({ rows, name }) {
+function TopPrefixes({ rows, name, of }) {
   return html`<${Panel} title="Top prefixes" wide
     tools=${html`<a href=${href(["cache"], { tenant: name })}>Prefix tree</a>`}>
     <${Table} caption="By saved tokens; a prefix is shown by its digest and the position of its end"
       rows=${rows} id=${(row) => row.id} file="prefixes" none="No prefix was read twice."
-      columns=${[column.text("ends at", "path", { kind: "text mono wrap" }),
+      columns=${[...of, column.text("ends at", "path", { kind: "text mono wrap" }),
         column.figure("tokens"), column.figure("uses"), column.figure("hits"),
         column.digest("digest", "id")]} /><//>`;
 }
@@ -164,7 +169,8 @@ function TopPrefixes({ rows, name }) {
 const VERDICTS = { pays: ["good", "pays"], loses: ["bad", "loses"],
   too_few: ["plain", "not enough data"] };
 
-function Advice({ one }) {
+// `of`: " of " and the model's name, where the tenant uses several.
+function Advice({ one, of }) {
   const ratio = { head: "hit ratio", get: (a) => `${a.is_early ? "at least " : ""}${
     share(a.hit_ratio)} ± ${number(1)(100 * a.error)}` };
   const write = (rows) => dollarsOf(rows.map((a) => fromPico(a.saving_pico)));
@@ -175,16 +181,15 @@ function Advice({ one }) {
     const [tone, text] = VERDICTS[a.verdict] ?? ["plain", a.verdict];
     return html`<${Chip} tone=${tone}>${text}<//>`;
   };
-  return html`<${Panel} title="Value of each retention class" wide
+  return html`<${Panel} title=${`Value of each retention class${of}`} wide
       note=${`Dollars per million prompt tokens, at ${one.rate_card}; from ${
         count(one.sampled_prompts)} prompts and ${count(one.sampled_blocks)} sampled blocks.`}>
       <${Table} caption="By retention class" isHidden isPlain rows=${one.retention_advice}
         id=${(a) => a.retention} columns=${[column.text("class", "retention"), ratio,
           { head: "saving", get: (a) => gain(writeClass, a.saving_pico, a.error_pico) },
           column.text("verdict", "verdict", { show: verdict })]} /><//>
-    <${Panel} title="Value of more KV memory" wide
-      note=${`Dollars per million prompt tokens, against no cache and the present memory${
-        one.model ? ` of ${one.model}` : ""}.`}>
+    <${Panel} title=${`Value of more KV memory${of}`} wide
+      note="Dollars per million prompt tokens, against no cache and the present memory.">
       <${Table} caption="By KV memory" isHidden isPlain rows=${one.size_advice}
         id=${(a) => a.bytes} none="The engine is not running." columns=${[
           column.text("KV memory", (a) => bytes(a.bytes)), column.figure("tokens", "tokens", about),

@@ -1,0 +1,206 @@
+"""`/admin/v1/fleet` and `/admin/v1/fleet/choices/{request_id}`: engines elsewhere, and why requests
+went where they went. Ids and predicted seconds, no tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from msgspec import Struct
+
+from gateway.caching.namespaces import owner_of
+from gateway.engines.replica import Replica
+from gateway.engines.replicas import Replicas
+from gateway.engines.served_models import ServedModel, ServedModels
+from gateway.errors import Kind, Refusal
+from gateway.http import json_api
+from gateway.http.request_context import STATE
+from gateway.http.route_table import Route
+from gateway.routing.router import EXPLAINED, Cost, RouteChoice
+
+CHOICES = 100
+"""Choices that a list has of each model."""
+COSTS = 4
+"""Costs that a choice of a list has: the least, and that of the chosen replica."""
+TENANTS = 200
+"""Tenants of each model: those with most tokens."""
+NameOf = Callable[[int], str | None]
+"""Returns the name of a tenant that exists."""
+
+
+class CostAnswer(Struct, frozen=True):
+    """The predicted seconds of a request on a replica, by term, and the tokens found there."""
+
+    replica: str
+    total_s: float
+    wait_s: float
+    fill_s: float
+    displaced_s: float
+    decode_s: float
+    device_tokens: int
+    below_tokens: int
+
+
+class ChoiceAnswer(Struct, frozen=True):
+    """Where a request went. `refused`: replicas that could not take it, with why."""
+
+    request_id: str
+    model: str
+    policy: str
+    replica: str | None
+    costs: list[CostAnswer]
+    refused: dict[str, str]
+
+
+class TenantThere(Struct):
+    """What a tenant has on a replica now, in tokens; and of its requests that started there since
+    the gateway did, the prompt's tokens and those that were cached."""
+
+    tokens: int = 0
+    promised_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class FleetTenant(Struct):
+    """A tenant over the replicas, by name. `tenant`: null once it is deleted."""
+
+    tenant: str | None
+    tokens: int
+    replicas: dict[str, TenantThere]
+
+
+class FleetModel(Struct, frozen=True):
+    """A model with engines elsewhere: their states, the tenants with most tokens, and the latest
+    choices, newest first, each with the costs that were least."""
+
+    model: str
+    replicas: list[dict[str, Any]]
+    moved_requests: int
+    prefixes_asked_anew: int
+    tenants: list[FleetTenant]
+    has_more_tenants: bool
+    choices: list[ChoiceAnswer]
+
+
+class FleetAnswer(Struct, frozen=True):
+    """The models that have engines elsewhere."""
+
+    models: list[FleetModel]
+
+
+def routes(models: ServedModels, name_of: NameOf) -> tuple[Route, ...]:
+    """Return the routes of engines elsewhere."""
+
+    async def fleet(request: web.BaseRequest) -> object:
+        found = [one for one in models if any(replica.name for replica in one.replicas)]
+        return FleetAnswer([await _model(one, name_of) for one in found])
+
+    async def choice(request: web.BaseRequest) -> object:
+        request_id = request[STATE].parameters["request_id"]
+        for one in models:
+            if (found := one.replicas.chooser.recent.get(request_id)) is not None:
+                return _choice(one.name, found)
+        message = (
+            f"No choice of {request_id[:80]!r} is known; expected one of the last {EXPLAINED:,}"
+            " requests of a model with several engines."
+        )
+        raise Refusal(Kind.NOT_FOUND, "request_unknown", message, param="request_id")
+
+    route, path = json_api.route, "/admin/v1/fleet"
+    what, text = f"GET {path}/choices/{{request_id}}", "Say why a request went to its engine."
+    return (
+        route(
+            *(f"GET {path}", "admin:read", "Show engines elsewhere and the latest choices.", fleet),
+            answer=FleetAnswer,
+        ),
+        route(what, "admin:read", text, choice, answer=ChoiceAnswer),
+    )
+
+
+async def _model(model: ServedModel, name_of: NameOf) -> FleetModel:
+    replicas = model.replicas
+    tenants = await _tenants(replicas)
+    largest = sorted(tenants.items(), key=lambda item: (-_tokens(item[1]), item[0]))
+    return FleetModel(
+        model=model.name,
+        replicas=[
+            {
+                **one.describe(),
+                "promised_tokens": sum(
+                    there[one.name].promised_tokens
+                    for there in tenants.values()
+                    if one.name in there
+                ),
+                **replicas.chooser.describe(one),
+            }
+            for one in replicas
+        ],
+        moved_requests=replicas.moved,
+        prefixes_asked_anew=replicas.chooser.asked_anew,
+        tenants=[
+            FleetTenant(name_of(tenant_id), _tokens(there), there)
+            for tenant_id, there in largest[:TENANTS]
+        ],
+        has_more_tenants=len(largest) > TENANTS,
+        choices=[
+            _choice(model.name, choice, COSTS) for choice in replicas.chooser.recent.newest(CHOICES)
+        ],
+    )
+
+
+async def _tenants(replicas: Replicas) -> dict[int, dict[str, TenantThere]]:
+    """Return what each tenant has, by its id and the replica's name; the owner of a shared scope
+    has what the scope has. O(namespaces of all replicas), about 1 us each, in a turn of the event
+    loop for each replica."""
+    found: dict[int, dict[str, TenantThere]] = {}
+
+    def at(tenant_id: int, replica: Replica) -> TenantThere:
+        return found.setdefault(tenant_id, {}).setdefault(replica.name, TenantThere())
+
+    for replica in list(replicas):
+        size = 0 if replica.info is None else replica.info.block_size
+        for stats in replica.namespaces:
+            if (tenant_id := owner_of(stats.namespace)) is not None:
+                there = at(tenant_id, replica)
+                there.tokens += stats.blocks * size
+                there.promised_tokens += stats.promised_blocks * size
+        for tenant_id, routed in replicas.chooser.routed_by_tenant(replica).items():
+            there = at(tenant_id, replica)
+            there.prompt_tokens, there.cached_tokens = routed.prompt, routed.cached
+        await asyncio.sleep(0)
+    return found
+
+
+def _tokens(there: dict[str, TenantThere]) -> int:
+    return sum(one.tokens for one in there.values())
+
+
+def _choice(model: str, choice: RouteChoice, most: int | None = None) -> ChoiceAnswer:
+    """Return a choice as answers show it; `most`: only so many costs, the chosen one among them."""
+    costs = sorted(choice.costs, key=lambda cost: cost.total_s)
+    kept = [
+        cost
+        for place, cost in enumerate(costs)
+        if most is None or place < most or cost.replica == choice.replica
+    ]
+    refused = {name: str(why) for name, why in choice.refused.items()}
+    return ChoiceAnswer(
+        choice.request_id, model, choice.policy, choice.replica, [*map(_cost, kept)], refused
+    )
+
+
+def _cost(cost: Cost) -> CostAnswer:
+    return CostAnswer(
+        replica=cost.replica,
+        total_s=round(cost.total_s, 6),
+        wait_s=round(cost.wait_s, 6),
+        fill_s=round(cost.fill_s, 6),
+        displaced_s=round(cost.displaced_s, 6),
+        decode_s=round(cost.decode_s, 6),
+        device_tokens=cost.found.device,
+        below_tokens=cost.found.below,
+    )

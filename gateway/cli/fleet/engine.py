@@ -1,0 +1,119 @@
+"""`trunkline engine`: the keeper of an engine that gateways reach over the network.
+
+`serve` starts and watches the engine; it knows no request. `drain` and `undrain` leave a mark in
+the data directory, which the keeper follows: a drained engine stays down over restarts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+
+from engine.client.tls_files import tls_context
+from engine.signals import handle_signals
+from gateway.cli.addresses import check_address
+from gateway.cli.arguments import add_actions
+from gateway.cli.database import prepare_data_dir
+from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
+from gateway.config import Config, parse_address
+from gateway.engines.keeper import ListeningSocket
+from gateway.engines.model_files import prepared_model
+from gateway.fleet.keeping import KeptEngine, drain_mark, keep_engine, open_listener
+from gateway.fleet_config import is_fleet_name
+from gateway.http.descriptors import raise_descriptor_limit
+from gateway.levels.placement import check_levels, lock_disks
+from gateway.observability.logging import LogLines
+from tenancy.types import wall_ms
+
+
+def _add_actions(command: argparse.ArgumentParser) -> None:
+    texts = {
+        "serve": "Keep an engine running, for gateways elsewhere.",
+        "drain": "Let an engine finish its requests; it stays down until undrain.",
+        "undrain": "Start a drained engine again.",
+    }
+    actions = add_actions(command, texts)
+    serve = actions["serve"]
+    serve.add_argument("model", nargs="?", help="model to serve (default: model.name)")
+    serve.add_argument("--name", required=True, help="as its certificate names it: engine/NAME")
+    serve.add_argument("--listen", required=True, metavar="HOST:PORT", help="for gateways")
+    text = "its certificate (default: fleet/engine-NAME in the data directory)"
+    serve.add_argument("--tls", type=Path, metavar="DIR", help=text)
+    serve.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    for action in ("drain", "undrain"):
+        actions[action].add_argument("name", help="the name of an engine kept on this host")
+
+
+def _run(call: CommandCall) -> CommandResult:
+    """Run one action. Raises CommandError, ConfigError, ModelError and TlsError."""
+    name, config = call.options.name, call.config
+    if not is_fleet_name(name):
+        raise CommandError(f"{name[:80]!r}: expected a name of letters, digits, dots and hyphens")
+    if call.options.action == "serve":
+        _serve(call)
+        return CommandResult("", None)
+    mark = drain_mark(config, name)
+    try:
+        if call.options.action == "drain":
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+            return CommandResult(f"{name} drains, and stays down until undrain", {"name": name})
+        mark.unlink(missing_ok=True)
+    except OSError as error:
+        raise CommandError(f"{mark}: {error.strerror}") from error
+    return CommandResult(f"{name} serves again", {"name": name})
+
+
+def _serve(call: CommandCall) -> None:
+    """Keep an engine until a signal."""
+    config, options = call.config, call.options
+    check_address(options.listen, "--listen")
+    prepare_data_dir(config)
+    levels = [config.engine_of(config.served_models()[0]).levels]
+    check_levels(config, levels)
+    tls = (options.tls or config.data / "fleet" / f"engine-{options.name}").absolute()
+    tls_context(tls, is_server=True)  # an error now, rather than in the engine's log
+    with ExitStack() as opened:
+        lock_disks(config, levels, opened)
+        source = config.served_models()[0].source
+        card = prepared_model(source, config.models_dir, call.say, partial(call.show, "model"))
+        host, port = parse_address(options.listen, "--listen")
+        try:
+            end = opened.enter_context(closing(open_listener(host, port)))
+        except OSError as error:
+            raise CommandError(f"--listen: {host}:{port}: {error.strerror}") from error
+        listening = ListeningSocket(end.fileno(), options.name, tls)
+        call.say(f"engine {options.name} of {card.name} at {options.listen}; certificate: {tls}")
+        asyncio.run(_keep(config, Path(card.folder), listening))
+
+
+async def _keep(config: Config, model: Path, listening: ListeningSocket) -> None:
+    """Keep an engine until SIGTERM or SIGINT, which let it finish its requests; a second one ends
+    it at once. SIGHUP is nothing to it: certificates are read for each connection."""
+    log = LogLines(sys.stderr.fileno(), wall_ms)
+    raise_descriptor_limit()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core has prompts
+    stop = asyncio.Event()
+
+    def end() -> None:
+        if stop.is_set():
+            log("stop_forced", {})
+            log.close()
+            os._exit(1)
+        stop.set()
+
+    handlers = {signal.SIGTERM: end, signal.SIGINT: end, signal.SIGHUP: lambda: None}
+    with closing(log), handle_signals(handlers):
+        await keep_engine(config, model, listening, KeptEngine(time.monotonic), stop, log)
+
+
+COMMANDS: Mapping[str, Entry] = {"engine": Entry(_add_actions, _run)}
