@@ -23,12 +23,12 @@ FROM packages AS packages-cpu
 ARG CPU_WHEELS=https://download.pytorch.org/whl/cpu
 RUN pip install --no-cache-dir --constraint /constraints.txt --no-deps --index-url "$CPU_WHEELS" torch
 COPY --from=wheel /wheels /wheels
-RUN pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[postgres,otel,remote]"
+RUN pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[postgres,shared,otel,remote,fleet]"
 
 FROM packages AS packages-cuda
 RUN pip install --no-cache-dir --constraint /constraints.txt torch triton
 COPY --from=wheel /wheels /wheels
-RUN pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[gpu,postgres,otel,remote]"
+RUN pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[gpu,postgres,shared,otel,remote,fleet]"
 
 # The compiler builds the CPU's kernels, or Triton's launchers, at the first start.
 FROM python:${PYTHON} AS runtime

@@ -18,3 +18,26 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
+
+{{/* Engines: other names, so that no Service of the gateways leads to them. */}}
+{{- define "trunkline.engineSelector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}-engine
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "trunkline.engineLabels" -}}
+{{ include "trunkline.engineSelector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{/* A holder's certificate as cert-manager writes it, under the names that Trunkline reads. */}}
+{{- define "trunkline.certificate" -}}
+- secret:
+    name: {{ . }}-tls
+    items:
+      - {key: ca.crt, path: authority.pem}
+      - {key: tls.crt, path: certificate.pem}
+      - {key: tls.key, path: key.pem}
+{{- end -}}
