@@ -35,6 +35,7 @@ from gateway.cli.database import KEY_FILE, open_store
 from gateway.cli.serve import serve as serve_models
 from gateway.config import AdminConfig, Config, LimitsConfig, LogConfig, ServerConfig
 from gateway.config_file import ConfigSource
+from gateway.shared.gateway_id import name_start, take_gateway_id
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.types import wall_ms
@@ -119,6 +120,7 @@ def serve(data: Path, sequences: int, gap_target_shared_ms: float) -> None:
             store,
             lambda *_: print_line("ready"),
             ConfigSource(None, lambda: config),
+            start=name_start(take_gateway_id(config.data, store)),
         )
     )
 

@@ -15,7 +15,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -175,6 +175,8 @@ class CoreBench:
 class Bench(CoreBench):
     """A model whose layers have kernels, with random weights."""
 
+    make_runner = TimedRunner
+
     def __init__(
         self,
         config: Architecture,
@@ -185,7 +187,7 @@ class Bench(CoreBench):
         sequences: int = 256,
         constraints: Constraints | None = None,
         like: Bench | None = None,
-        weights: WeightsKind = "auto",
+        weights: WeightsKind | Literal["int4"] = "auto",
     ) -> None:
         """`levels`: those below the pool. `sequences`: most at once. `like`: a bench whose model is
         used, with its weights. `weights`: as `engine.weights`."""
@@ -206,7 +208,7 @@ class Bench(CoreBench):
         self.token_bytes = form.block_bytes // BLOCK
         self.window_groups = len(form.windows)
         kv = KvStorage(form, blocks, device)
-        self.runner = TimedRunner(
+        self.runner = self.make_runner(
             self.model,
             kv,
             context=config.context,
@@ -295,7 +297,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16")
-    parser.add_argument("--weights", choices=["auto", "bf16", "fp8"], default="auto")
+    parser.add_argument("--weights", choices=["auto", "bf16", "fp8", "int4"], default="auto")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--blocks", type=int, default=20_000)
     options = parser.parse_args()

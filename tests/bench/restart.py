@@ -24,7 +24,7 @@ from msgspec import Struct
 from engine.api import CacheGrant, LeaseRequest, Request, Retention, Sampling, Started, Tokens
 from engine.config import EngineConfig, LevelsConfig
 from engine.statistics import LevelStats
-from gateway.engine_supervisor import EngineSupervisor
+from gateway.engines.composition import own_engine
 from tests.bench.models import default_card
 from tests.bench.results import middle_and_spread
 
@@ -50,9 +50,7 @@ class Life:
         self._started: asyncio.Queue[int] = asyncio.Queue()
         below = levels(kind, folder)
         config = EngineConfig(kv_memory_mib=128, device="cpu", heartbeat_s=0.1, levels=below)
-        self.engine = EngineSupervisor(
-            model, config, self._on_report, keeps_host_memory=kind == "host"
-        )
+        self.engine = own_engine(model, config, self._on_report, keeps_host_memory=kind == "host")
 
     def _on_report(self, event: str, facts: dict[str, Any]) -> None:
         if event == "engine_started":

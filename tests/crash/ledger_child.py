@@ -142,8 +142,8 @@ def main(place: str, count: int, lie: int | None) -> None:
             os.write(1, f"{request_id}\n".encode())
         credit = Adjustment(request_ids[0], request_ids[0], -1, "a credit")
         adjust(store, lambda: 2, credit, by=TESTER)
-        reading = StorageReading(1, "5m", 7)
-        ledger.write(StorageReadings(f"life-{life}", first + 1, 2, (reading,))).result()
+        reading = StorageReading(1, "5m", first + 7)
+        ledger.write(StorageReadings(f"life-{life}", 2, (reading,))).result()
     ledger.close()
     store.close()
 

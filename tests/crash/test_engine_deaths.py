@@ -7,6 +7,7 @@ it equals the one that is computed from nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -19,7 +20,6 @@ import pytest
 
 from engine.api import (
     CacheGrant,
-    Erased,
     Finished,
     LeaseRequest,
     Request,
@@ -32,7 +32,7 @@ from engine.config import EngineConfig, LevelsConfig
 from engine.errors import EngineError
 from engine.model_store import prepare
 from gateway.child_process import RestartPolicy
-from gateway.engine_supervisor import EngineSupervisor
+from gateway.engines.composition import own_engine
 from tests.e2e.patient_engine import COMMAND, LOOK_MS
 from tests.models import write_folder
 
@@ -82,8 +82,10 @@ class SupervisedEngine:
 
     def __init__(self, model: Path, below: LevelsConfig) -> None:
         self.started: asyncio.Queue[int] = asyncio.Queue()
+        self.accepted = 0
+        """Drafts that requests which ended had accepted."""
         config = EngineConfig(kv_blocks=64, threads=1, heartbeat_s=0.05, device="cpu", levels=below)
-        self.engine = EngineSupervisor(
+        self.engine = own_engine(
             model, config, self._on_report, command=COMMAND, restarts=RestartPolicy((0.1,))
         )
 
@@ -97,12 +99,17 @@ class SupervisedEngine:
             return await self.started.get()
 
     async def ask(
-        self, name: str, tokens: tuple[int, ...], *, is_leased: bool = True
+        self, name: str, tokens: tuple[int, ...], *, is_leased: bool = True, **more: Any
     ) -> tuple[list[int], dict[str, int]]:
-        """Return the answer to a prompt, and what was loaded for it. Raises EngineError."""
+        """Return the answer to a prompt, and what was loaded for it. Raises EngineError.
+
+        `more`: further fields of the request.
+        """
         lease = LeaseRequest(PROMPT_TOKENS, HOUR, f"{tokens[0]:02x}")
         grant = CacheGrant(b"n", leases=(lease,) if is_leased else ())
-        request = Request(name, tokens, OUTPUT_TOKENS, grant, Sampling(temperature=0))
+        wanted: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "sampling": Sampling(temperature=0)}
+        wanted |= more
+        request = Request(name, tokens, grant=grant, **wanted)
         found, loaded = list[int](), dict[str, int]()
         async with asyncio.timeout(PATIENCE_S):
             async for event in self.engine.submit(request):
@@ -112,6 +119,8 @@ class SupervisedEngine:
                     found += [token.token_id for token in event.tokens]
                 elif isinstance(event, Finished) and event.ending != "done":
                     raise EngineError(event.code, event.message)
+                elif isinstance(event, Finished):
+                    self.accepted += sum(one.accepted for one in event.usage.drafts)
         return found, loaded
 
     async def host_has(self, blocks: int) -> None:
@@ -152,9 +161,8 @@ async def test_a_killed_engines_prefix_comes_back_from_host_memory(
         first, _ = await own.ask("first", kept)
         await own.ask("erased", erased)
         await own.host_has(2 * COPIES)
-        answer = await own.engine.erase(b"n", lease_id=f"{erased[0]:02x}")
-        assert isinstance(answer, Erased)
-        assert answer.levels[0].blocks == COPIES
+        answer, away = await own.engine.erase(b"n", lease_id=f"{erased[0]:02x}")
+        assert (answer.levels[0].blocks, away) == (COPIES, frozenset())
         os.kill(pid, signal.SIGKILL)
         await own.ready()
         again, loaded = await own.ask("again", kept)
@@ -203,3 +211,58 @@ async def test_answers_stay_right_over_deaths_at_any_moment(model: Path, disk: P
 
     assert loads > 0
     assert stats.damaged_total == 0
+
+
+LONG_ANSWER = 40
+"""Tokens of answers in the middle of whose drafts an engine dies."""
+
+
+def half_right(answer: list[int], chance: random.Random) -> tuple[int, ...]:
+    """Return a prediction of an answer that is wrong at some places."""
+    return tuple(token if chance.random() < 0.8 else chance.randrange(3, 250) for token in answer)
+
+
+async def test_a_death_in_the_middle_of_drafts_loses_nothing(model: Path) -> None:
+    """Promised blocks that accepted drafts have filled come back, and none of a rejected draft: the
+    next engine answers with what host memory kept as one that computes all of it."""
+    asked, chance = prompts(3), random.Random(8)
+    wanted: dict[str, Any] = {"max_tokens": LONG_ANSWER}
+    async with supervised(model, LevelsConfig()) as plain:
+        await plain.ready()
+        first = [
+            (await plain.ask(f"r{number}", one, is_leased=False, drafts=False, **wanted))[0]
+            for number, one in enumerate(asked)
+        ]
+        longer = [(*one, *answer) for one, answer in zip(asked, first, strict=True)]
+        second = [
+            (await plain.ask(f"s{number}", one, is_leased=False, drafts=False, **wanted))[0]
+            for number, one in enumerate(longer)
+        ]
+        assert plain.accepted == 0
+    loads = 0
+    async with supervised(model, levels()) as own:
+        pid = await own.ready()
+        for death in range(DEATHS):
+            for number, tokens in enumerate(asked):
+                said = half_right(first[number], chance)
+                answer, _ = await own.ask(f"{death}a{number}", tokens, prediction=said, **wanted)
+                assert answer == first[number]
+            dying = asyncio.create_task(
+                own.ask(f"{death}d", longer[0], prediction=half_right(second[0], chance), **wanted)
+            )
+            asyncio.get_running_loop().call_later(
+                chance.uniform(0.0, 0.05), os.kill, pid, signal.SIGKILL
+            )
+            with contextlib.suppress(EngineError):
+                assert (await dying)[0] == second[0]
+            pid = await own.ready()
+            for number, tokens in enumerate(longer):
+                said = half_right(second[number], chance)
+                answer, loaded = await own.ask(
+                    f"{death}b{number}", tokens, prediction=said, **wanted
+                )
+                assert answer == second[number]
+                loads += bool(loaded)
+
+    assert own.accepted > DEATHS * LONG_ANSWER
+    assert loads > 0

@@ -21,7 +21,8 @@ FOLDER = Path(sys.prefix) / "bounds"
 UNTRIED = ("torch",)
 """Dependencies that are too large to install twice."""
 EXTRAS = ("exports", "otel", "postgres", "sealed")
-"""Extras that are tried too. `gpu` belongs to a build of torch; `remote` needs a server to test."""
+"""Extras that are tried too. `gpu` belongs to a build of torch; `remote` and `shared` need a server
+to test."""
 BULKY = ("tokenizers",)
 """Installed without what they depend on, none of which is used here."""
 TESTS = (

@@ -65,7 +65,7 @@ case "$*" in
 *"-- trunkline "*) eval "exec trunkline ${*#*-- trunkline }" ;;
 esac
 """,
-    **dict.fromkeys(("useradd", "journalctl", "nvidia-smi", "chown", "make"), "true"),
+    **dict.fromkeys(("useradd", "journalctl", "nvidia-smi", "chown", "make", "scp", "ssh"), "true"),
 }
 OPTIONAL = ("nginx", "caddy", "promtool", "helm")
 """Commands that stand in for themselves with true, where they are not installed."""
@@ -74,11 +74,13 @@ OPTIONAL = ("nginx", "caddy", "promtool", "helm")
 class HowToShell:
     """A folder in which the commands of a page run."""
 
-    def __init__(self, folder: Path, public: int, admin: int) -> None:
+    def __init__(self, folder: Path, public: int, admin: int, *engines: int) -> None:
+        """`engines`: ports for those that a page starts."""
         self.folder, self.root = folder / "checkout", folder / "root"
         folder = self.folder
         folder.mkdir()
         self.ports = {"8080": public, "8081": admin}
+        self.ports |= dict(zip(("7443", "7444"), engines, strict=False))
         for name in ("deploy", "examples", "compose.yaml", "Dockerfile", "constraints.txt"):
             (folder / name).symlink_to(ROOT / name)
         write_folder(folder / MODEL, tiny_config(context=2048))

@@ -7,9 +7,9 @@ from functools import partial
 from unittest.mock import patch
 
 from gateway.__main__ import main
-from gateway.engine_supervisor import EngineSupervisor
+from gateway.engines.composition import own_engine
 from tests.e2e.patient_engine import COMMAND
 
 if __name__ == "__main__":
-    with patch("gateway.app.EngineSupervisor", partial(EngineSupervisor, command=COMMAND)):
+    with patch("gateway.engines.composition.own_engine", partial(own_engine, command=COMMAND)):
         sys.exit(main())

@@ -15,6 +15,7 @@ from selenium.webdriver.support.ui import Select
 
 from engine.statistics import LevelStats, PayerBytes
 from gateway.config import AdminConfig
+from gateway.engines.replicas import Replicas
 from tenancy.accounts.keys import create_admin_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.types import wall_ms
@@ -36,6 +37,7 @@ WORDS = {
     "access": "this one",
     "audit": "Audit log",
     "engine": "steps per second",
+    "fleet": "every request goes to it",
 }
 """Text of each page after requests of two tenants."""
 
@@ -200,7 +202,7 @@ async def test_no_page_scrolls_sideways(
     for _ in range(3):
         await gateway.ask(body=gateway.chat("a question of some length for the cache"), who=name)
     context = gateway.gateway.context
-    context.models.default.engine = ReportedEngine(gateway.engine, STATS)
+    context.models.default.replicas = Replicas.of(ReportedEngine(gateway.engine, STATS))
     screen = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
     page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     pages = WORDS | {"memory": "Load or compute", "requests": "rate_limit_exceeded"}
@@ -223,7 +225,7 @@ async def test_memory_shows_levels_their_owners_and_why_one_is_off(
     context = gateway.gateway.context
     engine = ReportedEngine(gateway.engine, STATS)
     engine.set_level("disk", state="off", reason="read-only file system")
-    context.models.default.engine = engine
+    context.models.default.replicas = Replicas.of(engine)
     text = await asyncio.to_thread(page.open, "memory", "Load or compute")
     text = await asyncio.to_thread(page.see, "ada")
 
@@ -231,6 +233,24 @@ async def test_memory_shows_levels_their_owners_and_why_one_is_off(
     assert "Nothing is kept below the device" not in text
     assert "88 cached tokens" in text
     assert "not measured yet" in text
+    assert await asyncio.to_thread(page.faults) == []
+
+
+async def test_engine_shows_which_engine_elsewhere_is_lost(
+    entered: tuple[Page, AdminClient], gateway: GatewayFixture
+) -> None:
+    """A row for each, and a notice with the reason above."""
+    page, _ = entered
+    replicas = Replicas()
+    replicas.add("e0", gateway.engine)
+    lost = replicas.add("e1")
+    lost.state, lost.reason = "wrong", "The certificate has expired."
+    gateway.gateway.context.models.default.replicas = replicas
+    text = await asyncio.to_thread(page.open, "engine", "Engines elsewhere")
+
+    assert "The engine e1 is wrong: The certificate has expired." in text
+    rows = text[text.index("Engines elsewhere") :]
+    assert rows.index("e0") < rows.index("ready") < rows.index("e1") < rows.index("wrong")
     assert await asyncio.to_thread(page.faults) == []
 
 
@@ -242,7 +262,7 @@ async def test_memory_shows_what_a_remote_store_has(
     context = gateway.gateway.context
     remote = LevelStats("remote", "open", payers=(PayerBytes(b"1", 7 * 2**20, 2**20),))
     stats = msgspec.structs.replace(STATS, levels=(*STATS.levels, remote))
-    context.models.default.engine = ReportedEngine(gateway.engine, stats)
+    context.models.default.replicas = Replicas.of(ReportedEngine(gateway.engine, stats))
     await asyncio.to_thread(page.open, "memory", "Load or compute")
     text = await asyncio.to_thread(page.see, "ada")
 
@@ -565,13 +585,14 @@ async def test_several_models_are_shown_apart(
     page = await signed_in(browser, gateway.admin_url, admin.key, WORDS["overview"])
     browser.get_log("browser")
     cache = await asyncio.to_thread(page.open, "cache", "The pool of second")
-    await asyncio.to_thread(page.open, "tenants/ada", f"the present memory of {gateway.model}.")
+    sizes = await asyncio.to_thread(page.open, "tenants/ada", "Value of more KV memory of second")
     faults = await asyncio.to_thread(page.faults)
     await gateway.engines["second"].close()
     engine = await asyncio.to_thread(page.open, "engine", "The engine of second takes no requests")
     errors = [line["message"] for line in browser.get_log("browser")]
     await gateway.close()
 
+    assert f"Value of more KV memory of {gateway.model}" in sizes
     assert f"The pool of {gateway.model}" in cache
     assert "of 512 KV blocks" in cache
     assert engine.count("steps per second") >= 2

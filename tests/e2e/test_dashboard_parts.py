@@ -397,3 +397,44 @@ async def test_an_administrators_key_is_shown_beside_a_thousand_of_tenants(
     text = await asyncio.to_thread(page.open, "tenants/ada", "Show all 1,001 rows")
 
     assert "Only the first" not in text
+
+
+DRAFT_ROWS = """
+  const table = [...document.querySelectorAll("table")].find((one) =>
+    one.querySelector("caption")?.textContent === "Drafts by tenant and source");
+  return [...table.querySelectorAll("tbody tr")].map((row) =>
+    [...row.children].map((cell) => cell.textContent.trim()));
+"""
+
+
+async def test_engine_shows_drafts_by_tenant_and_source(
+    unopened_gateway: GatewayFixture, browser: Any
+) -> None:
+    """Drafted, accepted, their share and the steps saved are those of the API."""
+    gateway = unopened_gateway
+    gateway.draft_step_s = (1.0,) * 64
+    await gateway.open()
+    gateway.say("one line after another, and one line after another, and one line after another")
+    for who in ("ada", "bob", "bob"):
+        await gateway.ask(body=gateway.chat(max_tokens=40), who=who)
+    admin = AdminClient(gateway)
+    counted = (await admin.ask("GET", "/admin/v1/analytics"))[1]["drafts"]
+    page = await signed_in(browser, gateway.admin_url, admin.key, "Requests by ending")
+    browser.get_log("browser")
+    await asyncio.to_thread(page.open, "engine", "Drafts")
+    shown = await asyncio.to_thread(page.browser.execute_script, DRAFT_ROWS)
+    faults = await asyncio.to_thread(page.faults)
+    errors = [line["message"] for line in browser.get_log("browser")]
+    await gateway.close()
+
+    wanted = [
+        [
+            *(one["tenant"], one["source"], str(one["drafted"]), str(one["accepted"])),
+            f"{100 * one['accepted'] / one['drafted']:.1f} %",
+            str(one["accepted"]),
+        ]
+        for one in counted
+    ]
+    assert {"ada", "bob"} == {one["tenant"] for one in counted}
+    assert sorted(shown) == sorted(wanted)
+    assert (faults, errors) == ([], [])

@@ -33,6 +33,7 @@ PRINTED = {
         r"/levels is empty",
     ),
     "docker": (r'"completion_tokens":\d', r"default +1 "),
+    "fleet-size": (r"^seconds +0\.\d+ ", r"^round-robin +0\.\d+ ", r'"again_tokens": \d'),
     "from-litellm": (r'"object":"list"',),
     "from-openai": (r"(\d+) 0\n\1 [1-9]",),
     "from-vllm": (r'"completion_tokens":\d', "vllm:num_requests_running"),
@@ -40,12 +41,14 @@ PRINTED = {
     "gpu": (r"engine\.kv_memory_mib .*40960",),
     "grafana": (r"trunkline_engine_ready 1",),
     "kubernetes": (r"^tl-", "orchard"),
+    "kubernetes-engines": (r"^tl-", r"copy it to the host of engine/llm-trunkline-engine-3"),
     "litellm-in-front": (r'"object":"list"',),
     "one-hour": (
         r'"ephemeral_1h_input_tokens":[1-9]',
         r'"cache_read_input_tokens":[1-9]',
         r'"class":"1h"',
     ),
+    "ray": (r"data/fleet/engine-e1: copy it to the host of engine/e1",),
     "savings": (r"default +2 ", r'"saved_usd":"0\.000[0-9]*[1-9]'),
     "remote-store": (
         r"^ok +remote level +file://.*/bucket answers in [0-9]+ ms",
@@ -57,8 +60,16 @@ PRINTED = {
         r"^ok +disk level seal +key [0-9a-f]{8} of .*/levels\.key",
         r"/levels: 0 keys wrapped anew",
     ),
+    "several-gpus": (r": 2 replicas with a GPU each", r"engine\.gpus .*0,1"),
     "systemd": (r'"ready"', r"\btl-"),
     "tls": (r"server\.hosts .*llm\.example\.org", r'"ready"'),
+    "two-gpus": (
+        r"copy it to the host of gateway/g0",
+        r'"ready"',
+        r"data: \[DONE\]",
+        r'trunkline_replica_ready\{.*replica="e1".*\} 1',
+    ),
+    "two-machines": (r"^ok +configuration", r"^ok +fleet +\S*gateway-g0\S* is valid until"),
     "two-models": (
         r"^(ok +)?model small +",
         r'"id":"large".*"id":"small".*"id":"gpt-4o-mini"',
@@ -74,6 +85,14 @@ Answers are drawn, as a reader's are, so their lengths vary.
 ASKED = {
     "docker": ("docker compose up --build --detach --wait", "docker build --tag trunkline ."),
     "kubernetes": ("helm upgrade --install llm", "kubectl --namespace llm rollout status"),
+    "kubernetes-engines": (
+        "helm upgrade --install llm",
+        *(
+            f"kubectl --namespace llm create secret generic llm-trunkline-{holder}-tls"
+            for holder in ("gateway", "engine-0", "engine-3")
+        ),
+    ),
+    "two-machines": ("scp -r data/fleet/engine-e1", "ssh gpu1.example.org sudo install"),
     "systemd": ("make -C ", "systemctl enable --now trunkline"),
     "upgrade": ("trunkline backup /", "trunkline restore /"),
     "tls": ("nginx -t", "caddy validate"),
@@ -81,7 +100,10 @@ ASKED = {
 """Beginnings of what the stand-ins of a page were asked."""
 
 
-STOPPED = ("another-model", "disk", "gpu", "remote-store", "sealed-disk", "systemd", "two-models")
+STOPPED = (
+    *("another-model", "disk", "gpu", "remote-store", "sealed-disk", "several-gpus", "systemd"),
+    *("two-gpus", "two-models"),
+)
 """Pages that begin without a server."""
 BEFORE = {"sealed-disk": ("disk",), "remote-store": ("disk", "sealed-disk")}
 """Pages that a page builds on, in order."""
@@ -96,7 +118,7 @@ def blocks(page: Path) -> str:
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[HowToShell]:
     """Yield a shell with a running server, and stop the server afterwards."""
-    with free_ports(2) as ports:
+    with free_ports(4) as ports:
         opened = HowToShell(tmp_path, *ports)
         began = opened.run("systemctl start trunkline")
         assert began.returncode == 0, (opened.folder / "server.log").read_text()
@@ -177,12 +199,12 @@ def test_each_tenant_is_created_once() -> None:
     texts = [(ROOT / "README.md").read_text(), *map(blocks, PAGES)]
     created = re.findall(r"tenant create (\w+)", "\n".join(texts))
 
-    assert len(created) > len(PAGES) // 3
+    assert len(created) > len(PAGES) // 4
     assert len(created) == len(set(created)), sorted(created)
 
 
 def test_files_that_commands_name_exist() -> None:
     """A moved file of deploy/ or examples/ is moved in the pages, too."""
     for page in PAGES:
-        for name in re.findall(r"\b(?:deploy|examples)/[\w./-]+\w", page.read_text()):
+        for name in re.findall(r"\b(?:deploy|examples)/[\w./@-]+\w", page.read_text()):
             assert (ROOT / name).exists(), (page.name, name)

@@ -216,11 +216,15 @@ async def test_refuses_unsatisfiable_schema_by_field(
     await gateway.check_quiet()
 
 
-@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"anyOf": [{"$ref": "#/anyOf/0"}]}], ids=str)
-async def test_unsatisfiable_arguments_are_a_client_error(
-    gateway: GatewayFixture, client: AsyncOpenAI, schema: Any
+@pytest.mark.parametrize(
+    ("schema", "steps"),
+    [({"$ref": "#"}, "$ref"), ({"anyOf": [{"$ref": "#/anyOf/0"}]}, "anyOf.0.$ref")],
+    ids=["the schema itself", "an alternative"],
+)
+async def test_arguments_without_end_are_a_client_error(
+    gateway: GatewayFixture, client: AsyncOpenAI, schema: Any, steps: str
 ) -> None:
-    """The error appears after the call has begun; the server has not failed."""
+    """The error names the client's reference; the server has not failed."""
     function: Any = {"name": "f", "parameters": schema}
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(
@@ -229,7 +233,8 @@ async def test_unsatisfiable_arguments_are_a_client_error(
             )
         )
 
-    assert (caught.value.code, caught.value.param) == ("invalid_json_schema", "tools[0].function")
+    place = f"tools[0].function.parameters.{steps}"
+    assert (caught.value.code, caught.value.param) == ("invalid_json_schema", place)
     await gateway.check_quiet()
 
 

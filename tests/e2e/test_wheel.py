@@ -74,7 +74,10 @@ def test_the_metadata_says_what_the_package_is(wheel: Path) -> None:
         "exports",
         "sealed",
         "remote",
+        "fleet",
+        "ray",
         "postgres",
+        "shared",
         "otel",
     ]
     assert "# Trunkline" in str(found.get_payload())

@@ -366,3 +366,13 @@ async def test_wrong_content_type_is_415(gateway: GatewayFixture) -> None:
     ):
         status, _, _ = await gateway.ask(body=body, headers={"Content-Type": content_type})
         assert status == 415, content_type
+
+
+@pytest.mark.parametrize("charset", ["utf-8", "UTF-8", "Utf8", '"UTF-8"', "us-ascii"])
+async def test_names_of_utf_8_are_taken_in_any_case(gateway: GatewayFixture, charset: str) -> None:
+    """Java's and .NET's clients write the charset in capitals."""
+    body = json.dumps(gateway.chat("hi")).encode()
+    headers = {"Content-Type": f"application/json; charset={charset}"}
+    status, _, _ = await gateway.ask(body=body, headers=headers)
+
+    assert status == 200

@@ -247,7 +247,7 @@ async def test_turn_without_its_entry_is_withdrawn(
     """An answer that is not delivered is no part of the conversation."""
     path = await make(gateway, HI)
 
-    def fail(*_: object) -> asyncio.Future[None]:
+    def fail(*_: object, **__: object) -> asyncio.Future[None]:
         failed = asyncio.get_running_loop().create_future()
         failed.set_exception(LedgerUnavailable("ledger_unavailable", "the disk is full"))
         return failed

@@ -15,6 +15,7 @@ from engine.model_store import ModelCard
 from gateway.__main__ import main
 from gateway.background.history_sampling import HistorySampling
 from tenancy.accounting.audit import check_books
+from tenancy.accounting.reconcile import reconcile_living
 from tenancy.accounts.tenants import change_tenant
 from tenancy.storage import postgres
 from tenancy.storage.postgres import PostgresStore
@@ -55,6 +56,20 @@ async def second(
     await asyncio.to_thread(gateway.discard)
 
 
+@pytest.fixture
+async def beside(
+    card: ModelCard, tmp_path: Path, first: GatewayFixture
+) -> AsyncIterator[GatewayFixture]:
+    """Yield another gateway over the same database and the same engine."""
+    store = await asyncio.to_thread(first.store.open_another)
+    gateway = await asyncio.to_thread(GatewayFixture, card, tmp_path, store)
+    gateway.keys, gateway.beside = first.keys, first
+    await gateway.open()
+    yield gateway
+    await gateway.close()
+    await asyncio.to_thread(gateway.discard)
+
+
 async def poll_until(gateway: GatewayFixture, status: int, key: str | None = None) -> None:
     """Ask until the answer matches: changes reach other gateways within a second."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -84,6 +99,38 @@ async def test_two_gateways_share_one_ledger(first: GatewayFixture, second: Gate
     assert statuses == [200] * 24
     assert text.rstrip().endswith("[DONE]")
     assert (rows, held, findings) == ([(25, 25)], [(0,)], [])
+
+
+async def test_two_gateways_on_one_engine_agree_with_it_to_the_token(
+    first: GatewayFixture, beside: GatewayFixture
+) -> None:
+    """Whoever looks: tokens of both are in the engine's counts, and what is held is billed once."""
+    await poll_until(beside, 200, first.keys["ada"])
+    texts = ["one " * 40, "one " * 40, "two " * 9]
+    asked = [gateway.ask(body=first.chat(one)) for one in texts for gateway in (first, beside)]
+    statuses = [status for status, _, _ in await asyncio.gather(*asked)]
+    _, hit, _ = await beside.ask(body=beside.chat("one " * 40))
+    for gateway in (first, beside):
+        await gateway.quiet()
+        await gateway.gateway.reconciler.note()
+    for gateway in (first, beside):
+        await gateway.gateway.reconciler.note()
+    living = await asyncio.to_thread(reconcile_living, first.store, "1")
+    agree = [await one.gateway.reconciler.check() for one in (first, beside)]
+    least = sum(one.token_seconds for one in (await first.engine.get_held()).readings)
+    await asyncio.gather(*(one.gateway.metering.write() for one in (first, beside)))
+    held = sum(one.token_seconds for one in (await first.engine.get_held()).readings)
+    ((billed,),) = await asyncio.to_thread(
+        first.store.query, "select coalesce(sum(token_seconds), 0) from storage_hours"
+    )
+
+    assert statuses == [200] * 6
+    assert hit["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert living is not None
+    assert (living.state, living.gateways, agree) == ("running", 2, [True, True])
+    assert living.ledger == living.engine == living.metrics
+    assert living.ledger.output_tokens >= 7 * 8
+    assert 0 < least <= billed <= held
 
 
 async def test_other_gateway_replays_a_stored_response(

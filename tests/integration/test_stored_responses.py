@@ -324,7 +324,7 @@ async def test_response_without_its_entry_is_withdrawn(
     """An answer that is not delivered cannot be read later."""
     stored: list[int] = []
 
-    def fail(*_: object) -> asyncio.Future[None]:
+    def fail(*_: object, **__: object) -> asyncio.Future[None]:
         stored.append(len(gateway.store.query("select 1 from stored_responses")))
         failed = asyncio.get_running_loop().create_future()
         failed.set_exception(LedgerUnavailable("ledger_unavailable", "the disk is full"))

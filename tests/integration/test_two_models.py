@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from gateway.background.storage_metering import StorageMetering
 from gateway.config import ServedModelSettings
 from gateway.engines.served_models import FailedModel
 from tenancy.accounting.reconcile import reconcile_living
@@ -18,6 +17,7 @@ from tenancy.pricing.rate_cards import add_card
 from tenancy.types import wall_ms
 from tests.fakes import FakeClock
 from tests.unit.gateway.admin_client import AdminClient
+from tests.unit.gateway.engines.fake_link import FakeLink
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatedRunner, GatewayFixture
 
 SECOND = "second"
@@ -164,7 +164,8 @@ async def test_a_model_that_failed_is_told_as_failed_and_the_others_serve_on(
 async def test_an_engine_that_never_will_serve_is_told_as_failed(gateway: GatewayFixture) -> None:
     """Weights are read by the engine, after the model's tokenizer and template."""
     await gateway.engines[SECOND].close()
-    gateway.gateway.context.models.by_name[SECOND].failure = lambda: "weights that are not numbers"
+    (replica,) = gateway.gateway.context.models.by_name[SECOND].replicas
+    replica.link = FakeLink("weights that are not numbers")
     status, answer, response = await gateway.ask(body=chat(gateway, SECOND))
     _, listed, _ = await gateway.ask("/v1/models", method="GET")
     _, states, _ = await gateway.ask("/readyz", method="GET", who=None)
@@ -184,7 +185,8 @@ async def test_no_receipt_while_the_disk_of_a_failed_model_cannot_be_asked(
     """Its next engine would find what an earlier one left there."""
     await gateway.engines[SECOND].close()
     second = gateway.gateway.context.models.by_name[SECOND]
-    second.failure, second.has_disk = (lambda: "a fault"), True
+    (replica,) = second.replicas
+    replica.link, second.has_disk = FakeLink("a fault"), True
     status, answer, _ = await gateway.ask("/v1/cache", method="DELETE")
 
     assert (status, SECOND in answer["error"]["message"]) == (503, True)
@@ -381,24 +383,28 @@ async def test_turning_between_models_is_no_finding(gateway: GatewayFixture) -> 
     assert "model_changed" not in {cause for cause, _ in rows}
 
 
-async def test_storage_is_metered_by_model(gateway: GatewayFixture) -> None:
+async def test_storage_is_metered_by_model(unopened_gateway: GatewayFixture) -> None:
     """A token held costs what its model's rate card says."""
-    context, clock = gateway.gateway.context, FakeClock()
+    gateway, clock = unopened_gateway, FakeClock()
+    gateway.more = {SECOND: GatedRunner(gateway.card.config.vocab)}
+    gateway.clock = clock
+    await gateway.open()
     for model in (gateway.model, SECOND):
         await gateway.ask(body=chat(gateway, model))
     engines = gateway.engines.values()
     await gateway.until(lambda: all(one.stats.cached_blocks > 0 for one in engines))
-    context.clock = clock
-    metering = StorageMetering(context, gateway.gateway.erasure)
-    await metering.close()
+    before = [await one.get_held() for one in engines]
     clock.advance(10.0)
-    await metering.close()
+    await gateway.gateway.metering.write()
     rows = gateway.store.query("select model, sum(token_seconds) from storage_hours group by 1")
-
     held = {
         name: 160 * sum(one.blocks for one in engine.namespaces)
         for name, engine in gateway.engines.items()
     }
+    gateway.more[SECOND].release()
+    await gateway.close()
+
+    assert [one.readings for one in before] == [(), ()]
     assert {str(name): seconds for name, seconds in rows} == held
 
 
@@ -408,26 +414,25 @@ def price(gateway: GatewayFixture) -> None:
         add_card(gateway.store, wall_ms, RateCard(name, model=name, input=dollars * 1_000_000))
 
 
-async def test_advice_is_on_the_model_that_a_tenant_uses(gateway: GatewayFixture) -> None:
+async def test_advice_is_on_each_model_that_a_tenant_uses(gateway: GatewayFixture) -> None:
     """Another model's pool and prices say nothing of its requests."""
     price(gateway)
     pool = gateway.engines[SECOND].info
     assert pool is not None
     gateway.engines[SECOND].info = replace(pool, blocks=4_096, kv_bytes_per_block=3)
-    admin, found = AdminClient(gateway), []
-    for model in (gateway.model, SECOND):
-        await gateway.ask(body=chat(gateway, model))
-        await gateway.quiet()
-        await gateway.gateway.context.models.refresh_all()
-        _, advice = await admin.ask("GET", "/admin/v1/analytics/ada")
-        found.append((advice["model"], advice["rate_card"], advice["size_advice"][-2]["bytes"]))
-        await admin.ask("POST", "/admin/v1/erase", {"tenant": "ada"})
-    close(gateway, "ada")
+    admin = AdminClient(gateway)
+    for model, text in ((gateway.model, "one"), (SECOND, "one"), (SECOND, "another")):
+        await gateway.ask(body=chat(gateway, model, text))
     await gateway.ask(body=chat(gateway, gateway.model), who="bob")
-    _, other = await admin.ask("GET", "/admin/v1/analytics/bob")
+    await gateway.quiet()
+    _, ada = await admin.ask("GET", "/admin/v1/analytics/ada")
+    _, bob = await admin.ask("GET", "/admin/v1/analytics/bob")
 
-    assert found == [(gateway.model, f"{gateway.model}@1", 256), (SECOND, f"{SECOND}@1", 12_288)]
-    assert other["model"] == gateway.model
+    assert [
+        (one["model"], one["rate_card"], one["sampled_prompts"], one["size_advice"][-2]["bytes"])
+        for one in ada["advice"]
+    ] == [(SECOND, f"{SECOND}@1", 2, 12_288), (gateway.model, f"{gateway.model}@1", 1, 256)]
+    assert [one["model"] for one in bob["advice"]] == [gateway.model]
 
 
 async def test_evictions_cost_the_price_of_the_model(gateway: GatewayFixture) -> None:

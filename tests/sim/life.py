@@ -78,6 +78,7 @@ class Life:
             make_core=make_core,
             grammars=PolledGrammars(self.grammar_chance.choice([0, 0, 3])),
             make_levels=self._levels_below(seed),
+            draft_right=random.Random(seed ^ 0xD4AF7).choice([None, 0.0, 0.5, 0.9, 1.0]),
         )
         self.quotas = {
             b"north": Quota(floor_blocks=floor),

@@ -27,7 +27,7 @@ from engine.scheduler.sequence import ActiveRequest
 from tests.checkers import outcome
 from tests.sim.life import Life
 
-LIVES = 60
+LIVES = 150
 EVENTS = 250
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from gateway.bench.client import BenchError
 from gateway.bench.report import machine
-from gateway.cli.serve import prepared_model
 from gateway.config import load_config
+from gateway.engines.model_files import prepared_model
 from tests.bench.overhead.overhead import KINDS, Line, Overhead, Say, measure, sync_s
 
 TURNS_WITH_BOOKS = 7

@@ -19,6 +19,8 @@ from typing import cast
 from engine.api import (
     Cancel,
     Command,
+    Departed,
+    Disown,
     Drain,
     Ending,
     EndSample,
@@ -27,7 +29,10 @@ from engine.api import (
     Erased,
     Event,
     Finished,
+    GetDeparted,
+    GetHeld,
     GetStats,
+    Held,
     Peek,
     Peeked,
     Request,
@@ -40,6 +45,7 @@ from engine.api import (
     Surveyed,
     Tokens,
     Usage,
+    WatchPrefixes,
 )
 from engine.model_store import load_card
 from engine.protocol import Downward, Frame, Hello, Reply, Welcome, encode, read_upward
@@ -147,7 +153,11 @@ class NullEngine(asyncio.Protocol):
                 self._send_events(Erased(call_id, 0))
             case GetStats(call_id=call_id):
                 self._send_events(Stats(call_id, step=self._step, running=len(self._running)))
-            case SetQuotas():
+            case GetHeld(call_id=call_id):
+                self._send_events(Held(call_id, ()))
+            case GetDeparted(call_id=call_id):
+                self._send_events(Departed(call_id, ()))
+            case SetQuotas() | WatchPrefixes() | Disown():
                 pass
             case Survey(call_id=call_id):
                 self._send_events(Surveyed(call_id, ()))

@@ -26,7 +26,7 @@ from gateway.app import Gateway, open_analytics
 from gateway.cli.database import connect
 from gateway.config import Config, LimitsConfig, LogConfig, ServerConfig
 from gateway.context import Context
-from gateway.engine_supervisor import EngineSupervisor
+from gateway.engines.composition import own_engine
 from gateway.engines.served_models import ServedModel
 from gateway.gc_tuning import freeze_heap, use_large_pages
 from gateway.ledger.client import LedgerProcessClient
@@ -140,11 +140,11 @@ async def serve(settings: NullGatewaySettings) -> None:
     store = connect(config)
     key = make_key(store)
     log = LogLines(sys.stderr.fileno(), wall_ms)
-    supervisor = EngineSupervisor(Path(card.folder), config.engine, log, command=NULL_ENGINE)
+    replicas = own_engine(Path(card.folder), config.engine, log, command=NULL_ENGINE)
     ledger = LedgerProcessClient(config.tenancy.database, config.data, log)
     await ledger.open()
     analytics = await open_analytics(config, log) if settings.books else None
-    models = [ServedModel(card.name, supervisor, Renderer(card))]
+    models = [ServedModel(card.name, replicas, Renderer(card))]
     gateway = Gateway(config, models, store, log, ledger=ledger, analytics=analytics)
     if not settings.books:
         remove_ledger_and_analytics(gateway)
@@ -158,10 +158,10 @@ async def serve(settings: NullGatewaySettings) -> None:
     loop.add_reader(sys.stdin.fileno(), parent_spoke)
     try:
         urls = await gateway.listen(("127.0.0.1", 0), ("127.0.0.1", 0))
-        supervisor.start()
+        replicas.start()
         freeze_heap()
         use_large_pages()
-        await supervisor.wait_ready()
+        await replicas.wait_ready()
         pids = (ledger.pid, analytics.pid) if analytics is not None else ()
         ready = Ready(urls[0], key, card.name, os.getpid(), pids)
         sys.stdout.buffer.write(msgspec.json.encode(ready) + b"\n")
@@ -169,7 +169,7 @@ async def serve(settings: NullGatewaySettings) -> None:
         await parent_gone.wait()
     finally:
         await gateway.close()
-        await supervisor.close()
+        await replicas.close()
         store.close()
 
 

@@ -15,7 +15,8 @@ from engine.api import CacheGrant, Event, Finished, Request, Sampling, Started, 
 from engine.config import EngineConfig
 from engine.model_store import ModelCard
 from gateway.bench.client import BenchError
-from gateway.engine_supervisor import EngineSupervisor
+from gateway.engines.composition import own_engine
+from gateway.engines.replicas import Replicas
 from tenancy.storage.sqlite import SqliteStore
 from tests.bench.overhead.__main__ import parse_arguments, run_overhead_bench
 from tests.bench.overhead.load import Load, LoadResult, run
@@ -42,9 +43,9 @@ def fail_on_blocking_calls() -> None:
 
 
 @asynccontextmanager
-async def null_engine(card: ModelCard) -> AsyncIterator[EngineSupervisor]:
+async def null_engine(card: ModelCard) -> AsyncIterator[Replicas]:
     """Start the process as the gateway does."""
-    engine = EngineSupervisor(
+    engine = own_engine(
         Path(card.folder), EngineConfig(), lambda event, facts: None, command=NULL_ENGINE
     )
     engine.start()
@@ -101,11 +102,11 @@ async def test_null_engine_answers_all_other_commands(card: ModelCard) -> None:
     """Peeking, erasing and counting must not hang the measured gateway."""
     async with null_engine(card) as engine:
         peeked = await engine.peek(b"bench", (1, 2))
-        erased = await engine.erase(b"bench")
+        erased, away = await engine.erase(b"bench")
         stats = await engine.get_stats()
         await engine.drain(1.0)
 
-        assert (peeked.cached_tokens, erased.blocks, stats.running) == (0, 0, 0)
+        assert (peeked.cached_tokens, erased.blocks, stats.running, away) == (0, 0, 0, frozenset())
 
 
 # --- the load ----------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from gateway.app import Gateway
 from gateway.background.webhooks import WebhookEndpoint
 from gateway.config import Config, LimitsConfig, ServerConfig
 from gateway.embeddings.embedder import Embedder
+from gateway.engines.replicas import Replicas
 from gateway.engines.served_models import FailedModel, ServedModel
 from gateway.periodic_task import PeriodicTask
 from gateway.prompt import Renderer
@@ -134,14 +135,19 @@ class GatewayFixture:
         self.endpoints: Sequence[WebhookEndpoint] = ()
         self.more: dict[str, GatedRunner] = {}
         """Set before opening: further models by name, each with a runner of its own."""
+        self.engine: LocalEngine
         self.engines: dict[str, LocalEngine] = {}
         """The engine of each model, once open."""
         self.failed: list[FailedModel] = []
         """Set before opening: models that could not be started."""
         self.embeddings: Embedder | None = None
         """Set before opening: the embedding model."""
+        self.beside: GatewayFixture | None = None
+        """Set before opening: an open gateway, whose engine this one has, too."""
         self.takes_grammars = False
         """Set before opening: answers can be held to schemas, by threads and processes."""
+        self.draft_step_s: tuple[float, ...] = ()
+        """Set before opening: times of steps with drafts; by default there are none."""
         self._constraints = Constraints()
 
     @property
@@ -164,14 +170,18 @@ class GatewayFixture:
 
     async def open(self) -> None:
         """Start the engine and both listeners."""
-        self.engine = await LocalEngine.start(self._make_core, self.engine_config)
+        self.engine = (
+            await LocalEngine.start(self._make_core, self.engine_config)
+            if self.beside is None
+            else self.beside.engine.beside()
+        )
         self.engines[self.model] = self.engine
         for number, (name, runner) in enumerate(self.more.items(), 2):
             make = partial(self._make_core, runner, f"{self.epoch}.{number}")
             self.engines[name] = await LocalEngine.start(make, self.engine_config)
         aliases = {self.model: self.config.model.aliases}
         models = [
-            ServedModel(name, one, self.renderer, aliases.get(name, ()))
+            ServedModel(name, Replicas.of(one), self.renderer, aliases.get(name, ()))
             for name, one in self.engines.items()
         ]
         # In a thread: what it reads at its start may be a round trip away.
@@ -226,6 +236,7 @@ class GatewayFixture:
             vocab_size=self.card.config.vocab,
             context_tokens=self.context_tokens,
             constraints=self._constraints,
+            draft_step_s=self.draft_step_s,
         )
         info = EngineInfo(
             epoch=epoch or self.epoch,

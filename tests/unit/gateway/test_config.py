@@ -396,7 +396,11 @@ def test_refuses_rate_card_for_an_alias(tmp_path: Path, config: str, alias: str)
         ),
         (
             "name = 'a'\nurl = 'https://x'\nsecret_env = 'S'\nevents = ['x']",
-            "webhooks[0].events[0]",
+            "webhooks[0].events[0]: Expected one of 'budget.threshold', 'hit_ratio.fell'",
+        ),
+        (
+            "name = 'a'\nurl = 'https://x'\nsecret_env = 'S'\nformat = 'teams'",
+            "webhooks[0].format: Expected one of 'standard', 'slack'",
         ),
         ("name = 'a'\nulr = 'https://x'", "did you mean webhooks[0].url?"),
     ],
@@ -407,6 +411,11 @@ def test_a_wrong_webhook_is_named(tmp_path: Path, webhook: str, what: str) -> No
         load(tmp_path, f"[[webhooks]]\n{webhook}\n")
 
     assert "u:p" not in str(caught.value)
+
+
+def test_a_byte_order_mark_before_the_file_is_ignored(tmp_path: Path) -> None:
+    """Windows' editors write it, and nobody sees it."""
+    assert load(tmp_path, "\ufeff[server]\nlisten = '127.0.0.1:9'\n").server.listen.endswith(":9")
 
 
 def test_a_webhook_has_a_name_once(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from gateway.analytics.aggregates import (
     SAMPLE_MAX,
     TENANTS_COUNTED_MAX,
     Analytics,
+    ModelTerms,
     PromptSamples,
 )
 from gateway.analytics.completed_prompt import CompletedPrompt, PromptContext
@@ -32,6 +33,8 @@ from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CARD = RateCard("c", input=1_000, cache_read=100)
+DEAR = RateCard("d", input=5_000, cache_read=500)
+TERMS = {"m": ModelTerms(CARD, 64), "dear": ModelTerms(DEAR, 8)}
 ADA, BOB, EVE = 1, 2, 3
 
 
@@ -49,7 +52,13 @@ class AnalyticsUnderTest:
         )
 
     def note(
-        self, tenant_id: int, words: str, cached: int = 0, missed: str = "", missed_tokens: int = 0
+        self,
+        tenant_id: int,
+        words: str,
+        cached: int = 0,
+        missed: str = "",
+        missed_tokens: int = 0,
+        model: str = "m",
     ) -> None:
         """Note a request; each letter is a block of sixteen tokens and a segment."""
         tokens = tuple(ord(word) for word in words for _ in range(16))
@@ -58,12 +67,14 @@ class AnalyticsUnderTest:
             len(tokens), {"5m": cached} if cached else {}, {}, len(tokens) - cached, 5, cached
         )
         prompt = Rendered(tokens, boundaries)
-        facts = CompletedPrompt(tenant_id, record, prompt, 0.1, missed, "done", missed_tokens)
-        context = PromptContext("r", b"n", "e", self.clock.now_s, False, 0, {})
+        facts = CompletedPrompt(
+            tenant_id, model, record, prompt, 0.1, missed, "done", missed_tokens
+        )
+        context = PromptContext("r", model.encode(), "e", self.clock.now_s, False, 0, {})
         self.analytics.note(replace(facts, context=context))
 
     def tenant(self, tenant_id: int) -> dict[str, Any]:
-        found = self.analytics.tenant(tenant_id, CARD, 64)
+        found = self.analytics.tenant(tenant_id, TERMS)
         assert found is not None
         return found
 
@@ -121,6 +132,49 @@ def test_prices_breaks_at_the_saving_of_a_read() -> None:
     assert (lost["place"], lost["tokens"], lost["cost_pico"]) == ("messages[0]", 48, 48 * 900)
 
 
+def hit_ratios(advice: dict[str, Any]) -> dict[int, float]:
+    return {one["blocks"]: one["hit_ratio"] for one in advice["size_advice"]}
+
+
+def test_sizes_of_two_models_are_told_apart() -> None:
+    """Each model has a cache of its own. One curve over both would say that a cache has to hold
+    the prompts of both between two uses, and count another model's repetition as a hit."""
+    alone, both = AnalyticsUnderTest(), AnalyticsUnderTest()
+    for number in range(60):
+        for world in (alone, both):
+            world.note(ADA, "abcd" if number % 2 else "efgh")
+        both.note(ADA, "abcd", model="dear")
+        both.note(ADA, "".join(map(chr, range(200 + 8 * number, 208 + 8 * number))), model="dear")
+
+    [single] = alone.tenant(ADA)["advice"]
+    advice = {one["model"]: one for one in both.tenant(ADA)["advice"]}
+
+    assert advice["m"] == single
+    assert hit_ratios(single)[4] == 0.0 < 0.9 < hit_ratios(single)[16]
+    assert [one["blocks"] for one in advice["dear"]["size_advice"]] == [1, 2, 4, 8, 16]
+    assert hit_ratios(advice["dear"])[8] == 0.0 < 0.2 < hit_ratios(advice["dear"])[16]
+    assert (advice["dear"]["rate_card"], advice["dear"]["sampled_prompts"]) == ("d@1", 120)
+
+
+def test_misses_are_priced_by_the_model_that_computed_them() -> None:
+    """The sum of a cause has the prices of each model; a place has those of its own."""
+    world = AnalyticsUnderTest()
+    for model in ("m", "dear"):
+        world.note(ADA, "abcdef", model=model)
+        world.note(ADA, "abcdef", missed="expired", missed_tokens=96, model=model)
+        world.note(ADA, "xbcdef", model=model)
+    ada = world.tenant(ADA)
+    [expired] = [one for one in ada["recomputed"] if one["cause"] == "expired"]
+
+    assert {one["model"]: one["cost_pico"] for one in ada["breaks"]} == {
+        "m": 96 * 900,
+        "dear": 96 * 4_500,
+    }
+    assert (expired["tokens"], expired["cost_pico"]) == (192, 96 * (900 + 4_500))
+    assert world.analytics.missed_tokens(ADA, "expired") == 192
+    assert {one["model"] for one in ada["top_prefixes"]} == {"m", "dear"}
+
+
 def test_drops_samples_of_inactive_tenants_but_keeps_sums() -> None:
     world = AnalyticsUnderTest(tenants_max=2)
     for tenant_id in (ADA, BOB, EVE):
@@ -141,7 +195,7 @@ def test_tenants_beyond_the_bound_stay_in_the_total() -> None:
     found = world.analytics.overview()
     assert len(found["tenants"]) == TENANTS_COUNTED_MAX
     assert found["total"]["requests"] == TENANTS_COUNTED_MAX + 1
-    assert world.analytics.tenant(0, CARD, 64) is None
+    assert world.analytics.tenant(0, TERMS) is None
 
 
 def test_samples_of_a_tenant_are_bounded_in_bytes() -> None:
@@ -155,7 +209,7 @@ def test_samples_of_a_tenant_are_bounded_in_bytes() -> None:
         for number in range(200):
             tokens = tuple(chance.randrange(2**31) for _ in range(1_024))
             boundaries = tuple(Boundary(32 * n, f"messages[{n}]" + "x" * 500) for n in range(1, 33))
-            facts = CompletedPrompt(ADA, record, Rendered(tokens, boundaries), 0.1, "", "done")
+            facts = CompletedPrompt(ADA, "m", record, Rendered(tokens, boundaries), 0.1, "", "done")
             prompts.add(float(number), facts)
         return prompts
 
@@ -213,7 +267,7 @@ def test_sums_equal_those_over_a_list_of_all_requests(answers: list[Any]) -> Non
         tokens = tuple(ord(word) for word in words for _ in range(16))
         boundaries = tuple(Boundary(16 * (n + 1), f"messages[{n}]") for n in range(len(words)))
         facts = CompletedPrompt(
-            tenant_id, record, Rendered(tokens, boundaries), first_s, missed, ending, found
+            tenant_id, "m", record, Rendered(tokens, boundaries), first_s, missed, ending, found
         )
         rows.append(
             (int(world.clock.now_s * 1000) // 60_000, tenant_id, record, missed, ending, first_s)
@@ -253,7 +307,7 @@ def test_repeated_minute_is_added_to_the_last_one() -> None:
     """A wall clock set back by an hour does not make history run backwards."""
     clock, wall_s = FakeClock(), [7_200]
     seen = Analytics(clock, lambda: wall_s[0] * 1000, 10, {}, 1)
-    facts = CompletedPrompt(ADA, UsageRecord(8, fresh=8), Rendered((1,) * 8), None, "", "done")
+    facts = CompletedPrompt(ADA, "m", UsageRecord(8, fresh=8), Rendered((1,) * 8), None, "", "done")
 
     for now_s in (7_200, 3_600, 7_259, 7_260):
         wall_s[0] = now_s
@@ -275,12 +329,13 @@ def test_looks_at_a_bounded_part_of_a_prompt(tokens: int, step: int) -> None:
     ends = [Boundary(end, f"messages[{end}]") for end in range(0, tokens, step)]
     for _ in range(3):
         prompt = Rendered(tuple(chance.choices(range(50_000), k=tokens)), tuple(ends))
-        world.analytics.note(CompletedPrompt(ADA, record, prompt, None, "", "done"))
+        world.analytics.note(CompletedPrompt(ADA, "m", record, prompt, None, "", "done"))
 
     ada = world.tenant(ADA)
 
-    assert ada["sampled_prompts"] == ada["total"]["requests"] == 3
-    assert ada["sampled_blocks"] <= min(SAMPLE_MAX, 3 * 80)
+    [advice] = ada["advice"]
+    assert advice["sampled_prompts"] == ada["total"]["requests"] == 3
+    assert advice["sampled_blocks"] <= min(SAMPLE_MAX, 3 * 80)
     assert sum(one["count"] for one in ada["breaks"]) == (2 if len(ends) > 1 else 0)
 
 
@@ -318,8 +373,9 @@ async def test_admin_api_shows_analytics(gateway: GatewayFixture) -> None:
     assert overview["total"]["requests"] == 2
     assert overview["engine"]["ready"] is True
     assert tenant["total"]["hit_ratio"] > 0
-    assert [one["retention"] for one in tenant["retention_advice"]][:2] == ["5m", "in_memory"]
-    present = tenant["size_advice"][-2]
+    [advice] = tenant["advice"]
+    assert [one["retention"] for one in advice["retention_advice"]][:2] == ["5m", "in_memory"]
+    present = advice["size_advice"][-2]
     assert present["blocks"] == overview["engine"]["blocks"]
     assert present["bytes"] == present["blocks"] * overview["engine"]["kv_bytes_per_block"]
     assert present["more_pico"] == present["more_error_pico"] == 0

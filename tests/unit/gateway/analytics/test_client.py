@@ -15,7 +15,7 @@ import pytest
 from engine import wire
 from engine.api import Grammar
 from gateway.analytics import client
-from gateway.analytics.aggregates import Analytics
+from gateway.analytics.aggregates import Analytics, ModelTerms
 from gateway.analytics.client import REQUESTS_MAX, TOKENS_MAX, AnalyticsProcessClient
 from gateway.analytics.completed_prompt import CompletedPrompt, PromptContext
 from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
@@ -30,6 +30,7 @@ from tests.fakes import FakeClock
 PATIENCE_S = 60.0
 BEGIN = StartAnalytics(10, {"5m": ClassTerms(300.0, "5m"), "1h": ClassTerms(3_600.0, "1h")})
 CARD = RateCard("c", input=1_000, cache_read=100, cache_write={"5m": 1_250})
+TERMS = {"m": ModelTerms(CARD, 64), "n": ModelTerms(CARD, 0)}
 NO_PAUSE = RestartPolicy((0.001,))
 READS_NOTHING = (sys.executable, "-c", "import time; time.sleep(600)")
 
@@ -89,6 +90,7 @@ def make_prompt(seed: int) -> CompletedPrompt:
     grammar = Grammar("json_object") if chance.random() < 0.3 else None
     return CompletedPrompt(
         chance.randrange(1, 4),
+        ("m", "n")[seed % 2],
         record,
         Rendered(tokens, boundaries, grammar),
         chance.choice((None, 0.02)),
@@ -110,7 +112,7 @@ def make_prompt(seed: int) -> CompletedPrompt:
 
 async def ask_everything(asked: AnalyticsClient) -> list[Any]:
     """Ask every question. Digests of prefixes are left out: each process has its own key."""
-    tenants = [await asked.tenant(tenant_id, CARD, 64) for tenant_id in (1, 2, 9)]
+    tenants = [await asked.tenant(tenant_id, TERMS) for tenant_id in (1, 2, 9)]
     for row in (row for one in tenants if one is not None for row in one["top_prefixes"]):
         del row["id"]
     return [
@@ -158,7 +160,7 @@ async def test_sends_requests_in_batches(
         remote.note(make_prompt(1))
     long = Rendered((1,) * TOKENS_MAX)
     remote.note(
-        CompletedPrompt(1, UsageRecord(TOKENS_MAX, fresh=TOKENS_MAX), long, None, "", "done")
+        CompletedPrompt(1, "m", UsageRecord(TOKENS_MAX, fresh=TOKENS_MAX), long, None, "", "done")
     )
     remote.note(make_prompt(2))
     await remote.overview()
@@ -205,7 +207,7 @@ async def test_process_that_reads_nothing_costs_bounded_memory(
     monkeypatch.setattr(client, "CLOSE_S", 0.1)
     remote = await analytics.open(*READS_NOTHING)
     long = Rendered(tuple(range(TOKENS_MAX)))
-    one = CompletedPrompt(1, UsageRecord(TOKENS_MAX, fresh=TOKENS_MAX), long, None, "", "done")
+    one = CompletedPrompt(1, "m", UsageRecord(TOKENS_MAX, fresh=TOKENS_MAX), long, None, "", "done")
     for _ in range(200):
         remote.note(one)
     assert remote._wire is not None

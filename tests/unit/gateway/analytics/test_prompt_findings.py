@@ -46,6 +46,7 @@ class Prompts:
         write: dict[str, int] | None = None,
         after_s: float = 10.0,
         tenant_id: int = 1,
+        model: str = "m",
         **context: Any,
     ) -> dict[str, FindingCount]:
         """Note a prompt; return what it added, by cause."""
@@ -70,7 +71,16 @@ class Prompts:
         self._clock.now_s = self.now_s + 1
         self.analytics.note(
             CompletedPrompt(
-                *(tenant_id, record, Rendered(tokens, marks), 0.1, missed, "done", missed_tokens),
+                *(
+                    tenant_id,
+                    model,
+                    record,
+                    Rendered(tokens, marks),
+                    0.1,
+                    missed,
+                    "done",
+                    missed_tokens,
+                ),
                 context=PromptContext(**facts),
             )
         )
@@ -204,6 +214,18 @@ def test_working_set_counts_a_lost_prefix_once_an_hour(prompts: Prompts) -> None
     assert first.facts == {"evicted_pressure": 1, WORKING_SET: 220}
     assert again.facts == {"evicted_pressure": 1}
     assert later.facts == first.facts
+
+
+def test_working_set_is_of_one_model(prompts: Prompts) -> None:
+    """Each has a cache of its own, and multiplies a floor by its own factor."""
+    prompts.ask(model="n", namespace=b"of n")
+    one = prompts.ask(losses={"evicted_pressure": 9})["evicted"]
+    other = prompts.ask(
+        losses={"evicted_pressure": 9}, model="n", namespace=b"of n", quota_scale=0.5
+    )["evicted"]
+
+    assert (one.model, one.facts[WORKING_SET]) == ("m", 220)
+    assert (other.model, other.facts[WORKING_SET]) == ("n", 440)
 
 
 def test_hours_are_apart_and_tenants_too(prompts: Prompts) -> None:

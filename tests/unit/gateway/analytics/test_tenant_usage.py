@@ -33,10 +33,10 @@ def test_models_are_summed_and_told_apart() -> None:
     tables, usage = {"a": NamespaceTable(), "b": NamespaceTable()}, TenantCacheUsage()
     for name, table in tables.items():
         table.add([NamespaceStats(b"1" + name.encode(), 3 + ord(name) % 2, 0, 1, 0)])
-        usage.update(table, owner_of, name)
+        usage.update([table], owner_of, name)
     both = usage.of(1)["blocks"], usage.total("blocks"), usage.total("blocks", "b")
     by_model = {name: row["blocks"] for name, row in usage.by_model(1).items()}
-    usage.update(NamespaceTable(), owner_of, "a")
+    usage.update([NamespaceTable()], owner_of, "a")
 
     assert both == (7, 7, 3)
     assert by_model == {"a": 4, "b": 3}
@@ -58,11 +58,11 @@ def test_sums_equal_those_over_all_namespaces(history: list[tuple[NamespaceStats
         if what == "other table":
             table = NamespaceTable()
         if what == "none":
-            usage.update(None, owner_of)
+            usage.update([], owner_of)
         table.add([stats])
         if what == "update":
-            usage.update(table, owner_of)
-    usage.update(table, owner_of)
+            usage.update([table], owner_of)
+    usage.update([table], owner_of)
 
     sums: dict[int, dict[str, int]] = defaultdict(lambda: dict.fromkeys(FIELDS, 0))
     for one in table:

@@ -45,6 +45,21 @@ async def create(gateway: GatewayFixture, who: str = "ada", **fields: Any) -> di
     return resource
 
 
+async def test_every_version_of_the_api_is_served(gateway: GatewayFixture) -> None:
+    """Google's SDK asks for `v1alpha` where a client tries what is new."""
+    status, made, _ = await gateway.ask("/v1alpha/cachedContents", creation(gateway))
+    path, body = question(gateway, made["name"])
+    answers = [
+        await gateway.ask(path.replace("v1beta", version), body)
+        for version in ("v1", "v1beta", "v1alpha")
+    ]
+
+    assert status == 200
+    assert [status for status, _, _ in answers] == [200, 200, 200]
+    for _, answer, _ in answers:
+        assert answer["usageMetadata"]["cachedContentTokenCount"] > 0
+
+
 def hour_request(gateway: GatewayFixture) -> dict[str, Any]:
     """Return a request of another dialect with the same text at a breakpoint, for an hour."""
     control = {"type": "ephemeral", "ttl": "1h"}

@@ -8,6 +8,7 @@ import pytest
 
 from gateway.background import reconciliation
 from gateway.ledger.interface import InProcessLedger
+from tests.unit.gateway.engines.fake_link import FakeLink
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
@@ -40,7 +41,8 @@ async def test_says_why_there_is_no_engine(
     context = gateway.gateway.context
     monkeypatch.setattr(gateway.engine, "ready", lambda: False)
     first = await probe(gateway, "/readyz")
-    monkeypatch.setattr(context.models.default, "restarts", lambda: 3)
+    (replica,) = context.models.default.replicas
+    replica.link = FakeLink(restarts=3)
     later = await probe(gateway, "/readyz")
     alive = await probe(gateway, "/healthz")
     other_name = await probe(gateway, "/health")

@@ -12,6 +12,7 @@ from gateway.dialects.anthropic.family import list_models as anthropic_list
 from gateway.dialects.gemini.family import list_models as gemini_list
 from gateway.dialects.protocol import ListedModel
 from gateway.errors import Refusal
+from tests.unit.gateway.engines.fake_link import FakeLink
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 MODELS = [ListedModel(f"m{n}", 1_700_000_000, 8192, 4096) for n in range(5)]
@@ -72,6 +73,7 @@ async def test_shows_a_model_by_id_with_or_without_prefix(
         gateway, f"/v1/models/{gateway.model}", {"anthropic-version": "2023-06-01"}
     )
     two = await list_models(gateway, f"/v1beta/models/{gateway.model}", {})
+    alpha = await list_models(gateway, f"/v1alpha/models/{gateway.model}", {})
     status, error, _ = await gateway.ask(
         "/v1/models/none", method="GET", headers={"x-goog-api-client": "x"}
     )
@@ -82,6 +84,7 @@ async def test_shows_a_model_by_id_with_or_without_prefix(
     assert (three["object"], three["id"]) == ("model", gateway.model)
     assert (missing, of_openai["error"]["code"]) == (404, "model_not_found")
     assert (one["type"], one["id"]) == ("model", gateway.model)
+    assert alpha == two
     assert two["name"] == f"models/{gateway.model}"
     assert (status, error["error"]["status"]) == (404, "NOT_FOUND")
 
@@ -123,7 +126,8 @@ def test_refuses_invalid_pages(query: dict[str, str]) -> None:
 
 async def test_a_model_that_failed_is_no_model_of_the_lists(gateway: GatewayFixture) -> None:
     """Asked by name it says what a request of it would."""
-    gateway.gateway.context.models.default.failure = lambda: "its weights are not numbers"
+    (replica,) = gateway.gateway.context.models.default.replicas
+    replica.link = FakeLink("its weights are not numbers")
     listed = await list_models(gateway, "/v1/models", {})
     status, one, _ = await gateway.ask(f"/v1/models/{gateway.model}", method="GET")
 

@@ -6,9 +6,14 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from engine.api import Namespace, Peeked, Quota
+from engine.statistics import LoadReport, Stats
+from engine.strides import PrefixChanges, stride_digests
+from gateway.engines.replicas import Replicas
 from tenancy.accounts.tenants import change_tenant
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
+from tests.unit.gateway.engines.test_replica_choice import RecordedEngine
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CHAT = "/v1/chat/completions"
@@ -220,3 +225,62 @@ async def test_a_quote_without_its_envelope_names_it(gateway: GatewayFixture) ->
     status, found, _ = await gateway.ask(QUOTE, {"endpoint": CHAT, "request": request, "x": 1})
 
     assert (status, "unknown field `x`" in found["error"]["message"]) == (400, True)
+
+
+class PeekedEngine(RecordedEngine):
+    """An engine that has been asked what it has of a prompt, and has so many tokens of each."""
+
+    def __init__(self, epoch: str) -> None:
+        super().__init__(epoch)
+        self.cached_tokens = 0
+        self.peeks: list[tuple[Namespace, tuple[int, ...]]] = []
+
+    async def peek(
+        self, namespace: Namespace, tokens: tuple[int, ...], quota: Quota | None = None
+    ) -> Peeked:
+        self.peeks.append((namespace, tokens))
+        return Peeked(0, self.cached_tokens)
+
+    async def get_stats(self) -> Stats:
+        return self.stats
+
+    def tell(self, waiting_tokens: int) -> None:
+        """Tell a queue, and a pace of 1,000 prompt tokens a second."""
+        self.receive([LoadReport(waiting_tokens=waiting_tokens, prefill_tokens_per_s=1_000.0)])
+
+
+async def test_a_quote_is_that_of_the_engine_that_would_be_chosen(
+    gateway: GatewayFixture,
+) -> None:
+    """Its hits and its wait: not those of an engine with a longer queue, nor sums over both."""
+    engines = [PeekedEngine("a"), PeekedEngine("b")]
+    replicas = Replicas()
+    for number, engine in enumerate(engines):
+        replicas.add(f"e{number}", engine)
+        engine.receive([PrefixChanges(is_first=True)])
+    model = gateway.gateway.context.models.default
+    own, model.replicas = model.replicas, replicas
+    first, second = engines
+    request = body(gateway, "What is known of all this? " * 8)
+    second.tell(100_000)
+    first.tell(0)
+    cold = await quoted(gateway, request)
+    ((namespace, tokens),) = first.peeks
+    second.cached_tokens = 256
+    second.receive([PrefixChanges(device_added=b"".join(stride_digests(namespace, tokens)[:2]))])
+    second.tell(100)
+    warm = await quoted(gateway, request)
+    model.replicas = own
+
+    total = cold["prompt_tokens"]
+    assert (cold["physical"]["cached_tokens"], cold["first_token_s"]) == (0, rounded(total / 1_000))
+    assert warm["physical"]["cached_tokens"] == 256
+    assert warm["first_token_s"] == rounded((100 + total - 256) / 1_000)
+    assert [len(one.peeks) for one in engines] == [1, 1]
+    assert not first.sent
+    assert not second.sent
+    assert replicas.chooser.recent.newest(1) == []
+
+
+def rounded(seconds: float) -> float:
+    return float(f"{seconds:.1e}")

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from gateway.api.tokenizer import INLINE_TOKENS_MAX
 from gateway.config import ModelSettings
 from gateway.prompt import Renderer
+from tests.unit.gateway.engines.fake_link import FakeLink
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CONTINUES = "continue_final_message"
@@ -214,7 +215,8 @@ async def test_names_of_models_are_looked_up_as_in_a_generation(
 
 async def test_a_default_model_that_failed_says_so(gateway: GatewayFixture) -> None:
     """A client that names no model must not be told that `` does not exist."""
-    gateway.gateway.context.models.default.failure = lambda: "its weights are not numbers"
+    (replica,) = gateway.gateway.context.models.default.replicas
+    replica.link = FakeLink("its weights are not numbers")
     gateway.engine.info = None
     status, answer, _ = await gateway.ask("/tokenize", {"prompt": "a"})
 

@@ -87,6 +87,26 @@ async def test_suspends_a_tenant_that_is_no_longer_declared(reloader: Reloader) 
     assert len(gateway.entries()) == 1
 
 
+async def test_a_running_request_outlives_reloads(reloader: Reloader) -> None:
+    """One that other limits, a wrong file and a suspension of its tenant come across."""
+    gateway = reloader.gateway
+    gateway.runner.hold_after(1)
+    running = asyncio.create_task(gateway.ask(body=gateway.chat()))
+    await gateway.until(lambda: gateway.runner.is_held)
+    limited = await reloader(ADA)
+    with pytest.raises(Refusal, match="not applied"):
+        await reloader("[[tenants")
+    suspended = await reloader(EVE)
+    gateway.runner.release()
+    status, answer, _ = await running
+    refused, _, _ = await gateway.ask(body=gateway.chat())
+
+    assert limited.tenants == (TenantChange("ada", "adopted"),)
+    assert TenantChange("ada", "suspended") in suspended.tenants
+    assert (status, answer["usage"]["completion_tokens"] > 0) == (200, True)
+    assert refused in (401, 403)
+
+
 async def test_leases_outlive_a_suspension(reloader: Reloader) -> None:
     """Declared again in time, the tenant reads what it wrote before."""
     gateway = reloader.gateway

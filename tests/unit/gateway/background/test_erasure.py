@@ -21,6 +21,7 @@ from gateway.background.erasure import (
     target_of,
 )
 from gateway.caching.namespaces import namespace_of, parts_of
+from gateway.engines.replicas import Replicas
 from gateway.errors import Refusal
 from tenancy.accounts.erasure_receipts import ErasedLevel, digest_namespaces, list_receipts
 from tenancy.types import CachePolicy, Identity, Tenant
@@ -114,7 +115,7 @@ class LevelledEngine(ReportedEngine):
 def with_levels(gateway: GatewayFixture) -> LevelledEngine:
     context = gateway.gateway.context
     engine = LevelledEngine(gateway.engine, STATS)
-    context.models.default.engine = engine
+    context.models.default.replicas = Replicas.of(engine)
     return engine
 
 
@@ -230,7 +231,7 @@ async def test_receipt_names_its_target(gateway: GatewayFixture, target: Erasure
     await gateway.ask(body=gateway.chat(LONG))
     receipt = await gateway.gateway.erasure.erase(target)
 
-    assert target_of(receipt) == target
+    assert target_of(receipt.what, receipt.tenant_id, receipt.key_id) == target
 
 
 async def test_erasure_of_an_empty_cache_succeeds(gateway: GatewayFixture) -> None:

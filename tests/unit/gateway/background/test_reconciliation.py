@@ -8,7 +8,6 @@ import json
 import pytest
 
 from engine.statistics import Stats
-from gateway.background.reconciliation import Reconciler
 from gateway.observability.metrics import ENGINE_EPOCHS_MAX, Metrics
 from tenancy.accounting.reconcile import Counts, Epoch, reconcile
 from tenancy.types import wall_ms
@@ -151,8 +150,7 @@ async def test_epochs_are_counted_separately(gateway: GatewayFixture) -> None:
     metrics.count_epoch("0", 100, 50, 7)
     await gateway.ask(body=gateway.chat())
     first = await settled(gateway)
-    of = gateway.gateway.context
-    await Reconciler(of.models, of.ledger, of.store, of.metrics, of.clock, of.wall, of.log).note()
+    await gateway.gateway.reconciler.note()
     (again,) = reconcile(gateway.store)
 
     assert first.engine == again.engine == again.metrics

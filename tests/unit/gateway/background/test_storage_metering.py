@@ -1,29 +1,20 @@
-"""Storage metering: whole token-seconds, none lost, sums equal to the use of the pool."""
+"""Storage metering: what engines tell is written once, by however many gateways."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from engine.api import Quota
-from engine.cache import PrefixCache
-from engine.client.namespace_stats import NamespaceTable
-from engine.statistics import NamespaceStats
-from gateway.background.storage_metering import (
-    NS_PER_S,
-    StorageMeter,
-    StorageMetering,
-    token_changes,
-)
+from engine.api import HeldTokens
+from engine.model_store import ModelCard
+from gateway.background.storage_metering import READINGS_AT_ONCE, StorageMetering, readings_of
 from gateway.retention_classes import BEST_EFFORT
 from tenancy.accounting.focus_export import cost_rows
 from tenancy.errors import LedgerUnavailable, StoreError
-from tenancy.ledger.transactions import Item, StorageReadings
+from tenancy.ledger.transactions import Item, StorageReading, StorageReadings
 from tenancy.pricing.charges import RateCard, format_dollars
 from tenancy.pricing.rate_cards import add_card
 from tenancy.types import wall_ms
@@ -31,159 +22,65 @@ from tests.fakes import FakeClock
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
-def namespace(tenant: int, workspace: str = "default") -> bytes:
-    parts = (str(tenant), workspace, "model", "template", "")
-    return b"".join(len(part).to_bytes(4, "big") + part.encode() for part in parts)
+@pytest.fixture
+def clock() -> FakeClock:
+    """The clock of the engine's core, which only a test moves."""
+    return FakeClock()
 
 
-def stats_of(namespace: bytes, blocks: int, **promised: int) -> NamespaceStats:
-    """Return the stats of so many blocks, some of them promised in a class."""
-    return NamespaceStats(namespace, blocks, 0, 0, 0, promised)
-
-
-def table_of(book: NamespaceTable, **blocks: int) -> NamespaceTable:
-    """Return a namespace table of `t1=5`: tenant and blocks."""
-    book.add(stats_of(namespace(int(name[1:])), count) for name, count in blocks.items())
-    return book
+@pytest.fixture
+def unopened_gateway(card: ModelCard, tmp_path: Path, clock: FakeClock) -> Iterator[GatewayFixture]:
+    fixture = GatewayFixture(card, tmp_path)
+    fixture.clock = clock
+    yield fixture
+    fixture.discard()
 
 
 def text(words: str, **more: object) -> dict[str, object]:
     return {"type": "text", "text": words, **more}
 
 
-def test_a_promise_that_moved_down_is_metered_as_before() -> None:
-    """Once, in its class: also where the device has no block of it any more."""
-    here = NamespaceStats(namespace(1), 5, 0, 0, 0, {"1h": 3})
-    below = replace(here, promised_below=3)
-    away = NamespaceStats(namespace(1), 2, 0, 0, 0, {"1h": 3}, promised_below=3, promised_away=3)
+def test_readings_are_of_tenants_and_of_classes() -> None:
+    """What is no tenant's is charged to nobody; a write has a bounded number of readings."""
+    held = [
+        HeldTokens(b"1", "", 7),
+        HeldTokens(b"1", "1h", 8),
+        HeldTokens(b"2", "", 9),
+        HeldTokens(b"smoke test", "", 3),
+    ]
+    (few,) = readings_of("e1", 5, "m", held, {1: "gold"})
+    many = [HeldTokens(b"1", f"{number}", 1) for number in range(2 * READINGS_AT_ONCE + 1)]
 
-    assert token_changes([(None, here)], 16) == {(1, "1h"): 48, (1, BEST_EFFORT): 32}
-    assert token_changes([(here, below)], 16) == {}
-    assert token_changes([(below, away)], 16) == {}
-    assert away.promised_on_device == 0
-
-
-def test_state_holds_until_the_next_update() -> None:
-    """Five blocks of sixteen tokens for ten seconds."""
-    meter, book = StorageMeter(), NamespaceTable()
-    meter.update(table_of(book, t1=5), 16, 0)
-    meter.update(table_of(book, t1=1), 16, 10 * NS_PER_S)
-    meter.update(table_of(book, t1=0), 16, 12 * NS_PER_S)
-
-    assert meter.take() == {(1, BEST_EFFORT): 5 * 16 * 10 + 16 * 2}
-    assert meter.take() == {}
-
-
-def test_promised_blocks_count_in_their_class() -> None:
-    """A tenant's workspaces count together."""
-    spaces = (
-        NamespaceStats(namespace(1), 5, 0, 0, 0, {"1h": 2, "5m": 1}),
-        NamespaceStats(namespace(1, "lab"), 1, 0, 0, 0, {"1h": 1}),
-        NamespaceStats(b"", 9, 0, 0, 0),
+    assert few == StorageReadings(
+        "e1",
+        5,
+        (
+            StorageReading(1, BEST_EFFORT, 7, "m", "gold"),
+            StorageReading(1, "1h", 8, "m", "gold"),
+        ),
     )
-
-    found = token_changes(((None, one) for one in spaces), 16)
-
-    assert found == {(1, "1h"): 48, (1, "5m"): 16, (1, BEST_EFFORT): 32}
-    assert token_changes([(spaces[0], spaces[1])], 16) == {
-        (1, "1h"): -16,
-        (1, "5m"): -16,
-        (1, BEST_EFFORT): -32,
-    }
+    assert [len(one.readings) for one in readings_of("e1", 5, "m", many, {1: "gold"})] == [
+        *(READINGS_AT_ONCE, READINGS_AT_ONCE, 1)
+    ]
+    assert readings_of("e1", 5, "m", held, {}) == []
 
 
-def test_new_engine_starts_empty() -> None:
-    """Without an engine nothing is held."""
-    meter = StorageMeter()
-    meter.update(table_of(NamespaceTable(), t1=5, t2=1), 16, 0)
-    meter.update(table_of(NamespaceTable(), t2=2), 16, 10 * NS_PER_S)
-    meter.update(None, 0, 11 * NS_PER_S)
-    meter.update(table_of(NamespaceTable()), 16, 20 * NS_PER_S)
-
-    assert meter.take() == {(1, BEST_EFFORT): 800, (2, BEST_EFFORT): 160 + 32}
+async def new_metering(gateway: GatewayFixture) -> StorageMetering:
+    """Return what writes what the engine holds, once all of it rests in the cache and is
+    counted."""
+    await gateway.quiet()
+    await gateway.engine.get_held()
+    return StorageMetering(gateway.gateway.context, gateway.gateway.erasure)
 
 
-def test_two_meters_of_one_table_see_all_changes() -> None:
-    book, meters = table_of(NamespaceTable(), t1=5), (StorageMeter(), StorageMeter())
-    for now_s in (0, 10):
-        for meter in meters:
-            meter.update(book, 16, now_s * NS_PER_S)
-
-    assert [meter.take() for meter in meters] == [{(1, BEST_EFFORT): 800}] * 2
-
-
-happenings = st.tuples(
-    st.integers(1, 3),
-    st.sampled_from(["", "1h"]),
-    st.integers(0, 9),
-    st.integers(0, 3 * NS_PER_S),
-    st.sampled_from(["", "", "", "read", "restart"]),
-)
-
-
-@given(st.lists(happenings, max_size=30))
-def test_readings_add_up_to_the_held_token_seconds(
-    history: list[tuple[int, str, int, int, str]],
-) -> None:
-    """For any changes and any times of reading, whole seconds add up to the total."""
-    meter, book, now_ns = StorageMeter(), NamespaceTable(), 0
-    total: Counter[tuple[int, str]] = Counter()
-    taken: Counter[tuple[int, str]] = Counter()
-    present: dict[int, tuple[str, int]] = {}
-    meter.update(book, 16, 0)
-    for tenant, kind, blocks, pause_ns, what in history:
-        now_ns += pause_ns
-        for owner, (name, count) in present.items():
-            total[owner, name or BEST_EFFORT] += count * 16 * pause_ns
-        if what == "restart":
-            book, present = NamespaceTable(), {}
-        present[tenant] = (kind, blocks)
-        book.add([stats_of(namespace(tenant), blocks, **({kind: blocks} if kind else {}))])
-        meter.update(book, 16, now_ns)
-        if what == "read":
-            taken.update(meter.take())
-    taken.update(meter.take())
-
-    assert taken == Counter({key: whole for key, n in total.items() if (whole := n // NS_PER_S)})
-
-
-@given(st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(0, 1), min_size=1, max_size=12))))
-def test_tenants_blocks_add_up_to_the_pools_use(prompts: list[tuple[int, list[int]]]) -> None:
-    """A shared block counts once: for the namespace that holds it."""
-    cache = PrefixCache(blocks=32, block_size=4)
-    tables = []
-    for number, (tenant, words) in enumerate(prompts):
-        table = cache.begin(namespace(tenant), words, float(number), quota=Quota())
-        if cache.grow(table, len(words), float(number)):
-            cache.take_copies()
-            cache.commit(table, words, len(words), float(number))
-        tables.append((table, words))
-        if number % 2:
-            cache.release(*tables.pop(0), float(number))
-
-    seen = token_changes(((None, stats_of(u.namespace, u.blocks)) for u in cache.namespaces()), 4)
-    used = cache.stats()
-    assert sum(seen.values()) == 4 * (used.blocks - used.free)
-
-
-async def begin_metering(gateway: GatewayFixture) -> tuple[StorageMetering, FakeClock]:
-    """Return a meter that has read once what the cache keeps, and its clock."""
-    context, clock = gateway.gateway.context, FakeClock()
-    await gateway.until(lambda: gateway.engine.stats.cached_blocks > 0)
-    context.clock = clock
-    watch = StorageMetering(context, gateway.gateway.erasure)
-    await watch.close()
-    return watch, clock
-
-
-async def test_storage_is_charged_by_class(gateway: GatewayFixture) -> None:
+async def test_storage_is_charged_by_class(gateway: GatewayFixture, clock: FakeClock) -> None:
     """From the breakpoint of a request to the cost row: a class's price applies to its blocks."""
     card = add_card(gateway.store, wall_ms, RateCard("list", storage={"1h": 20_000}))
     hour = {"type": "ephemeral", "ttl": "1h"}
     messages = [{"role": "user", "content": [text("word " * 40, cache_control=hour)]}]
     asked = {"model": gateway.model, "max_tokens": 2, "messages": messages}
     status, _, _ = await gateway.ask("/v1/messages", asked)
-    watch, clock = await begin_metering(gateway)
+    watch = await new_metering(gateway)
     clock.advance(3_600.0)
     await watch.close()
 
@@ -203,11 +100,11 @@ async def test_storage_is_charged_by_class(gateway: GatewayFixture) -> None:
 
 @pytest.mark.parametrize("part", ["store", "ledger"])
 async def test_failed_writes_are_part_of_the_next_reading(
-    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch, part: str
+    gateway: GatewayFixture, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     context = gateway.gateway.context
     await gateway.ask(body=gateway.chat())
-    watch, clock = await begin_metering(gateway)
+    watch = await new_metering(gateway)
     clock.advance(10.0)
 
     with monkeypatch.context() as broken:
@@ -220,7 +117,7 @@ async def test_failed_writes_are_part_of_the_next_reading(
 
 
 async def test_a_reading_whose_answer_was_lost_counts_once(
-    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ledger's process may die between its commit and its answer."""
     context = gateway.gateway.context
@@ -231,7 +128,7 @@ async def test_a_reading_whose_answer_was_lost_counts_once(
         raise LedgerUnavailable("not_durable", "The ledger process died.")
 
     await gateway.ask(body=gateway.chat())
-    watch, clock = await begin_metering(gateway)
+    watch = await new_metering(gateway)
     clock.advance(10.0)
     with monkeypatch.context() as lossy:
         lossy.setattr(context.ledger, "write", lose_answer)
@@ -241,6 +138,41 @@ async def test_a_reading_whose_answer_was_lost_counts_once(
 
     ((seconds,),) = gateway.store.query("select sum(token_seconds) from storage_hours")
     assert seconds == 15 * 16 * sum(one.blocks for one in gateway.engine.namespaces) > 0
+
+
+async def test_two_gateways_enter_what_one_engine_holds_once(
+    gateway: GatewayFixture, clock: FakeClock
+) -> None:
+    """Each asks when it likes; the second of two at one time adds nothing. A minute and a half in
+    which none asks is part of the next reading."""
+    await gateway.ask(body=gateway.chat())
+    gateways = [await new_metering(gateway) for _ in range(2)]
+    for pause_s, asking in ((20.0, (0, 1)), (15.0, (1,)), (90.0, (0, 1, 0))):
+        clock.advance(pause_s)
+        for number in asking:
+            await gateways[number].write()
+
+    ((seconds,),) = gateway.store.query("select sum(token_seconds) from storage_hours")
+    assert seconds == 125 * 16 * sum(one.blocks for one in gateway.engine.namespaces) > 0
+
+
+async def test_what_a_dead_engine_told_last_is_written(
+    gateway: GatewayFixture, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger that was away meanwhile gets it later."""
+    await gateway.ask(body=gateway.chat())
+    watch = await new_metering(gateway)
+    held = sum(one.blocks for one in gateway.engine.namespaces)
+    clock.advance(10.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(gateway.gateway.context, "ledger", _Unavailable())
+        await watch.write()
+    clock.advance(10.0)
+    await gateway.engine.close()
+    await watch.write()
+
+    ((seconds,),) = gateway.store.query("select sum(token_seconds) from storage_hours")
+    assert seconds == 10 * 16 * held > 0
 
 
 class _Unavailable:

@@ -21,6 +21,7 @@ from tenancy.accounts.keys import Key
 from tenancy.pricing.budgets import Budget, BudgetState
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS
+from tests.unit.gateway.engines.fake_link import FakeLink
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 NOW_MS = 1_795_000_000_000
@@ -128,12 +129,12 @@ def test_a_hit_ratio_that_fell_is_told_once_a_day() -> None:
 
 async def test_finds_restarts_and_refusals_since_the_last_search(gateway: GatewayFixture) -> None:
     """Not those before its start, and none twice."""
-    context, restarts = gateway.gateway.context, 3
-    context.models.default.restarts = lambda: restarts
+    (replica,) = gateway.gateway.context.models.default.replicas
+    replica.link = link = FakeLink(restarts=3)
     gateway.gateway.limits.limited[1] = 2
     events = gateway.gateway.events()
     first = [*events.count(), *await events.read()]
-    restarts = 4
+    link.restarts = 4
     gateway.gateway.limits.limited[1] += 5
     second = [*events.count(), *await events.read()]
     third = [*events.count(), *await events.read()]

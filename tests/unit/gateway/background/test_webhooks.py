@@ -23,6 +23,7 @@ from tenancy.accounting.webhook_outbox import WebhookEvent, list_deliveries, put
 from tenancy.errors import StoreError
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.background.webhook_receiver import Received, Receiver, verify
+from tests.unit.gateway.engines.fake_link import FakeLink
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatewayFixture
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSwMfKQ9r8GKYqr"
@@ -341,10 +342,10 @@ async def test_counted_events_wait_for_the_database(
     gateway: GatewayFixture, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart is counted once: the check that finds it may find no database."""
-    context, restarts = gateway.gateway.context, 0
-    monkeypatch.setattr(context.models.default, "restarts", lambda: restarts)
+    (replica,) = gateway.gateway.context.models.default.replicas
+    replica.link = link = FakeLink()
     sender = gateway.gateway.sender([endpoint("http://127.0.0.1:1", "engine.restarted")])
-    restarts = 1
+    link.restarts = 1
 
     def fail(*_: object) -> None:
         raise StoreError("busy", "busy")

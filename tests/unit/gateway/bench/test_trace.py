@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from gateway.bench.client import BenchError
-from gateway.bench.trace import Arrival, TracePrompts, read_trace, replay
+from gateway.bench.trace import Arrival, BadTrace, TracePrompts, read_trace, replay
 from tests.unit.gateway.bench.scripted_endpoint import (
     MOONCAKE,
     Endpoint,
@@ -44,6 +44,32 @@ def test_reads_no_further_than_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "line", "found"),
+    [
+        ("m.jsonl", MOONCAKE + "{}", 3, "{}"),
+        ("m.jsonl", MOONCAKE + "\n" + '{"timestamp": 1, "input_length": 600, "output_length": 1,'
+         ' "hash_ids": [3]}', 4, "600"),
+        ("a.csv", AZURE + "2023-11-16 18:15:51,-4,1\n", 4, "2023-11-16 18:15:51,-4,1"),
+        ("a.csv", AZURE + "later,4,1\n", 4, "later,4,1"),
+        ("a.csv", "TIME,TOKENS\n1,2\n", 1, "TIME,TOKENS"),
+        ("l.csv", "entry_id,tenant,started\n", 1, "physical_cached_tokens"),
+        ("l.csv", "entry_id,tenant,started,prompt_tokens,output_tokens,physical_cached_tokens\n"
+         "1,ada,2026-01-02T10:00:00.000Z,5,x,0\n", 2, "5,x,0"),
+    ],
+)  # fmt: skip
+def test_names_the_line_that_is_none(
+    name: str, text: str, line: int, found: str, tmp_path: Path
+) -> None:
+    """With its number, what it has, and what would be right."""
+    path = write_trace(tmp_path, name, text)
+
+    with pytest.raises(BenchError, match="expected") as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}, line {line}: ")
+    assert found in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("m.jsonl", ""),
@@ -58,7 +84,7 @@ def test_reads_no_further_than_the_limit(tmp_path: Path) -> None:
 )
 def test_refuses_a_file_that_is_not_a_trace(name: str, text: str, tmp_path: Path) -> None:
     """Before a server is started for it."""
-    with pytest.raises(BenchError, match=name):
+    with pytest.raises(BadTrace, match=name):
         read_trace(write_trace(tmp_path, name, text), 10)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.api import Retention
-from gateway.caching.breakpoints import plan_breakpoints
+from gateway.caching.breakpoints import marks_of, plan_breakpoints
 from gateway.dialects.canonical import Boundary, CacheDirectives
 
 CLASSES = {"5m": Retention("5m", 300, 300), "30m": Retention("30m", 1800)}
@@ -103,3 +103,31 @@ def test_looks_up_first_two_and_latest_fifty_breakpoints() -> None:
     found = tried(marks, CacheDirectives(lookback=1, writes_max=4))
 
     assert found == [10, 20, *(10 * n for n in range(51, 101))]
+
+
+def test_marks_are_the_ends_of_the_last_message_the_system_text_and_the_tools() -> None:
+    """Where clients come back, the likeliest first; a part within a message is none of them."""
+    boundaries = [
+        Boundary(12, "tools[0]", tier="tools"),
+        Boundary(25, "tools[1]", tier="tools"),
+        Boundary(40, "m[0]", tier="system", role="system"),
+        Boundary(50, "m[1]"),
+        Boundary(60, "m[2]", role="assistant"),
+        Boundary(65, "m[3].content[0]", ends_message=False),
+        Boundary(70, "m[3].content[1]"),
+    ]
+
+    assert marks_of(boundaries) == (70, 40, 25)
+    assert marks_of(boundaries[:3]) == (40, 25)
+    assert marks_of(()) == ()
+
+
+def test_a_template_that_writes_tools_into_the_system_text_gives_one_mark_for_both() -> None:
+    """The furthest end of both counts, and a mark names a length once."""
+    boundaries = [
+        Boundary(40, "tools[0]", tier="tools"),
+        Boundary(40, "m[0]", tier="system", role="system", own_tokens=20),
+        Boundary(50, "m[1]"),
+    ]
+
+    assert marks_of(boundaries) == (50, 40)

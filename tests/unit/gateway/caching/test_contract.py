@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.api import LeaseGrant, LevelWait, LoadMiss, Retention, Started, Usage
+from engine.api import DraftCount, LeaseGrant, LevelWait, LoadMiss, Retention, Started, Usage
 from gateway.caching import CacheScope, Contract, ContractManager
 from gateway.dialects.canonical import (
     Boundary,
@@ -44,6 +44,7 @@ class World:
     def __init__(self, config: CachingConfig | None = None, *, has_past: bool = False) -> None:
         self.clock = FakeClock()
         self.has_disk = False
+        self.gap_cause = "window_gone"
         self.epoch = "first"
         self.losses: dict[str, int] = {}
         self.there: list[tuple[int, ...]] = []
@@ -56,6 +57,7 @@ class World:
             has_past=has_past,
             survives=lambda _: self.has_disk,
             unkept_tokens=lambda _: 9 if self.has_disk else 0,
+            gap_cause=lambda _: self.gap_cause,
         )
 
     def resolve(
@@ -353,12 +355,27 @@ def test_tokens_that_a_freed_window_cost_have_their_own_cause() -> None:
     world.losses = {"evicted_pressure": 3}
 
     partly = world.resolve("abd", {2: "5m"})
-    partly.begin(started(0, window_gone_tokens=15))
+    partly.begin(started(0, resume_gap_tokens=15))
     wholly = world.resolve("abd", {2: "5m"})
-    wholly.begin(started(0, window_gone_tokens=20))
+    wholly.begin(started(0, resume_gap_tokens=20))
 
     assert (partly.why_missed(), wholly.why_missed()) == ("evicted_pressure", "window_gone")
     assert world.resolve("abd", {2: "5m"}).explain(0, 20) == "window_gone"
+
+
+def test_a_gap_of_a_model_with_states_is_named_after_them() -> None:
+    """The blocks are there; only where a state was kept can a prompt resume."""
+    world = World(CachingConfig(honour_broken_promises=False))
+    world.gap_cause = "state_gap"
+    world.run("abc", {2: "5m"})
+    world.losses = {"evicted_pressure": 3}
+
+    partly = world.resolve("abd", {2: "5m"})
+    partly.begin(started(0, resume_gap_tokens=15))
+    wholly = world.resolve("abd", {2: "5m"})
+    wholly.begin(started(0, resume_gap_tokens=20))
+
+    assert (partly.why_missed(), wholly.why_missed()) == ("evicted_pressure", "state_gap")
 
 
 @pytest.mark.parametrize(
@@ -407,6 +424,18 @@ def test_loaded_tokens_are_in_the_usage() -> None:
 
     assert record.loaded == {"host": 12, "disk": 4}
     assert contract.record(Usage(30, 20, 10, 5)).loaded == {"host": 12, "disk": 4}
+
+
+def test_drafts_from_the_prediction_are_in_the_usage_and_no_other() -> None:
+    """A client is told of its own prediction; what else was drafted changes no bill."""
+    world = World()
+    contract = world.resolve("abd", {})
+    contract.begin(started(0))
+    drafts = (DraftCount("ngram", 40, 4), DraftCount("prediction", 10, 7))
+    record = contract.record(Usage(30, 0, 30, 12, drafts=drafts))
+
+    assert (record.out, record.prediction) == (12, (7, 3))
+    assert contract.record(Usage(30, 0, 30, 12)).prediction == (0, 0)
 
 
 def test_full_read_has_no_miss_cause() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,11 @@ from tenancy.accounts.tenants import create_tenant
 from tenancy.accounts.written_prefixes import WrittenPrefix, delete_ended
 from tenancy.errors import StoreBusy
 from tenancy.storage.interface import Store
+from tenancy.storage.postgres import PostgresStore
 from tenancy.types import LATEST_MS
 from tests.unit.tenancy.conftest import new_store
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
+from tests.unit.tenancy.storage.postgres_server import Server
 
 PATIENCE_S = 60.0
 HOUR = Retention("1h", 3_600, 3_600, "request_start")
@@ -39,7 +41,7 @@ class World:
     def __init__(
         self, store: Store, name: str = "", now_s: float = 0.0, flush_s: float = 3_600.0
     ) -> None:
-        self.now_s = now_s
+        self.now_s, self.store = now_s, store
         self.entries = PrefixIndex(8, 4)
         self.tally = PromiseTally(self.entries, lambda epoch: epoch == "new")
         self.entries.on_drop = self.tally.record_given_up
@@ -200,6 +202,63 @@ async def test_gateways_of_one_database_have_their_own_books(store: Store) -> No
     delete_ended(store, 1_000_000 + 3_600_000)
     assert rows(store) == {}
     await third.saved.close()
+
+
+def test_promises_of_a_gateway_that_died_go_to_one_other(postgres_server: Server) -> None:
+    """Of three that look: to the first, when the id was free at two looks. What it has promised
+    itself stays; the dead one that comes back has none; one that lives keeps its own."""
+    names = ("dead", "lives", "one", "two", "three")
+    with ExitStack() as opened:
+        first = PostgresStore(postgres_server.address(postgres_server.database()))
+        stores = [opened.enter_context(closing(one)) for one in (first, *reopened(first, 4))]
+        create_tenant(first, lambda: 1, "ada")
+        assert all(own.hold_gateway(name) for name, own in zip(names, stores, strict=True))
+        worlds = [World(own, name) for name, own in zip(names, stores, strict=True)]
+        early, taken, again = asyncio.run(through_a_death(worlds, first))
+        sql = "select gateway, digest, class from written_prefixes"
+        held = {(gateway, bytes(digest), name) for gateway, digest, name in stores[1].query(sql)}
+
+    kept = {(b"both", "12h")}
+    assert early == [kept, set(), set()]
+    assert kept <= taken[0]
+    assert [(b"a", "1h") in one for one in taken].count(True) == 1
+    assert again == set()
+    assert {("lives", b"b", "1h"), ("one", b"both", "12h")} <= held
+    assert "dead" not in {gateway for gateway, _, _ in held}
+
+
+def reopened(store: Store, count: int) -> list[Store]:
+    return [store.open_another() for _ in range(count)]
+
+
+Promised = set[tuple[bytes, str]]
+
+
+async def through_a_death(
+    worlds: list[World], store: Store
+) -> tuple[list[Promised], list[Promised], Promised]:
+    """Let the gateway of the first world and store die. Return what the last three have promised
+    after one look and after two, and what the dead one finds when it is back."""
+    dead, lives, *others = worlds
+    for world in worlds:
+        await world.saved.start()
+    dead.write(b"a")
+    dead.write(b"both")
+    lives.write(b"b")
+    others[0].write(b"both", LAST)
+    await dead.saved.close()
+    await lives.saved.flush()
+    await asyncio.to_thread(store.close)
+    for world in others:
+        await world.saved.take_over_dead()
+    early = [set(world.promised()) for world in others]
+    await asyncio.gather(*(world.saved.take_over_dead() for world in others))
+    taken = [set(world.promised()) for world in others]
+    back = World(lives.store, "dead")
+    await back.saved.start()
+    for world in (lives, *others, back):
+        await world.saved.close()
+    return early, taken, set(back.promised())
 
 
 class Act:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +18,12 @@ from gateway.__main__ import main
 from gateway.cli.database import connect
 from gateway.cli.doctor.check import Check
 from gateway.cli.doctor.command import checks_text
+from gateway.cli.doctor.fleet import DAYS_LEFT_MIN, check_fleet
 from gateway.cli.doctor.levels import check_levels
 from gateway.cli.doctor.pools import check_pool, check_pools
-from gateway.config import Config, ModelSettings
+from gateway.config import Config, ModelSettings, ServedModelSettings
 from gateway.engines import device_memory, memory
+from gateway.engines.elsewhere.certificates import make_certificates
 from gateway.engines.memory import available_memory_mib
 from tenancy.accounts.declared_tenants import DeclaredTenant
 from tenancy.accounts.tenants import create_tenant, set_status
@@ -334,6 +337,26 @@ def test_a_gpu_has_levels_of_models_with_windows(tmp_path: Path) -> None:
     assert worth.fix is None
 
 
+def test_the_worth_of_a_disk_is_told_for_each_model(tmp_path: Path) -> None:
+    """Of several models, those whose engines are here and have a disk."""
+    card = prepared_with_windows(tmp_path / "models", 64, context=256)
+    config = Config(
+        data_dir=str(tmp_path),
+        models=(
+            ServedModelSettings("tiny", card.source),
+            ServedModelSettings("other", str(tmp_path / "none")),
+            ServedModelSettings("none", card.source, engine={"levels": {"disk_gib": 0}}),
+            ServedModelSettings("away", card.source, replicas=("e0=127.0.0.1:7443",)),
+        ),
+        engine=EngineConfig(levels=LevelsConfig(disk_gib=1.0), device="cpu"),
+    )
+    worths = [one for one in check_levels(config) if "worth" in one.check]
+
+    assert [one.check for one in worths] == ["disk level worth tiny", "disk level worth other"]
+    assert worths[0].found.startswith("room for ")
+    assert worths[1].found == "known once a server has prepared the model"
+
+
 def worth_of(model: str, data_dir: Path, device: Literal["cpu", "cuda"]) -> Check:
     """Return what is said of a disk below the cache of a prepared model."""
     engine = EngineConfig(levels=LevelsConfig(disk_gib=1.0), device=device)
@@ -355,3 +378,21 @@ def test_a_data_directory_where_nothing_can_be_made_is_named(
     assert folder in found["found"]
     assert "--data-dir" in found["fix"]
     assert "GiB" not in found["found"] + found["fix"]
+
+
+def test_a_certificate_near_its_end_is_told(tmp_path: Path) -> None:
+    """An expired one keeps a gateway from its engines, all at once."""
+    made = datetime(2026, 1, 1, tzinfo=UTC)
+    model = ModelSettings(replicas=("e0=127.0.0.1:7443",))
+    config = Config(data_dir=str(tmp_path), model=model)
+    (missing,) = check_fleet(config)
+    make_certificates(tmp_path / "fleet", ["gateway/g0"], now=made, days=90)
+    (fresh,) = check_fleet(config, made)
+    (late,) = check_fleet(config, made + timedelta(days=91 - DAYS_LEFT_MIN))
+    (over,) = check_fleet(config, made + timedelta(days=91))
+
+    assert (missing.ok, fresh.ok, late.ok, over.ok) == (False, True, True, False)
+    assert fresh.fix is None
+    assert "trunkline fleet init" in str(late.fix)
+    assert "2026-04-01" in over.found
+    assert check_fleet(Config(data_dir=str(tmp_path))) == []

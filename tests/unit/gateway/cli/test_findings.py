@@ -113,7 +113,7 @@ def test_check_prompt_passes_what_is_shared_enough(run: Run, tmp_path: Path, mod
         ("[]", "", "not a JSON object"),
         ('{"model": "m"}', "", "cannot render: "),
         ('{"model": "m", "prompt": ["a", "b"]}', "", "prompt: 2 prompts; expected one"),
-        ("{}", "--min-shared 110%", "invalid share value: '110%'"),
+        ("{}", "--min-shared 110%", "invalid share: '110%'; expected"),
         ("{}", "--model nowhere/at-all", "cannot load the model nowhere/at-all"),
     ],
 )

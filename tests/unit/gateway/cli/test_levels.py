@@ -10,6 +10,7 @@ import pytest
 from gateway.cli.levels import levels_show
 from gateway.cli.result import CommandError, CommandResult
 from gateway.config import AdminConfig, Config
+from gateway.engines.replicas import Replicas
 from gateway.levels.placement import ServerLock
 from tests.unit.engine.storage.local_storage import LocalRig
 from tests.unit.engine.storage.storage_rig import A
@@ -110,7 +111,7 @@ def test_no_change_while_a_server_runs(run: Run, data: Path) -> None:
 async def test_show_asks_the_running_server(gateway: GatewayFixture, tmp_path: Path) -> None:
     """A table of all levels, the reason of one that is not open, and the JSON of the admin API."""
     admin, context = AdminClient(gateway), gateway.gateway.context
-    context.models.default.engine = ReportedEngine(gateway.engine, STATS)
+    context.models.default.replicas = Replicas.of(ReportedEngine(gateway.engine, STATS))
     listen = gateway.admin_url.removeprefix("http://")
     config = Config(data_dir=str(tmp_path), admin=AdminConfig(listen=listen))
     key_file = tmp_path / "admin.key"

@@ -105,15 +105,22 @@ def test_sigterm_ends_the_fetching_of_a_model(
     """Also of process 1 of a container, which ignores a signal that it does not handle."""
 
     def fetch(*_: object) -> Path:
+        signal.raise_signal(signal.SIGHUP)
+        fetching.append(1)
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("still fetching")
 
-    monkeypatch.setattr("gateway.cli.serve.pull", fetch)
-    former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    fetching: list[int] = []
+    monkeypatch.setattr("gateway.engines.model_files.pull", fetch)
+    handled = signal.SIGTERM, signal.SIGHUP
+    former = [signal.signal(one, signal.SIG_IGN) for one in handled]
     try:
         ended = run("serve", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
     finally:
-        signal.signal(signal.SIGTERM, former)
+        for one, handler in zip(handled, former, strict=True):
+            signal.signal(one, handler)
+
+    assert fetching == [1], "SIGHUP, which asks for a reload, does not end it"
 
     assert ended == (0, f"fetching {DEFAULT_MODEL}\n", "")
     assert not (data / "default.key").exists()

@@ -56,7 +56,8 @@ def test_an_unknown_field_is_refused_unless_lenient(endpoint: Endpoint) -> None:
         ("chat", {"store": True, "metadata": {"a": "b"}}, "metadata store"),
         ("chat", {"store": False, "service_tier": "auto"}, ""),
         ("chat", {"service_tier": "flex"}, "service_tier"),
-        ("chat", {"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        ("chat", {"prediction": {"type": "content", "content": "x"}}, ""),
+        ("completions", {"prediction": {"type": "content", "content": "x"}}, "prediction"),
         (
             "chat",
             {"chat_template_kwargs": {"enable_thinking": False}},

@@ -237,7 +237,7 @@ async def test_takers_of_blocks_are_named_once(
         return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
 
     evictions = {(space(1), space(2)): 30, (space(1), space(1)): 9, (space(3), space(2)): 5}
-    totals = context.models.default.engine.cache_events
+    totals = next(iter(context.models.default.replicas)).cache_events
     monkeypatch.setattr(totals, "evictions_by_taker", lambda: dict(evictions))
     kept = FindingStore(context)
     evicted = replace(ONE, cause="evicted", place="", facts={"evicted_pressure": 1})

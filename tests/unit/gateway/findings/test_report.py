@@ -274,6 +274,18 @@ def test_floor_holds_the_largest_working_set_of_an_hour(books: Books) -> None:
     assert "evicted for bob" in found["sentence"]
 
 
+def test_one_floor_is_advised_for_all_models(books: Books) -> None:
+    """It holds in the cache of each: following the second advice must not undo the first."""
+    books.use("ada", 20)
+    for model, tokens in (("m", 330), ("n", 100)):
+        facts = {"evicted_pressure": 9, WORKING_SET: tokens}
+        books.count("ada", "evicted", 9, 9_000, facts=facts, model=model)
+
+    found = books.find()
+    assert {one["model"] for one in found} == {"m", "n"}
+    assert all("trunkline tenant set ada --floor 21)" in one["advice"] for one in found)
+
+
 def test_tenants_own_report_names_no_other(books: Books) -> None:
     books.use("ada", 5)
     facts = {"evicted_pressure": 5, f"taker:{books.ids['bob']}": 7}

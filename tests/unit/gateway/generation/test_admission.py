@@ -13,7 +13,7 @@ from engine.api import AT_REST, AtRest, Grammar, Request, Sampling
 from engine.statistics import Stats
 from gateway.caching.namespaces import namespace_of
 from gateway.config import LimitsConfig
-from gateway.dialects.canonical import Call, GenerationParameters, Prompt, Rendered
+from gateway.dialects.canonical import Boundary, Call, GenerationParameters, Prompt, Rendered
 from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 from gateway.errors import Kind, Refusal
 from gateway.generation.admission import AdmissionContext, admit, retry_after_s
@@ -87,6 +87,16 @@ def test_checks_only_client_token_ids() -> None:
     request = admitted(call, Rendered((ENGINE_INFO.vocab_size,)), who=identity())
 
     assert request.tokens == (ENGINE_INFO.vocab_size,)
+
+
+def test_each_request_marks_where_its_client_may_come_back() -> None:
+    """A model with recurrent layers keeps states there; the engine knows no messages."""
+    call = Call("m", (Prompt(),), GenerationParameters())
+    boundaries = (Boundary(2, "m[0]", tier="system", role="system"), Boundary(5, "m[1]"))
+
+    request = admitted(call, Rendered((1,) * 7, boundaries), who=identity())
+
+    assert request.marks == (5, 2)
 
 
 def test_each_request_has_its_prompts_grammar() -> None:

@@ -47,6 +47,7 @@ def owner(key: str) -> str:
         ({"authorization": "bearer  k "}, "/"),
         ({"X-Api-Key": "k"}, "/"),
         ({"x-goog-api-key": "k"}, "/"),
+        ({"api-key": "k"}, "/"),
         ({}, "/v1/models?key=k"),
         ({"Authorization": "Bearer k", "X-Api-Key": "k", "x-goog-api-key": "k"}, "/?key=k"),
         ({"Authorization": "Bearer ", "X-Api-Key": "k"}, "/"),
@@ -55,7 +56,7 @@ def owner(key: str) -> str:
     ],
 )
 def test_key_is_found_in_every_place_that_sdks_use(headers: dict[str, str], path: str) -> None:
-    """Three SDKs use four places; the same key twice counts as one key. An empty value and a
+    """Four SDKs use five places; the same key twice counts as one key. An empty value and a
     proxy's own login are no keys."""
     assert keys_of(headers, path) == ["k"]
 

@@ -69,12 +69,37 @@ async def test_unreadable_requests_get_a_fixed_page_and_a_closed_connection(
     """aiohttp's own error page echoes the unparsable bytes, keys included."""
     answer = await gateway.raw(head("POST /v1/chat/completions HTTP/1.1", lines))
 
-    assert status_of(answer) in (400, 401), answer
+    assert status_of(answer) in (400, 401, 431), answer
     assert b"xxx" not in answer
     assert SECRET.encode() not in answer
     assert SECRET not in json.dumps(gateway.lines)
     assert b"x-request-id" in answer.lower()
     assert b"application/json" in answer.lower()
+    await gateway.check_quiet()
+
+
+LARGE = {
+    "a header": ("/v1/models", f"X-Long: {'x' * 9_000}", 431, "headers_too_large"),
+    "a header in several packets": ("/v1/models", f"X-L: {'x' * 90_000}", 431, "headers_too_large"),
+    "many headers": (
+        "/v1/models",
+        "\r\n".join(f"X-{n}: {n}" for n in range(200)),
+        431,
+        "headers_too_large",
+    ),
+    "a URL": (f"/v1/models?{'x' * 9_000}", "X-Short: x", 414, "url_too_long"),
+    "none": ("/v1/models", f"X Space: {'x' * 900}", 400, "bad_http"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+async def test_a_head_that_is_too_large_is_told_so(gateway: GatewayFixture, name: str) -> None:
+    """Proxies add headers, and clients cookies: their users look for the large one."""
+    path, lines, status, code = LARGE[name]
+    answer = await gateway.raw(head(f"GET {path} HTTP/1.1", lines))
+
+    assert status_of(answer) == status
+    assert code.encode() in answer
     await gateway.check_quiet()
 
 

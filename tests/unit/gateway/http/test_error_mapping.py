@@ -56,6 +56,7 @@ def test_known_errors_map_to_a_kind(error: Exception, kind: Kind) -> None:
         ("/v1/audio/speech", "audio"),
         ("/v1/files", "files"),
         ("/upload/v1beta/files", "files"),
+        ("/v1alpha/tunedModels", "training"),
         ("/v1/messages/batches/x/results", "batches"),
         ("/v1/chat/completions/id/messages", "stored"),
         ("/metrics", "admin.listen"),

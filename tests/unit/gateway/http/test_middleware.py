@@ -46,6 +46,8 @@ DECLARED = {
     ("GET", "/models/{name}"): 401,
     ("GET", "/v1beta/models"): 401,
     ("GET", "/v1beta/models/{name}"): 401,
+    ("GET", "/v1alpha/models"): 401,
+    ("GET", "/v1alpha/models/{name}"): 401,
     ("POST", "/v1/messages"): 401,
     ("POST", "/v1/messages/count_tokens"): 401,
     **{
@@ -496,7 +498,7 @@ async def test_a_connection_error_of_ours_is_an_internal_error(
     """Only the client's own connection may end its request without an answer and without a log
     line of an error."""
 
-    def refuse(_: object) -> None:
+    def refuse(_: object, *, may_move: bool) -> None:
         raise ConnectionRefusedError("the planted address")
 
     monkeypatch.setattr(gateway.engine, "submit", refuse)

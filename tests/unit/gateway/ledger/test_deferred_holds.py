@@ -23,9 +23,10 @@ from tenancy.accounting.audit import check_books
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, LedgerUnavailable, TenancyError
+from tenancy.ledger.engine_counts import EngineTotals
 from tenancy.ledger.idempotency import Claim
 from tenancy.ledger.ledger import Ledger
-from tenancy.ledger.transactions import EngineTotals, Hold, Item, NamedEntry, entry_in
+from tenancy.ledger.transactions import Hold, Item, NamedEntry, entry_in
 from tenancy.pricing.budget_watch import BudgetWatch
 from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard

@@ -14,10 +14,10 @@ from gateway.ledger.client import LedgerProcessClient
 from gateway.ledger.interface import InProcessLedger, LedgerClient, OpenedLedger
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BudgetExceeded, IdempotencyConflict, LedgerUnavailable, TenancyError
+from tenancy.ledger.engine_counts import EngineTotals
 from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord, find
 from tenancy.ledger.ledger import Ledger
 from tenancy.ledger.transactions import (
-    EngineTotals,
     Hold,
     NamedEntry,
     StorageReading,
@@ -155,7 +155,7 @@ async def test_writes_totals_storage_and_progress(ledger: LedgerUnderTest) -> No
     await ledger.client.write(hold("open"))
     ledger.client.note_progress({"open": TokenCounts(output_tokens=3)})
     reading = StorageReading(1, "1h", 7, "m")
-    await ledger.client.write(StorageReadings("meter", 1, 10, (reading,)))
+    await ledger.client.write(StorageReadings("e1", 10, (reading,)))
     await ledger.client.write(EngineTotals("e", 10, *range(1, 7)))
     await ledger.client.close()
     with closing(ledger.store.open_another()) as store:

@@ -24,11 +24,11 @@ from gateway.ledger.protocol import (
 )
 from tenancy import errors
 from tenancy.errors import BudgetExceeded, IdempotencyConflict, LimitExceeded, TenancyError
+from tenancy.ledger.engine_counts import EngineTotals
 from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.holds import ProgressNote
 from tenancy.ledger.idempotency import Claim, ReplayedResponse, ReplayRecord
 from tenancy.ledger.transactions import (
-    EngineTotals,
     Hold,
     Item,
     NamedEntry,

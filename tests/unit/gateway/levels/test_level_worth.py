@@ -6,32 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
-from engine.model_store import Architecture, Layer, Rope
 from gateway.levels.compute_speed import measure_flops_per_s
 from gateway.levels.disk_speed import PIECE_BYTES, measure_disk
 from gateway.levels.level_worth import level_worth
-from gateway.levels.model_cost import (
-    find_architecture,
-    flops_per_token,
-    has_windows,
-    kv_bytes_per_token,
-)
-from tests.models import prepared
-
-LLAMA_8B = Architecture(
-    family="llama",
-    layers=(Layer(),) * 32,
-    hidden=4_096,
-    intermediate=14_336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocab=128_256,
-    context=131_072,
-    ropes={"default": Rope(theta=500_000.0, dim=128)},
-)
 
 
 def ticks(step_s: float) -> Iterator[float]:
@@ -64,19 +42,6 @@ def test_missing_folder_is_an_error(tmp_path: Path) -> None:
         measure_disk(tmp_path / "none", lambda: 0.0)
 
 
-def test_cost_of_a_token_is_that_of_the_published_shape() -> None:
-    """131,072 bytes, and 14 GFLOP for 7 billion weights beside the embedding."""
-    flops = flops_per_token(LLAMA_8B)
-
-    assert kv_bytes_per_token(LLAMA_8B, "auto") == 131_072
-    assert kv_bytes_per_token(LLAMA_8B, "fp32") == 262_144
-    assert kv_bytes_per_token(LLAMA_8B, "int8") == 1_064_960 / 16
-    assert flops is not None
-    assert flops == pytest.approx(2 * 6.98e9, rel=0.01)
-    assert not has_windows(LLAMA_8B)
-    assert has_windows(replace(LLAMA_8B, layers=(Layer(), Layer(window=512))))
-
-
 @pytest.mark.parametrize(
     ("level", "gb_per_s", "tokens"), [("host", 51.9, 9), ("disk", 3.0, None), ("disk", 6.0, 260)]
 )
@@ -88,13 +53,6 @@ def test_worth_is_the_break_even_against_computing(
 
     assert worth.tokens_min == (tokens and pytest.approx(tokens, rel=0.02))
     assert (worth.ratio > 1) == (tokens is not None)
-
-
-def test_prepared_model_tells_its_shape(tmp_path: Path) -> None:
-    card = prepared(tmp_path)
-
-    assert find_architecture(Path(card.source), Path(card.folder).parents[1]) == card.config
-    assert find_architecture(tmp_path / "other", Path(card.folder).parents[1]) is None
 
 
 def test_products_are_timed() -> None:

@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from engine.model_store.families import architecture_of
-from engine.weights.shapes import expected_shapes
-from gateway.levels.model_cost import weights_of
+from engine.model_store import Architecture, Layer, Rope
+from gateway.levels.model_cost import (
+    find_card,
+    flops_per_token,
+    has_windows,
+    kv_bytes_per_token,
+    weights_of,
+)
+from tests.models import prepared
 
-COMMON: dict[str, Any] = {
-    "hidden_size": 2_048, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32_000,
-    "num_hidden_layers": 6, "intermediate_size": 5_632, "max_position_embeddings": 8_192,
-}  # fmt: skip
-EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768}
-LATENT = {
-    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 1_408,
-    "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-    "num_key_value_heads": 16,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {"head_dim": 128, "tie_word_embeddings": True},
-    "qwen3_moe": EXPERTS,
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 5_632},
-    "gpt_oss": {"num_local_experts": 32, "num_experts_per_tok": 4, "head_dim": 64},
-    "deepseek_v2": {**LATENT, "q_lora_rank": None, "topk_method": "greedy"},
-    "deepseek_v3": {**LATENT, "q_lora_rank": 768},
-}
+LLAMA_8B = Architecture(
+    family="llama",
+    layers=(Layer(),) * 32,
+    hidden=4_096,
+    intermediate=14_336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128_256,
+    context=131_072,
+    ropes={"default": Rope(theta=500_000.0, dim=128)},
+)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_those_of_the_tensors(family: str) -> None:
-    """Norms and biases are left out: the sum is below that of all tensors, by less than 0.1 %."""
-    shape = architecture_of({**COMMON, "model_type": family, **FAMILIES[family]})
-    all_values = sum(math.prod(one) for one in expected_shapes(shape).values())
+def test_weights_are_those_of_the_published_model() -> None:
+    """Llama 3.1 8B has 8,030,261,248."""
+    assert weights_of(LLAMA_8B) == 8_030_261_248
 
-    assert 0.999 * all_values < weights_of(shape) <= all_values
+
+def test_cost_of_a_token_is_that_of_the_published_shape() -> None:
+    """131,072 bytes, and 14 GFLOP for 7 billion weights beside the embedding."""
+    flops = flops_per_token(LLAMA_8B)
+
+    assert kv_bytes_per_token(LLAMA_8B, "auto") == 131_072
+    assert kv_bytes_per_token(LLAMA_8B, "fp32") == 262_144
+    assert kv_bytes_per_token(LLAMA_8B, "int8") == 1_064_960 / 16
+    assert flops is not None
+    assert flops == pytest.approx(2 * 6.98e9, rel=0.01)
+    assert not has_windows(LLAMA_8B)
+    assert has_windows(replace(LLAMA_8B, layers=(Layer(), Layer(window=512))))
+
+
+def test_recurrent_layers_keep_no_kv() -> None:
+    """A token's KV lies in the layers with attention alone."""
+    half = replace(LLAMA_8B, layers=(Layer("conv"), Layer()) * 16, conv_width=3)
+
+    assert kv_bytes_per_token(half, "auto") * 2 == kv_bytes_per_token(LLAMA_8B, "auto")
+
+
+def test_a_prepared_model_has_a_card(tmp_path: Path) -> None:
+    card = prepared(tmp_path)
+
+    assert find_card(card.source, Path(card.folder).parents[1]) == card
+    assert find_card(str(tmp_path / "other"), Path(card.folder).parents[1]) is None

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from engine.config import EngineConfig, LevelsConfig
-from gateway.config import Config, ConfigError, load_config
+from gateway.config import Config, ConfigError, ServedModelSettings, load_config
 from gateway.levels.placement import (
     ServerLock,
+    check_levels,
     engine_config,
     find_problems,
     levels_dir,
+    levels_here,
+    lock_disks,
     own_cgroups,
     total_memory_mib,
 )
@@ -128,6 +132,26 @@ def test_auto_is_a_level_that_any_machine_can_have(tmp_path: Path) -> None:
     assert find_problems(config(tmp_path, host_mib="auto"), 1) == []
     (problem,) = find_problems(config(tmp_path, host_mib="auto", disk_gib=1.0, stage_mib=9), 9)
     assert problem.key == "engine.levels.stage_mib"
+
+
+def test_levels_of_engines_elsewhere_are_not_this_machines(tmp_path: Path) -> None:
+    """Their keepers check and lock them, on machines with other disks and other memory."""
+    impossible = {"disk_gib": 1e9, "host_mib": 10**9}
+    asked = config(tmp_path, **impossible)
+    away = ServedModelSettings("away", "/away", replicas=("e0=10.0.0.1:7443",))
+    small = {"levels": {"disk_gib": 1.0, "host_mib": 0, "dir": "kv"}}
+    near = ServedModelSettings("near", "/near", engine=small)
+    elsewhere, mixed = replace(asked, models=(away,)), replace(asked, models=(away, near))
+
+    assert levels_here(elsewhere) == []
+    check_levels(mixed, levels_here(mixed))
+    with pytest.raises(ConfigError, match=r"engine\.levels"):
+        check_levels(asked, levels_here(asked))
+    with ExitStack() as opened:
+        lock_disks(mixed, levels_here(mixed), opened)
+        with pytest.raises(ConfigError, match="another server"):
+            ServerLock(tmp_path / "kv")
+    assert not (tmp_path / "levels").exists()
 
 
 def test_a_folder_is_one_servers(tmp_path: Path) -> None:

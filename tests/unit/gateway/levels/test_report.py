@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from engine.config import LevelsConfig
-from engine.statistics import LevelStats, NamespaceStats, Stats
+from engine.statistics import NOT_ANSWERED, LevelStats, NamespaceStats, Stats
 from gateway.levels.level_history import MINUTES, LevelHistory
 from gateway.levels.report import (
     SWITCH_ON,
@@ -70,6 +70,17 @@ def test_a_disk_does_not_keep_the_part_of_a_block() -> None:
     assert unkept_tokens(Stats(), INFO) == unkept_tokens(STATS, None) == 0
 
 
+def test_a_level_that_has_not_answered_yet_is_starting() -> None:
+    """Operators read "off" as a fault to look into."""
+    asked = LevelStats("disk", "off", NOT_ANSWERED)
+    failed = LevelStats("host", "off", "no memory")
+    stats = replace(STATS, levels=(failed, asked))
+    _, host, disk = levels_report(ON, "", [of(stats)], lambda name: None)["levels"]
+
+    assert (disk["state"], disk["reason"]) == ("starting", NOT_ANSWERED)
+    assert host["state"] == "off"
+
+
 def test_off_says_the_two_lines_that_switch_a_disk_on() -> None:
     found = levels_report(LevelsConfig(), "/kv", [of(Stats(blocks=8))], lambda name: None)
 
@@ -125,10 +136,10 @@ def counts(**fields: int) -> Stats:
 def test_history_has_each_minutes_own_counts() -> None:
     """Several heartbeats of a minute are one; a new engine's totals begin at 0."""
     history = LevelHistory()
-    history.update(counts(loaded_tokens_total=5, offloaded_total=1), 0)
-    history.update(counts(loaded_tokens_total=7, offloaded_total=4), MINUTE_MS - 1)
-    history.update(counts(loaded_tokens_total=9, offloaded_total=4), MINUTE_MS)
-    history.update(counts(loaded_tokens_total=3, offloaded_total=2), 3 * MINUTE_MS)
+    history.update([("m", counts(loaded_tokens_total=5, offloaded_total=1))], 0)
+    history.update([("m", counts(loaded_tokens_total=7, offloaded_total=4))], MINUTE_MS - 1)
+    history.update([("m", counts(loaded_tokens_total=9, offloaded_total=4))], MINUTE_MS)
+    history.update([("m", counts(loaded_tokens_total=3, offloaded_total=2))], 3 * MINUTE_MS)
     found = history.minutes()
 
     assert found["minute"] == [0, 1, 3]
@@ -138,13 +149,25 @@ def test_history_has_each_minutes_own_counts() -> None:
     assert found["disk"] == [0, 0, 0]
 
 
+def test_an_engine_that_begins_again_leaves_the_others_minute_alone() -> None:
+    """Sums over engines would fall with one of them, and all of the others would count again."""
+    history = LevelHistory()
+    for first, second in ((5, 70), (6, 75), (1, 76)):
+        engines = {"m": first, "n": second}
+        history.update(
+            [(name, counts(loaded_tokens_total=total)) for name, total in engines.items()], 0
+        )
+
+    assert history.minutes()["host"] == [5 + 70 + 1 + 5 + 1 + 1]
+
+
 def test_history_counts_nothing_twice_when_the_storage_begins_again() -> None:
     """While it is away the remote store is not reported, and its totals begin at 0."""
     remote = LevelStats("remote", "open", stored_total=8, loaded_tokens_total=40)
     begun = replace(remote, stored_total=1)
     history = LevelHistory()
     for levels in ((HOST, remote), (HOST,), (HOST, begun)):
-        history.update(replace(STATS, levels=levels), 0)
+        history.update([("m", replace(STATS, levels=levels))], 0)
     found = history.minutes()
 
     assert (found["device"], found["host"], found["remote"]) == ([88], [80], [40])
@@ -153,10 +176,10 @@ def test_history_counts_nothing_twice_when_the_storage_begins_again() -> None:
 
 def test_history_is_bounded_and_empty_without_levels() -> None:
     history = LevelHistory()
-    history.update(Stats(device_tokens_total=5), 0)
+    history.update([("m", Stats(device_tokens_total=5))], 0)
     assert history.minutes()["minute"] == []
     for minute in range(2 * MINUTES):
-        history.update(counts(loaded_tokens_total=minute), minute * MINUTE_MS)
+        history.update([("m", counts(loaded_tokens_total=minute))], minute * MINUTE_MS)
 
     assert history.minutes()["minute"] == list(range(MINUTES, 2 * MINUTES))
 
@@ -164,9 +187,9 @@ def test_history_is_bounded_and_empty_without_levels() -> None:
 def test_state_has_its_beginning() -> None:
     """An operator wants to know since when a level is off."""
     history = LevelHistory()
-    history.update(STATS, 5)
-    history.update(STATS, 6)
-    history.update(replace(STATS, levels=(replace(HOST, state="off"), DISK)), 7)
+    history.update([("m", STATS)], 5)
+    history.update([("m", STATS)], 6)
+    history.update([("m", replace(STATS, levels=(replace(HOST, state="off"), DISK)))], 7)
 
     assert (history.since_ms("host"), history.since_ms("disk")) == (7, 5)
     assert history.since_ms("remote") is None

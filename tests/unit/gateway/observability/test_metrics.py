@@ -227,3 +227,19 @@ def test_notes_that_a_tenant_has_no_label_of_its_own(metrics: Metrics) -> None:
     assert (named, before) == (["a", "b"], False)
     assert metrics.tenant_label("c") == OTHERS
     assert metrics.has_unnamed_tenants
+
+
+def test_drafts_are_counted_by_source_and_saved_steps_by_tenant(metrics: Metrics) -> None:
+    """An operator sees which source pays, and for whom; each accepted draft saved a step."""
+    metrics.drafts.add("ada", "ngram", 10, 7)
+    metrics.drafts.add("ada", "suffix", 4, 0)
+    metrics.drafts.add("bob", "ngram", 2, 2)
+
+    assert shown_with_labels(metrics, "trunkline_draft_tokens_total") == {
+        ("accepted", "ngram"): 9, ("rejected", "ngram"): 3,
+        ("accepted", "suffix"): 0, ("rejected", "suffix"): 4,
+    }  # fmt: skip
+    assert shown_with_labels(metrics, "trunkline_saved_steps_total") == {("ada",): 7, ("bob",): 2}
+    assert metrics.drafts.rows()[0] == {
+        "tenant": "ada", "source": "ngram", "drafted": 10, "accepted": 7
+    }  # fmt: skip

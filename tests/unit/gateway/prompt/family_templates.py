@@ -211,6 +211,58 @@ _GRANITE = """
 {%- endfor %}
 """
 
+_GRANITE_4 = """
+{%- set tools_prefix = 'You may call these functions, each on a line:\\n<tools>' %}
+{%- set g = namespace(system='', tools='') %}
+{%- if tools %}
+    {%- for tool in tools %}{% set g.tools = g.tools + '\\n' + (tool | tojson) %}{% endfor %}
+    {%- set g.tools = tools_prefix + g.tools + '\\n</tools>' %}
+{%- endif %}
+{%- if messages[0].role == 'system' and messages[0].content is string %}
+    {%- set g.system = messages[0].content %}
+{%- endif %}
+{%- if g.tools %}
+    {%- set g.system = (g.system + '\\n\\n' if g.system else '') + g.tools %}
+{%- endif %}
+{%- if g.system %}
+    {{- '<|start_of_role|>system<|end_of_role|>' + g.system + '<|end_of_text|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- set content = namespace(value='') %}
+    {%- if message.content is string %}{% set content.value = message.content %}
+    {%- elif message.content is iterable %}
+        {%- for part in message.content %}
+            {%- if part.type == 'text' %}
+                {%- set content.value = content.value + part.text %}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|start_of_role|>' + message.role + '<|end_of_role|>' + content.value }}
+        {{- '<|end_of_text|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|start_of_role|>assistant<|end_of_role|>' + content.value }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if (loop.first and content.value) or not loop.first %}{{- '\\n' }}{% endif %}
+            {%- if call.function %}{% set call = call.function %}{% endif %}
+            {{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|end_of_text|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+            {{- '<|start_of_role|>user<|end_of_role|>' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + content.value + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+            {{- '<|end_of_text|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}
+"""
+
 _COHERE = """
 {%- macro document_turn(documents) -%}
 <|START_TURN|>{% for document in documents %}{{ document['text'] | default('none') }}{% endfor %}
@@ -343,6 +395,79 @@ _DEEPSEEK = """
 {% if add_generation_prompt and not ns.result %}{{ '<|Assistant|><think>\\n' }}{% endif %}
 """
 
+_LFM2 = """
+{{- bos_token -}}
+{%- set head = "" -%}
+{%- set ns = namespace(head="") -%}
+{%- if messages[0]["role"] == "system" -%}
+{%- set ns.head = messages[0]["content"] -%}{%- set messages = messages[1:] -%}
+{%- endif -%}
+{%- if tools -%}
+{%- set ns.head = ns.head + ("\n" if ns.head else "") + "Tools: <|tool_list_start|>[" -%}
+{%- for tool in tools -%}
+{%- if tool is not string -%}{%- set tool = tool | tojson -%}{%- endif -%}
+{%- set ns.head = ns.head + tool + ("" if loop.last else ", ") -%}
+{%- endfor -%}
+{%- set ns.head = ns.head + "]<|tool_list_end|>" -%}
+{%- endif -%}
+{%- if ns.head -%}{{- "<|im_start|>system\n" + ns.head + "<|im_end|>\n" -}}{%- endif -%}
+{%- for message in messages -%}
+{{- "<|im_start|>" + message["role"] + "\n" -}}
+{%- set content = message["content"] -%}
+{%- if content is not string -%}{%- set content = content | tojson -%}{%- endif -%}
+{%- if message["role"] == "tool" -%}
+{%- set content = "<|tool_response_start|>" + content + "<|tool_response_end|>" -%}
+{%- endif -%}
+{{- content + "<|im_end|>\n" -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- "<|im_start|>assistant\n" -}}{%- endif -%}
+"""
+
+_QWEN_XML = """
+{%- macro text_of(content) %}
+{%- if content is string %}{{- content }}
+{%- elif content is iterable and content is not mapping %}
+{%- for item in content %}{%- if 'text' in item %}{{- item.text }}{%- else %}
+{{- raise_exception('unknown item') }}{%- endif %}{%- endfor %}
+{%- elif content is none or content is undefined %}{{- '' }}
+{%- endif %}
+{%- endmacro %}
+{%- if not messages %}{{- raise_exception('no messages') }}{%- endif %}
+{%- if tools and tools is iterable and tools is not mapping %}
+{{- '<|im_start|>system\n# Tools\n<tools>' }}
+{%- for tool in tools %}{{- "\n" }}{{- tool | tojson }}{%- endfor %}
+{{- '\n</tools><|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+{%- if message.role == 'user' and ns.last == messages|length - 1 %}
+{%- set ns.last = messages|length - 1 - loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+{%- set content = text_of(message.content)|trim %}
+{{- '<|im_start|>' + message.role + '\n' + content }}
+{%- if message.tool_calls is defined and message.tool_calls is iterable %}
+{%- for call in message.tool_calls %}
+{%- if call.function is defined %}{%- set call = call.function %}{%- endif %}
+{{- '\n<tool_call>\n<function=' + call.name + '>\n' }}
+{%- for name, value in call.arguments|items %}
+{{- '<parameter=' + name + '>\n' }}
+{%- set value = value | tojson | safe if value is mapping or (value is sequence and value is not
+string) else value | string %}
+{{- value }}{{- '\n</parameter>\n' }}
+{%- endfor %}
+{{- '</function>\n</tool_call>' }}
+{%- endfor %}
+{%- endif %}
+{{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and enable_thinking is true %}{{- '<think>\n' }}
+{%- else %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}
+"""
+
 FAMILY_TEMPLATES = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
@@ -357,6 +482,7 @@ FAMILY_TEMPLATES = {
     "olmo2": _TURNS,
     "olmo3": _QWEN,
     "granite": _GRANITE,
+    "granitemoehybrid": _GRANITE_4,
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
@@ -365,6 +491,11 @@ FAMILY_TEMPLATES = {
     "glm4_moe": _GLM,
     "glm4_moe_lite": _GLM,
     "gpt_oss": _GPT_OSS,
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
+    "qwen3_next": _QWEN,
+    "qwen3_5_text": _QWEN_XML,
+    "qwen3_5_moe_text": _QWEN_XML,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }

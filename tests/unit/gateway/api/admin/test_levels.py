@@ -7,6 +7,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from gateway.config_file import ConfigSource
+from gateway.engines.replicas import Replicas
 from gateway.levels.report import SWITCH_ON
 from tenancy.accounts.tenants import find_tenant_record
 from tests.unit.gateway.admin_client import AdminClient
@@ -20,7 +21,7 @@ def report(gateway: GatewayFixture) -> ReportedEngine:
     """Let the gateway see an engine with levels."""
     context = gateway.gateway.context
     engine = ReportedEngine(gateway.engine, STATS)
-    context.models.default.engine = engine
+    context.models.default.replicas = Replicas.of(engine)
     return engine
 
 

@@ -325,7 +325,7 @@ def test_refuses_unsupported_block_by_name(kind: str) -> None:
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "missing"),
         ({"tools": [{**WEATHER, "input_schema": {}}]}, "tools[0].input_schema.type", "'object'"),
         ({"tools": [{"type": "web_search_20250305"}]}, "tools[0].type", "web_search_20250305"),
-        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading", "True"),
+        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading", "true"),
         (
             {"tools": [{**WEATHER, "input_examples": [{}]}]},
             "tools[0].input_examples",

@@ -171,6 +171,22 @@ def test_accepts_function_responses_in_any_role(role: str) -> None:
     assert call.prompts[0].output_format.schema == '{"type":"object"}'
 
 
+def test_a_result_that_is_repeated_counts_once() -> None:
+    """Gemini CLI sends each response of a resumed session twice, under the same id."""
+    ask = {"role": "model", "parts": [{"functionCall": {"name": "weather", "id": "one"}}]}
+    tell, other = (
+        {"functionResponse": {"name": "weather", "id": "one", "response": {"n": n}}} for n in (1, 2)
+    )
+    contents = [{"parts": [{"text": "?"}]}, ask]
+
+    resumed = parse(contents=[*contents, {"role": "user", "parts": [tell, tell]}])
+    with pytest.raises(Refusal, match="has another functionResponse already") as refused:
+        parse(contents=[*contents, {"role": "user", "parts": [tell, other]}])
+
+    assert resumed == parse(contents=[*contents, {"role": "user", "parts": [tell]}])
+    assert refused.value.param == "contents[2].parts[1]"
+
+
 def test_generation_config_reaches_the_call() -> None:
     streaming = structs.replace(GEMINI, model="org/m", action="streamGenerateContent")
     call = streaming.parse(
@@ -190,6 +206,24 @@ def test_generation_config_reaches_the_call() -> None:
     assert call.generation.sampling == Sampling(temperature=0.5, top_k=40, seed=3, logprobs=2)
     assert (call.generation.choices, call.generation.stop) == (2, ("END",))
     assert call.generation.choices_field == "generationConfig.candidateCount"
+
+
+@pytest.mark.parametrize("name", ["responseSchema", "responseJsonSchema"])
+def test_an_enum_is_answered_as_plain_text(name: str) -> None:
+    """`text/x.enum` of the SDKs' examples: one of the values, without quotes."""
+    schema = {"type": "STRING", "enum": ["a.b", "c d"]}
+    call = parse(generationConfig={"responseMimeType": "text/x.enum", name: schema})
+    wanted = call.prompts[0].output_format
+
+    assert (wanted.kind, wanted.schema) == ("regex", r"a\.b|c d")
+    assert wanted.path == f"generationConfig.{name}"
+
+
+@pytest.mark.parametrize("schema", [None, {"type": "STRING"}, {"type": "INTEGER", "enum": [1]}])
+def test_an_enum_without_values_is_refused(schema: Any) -> None:
+    """No text would satisfy it."""
+    with pytest.raises(Refusal, match=r"text/x\.enum"):
+        parse(generationConfig={"responseMimeType": "text/x.enum", "responseSchema": schema})
 
 
 def test_mime_type_and_schema_set_the_output_format() -> None:

@@ -1,0 +1,207 @@
+"""`server.processes`: two real gateway processes on one port, one of which is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientError, ClientSession
+
+from engine.model_store import prepare
+from tenancy.accounting.audit import check_books
+from tenancy.accounting.reconcile import reconcile
+from tenancy.storage.backends import open_store
+from tests.crash.fleet import KeptReplica
+from tests.crash.test_replicated_server import kept_engines
+from tests.models import tiny_config, write_folder
+from tests.server_process import Server, run_server
+from tests.unit.engine.server.fleet_certificates import certificate
+from tests.unit.gateway.shared.valkey_server import ValkeyServer
+from tests.unit.tenancy.storage.postgres_server import Server as Postgres
+
+PATIENCE_S = 90.0
+PROCESSES = 2
+
+pytestmark = [pytest.mark.slow, pytest.mark.crash, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(autouse=True)
+def fail_on_blocking_calls() -> None:
+    """Disabled here: only clients and keepers run on this loop."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("models") / "tiny", tiny_config(context=1024))
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path)
+    yield server
+    server.kill()
+
+
+def write_settings(
+    folder: Path, kept: dict[str, KeptReplica], database: str, valkey: ValkeyServer
+) -> Path:
+    """Write the settings of a gateway of two processes."""
+    replicas = [f"{name}=127.0.0.1:{one.port}" for name, one in kept.items()]
+    file = folder / "settings.toml"
+    file.write_text(
+        f"[server]\nprocesses = {PROCESSES}\n[model]\nreplicas = {json.dumps(replicas)}\n"
+        f'[tenancy]\ndatabase = "{database}"\n'
+        f"[fleet]\ntls = {json.dumps(str(certificate('gateway/g0')))}\nshared = '{valkey.url}'\n"
+    )
+    return file
+
+
+class Group:
+    """A server's processes, as its log tells of them."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+
+    def told(self, event: str) -> list[dict[str, Any]]:
+        """Return the facts of an event, so far."""
+        lines = self._log.read_text().rpartition("\n")[0].splitlines()
+        facts = [json.loads(line) for line in lines if line.startswith("{")]
+        return [one for one in facts if one["event"] == event]
+
+    def latest(self, event: str) -> dict[int, dict[str, Any]]:
+        """Return the last facts of an event by process."""
+        return {one["process"]: one for one in self.told(event)}
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until other processes have made a condition true."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await asyncio.to_thread(holds):  # noqa: ASYNC110 (other processes' doing)
+            await asyncio.sleep(0.02)
+
+
+async def ask(server: Server, session: ClientSession, **more: object) -> str:
+    """Send a chat over a connection of its own; return its whole answer."""
+    async with session.post(
+        f"{server.url}/v1/chat/completions",
+        json=server.body(**more),
+        headers={"Authorization": f"Bearer {server.key}", "Connection": "close"},
+    ) as response:
+        return await response.text()
+
+
+async def answered(session: ClientSession, admin_url: str) -> int:
+    """Return how many requests a process has answered."""
+    async with session.get(f"{admin_url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    name = "trunkline_requests_total{"
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith(name)))
+
+
+async def test_processes_share_a_port_and_one_that_dies_touches_neither_engine_nor_others(
+    model: Path, tmp_path: Path, postgres_server: Postgres, valkey: ValkeyServer
+) -> None:
+    """Both answer; after one was killed the other goes on, it is started again, and the books
+    close. SIGTERM lets streams of both end, and leaves no process."""
+    database = postgres_server.url(await asyncio.to_thread(postgres_server.database))
+    card = prepare("tiny", model, tmp_path / "models")
+    async with kept_engines(card) as kept, ClientSession() as session:
+        engines = [await one.pid() for one in kept.values()]
+        settings = write_settings(tmp_path, kept, database, valkey)
+        data = tmp_path / "data"
+        starting = run_server(model, data, settings)
+        server = await asyncio.to_thread(starting.__enter__)
+        try:
+            group = Group(data.with_suffix(".log"))
+            await until(lambda: len(group.latest("gateway_started")) == PROCESSES)
+            admins = {n: one["admin"] for n, one in group.latest("gateway_started").items()}
+            for _ in range(40):
+                await ask(server, session, max_tokens=2)
+            shares = [await answered(session, admin) for admin in admins.values()]
+            first = group.latest("gateway_started")[0]["pid"]
+            long = [
+                asyncio.create_task(ask(server, session, max_tokens=400, stream=True))
+                for _ in range(16)
+            ]
+            await asyncio.wait(long, return_when=asyncio.FIRST_COMPLETED, timeout=0.2)
+            os.kill(first, signal.SIGKILL)
+            ended = await asyncio.gather(*long, return_exceptions=True)
+            await until(lambda: group.latest("gateway_started")[0]["pid"] != first)
+            after = [await ask(server, session, max_tokens=2) for _ in range(20)]
+            pids = [one["pid"] for one in group.latest("gateway_started").values()]
+            with closing(open_store(database, Path(), {})) as store:
+                await until(lambda: store.query("select 1 from holds limit 1") == [])
+                sql = "select count(*) from engine_epochs where is_ended = 0"
+                wanted = [(PROCESSES * len(kept),)]
+                await until(lambda: store.query(sql) == wanted)
+                last = [
+                    asyncio.create_task(ask(server, session, max_tokens=300, stream=True))
+                    for _ in range(8)
+                ]
+                await until(partial(has_running, store, 1))
+                server.process.send_signal(signal.SIGTERM)
+                drained = await asyncio.gather(*last)
+                status = await asyncio.to_thread(server.wait)
+                left = [pid for pid in pids if is_there(pid)]
+                epochs = reconcile(store)
+                faults = check_books(store)
+                ids = {one[0].rpartition("/")[0] for one in store.query(GATEWAYS)}
+        finally:
+            await asyncio.to_thread(starting.__exit__, None, None, None)
+        engines_after = [await one.pid() for one in kept.values()]
+
+    whole = [one for one in ended if isinstance(one, str) and one.endswith("data: [DONE]\n\n")]
+    cut = [one for one in ended if not isinstance(one, str)]
+    assert min(shares) > 0
+    assert sum(shares) >= 40
+    assert len(whole) + len(cut) == len(ended)
+    assert whole, "the other process goes on"
+    assert all(isinstance(one, ClientError) for one in cut)
+    assert all('"completion_tokens":2' in one for one in after)
+    assert engines_after == engines
+    assert all(one.endswith("data: [DONE]\n\n") for one in drained)
+    assert status == 0
+    assert left == []
+    assert faults == []
+    assert [(one.state, one.has_mismatch) for one in epochs] == [("final", False)] * len(kept)
+    assert {one.rpartition("/")[2] for one in ids} == {"0", "1"}
+
+
+GATEWAYS = "select distinct gateway from engine_epochs"
+
+
+def is_there(pid: int) -> bool:
+    """Return whether a process runs."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def has_running(store: Any, count: int) -> bool:
+    """Return whether so many requests have holds."""
+    return int(store.query("select count(*) from holds")[0][0]) >= count
+
+
+async def test_a_process_that_cannot_start_ends_the_server(
+    model: Path, tmp_path: Path, postgres_server: Postgres, valkey: ValkeyServer
+) -> None:
+    """In one line, with the reason in the log above it, and no process left."""
+    database = postgres_server.url(await asyncio.to_thread(postgres_server.database))
+    card = prepare("tiny", model, tmp_path / "models")
+    async with kept_engines(card) as kept:
+        settings = write_settings(tmp_path, kept, database, valkey)
+        settings.write_text(
+            settings.read_text() + "[admin]\nlisten = '127.0.0.1:0'\n[tracing]\n"
+            "endpoint = 'http://127.0.0.1:9'\nsample_ratio = 7\n"
+        )
+        starting = run_server(model, tmp_path / "data", settings)
+        with pytest.raises(AssertionError) as caught:
+            await asyncio.to_thread(starting.__enter__)
+
+    assert "sample_ratio" in str(caught.value)
