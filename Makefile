@@ -90,7 +90,7 @@ sim: setup             ## seeded simulation; make sim SEED=7
 
 crash: setup           ## the ledger killed at every system call, 2,000 power cuts, servers and their processes killed; minutes
 	CRASH=long $(BIN)/python -m pytest -rP -o faulthandler_timeout=0 tests/crash/test_ledger_crash.py tests/crash/test_power_cut.py tests/crash/test_postgres_crash.py \
-		tests/crash/test_process_deaths.py tests/crash/test_storage_crash.py tests/crash/test_storage_power_cut.py \
+		tests/crash/test_process_deaths.py tests/crash/test_replicated_server.py tests/crash/test_storage_crash.py tests/crash/test_storage_power_cut.py \
 		tests/crash/test_storage_process.py
 
 attacks: setup         ## every attack on a server of ours, one after another, beside a quiet tenant; minutes
@@ -101,7 +101,7 @@ bench: setup           ## the benchmark table against a server it starts
 	$(BIN)/trunkline bench --serve
 
 GPU_TESTS := tests/unit/kernels tests/unit/engine/runner/test_gpu_build.py tests/unit/engine/runner/test_cuda_graphs.py tests/unit/engine/runner/test_gpu_runner.py \
-	tests/unit/engine/runner/test_gpu_attention_windows.py tests/unit/engine/sampling/test_gpu_sampler.py tests/unit/engine/runner/test_warmup.py \
+	tests/unit/engine/runner/test_gpu_attention_windows.py tests/unit/engine/runner/test_gpu_drafts.py tests/unit/engine/sampling/test_gpu_sampler.py tests/unit/engine/runner/test_warmup.py \
 	tests/e2e/test_device_model.py tests/unit/engine/kv tests/e2e/test_device_levels.py tests/unit/engine/models/test_gpu_experts.py tests/unit/engine/models/test_gpu_layers.py
 
 gpu: setup             ## kernels and benchmarks on a CUDA device
@@ -111,7 +111,9 @@ gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m tests.bench.gpu_families
 	$(BIN)/python -m tests.bench.gpu_experts
 	$(BIN)/python -m tests.bench.gpu_fp8
+	$(BIN)/python -m tests.bench.gpu_int4
 	$(BIN)/python -m tests.bench.gpu_latents
+	$(BIN)/python -m tests.bench.gpu_drafts
 	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.gpu_trees
 	$(BIN)/python -m tests.bench.gpu_moves

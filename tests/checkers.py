@@ -28,8 +28,10 @@ from engine.client.namespace_stats import NamespaceTable
 from engine.config import EngineConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
+from engine.drafts.drafter import Drafter
 from engine.levels.levels import Levels
 from engine.statistics import Stats
+from tests.draft_oracle import OracleSource
 from tests.fakes import FakeClock, FakeRunner, solo_output
 from tests.grammars import PolledGrammars, constrained_output
 
@@ -57,6 +59,10 @@ MakeLevels = Callable[[PrefixCache, Callable[[], FakeRunner]], Levels]
 
 class RuleBroken(AssertionError):
     """The engine broke a rule."""
+
+
+FREE_DRAFTS = (1.0,) * 64
+"""Seconds of steps that take no longer with drafts: all that are proposed are verified."""
 
 
 def expect(holds: bool, what: str, *found: object) -> None:
@@ -203,7 +209,8 @@ class World:
     `restart` drops it and starts another epoch. `make_*` accept variants with a planted fault.
     `promises`: memory may be promised away (floors and leases), so a request may fail for lack of
     it. `windows`: the window groups of its KV. `grammars`: the grammar source. `make_levels`: what
-    lies below the device, over its cache and its runner.
+    lies below the device, over its cache and its runner. `draft_right`: sequences get drafts from
+    an oracle that is right with this probability.
     """
 
     def __init__(
@@ -221,6 +228,7 @@ class World:
         make_core: Callable[..., Core] = Core,
         grammars: PolledGrammars | None = None,
         make_levels: MakeLevels | None = None,
+        draft_right: float | None = None,
     ) -> None:
         self.config = config
         self.blocks, self.block_size, self.depth = blocks, block_size, depth
@@ -236,6 +244,7 @@ class World:
         self.grammars = grammars or PolledGrammars()
         self._make_cache, self._make_core = make_cache, make_core
         self._make_levels = make_levels
+        self._draft_right = draft_right
         self.restart()
 
     def restart(self) -> None:
@@ -247,6 +256,7 @@ class World:
         self.runner = FakeRunner(
             self.blocks, self.block_size, vocab_size=self.vocab_size, windows=self.windows
         )
+        self.runner.state_blocks = self.cache.states.blocks
         below = {}
         if self._make_levels is not None:
             below["levels"] = self._make_levels(self.cache, lambda: self.runner)
@@ -261,6 +271,9 @@ class World:
             constraints=Constraints(self.grammars),
             **below,
         )
+        if self._draft_right is not None and not self.cache.states.blocks:
+            source = OracleSource(self._answer, self._draft_right, self.vocab_size, seed=7)
+            self.core.drafts.drafter = Drafter(FREE_DRAFTS, [source])
         self.runner.namespace_of = lambda number: self._request_of(number).grant.namespace
         self.runner.spares_smoke_test = True
         self.runner.attention_of = lambda number: self._request_of(number).attention
@@ -270,6 +283,11 @@ class World:
         self._requests: dict[int, Request] = {}
         self._stats = Stats()
         self._book = NamespaceTable()
+
+    def _answer(self, request_id: str, index: int) -> list[int]:
+        """Return what a sample is to answer; nothing for the engine's own smoke test."""
+        stream = self.streams.get(request_id)
+        return [] if stream is None else stream.alone[index]
 
     def _request_of(self, sequence_id: int) -> Request:
         """Return the request of a sequence that has had a row in a step."""

@@ -17,7 +17,16 @@ import xxhash
 from engine.api import AttentionWindow, EngineInfo, SampledToken, Sampling
 from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
-from engine.plan import BegunSequence, BlockCopy, Mask, Row, StepPlan, StepResult, TokensBySequence
+from engine.plan import (
+    BegunSequence,
+    BlockCopy,
+    Mask,
+    Row,
+    StateCopy,
+    StepPlan,
+    StepResult,
+    TokensBySequence,
+)
 
 Slot = tuple[bytes, int, int]
 """The content of a slot of the fake KV: its namespace, its KV group and the exact prefix."""
@@ -90,6 +99,11 @@ def solo_output(
     return out
 
 
+def _drafts_of(row: Row) -> list[int]:
+    """Return the drafts of a row."""
+    return list(row.token_ids or ())[row.count - row.drafts :] if row.drafts else []
+
+
 class FakeRunner:
     """`engine.plan.Runner` over prefix tags. Steps run in launch order.
 
@@ -97,13 +111,14 @@ class FakeRunner:
     `fail_launch` and `fail_collect`: step numbers that raise there; `nan_steps`: step numbers whose
     first sampling sequence is reported as failed. A broken step writes broken slots, which no row
     may read later. `spares_smoke_test`: steps of the engine's own smoke test do not break. `words`:
-    tokens that every sequence samples first. `tokens_per_draw`: tokens that a sequence samples in a
-    step, all under its mask; several only at a `pipeline_depth` of 1. `computed_tokens` counts all
-    computed tokens. With `windows`, a row reads in each window group the keys in its window, and
-    fails at a hole or a slot of another group. `attention_of` returns a sequence's attention
-    window: each token must read the keys that this allows it, no more and no less, and what is
-    computed beyond its shared blocks is another sequence's KV for all others. Single-threaded;
-    every call is O(tokens), with an attention window O(tokens * tokens).
+    tokens that every sequence samples first. `computed_tokens` counts all computed tokens, drafts
+    too, which are written as the prefixes that they would be. With `windows`, a row reads in each
+    window group the keys in its window, and fails at a hole or a slot of another group.
+    `attention_of` returns a sequence's attention window: each token must read the keys that this
+    allows it, no more and no less, and what is computed beyond its shared blocks is another
+    sequence's KV for all others. With `state_blocks`, a sequence has a recurrent state, the prefix
+    that it was computed from, which each row takes on and which is kept in that many blocks.
+    Single-threaded; every call is O(tokens), with an attention window O(tokens * tokens).
     """
 
     def __init__(
@@ -125,9 +140,14 @@ class FakeRunner:
         self.nan_steps: set[int] = set()
         self.spares_smoke_test = False
         self.words: Sequence[int] = ()
-        self.tokens_per_draw = 1
         self._results: deque[StepResult] = deque()
         self._broken: dict[int, set[int]] = {}
+        self.state_blocks = 0
+        self._states: dict[int, int] = {}
+        """By sequence, the tokens that its state has taken in."""
+        self._names: dict[int, bytes] = {}
+        """The namespaces of sequences, which the engine has forgotten where it keeps a last state.
+        """
 
     def launch(self, plan: StepPlan) -> None:
         """Run the whole step now; its result waits for `collect`."""
@@ -137,10 +157,15 @@ class FakeRunner:
         ):
             for steps in (self.fail_launch, self.fail_collect, self.nan_steps):
                 steps.discard(plan.step)
+        for keep in plan.keeps:
+            if keep.sequence_id in plan.ended:
+                self._keep(keep)
         for sequence_id in plan.ended:
             self._forget(sequence_id)
         for begun in plan.begun:
             self._begin(begun)
+        for restore in plan.restores:
+            self._restore(restore)
         for copy in plan.copies:
             self._copy(copy)
         self._check_groups(plan)
@@ -181,6 +206,9 @@ class FakeRunner:
                     failed[sequence_id] = "nan_logits"
                 else:
                     sampled[sequence_id] = drawn
+        for keep in plan.keeps:
+            if keep.sequence_id not in plan.ended:
+                self._keep(keep, is_broken=keep.sequence_id in broken)
         self._results.append(
             StepResult(step=plan.step, sampled=sampled, failed=failed, prompt_logprobs=logprobs)
         )
@@ -197,15 +225,22 @@ class FakeRunner:
         """
         if row.sequence_id not in self.begun:
             raise OracleError(f"sequence {row.sequence_id} has a row and has not begun")
-        end, own = row.start + row.count, self.tokens[row.sequence_id]
-        if row.count < 1 or row.start < 0 or end > len(own):
+        end, own = row.start + row.count - row.drafts, self.tokens[row.sequence_id]
+        if row.count < 1 + row.drafts or row.start < 0 or end > len(own):
             raise OracleError(f"{row.sequence_id}: positions {row.start} to {end} of {len(own)}")
         if row.token_ids is None and (row.count, end) != (1, len(own)):
             raise OracleError(f"{row.sequence_id}: not the last token it sampled")
-        if row.token_ids is not None and list(row.token_ids) != own[row.start : end]:
+        known = None if row.token_ids is None else list(row.token_ids)[: row.count - row.drafts]
+        if known is not None and known != own[row.start : end]:
             raise OracleError(f"{row.sequence_id}: computes tokens that are not its own")
-        if row.samples and end != len(own):
+        if row.drafts and (len(row.token_ids or ()) != row.count or len(row.samples) != 1):
+            raise OracleError(f"{row.sequence_id}: drafts of no sample")
+        end += row.drafts
+        if row.samples and end - row.drafts != len(own):
             raise OracleError(f"{row.sequence_id}: draws from a position that is not its last")
+        if self.state_blocks and self._states[row.sequence_id] != row.start:
+            state = self._states[row.sequence_id]
+            raise OracleError(f"{row.sequence_id}: a state after {state} tokens at {row.start}")
         if len(row.beside) != len(self.windows):
             raise OracleError(f"{row.sequence_id}: {len(row.beside)} tables beside the first")
         if any(end > len(table) * self.block_size for table in (row.block_ids, *row.beside)):
@@ -273,7 +308,12 @@ class FakeRunner:
         return False
 
     def _write(self, row: Row, written: set[int], *, is_broken: bool) -> None:
-        namespace, contents = self._namespace(row.sequence_id), self._contents(row.sequence_id)
+        known = len(self.tokens[row.sequence_id])
+        for token in _drafts_of(row):
+            self._append(row.sequence_id, token)
+        namespace = self._namespace(row.sequence_id)
+        contents = list(self._contents(row.sequence_id))
+        del self.tokens[row.sequence_id][known:], self.tags[row.sequence_id][known:]
         for group in range(1 + len(self.windows)):
             for position in range(row.start, row.start + row.count):
                 slot = self._slot(row, group, position)
@@ -282,23 +322,56 @@ class FakeRunner:
                 written.add(slot)
                 self.slots[slot] = BROKEN if is_broken else (namespace, group, contents[position])
         self.computed_tokens += row.count
+        for sequence_id in (row.sequence_id, *row.samples):
+            self._states[sequence_id] = row.start + row.count
+
+    def _restore(self, copy: StateCopy) -> None:
+        """Take a sequence's state from blocks, which must have that of its own prefix."""
+        sequence_id, parts, tag = copy.sequence_id, list[Slot | None](), -1
+        for index, block in enumerate(copy.blocks):
+            slots = self.slots[block * self.block_size : (block + 1) * self.block_size]
+            if len(set(slots)) != 1:
+                raise OracleError(f"{sequence_id}: block {block} of its state was written to")
+            parts += slots[:1]
+            tag = parts[0][2] if parts[0] is not None else -1
+            if parts[index] != (self._namespace(sequence_id), -1 - index, tag):
+                raise OracleError(f"{sequence_id}: {parts} are no state of its namespace")
+        if len(parts) != self.state_blocks or tag not in self.tags[sequence_id]:
+            raise OracleError(f"{sequence_id}: {parts} are no state of its prefix")
+        self._states[sequence_id] = self.tags[sequence_id].index(tag) + 1
+
+    def _keep(self, copy: StateCopy, *, is_broken: bool = False) -> None:
+        sequence_id = copy.sequence_id
+        tag = self.tags[sequence_id][self._states[sequence_id] - 1]
+        if len(copy.blocks) != self.state_blocks:
+            raise OracleError(f"{sequence_id}: {copy.blocks} for its state")
+        for index, block in enumerate(copy.blocks):
+            part = (self._names[sequence_id], -1 - index, tag)
+            for slot in range(block * self.block_size, (block + 1) * self.block_size):
+                self.slots[slot] = BROKEN if is_broken else part
 
     def _draw(self, sequence_id: int, row: Row, mask: Mask | None) -> tuple[SampledToken, ...]:
         if sequence_id not in self.begun:
             raise OracleError(f"sequence {sequence_id} draws and has not begun")
         begun, own = self.begun[sequence_id], self.tokens[sequence_id]
-        if len(own) != row.start + row.count:
+        if len(own) != row.start + row.count - row.drafts:
             raise OracleError(f"{sequence_id}: draws from another sequence's last position")
         logprob = None if begun.sampling.logprobs is None else -1.0
         drawn: list[SampledToken] = []
-        for _ in range(self.tokens_per_draw):
+        drafts, masks = _drafts_of(row), (mask, *row.draft_masks)
+        for draft in (*drafts, None):
             output, tag = len(own) - begun.prompt_tokens, self.tags[sequence_id][-1]
             sample, vocab = begun.sample_index, self.vocab_size
-            token = next_token(tag, begun.sampling, sample, output, vocab, mask)
+            now = masks[len(drawn)] if len(drawn) < len(masks) else None
+            if mask is not None and now is None:
+                raise OracleError(f"{sequence_id}: a draft without a mask behind it")
+            token = next_token(tag, begun.sampling, sample, output, vocab, now)
             if output < len(self.words):
                 token = self.words[output]
             self._append(sequence_id, token)
             drawn.append(SampledToken(token, logprob))
+            if token != draft:
+                break
         return tuple(drawn)
 
     def _next_tokens(self, row: Row) -> tuple[SampledToken, ...]:
@@ -313,6 +386,8 @@ class FakeRunner:
         if begun.sequence_id in self.begun:
             raise OracleError(f"sequence {begun.sequence_id} was begun twice")
         self.begun[begun.sequence_id] = begun
+        self._states[begun.sequence_id] = 0
+        self._names[begun.sequence_id] = self._namespace(begun.sequence_id)
         self.tokens[begun.sequence_id] = []
         self.tags[begun.sequence_id] = []
         for token in begun.token_ids:
@@ -326,7 +401,8 @@ class FakeRunner:
     def _forget(self, sequence_id: int) -> None:
         if self.begun.pop(sequence_id, None) is None:
             raise OracleError(f"sequence {sequence_id} ended and had not begun")
-        del self.tokens[sequence_id], self.tags[sequence_id]
+        del self.tokens[sequence_id], self.tags[sequence_id], self._states[sequence_id]
+        del self._names[sequence_id]
 
     def _copy(self, copy: BlockCopy) -> None:
         if copy.src == copy.dst or not 0 < copy.tokens <= self.block_size:

@@ -275,6 +275,16 @@ def test_the_brain_runs_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
+def test_one_gateway_needs_no_client_of_shared_state() -> None:
+    """What several gateways share costs `trunkline serve` nothing at its start."""
+    program = (
+        "import sys, gateway.cli.serve, gateway.app;"
+        "sys.exit(1 if {'redis', 'gateway.shared.valkey'} & set(sys.modules) else 0)"
+    )
+
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
 def test_nothing_deserialises_code() -> None:
     """Pickle and its kin run what they read."""
     banned = re.compile(r"^\s*(import|from)\s+(pickle|dill|marshal|yaml|shelve)\b|torch\.load\(")

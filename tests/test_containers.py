@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from gateway.cli.arguments import build_parser
 from gateway.config import Config, load_config
+from gateway.fleet.keeping import MARKS, SERVES
+from gateway.fleet_config import parse_replicas
 from gateway.http.authentication import ALL_ADDRESSES
 from tests.tools.binaries import needs
 
@@ -20,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = ROOT / "Dockerfile"
 COMPOSE = ROOT / "compose.yaml"
+ENGINES = DEPLOY / "compose" / "engines.yaml"
 CHART = DEPLOY / "helm" / "trunkline"
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
@@ -91,7 +95,8 @@ def test_compose_file_is_valid() -> None:
     """By the published schema of the Compose specification, and by yamllint."""
     rules = "{extends: relaxed, rules: {line-length: {max: 110}}}"
     run([needs("yamllint"), "--strict", "-d", rules, COMPOSE, DEPLOY / "compose"])
-    run([needs("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", COMPOSE])
+    for file in (COMPOSE, ENGINES):
+        run([needs("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", file])
 
 
 def test_compose_mounts_files_that_exist() -> None:
@@ -130,10 +135,10 @@ def test_stop_timeouts_are_longer_than_a_drain(tmp_path: Path) -> None:
     """A container that is killed earlier would cut running answers."""
     drain_s = config_of("", tmp_path).engine.drain_timeout_s
     chart = (CHART / "values.yaml").read_text()
-    found = re.findall(r"stop_grace_period: (\d+)s", COMPOSE.read_text())
+    found = re.findall(r"stop_grace_period: (\d+)s", COMPOSE.read_text() + ENGINES.read_text())
     found += re.findall(r"^terminationGracePeriodSeconds: (\d+)$", chart, re.MULTILINE)
 
-    assert len(found) == 2
+    assert len(found) == 3
     assert all(int(one) > drain_s for one in found)
 
 
@@ -143,7 +148,35 @@ def test_versions_of_image_and_chart_are_the_products() -> None:
     chart = (CHART / "Chart.yaml").read_text()
 
     assert f'appVersion: "{VERSION[1]}"' in chart
-    assert f"TRUNKLINE_VERSION:-{VERSION[1]}" in COMPOSE.read_text()
+    for file in (COMPOSE, ENGINES):
+        assert f"TRUNKLINE_VERSION:-{VERSION[1]}" in file.read_text()
+
+
+def test_compose_s_gateway_finds_the_engines_and_their_certificates(tmp_path: Path) -> None:
+    """Each service's command is one of ours; names, ports and certificates are those that the
+    gateway asks for, and nothing is published beyond this machine."""
+    text = ENGINES.read_text()
+    config = config_of((DEPLOY / "compose" / "engines.toml").read_text(), tmp_path)
+    replicas = parse_replicas(config.served_models()[0].replicas)
+    commands = [
+        re.sub(r"""["']""", "", line).split(", ")
+        for line in re.findall(r"command:\s+\[(.+)\]$", text, re.MULTILINE)
+    ]
+    parser = build_parser(("fleet", "engine", "serve"))
+    init, *engines, serve = [parser.parse_args(words) for words in commands]
+
+    assert (init.action, init.dir, serve.command) == ("init", None, "serve")
+    assert [one.name for one in engines] == [one.name for one in replicas] == ["e0", "e1"]
+    assert init.engines.split(",") == ["e0", "e1"]
+    for one, replica in zip(engines, replicas, strict=True):
+        assert re.search(rf"^  {replica.host}:$", text, re.MULTILINE)
+        assert one.listen == f"0.0.0.0:{replica.port}"
+        assert str(one.tls) == f"/certificates/fleet/engine-{replica.name}"
+    assert str(config.fleet_folder) == f"/certificates/fleet/gateway-{init.gateways}"
+    assert config.fleet.name == init.gateways
+    assert set(re.findall(r'"([\d.]+):\d+:\d+"', text)) == {"127.0.0.1"}
+    for name in re.findall(r"- \./([^:]+):", text):
+        assert (ENGINES.parent / name).exists(), name
 
 
 # --- Helm -----------------------------------------------------------------------------------------
@@ -171,6 +204,17 @@ VALUES = {
         "settings.server=body_bytes_max = 4194304",
         'tables=[[tenants]]\nname = "acme"',
     ),
+    "engines": (
+        "engines.replicas=3",
+        "engines.issuer.name=fleet",
+        "engines.issuer.kind=Issuer",
+        "engines.drainTimeoutSeconds=100",
+        "engines.resources.limits.nvidia\\.com/gpu=1",
+        "engines.nodeSelector.pool=gpu",
+        "engines.persistence.storageClass=fast",
+        "engines.tables=[engine.levels]\ndisk_gib = 10",
+        'settings.engine=weights = "fp8"',
+    ),
 }
 
 
@@ -178,6 +222,77 @@ def rendered(values: Sequence[str]) -> str:
     """Return the chart's objects, as Helm renders them."""
     settings = [part for value in values for part in ("--set", value)]
     return run([needs("helm"), "template", "demo", CHART, "--namespace", "llm", *settings])
+
+
+def configurations(text: str) -> list[str]:
+    """Return the configuration files among objects: the gateway's, then the engines'."""
+    blocks = re.findall(r"  trunkline\.toml: \|\n((?:    .*\n|\n)+)", text)
+    return [re.sub(r"^    ", "", block, flags=re.MULTILINE) for block in blocks]
+
+
+def test_the_chart_s_gateway_finds_the_engines_and_their_certificates(tmp_path: Path) -> None:
+    """By the headless service; every pod's name has a certificate, mounted where it looks."""
+    text = rendered(VALUES["engines"])
+    for_gateway, for_engine = configurations(text)
+    gateway, engine = config_of(for_gateway, tmp_path), config_of(for_engine, tmp_path)
+    settings = gateway.served_models()[0]
+    (arguments,) = re.findall(r"args: \[(.+)\]", text)
+    words = arguments.replace('"', "").replace("$(POD_NAME)", "demo-trunkline-engine-2").split(", ")
+    options = build_parser(("engine",)).parse_args(words)
+    uris = re.findall(r'uris: \["(.+)"\]', text)
+    paths = re.findall(r"path: (\S+)/certificate\.pem", text)
+    secrets = set(re.findall(r"secretName: (\S+)", text))
+    kinds = re.findall(r"^kind: (\w+)$", text, re.MULTILINE)
+    names = [f"demo-trunkline-engine-{number}" for number in range(3)]
+
+    assert settings.replicas_dns == "demo-trunkline-engine:7443"
+    assert options.listen == "0.0.0.0:7443"
+    assert str(options.tls) == f"/etc/trunkline-tls/{names[2]}"
+    assert f"trunkline://gateway/{gateway.fleet.name}" in uris
+    assert {f"trunkline://engine/{name}" for name in names} < set(uris)
+    assert paths == names
+    assert {f"{name}-tls" for name in (*names, "demo-trunkline-gateway")} == secrets
+    assert engine.engine.drain_timeout_s == 100
+    assert engine.engine.levels.disk_gib == 10
+    assert f"terminationGracePeriodSeconds: {100 + 30}" in text
+    assert {"Deployment", "PodDisruptionBudget", "NetworkPolicy"} <= set(kinds)
+    assert kinds.count("StatefulSet") == 1
+
+
+def test_probes_of_the_engines_look_for_the_keeper_s_mark() -> None:
+    """A mark that nobody makes would leave every pod unready."""
+    text = rendered(VALUES["engines"])
+    (mark,) = set(re.findall(r'test -e "/var/lib/trunkline/(\w+)/\$POD_NAME(\.\w+)"', text))
+
+    assert mark == (MARKS, SERVES)
+
+
+REFUSED = {
+    "two gateways on one file": (("replicas=2",), "needs `database`"),
+    "two gateways of engines": (
+        ("replicas=2", "engines.replicas=2", "database=postgresql://a@b/c"),
+        "a volume and a certificate of its own",
+    ),
+    "a misspelt value": (("replica=2",), "replica"),
+    "a misspelt value of engines": (("engines.replica=2",), "replica"),
+    "more engines than a router has": (("engines.replicas=65",), "65"),
+    "less than none": (("engines.replicas=-1",), "-1"),
+    "engines in words": (("engines.replicas=two",), "replicas"),
+    "another kind of issuer": (("engines.issuer.kind=Vault",), "kind"),
+    "no time to drain": (("engines.drainTimeoutSeconds=-1",), "drainTimeoutSeconds"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_chart_refuses(name: str) -> None:
+    """The error names the value; a misspelt one would be ignored silently."""
+    values, says = REFUSED[name]
+    settings = [part for value in values for part in ("--set", value)]
+    command = [needs("helm"), "template", "demo", str(CHART), *settings]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode != 0
+    assert says in done.stderr
 
 
 def test_helm_accepts_the_chart() -> None:
@@ -194,7 +309,7 @@ def test_rendered_objects_are_valid(name: str, tmp_path: Path) -> None:
     kinds = re.findall(r"^kind: (\w+)$", file.read_text(), re.MULTILINE)
 
     assert said == "" or "FAIL" not in said
-    assert kinds.count("Service") == 2
+    assert kinds.count("Service") == (3 if name == "engines" else 2)
     assert ("Ingress" in kinds) is ("ServiceMonitor" in kinds) is (name == "all")
 
 
@@ -202,33 +317,13 @@ def test_rendered_objects_are_valid(name: str, tmp_path: Path) -> None:
 def test_rendered_configuration_is_valid(name: str, tmp_path: Path) -> None:
     """The gateway reads it; probes ask by the pod's address, clients by the service's name."""
     text = rendered(VALUES[name])
-    block = re.search(r"  trunkline\.toml: \|\n((?:    .*\n|\n)+)", text)
-    assert block is not None
-    config = config_of(re.sub(r"^    ", "", block[1], flags=re.MULTILINE), tmp_path)
+    config = config_of(configurations(text)[0], tmp_path)
 
     assert {ALL_ADDRESSES[0], "demo-trunkline.llm.svc"} <= set(config.server.hosts)
     assert "*" not in (*config.server.hosts, *config.admin.hosts)
-    assert config.engine.threads == 4
+    assert config.engine.threads == (0 if name == "engines" else 4)
     if name == "all":
         assert {"llm.example.org", "llm.internal"} <= set(config.server.hosts)
         assert config.tenancy.database.startswith("postgresql://")
         assert config.server.body_bytes_max == 4_194_304
         assert [one.name for one in config.tenants or ()] == ["acme"]
-
-
-def test_chart_refuses_two_gateways_on_one_file() -> None:
-    """A file of SQLite has one gateway; the error names the value to set."""
-    command = [needs("helm"), "template", "demo", str(CHART), "--set", "replicas=2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert done.returncode != 0
-    assert "needs `database`" in done.stderr
-
-
-def test_chart_has_a_wrong_value_refused() -> None:
-    """A misspelt value would be ignored silently."""
-    command = [needs("helm"), "template", "demo", str(CHART), "--set", "replica=2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert done.returncode != 0
-    assert "replica" in done.stderr

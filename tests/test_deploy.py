@@ -73,6 +73,25 @@ def test_the_systemd_unit_starts_the_command(tmp_path: Path) -> None:
     assert int(stop_s) > config.engine.drain_timeout_s
 
 
+def test_the_keeper_s_unit_starts_an_engine(tmp_path: Path) -> None:
+    """Its command exists, its certificate is where the page puts it, and it stops after a drain."""
+    text = (DEPLOY / "systemd" / "trunkline-engine@.service").read_text()
+    settings = dict(re.findall(r"^Environment=(\w+)=(\S+)$", text, re.MULTILINE))
+    (command,) = re.findall(r"^ExecStart=\S*/trunkline (.+)$", text, re.MULTILINE)
+    words = command.replace("%i", "e0").replace("${LISTEN}", settings.pop("LISTEN")).split()
+    (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    (tmp_path / "trunkline.toml").touch()
+    ours = {name: value.replace("%i", "e0") for name, value in settings.items()}
+    ours["TRUNKLINE_CONFIG"] = str(tmp_path / "trunkline.toml")
+    config, _ = load_config(find_config_file(None, ours, tmp_path), ours, {})
+    options = build_parser(("engine",)).parse_args(words)
+
+    assert (options.command, options.action, options.name) == ("engine", "serve", "e0")
+    assert options.listen == "0.0.0.0:7443"
+    assert str(config.data) == "/var/lib/trunkline-e0"
+    assert int(stop_s) > config.engine.drain_timeout_s
+
+
 def test_the_command_beside_the_service_has_its_user_and_environment() -> None:
     """Otherwise `sudo trunkline tenant create` changes another database, or finds none."""
     unit = (DEPLOY / "systemd" / "trunkline.service").read_text()
@@ -97,9 +116,10 @@ def test_the_example_configuration_takes_the_hosts_of_the_pages() -> None:
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not here")
-def test_the_systemd_unit_may_do_little() -> None:
+@pytest.mark.parametrize("name", ["trunkline.service", "trunkline-engine@.service"])
+def test_the_systemd_unit_may_do_little(name: str) -> None:
     """systemd's own rating, from 0 (confined) to 10; 9.0 without the directives."""
-    unit = DEPLOY / "systemd" / "trunkline.service"
+    unit = DEPLOY / "systemd" / name
     command = [str(ANALYZE), "security", "--offline=true", "--no-pager", str(unit)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (exposure,) = re.findall(r"Overall exposure level for \S+: (\d+\.\d+)", done.stdout)

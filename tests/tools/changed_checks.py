@@ -44,7 +44,7 @@ FILES: dict[str, tuple[str, ...]] = {
     ),
     "crash": (
         *("tenancy/ledger/", "tenancy/storage/", "tenancy/accounting/", "engine/storage/"),
-        *("engine/server/", "gateway/ledger/", "gateway/engine_supervisor.py"),
+        *("engine/server/", "gateway/ledger/", "gateway/engines/keeper.py"),
         *("gateway/child_process.py", "tests/crash/"),
     ),
 }
