@@ -302,12 +302,20 @@ class Gateway:
         for listener in self.listeners:
             listener.begin_drain()
         began_s = self.context.clock()
-        if await self.context.running.wait_idle(timeout_s):
+        is_idle = await self.context.running.wait_idle(timeout_s)
+        await self._hurry()
+        if is_idle:
             await self.reconciler.close()
         await self.metering.write()
         left_s = timeout_s - (self.context.clock() - began_s)
         for model in self.context.models:
             await model.replicas.drain(max(left_s, 0.0))
+
+    async def _hurry(self) -> None:
+        """From now on an engine that does not answer costs seconds once, and not each question."""
+        for model in self.context.models:
+            for replica in model.replicas:
+                replica.hurry()
 
     async def refuse_last(self) -> None:
         """Stop accepting, and tell the clients that still ask why they are refused."""
@@ -332,6 +340,7 @@ class Gateway:
             *(() if embeddings is None else (embeddings.close,)),
             context.responses.close,
             *(() if attribution is None else (attribution.close,)),
+            self._hurry,
             *(task.close for task in self._tasks),
             context.promise_store.close,
             *(() if self.shared_limits is None else (self.shared_limits.close,)),

@@ -71,6 +71,8 @@ from engine.wire import FrameError
 
 CALL_TIMEOUT_S = 10.0
 """Longest wait for the result of a call, in seconds."""
+LAST_CALL_S = 3.0
+"""The same for what a gateway that closes asks at last."""
 QUOTAS_PER_COMMAND = 1_000
 UNSENT_BYTES_MAX = 64 * 2**20
 """Bytes. An engine that is so far behind in reading refuses requests as `queue_full`."""
@@ -171,7 +173,7 @@ class EngineConnection(ABC):
         self._streams: dict[str, RequestStream] = {}
         self._requests: dict[str, Request] = {}  # the request of each stream
         self._calls: dict[int, asyncio.Future[Result]] = {}
-        self._next_call = 1
+        self._next_call, self._call_timeout_s = 1, CALL_TIMEOUT_S
         self._is_draining = False
         self._is_closed = False
         self.rescue: Callable[[Request, RequestStream], bool] | None = None
@@ -357,6 +359,20 @@ class EngineConnection(ABC):
         if self.rescue is None or not self.rescue(request, stream):
             stream.fail("engine_died", message, is_abandoned=True)
 
+    def hurry(self) -> None:
+        """Wait at most `LAST_CALL_S` for the results of calls from now on, those that wait already
+        included; after a result that has not come, for none. Safe to repeat."""
+        if self._call_timeout_s == CALL_TIMEOUT_S:
+            self._call_timeout_s = LAST_CALL_S
+            waiting = list(self._calls.values())
+            asyncio.get_running_loop().call_later(LAST_CALL_S, self._give_up, waiting)
+
+    def _give_up(self, calls: list[asyncio.Future[Result]]) -> None:
+        for future in calls:
+            if not future.done():
+                self._call_timeout_s = 0.0
+                future.set_exception(_no_answer(LAST_CALL_S))
+
     def _call_id(self) -> int:
         self._next_call += 1
         return self._next_call
@@ -375,18 +391,23 @@ class EngineConnection(ABC):
             raise EngineUnavailable("not_ready", "The engine is not running.")
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._calls[command.call_id] = future
+        timeout_s = self._call_timeout_s
         try:
             self.post(command)
-            async with asyncio.timeout(CALL_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 reply = await future
         except TimeoutError as error:
-            raise EngineUnavailable(
-                "timeout", f"The engine did not answer within {CALL_TIMEOUT_S:.0f} s."
-            ) from error
+            if timeout_s == LAST_CALL_S:
+                self._call_timeout_s = 0.0
+            raise _no_answer(timeout_s) from error
         finally:
             self._calls.pop(command.call_id, None)
         assert isinstance(reply, kind), "a call is answered by its own kind"
         return reply
+
+
+def _no_answer(waited_s: float) -> EngineUnavailable:
+    return EngineUnavailable("timeout", f"The engine did not answer within {waited_s:.0f} s.")
 
 
 class SocketEngine(EngineConnection):

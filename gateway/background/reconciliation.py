@@ -81,9 +81,8 @@ class Reconciler:
     async def note(self, *, is_last: bool = False) -> None:
         """Record the counts of each model's engine now. Without an engine it does nothing; after a
         failed write, the next record has these counts too."""
-        for model in self._models:
-            for replica in model.replicas:
-                await self._note(replica, is_last=is_last)
+        replicas = [replica for model in self._models for replica in model.replicas]
+        await asyncio.gather(*(self._note(replica, is_last=is_last) for replica in replicas))
 
     async def _note(self, replica: Replica, *, is_last: bool) -> None:
         info = replica.info

@@ -147,6 +147,11 @@ class Replica:
         if self.engine is not None:
             await self.engine.drain(timeout_s)
 
+    def hurry(self) -> None:
+        """Wait for answers of its engine only briefly from now on, since the gateway closes."""
+        if isinstance(self.engine, EngineConnection):
+            self.engine.hurry()
+
     async def close(self) -> None:
         """End the link, and with it all streams."""
         if self.link is not None:

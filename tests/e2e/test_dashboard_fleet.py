@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.api import CacheGrant, Held, Request, Started
-from engine.statistics import LoadReport, NamespaceStats, Stats
+from engine.api import CacheGrant, Request, Started
+from engine.statistics import LoadReport, NamespaceStats
 from engine.strides import PrefixChanges, stride_digests
 from gateway.caching.namespaces import namespace_of
 from gateway.engines.replicas import Replicas
@@ -37,14 +37,6 @@ def space_of(tenant_id: int) -> bytes:
 
 class ToldEngine(RecordedEngine):
     """An engine that tells what a test says that it has."""
-
-    async def get_stats(self) -> Stats:
-        """Answer at once."""
-        return self.stats
-
-    async def get_held(self) -> Held:
-        """Answer at once: nothing is metered."""
-        return Held(0, ())
 
     def keep(self, tenant_id: int, blocks: int, promised: int = 0) -> None:
         """Tell a tenant's blocks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from engine.api import (
     CacheGrant,
     Cancel,
+    Command,
     Finished,
     GetStats,
     PromptLogprobs,
@@ -27,7 +28,7 @@ from engine.api import (
     Usage,
 )
 from engine.client import client
-from engine.client.client import SocketEngine
+from engine.client.client import EngineConnection, SocketEngine
 from engine.client.frame_wire import FrameWire
 from engine.client.request_stream import RequestStream
 from engine.client.tls_files import tls_context
@@ -51,7 +52,7 @@ from engine.server.links.listener import EngineListener
 from engine.server.service import EngineService
 from engine.statistics import Stats
 from engine.wire import Decoder
-from tests.fakes import solo_output
+from tests.fakes import ENGINE_INFO, solo_output
 from tests.unit.engine.server.fake_engine_process import VOCAB, fake_core
 from tests.unit.engine.server.fleet_certificates import certificate
 
@@ -66,6 +67,46 @@ def request(
     name: str = "a", prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 4, **more: Any
 ) -> Request:
     return Request(name, prompt, max_tokens, CacheGrant(b"n"), GREEDY, **more)
+
+
+class SilentEngine(EngineConnection):
+    """An engine that reads all and answers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.info = ENGINE_INFO
+        self.commands: list[Command] = []
+
+    def post(self, command: Command) -> None:
+        """Keep it."""
+        self.commands.append(command)
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+async def test_a_hurried_gateway_waits_once_for_an_engine_that_does_not_answer(
+    forward: Callable[[float], None],
+) -> None:
+    """Also what was asked before is given up, and what is answered in time is not."""
+    engine = SilentEngine()
+    before = asyncio.create_task(engine.get_held())
+    await asyncio.sleep(0)
+    engine.hurry()
+    answered = asyncio.create_task(engine.get_stats())
+    await asyncio.sleep(0)
+    (call,) = (one for one in engine.commands if isinstance(one, GetStats))
+    engine.receive([Stats(call_id=call.call_id, step=7)])
+    assert (await answered).step == 7
+    forward(client.LAST_CALL_S)
+    with pytest.raises(EngineUnavailable, match="did not answer within 3 s"):
+        await before
+    later = asyncio.create_task(engine.get_held())
+    for _ in range(5):  # turns, in which no time passes
+        await asyncio.sleep(0)
+
+    assert later.done()
+    assert isinstance(later.exception(), EngineUnavailable)
 
 
 class EngineUnderTest:

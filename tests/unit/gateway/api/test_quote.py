@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.api import Namespace, Peeked, Quota
-from engine.statistics import LoadReport, Stats
+from engine.statistics import LoadReport
 from engine.strides import PrefixChanges, stride_digests
 from gateway.engines.replicas import Replicas
 from tenancy.accounts.tenants import change_tenant
@@ -240,9 +240,6 @@ class PeekedEngine(RecordedEngine):
     ) -> Peeked:
         self.peeks.append((namespace, tokens))
         return Peeked(0, self.cached_tokens)
-
-    async def get_stats(self) -> Stats:
-        return self.stats
 
     def tell(self, waiting_tokens: int) -> None:
         """Tell a queue, and a pace of 1,000 prompt tokens a second."""

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from engine.api import CacheGrant, Request, Started, Submit, WatchPrefixes
+from engine.api import (
+    CacheGrant,
+    Departed,
+    GetDeparted,
+    GetHeld,
+    GetStats,
+    Held,
+    Request,
+    Started,
+    Submit,
+    WatchPrefixes,
+)
 from engine.client.client import EngineConnection
 from engine.statistics import LoadReport
 from engine.strides import PrefixChanges, stride_digests
@@ -18,7 +29,8 @@ PREFIX = 2_048
 
 
 class RecordedEngine(EngineConnection):
-    """An engine that accepts every request, computes nothing and tells what it is made to tell."""
+    """An engine that accepts every request, computes nothing and tells what it is made to tell.
+    Whoever asks for counts is answered at once."""
 
     def __init__(self, epoch: str) -> None:
         super().__init__()
@@ -30,6 +42,12 @@ class RecordedEngine(EngineConnection):
         """Record a request, and how often prefixes were asked for."""
         if isinstance(command, Submit):
             self.sent.append(command.request)
+        elif isinstance(command, GetStats):
+            self.receive([replace(self.stats, call_id=command.call_id)])
+        elif isinstance(command, GetHeld):
+            self.receive([Held(command.call_id, ())])
+        elif isinstance(command, GetDeparted):
+            self.receive([Departed(command.call_id, ())])
         self.asked += isinstance(command, WatchPrefixes)
 
     async def close(self) -> None:
