@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,15 @@ CONFIG = EngineConfig(
     heartbeat_s=0.05, step_timeout_s=30.0, step_tokens_max=16, prefill_chunk_tokens_max=16
 )
 PATIENCE_S = 60.0
+
+
+def gateway_settings(ports: Mapping[str, int], name: str = "", **fleet: str) -> str:
+    """Return the settings of a gateway whose engines listen at these ports of this host. `name`:
+    its own, instead of that of its certificate, g0; `fleet`: further settings of [fleet]."""
+    replicas = [f"{one}=127.0.0.1:{port}" for one, port in ports.items()]
+    fleet |= {"tls": str(certificate(f"gateway/{name or 'g0'}"))} | ({"name": name} if name else {})
+    lines = [f"{key} = {json.dumps(value)}" for key, value in fleet.items()]
+    return "\n".join((f"[model]\nreplicas = {json.dumps(replicas)}\n[fleet]", *lines, ""))
 
 
 class KeptReplica:

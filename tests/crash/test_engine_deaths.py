@@ -49,11 +49,6 @@ HOUR = Retention("hour", 3600, 7200)
 pytestmark = [pytest.mark.slow, pytest.mark.crash, pytest.mark.timeout(1_800)]
 
 
-@pytest.fixture(autouse=True)
-def fail_on_blocking_calls() -> None:
-    """Disabled here: each start makes a folder, in microseconds."""
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a prepared tiny model."""

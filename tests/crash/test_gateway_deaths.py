@@ -23,17 +23,15 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientError, ClientSession
 
-from engine.model_store import prepare
+from engine.model_store import ModelCard
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import Epoch, reconcile
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
-from tests.crash.fleet import KeptReplica
+from tests.crash.fleet import KeptReplica, gateway_settings
 from tests.crash.test_process_deaths import IS_LONG
 from tests.crash.test_replicated_server import NAMES, kept_engines
-from tests.models import tiny_config, write_folder
 from tests.server_process import Server, children, run_server
-from tests.unit.engine.server.fleet_certificates import certificate
 from tests.unit.tenancy.storage.postgres_server import Server as Postgres
 from tests.unit.tenancy.storage.postgres_server import own_server
 
@@ -51,16 +49,6 @@ REFUSALS = {"ledger_unavailable", "not_ready", "engine_starting", "overloaded", 
 pytestmark = [pytest.mark.slow, pytest.mark.crash, pytest.mark.timeout(BUDGET_S + 900)]
 
 
-@pytest.fixture(autouse=True)
-def fail_on_blocking_calls() -> None:
-    """Disabled here: only clients and keepers run on this loop."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("models") / "tiny", tiny_config(context=1024))
-
-
 @pytest.fixture
 def postgres() -> Iterator[Postgres]:
     """A server of the test's own, which it kills."""
@@ -75,11 +63,9 @@ class OneGateway:
     ) -> None:
         self.name, self.data = name, folder / name
         self.settings = folder / f"{name}.toml"
-        replicas = [f"{one}=127.0.0.1:{kept[one].port}" for one in kept]
-        tls = str(certificate(f"gateway/{name}"))
         self.settings.write_text(
-            f'[model]\nreplicas = {json.dumps(replicas)}\n[tenancy]\ndatabase = "{database}"\n'
-            f"[fleet]\nname = {json.dumps(name)}\ntls = {json.dumps(tls)}\n"
+            gateway_settings({one: kept[one].port for one in kept}, name)
+            + f'[tenancy]\ndatabase = "{database}"\n'
         )
         self.server: Server | None = None
         self.deaths = 0
@@ -236,13 +222,12 @@ async def idle_lives(kept: dict[str, KeptReplica]) -> set[str]:
 
 
 async def test_books_close_over_killed_gateways_hosts_engines_and_databases(
-    model: Path, tmp_path: Path, postgres: Postgres
+    model: Path, card: ModelCard, tmp_path: Path, postgres: Postgres
 ) -> None:
     """Each whole answer has one entry with its usage, nothing stays open, and engine, ledger and
     metrics agree to the token for each engine that lives, and name what no whole entry has. No
     gateway has logged a mismatch."""
     database = postgres.url(postgres.database())
-    card = prepare("tiny", model, tmp_path / "models")
     chance, began_s, deaths = random.Random(11), time.monotonic(), 0
     async with AsyncExitStack() as opened:
         kept = await opened.enter_async_context(kept_engines(card))

@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 from aiohttp import ClientError, ClientSession
 
-from engine.model_store import prepare
+from engine.model_store import ModelCard
 from tenancy.accounting.audit import check_books
 from tenancy.accounting.reconcile import reconcile
 from tenancy.storage.backends import open_store
-from tests.crash.fleet import KeptReplica
+from tests.crash.fleet import KeptReplica, gateway_settings
 from tests.crash.test_replicated_server import kept_engines
-from tests.models import tiny_config, write_folder
 from tests.server_process import Server, run_server
-from tests.unit.engine.server.fleet_certificates import certificate
 from tests.unit.gateway.shared.valkey_server import ValkeyServer
 from tests.unit.tenancy.storage.postgres_server import Server as Postgres
 
@@ -31,16 +29,6 @@ PATIENCE_S = 90.0
 PROCESSES = 2
 
 pytestmark = [pytest.mark.slow, pytest.mark.crash, pytest.mark.timeout(400)]
-
-
-@pytest.fixture(autouse=True)
-def fail_on_blocking_calls() -> None:
-    """Disabled here: only clients and keepers run on this loop."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("models") / "tiny", tiny_config(context=1024))
 
 
 @pytest.fixture
@@ -54,12 +42,11 @@ def write_settings(
     folder: Path, kept: dict[str, KeptReplica], database: str, valkey: ValkeyServer
 ) -> Path:
     """Write the settings of a gateway of two processes."""
-    replicas = [f"{name}=127.0.0.1:{one.port}" for name, one in kept.items()]
+    ports = {name: one.port for name, one in kept.items()}
     file = folder / "settings.toml"
     file.write_text(
-        f"[server]\nprocesses = {PROCESSES}\n[model]\nreplicas = {json.dumps(replicas)}\n"
-        f'[tenancy]\ndatabase = "{database}"\n'
-        f"[fleet]\ntls = {json.dumps(str(certificate('gateway/g0')))}\nshared = '{valkey.url}'\n"
+        f'[server]\nprocesses = {PROCESSES}\n[tenancy]\ndatabase = "{database}"\n'
+        f"{gateway_settings(ports, shared=valkey.url)}"
     )
     return file
 
@@ -107,12 +94,15 @@ async def answered(session: ClientSession, admin_url: str) -> int:
 
 
 async def test_processes_share_a_port_and_one_that_dies_touches_neither_engine_nor_others(
-    model: Path, tmp_path: Path, postgres_server: Postgres, valkey: ValkeyServer
+    model: Path,
+    card: ModelCard,
+    tmp_path: Path,
+    postgres_server: Postgres,
+    valkey: ValkeyServer,
 ) -> None:
     """Both answer; after one was killed the other goes on, it is started again, and the books
     close. SIGTERM lets streams of both end, and leaves no process."""
     database = postgres_server.url(await asyncio.to_thread(postgres_server.database))
-    card = prepare("tiny", model, tmp_path / "models")
     async with kept_engines(card) as kept, ClientSession() as session:
         engines = [await one.pid() for one in kept.values()]
         settings = write_settings(tmp_path, kept, database, valkey)
@@ -189,11 +179,14 @@ def has_running(store: Any, count: int) -> bool:
 
 
 async def test_a_process_that_cannot_start_ends_the_server(
-    model: Path, tmp_path: Path, postgres_server: Postgres, valkey: ValkeyServer
+    model: Path,
+    card: ModelCard,
+    tmp_path: Path,
+    postgres_server: Postgres,
+    valkey: ValkeyServer,
 ) -> None:
     """In one line, with the reason in the log above it, and no process left."""
     database = postgres_server.url(await asyncio.to_thread(postgres_server.database))
-    card = prepare("tiny", model, tmp_path / "models")
     async with kept_engines(card) as kept:
         settings = write_settings(tmp_path, kept, database, valkey)
         settings.write_text(

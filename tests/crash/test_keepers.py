@@ -6,7 +6,6 @@ Real commands, a tiny real model, certificates by `trunkline fleet init`.
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientError, ClientSession
 
+from tests.crash.fleet import gateway_settings
 from tests.crash.test_process_deaths import Place, ended, until
 from tests.crash.test_replicated_server import CheckedLoad, count_of
 from tests.models import tiny_config, write_folder
@@ -29,11 +29,6 @@ STREAMS, TOKENS = 6, 300
 START_S = 120.0
 
 
-@pytest.fixture(autouse=True)
-def fail_on_blocking_calls() -> None:
-    """Disabled here: only clients run on this loop."""
-
-
 class Hosts:
     """Two keepers and the settings of their gateway, in a folder."""
 
@@ -45,15 +40,7 @@ class Hosts:
         self.settings.write_text(SETTINGS)
         self.processes: dict[str, subprocess.Popen[str]] = {}
         self.place = Place(folder, None)
-        self.place.settings.write_text(self.gateway("g0"))
-
-    def gateway(self, name: str) -> str:
-        """Return the settings of a gateway of a name."""
-        replicas = [f"{one}=127.0.0.1:{port}" for one, port in self.ports.items()]
-        tls = json.dumps(str(certificate(f"gateway/{name}")))
-        return (
-            f'[model]\nreplicas = {json.dumps(replicas)}\n[fleet]\nname = "{name}"\ntls = {tls}\n'
-        )
+        self.place.settings.write_text(gateway_settings(self.ports, "g0"))
 
     def command(self, name: str, *words: str) -> list[str]:
         """Return a command of an engine of a name."""

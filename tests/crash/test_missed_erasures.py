@@ -15,22 +15,15 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from engine.model_store import prepare
-from tests.crash.fleet import Proxy
+from engine.model_store import ModelCard
+from tests.crash.fleet import Proxy, gateway_settings
 from tests.crash.test_process_deaths import Place
 from tests.crash.test_replicated_server import NAMES, PATIENCE_S, kept_engines
-from tests.models import tiny_config, write_folder
 from tests.server_process import Server, run_server
-from tests.unit.engine.server.fleet_certificates import certificate
 
 pytestmark = [pytest.mark.slow, pytest.mark.crash, pytest.mark.timeout(600)]
 
 TEXT = "A system prompt that every request of this tenant begins with. " * 8
-
-
-@pytest.fixture(autouse=True)
-def fail_on_blocking_calls() -> None:
-    """Disabled here: only clients, keepers and proxies run on this loop."""
 
 
 class Operator:
@@ -73,22 +66,17 @@ def all_ready(replicas: dict[str, dict[str, Any]]) -> bool:
 
 
 async def test_an_erasure_reaches_an_engine_that_was_away_over_a_killed_gateway(
-    tmp_path: Path,
+    model: Path, card: ModelCard, tmp_path: Path
 ) -> None:
     """The receipt names it until then, and no request finds what it still had."""
-    model = write_folder(tmp_path / "models" / "tiny", tiny_config(context=1024))
     place = Place(tmp_path, None)
-    card = prepare("tiny", model, tmp_path / "data" / "models")
     proxies: dict[str, Proxy] = {}
     async with kept_engines(card) as kept:
         for name in NAMES:
             proxies[name] = Proxy(kept[name].port)
             await proxies[name].open()
-        replicas = [f"{name}=127.0.0.1:{one.port}" for name, one in proxies.items()]
-        text = f"[model]\nreplicas = {json.dumps(replicas)}\n"
-        text += f"[fleet]\ntls = {json.dumps(str(certificate('gateway/g0')))}\n"
-        place.settings.write_text(text)
-
+        ports = {name: one.port for name, one in proxies.items()}
+        place.settings.write_text(gateway_settings(ports))
         starting = run_server(model, place.data, place.settings)
         server = await asyncio.to_thread(starting.__enter__)
         try:

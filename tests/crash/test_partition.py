@@ -19,11 +19,6 @@ pytestmark = pytest.mark.slow
 WHOLE = solo_output(PROMPT, GREEDY, 0, LONG, VOCAB)
 
 
-@pytest.fixture(autouse=True)
-def fail_on_blocking_calls() -> None:
-    """Disabled here: each start makes a folder, in microseconds."""
-
-
 @pytest.mark.parametrize("mode", ["drop", "delay"])
 async def test_a_host_that_is_no_longer_heard_is_lost(mode: Any) -> None:
     """Its connection stays open: only silence tells. What comes later reaches nobody."""

@@ -90,11 +90,6 @@ class Place:
         return [json.loads(line)["event"] for line in lines if line.startswith("{")]
 
 
-@pytest.fixture(autouse=True)
-def fail_on_blocking_calls() -> None:
-    """Disable the check: only clients run on this loop."""
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> Place:
     return Place(tmp_path, None)

@@ -24,11 +24,6 @@ PREFIX = 8 * STRIDE_TOKENS
 TENANTS = 4
 
 
-@pytest.fixture(autouse=True)
-def fail_on_blocking_calls() -> None:
-    """Disabled here: each start makes a folder, in microseconds."""
-
-
 def request(tenant: int, turn: int) -> Request:
     """Return a turn of a tenant with a long system prompt."""
     prefix = [(tenant * 7 + number) % VOCAB for number in range(PREFIX)]

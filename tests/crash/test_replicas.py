@@ -36,11 +36,6 @@ PROMPT = tuple(range(40))
 LONG = 1_000
 
 
-@pytest.fixture(autouse=True)
-def fail_on_blocking_calls() -> None:
-    """Disabled here: each start makes a folder, in microseconds."""
-
-
 def request(name: str = "a", max_tokens: int = LONG, **more: Any) -> Request:
     wanted = {"sampling": GREEDY} | more
     return Request(name, PROMPT, max_tokens, CacheGrant(b"n"), **wanted)

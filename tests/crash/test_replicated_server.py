@@ -25,13 +25,11 @@ import pytest
 from aiohttp import ClientError, ClientSession
 from msgspec.structs import replace
 
-from engine.model_store import ModelCard, prepare
+from engine.model_store import ModelCard
 from tests.crash import quick_engine
-from tests.crash.fleet import CONFIG, KeptReplica
+from tests.crash.fleet import CONFIG, KeptReplica, gateway_settings
 from tests.crash.test_process_deaths import IS_LONG, Place, ended, until
-from tests.models import tiny_config, write_folder
 from tests.server_process import Server, run_server
-from tests.unit.engine.server.fleet_certificates import certificate
 
 DEATHS = int(os.environ.get("DEATHS", "1000" if IS_LONG else "4"))
 BUDGET_S = float(os.environ.get("DEATHS_S", "3000"))
@@ -47,16 +45,6 @@ COMMAND = (sys.executable, "-m", quick_engine.__name__)
 pytestmark = [pytest.mark.slow, pytest.mark.crash, pytest.mark.timeout(BUDGET_S + 600)]
 
 
-@pytest.fixture(autouse=True)
-def fail_on_blocking_calls() -> None:
-    """Disabled here: only clients and keepers run on this loop."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("models") / "tiny", tiny_config(context=1024))
-
-
 @asynccontextmanager
 async def kept_engines(card: ModelCard) -> AsyncIterator[dict[str, KeptReplica]]:
     """Start engines of a model under keepers."""
@@ -70,14 +58,6 @@ async def kept_engines(card: ModelCard) -> AsyncIterator[dict[str, KeptReplica]]
             opened.push_async_callback(one.close)
             one.keeper.start()
         yield kept
-
-
-def settings_for(place: Place, kept: dict[str, KeptReplica]) -> None:
-    """Write the settings of a gateway whose engines these are."""
-    replicas = [f"{name}=127.0.0.1:{one.port}" for name, one in kept.items()]
-    text = f"[model]\nreplicas = {json.dumps(replicas)}\n"
-    text += f"[fleet]\ntls = {json.dumps(str(certificate('gateway/g0')))}\n"
-    place.settings.write_text(text)
 
 
 async def count_of(server: Server, session: ClientSession, metric: str) -> int:
@@ -156,15 +136,15 @@ class CheckedLoad:
 
 
 async def test_killed_engines_cut_no_answer_and_bill_none_twice(
-    model: Path, tmp_path: Path
+    model: Path, card: ModelCard, tmp_path: Path
 ) -> None:
     """Under load, each kill hits requests that wait, begin, or have given tokens: every answer is
     whole and that of an engine that lives, with one entry; engine, ledger and metrics agree."""
     place = Place(tmp_path, None)
-    card = prepare("tiny", model, tmp_path / "data" / "models")
     began_s, deaths = time.monotonic(), 0
     async with kept_engines(card) as kept:
-        settings_for(place, kept)
+        ports = {name: one.port for name, one in kept.items()}
+        place.settings.write_text(gateway_settings(ports))
         starting = run_server(model, place.data, place.settings)
         server = await asyncio.to_thread(starting.__enter__)
         try:

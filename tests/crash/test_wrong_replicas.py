@@ -38,11 +38,6 @@ NO_MESSAGE = struct.pack("<I", 3) + b"abc"
 OTHERS_PROTOCOL = encode(Rejected("unsupported", "Unsupported protocol version: 15; expected 14."))
 
 
-@pytest.fixture(autouse=True)
-def fail_on_blocking_calls() -> None:
-    """Disabled here: each start makes a folder, in microseconds."""
-
-
 async def answers_of(fleet: Fleet, count: int = 4) -> list[list[int]]:
     """Return short answers to the same prompt."""
     return [ids(await rest(fleet.replicas.submit(request(f"r{n}", 4)))) for n in range(count)]
