@@ -102,7 +102,7 @@ bench: setup           ## the benchmark table against a server it starts
 
 GPU_TESTS := tests/unit/kernels tests/unit/engine/runner/test_gpu_build.py tests/unit/engine/runner/test_cuda_graphs.py tests/unit/engine/runner/test_gpu_runner.py \
 	tests/unit/engine/runner/test_gpu_attention_windows.py tests/unit/engine/runner/test_gpu_drafts.py tests/unit/engine/sampling/test_gpu_sampler.py tests/unit/engine/runner/test_warmup.py \
-	tests/e2e/test_device_model.py tests/unit/engine/kv tests/e2e/test_device_levels.py tests/unit/engine/models/test_gpu_experts.py tests/unit/engine/models/test_gpu_layers.py
+	tests/e2e/test_device_model.py tests/e2e/test_parallel_model.py tests/unit/engine/kv tests/e2e/test_device_levels.py tests/unit/engine/models/test_gpu_experts.py tests/unit/engine/models/test_gpu_layers.py
 
 gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m pytest $(GPU_TESTS)

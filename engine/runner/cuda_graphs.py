@@ -53,6 +53,9 @@ class CudaGraphs:
         """
         stream = self._stream = self._stream or torch.cuda.Stream(priority=PRIORITY)
         graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            # This thread's first product on a device makes a handle, which no capture may.
+            torch.cuda.current_blas_handle()
         with (
             gc_paused(),
             torch.cuda.graph(

@@ -39,6 +39,9 @@ HEAD_DIM_STEP, HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 16, 256
 """Head dimensions of the kernels: multiples of the first, from the second to the third. With more
 than 256 channels the keys of a tile do not fit shared memory."""
 
+DRAFTED_TOKENS_MAX = 256
+"""Tokens of the longest step that may verify drafts; its graph is captured at the start."""
+
 GROUP_SIZE_MAX = 16
 """Most query heads per KV head: one token's group fills the smallest tile."""
 
@@ -84,8 +87,12 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
         )  # fmt: skip
         with torch.inference_mode():
             runner.warm_up(limits)
-    lacks = lacks_attention_windows(card.config, kv_form)
-    return LoadedModel(runner, kv, context, pipeline_depth=2, attention_lacks=lacks)
+            is_drafting = config.speculation == "auto"
+            draft_step_s = runner.time_steps(DRAFTED_TOKENS_MAX) if is_drafting else ()
+    return LoadedModel(
+        runner, kv, context, pipeline_depth=2, draft_step_s=draft_step_s,
+        attention_lacks=lacks_attention_windows(card.config, kv_form),
+    )  # fmt: skip
 
 
 def lane_devices(wanted: int, found: int) -> list[torch.device]:

@@ -21,6 +21,7 @@ from engine.api import CacheGrant, Finished, Namespace, Request, SampledToken, S
 from engine.core.step_drafts import EXPOSED_S
 from engine.drafts.drafter import Drafter
 from engine.plan import StepResult
+from engine.runner.gpu_build import DRAFTED_TOKENS_MAX
 from engine.scheduler.sequence import Sequence
 from tests.bench.device import describe
 from tests.bench.gpu_workloads import SHAPES, Bench, TimedRunner
@@ -32,8 +33,6 @@ ROWS = (1, 8, 64, 256)
 ACCEPTANCE = (0.7, 0.0)
 PROMPT, OUTPUT = 448, 128
 RUNS = 3
-TOKENS_MAX = 256
-"""Of decoding rows in a step with drafts."""
 ANSWERS = 16
 """Whose tokens are compared with and without drafts."""
 
@@ -89,7 +88,7 @@ class DraftBench(Bench):
 
     def time_steps(self) -> tuple[float, ...]:
         """Return the times of steps, measured as at an engine's start."""
-        return self.runner.time_steps(TOKENS_MAX)
+        return self.runner.time_steps(DRAFTED_TOKENS_MAX)
 
     def decode(self, rows: int, name: str) -> dict[str, float]:
         """Run prompts that are cached, but for a token; return tokens a second after the first

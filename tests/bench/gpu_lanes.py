@@ -3,8 +3,8 @@
 At Llama-3.1-8B's shape with random weights in bf16. First equality: sums against the host's, tokens
 of all lanes in each step, and logprobs under graphs and without them against one GPU's. Then sums
 alone, steps of 1, 64 and 256 rows, and a prompt of 8,192 tokens, on one GPU and on all. Each result
-is a line of its own, and nothing begins after `--seconds`. `--device cpu` runs a tiny model in
-Triton's interpreter, to try the program.
+is a line of its own, and nothing begins after `--seconds`. `--device cpu`, with
+TRITON_INTERPRET=1, runs a tiny model to try the program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from engine.api import CacheGrant, PromptLogprobs, Request, SampledToken, Sampling, Tokens
+from engine.api import CacheGrant, Finished, PromptLogprobs, Request, SampledToken, Sampling, Tokens
 from engine.cache import PrefixCache
 from engine.config import EngineConfig
 from engine.core.core import Core
@@ -111,6 +111,8 @@ class LanesBench(CoreBench):
                     drawn.setdefault(event.request_id, []).extend(event.tokens)
                 if isinstance(event, PromptLogprobs):
                     known.setdefault(event.request_id, []).extend(event.tokens)
+                if isinstance(event, Finished):
+                    assert event.ending == "done", event
         return drawn, known
 
 
@@ -266,6 +268,8 @@ def main() -> None:
         ]
         benches.append(LanesBench(config, [weights], devices[:1], blocks, step, sequences))
         benches.append(LanesBench(config, shares, devices, blocks, step, sequences))
+        for bench in benches:
+            bench.runner.runner.capture_all(sequences)
 
     if not program.measure("build", build):
         return

@@ -25,13 +25,16 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from engine.api import CacheGrant, Request, Sampling, Tokens
+from engine.api import CacheGrant, DraftCount, Finished, Request, Sampling, Tokens
+from engine.core.step_drafts import EXPOSED_S
+from engine.drafts.drafter import Drafter
 from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.model_store import Architecture
 from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps
 from engine.plan import BegunSequence, Group, Row, StepPlan, StepResult
+from engine.runner.gpu_build import DRAFTED_TOKENS_MAX
 from engine.runner.gpu_runner import MIXED_BUCKETS, GpuRunner
 from engine.runner.warmup import WarmupLimits
 from engine.weights import random_weights
@@ -269,6 +272,14 @@ class MixedBench:
         del cold
         release_memory()
 
+    def drafts(self) -> None:
+        """Draft from here on, as an engine does that has measured its steps."""
+        started = time.perf_counter()
+        with torch.inference_mode():
+            times = self.runner.time_steps(DRAFTED_TOKENS_MAX)
+        self.bench.core.drafts.drafter = Drafter(times, exposed_s=EXPOSED_S)
+        print_line(f"drafts: steps timed in {time.perf_counter() - started:.2f} s")
+
     def steps(self) -> None:
         """Time every case with graphs and operation by operation."""
         print_line("steps, ms: launch / alone / steady by graph; the same operation by operation")
@@ -361,6 +372,7 @@ class MixedBench:
             self.bench.run([tuple(prefix)], grant.namespace, 2)
         seen = [Seen(one.due_s, one.watched, one.timed, status=200) for one in arrivals]
         waiting = list(range(len(arrivals)))[::-1]
+        drafts: list[DraftCount] = []
         started = time.perf_counter()
         while waiting or core.has_work():
             now_s = time.perf_counter() - started
@@ -379,7 +391,12 @@ class MixedBench:
                     one = seen[int(event.request_id)]
                     for _ in event.tokens:
                         one.add_token(now_s, one.last_s)
+                if isinstance(event, Finished):
+                    drafts += event.usage.drafts
         print_line(open_loop.summary(name, seen))
+        if drafts:
+            drafted, accepted = sum(d.drafted for d in drafts), sum(d.accepted for d in drafts)
+            print_line(f"  drafts: {accepted} of {drafted} accepted")
         core.cache.erase(grant.namespace)
 
 

@@ -39,6 +39,7 @@ from engine.plan import Row, StepPlan
 from engine.runner.gpu_build import assemble
 from engine.runner.warmup import WarmupLimits
 from engine.weights import Tensors, random_weights
+from kernels.reference_weights import as_dense
 from tests.fakes import FakeClock
 from tests.grammars import PolledGrammars, characters
 from tests.unit.engine.models.dense_llama import dense_logits
@@ -92,14 +93,15 @@ class Engine:
         for name, tensor in self.weights.items():
             if name.endswith(("bias", "sinks")):
                 tensor.copy_(torch.linspace(-1, 1, tensor.numel()))
-        share = sharing(self.config, lanes)
+        share, devices = sharing(self.config, lanes), devices_of(lanes)
+        weights = self.weights.items()
         shares = [
-            {name: share(name, tensor, lane) for name, tensor in self.weights.items()}
-            for lane in range(lanes)
+            {name: as_dense(share(name, one, lane), dtype).to(device) for name, one in weights}
+            for lane, device in enumerate(devices)
         ]
         layout = kv_format(self.config, kv_dtype or dtype, 16, has_groups=True, lanes=lanes)
         self.runner, pool = assemble(
-            self.config, shares, layout, blocks, devices_of(lanes), context=CONTEXT, seats=seats,
+            self.config, shares, layout, blocks, devices, context=CONTEXT, seats=seats,
             tokens_max=step_tokens + 64, dtype=dtype, graphs=graphs,
         )  # fmt: skip
         self.kv = pool.shards[0]

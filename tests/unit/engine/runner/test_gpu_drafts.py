@@ -55,9 +55,11 @@ def requests(kinds: tuple[str, ...]) -> list[Request]:
     return [*asked, held]
 
 
-def drafted(right: float, kinds: tuple[str, ...], depth: int) -> tuple[Engine, Engine]:
+def drafted(
+    right: float, kinds: tuple[str, ...], depth: int, lanes: int = 1
+) -> tuple[Engine, Engine]:
     """Return engines that have run the requests, one without drafts and one with an oracle's."""
-    plain, engine = Engine(1), Engine(depth, seats=16)
+    plain, engine = Engine(1), Engine(depth, seats=16, lanes=lanes)
     plain.run(*requests(kinds))
 
     def answer(request_id: str, index: int) -> list[int]:
@@ -70,17 +72,18 @@ def drafted(right: float, kinds: tuple[str, ...], depth: int) -> tuple[Engine, E
 
 
 @pytest.mark.parametrize(
-    ("right", "depth"),
+    ("right", "depth", "lanes"),
     [
-        (0.7, 2),
-        pytest.param(0.0, 1, marks=pytest.mark.nightly),
-        pytest.param(0.9, 1, marks=pytest.mark.nightly),
-        pytest.param(1.0, 2, marks=pytest.mark.nightly),
+        (0.7, 2, 1),
+        pytest.param(0.0, 1, 1, marks=pytest.mark.nightly),
+        pytest.param(0.9, 1, 1, marks=pytest.mark.nightly),
+        pytest.param(1.0, 2, 1, marks=pytest.mark.nightly),
+        pytest.param(0.8, 2, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_tokens_are_those_of_one_a_step(right: float, depth: int) -> None:
+def test_tokens_are_those_of_one_a_step(right: float, depth: int, lanes: int) -> None:
     """Greedy, seeded, filtered, under penalties, a bias or a grammar, and with logprobs."""
-    plain, engine = drafted(right, tuple(KINDS), depth)
+    plain, engine = drafted(right, tuple(KINDS), depth, lanes)
 
     for key, tokens in plain.drawn.items():
         found = engine.drawn[key]
