@@ -29,7 +29,7 @@ from tests.models import tiny_config, write_folder
 from tests.ports import free_ports
 from tests.server_process import Server, serve_command, serving
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.crash]
 
 PATIENCE_S = 120.0
 NODES = ("127.0.0.2", "127.0.0.3")
@@ -297,8 +297,9 @@ async def check_lost_head(
 async def test_engines_on_ray_live_through_what_a_cluster_does(fleet: FleetOfRay) -> None:
     """In the order in which a cluster can do it to the same engines; its head dies last."""
     with fleet.looks(), fleet.watch() as watch:
-        check_refusals(fleet)
-        check_token(fleet)
+        await asyncio.gather(
+            asyncio.to_thread(check_refusals, fleet), asyncio.to_thread(check_token, fleet)
+        )
         assert fleet.up("--replicas", "2") == "e0: asked for\ne1: asked for\n"
         keepers = await fleet.ready("e0", "e1")
         assert {one.node for one in keepers.values()} == set(NODES)

@@ -44,8 +44,9 @@ FILES: dict[str, tuple[str, ...]] = {
     ),
     "crash": (
         *("tenancy/ledger/", "tenancy/storage/", "tenancy/accounting/", "engine/storage/"),
-        *("engine/server/", "gateway/ledger/", "gateway/engines/keeper.py"),
-        *("gateway/child_process.py", "tests/crash/"),
+        *("engine/server/", "engine/client/", "gateway/ledger/", "gateway/engines/"),
+        *("gateway/fleet", "gateway/cli/fleet/", "gateway/processes/", "gateway/child_process.py"),
+        *("tests/crash/", "tests/e2e/ray_cluster.py", "tests/e2e/test_ray.py"),
     ),
 }
 """The checks by name, each with how the names of files begin that it depends on beside
