@@ -170,7 +170,7 @@ async def test_no_other_tenant_or_workspace_sees_a_conversation(gateway: Gateway
     ("body", "param"),
     [
         ({"items": [HI] * 21}, "items"),
-        ({"items": [{"type": "web_search_call"}]}, "items[0].type"),
+        ({"items": [{"type": "computer_call"}]}, "items[0].type"),
         ({"items": [{"type": "item_reference", "id": "msg_1_0"}]}, "items[0].type"),
         ({"items": [{**HI, "content": [{"type": "input_image"}]}]}, "items[0].content[0]"),
         ({"metadata": {"a": 1}}, "metadata"),

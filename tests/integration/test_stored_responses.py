@@ -9,11 +9,13 @@ import msgspec
 import pytest
 
 from gateway.config import ResponsesConfig
+from gateway.dialects.openai.hosted_items import KINDS
 from gateway.ledger import response_writer
 from gateway.ledger.metering import LedgerReservation
 from tenancy.accounts.keys import create_key
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.types import wall_ms
+from tests.unit.gateway.dialects.openai.test_hosted_items import item_of
 from tests.unit.gateway.gateway_fixture import GatedRunner, GatewayFixture, parse_events
 
 pytestmark = pytest.mark.usefixtures("room_for_turns")
@@ -229,6 +231,22 @@ async def test_no_other_tenant_or_workspace_continues_a_response(gateway: Gatewa
     for who in ("bob", "lab"):
         assert await refused(gateway, answer["id"], who) == (400, "previous_response_not_found")
         assert (await get(gateway, answer["id"], who))[0] == 404
+
+
+async def test_items_of_hosted_tools_are_stored_listed_and_continued(
+    gateway: GatewayFixture,
+) -> None:
+    """As the client sent them; an answer after them reads what it read before."""
+    history = [item_of(kind) for kind in KINDS]
+    answer = await create(gateway, [*history, {"role": "user", "content": "Hi"}])
+    _, listed = await get(gateway, f"{answer['id']}/input_items?order=asc&limit=100")
+    later = await create(gateway, "And?", previous_response_id=answer["id"])
+
+    for shown, sent in zip(listed["data"], history, strict=False):
+        assert shown | sent == shown
+    assert len(listed["data"]) == len(history) + 1
+    read = later["usage"]["input_tokens_details"]["cached_tokens"]
+    assert read >= answer["usage"]["input_tokens"] // 64 * 64 - 64 > 0
 
 
 async def test_cancel_is_refused(gateway: GatewayFixture) -> None:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from gateway.dialects.canonical import TOOLS_MAX, Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.openai import cache, tools, wire
+from gateway.dialects.openai.hosted_items import plain_items, unsupported_item
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import convert, invalid_field, json_type, shown
 
@@ -246,8 +247,9 @@ def check_items(items: Sequence[dict[str, Any]], tolerance: Tolerance) -> None:
     """Raise Refusal for an item that no request could send. Calls need no results yet."""
     settings = cache.CacheSettings(None, None, None, has_native_breakpoint(items))
     reader = _ItemsReader(settings, tolerance, tools.AnyCalls())
-    for number, item in enumerate(items):
-        reader.read(item, f"items[{number}]")
+    placed = [(item, f"items[{number}]") for number, item in enumerate(items)]
+    for item, path in plain_items(placed, tolerance, is_part=True):
+        reader.read(item, path)
 
 
 def segments_of(
@@ -279,6 +281,7 @@ def segments_of(
     ]
     if not isinstance(items, str):
         placed += [(item, f"input[{number}]") for number, item in enumerate(items)]
+    placed = list(plain_items(placed, tolerance))
     for at in tools.with_results_behind_calls([_place(item) for item, _ in placed]):
         reader.read(*placed[at])
     if isinstance(items, str):
@@ -337,10 +340,7 @@ class _ItemsReader:
             case "reasoning":
                 self._reasoning(item, path)
             case str(other):
-                problem = (
-                    f"unsupported item type {other[:64]!r}; expected 'message', 'function_call',"
-                    " 'function_call_output' or 'reasoning'."
-                )
+                problem = unsupported_item(other)
                 raise invalid_field(f"{path}.type", problem, "unsupported_parameter")
             case other:
                 problem = f"Expected `str`, got `{json_type(other)}`."
