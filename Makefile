@@ -114,6 +114,7 @@ gpu: setup             ## kernels and benchmarks on a CUDA device
 	$(BIN)/python -m tests.bench.gpu_int4
 	$(BIN)/python -m tests.bench.gpu_latents
 	$(BIN)/python -m tests.bench.gpu_drafts
+	$(BIN)/python -m tests.bench.gpu_hybrids
 	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.gpu_trees
 	$(BIN)/python -m tests.bench.gpu_moves

@@ -73,3 +73,22 @@ def gated_mul(x: torch.Tensor, activation: Literal["silu", "gelu_tanh"]) -> torc
     if activation == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh") * up
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, gate_first: bool
+) -> torch.Tensor:
+    """Return x [T, G, D] normed over D and times SiLU of gate [T, G * D], [T, G * D] in gate's
+    dtype, computed in fp32 at least.
+
+    `gate_first`: the product is normed, and weight is [G * D]; else the gate follows the norm, and
+    weight is [D].
+    """
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    gates = F.silu(gate.to(wide)).view(x.shape)
+    weight = weight.to(wide)
+    if gate_first:
+        normed = F.rms_norm(x.to(wide) * gates, x.shape[2:], None, eps).flatten(1)
+        return (normed * weight).to(gate.dtype)
+    normed = F.rms_norm(x.to(wide), x.shape[2:], weight, eps)
+    return (normed * gates).flatten(1).to(gate.dtype)

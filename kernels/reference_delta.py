@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 
 CHUNK: Final = 64
 """Tokens of a chunk."""
@@ -20,6 +21,29 @@ NORM_EPS: Final = 1e-6
 def unit(x: torch.Tensor) -> torch.Tensor:
     """Return x [..., D] with a length of about 1."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
+
+
+def delta_inputs(
+    mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor, rate: torch.Tensor,
+    dt_bias: torch.Tensor, keys: int, key_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return q, k, v, decay and beta as the rule takes them, in fp32 at least.
+
+    mixed [n, 2 * keys + H * V]: queries, keys and values of a layer; each of the keys / key_dim key
+    heads serves as many consecutive value heads. beta, decay [n, H]: the logits of both. rate,
+    dt_bias [H].
+    """
+    heads, wide = beta.shape[1], torch.promote_types(mixed.dtype, torch.float32)
+    q, k, v = torch.split(mixed.to(wide), [keys, keys, mixed.shape[1] - 2 * keys], dim=1)
+    q, k = (
+        unit(part.reshape(len(part), -1, key_dim)).repeat_interleave(heads * key_dim // keys, dim=1)
+        for part in (q, k)
+    )
+    step = F.softplus(decay.to(wide) + dt_bias.to(wide))
+    return (
+        q * key_dim**-0.5, k, v.reshape(len(v), heads, -1), -rate.to(wide) * step,
+        torch.sigmoid(beta.to(wide)),
+    )  # fmt: skip
 
 
 def gated_delta_token(

@@ -9,9 +9,28 @@ from __future__ import annotations
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 
 CHUNK: Final = 64
 """Tokens of a chunk."""
+
+
+def mamba2_inputs(
+    mixed: torch.Tensor, step: torch.Tensor, rate: torch.Tensor, dt_bias: torch.Tensor, inner: int,
+    groups: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return x, decay, b and c as the rule takes them, and x without its step, in fp32 at least.
+
+    mixed [n, inner + 2 * G * N]: inputs of all heads, what is written and what is read. step [n,
+    H]: the logits of the steps. rate, dt_bias [H].
+    """
+    wide = torch.promote_types(mixed.dtype, torch.float32)
+    written = (mixed.shape[1] - inner) // 2
+    x, b, c = torch.split(mixed.to(wide), [inner, written, written], dim=1)
+    b, c = (part.reshape(len(part), groups, -1) for part in (b, c))
+    heads = x.reshape(len(x), step.shape[1], -1)
+    step = F.softplus(step.to(wide) + dt_bias.to(wide))
+    return heads * step[..., None], -rate.to(wide) * step, b, c, heads
 
 
 def mamba2_token(

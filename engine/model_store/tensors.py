@@ -404,7 +404,7 @@ def lacks_lanes(config: Architecture, lanes: int) -> str:
     if config.latent is not None:
         return f"{config.family} keeps latents, which all heads read"
     if config.recurrent_layers:
-        return f"{config.family} has recurrent layers, for which no kernel runs under graphs"
+        return f"{config.family} has recurrent layers, whose states GPUs do not share"
     if config.qk_norm == "whole":
         return f"{config.family} norms over all queries at once"
     sizes = {"num_key_value_heads": config.kv_heads, "num_attention_heads": config.heads}

@@ -19,7 +19,7 @@ from engine.models.latent_block import LatentBlock
 from engine.models.layers import Mlp, Ops, PartLinear, Rows, TensorSource, mean_norm
 from engine.models.moe import Experts
 from engine.models.recurrent_blocks import ConvolutionBlock, DeltaBlock, MambaBlock
-from engine.states.sequence_states import SequenceStates
+from engine.states.interface import States
 from engine.weights import Weights
 
 Norm = Callable[
@@ -36,7 +36,7 @@ class DecoderModel:
 
     def __init__(
         self, config: Architecture, weights: Weights, ops: Ops,
-        states: SequenceStates | None = None,
+        states: States | None = None,
     ) -> None:  # fmt: skip
         """Removes the tensors from `weights`: q, k and v are joined into one matrix, gate and up
         into another. `states`: of the architecture's recurrent layers, if it has any."""
@@ -96,7 +96,7 @@ class DecoderLayer:
 
     def __init__(
         self, config: Architecture, source: TensorSource, index: int, ops: Ops,
-        states: SequenceStates | None,
+        states: States | None,
     ) -> None:  # fmt: skip
         layer = config.layers[index]
         self.index = index

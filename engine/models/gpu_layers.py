@@ -23,6 +23,7 @@ from engine.weights import Form
 from kernels.gpu import fused_ops, int4_products, products
 from kernels.gpu.int4_products import Int4, fits_int4, int4_of
 from kernels.gpu.products import Fp8, Fp8Rows
+from kernels.gpu.recurrent.states import gated_norm
 from kernels.reference_experts import ExpertActivation, Routing
 from kernels.reference_weights import TURN, Packed, Weight, fits_panels, to_fp8
 
@@ -213,6 +214,12 @@ class GpuOps(WholeOps):
         out = x.new_empty(len(x), columns)
         fused_ops.gated_mul(x, out, gelu=is_gelu)
         return out
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *,
+        gate_first: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        return gated_norm(x, gate, weight, eps, gate_first=gate_first)
 
     def experts(
         self, weights: ExpertWeights, routing: Routing, activation: ExpertActivation

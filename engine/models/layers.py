@@ -89,6 +89,12 @@ class Ops(Protocol):
     ) -> Rows:
         """Return activation(x[:, :C]) * x[:, C:], x [T, 2C]."""
 
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *,
+        gate_first: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return x [T, G, D] normed over D and gated, as `kernels.reference.gated_norm` says."""
+
     def experts(
         self, weights: ExpertWeights, routing: Routing, activation: ExpertActivation
     ) -> MixedExperts:
@@ -139,6 +145,12 @@ class TorchOps(WholeOps):
         self, x: torch.Tensor, activation: Activation, into: PartLinear | None = None
     ) -> torch.Tensor:
         return reference.gated_mul(x, activation)
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *,
+        gate_first: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        return reference.gated_norm(x, gate, weight, eps, gate_first=gate_first)
 
     def experts(
         self, weights: ExpertWeights, routing: Routing, activation: ExpertActivation

@@ -7,13 +7,11 @@ They stand where attention stands in other layers, around the states of the step
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from engine.attention.interface import LayerAttention
 from engine.model_store import Architecture
 from engine.models.layers import Ops, Rows, TensorSource
-from engine.states.sequence_states import SequenceStates
-from kernels.reference_delta import unit
+from engine.states.interface import States
 
 _PARTS = tuple(f"linear_attn.{name}_proj" for name in ("q", "k", "v", "z", "b", "a"))
 
@@ -25,7 +23,7 @@ class ConvolutionBlock:
     convolution, the second its output.
     """
 
-    def __init__(self, source: TensorSource, ops: Ops, states: SequenceStates) -> None:
+    def __init__(self, source: TensorSource, ops: Ops, states: States) -> None:
         self._states = states
         self.reader = ops.linear(*source.joined("conv.in_proj"))
         self._taps, self._bias = source.whole("conv.conv")
@@ -45,10 +43,11 @@ class DeltaBlock:
     """
 
     def __init__(
-        self, config: Architecture, source: TensorSource, ops: Ops, states: SequenceStates
+        self, config: Architecture, source: TensorSource, ops: Ops, states: States
     ) -> None:
         assert config.delta is not None, "a layer of the delta rule"
         self._delta, self._eps, self._states = config.delta, config.norm_eps, states
+        self._gated_norm = ops.gated_norm
         self.reader = ops.linear(*source.joined(*_PARTS))
         self._taps = source.weight("linear_attn.conv")
         self._rate = source.tensor("linear_attn.A_log").float().exp()
@@ -60,27 +59,13 @@ class DeltaBlock:
         """Return what the heads read, normed and gated, [T, H * V], before the output projection.
         Only `reader` reads x."""
         delta = self._delta
-        heads, keys, values = delta.value_heads, delta.keys, delta.values
+        heads, values = delta.value_heads, delta.values
         mixed, gate, beta, decay = torch.split(
-            self.reader(x), [2 * keys + values, values, heads, heads], dim=1
+            self.reader(x), [delta.channels, values, heads, heads], dim=1
         )
-        mixed = F.silu(self._states.convolve(layer, mixed, self._taps, None))
-        wide = torch.promote_types(mixed.dtype, torch.float32)
-        q, k, v = torch.split(mixed.to(wide), [keys, keys, values], dim=1)
-        q, k = (
-            unit(part.reshape(len(part), -1, delta.key_dim)).repeat_interleave(
-                heads // delta.key_heads, dim=1
-            )
-            for part in (q, k)
-        )
-        read = self._states.delta(
-            layer, q * delta.key_dim**-0.5, k, v.reshape(len(v), heads, -1),
-            -self._rate.to(wide) * F.softplus(decay.to(wide) + self._dt_bias.to(wide)),
-            torch.sigmoid(beta.to(wide)),
-        )  # fmt: skip
-        normed = F.rms_norm(read, (delta.value_dim,), self._norm.to(wide), self._eps)
-        gated = normed * F.silu(gate.to(wide)).view_as(normed)
-        return gated.flatten(1).to(mixed.dtype)
+        mixed = self._states.convolve(layer, mixed, self._taps, None, silu=True)
+        read = self._states.delta(layer, mixed, beta, decay, self._rate, self._dt_bias)
+        return self._gated_norm(read, gate, self._norm, self._eps, gate_first=False)
 
 
 class MambaBlock:
@@ -91,10 +76,11 @@ class MambaBlock:
     """
 
     def __init__(
-        self, config: Architecture, source: TensorSource, ops: Ops, states: SequenceStates
+        self, config: Architecture, source: TensorSource, ops: Ops, states: States
     ) -> None:
         assert config.mamba is not None, "a layer of Mamba-2"
         self._mamba, self._eps, self._states = config.mamba, config.norm_eps, states
+        self._gated_norm = ops.gated_norm
         self.reader = ops.linear(*source.joined("mamba.in_proj"))
         self._taps, self._bias = source.whole("mamba.conv")
         self._rate = source.tensor("mamba.A_log").float().exp()
@@ -107,19 +93,12 @@ class MambaBlock:
         """Return what the heads read, gated and normed, [T, H * P], before the output projection.
         Only `reader` reads x."""
         mamba = self._mamba
-        written = mamba.groups * mamba.state_dim
         gate, mixed, step = torch.split(
             self.reader(x), [mamba.inner, mamba.channels, mamba.heads], dim=1
         )
-        mixed = F.silu(self._states.convolve(layer, mixed, self._taps, self._bias))
-        wide = torch.promote_types(mixed.dtype, torch.float32)
-        inputs, b, c = torch.split(mixed.to(wide), [mamba.inner, written, written], dim=1)
-        b, c = (part.reshape(len(part), mamba.groups, -1) for part in (b, c))
-        heads = inputs.reshape(len(inputs), mamba.heads, -1)
-        step = F.softplus(step.to(wide) + self._dt_bias.to(wide))
-        decay = -self._rate.to(wide) * step
-        read = self._states.mamba(layer, heads * step[..., None], decay, b, c)
-        read = (read + heads * self._through.to(wide)[:, None]).flatten(1)
-        gated = (read * F.silu(gate.to(wide))).view(len(read), mamba.groups, -1)
-        normed = F.rms_norm(gated, gated.shape[2:], None, self._eps).flatten(1)
-        return (normed * self._norm.to(wide)).to(mixed.dtype)
+        mixed = self._states.convolve(layer, mixed, self._taps, self._bias, silu=True)
+        read = self._states.mamba(
+            layer, mixed, step, self._rate, self._dt_bias, self._through
+        )  # [T, H, P]
+        groups = read.reshape(len(read), mamba.groups, -1)
+        return self._gated_norm(groups, gate, self._norm, self._eps, gate_first=True)

@@ -29,8 +29,14 @@ from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps, gpu_form
 from engine.runner.cpu_runner import build_runner
 from engine.runner.gpu_runner import SCORED_ROWS, SPARE_SEATS, GpuRunner
-from engine.runner.loaded_model import LoadedModel, blocks_of, context_of
+from engine.runner.loaded_model import (
+    LoadedModel,
+    blocks_of,
+    check_room_for_states,
+    context_of,
+)
 from engine.runner.warmup import WarmupLimits
+from engine.states.gpu_states import GpuStates, lacks_rule_kernel
 from engine.weights import Weights, load_shares
 
 log = logging.getLogger("trunkline.engine")
@@ -85,13 +91,15 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
             seats=config.sequences_max + SPARE_SEATS,
             tokens_max=config.step_tokens_max + config.sequences_max,
         )  # fmt: skip
+        check_room_for_states(card.config, runner.state_blocks, blocks, kv_form)
         with torch.inference_mode():
             runner.warm_up(limits)
-            is_drafting = config.speculation == "auto"
+            is_drafting = may_draft(card.config, config)
             draft_step_s = runner.time_steps(DRAFTED_TOKENS_MAX) if is_drafting else ()
     return LoadedModel(
         runner, kv, context, pipeline_depth=2, draft_step_s=draft_step_s,
         attention_lacks=lacks_attention_windows(card.config, kv_form),
+        state_blocks=runner.state_blocks,
     )  # fmt: skip
 
 
@@ -121,8 +129,12 @@ def assemble(
         "context": context, "seats": seats, "tokens_max": tokens_max, "graphs": graphs,
     }  # fmt: skip
     if lanes == 1:
-        model = DecoderModel(config, weights[0], GpuOps())
-        return GpuRunner(model, shards[0], **limits), shards[0]
+        states = None
+        if config.recurrent_layers:
+            pool = shards[0].data.view(torch.uint8).flatten(1)
+            states = GpuStates(config, dtype, devices[0], seats, pool)
+        model = DecoderModel(config, weights[0], GpuOps(), states)
+        return GpuRunner(model, shards[0], **limits, states=states), shards[0]
     crew = Crew(devices)
     size = ExchangeSize(
         max(tokens_max, seats), config.hidden, max(seats, SCORED_ROWS), config.vocab // lanes
@@ -151,8 +163,8 @@ def assemble(
 def lacking_kernel(model: Architecture) -> str:
     """Return why the fused kernels do not fit a model, or "" if they do."""
     spec = attention_spec(model)
-    if model.recurrent_layers:
-        return "no kernel computes short convolutions"
+    if lacking := lacks_rule_kernel(model):
+        return lacking
     if model.latent is not None:
         return lacks_latent_kernel(model.latent)
     if spec.head_dim % HEAD_DIM_STEP or not HEAD_DIM_MIN <= spec.head_dim <= HEAD_DIM_MAX:
@@ -163,6 +175,12 @@ def lacking_kernel(model: Architecture) -> str:
     if spec.group_size > GROUP_SIZE_MAX:
         return f"{spec.group_size} query heads share a KV head; kernels take {GROUP_SIZE_MAX}"
     return ""
+
+
+def may_draft(model: Architecture, config: EngineConfig) -> bool:
+    """Return whether steps may verify drafts: not those of a model with recurrent states, which
+    cannot be cut back to the accepted ones."""
+    return config.speculation == "auto" and not model.recurrent_layers
 
 
 def check_dtypes(config: EngineConfig) -> None:

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from engine.attention.gpu_backend import GpuAttention
 from engine.sampling.gpu_sampler import DRAW_COLUMNS
+from engine.states.step_runs import RUN_SECTIONS, StepRuns, step_runs
 
 
 class StepShape(Struct, frozen=True):
@@ -33,23 +34,25 @@ class StepInputs:
 
     Sections of `width` int32 each. Per row: token id (-1: the seat's last token), position, KV slot
     (-1: padding row), length, seat. Per draw: the row that it samples from, and the seat that keeps
-    its token. Then the rows' slots in each KV group beside the first, and the GPU sampler's draw
-    table, [draws, DRAW_COLUMNS] int32.
+    its token. Then the rows' slots in each KV group beside the first, for a model with recurrent
+    layers the lists of `engine.states.step_runs`, and the GPU sampler's draw table,
+    [draws, DRAW_COLUMNS] int32.
 
-    `pinned`: the host buffer, flat; `host`, `host_draws`: its parts.
+    `pinned`: the host buffer, flat; `host`, `host_draws`: its parts; `host_slots`, `host_runs`:
+    parts of `host`, slots beside the first group and the lists. `runs`: the lists on the GPU.
     """
 
     SECTIONS = ("token_ids", "positions", "slots", "lengths", "seats", "draw_rows", "draw_seats")
 
     def __init__(
         self, width: int, draws: int, device: torch.device, kv_groups: int,
-        beside: StepInputs | None = None,
+        beside: StepInputs | None = None, *, has_runs: bool = False,
     ) -> None:  # fmt: skip
         """`beside`: inputs of the same sizes whose host buffer these share."""
         self.width = width
         self.slots = ("slots", *(f"slots {group}" for group in range(1, kv_groups)))
         self._names = (*self.SECTIONS, *self.slots[1:])
-        sections = len(self._names) * width
+        sections = (len(self._names) + RUN_SECTIONS * has_runs) * width
         size = sections + draws * DRAW_COLUMNS
         is_cuda = device.type == "cuda"
         if beside is None:
@@ -60,6 +63,9 @@ class StepInputs:
         self._sections = self.device[:sections].view(-1, width)
         self.draws = self.device[sections:].view(draws, DRAW_COLUMNS)
         self.host = self.pinned.numpy()[:sections].reshape(-1, width)
+        self.host_slots = self.host[len(self.SECTIONS) : len(self._names)]
+        self.host_runs = self.host[len(self._names) :]
+        self.runs = self._sections[len(self._names) :]
         self.host_draws = self.pinned.numpy()[sections:].reshape(draws, DRAW_COLUMNS)
         self._copied = torch.cuda.Event() if is_cuda else None
 
@@ -77,6 +83,11 @@ class StepInputs:
     def section(self, name: str, rows: int) -> torch.Tensor:
         """Return the first `rows` entries of a section on the GPU, as a view."""
         return self._sections[self._names.index(name), :rows]
+
+    def step_runs(self, shape: StepShape, seats: int) -> StepRuns:
+        """Return the runs of a step's rows, of up to so many seats."""
+        lists = self.runs if shape.causal else None
+        return step_runs(self.section("seats", shape.rows), seats, lists)
 
 
 class StepAttention:

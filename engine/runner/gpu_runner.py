@@ -32,13 +32,16 @@ from engine.attention.interface import LayerAttention
 from engine.kv.storage import KvStorage
 from engine.lanes.crew import Crew
 from engine.models.interface import Model
-from engine.plan import BegunSequence, Row, StepPlan, StepResult, TokensBySequence
+from engine.plan import BegunSequence, Row, StateCopy, StepPlan, StepResult, TokensBySequence
 from engine.runner.gpu_inputs import StepInputs, StepShape
 from engine.runner.lanes import Lane
 from engine.runner.seats import Int32, Seats, StepRows
 from engine.runner.warmup import WarmupLimits, warmup_plans
 from engine.sampling.gpu_sampler import Draws, GpuSampler
 from engine.sampling.sampler import FAILURES
+from engine.states.gpu_states import GpuStates
+from engine.states.sequence_states import blocks_of_state
+from engine.states.step_runs import fill_runs
 
 BUCKETS = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
@@ -83,7 +86,7 @@ COMPARED_STEPS = 64
 """Of so many steps over several GPUs, one has the tokens of all lanes compared."""
 
 _sequence_ids, _samples = attrgetter("sequence_id"), attrgetter("samples")
-_drafts = attrgetter("drafts")
+_drafts, _silent = attrgetter("drafts"), attrgetter("silent")
 
 
 @dataclass(slots=True)
@@ -117,14 +120,14 @@ class GpuRunner:
     of a step. `graphs` False: every step is launched operation by operation, without padding, as a
     comparison needs. `beside`: the models and the KV of lanes behind the first; `crew` runs them;
     `check_lanes` raises RuntimeError if a lane has lost another. `vocab`: of the whole model, where
-    lanes share it.
+    lanes share it. `states`: of the model's recurrent layers, for as many seats.
     """
 
     def __init__(
         self, model: Model[LayerAttention], kv: KvStorage, *, context: int, seats: int,
         tokens_max: int, graphs: bool = True, vocab: int = 0, crew: Crew | None = None,
         beside: Sequence[tuple[Model[LayerAttention], KvStorage]] = (),
-        check_lanes: Callable[[], None] = lambda: None,
+        check_lanes: Callable[[], None] = lambda: None, states: GpuStates | None = None,
     ) -> None:  # fmt: skip
         shares = [(model, kv), *beside]
         devices = [one.data.device for _, one in shares]
@@ -132,7 +135,7 @@ class GpuRunner:
         self._is_cuda = devices[0].type == "cuda"
         self._crew, self._check_lanes = crew or Crew(devices[:1]), check_lanes
         self.block_size = kv.format.block_size
-        self._context = context
+        self._context, self.states = context, states
         width = max(tokens_max, seats)
         attentions = [
             GpuAttention(one.config, own, context=context, seats=seats, tokens_max=width)
@@ -147,11 +150,11 @@ class GpuRunner:
             vocab or model.config.vocab, devices[0], slots=seats, rows=draws, beside=devices[1:]
         )
         groups = kv.format.blocks_per_run
-        self.inputs = StepInputs(width, draws, devices[0], groups)
+        self.inputs = StepInputs(width, draws, devices[0], groups, has_runs=states is not None)
         inputs = [self.inputs]
         inputs += [StepInputs(width, draws, one, groups, self.inputs) for one in devices[1:]]
         self._lanes = [
-            Lane(number, *share, own, self.sampler, attention, seats)
+            Lane(number, *share, own, self.sampler, attention, seats, states)
             for number, (share, own, attention) in enumerate(
                 zip(shares, inputs, attentions, strict=True)
             )
@@ -176,6 +179,13 @@ class GpuRunner:
     def last_tokens(self) -> torch.Tensor:
         """Of each seat, on the first lane."""
         return self._lanes[0].last_tokens
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks that a kept state takes; 0 where there is none, or a run-up replaces it."""
+        if self.states is None or self.model.config.run_up:
+            return 0
+        return blocks_of_state(self.states.layout, self.kv.format.block_bytes)
 
     # -- Runner -------------------------------------------------------------------------------
 
@@ -233,6 +243,9 @@ class GpuRunner:
         Call it while no block and no seat is in use. Blocks, seats and last tokens are restored.
         """
         self.capture_all(limits.sequences)
+        if self.states is not None and self.state_blocks:
+            self.states.keep([(self._padding_seat, [0])])
+            self.states.restore([(self._padding_seat, [0])])
         for plan in warmup_plans(limits):
             self.launch(plan)
             self.collect()
@@ -348,6 +361,7 @@ class GpuRunner:
                 with self._crew.on(lane.number):
                     self._draw_extras(lane, draws, logits[lane.number])
         self._start_copy(launched, draws)
+        self._leave_states(plan)
         return launched
 
     def _bucket_of(self, total: int, draws: int, is_decoding: bool) -> int:
@@ -364,12 +378,36 @@ class GpuRunner:
         return StepShape(rows, draws, MIXED_CLASSES[first:], merge=True, causal=True)
 
     def _update_seats(self, plan: StepPlan) -> None:
+        ended = set(plan.ended) if plan.keeps else ()
+        self._keep_states([copy for copy in plan.keeps if copy.sequence_id in ended])
         for sequence_id in plan.ended:
             self._seats.release(sequence_id)
             self.sampler.end(sequence_id)
         for begun in plan.begun:
             self._seats.take(begun.sequence_id)
             self.sampler.begin(begun)
+        if self.states is not None:
+            restores = [(self._seats.seat(c.sequence_id), c.blocks) for c in plan.restores]
+            restored = {seat for seat, _ in restores}
+            begun_seats = (self._seats.seat(begun.sequence_id) for begun in plan.begun)
+            self.states.begin(seat for seat in begun_seats if seat not in restored)
+            self.states.restore(restores)
+
+    def _keep_states(self, copies: Sequence[StateCopy]) -> None:
+        if self.states is not None:
+            self.states.keep([(self._seats.seat(c.sequence_id), c.blocks) for c in copies])
+
+    def _leave_states(self, plan: StepPlan) -> None:
+        """Keep what the plan keeps after the rows, and give the states of rows to the sequences
+        that part from them."""
+        if self.states is None:
+            return
+        ended = set(plan.ended) if plan.keeps else ()
+        self._keep_states([copy for copy in plan.keeps if copy.sequence_id not in ended])
+        for row in plan.rows:
+            others = [self._seats.seat(s) for s in row.samples if s != row.sequence_id]
+            if others:
+                self.states.part(self._seats.seat(row.sequence_id), others)
 
     def _update_tables(self, step: StepRows) -> None:
         """Copy new block table entries to the GPU."""
@@ -386,7 +424,7 @@ class GpuRunner:
         for lane in self._lanes:
             lane.inputs.wait()
         token_ids, positions, slots, lengths, seat_of = self.inputs.host[:5]
-        beside = self.inputs.host[len(self.inputs.SECTIONS) :]
+        beside = self.inputs.host_slots
         total, size = step.total, self.block_size
         at, seats = step.positions()
         step.write_token_ids(token_ids[:total])
@@ -396,6 +434,10 @@ class GpuRunner:
         for table, section in zip(self._seats.tables, (slots, *beside), strict=True):
             section[:total] = table[seats, at // size] * size + at % size
             section[total:width] = -1
+            if self.states is not None:
+                _silence(step.rows, section)
+        if self.states is not None and total > len(step.rows):
+            fill_runs(self.inputs.host_runs, step.counts)
         for section, value in ((token_ids, 0), (positions, 0), (lengths, 1)):
             section[total:width] = value
         seat_of[total:width] = self._padding_seat
@@ -564,6 +606,16 @@ class GpuRunner:
 def _bucket(rows: int, buckets: Sequence[int]) -> int:
     """Return the smallest bucket that holds `rows`, or 0 if none does."""
     return next((bucket for bucket in buckets if bucket >= rows), 0)
+
+
+def _silence(rows: Sequence[Row], slots: Int32) -> None:
+    """Have tokens whose KV is in place write none: `slots` [T] of a step's tokens, written."""
+    if not any(map(_silent, rows)):
+        return
+    first = 0
+    for row in rows:
+        slots[first : first + row.silent] = -1
+        first += row.count
 
 
 def _logit_rows(rows: Sequence[Row]) -> list[int]:

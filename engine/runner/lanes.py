@@ -18,16 +18,19 @@ from engine.models.interface import Model
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.gpu_inputs import StepAttention, StepInputs, StepShape
 from engine.sampling.gpu_sampler import GpuSampler
+from engine.states.gpu_states import GpuStates
 
 
 class Lane:
-    """`number`: which of its runner's lanes, and of its sampler's memories."""
+    """`number`: which of its runner's lanes, and of its sampler's memories. `states`: of the
+    model's recurrent layers."""
 
     def __init__(
         self, number: int, model: Model[LayerAttention], kv: KvStorage, inputs: StepInputs,
-        sampler: GpuSampler, attention: GpuAttention, seats: int,
+        sampler: GpuSampler, attention: GpuAttention, seats: int, states: GpuStates | None = None,
     ) -> None:  # fmt: skip
         self.number = number
+        self._states, self._seats = states, seats
         self.model, self.kv = model, kv
         self.inputs, self.attention = inputs, attention
         self._sampler = sampler
@@ -43,6 +46,8 @@ class Lane:
         last = self.last_tokens[self.inputs.section("seats", shape.rows)]
         token_ids = torch.where(given >= 0, given, last.clamp(min=0))
         attention = StepAttention(self.attention, self.inputs, shape)
+        if self._states is not None:
+            self._states.enter(self.inputs.step_runs(shape, self._seats))
         return self.model.forward(token_ids, attention, output_rows)
 
     def compute(self, shape: StepShape) -> torch.Tensor:
@@ -71,6 +76,7 @@ class Lane:
         for name in ("seats", "draw_seats"):
             self.inputs.section(name, width).fill_(padding_seat)
         self.inputs.draws.zero_()
+        self.inputs.runs.zero_()
         return kept
 
     def indices(self, values: Sequence[int]) -> torch.Tensor:

@@ -88,6 +88,10 @@ class Seats:
             self._free.append(seat)
             self._remembered.clear()
 
+    def seat(self, sequence_id: int) -> int:
+        """Return a sequence's seat. Raises KeyError for one without."""
+        return self._seat_of[sequence_id]
+
     def of(self, sequence_ids: tuple[int, ...]) -> Int32:
         """Return the seats of sequences, as an array that must not be written."""
         seats = self._remembered.get(sequence_ids)

@@ -2,7 +2,8 @@
 
 A runner lays a step out once (`begin`), then each recurrent layer of the model calls `convolve`,
 and `delta` or `mamba` if it has that; `end` follows. What they compute for each row is specified
-in `kernels.reference_convolution`, `kernels.reference_delta` and `kernels.reference_mamba2`.
+in `kernels.reference_convolution`, `kernels.reference_delta` and `kernels.reference_mamba2`. On a
+GPU with kernels `engine.states.gpu_states` stands in its place.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from engine.model_store import Architecture
 from engine.plan import StateCopy, StepPlan
 from engine.states.layout import StateLayout
-from kernels.reference_delta import gated_delta_chunk, gated_delta_token
-from kernels.reference_mamba2 import mamba2_chunk, mamba2_token
+from kernels.reference_delta import delta_inputs, gated_delta_chunk, gated_delta_token
+from kernels.reference_mamba2 import mamba2_chunk, mamba2_inputs, mamba2_token
 
 SEQUENCES_AT_START = 8
 
@@ -25,7 +27,8 @@ Rule = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class SequenceStates:
-    """The states of the sequences that a runner knows, as bytes: `StateLayout` says where what is.
+    """`engine.states.interface.States` of all sequences that a runner knows, as bytes, which
+    `StateLayout` lays out.
 
     `pool`: the KV blocks as bytes [B, block bytes], to and from which states are copied; None for a
     model that keeps none.
@@ -36,6 +39,7 @@ class SequenceStates:
         pool: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.layout = StateLayout(config, dtype)
+        self._config = config
         self._kept = config.conv_width - 1
         self._pool = pool
         self._data = torch.zeros(
@@ -91,12 +95,10 @@ class SequenceStates:
             self._reads, self._keeps = torch.cat(reads).to(device), torch.stack(keeps).to(device)
 
     def convolve(
-        self, layer: int, x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return a layer's convolution of the step's inputs x [T, C]; keeps the last of each row.
-
-        `taps` [C, W], the last of which is the input's own; `bias` [C]. Sums are fp32 at least.
-        """
+        self, layer: int, x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None,
+        *, silu: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """See `engine.states.interface.States`."""
         states = self.layout.inputs(self._data, layer)
         inputs = torch.cat([states[self._rows].flatten(0, 1), x])
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -104,25 +106,31 @@ class SequenceStates:
         if bias is not None:
             total += bias.to(wide)
         states[self._rows] = inputs[self._keeps]
-        return total.to(x.dtype)
+        return F.silu(total.to(x.dtype)) if silu else total.to(x.dtype)
 
     def delta(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor,
-        beta: torch.Tensor,
+        self, layer: int, mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor,
+        rate: torch.Tensor, dt_bias: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Return what the step's tokens read by the gated delta rule, [T, H, V]; updates the states
-        of the rows. Shapes as in `kernels.reference_delta`, T for n.
-        """
-        inputs = (q, k, v, decay, beta)
+        """See `engine.states.interface.States`."""
+        delta = self._config.delta
+        assert delta is not None, "a layer of the delta rule"
+        q, k, v, fades, strengths = delta_inputs(
+            mixed, beta, decay, rate, dt_bias, delta.keys, delta.key_dim
+        )
+        inputs = (q, k, v, fades, strengths)
         return self._follow(layer, gated_delta_token, gated_delta_chunk, inputs, v)
 
     def mamba(
-        self, layer: int, x: torch.Tensor, decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor
-    ) -> torch.Tensor:
-        """Return what the step's tokens read by the rule of Mamba-2, [T, H, P]; updates the states
-        of the rows. Shapes as in `kernels.reference_mamba2`, T for n.
-        """
-        return self._follow(layer, mamba2_token, mamba2_chunk, (x, decay, b, c), x)
+        self, layer: int, mixed: torch.Tensor, step: torch.Tensor, rate: torch.Tensor,
+        dt_bias: torch.Tensor, through: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """See `engine.states.interface.States`."""
+        mamba = self._config.mamba
+        assert mamba is not None, "a layer of Mamba-2"
+        x, decay, b, c, heads = mamba2_inputs(mixed, step, rate, dt_bias, mamba.inner, mamba.groups)
+        read = self._follow(layer, mamba2_token, mamba2_chunk, (x, decay, b, c), x)
+        return read + heads * through.to(read.dtype)[:, None]
 
     def end(self, plan: StepPlan) -> None:
         """Keep what the plan keeps after the rows, and give the states of rows to the sequences

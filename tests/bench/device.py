@@ -50,6 +50,22 @@ def time_graph(run: Callable[[], None], repeats: int = 9) -> tuple[float, float,
     return statistics.median(times[2:]), min(times[2:]), max(times[2:])
 
 
+def time_queued(run: Callable[[], object], repeats: int = 9) -> float:
+    """Return the median microseconds of what `run` launches, behind work that hides the host."""
+    before = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for value in range(8):  # 2 ms
+            before.fill_(value)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return float(statistics.median(times))
+
+
 def release_memory() -> None:
     """Give back memory that nothing refers to any more."""
     gc.collect()

@@ -88,6 +88,20 @@ QWEN3_30B_A3B = architecture_of(
         "moe_intermediate_size": 768, "norm_topk_prob": True,
     }
 )  # fmt: skip
+QWEN35_35B_A3B = architecture_of(
+    {
+        "model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "hidden_size": 2048,
+        "intermediate_size": 512, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256, "vocab_size": 248_320, "max_position_embeddings": 16_384,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+        "hidden_act": "silu", "tie_word_embeddings": False, "num_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+    }
+)  # fmt: skip
 V2_LITE = architecture_of(
     {
         "model_type": "deepseek_v2", "num_hidden_layers": 27, "hidden_size": 2048,

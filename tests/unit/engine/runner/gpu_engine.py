@@ -32,12 +32,13 @@ from engine.kv.format import kv_format
 from engine.kv.storage import KvStorage
 from engine.lanes.sharding import sharing
 from engine.model_store import Architecture, Layer, Rope
-from engine.model_store.architecture import Latent, Moe
+from engine.model_store.architecture import Delta, Latent, Mamba, Moe
 from engine.models.decoder import DecoderModel
 from engine.models.layers import TorchOps
-from engine.plan import Row, StepPlan
+from engine.plan import BegunSequence, Row, StepPlan
 from engine.runner.gpu_build import assemble
 from engine.runner.warmup import WarmupLimits
+from engine.states.sequence_states import SequenceStates
 from engine.weights import Tensors, random_weights
 from kernels.reference_weights import as_dense
 from tests.fakes import FakeClock
@@ -114,9 +115,13 @@ class Engine:
             sequences_max=6,
         )  # fmt: skip
         self.core = Core(
-            PrefixCache(blocks=blocks, block_size=16, windows=layout.windows),
+            PrefixCache(
+                blocks=blocks, block_size=16, windows=layout.windows,
+                state_blocks=self.runner.state_blocks,
+            ),
             self.runner, settings, FakeClock(),
             vocab_size=VOCAB, context_tokens=CONTEXT, pipeline_depth=depth,
+            run_up=self.config.run_up,
             constraints=Constraints(PolledGrammars(vocabulary=characters(VOCAB))),
         )  # fmt: skip
         self.drawn: dict[tuple[str, int], list[SampledToken]] = {}
@@ -172,8 +177,15 @@ def torch_logits(
     """Return the logits of every position by the torch twin, in one piece."""
     kv = KvStorage(kv_format(config, kv_dtype, 16), CONTEXT // 16, DEVICE)
     attention = TorchAttention(config, kv, CONTEXT)
-    model = DecoderModel(config, dict(weights), TorchOps())
-    plan = StepPlan(0, (Row(0, 0, len(tokens), list(range(CONTEXT // 16)), 0, tokens),))
+    states = None
+    begun = (BegunSequence(0, GREEDY, tokens, len(tokens)),)
+    row = Row(0, 0, len(tokens), list(range(CONTEXT // 16)), 0, tokens)
+    plan = StepPlan(0, (row,), begun=begun)
+    if config.recurrent_layers:
+        dtype = next(w for n, w in weights.items() if n.endswith("proj.weight")).dtype
+        states = SequenceStates(config, dtype, DEVICE)
+        states.begin(plan)
+    model = DecoderModel(config, dict(weights), TorchOps(), states)
     batch = make_batch(plan, 16, lambda _: 0)
     with torch.inference_mode():
         attention.begin(plan, batch)
@@ -222,6 +234,15 @@ FAMILIES = {
     "qwen3_moe": family(
         "qwen3_moe", Layer(ffn="moe"), Layer(), qk_norm="head",
         moe=Moe(experts=4, top_k=2, intermediate=32)),
+    "lfm2": family(
+        "lfm2", Layer("conv"), Layer(), Layer("conv"), qk_norm="head", conv_width=3),
+    "qwen3_next": family(
+        "qwen3_next", Layer("delta"), Layer(), Layer("delta", ffn="moe"), qk_norm="head",
+        conv_width=4, output_gate=True, delta=Delta(2, 4, 16, 24),
+        moe=Moe(experts=4, top_k=2, intermediate=32, shared="gated", shared_intermediate=32)),
+    "granite hybrid": family(
+        "granitemoehybrid", Layer("mamba"), Layer(rope=""), Layer("mamba"), conv_width=4,
+        conv_bias=True, residual_scale=0.5, mamba=Mamba(4, 16, 12, 2)),
     "deepseek_v3": structs.replace(
         config_of(4, 1, 48), family="deepseek_v3", ropes={"full": Rope(10_000.0, 16)},
         layers=(Layer(mixer="mla"), Layer(mixer="mla", ffn="moe")),

@@ -12,11 +12,12 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model_store import Architecture, Layer, Rope
-from engine.model_store.architecture import Latent, Moe
+from engine.model_store.architecture import Delta, Latent, Mamba, Moe
 from engine.runner.gpu_build import (
     build_gpu_runner,
     check_dtypes,
     lacking_kernel,
+    may_draft,
     out_of_memory_as_model_error,
 )
 from tests.models import prepared
@@ -43,6 +44,7 @@ def test_missing_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"head_dim": 512}, "head_dim is 512"),
         ({"kv_heads": 1}, "32 query heads share a KV head"),
         ({"latent": Latent(32, 16, 8, 16)}, "8 + 32 channels"),
+        ({"layers": (Layer("delta"), Layer()), "delta": Delta(1, 2, 256, 64)}, "256 channels"),
     ],
 )
 def test_model_without_kernels_runs_in_torch(shape: dict[str, Any], why: str) -> None:
@@ -75,12 +77,24 @@ def test_fp32_is_refused(settings: dict[str, Any]) -> None:
         {"query_growth": (0.1, 8192)},
         {"moe": Moe(experts=4, top_k=2, intermediate=64)},
         {"latent": Latent(512, 128, 64, 128), "heads": 128},
+        {"layers": (Layer("conv"), Layer()), "conv_width": 3},
+        {"layers": (Layer("delta"), Layer()), "delta": Delta(16, 32, 128, 128)},
+        {"layers": (Layer("mamba"), Layer()), "mamba": Mamba(48, 64, 128, 1)},
     ],
 )
 def test_model_with_kernels_is_accepted(shape: dict[str, Any]) -> None:
     """Up to 16 query heads per KV head, the usual head dimensions, and all that stands around
     attention."""
     assert lacking_kernel(msgspec.structs.replace(SHAPE, **shape)) == ""
+
+
+def test_recurrent_states_verify_no_drafts() -> None:
+    """They cannot be cut back to the accepted tokens."""
+    recurrent = msgspec.structs.replace(SHAPE, layers=(Layer("conv"), Layer()), conv_width=3)
+
+    assert may_draft(SHAPE, EngineConfig())
+    assert not may_draft(recurrent, EngineConfig())
+    assert not may_draft(SHAPE, EngineConfig(speculation="off"))
 
 
 def test_out_of_memory_names_settings_to_lower() -> None:

@@ -70,8 +70,8 @@ def test_shared_forked_and_chunked_prompts_equal_recomputation(
     assert engine.finished["10"].usage.cached_tokens >= 64
 
 
-ALL_FEATURES = ("attention of gpt-oss", "deepseek_v3")
-"""Families that have windows, sinks, biases, latents and experts."""
+ALL_FEATURES = ("attention of gpt-oss", "deepseek_v3", "qwen3_next")
+"""Families that have windows, sinks, biases, latents, states and experts."""
 
 
 @pytest.mark.slow

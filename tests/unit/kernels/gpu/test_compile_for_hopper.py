@@ -24,6 +24,7 @@ PACKING = "tests.unit.kernels.gpu.compile_kv_formats"
 INT8 = "tests.unit.kernels.gpu.compile_int8"
 LATENTS = "tests.unit.kernels.gpu.compile_latents"
 EXPERTS = "tests.unit.kernels.gpu.compile_experts"
+RECURRENT = "tests.unit.kernels.gpu.compile_recurrent"
 PEERS = "tests.unit.kernels.gpu.compile_peer_reduce"
 PLAIN, BY_HAND = (
     "tests.unit.kernels.gpu.compile_for_hopper",
@@ -185,6 +186,19 @@ def test_attention_over_latents_fits_its_multiprocessor() -> None:
         assert report["shared_bytes"] <= SHARED_BYTES_MAX, report
         assert report["wgmma" if report["name"].startswith("big") else "mma"] > 0, report
         assert report["async_copies"] > 0, report
+
+
+@pytest.mark.nightly
+def test_kernels_of_recurrent_layers_fit_their_multiprocessor() -> None:
+    """States stay in registers; chunks multiply in the matrix units."""
+    reports = reports_of(RECURRENT)
+
+    assert len(reports) == 11
+    for report in reports:
+        assert report["spills"] <= (100 if report["name"] == "delta's systems" else 0), report
+        assert report["shared_bytes"] <= SHARED_BYTES_MAX, report
+        if report["name"].endswith(("chunks", "systems")):
+            assert report["wgmma"] > 0, report
 
 
 @pytest.mark.nightly

@@ -1,0 +1,1 @@
+"""Kernels of recurrent layers: short convolutions, the gated delta rule, Mamba-2, kept states."""

@@ -1,0 +1,114 @@
+"""Short convolutions over the rows of a step, and their windows: `kernels.reference_convolution`.
+
+In a decoding step one launch computes and updates; in a step with prompts a second one updates the
+windows, which the rows of the first read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.recurrent.step import StepRuns, sigmoid
+
+COLUMNS = 256
+"""Channels of a program."""
+
+
+@triton.jit
+def _convolve(
+    x_ptr, state_ptr, taps_ptr, bias_ptr, out_ptr, seats_ptr, firsts_ptr, seats_max, x_stride,
+    state_stride, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """One row a program, BC channels. Grid: (rows, channels / BC)."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = c < C
+    kind = out_ptr.dtype.element_ty
+    seat = tl.load(seats_ptr + row)
+    if seat >= seats_max:
+        tl.store(out_ptr + row * C + c, tl.zeros([BC], kind), mask=inside)
+        return
+    window = state_ptr + seat.to(tl.int64) * state_stride + c
+    before = tl.zeros([BC], tl.int32)  # rows of the run before this one
+    if LISTED:
+        before += row.to(tl.int32) - tl.load(firsts_ptr + row)
+    total = tl.zeros([BC], tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    own = tl.load(x_ptr + row * x_stride + c, mask=inside, other=0.0)
+    for tap in tl.static_range(W - 1):
+        if LISTED:  # from the step if the run reaches so far back, else from the window
+            is_kept = before < W - 1 - tap
+            kept = tl.load(window + (before + tap) * C, mask=inside & is_kept, other=0.0)
+            there = x_ptr + (row - (W - 1 - tap)) * x_stride + c
+            new = tl.load(there, mask=inside & ~is_kept, other=0.0)
+            x = tl.where(is_kept, kept, new)
+        else:
+            x = tl.load(window + tap * C, mask=inside, other=0.0)
+            if tap:
+                tl.store(window + (tap - 1) * C, x, mask=inside)
+        weight = tl.load(taps_ptr + c * W + tap, mask=inside, other=0.0).to(tl.float32)
+        total += x.to(tl.float32) * weight
+    if not LISTED:
+        tl.store(window + (W - 2) * C, own, mask=inside)
+    weight = tl.load(taps_ptr + c * W + W - 1, mask=inside, other=0.0).to(tl.float32)
+    total = (total + own.to(tl.float32) * weight).to(kind)
+    if SILU:
+        wide = total.to(tl.float32)
+        total = (wide * sigmoid(wide)).to(kind)
+    tl.store(out_ptr + row * C + c, total, mask=inside)
+
+
+@triton.jit
+def _keep_windows(
+    x_ptr, state_ptr, seats_ptr, run_firsts, run_counts, x_stride, state_stride,
+    C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Move a run's last inputs into its window. Grid: (runs, channels / BC)."""
+    run = tl.program_id(0)
+    count = tl.load(run_counts + run)
+    if count == 0:
+        return
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = c < C
+    first = tl.load(run_firsts + run).to(tl.int64)
+    seat = tl.load(seats_ptr + first).to(tl.int64)
+    window = state_ptr + seat * state_stride + c
+    for place in tl.static_range(W - 1):  # in order: each is read before it is written
+        at = tl.zeros([BC], tl.int32) + (count - (W - 1) + place)
+        kept = tl.load(window + (at + W - 1) * C, mask=inside & (at < 0), other=0.0)
+        new = tl.load(x_ptr + (first + at) * x_stride + c, mask=inside & (at >= 0), other=0.0)
+        tl.store(window + place * C, tl.where(at < 0, kept, new), mask=inside)
+
+
+def convolve(
+    x: torch.Tensor, windows: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None,
+    runs: StepRuns, *, silu: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Return the convolution of a step's inputs x [T, C], with SiLU behind it if asked; moves the
+    last inputs of each run into its window.
+
+    x: rows of any stride. windows [seats, W - 1, C], written; taps [C, W]; bias [C]. Sums in fp32,
+    rounded to x's dtype before SiLU and after.
+    """
+    rows, channels = x.shape
+    width = taps.shape[1]
+    out = x.new_empty(rows, channels)
+    is_listed = runs.firsts is not None
+    columns = triton.cdiv(channels, COLUMNS)
+    _convolve[(rows, columns)](
+        x, windows, taps, taps if bias is None else bias, out, runs.seats,
+        runs.seats if runs.firsts is None else runs.firsts, runs.seats_max, x.stride(0),
+        windows.stride(0), C=channels, W=width, BC=COLUMNS, HAS_BIAS=bias is not None, SILU=silu,
+        LISTED=is_listed, num_warps=2,
+    )  # fmt: skip
+    if is_listed:
+        firsts, counts, _ = runs.lists
+        _keep_windows[(len(counts), columns)](
+            x, windows, runs.seats, firsts, counts, x.stride(0), windows.stride(0),
+            C=channels, W=width, BC=COLUMNS, num_warps=2,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,253 @@
+"""The gated delta rule over the rows of a step: `kernels.reference_delta`.
+
+A run of one row is one read and one write of its states. A longer run is cut into chunks: their
+triangular systems are solved side by side, then each head follows its chunks with the state in
+registers. Shapes: T rows, KH key heads of D channels, H value heads of V, N chunks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.recurrent.step import CHUNK, PRECISION, StepRuns, sigmoid, softplus
+
+TOKEN_COLUMNS, TOKEN_WARPS = 32, 4
+"""Value channels of a program, and its warps, in a run of one row."""
+CHUNK_COLUMNS = 32
+"""Value channels of a program that follows a run's chunks: 128 programs for 32 heads of 128."""
+NORM_EPS = tl.constexpr(1e-6)
+
+
+class DeltaShape(NamedTuple):
+    """Heads and channels of a layer."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+@triton.jit
+def _unit(x, axis: tl.constexpr):
+    """Return x with a length of about 1 along an axis of two, or x [D] itself."""
+    scale = tl.rsqrt(tl.sum(x * x, axis) + NORM_EPS)
+    if axis:
+        scale = scale[:, None]
+    return x * scale
+
+
+@triton.jit
+def _token(
+    mixed_ptr, beta_ptr, decay_ptr, rate_ptr, bias_ptr, state_ptr, out_ptr, seats_ptr, run_firsts,
+    run_counts, seats_max, scale, mixed_stride, gate_stride, state_stride,
+    KH: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
+    BV: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """One row and value head a program, BV of its channels. Grid: (runs, H, V / BV)."""
+    row = tl.program_id(0)
+    if LISTED:
+        if tl.load(run_counts + row) != 1:
+            return
+        row = tl.load(run_firsts + row)
+    row = row.to(tl.int64)
+    head = tl.program_id(1)
+    v = tl.program_id(2) * BV + tl.arange(0, BV)
+    inside = v < V
+    kind = out_ptr.dtype.element_ty
+    out = out_ptr + (row * H + head) * V + v
+    seat = tl.load(seats_ptr + row)
+    if seat >= seats_max:
+        tl.store(out, tl.zeros([BV], kind), mask=inside)
+        return
+    d = tl.arange(0, DP)
+    place = state_ptr + seat.to(tl.int64) * state_stride + head * (D * V)
+    place += d[:, None] * V + v[None, :]
+    live = (d < D)[:, None] & inside[None, :]
+    state = tl.load(place, mask=live, other=0.0)
+    mixed = mixed_ptr + row * mixed_stride
+    own = head // (H // KH) * D + d
+    q = _unit(tl.load(mixed + own, mask=d < D, other=0.0).to(tl.float32), 0) * scale
+    k = _unit(tl.load(mixed + KH * D + own, mask=d < D, other=0.0).to(tl.float32), 0)
+    value = tl.load(mixed + 2 * KH * D + head * V + v, mask=inside, other=0.0).to(tl.float32)
+    at = row * gate_stride + head
+    beta = sigmoid(tl.load(beta_ptr + at).to(tl.float32))
+    step = softplus(tl.load(decay_ptr + at).to(tl.float32) + tl.load(bias_ptr + head))
+    fade = tl.exp(-tl.load(rate_ptr + head) * step)
+    # Both sums are over the state as it was, so that they need not wait for each other.
+    found = tl.sum(state * k[:, None], 0) * fade
+    read = tl.sum(state * q[:, None], 0) * fade
+    change = (value - found) * beta
+    read += tl.sum(q * k, 0) * change
+    tl.store(place, state * fade + k[:, None] * change[None, :], mask=live)
+    tl.store(out, read.to(kind), mask=inside)
+
+
+@triton.jit
+def _solve(
+    mixed_ptr, beta_ptr, decay_ptr, rate_ptr, bias_ptr, w_ptr, u_ptr, q_ptr, k_ptr, own_ptr,
+    fade_ptr, chunk_firsts, chunk_counts, scale, mixed_stride, gate_stride,
+    KH: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
+    VP: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Solve the system of a chunk and value head, C rows. Grid: (chunks, H)."""
+    chunk = tl.program_id(0)
+    count = tl.load(chunk_counts + chunk)
+    if count == 0:
+        return
+    head = tl.program_id(1)
+    kind = w_ptr.dtype.element_ty
+    t = tl.arange(0, C)
+    live = t < count
+    d = tl.arange(0, DP)
+    row = tl.load(chunk_firsts + chunk).to(tl.int64) + t
+    at = row * gate_stride + head
+    beta = sigmoid(tl.load(beta_ptr + at, mask=live, other=0.0).to(tl.float32))
+    beta = tl.where(live, beta, 0.0)
+    step = tl.load(decay_ptr + at, mask=live, other=0.0).to(tl.float32) + tl.load(bias_ptr + head)
+    decay = tl.where(live, -tl.load(rate_ptr + head) * softplus(step), 0.0)
+    by = tl.cumsum(decay, 0)
+    last = tl.sum(decay, 0)
+    place = mixed_ptr + row[:, None] * mixed_stride + (head // (H // KH) * D + d)[None, :]
+    there = live[:, None] & (d < D)[None, :]
+    q = _unit(tl.load(place, mask=there, other=0.0).to(tl.float32), 1) * scale
+    k = _unit(tl.load(place + KH * D, mask=there, other=0.0).to(tl.float32), 1)
+    own_k = k.to(kind)
+    across = tl.trans(own_k)
+    earlier = t[:, None] - t[None, :]
+    ratio = tl.exp(tl.minimum(by[:, None] - by[None, :], 0.0))
+    system = tl.dot(own_k, across, input_precision=PRECISION) * ratio * beta[:, None]
+    reads = tl.dot(q.to(kind), across, input_precision=PRECISION) * ratio
+    base = (chunk * H + head).to(tl.int64)
+    square = t[:, None] * C + t[None, :]
+    tl.store(own_ptr + base * C * C + square, tl.where(earlier >= 0, reads, 0.0).to(kind))
+
+    # (1 + system)^-1. First the blocks of 16 on the diagonal, row by row, all blocks at once; then
+    # the blocks below them, whose fourth power is zero.
+    is_below = earlier > 0
+    is_block = t[:, None] // 16 == t[None, :] // 16
+    blocks = tl.where(is_below & is_block, -system, 0.0)
+    rest = tl.where(is_below & (t[:, None] // 16 > t[None, :] // 16), system, 0.0)
+    solved = blocks
+    for i in range(1, 16):
+        is_row = (t % 16 == i)[:, None] & is_block
+        line = tl.sum(tl.where(is_row, blocks, 0.0), 0)
+        line += tl.sum(line[:, None] * solved, 0)
+        solved = tl.where(is_row, line[None, :], solved)
+    unit_matrix = tl.where(earlier == 0, 1.0, 0.0)
+    solved += unit_matrix
+    below = tl.dot(solved, rest, input_precision=PRECISION)
+    twice = tl.dot(below, below, input_precision=PRECISION) + unit_matrix
+    whole = tl.dot(unit_matrix - below, twice, input_precision=PRECISION)
+    inverse = tl.dot(whole, solved, input_precision=PRECISION).to(kind)
+
+    grown = tl.exp(by)[:, None]
+    wide = t[:, None] * DP + d[None, :]
+    w = tl.dot(inverse, (k * beta[:, None] * grown).to(kind), input_precision=PRECISION)
+    tl.store(w_ptr + base * C * DP + wide, w.to(kind))
+    tl.store(q_ptr + base * C * DP + wide, (q * grown).to(kind))
+    tl.store(k_ptr + base * C * DP + wide, (k * tl.exp(last - by)[:, None]).to(kind))
+    tl.store(fade_ptr + base, tl.exp(last))
+    v = tl.arange(0, VP)
+    place = mixed_ptr + row[:, None] * mixed_stride + (2 * KH * D + head * V + v)[None, :]
+    value = tl.load(place, mask=live[:, None] & (v < V)[None, :], other=0.0).to(tl.float32)
+    u = tl.dot(inverse, (value * beta[:, None]).to(kind), input_precision=PRECISION)
+    tl.store(u_ptr + base * C * VP + t[:, None] * VP + v[None, :], u.to(kind))
+
+
+@triton.jit
+def _follow(
+    w_ptr, u_ptr, q_ptr, k_ptr, own_ptr, fade_ptr, state_ptr, out_ptr, seats_ptr, run_firsts,
+    run_counts, run_chunks, state_stride,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    BV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Follow the chunks of a run, one value head, BV channels. Grid: (runs, H, V / BV)."""
+    run = tl.program_id(0)
+    count = tl.load(run_counts + run)
+    if count <= 1:
+        return
+    head = tl.program_id(1)
+    kind = w_ptr.dtype.element_ty
+    first = tl.load(run_firsts + run).to(tl.int64)
+    seat = tl.load(seats_ptr + first).to(tl.int64)
+    t, d = tl.arange(0, C), tl.arange(0, DP)
+    v = tl.program_id(2) * BV + tl.arange(0, BV)
+    inside = v < V
+    place = state_ptr + seat * state_stride + head * (D * V) + d[:, None] * V + v[None, :]
+    live = (d < D)[:, None] & inside[None, :]
+    state = tl.load(place, mask=live, other=0.0)
+    base = tl.load(run_chunks + run).to(tl.int64) * H + head
+    wide = t[:, None] * DP + d[None, :]
+    columns = t[:, None] * VP + v[None, :]
+    square = t[:, None] * C + t[None, :]
+    for start in range(0, count, C):
+        w = tl.load(w_ptr + base * C * DP + wide)
+        q = tl.load(q_ptr + base * C * DP + wide)
+        k = tl.load(k_ptr + base * C * DP + wide)
+        own = tl.load(own_ptr + base * C * C + square)
+        u = tl.load(u_ptr + base * C * VP + columns).to(tl.float32)
+        fade = tl.load(fade_ptr + base)
+        known = state.to(kind)
+        change = (u - tl.dot(w, known, input_precision=PRECISION)).to(kind)
+        read = tl.dot(q, known, input_precision=PRECISION)
+        read += tl.dot(own, change, input_precision=PRECISION)
+        state = state * fade + tl.dot(tl.trans(k), change, input_precision=PRECISION)
+        row = first + start + t
+        target = out_ptr + row[:, None] * (H * V) + (head * V + v)[None, :]
+        is_real = (start + t < count)[:, None] & inside[None, :]
+        tl.store(target, read.to(out_ptr.dtype.element_ty), mask=is_real)
+        base += H
+    tl.store(place, state, mask=live)
+
+
+def delta(
+    mixed: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor, rate: torch.Tensor,
+    dt_bias: torch.Tensor, states: torch.Tensor, runs: StepRuns, shape: DeltaShape,
+    columns: int = TOKEN_COLUMNS, warps: int = TOKEN_WARPS,
+) -> torch.Tensor:  # fmt: skip
+    """Return what the rows of a step read, [T, H, V] in mixed's dtype; updates the states of their
+    sequences.
+
+    mixed [T, 2 * KH * D + H * V], beta, decay [T, H] of one row stride, rate, dt_bias [H] fp32: as
+    `kernels.reference_delta.delta_inputs` takes them. states [seats, H, D, V] fp32, written. Runs
+    of several rows multiply in mixed's dtype, with sums in fp32; their scratch takes 72 KB a chunk
+    and head of 128 channels in bf16. `columns`, `warps`: of a program in a run of one row.
+    """
+    key_heads, heads, key_dim, value_dim = shape
+    assert beta.stride(0) == decay.stride(0), "both are columns of one matrix"
+    is_listed = runs.firsts is not None
+    # Padding rows of a step with prompts are in no run, and what they read is zero.
+    made = mixed.new_zeros if is_listed else mixed.new_empty
+    out = made(len(mixed), heads, value_dim)
+    firsts, counts, chunks = runs.lists
+    padded, scale = triton.next_power_of_2(max(16, key_dim)), key_dim**-0.5
+    width = triton.next_power_of_2(max(16, value_dim))
+    sizes = {"H": heads, "D": key_dim, "DP": padded, "V": value_dim}
+    columns = min(columns, width)
+    _token[(len(counts), heads, triton.cdiv(value_dim, columns))](
+        mixed, beta, decay, rate, dt_bias, states, out, runs.seats, firsts, counts, runs.seats_max,
+        scale, mixed.stride(0), beta.stride(0), states.stride(0),
+        KH=key_heads, BV=columns, LISTED=is_listed, **sizes, num_warps=warps,
+    )  # fmt: skip
+    if runs.chunk_firsts is None or runs.chunk_counts is None or not len(runs.chunk_firsts):
+        return out
+    count = len(runs.chunk_firsts)
+    w, q, k = (mixed.new_empty(count, heads, CHUNK, padded) for _ in range(3))
+    u = mixed.new_empty(count, heads, CHUNK, width)
+    own = mixed.new_empty(count, heads, CHUNK, CHUNK)
+    fade = torch.empty(count, heads, dtype=torch.float32, device=mixed.device)
+    _solve[(count, heads)](
+        mixed, beta, decay, rate, dt_bias, w, u, q, k, own, fade, runs.chunk_firsts,
+        runs.chunk_counts, scale, mixed.stride(0), beta.stride(0),
+        KH=key_heads, VP=width, C=CHUNK, **sizes, num_warps=8,
+    )  # fmt: skip
+    columns = min(CHUNK_COLUMNS, width)
+    _follow[(len(counts), heads, triton.cdiv(value_dim, columns))](
+        w, u, q, k, own, fade, states, out, runs.seats, firsts, counts, chunks, states.stride(0),
+        VP=width, BV=columns, C=CHUNK, **sizes, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,41 @@
+"""Steps of recurrent layers for tests and benchmarks: runs of rows, and random inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.gpu.recurrent.step import CHUNK, StepRuns, chunks_max
+
+
+def runs_of(
+    seats: Sequence[int], counts: Sequence[int], seats_max: int, device: torch.device,
+    padding: int = 0,
+) -> StepRuns:  # fmt: skip
+    """Return the runs of a step with so many rows at each of these seats, and padding rows behind
+    them; without lists if every run has one row."""
+
+    def there(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    firsts = [sum(counts[:i]) for i in range(len(counts))]
+    rows = [seat for seat, count in zip(seats, counts, strict=True) for _ in range(count)]
+    rows += [seats_max] * padding
+    if set(counts) == {1}:
+        return StepRuns(there(rows), seats_max)
+    own = [first for first, count in zip(firsts, counts, strict=True) for _ in range(count)]
+    chunk_firsts, chunk_counts, run_chunks = list[int](), list[int](), list[int]()
+    for first, count in zip(firsts, counts, strict=True):
+        run_chunks.append(len(chunk_firsts))
+        for start in range(0, count, CHUNK) if count > 1 else ():
+            chunk_firsts.append(first + start)
+            chunk_counts.append(min(CHUNK, count - start))
+    most = chunks_max(len(rows), len(counts) + 2)
+    lists = {
+        "firsts": own + [0] * padding, "run_firsts": [*firsts, 0, 0],
+        "run_counts": [*counts, 0, 0], "run_chunks": [*run_chunks, 0, 0],
+        "chunk_firsts": chunk_firsts + [0] * (most - len(chunk_firsts)),
+        "chunk_counts": chunk_counts + [0] * (most - len(chunk_counts)),
+    }  # fmt: skip
+    return StepRuns(there(rows), seats_max, **{name: there(one) for name, one in lists.items()})
