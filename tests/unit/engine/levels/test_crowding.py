@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.scheduler.scheduler import Scheduler
 from tests.bench.crowding import GREEDY, host_of, words, world
 
-BLOCKS, REQUESTS = 40, 64
+BLOCKS, REQUESTS = 24, 24
 
 
 def computed_again(seed: int) -> float:

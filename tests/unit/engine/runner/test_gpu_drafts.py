@@ -21,7 +21,7 @@ from tests.unit.engine.runner.gpu_engine import IN_INTERPRETER, VOCAB, Engine
 
 pytestmark = IN_INTERPRETER
 
-OUTPUT = 12
+OUTPUT = 8
 KINDS = {
     "greedy": Sampling(temperature=0, logprobs=1),
     "seeded": Sampling(seed=3),

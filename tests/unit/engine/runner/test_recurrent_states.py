@@ -60,13 +60,19 @@ def requests(seed: int) -> list[Request]:
     return found
 
 
+_alone: dict[tuple[str, int], Output] = {}
+
+
 def alone(card: ModelCard, seed: int) -> Output:
-    """Return the output of each request of a seed without a cache and without others."""
+    """Return the output of each request of a seed without a cache and without others, computed
+    once."""
+    if (found := _alone.get((card.folder, seed))) is not None:
+        return found
     engine = CpuEngine(card, FP32, 64)
     for request in requests(seed):
         engine.core.submit(replace(request, grant=CacheGrant(b"n", read=False, write=False)))
         engine.settle()
-    return engine.output
+    return _alone.setdefault((card.folder, seed), engine.output)
 
 
 def side_by_side(
@@ -98,7 +104,7 @@ def differs(output: Output, expected: Output) -> bool:
     return False
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.nightly) for s in (1, 2))])
 @pytest.mark.parametrize("is_crowded", [False, True])
 def test_hits_change_no_token_of_a_model_with_states(
     card: ModelCard, seed: int, is_crowded: bool
