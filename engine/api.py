@@ -34,9 +34,9 @@ Payer = bytes
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-LevelName = Literal["device", "host", "disk", "remote"]
-"""Where copies of blocks lie."""
-LEVELS_BELOW: Final[tuple[LevelName, ...]] = ("host", "disk", "remote")
+LevelName = Literal["device", "host", "disk", "remote", "peer"]
+"""Where copies of blocks lie; `peer`: in another engine of the model."""
+LEVELS_BELOW: Final[tuple[LevelName, ...]] = ("host", "disk", "remote", "peer")
 """The levels below the device, the fastest first."""
 Fidelity = Literal["exact", "near", "rough"]
 """How far a copy is from what the model computed: not at all, by 8 bits, by 4 bits."""
@@ -260,6 +260,19 @@ class AttentionWindow(Struct, frozen=True, forbid_unknown_fields=True):
         return self.in_blocks(block_size).shared_blocks * block_size
 
 
+class Peer(Struct, frozen=True, forbid_unknown_fields=True):
+    """Another engine of the model that has the first `tokens` tokens of a prompt, at an address.
+
+    `ticket`: says to that engine that this one may have them (`engine.client.peer_tickets`).
+    """
+
+    name: str
+    host: str
+    port: Count
+    tokens: Count
+    ticket: bytes
+
+
 class Request(Struct, frozen=True, forbid_unknown_fields=True):
     """One generation request. `tokens` is the whole prompt, at least one token.
 
@@ -310,6 +323,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     marks: Annotated[tuple[Count, ...], Meta(max_length=MARKS_MAX)] = ()
     """Lengths of the prompt at which its client may come back, the likeliest first: ends of turns,
     of the system text, of tools. A model with recurrent layers keeps states there."""
+    peer: Peer | None = None
+    """Who has more of the prompt than this engine is said to have: it may be fetched from there."""
 
     @property
     def sent_tokens(self) -> int:

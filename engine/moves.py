@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from engine.api import Count, Fidelity, Namespace, Payer, Quota
+from engine.api import Count, Fidelity, Namespace, Payer, Peer, Quota
 from engine.statistics import FidelityBytes, PayerBytes
 
 RecordId = int
@@ -476,3 +476,75 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Let the process finish what it was given, and leave it."""
+
+
+# -- peers ---------------------------------------------------------------------------------------
+
+PeerMiss = Literal["", "busy", "refused", "lacking", "late", "lost", "damaged", "stopped"]
+"""Why a run was not fetched from another engine: too many fetches at a time; it refuses; it has not
+all; not before the deadline; the connection ended; other bytes than were sent; it was stopped."""
+
+
+class FetchRuns(Struct, frozen=True):
+    """Fetch copies of the last runs of `tokens`, from run `first` on, from another engine into
+    slots of one format. The outcomes are a `FetchedRun` for each, in order, after `timeout_s` at
+    the latest; with the first that fails all behind it do. The caller holds the slots till then.
+    """
+
+    call_id: Count
+    peer: Peer
+    namespace: Namespace
+    tokens: tuple[int, ...]
+    first: Count
+    slots: tuple[int, ...]
+    form: SlotFormat
+    timeout_s: float
+
+
+class FetchedRun(Struct, frozen=True):
+    """The outcome for the next run of a `FetchRuns`: its slot is full of verified bytes with the
+    digest `check`, or `why` not. `limit_s`: as in `StoredRun`; `seconds`: that it took.
+    """
+
+    call_id: Count
+    why: PeerMiss = ""
+    check: bytes = b""
+    limit_s: float | None = None
+    seconds: float = 0.0
+
+
+class Peers(Protocol):
+    """The other engines of the model, as `engine.levels` sees them."""
+
+    def fetch(self, command: FetchRuns) -> None:
+        """Begin a fetch. Never blocks."""
+
+    def stop(self, call_id: int) -> None:
+        """Have a fetch fail soon; it still has all its outcomes."""
+
+    def poll(self) -> list[FetchedRun]:
+        """Return the outcomes since the last call. Never blocks."""
+
+    def close(self) -> None:
+        """End what is under way: no slot is written any more."""
+
+
+class ShareRuns(Struct, frozen=True):
+    """Another engine asks for copies of the runs of `tokens` from run `first` on. Its gateway's
+    ticket was valid. Copies in another format than the one of this name are not wanted.
+    """
+
+    namespace: Namespace
+    tokens: tuple[int, ...]
+    first: Count
+    format: str
+
+
+class RunReader(Protocol):
+    """Sends what another engine has asked for."""
+
+    def take(self, check: bytes, limit_s: float | None, content: memoryview) -> None:
+        """Send the next run, whose slot is held until this is told as sent. Never blocks."""
+
+    def end(self, why: str) -> None:
+        """Send that there is no more, and `why` not all. Never blocks."""

@@ -14,7 +14,7 @@ Pure: bytes in, messages out. Server and client share this module.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -30,6 +30,7 @@ from engine.api import (
     Event,
     Finished,
     Held,
+    Namespace,
     Peeked,
     PromptLogprobs,
     Request,
@@ -42,7 +43,7 @@ from engine.statistics import CacheNews, LoadReport, Stats
 from engine.strides import PrefixChanges
 from engine.wire import FRAME_BYTES_MAX, FrameError, encode_frame, frame_body, read_body
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 STEP_FRAME_BYTES = 2**20
 """Bytes above which a step's messages leave in several frames: the gateway decodes a frame at once,
 in about 15 ms for this many bytes."""
@@ -56,6 +57,35 @@ Reply = Peeked | Erased | Surveyed | Held | Departed | Stats | CacheNews | Facts
 come unasked.
 """
 Messages = tuple[Event | Reply, ...]
+
+
+class PeerWant(Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine asks of another one: copies of the runs of a prefix from run `first` on.
+
+    `token_ids`: the whole prefix, four bytes each; `format`: the copies', by its name.
+    """
+
+    model_digest: str
+    namespace: Namespace
+    token_ids: bytes
+    ticket: bytes
+    first: Count
+    format: str
+    slot_bytes: Count
+
+
+class PeerRun(Struct, frozen=True, tag="peer_run", forbid_unknown_fields=True):
+    """The next run that another engine has asked for. `check`: the xxh3-128 digest of the
+    `slot_bytes` that follow this frame; `limit_s`: as in `StoredRun`."""
+
+    check: bytes
+    limit_s: float | None = None
+
+
+class PeerEnd(Struct, frozen=True, tag="peer_end", forbid_unknown_fields=True):
+    """There are no more runs; `why` not all, empty where all were sent."""
+
+    why: str
 
 
 class Hello(Struct, frozen=True, tag="hello"):
@@ -85,6 +115,11 @@ class Hello(Struct, frozen=True, tag="hello"):
     """The folder of the engine's certificates, with `listen_fd`."""
     fallen: tuple[str, ...] = ()
     """From a keeper: ids of the requests in the step in which the life before ended."""
+    peer_key: bytes = b""
+    """From a gateway: what it signs tickets for peers with, as long as it is connected."""
+    wanted: PeerWant | None = None
+    """From another engine (`peer`): what it wants. A `PeerRun` for each run follows, each with its
+    copy's bytes behind the frame, then a `PeerEnd`."""
 
 
 class Welcome(Struct, frozen=True, tag="welcome", forbid_unknown_fields=True):
@@ -124,11 +159,12 @@ class Frame(Struct, frozen=True, tag="frame", forbid_unknown_fields=True):
     messages: Messages
 
 
+PeerMessage = PeerRun | PeerEnd | Rejected
 Upward = Hello | Command
 Downward = Welcome | Rejected | Frame
 
 
-def encode(message: Upward | Downward) -> bytes:
+def encode(message: Upward | Downward | PeerMessage) -> bytes:
     """Encode one frame. Raises FrameError if it exceeds FRAME_BYTES_MAX."""
     packed = _pack_submit(message) if type(message) is Submit else message
     return encode_frame(packed)
@@ -203,13 +239,22 @@ def _failure_of(message: Event | Reply) -> Messages:
     return (Finished(message.request_id, "failed", Usage(), "answer_lost", text),)
 
 
-def _pack_submit(message: Submit) -> PackedSubmit:
-    request = message.request
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Return token ids in four bytes each, little-endian. Raises FrameError."""
     try:
-        token_ids = struct.pack(f"<{len(request.tokens)}I", *request.tokens)
+        return struct.pack(f"<{len(tokens)}I", *tokens)
     except struct.error as error:
         raise FrameError("a token id does not fit into four bytes") from error
-    return PackedSubmit(replace(request, tokens=()), token_ids)
+
+
+def unpack_tokens(token_ids: bytes) -> tuple[int, ...]:
+    """Return the tokens that were packed. Raises struct.error for an incomplete one."""
+    return struct.unpack(f"<{len(token_ids) // 4}I", token_ids)
+
+
+def _pack_submit(message: Submit) -> PackedSubmit:
+    request = message.request
+    return PackedSubmit(replace(request, tokens=()), pack_tokens(request.tokens))
 
 
 def _unpack_submit(body: bytes) -> Upward:
@@ -217,11 +262,11 @@ def _unpack_submit(body: bytes) -> Upward:
     message: PackedSubmit | Upward = _decode_upward(body)
     if not isinstance(message, PackedSubmit):
         return message
-    token_ids = struct.unpack(f"<{len(message.token_ids) // 4}I", message.token_ids)
-    return Submit(replace(message.request, tokens=token_ids))
+    return Submit(replace(message.request, tokens=unpack_tokens(message.token_ids)))
 
 
 _decode_upward = msgspec.msgpack.Decoder(PackedSubmit | Upward).decode
+_decode_peer: Callable[[bytes], PeerMessage] = msgspec.msgpack.Decoder(PeerMessage).decode
 _decode_downward: Callable[[bytes], Downward] = msgspec.msgpack.Decoder(Downward).decode
 
 
@@ -233,3 +278,8 @@ def read_upward(body: bytes) -> Upward:
 def read_downward(body: bytes) -> Downward:
     """Return the server's message of a frame. Raises FrameError."""
     return read_body(_decode_downward, body)
+
+
+def read_peer(body: bytes) -> PeerMessage:
+    """Return another engine's message of a frame. Raises FrameError."""
+    return read_body(_decode_peer, body)

@@ -90,9 +90,9 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
     loaded_total: Count = 0
     """Blocks copied from here to the device."""
     stored_total: Count = 0
-    """Blocks copied from host memory to disk."""
+    """Blocks copied from host memory to disk, or to a peer."""
     fetched_total: Count = 0
-    """Blocks copied from disk to host memory."""
+    """Blocks copied from disk, or from a peer, to host memory."""
     failed_total: Count = 0
     """Moves that failed."""
     damaged_total: Count = 0
@@ -138,7 +138,7 @@ class LevelStats(Struct, frozen=True, forbid_unknown_fields=True):
         """Return (from, to, blocks) of the copies that were made to and from it."""
         if self.name == "host":
             return ("device", "host", self.offloaded_total), ("host", "device", self.loaded_total)
-        above = "host" if self.name == "disk" else "disk"
+        above = "disk" if self.name == "remote" else "host"
         return (above, self.name, self.stored_total), (self.name, "host", self.fetched_total)
 
 
@@ -254,3 +254,5 @@ class LoadReport(Struct, frozen=True, tag="load_report", forbid_unknown_fields=T
     """Seconds by which one more decoding row lengthens a step."""
     below_bytes_per_s: float = 0.0
     """The rate at which copies of the nearest level below are read; 0.0 without one."""
+    peer_bytes_per_s: float = 0.0
+    """The rate at which prefixes of other engines are fetched; 0.0 where none are, nor sent."""

@@ -212,6 +212,7 @@ class RequestStream(AsyncIterator[Event]):
             tokens=prompt + found,
             resumed_tokens=len(found),
             expected_cached_tokens=0,
+            peer=None,
         )
 
     def move(self, connection: StreamTransport) -> None:

@@ -179,6 +179,7 @@ class EngineStats:
         held, live, running = cache.stats(), requests.totals, scheduler.running.totals
         levels = None if scheduler.loading is None else scheduler.loading.levels
         context = running.tokens / running.requests if running.requests else 0.0
+        fetching = None if levels is None else levels.fetching
         return LoadReport(
             accepted=accepted,
             waiting_tokens=live.missing_tokens
@@ -192,6 +193,7 @@ class EngineStats:
             step_s=self._step_s,
             row_s=self.step_cost.seconds_of_row(context),
             below_bytes_per_s=0.0 if levels is None else levels.paces["host"].bytes_per_s,
+            peer_bytes_per_s=0.0 if fetching is None else fetching.pace.bytes_per_s,
         )
 
 

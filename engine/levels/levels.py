@@ -23,6 +23,7 @@ from engine.api import (
     LevelName,
     Namespace,
     Payer,
+    Peer,
     Quota,
 )
 from engine.cache import BlockTable, PrefixCache
@@ -34,6 +35,8 @@ from engine.levels.level_counts import LevelCounts
 from engine.levels.load_choice import LoadChoice, choose_load, first_paces
 from engine.levels.loads import Load, LoadPlan, Loads
 from engine.levels.offloading import Offloading
+from engine.levels.peers.fetching import PeerFetching
+from engine.levels.peers.sharing import Sharing
 from engine.levels.places import RunPlaces, level_of
 from engine.levels.promise_terms import told_terms
 from engine.levels.promises import RENEWED_PART, KeptPromises
@@ -42,6 +45,7 @@ from engine.levels.window_copies import WindowCopies
 from engine.moves import (
     EraseStored,
     Fetched,
+    Peers,
     Renew,
     Storage,
     StorageOutcome,
@@ -82,10 +86,14 @@ class Levels:
         wipe: Callable[[int, int], None] = lambda slot, slot_bytes: None,
         kept: KeptSlots | None = None,
         now_s: float = 0.0,
+        peers: Peers | None = None,
+        view: Callable[[int, int], memoryview] | None = None,
     ) -> None:
         """`close_memory` is called when the transfer engine and the storage have been closed.
-        `wipe` makes a slot's bytes zeros. `kept`: what outlives this engine of host memory; the
-        copies of the engine before are taken over from it, as of `now_s`."""
+        `wipe` makes a slot's bytes zeros, `view` returns those of a slot of a size. `kept`: what
+        outlives this engine of host memory; the copies of the engine before are taken over from it,
+        as of `now_s`. `peers`: other engines, from which prefixes are fetched; they get those of
+        this one, too."""
         self.config = config
         self.cache = cache
         self.places = RunPlaces(cache, transfer.layout, transfer.formats, wipe)
@@ -115,6 +123,12 @@ class Levels:
         self._erasures: dict[int, Namespace] = {}  # that the storage has to answer
         self._dropping: dict[int, tuple[Namespace, LevelErased | None]] = {}
         self.counts = LevelCounts(self.loads, self.paces)
+        self.fetching: PeerFetching | None = None
+        self.sharing: Sharing | None = None
+        if peers is not None and view is not None and not self.windows.is_on:
+            parts = cache, self.places
+            self.fetching = PeerFetching(*parts, peers, self._next_id, config.host_tokens_min)
+            self.sharing = Sharing(*parts, self.offloading, view)
         self._now_s = self._before_s = self.places.now_s = now_s
         self._silent_s = 0.0
         self._wiped_a_turn = max(1, WIPED_BYTES_A_TURN // max(1, transfer.formats[OWN].slot_bytes))
@@ -140,6 +154,30 @@ class Levels:
         self._note_grant(grant)
         looks.ask(sequence_id, grant, tokens)
         return True
+
+    def fetch(
+        self,
+        sequence_id: int,
+        grant: CacheGrant,
+        tokens: Sequence[int],
+        peer: Peer,
+        compute_s: float,
+    ) -> float:
+        """Begin to fetch what a peer has of a request's `tokens`; return the seconds that it is
+        worth waiting for, 0 where nothing is begun. `compute_s`: predicted seconds to compute it.
+        """
+        if self.fetching is None:
+            return 0.0
+        self._note_grant(grant)
+        return self.fetching.begin(sequence_id, grant, tokens, peer, compute_s, self._now_s)
+
+    def leave_fetch(self, sequence_id: int) -> bool:
+        """Stop the fetch of a sequence that does not wait any more; return whether it had one."""
+        return self.fetching is not None and self.fetching.leave(sequence_id)
+
+    def take_fetched(self) -> list[int]:
+        """Return the sequences whose fetch has ended since the last call."""
+        return [] if self.fetching is None else self.fetching.take_ended()
 
     def take_looked(self) -> list[int]:
         """Return the sequences whose look has been answered since the last call."""
@@ -230,6 +268,8 @@ class Levels:
                     self._silent_s = 0.0
                 self._take(self._disk, outcome)
             self._disk.notice_absence(passed_s)
+        if self.fetching is not None:
+            self.fetching.turn(now_s)
         if self.promises is not None:
             self.promises.turn(now_s)
         else:
@@ -240,6 +280,8 @@ class Levels:
         moves += self.offloading.next_moves(now_s, crowd)
         if moves:
             self._transfer.submit(moves)
+        if self.sharing is not None:
+            self.sharing.turn(now_s)
         if self._disk is not None:
             self._disk.store(now_s)
         if self.places.notes is not None:
@@ -266,6 +308,7 @@ class Levels:
             or bool(self._erasures)
             or (self._disk is not None and self._disk.is_busy)
             or self._is_recovering
+            or bool(self.fetching or self.sharing)
             or (self.places.remains.soiled > 0 and not self.places.accounts.is_closed)
             or (self.promises is not None and self.promises.renewals > 0)
         )
@@ -287,6 +330,8 @@ class Levels:
             self._store_recovered()
         places.epochs[namespace] += 1
         self.loads.void(namespace)
+        if self.fetching is not None:
+            self.fetching.erase(namespace, self._now_s)
         if not is_part:
             self._lossy.pop(namespace, None)
         blocks, size = places.host_blocks.get(namespace, 0), self.host_bytes(namespace)
@@ -364,11 +409,16 @@ class Levels:
             promised.update(self.cache.promised_below())
         unusable = self._transfer.unusable_bytes
         host = counts.of_host(self.places, self.offloading, promised, self._recovery, unusable)
+        others: tuple[LevelStats, ...] = ()
+        if self.fetching is not None and self.sharing is not None:
+            brought = self.loads.loaded_blocks["peer"], counts.loaded_tokens["peer"]
+            others = (self.fetching.stats(*brought, self.sharing.sent),)
         if self._disk is None:
-            return (host,)
+            return (host, *others)
         disk = counts.of_disk(self._disk, len(self._erasures))
         remote = self._disk.stats.remote
-        return (host, disk) if remote is None else (host, disk, counts.of_remote(remote))
+        below = (host, disk) if remote is None else (host, disk, counts.of_remote(remote))
+        return (*below, *others)
 
     def check(self) -> None:
         """Recount the copies, and the promises that they keep. Raises InvariantViolation.
@@ -390,6 +440,8 @@ class Levels:
         if self.promises is not None:
             self.promises.tell_all(self._now_s)
         self._transfer.close()
+        if self.fetching is not None:
+            self.fetching.close()
         if self._disk is not None:
             self._disk.storage.close()
         if self.places.notes is not None:

@@ -33,7 +33,9 @@ TRIAL_S: Final = 1.0
 """Seconds between two trials after that."""
 TRIALS_WON: Final = 3
 """Trials in a row that must win before the level serves as before."""
-FIRST_BYTES_PER_S: Final[dict[LevelName, float]] = {"host": 4e9, "disk": 0.5e9, "remote": 0.1e9}
+FIRST_BYTES_PER_S: Final[dict[LevelName, float]] = {
+    "host": 4e9, "disk": 0.5e9, "remote": 0.1e9, "peer": 0.3e9,
+}  # fmt: skip
 """Rates until they are measured, where nothing better is known: see `first_paces`."""
 DISK_PART: Final = 4
 """A disk is expected to have this part of the transfer engine's rate until it is measured."""

@@ -1,9 +1,11 @@
 """Sequences that wait for a level below the device: for a look, or for a load.
 
 A look asks the disk what it has of a prompt. The sequence is outside the request queue until the
-disk has answered, for at most `look_ms`. A load fills blocks from host memory or disk. Its sequence
-is in the batch, with its blocks and slots, and computes nothing meanwhile; it can be cancelled,
-preempted and timed out like any other. Only the scheduler and core call this module.
+disk has answered, for at most `look_ms`. A fetch brings what another engine has to host memory, and
+its sequence waits in the same way, for as long as computing would take. A load fills blocks from
+host memory or disk. Its sequence is in the batch, with its blocks and slots, and computes nothing
+meanwhile; it can be cancelled, preempted and timed out like any other. Only the scheduler and core
+call this module.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ PROMPT_MIN = 16
 class Loading:
     """The sequences that wait for a look, and those that are being loaded.
 
-    `looking`: by id, with the time at which the wait ends; None until the next turn, which sets it.
+    `looking`: by id, with the longest wait in seconds, and the time at which that ends; None until
+    the next turn, which sets it.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Loading:
         self._cache = cache
         self._queue = queue
         self._step_cost = step_cost
-        self.looking: dict[int, tuple[Sequence, float | None]] = {}
+        self.looking: dict[int, tuple[Sequence, float, float | None]] = {}
         self._loading: dict[Load, Sequence] = {}
         self._launched = 0  # the last step launched before the present turn
         self._has_begun = False
@@ -51,24 +54,32 @@ class Loading:
     # -- looks --------------------------------------------------------------------------------
 
     def look(self, sequence: Sequence, now_s: float) -> bool:
-        """Let a new sequence wait for a look, if that may help; return whether it waits. O(blocks
-        of the prompt).
+        """Let a new sequence wait for a look or a fetch, if that may help; return whether it waits.
+        O(blocks of the prompt).
         """
-        request = sequence.parent.request
-        if not request.grant.read or request.prompt_logprobs is not None:
+        request, levels, number = sequence.parent.request, self.levels, sequence.sequence_id
+        grant, peer = request.grant, request.peer
+        if not grant.read or request.prompt_logprobs is not None:
             return False
-        if not self.levels.has_records(request.grant.namespace):
+        has_records = levels.has_records(grant.namespace)
+        if peer is None and not has_records:
             return False
         tokens = tuple(sequence.findable_tokens(self._cache.block_size))
-        here = self._cache.find(request.grant.namespace, tokens, now_s).cached_tokens
-        if not self.levels.look(sequence.sequence_id, request.grant, tokens, here):
-            return False
-        self.looking[sequence.sequence_id] = (sequence, None)
-        return True
+        here = self._cache.find(grant.namespace, tokens, now_s).cached_tokens
+        wait_s = 0.0
+        if peer is not None and peer.tokens > here:
+            compute_s = self._step_cost.seconds_of_slice(here, peer.tokens - here)
+            wait_s = levels.fetch(number, grant, tokens, peer, compute_s)
+        if not wait_s and has_records and levels.look(number, grant, tokens, here):
+            wait_s = levels.config.look_ms / 1000
+        if wait_s:
+            self.looking[number] = (sequence, wait_s, None)
+        return bool(wait_s)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended, or lost its blocks."""
-        self.looking.pop(sequence.sequence_id, None)
+        if self.looking.pop(sequence.sequence_id, None) is not None:
+            self.levels.leave_fetch(sequence.sequence_id)
         if (load := sequence.load) is not None:
             _use_of(sequence).wait(self._now_s - load.began_s, load.level)
             self._release(sequence)
@@ -222,15 +233,17 @@ class Loading:
         """
         for sequence_id in self.levels.take_looked():
             self._end_look(sequence_id, is_answered=not self.levels.is_disk_lost)
-        for sequence_id, (sequence, until_s) in list(self.looking.items()):
+        for sequence_id in self.levels.take_fetched():
+            self._end_look(sequence_id, is_answered=True)
+        for sequence_id, (sequence, wait_s, until_s) in list(self.looking.items()):
             if until_s is None:
-                until_s = now_s + self.levels.config.look_ms / 1000
-                self.looking[sequence_id] = (sequence, until_s)
+                self.looking[sequence_id] = (sequence, wait_s, now_s + wait_s)
             elif now_s >= until_s:
-                self._end_look(sequence_id, is_answered=False)
+                is_fetch = self.levels.leave_fetch(sequence_id)
+                self._end_look(sequence_id, is_answered=is_fetch)
 
     def _end_look(self, sequence_id: int, *, is_answered: bool) -> None:
-        """Queue a sequence after its look. Without an answer the disk may have all of it."""
+        """Queue a sequence after its look, or fetch. Without an answer the disk may have all."""
         found = self.looking.pop(sequence_id, None)
         if found is None:
             return

@@ -22,15 +22,19 @@ from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.grammar import MaskFiller
 from engine.grammar.sandbox import SandboxSettings
 from engine.model_store import ModelCard, load_card
+from engine.server.links.keeper_link import ListenSettings
 
 
 def core_of_model(
-    folder: Path, config: EngineConfig, host_fds: tuple[int, int] | None = None
+    folder: Path,
+    config: EngineConfig,
+    host_fds: tuple[int, int] | None = None,
+    listen: ListenSettings | None = None,
 ) -> tuple[Core, EngineInfo]:
     """Return a core over a model's runner, and what the gateway needs to know of it.
 
-    `host_fds`: the files of host memory that outlives the engine. Takes as long as reading the
-    weights. Raises ModelError.
+    `host_fds`: the files of host memory that outlives the engine; `listen`: where others reach it,
+    if it may have peers. Takes as long as reading the weights. Raises ModelError.
     """
     show_gpus(config.gpus, os.environ)
     import torch
@@ -54,10 +58,8 @@ def core_of_model(
         state_blocks=built.state_blocks,
     )
     digest = _digest(card, config, built.kv_format.name)
-    levels, off = build_levels(
-        cache, config, built.kv,
-        model_digest=digest, host_fds=host_fds, now_s=time.monotonic(),
-    )  # fmt: skip
+    what = digest, host_fds, time.monotonic(), listen
+    levels, off = build_levels(cache, config, built.kv, *what)
     core = Core(
         *(cache, built.runner, config.for_device(built.device), time.monotonic),
         vocab_size=card.config.vocab,

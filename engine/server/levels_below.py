@@ -31,6 +31,8 @@ from engine.kv.storage import KvPool, KvStorage
 from engine.kv.transfer import BlockPacker, CpuTransferEngine
 from engine.levels.levels import Levels
 from engine.moves import Move, SlotLayout, TransferEngine, stride_of
+from engine.server.links.keeper_link import ListenSettings
+from engine.server.links.peer_fetches import PeerFetches
 from engine.statistics import LevelStats
 from engine.storage.client import StorageClient, disk_settings
 from engine.storage.memory.arena import HostArena
@@ -55,16 +57,17 @@ def build_levels(
     cache: PrefixCache,
     config: EngineConfig,
     kv: KvPool,
-    *,
     model_digest: str = "",
     host_fds: tuple[int, int] | None = None,
     now_s: float = 0.0,
+    listen: ListenSettings | None = None,
 ) -> tuple[Levels | None, tuple[LevelStats, ...]]:
     """Return the configured levels; or None, with what statistics say of levels that are off.
 
     `kv`: the device's blocks. `host_fds`: the memory files that outlive the engine
     (`engine.client.host_memory`); without them host memory ends with it. `model_digest`: tells the
-    model and the format of its KV. Raises nothing: a machine that gives no memory has no levels.
+    model and the format of its KV. `listen`: the engine's name and certificate, where it may have
+    peers. Raises nothing: a machine that gives no memory has no levels.
     """
     wanted, kv_format = config.levels, kv.format
     if not wanted.is_on:
@@ -101,6 +104,9 @@ def build_levels(
     if wanted.disk_gib > 0:
         run_tokens = config.block_size
         storage = StorageClient(disk_settings(wanted, arena, sizes, run_tokens, generation))
+    peers = None
+    if listen is not None:
+        peers = PeerFetches(listen.name, listen.tls, model_digest, arena.view)
     levels = Levels(
         cache,
         wanted,
@@ -110,6 +116,8 @@ def build_levels(
         wipe=arena.wipe,
         kept=kept,
         now_s=now_s,
+        peers=peers,
+        view=arena.view,
     )
     return levels, ()
 

@@ -174,7 +174,9 @@ def serve_process(make_core: Callable[[ServerSettings], tuple[Core, EngineInfo]]
 def main() -> NoReturn:
     """Serve a prepared model folder with the real runner."""
     serve_process(
-        lambda settings: core_of_model(Path(settings.model_dir), settings.config, settings.host_fds)
+        lambda settings: core_of_model(
+            Path(settings.model_dir), settings.config, settings.host_fds, settings.listen
+        )
     )
 
 

@@ -97,6 +97,8 @@ class Join(Struct, frozen=True):
 
 
 SinkCommand = Command | Join | Literal["leave"]
+CoreCall = Callable[[Core], None]
+"""What the service's thread does between two steps for another engine."""
 
 
 class ResponseSink(Protocol):
@@ -128,7 +130,7 @@ class EngineService:
         self._make_core = make_core
         self._record = record
         self._on_change = on_change
-        self._inbox: queue.SimpleQueue[tuple[ResponseSink, SinkCommand] | None] = (
+        self._inbox: queue.SimpleQueue[tuple[ResponseSink, SinkCommand] | CoreCall | None] = (
             queue.SimpleQueue()
         )
         self._owners: dict[str, ResponseSink] = {}  # of live requests
@@ -155,6 +157,10 @@ class EngineService:
     def post(self, sink: ResponseSink, command: Command) -> None:
         """Submit a command; replies go to `sink`. Thread-safe, never blocks."""
         self._inbox.put((sink, command))
+
+    def call(self, work: CoreCall) -> None:
+        """Have something short done between two steps. Thread-safe, never blocks."""
+        self._inbox.put(work)
 
     def join(self, sink: ResponseSink, start: str = "") -> None:
         """Add a connection: from now on it receives heartbeats. `start`: names the gateway's start;
@@ -241,7 +247,10 @@ class EngineService:
             if item is None:
                 return False
             until_s = min(until_s, self.clock() + max(COMMANDS_S, COMMANDS_SHARE * self._step_s))
-            self._handle(core, *item)
+            if isinstance(item, tuple):
+                self._handle(core, *item)
+            else:
+                item(core)
             wait_s = 0.0
 
     def _handle(self, core: Core, sink: ResponseSink, command: SinkCommand) -> None:
@@ -386,7 +395,7 @@ class EngineService:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if item is not None and isinstance(item[1], Submit):
+            if isinstance(item, tuple) and isinstance(item[1], Submit):
                 item[0].send(0, (_refused(item[1].request, "draining", DRAINING_MESSAGE),))
 
 

@@ -470,7 +470,9 @@ class UsageRecord(Struct, frozen=True, omit_defaults=True):
             {name: tokens for name, tokens in classes.items() if tokens}
             for classes in (self.read, self.write)
         )
-        levels = (self.loaded.get(name, 0) for name in ("host", "disk", "remote"))
+        # What a peer has sent was loaded from host memory.
+        host = self.loaded.get("host", 0) + self.loaded.get("peer", 0)
+        levels = (host, self.loaded.get("disk", 0), self.loaded.get("remote", 0))
         return TokenCounts(
             *(read, write, self.fresh, self.out, self.physical_cached, self.recomputed_promised),
             *levels,

@@ -81,6 +81,8 @@ class Replica:
         """Called with each engine that serves; set where there are other replicas."""
         self.returned: Callable[[Replica], None] | None = None
         """Called when an engine elsewhere is there, before it takes requests; may `hold_back`."""
+        self.address: tuple[str, int] | None = None
+        """Where gateways and other engines reach it."""
         self.is_elsewhere = False
         """Whether the engine outlives this gateway, and can be away while the gateway serves."""
         self.is_held_back = False

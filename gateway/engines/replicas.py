@@ -7,6 +7,7 @@ Requests that were in a step at two deaths, of any replica, are judged here (`Cr
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -23,14 +24,17 @@ from engine.api import (
     Erased,
     Namespace,
     Peeked,
+    Peer,
     Quota,
     Request,
     Surveyed,
 )
 from engine.client.cache_event_totals import BlockMoves
 from engine.client.client import Engine, EngineConnection
+from engine.client.peer_tickets import KEY_BYTES, sign_ticket
 from engine.client.request_stream import RequestStream
 from engine.errors import EngineError, EngineUnavailable
+from engine.protocol import pack_tokens
 from engine.statistics import NamespaceStats, Stats
 from gateway.child_process import Report
 from gateway.engines.crash_suspects import CrashSuspects
@@ -66,13 +70,17 @@ class Replicas:
         report: Report = lambda event, facts: None,
         clock: Clock = time.monotonic,
         policy: RoutingPolicy = "time",
+        wall_s: Clock = lambda: time.time_ns() / 1e9,
     ) -> None:
-        """Begin without replicas; see `add`."""
+        """Begin without replicas; see `add`. `wall_s`: the machine's clock, for tickets."""
         self._members: list[Replica] = []
         self._report = report
         self._clock = clock
         self._suspects = CrashSuspects(clock)
         self.chooser = ReplicaChooser(clock, report, policy)
+        self.peer_key = secrets.token_bytes(KEY_BYTES)
+        """Signs what engines may fetch from each other; each engine gets it."""
+        self._wall_s = wall_s
         self.moved = 0
         """Number of requests that went on at another replica."""
         self.gate: Callable[[Replica], None] | None = None
@@ -184,11 +192,27 @@ class Replicas:
             engine.done_in_isolation.clear()
         may_move = len(self._members) > 1 and may_move and _can_move(request)
         if route is not None:
-            request = replace(request, expected_cached_tokens=route.found_tokens)
+            peer = self._peer_of(route, request)
+            known = route.found_tokens if peer is None else peer.tokens
+            request = replace(request, expected_cached_tokens=known, peer=peer)
         stream = engine.submit(self._suspects.isolate(request), may_move=may_move)
         if route is not None:
             self.chooser.add_sent(route, request, engine.submitted)
         return stream
+
+    def _peer_of(self, route: ReplicaRoute, request: Request) -> Peer | None:
+        """Return the replica from which the chosen one is to fetch a prefix, with a ticket for it;
+        None where computing is faster. O(tokens)."""
+        cost = route.choice.cost
+        other = None if cost is None or not cost.peer else cost.peer
+        found = next((one for one in self._members if one.name == other and one.address), None)
+        if cost is None or found is None or found.address is None or found.engine is None:
+            return None
+        tokens = cost.peer_tokens
+        packed = pack_tokens(request.tokens[:tokens])
+        what = request.grant.namespace, packed, route.replica.name
+        ticket = sign_ticket(self.peer_key, *what, self._wall_s())
+        return Peer(found.name, *found.address, tokens, ticket)
 
     def _rescue(self, lost: Replica, request: Request, stream: RequestStream) -> bool:
         """Submit a request that a replica has lost to another one: from its beginning if it had not

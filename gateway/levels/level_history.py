@@ -14,9 +14,12 @@ from engine.statistics import Stats
 from gateway.levels.report import sum_levels
 
 MINUTES = 120
-FLOWS = ("device_host", "host_device", "host_disk", "disk_host", "disk_remote", "remote_host")
+FLOWS = (
+    "device_host", "host_device", "host_disk", "disk_host", "disk_remote", "remote_host",
+    "host_peer", "peer_host",
+)  # fmt: skip
 """Blocks copied between two levels; the names of both."""
-HITS = ("device", "host", "disk", "remote")
+HITS = ("device", "host", "disk", "remote", "peer")
 """Cached tokens by the level on which they were found."""
 
 

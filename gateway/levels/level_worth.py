@@ -13,7 +13,7 @@ import math
 
 from msgspec import Struct
 
-FIXED_S = {"host": 0.0002, "disk": 0.001, "remote": 0.02}
+FIXED_S = {"host": 0.0002, "disk": 0.001, "remote": 0.02, "peer": 0.02}
 """Seconds that a load takes beside its bytes, by level, until the engine has measured them."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from heapq import nlargest
 from typing import Literal
 
 from msgspec import Struct
@@ -14,6 +15,10 @@ from gateway.routing.prefix_directory import Found
 
 TIE_S = 0.005
 """Costs nearer than this are equal: then the hash of the first stride decides."""
+PEER_S = 0.02
+"""Seconds that a fetch from another replica takes beside its bytes."""
+PEER_FACTOR = 1.2
+"""Fetching must be predicted to be faster than computing by this."""
 EXPLAINED = 1000
 
 Policy = Literal["time", "round_robin"]
@@ -51,7 +56,9 @@ class RouteRequest(Struct, frozen=True):
 
 
 class Cost(Struct, frozen=True):
-    """The predicted seconds of a request on a replica, and what was found there."""
+    """The predicted seconds of a request on a replica, and what was found there. `peer`: the
+    replica from which it would fetch the first `peer_tokens`, "" for none.
+    """
 
     replica: str
     found: Found
@@ -59,6 +66,8 @@ class Cost(Struct, frozen=True):
     fill_s: float
     displaced_s: float
     decode_s: float
+    peer: str = ""
+    peer_tokens: int = 0
 
     @property
     def total_s(self) -> float:
@@ -78,6 +87,11 @@ class RouteChoice(Struct, frozen=True):
     refused: dict[str, Reason]
     retry_after_s: float | None = None
 
+    @property
+    def cost(self) -> Cost | None:
+        """The cost of the replica that was chosen."""
+        return next((one for one in self.costs if one.replica == self.replica), None)
+
 
 def choose(
     request: RouteRequest,
@@ -95,7 +109,10 @@ def choose(
     taken = {replica.name for replica in able}
     refused = {name: why for name, why in reasons.items() if why is not None and name not in taken}
     able = _with_lease_room(request, able)
-    costs = [_cost(request, replica, found.get(replica.number, _NOTHING)) for replica in able]
+    peers = _peers(request, replicas, found)
+    costs = [
+        _cost(request, replica, found.get(replica.number, _NOTHING), peers) for replica in able
+    ]
     if not costs:
         waits = [replica.load.wait_s for replica in replicas]
         return RouteChoice(request.id, policy, None, (), refused, min(waits, default=None))
@@ -153,7 +170,27 @@ def _with_lease_room(request: RouteRequest, able: list[ReplicaState]) -> list[Re
     return room or able
 
 
-def _cost(request: RouteRequest, replica: ReplicaState, found: Found) -> Cost:
+def _peers(
+    request: RouteRequest, replicas: Sequence[ReplicaState], found: Mapping[int, Found]
+) -> list[tuple[int, ReplicaState]]:
+    """Return the two replicas that could send most of a prompt, with their tokens of it."""
+    last = request.prompt_tokens - 1
+    able = [
+        (min(have.device + have.below, last), replica)
+        for replica in replicas
+        if (have := found.get(replica.number))
+        and replica.is_ready
+        and replica.load.report.peer_bytes_per_s
+    ]
+    return nlargest(2, able, key=lambda one: (one[0], -one[1].load.wait_s))
+
+
+def _cost(
+    request: RouteRequest,
+    replica: ReplicaState,
+    found: Found,
+    peers: Sequence[tuple[int, ReplicaState]] = (),
+) -> Cost:
     load, report = replica.load, replica.load.report
     rate = load.prefill_tokens_per_s
     last = request.prompt_tokens - 1  # at least one token is computed
@@ -163,6 +200,13 @@ def _cost(request: RouteRequest, replica: ReplicaState, found: Found) -> Cost:
     if below and report.below_bytes_per_s:
         load_s = below * replica.bytes_per_token / report.below_bytes_per_s
         fill_s = min(fill_s, load_s + (request.prompt_tokens - device - below) / rate)
+    peer, peer_tokens = "", 0
+    tokens, other = next((one for one in peers if one[1] is not replica), (0, None))
+    if other is not None and report.peer_bytes_per_s and tokens > device + below:
+        fetch_s = PEER_S + tokens * replica.bytes_per_token / report.peer_bytes_per_s
+        rest_s = (request.prompt_tokens - tokens) / rate
+        if PEER_FACTOR * fetch_s < fill_s - rest_s:
+            fill_s, peer, peer_tokens = fetch_s + rest_s, other.name, tokens
     room = report.free_blocks * replica.block_tokens
     displaced = max(0, request.prompt_tokens - device - room)
     return Cost(
@@ -172,6 +216,8 @@ def _cost(request: RouteRequest, replica: ReplicaState, found: Found) -> Cost:
         fill_s=fill_s,
         displaced_s=replica.displaced_weight * displaced / rate,
         decode_s=request.output_tokens * report.row_s * load.rows,
+        peer=peer,
+        peer_tokens=peer_tokens,
     )
 
 

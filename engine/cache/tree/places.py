@@ -26,6 +26,8 @@ class HostPlace:
     """An earlier engine filled it, and its bytes have not been compared with `check` yet."""
     is_storing: bool = False
     """A store reads it."""
+    is_fetched: bool = False
+    """Another engine of the model has sent it, and nothing has loaded it yet."""
     order_key: tuple[float, int] | None = None
     """Its key among the places that may be dropped, None while it may not be."""
     is_kept: bool = False

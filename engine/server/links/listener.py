@@ -25,11 +25,14 @@ from engine.processes import log_line
 from engine.protocol import Hello
 from engine.server.links.gateway_link import GatewayLink
 from engine.server.links.keeper_link import ListenSettings, check_version
+from engine.server.links.peer_link import PeerLink, refusal
 from engine.server.service import EngineService
 
 HELLO_S = 5.0
 """Longest wait for a connection's Hello, in seconds."""
 GATEWAYS_MAX = 16
+PEER_S_MAX = 15.0
+"""Longest connection of another engine: a share and its last bytes."""
 PATIENCE_S = 1.0
 """Seconds that a gateway may be far behind in reading."""
 
@@ -44,8 +47,11 @@ class EngineListener:
         info: EngineInfo,
         fallen: tuple[str, ...],
         clock: Clock = time.monotonic,
+        wall_s: Clock = lambda: time.time_ns() / 1e9,
     ) -> None:
-        """`fallen`: ids of the requests in the step in which the life before ended."""
+        """`fallen`: ids of the requests in the step in which the life before ended. `wall_s`: the
+        machine's clock, for the tickets of peers."""
+        self._wall_s = wall_s
         self._clock = clock
         self._name, self._folder = settings.name, settings.tls
         self._service, self._info, self._fallen = service, info, fallen
@@ -53,6 +59,7 @@ class EngineListener:
         self._socket.setblocking(False)
         self._context: ssl.SSLContext | None = None
         self._gateways: dict[str, GatewayLink] = {}
+        self._peer_keys: dict[GatewayLink, bytes] = {}
         self._is_draining = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -114,6 +121,9 @@ class EngineListener:
         with suppress(TimeoutError):
             async with asyncio.timeout(HELLO_S):
                 hello = await link.read_hello()
+        if hello is not None and hello.role == "peer" and check_version(link, hello):
+            await self._share(link, wire, hello, address)
+            return
         if hello is None or not self._admits(link, hello, wire.peer, address):
             await link.close()
             return
@@ -122,16 +132,38 @@ class EngineListener:
         if before is not None:
             before.reject("replaced", f"Another connection of gateway/{name} has taken the place.")
             await before.close()
+        if hello.peer_key:
+            self._peer_keys[link] = hello.peer_key
         link.welcome(self._service, self._info, self._fallen, hello.start)
         if self._is_draining:
             self._reject_draining(link)
         link.keep_awake()
         log_line("gateway_joined", gateway=name, address=address)
         await link.ended.wait()
+        self._peer_keys.pop(link, None)
         if self._gateways.get(name) is link:
             del self._gateways[name]
         reason = f"unread for {PATIENCE_S:g} s" if link.was_given_up else wire.reason
         log_line("gateway_left", gateway=name, reason=reason)
+
+    async def _share(self, link: GatewayLink, wire: TlsWire, hello: Hello, address: str) -> None:
+        """Serve another engine that fetches a prefix, until it leaves."""
+        reason = refusal(hello, wire.peer, self._info, self._peer_keys.values(), self._wall_s())
+        if reason:
+            link.reject("unauthorized", reason)
+            log_line("peer_refused", address=address, reason=reason)
+            await link.close()
+            return
+        peer = PeerLink(wire, self._service)
+        try:
+            peer.begin(hello)
+            async with asyncio.timeout(PEER_S_MAX):
+                await peer.ended.wait()
+        except TimeoutError:
+            log_line("peer_left", peer=hello.name, reason=f"not done in {PEER_S_MAX:g} s")
+        finally:
+            wire.close()
+            peer.close()
 
     def _reject_draining(self, link: GatewayLink) -> None:
         link.reject("draining", f"The engine {self._name} drains.")

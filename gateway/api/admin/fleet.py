@@ -32,7 +32,8 @@ NameOf = Callable[[int], str | None]
 
 
 class CostAnswer(Struct, frozen=True):
-    """The predicted seconds of a request on a replica, by term, and the tokens found there."""
+    """The predicted seconds of a request on a replica, by term, and the tokens found there;
+    `peer_tokens` of the prompt would be fetched from the replica `peer`, "" for none."""
 
     replica: str
     total_s: float
@@ -42,6 +43,8 @@ class CostAnswer(Struct, frozen=True):
     decode_s: float
     device_tokens: int
     below_tokens: int
+    peer: str
+    peer_tokens: int
 
 
 class ChoiceAnswer(Struct, frozen=True):
@@ -203,4 +206,6 @@ def _cost(cost: Cost) -> CostAnswer:
         decode_s=round(cost.decode_s, 6),
         device_tokens=cost.found.device,
         below_tokens=cost.found.below,
+        peer=cost.peer,
+        peer_tokens=cost.peer_tokens,
     )

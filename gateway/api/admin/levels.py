@@ -42,7 +42,7 @@ class LevelAnswer(Struct, frozen=True, omit_defaults=True):
     has none of the fields from `since_ms` on. `not_loaded`: prompts of which the level had more
     than was loaded, by why; `uncopied_total`: blocks that the device has evicted without a copy."""
 
-    name: Literal["device", "host", "disk", "remote"]
+    name: Literal["device", "host", "disk", "remote", "peer"]
     state: Literal["open", "full", "off", "starting"]
     reason: str
     capacity_bytes: int

@@ -127,6 +127,7 @@ def explain(config: Config, request_id: str) -> CommandResult:
             "decode": f"{cost['decode_s']:.3f}",
             "tokens there": cost["device_tokens"],
             "below": cost["below_tokens"],
+            "fetched": f"{cost['peer_tokens']} from {cost['peer']}" if cost["peer"] else "",
         }
         for cost in found["costs"]
     ]

@@ -59,10 +59,13 @@ class EngineDialer:
         report: Report,
         names: dict[str, Replica],
         admit: Callable[[Replica, SocketEngine], str],
+        peer_key: bytes = b"",
     ) -> None:
         """`names`: the connected replicas of the model by their certificates' names; this one adds
         itself. `admit`: returns why an engine that answers may not serve as this replica, or "".
+        `peer_key`: signs what engines may fetch from each other.
         """
+        self._peer_key = peer_key
         self.address = address
         self._identity = identity
         self._replica = replica
@@ -144,7 +147,11 @@ class EngineDialer:
                     f"Another replica has the name {name}; expected each name once.",
                 )
             hello = Hello(
-                PROTOCOL_VERSION, role="gateway", name=identity.name, start=identity.start
+                PROTOCOL_VERSION,
+                role="gateway",
+                name=identity.name,
+                start=identity.start,
+                peer_key=self._peer_key,
             )
             try:
                 engine = await SocketEngine.connect(wire, hello)

@@ -70,10 +70,12 @@ class FleetReplicas(Replicas):
             if address in self._dialers:
                 continue
             replica = self.add(address.name, is_elsewhere=True)
+            replica.address = address.host, address.port
             dialer = EngineDialer(
                 *(address, self._identity, replica, self._report),
                 names=self._names,
                 admit=self._admit,
+                peer_key=self.peer_key,
             )
             replica.link = dialer
             self._dialers[address] = replica, dialer

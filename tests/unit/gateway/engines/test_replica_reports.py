@@ -124,7 +124,7 @@ async def test_a_choice_is_explained_on_the_command_line(
 
     lines = found.text.splitlines()
     assert lines[0].startswith(f"1-1 of {gateway.model} went to e")
-    titles = "engine seconds wait fill displaced decode tokens there below"
+    titles = "engine seconds wait fill displaced decode tokens there below fetched"
     assert " ".join(lines[1].split()) == titles
     assert lines[-1] == "e2: not ready"
 

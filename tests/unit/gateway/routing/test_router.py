@@ -147,3 +147,31 @@ def test_the_last_thousand_choices_are_kept() -> None:
     assert kept is not None
     assert kept.costs[0].fill_s == 0.4096
     assert [choice.request_id for choice in recent.newest(2)] == ["1000", "999"]
+
+
+def test_a_prefix_is_fetched_where_that_is_faster_by_a_fifth() -> None:
+    """A queue at the replica that has it costs more than the bytes over the network."""
+    found = {0: Found(device=2048, below=1920)}
+    busy: dict[str, Any] = {"waiting_tokens": 50_000, "peer_bytes_per_s": 1e8}
+    fast = [replica(0, **busy), replica(1, peer_bytes_per_s=1e8)]
+    choice = choose(REQUEST, fast, found)
+    assert choice.replica == "e1"
+    assert choice.cost is not None
+    assert (choice.cost.peer, choice.cost.peer_tokens) == ("e0", 3968)
+    assert choice.cost.fill_s < 4096 / 10_000
+
+    slow = [replica(0, **busy), replica(1, peer_bytes_per_s=1e7)]
+    assert choose(REQUEST, slow, found).costs[1].peer == ""
+    lacks = [replica(0, waiting_tokens=50_000), replica(1, peer_bytes_per_s=1e8)]
+    assert choose(REQUEST, lacks, found).costs[1].peer == "", "it sends nothing"
+    away = [replica(0, is_ready=False, **busy), replica(1, peer_bytes_per_s=1e8)]
+    assert choose(REQUEST, away, found).costs[0].peer == "", "it is not there"
+
+
+def test_no_peer_has_less_than_the_replica_itself() -> None:
+    """What is here already is not fetched."""
+    found = {0: Found(device=1024), 1: Found(device=512, below=1536)}
+    states = [replica(0, peer_bytes_per_s=1e9), replica(1, peer_bytes_per_s=1e9)]
+    costs = {cost.replica: cost for cost in choose(REQUEST, states, found).costs}
+    assert costs["e1"].peer == ""
+    assert (costs["e0"].peer, costs["e0"].peer_tokens) == ("e1", 2048)

@@ -1,0 +1,1 @@
+"""Prefixes of other engines of the model, and what they get of this one's."""

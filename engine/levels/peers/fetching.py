@@ -1,0 +1,203 @@
+"""Fetches: prefixes that another engine has, brought into slots of host memory for one request.
+
+What has come has a place as any other copy, so that the request loads it as it would load what it
+had left there itself. Runs come in order, each verified; the first that fails ends the fetch, and
+what is missing is computed. Nothing is fetched into a namespace for a while after an erasure, since
+the other engine may not have heard of it yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from engine.api import CacheGrant, Namespace, Payer, Peer
+from engine.cache import PrefixCache
+from engine.cache.tree.prefix_tree import Node
+from engine.levels.load_choice import LevelPace
+from engine.levels.places import RunPlaces
+from engine.moves import FetchedRun, FetchRuns, PeerMiss, Peers
+from engine.statistics import LevelStats
+
+FETCH_S_MIN: Final = 0.25
+FETCH_S_MAX: Final = 10.0
+"""A fetch may take what computing its tokens is predicted to take, within these."""
+GRACE_S: Final = 0.05
+"""A request waits so much longer than its fetch, whose end says more."""
+ERASED_S: Final = 120.0
+"""For so long after an erasure nothing is fetched into its namespace: a ticket and a transfer may
+be 40 s old, and another gateway hears of a missed erasure within a minute."""
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A fetch under way. `slots`: those without an outcome yet, in order; `parent`: the last run
+    that has come, or that was known before."""
+
+    sequence_id: int
+    namespace: Namespace
+    payer: Payer
+    epoch: int
+    form: int
+    runs: deque[tuple[int, ...]]
+    slots: deque[int]
+    parent: Node | None
+    is_void: bool = False
+    is_left: bool = False
+
+
+class PeerFetching:
+    """All fetches of one engine. `pace`: the measured one."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        places: RunPlaces,
+        peers: Peers,
+        next_id: Callable[[], int],
+        tokens_min: int,
+    ) -> None:
+        """`tokens_min`: the least tokens for which a peer is asked."""
+        self._cache, self._places, self._peers = cache, places, peers
+        self._next_id, self._tokens_min = next_id, tokens_min
+        self.pace = LevelPace("peer", [one.slot_bytes for one in places.formats.formats])
+        self._open: dict[int, _Fetch] = {}
+        self._ended: list[int] = []
+        self._erased_at_s: OrderedDict[Namespace, float] = OrderedDict()
+        self._fetched = 0
+        self._outcomes = Counter[PeerMiss | Literal["no_room"]]()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(
+        self,
+        sequence_id: int,
+        grant: CacheGrant,
+        tokens: Sequence[int],
+        peer: Peer,
+        compute_s: float,
+        now_s: float,
+    ) -> float:
+        """Begin to fetch what a peer has of a request's `tokens` and no level has here; return the
+        seconds that it is worth waiting for, 0 where nothing is begun. `compute_s`: predicted
+        seconds to compute it. O(runs).
+        """
+        size, places, namespace = self._places.run_tokens, self._places, grant.namespace
+        path = places.match(namespace, tokens, now_s)
+        runs, first = min(peer.tokens, len(tokens) - 1) // size, len(path)
+        if (runs - first) * size < self._tokens_min or not (grant.read and grant.write):
+            return 0.0
+        if now_s - self._erased_at_s.get(namespace, -math.inf) < ERASED_S:
+            return 0.0
+        form, payer = places.formats.of(namespace), grant.quota.payer or grant.payer
+        parent = path[-1] if path else None
+        if parent is not None and parent.host is not None:
+            places.hold(parent.host.slot)  # what comes hangs on it
+        slots = list[int]()
+        while len(slots) < runs - first:
+            if slots:
+                slot = places.take_another(payer, namespace, form)
+            else:
+                slot = places.take_slot(payer, namespace, form, grant.quota)
+            if slot is None:
+                break
+            slots.append(slot)
+        if parent is not None and parent.host is not None:
+            places.release(parent.host.slot)
+        if not slots:
+            self._outcomes["no_room"] += 1
+            return 0.0
+        last = first + len(slots)
+        wanted = tuple(tokens[: peer.tokens])
+        cut = [tuple(tokens[i * size : (i + 1) * size]) for i in range(first, last)]
+        call_id, timeout_s = self._next_id(), min(FETCH_S_MAX, max(FETCH_S_MIN, compute_s))
+        epoch = places.epochs[namespace]
+        self._open[call_id] = _Fetch(
+            sequence_id, namespace, payer, epoch, form, deque(cut), deque(slots), parent
+        )
+        form_of = places.formats.formats[form]
+        self._peers.fetch(
+            FetchRuns(call_id, peer, namespace, wanted, first, tuple(slots), form_of, timeout_s)
+        )
+        return timeout_s + GRACE_S
+
+    def leave(self, sequence_id: int) -> bool:
+        """Stop the fetch of a sequence that does not wait any more; return whether it had one."""
+        for call_id, one in self._open.items():
+            if one.sequence_id == sequence_id and not one.is_left:
+                one.is_left = True
+                self._peers.stop(call_id)
+                return True
+        return False
+
+    def take_ended(self) -> list[int]:
+        """Return the sequences whose fetch has ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def erase(self, namespace: Namespace, now_s: float) -> None:
+        """Drop what is under way into a namespace that is erased, and begin nothing for a while."""
+        self._erased_at_s[namespace] = now_s
+        self._erased_at_s.move_to_end(namespace)
+        while next(iter(self._erased_at_s.values())) < now_s - ERASED_S:
+            self._erased_at_s.popitem(last=False)
+        for call_id, one in self._open.items():
+            if one.namespace == namespace:
+                self._peers.stop(call_id)
+
+    def turn(self, now_s: float) -> None:
+        """Give places to the runs that have come. O(these)."""
+        for outcome in self._peers.poll():
+            one = self._open[outcome.call_id]
+            self._take(one, outcome, now_s)
+            if not one.slots:
+                del self._open[outcome.call_id]
+                self._outcomes[outcome.why] += 1
+                if not one.is_left:
+                    self._ended.append(one.sequence_id)
+
+    def stats(self, loaded_blocks: int, loaded_tokens: int, sent: int) -> LevelStats:
+        """Return the statistics of what peers have brought and got (`sent`); `not_loaded`: fetches
+        that ended before all had come, by why."""
+        return LevelStats(
+            "peer",
+            "open",
+            loaded_total=loaded_blocks,
+            stored_total=sent,
+            fetched_total=self._fetched,
+            failed_total=sum(count for why, count in self._outcomes.items() if why),
+            damaged_total=self._outcomes["damaged"],
+            loaded_tokens_total=loaded_tokens,
+            bytes_per_s=self.pace.bytes_per_s,
+            chosen_total=self._outcomes.total(),
+            not_loaded={why: count for why, count in self._outcomes.items() if why},
+        )
+
+    def close(self) -> None:
+        """End all fetches: no slot is written any more."""
+        self._peers.close()
+
+    def _take(self, one: _Fetch, outcome: FetchedRun, now_s: float) -> None:
+        """Give the next run of a fetch its place, or its slot back."""
+        slot, run = one.slots.popleft(), one.runs.popleft()
+        places, parent = self._places, one.parent
+        is_gone = parent is not None and (parent.parent is None or not parent.is_copied)
+        one.is_void |= bool(outcome.why) or is_gone or one.epoch != places.epochs[one.namespace]
+        if one.is_void:
+            places.release(slot)
+            return
+        self._fetched += 1
+        self.pace.record_block(outcome.seconds, one.form)
+        node = self._cache.add_run(one.namespace, one.payer, parent, run)
+        is_new = node.block < 0 and not node.is_copied
+        if node.host is None:
+            places.give(node, slot, outcome.check, is_fetched=True)
+        else:
+            places.release(slot)
+        limit_at_s = math.inf if outcome.limit_s is None else now_s + outcome.limit_s
+        self._cache.extend_limit(node, limit_at_s, now_s, is_new=is_new)
+        one.parent = node

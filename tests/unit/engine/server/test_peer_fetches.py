@@ -1,0 +1,175 @@
+"""What an engine makes of another one that breaks its word: a slot counts only with right bytes."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+import xxhash
+
+from engine.api import Peer
+from engine.client.tls_files import tls_context
+from engine.moves import FetchedRun, FetchRuns, SlotFormat
+from engine.protocol import PeerEnd, PeerRun, Rejected, encode
+from engine.server.links.peer_fetches import FETCHES_MAX, PeerFetches
+from tests.unit.engine.server.fleet_certificates import certificate
+
+BYTES, SLOTS = 64, (2, 5, 7)
+TOKENS = tuple(range(64))
+DEADLINE_S = 30.0
+
+Serve = Callable[[ssl.SSLSocket], None]
+
+
+def run(number: int, *, is_damaged: bool = False) -> bytes:
+    """Return the frame of a run, and its bytes."""
+    content = bytes([number]) * BYTES
+    sent = content[:-1] + b"x" if is_damaged else content
+    return encode(PeerRun(xxhash.xxh3_128_digest(content), None)) + sent
+
+
+class Source:
+    """Another engine, which reads what is wanted and then does as it is told."""
+
+    def __init__(self, serve: Serve, holder: str = "engine/e0") -> None:
+        self._end = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._end.getsockname()[1]
+        self._serve, self._context = serve, tls_context(certificate(holder), is_server=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                end, _ = self._end.accept()
+            except OSError:
+                return
+            with (
+                suppress(OSError, struct.error),
+                self._context.wrap_socket(end, server_side=True) as wire,
+            ):
+                (size,) = struct.unpack("<I", wire.recv(4))
+                while size > 0:
+                    size -= len(wire.recv(size)) or size
+                self._serve(wire)
+
+    def close(self) -> None:
+        self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+        self._thread.join(DEADLINE_S)
+
+
+class Reader:
+    """Fetches into slots of plain memory."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(10 * BYTES)
+        view = memoryview(self.memory)
+        self.fetches = PeerFetches(
+            *("e1", certificate("engine/e1"), "digest"),
+            lambda slot, size: view[slot * BYTES : slot * BYTES + size],
+        )
+
+    def fetch(self, port: int, call_id: int = 1, timeout_s: float = DEADLINE_S) -> None:
+        peer = Peer("e0", "127.0.0.1", port, len(TOKENS), b"ticket")
+        form = SlotFormat("", BYTES)
+        self.fetches.fetch(FetchRuns(call_id, peer, b"n", TOKENS, 1, SLOTS, form, timeout_s))
+
+    def outcomes(self, count: int = len(SLOTS)) -> list[FetchedRun]:
+        """Return so many outcomes, once they have come."""
+        found: list[FetchedRun] = []
+        while len(found) < count:
+            found += self.fetches.poll()
+        return found
+
+    def slot(self, slot: int) -> bytes:
+        return bytes(self.memory[slot * BYTES : (slot + 1) * BYTES])
+
+
+@pytest.fixture
+def source_of() -> Iterator[Callable[..., Source]]:
+    sources: list[Source] = []
+
+    def make(serve: Serve, holder: str = "engine/e0") -> Source:
+        sources.append(Source(serve, holder))
+        return sources[-1]
+
+    yield make
+    for source in sources:
+        source.close()
+
+
+def sends(*frames: bytes) -> Serve:
+    return lambda wire: wire.sendall(b"".join(frames))
+
+
+def test_copies_come_into_their_slots(source_of: Callable[..., Source]) -> None:
+    """In order, each with its digest."""
+    reader = Reader()
+    reader.fetch(source_of(sends(run(1), run(2), run(3))).port)
+    assert [one.why for one in reader.outcomes()] == ["", "", ""]
+    assert [reader.slot(slot)[0] for slot in SLOTS] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("frames", "whys"),
+    [
+        ((run(1), run(2, is_damaged=True), run(3)), ["", "damaged", "damaged"]),
+        ((run(1), encode(PeerEnd("lacking"))), ["", "lacking", "lacking"]),
+        ((encode(PeerEnd("busy")),), ["busy"] * 3),
+        ((encode(Rejected("unauthorized", "no")),), ["refused"] * 3),
+        ((run(1), run(2)[:-5]), ["", "lost", "lost"]),
+        ((run(1), b"\xff\xff\xff\xff"), ["", "lost", "lost"]),
+        ((struct.pack("<I", 3) + b"abc",), ["lost"] * 3),
+        ((), ["lost"] * 3),
+    ],
+    ids=["damaged", "lacking", "busy", "refused", "half", "too long", "no message", "nothing"],
+)
+def test_what_is_wrong_ends_a_fetch(
+    source_of: Callable[..., Source], frames: tuple[bytes, ...], whys: list[str]
+) -> None:
+    """What came before it counts; each slot has its outcome."""
+    reader = Reader()
+    reader.fetch(source_of(sends(*frames)).port)
+    assert [one.why for one in reader.outcomes()] == whys
+
+
+def test_another_engine_at_the_address_gets_no_prompt(source_of: Callable[..., Source]) -> None:
+    """Its certificate is not that of the peer: it is sent nothing."""
+    got: list[bytes] = []
+    reader = Reader()
+    reader.fetch(source_of(lambda wire: got.append(wire.recv(1)), "engine/e2").port)
+    assert [one.why for one in reader.outcomes()] == ["lost"] * 3
+    assert not any(got)
+
+
+def test_a_silent_source_is_late_and_a_stopped_fetch_ends(source_of: Callable[..., Source]) -> None:
+    """No thread waits for ever for what does not come."""
+    reader, silent = Reader(), source_of(lambda wire: wire.recv(1) and None)
+    reader.fetch(silent.port, timeout_s=0.2)
+    assert [one.why for one in reader.outcomes()] == ["late"] * 3
+    entered = threading.Event()
+
+    def wait(wire: ssl.SSLSocket) -> None:
+        entered.set()
+        wire.recv(1)
+
+    reader.fetch(source_of(wait).port, call_id=2)
+    assert entered.wait(DEADLINE_S)
+    reader.fetches.stop(2)
+    assert [one.why for one in reader.outcomes()] == ["stopped"] * 3
+
+
+def test_only_so_many_fetches_run_at_a_time(source_of: Callable[..., Source]) -> None:
+    """A further one fails at once, and its request computes."""
+    reader, source = Reader(), source_of(lambda wire: wire.recv(1) and None)
+    for call_id in range(FETCHES_MAX + 1):
+        reader.fetch(source.port, call_id)
+    assert {(one.call_id, one.why) for one in reader.outcomes()} == {(FETCHES_MAX, "busy")}
+    reader.fetches.close()
+    assert len(reader.outcomes(FETCHES_MAX * len(SLOTS))) == FETCHES_MAX * len(SLOTS)
