@@ -28,7 +28,7 @@ from gateway.background.webhooks import read_endpoints
 from gateway.cli.addresses import AddressError, check_address
 from gateway.cli.database import database_file
 from gateway.cli.doctor.check import Check
-from gateway.cli.doctor.fleet import check_fleet
+from gateway.cli.doctor.fleet import check_engines, check_fleet
 from gateway.cli.doctor.gpus import check_gpus
 from gateway.cli.doctor.levels import check_levels
 from gateway.cli.doctor.pools import check_pools
@@ -68,7 +68,7 @@ def _run(call: CommandCall) -> CommandResult:
     for check in (
         *(_packages, _sqlite, _compiler, _data_dir, _disk_speed, _clock, _database),
         *(_addresses, _hosts, _encryption, _descriptors, _model, _embeddings, _device, _memory),
-        *(check_gpus, check_pools, check_levels, check_fleet, _keys, _webhooks),
+        *(check_gpus, check_pools, check_levels, check_fleet, check_engines, _keys, _webhooks),
     ):
         checks += check(config)
     checks += _config_file(call.source.file)
@@ -215,7 +215,7 @@ def _is_loopback(address: str) -> bool:
 def _hosts(config: Config) -> list[Check]:
     """Advise a name for a listener that other machines reach: they may use only its address."""
     server, local = config.server, {"localhost", "127.0.0.1", "[::1]"}
-    found = "any" if "*" in server.hosts else ", ".join(allowed_hosts(server))
+    found = "any" if "*" in server.hosts else ", ".join(dict.fromkeys(allowed_hosts(server)))
     fix = (
         f'add the name that clients use, as in server.hosts = ["{platform.node()}"]: other names'
         " are refused"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ from gateway.__main__ import main
 from gateway.cli.database import connect
 from gateway.cli.doctor.check import Check
 from gateway.cli.doctor.command import checks_text
-from gateway.cli.doctor.fleet import DAYS_LEFT_MIN, check_fleet
+from gateway.cli.doctor.fleet import DAYS_LEFT_MIN, check_engines, check_fleet
 from gateway.cli.doctor.levels import check_levels
 from gateway.cli.doctor.pools import check_pool, check_pools
 from gateway.config import Config, ModelSettings, ServedModelSettings
@@ -29,6 +30,7 @@ from tenancy.accounts.declared_tenants import DeclaredTenant
 from tenancy.accounts.tenants import create_tenant, set_status
 from tenancy.types import AtRest, CachePolicy, wall_ms
 from tests.models import prepared, prepared_with_windows
+from tests.ports import free_ports
 
 ASKED = {"disk speed", "clock", "host names", "encryption", "descriptors", "configuration"}
 ALL = {*ASKED, "python", "sqlite", "torch", "model", "device", "data directory"}
@@ -396,3 +398,26 @@ def test_a_certificate_near_its_end_is_told(tmp_path: Path) -> None:
     assert "trunkline fleet init" in str(late.fix)
     assert "2026-04-01" in over.found
     assert check_fleet(Config(data_dir=str(tmp_path))) == []
+
+
+def test_engines_that_cannot_be_reached_are_told(tmp_path: Path) -> None:
+    """One of several is advice: the others serve. A file of engines is read as the server does."""
+
+    def check(replicas: tuple[str, ...] = (), file: str = "") -> Check:
+        model = ModelSettings(replicas=replicas, replicas_file=file)
+        (found,) = check_engines(Config(data_dir=str(tmp_path), model=model))
+        return found
+
+    with socket.create_server(("127.0.0.1", 0)) as engine, free_ports(1) as (free,):
+        there = f"e0=127.0.0.1:{engine.getsockname()[1]}"
+        away = f"e1=127.0.0.1:{free}"
+        both, some, none = check((there,)), check((there, away)), check((away,))
+        (tmp_path / "engines").write_text(f"{there}\n# {away}\n")
+        file = check(file=str(tmp_path / "engines"))
+
+    assert (both.ok, some.ok, none.ok, file) == (True, True, False, both)
+    assert both == Check("fleet engines", True, "1 of 1 can be reached")
+    assert some.found == f"1 of 2 can be reached; {away}: Connection refused"
+    assert "trunkline engine serve" in str(some.fix)
+    assert not check(file=str(tmp_path / "nowhere")).ok
+    assert check_engines(Config(data_dir=str(tmp_path))) == []
