@@ -16,7 +16,7 @@ The runner also works on the CPU, in Triton's interpreter and without graphs: te
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,6 +69,8 @@ MIXED_CLASSES = (0, 1, 2)
 """Tile classes of a step with prompts; those of few rows have no wide tiles, whose empty launches
 would cost 1 to 6 % of the step."""
 
+TILE_KEYS_MAX = 128
+"""Keys that attention reads at once, at most: some lie behind a row's last and are masked."""
 SPARE_SEATS = 32
 """Seats beyond `sequences_max`, for sequences that begin in the step in which others end."""
 
@@ -161,7 +163,8 @@ class GpuRunner:
         ]
         self._padding_seat = seats
         self._result_buffers = [self.sampler.host_results() for _ in range(RESULT_BUFFERS)]
-        self._seats = Seats(seats, self.attention.stride, groups)
+        ahead = 0 if states is None else TILE_KEYS_MAX // self.block_size
+        self._seats = Seats(seats, self.attention.stride, groups, ahead)
         self._in_flight: deque[_LaunchedStep] = deque()
         self._buffer_index = 0
 
@@ -324,6 +327,8 @@ class GpuRunner:
             return _LaunchedStep(plan.step)
         members = tuple(map(_sequence_ids, rows))
         step = StepRows(rows, self._seats.of(members))
+        if self.states is not None:
+            self.states.clear(self._written_from_the_start(rows))
         self._update_tables(step)
         counts, total = step.counts, step.total
         drafts = {row.sequence_id: _drafts_of(row) for row in rows if row.drafts}
@@ -392,6 +397,13 @@ class GpuRunner:
             begun_seats = (self._seats.seat(begun.sequence_id) for begun in plan.begun)
             self.states.begin(seat for seat in begun_seats if seat not in restored)
             self.states.restore(restores)
+
+    def _written_from_the_start(self, rows: Sequence[Row]) -> Iterator[int]:
+        """Yield the blocks of tables in which the rows' sequences have written nothing yet."""
+        for row in rows:
+            first = -(-row.start // self.block_size)
+            for table in (row.block_ids, *row.beside):
+                yield from table[first:]
 
     def _keep_states(self, copies: Sequence[StateCopy]) -> None:
         if self.states is not None:

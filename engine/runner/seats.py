@@ -61,10 +61,12 @@ class Seats:
     """Seats by sequence id, and their block tables of `stride` entries each, in each KV group.
 
     `tables` [groups, seats, stride] int32: what the GPU has after the last `new_entries`. A hole of
-    a window group is any block: no query reads it.
+    a window group is any block: no query reads it. The `ahead` entries behind a table's last name
+    that entry's block again.
     """
 
-    def __init__(self, seats: int, stride: int, groups: int = 1) -> None:
+    def __init__(self, seats: int, stride: int, groups: int = 1, ahead: int = 0) -> None:
+        self._ahead = ahead
         self.tables = np.zeros((groups, seats, stride), np.int32)
         self._seat_of: dict[int, int] = {}
         self._free = list(range(seats - 1, -1, -1))
@@ -118,11 +120,15 @@ class Seats:
         blocks: list[int] = []
         begins, ends = known[changed], counts[changed]
         groups, places, stride = self.tables.shape
+        ahead = np.minimum(self._ahead, stride - ends)
         for group in range(groups):
-            for i, first, end in zip(changed.tolist(), begins.tolist(), ends.tolist(), strict=True):
+            for i, first, more in zip(
+                changed.tolist(), begins.tolist(), ahead.tolist(), strict=True
+            ):
                 table = rows[i].beside[group - 1] if group else rows[i].block_ids
-                blocks += table[first:end]
-        length = ends - begins
+                blocks += table[first:]
+                blocks += table[-1:] * more
+        length = ends - begins + ahead
         base = seats[changed] * stride + begins
         first_of = np.cumsum(length) - length
         one = np.repeat(base - first_of, length) + np.arange(int(length.sum()))

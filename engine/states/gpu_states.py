@@ -54,6 +54,8 @@ class GpuStates:
         self._inputs = {i: self.layout.inputs(self.data, i) for i in config.recurrent_layers}
         self._matrices = {i: self.layout.matrices(self.data, i) for i in config.recurrent_layers}
         self._runs: StepRuns | None = None
+        self._held: set[int] = set()
+        """Blocks that a state was copied to, until they are cleared."""
 
     def begin(self, seats: Iterable[int]) -> None:
         """Zero the states of these seats."""
@@ -72,6 +74,18 @@ class GpuStates:
     def keep(self, copies: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Copy states to blocks: (seat, blocks) each. One launch."""
         self._move(copies, to_pool=True)
+        self._held.update(block for _, blocks in copies for block in blocks)
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """Zero those of the blocks, which get KV next, that hold a state: attention reads slots
+        that it masks, and a state's bits may be no number there. O(blocks)."""
+        if self._held and (found := self._held.intersection(blocks)):
+            assert self._pool is not None, "a state was copied to it"
+            self._held -= found
+            index = torch.tensor(sorted(found), dtype=torch.int64)
+            if self.data.is_cuda:
+                index = index.pin_memory().to(self.data.device, non_blocking=True)
+            self._pool.index_fill_(0, index, 0)
 
     def enter(self, runs: StepRuns) -> None:
         """Lay out the step that the layers compute next."""

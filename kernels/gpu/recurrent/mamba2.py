@@ -146,5 +146,7 @@ def mamba2(
     strides = mixed.stride(0), step.stride(0), states.stride(0)
     _token[grid](*given, runs.seats_max, *strides, LISTED=is_listed, **sizes, num_warps=4)
     if is_listed:
-        _follow[grid](*given, *strides, C=CHUNK, **sizes, num_warps=8, num_stages=2)
+        # 8 warps read beyond their shared memory at 16 states in fp32 (Triton 3.6).
+        warps = 8 if state_dim >= 128 else 4
+        _follow[grid](*given, *strides, C=CHUNK, **sizes, num_warps=warps, num_stages=2)
     return out

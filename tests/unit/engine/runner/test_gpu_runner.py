@@ -446,3 +446,26 @@ def test_int8_pool_answers_as_its_torch_twin(windows: bool) -> None:
             assert token.logprob is not None
             assert abs(token.logprob - float(twin[at, token.token_id])) < 0.02
             assert float(twin[at].max() - twin[at, token.token_id]) < 0.02
+
+
+def test_a_block_that_held_a_state_is_read_as_kv_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of a state's word may be no number in bf16, and 0 times that is none either: neither
+    the slots that a sequence has not written nor those behind its table may have it."""
+    engine = Engine(1, config=FAMILIES["qwen3_next"], blocks=17)
+    launch, held = engine.runner.launch, set[int]()
+
+    def launch_and_note(plan: StepPlan) -> None:
+        launch(plan)
+        held.update(block for copy in plan.keeps for block in copy.blocks)
+
+    monkeypatch.setattr(engine.runner, "launch", launch_and_note)
+    for name, tokens in (("short", 40), ("long", 58), ("short again", 36)):
+        engine.run(request(name, tokens_of(0, tokens), count=2))
+        assert held, "a state was kept"
+        engine.kv.data[sorted(held)] = float("nan")
+        held.clear()
+        engine.core.cache.erase(b"x")
+
+    assert {one.ending for one in engine.finished.values()} == {"done"}

@@ -131,3 +131,16 @@ def test_rows_of_prompts_and_decoding_are_laid_out() -> None:
     assert positions.tolist() == [4, 14, 15, 16, 0]
     assert seats.tolist() == [2, 0, 0, 0, 1]
     assert token_ids.tolist() == [-1, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("blocks", [[4], [4, 6], list(range(1, STRIDE + 1))])
+def test_entries_behind_a_table_are_the_sequence_s_own(blocks: list[int]) -> None:
+    """Attention reads whole tiles: what it masks must be no other sequence's block."""
+    seats, gpu = Seats(2, STRIDE, ahead=3), np.full(2 * STRIDE, -7, np.int32)
+    seats.take(7)
+    send(seats, gpu, row(7, blocks[:1]))
+    send(seats, gpu, row(7, blocks))
+
+    seat = int(seats.of((7,))[0])
+    expected = [*blocks, *[blocks[-1]] * 3][:STRIDE]
+    assert gpu[seat * STRIDE :][: len(expected)].tolist() == expected
