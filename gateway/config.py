@@ -26,7 +26,7 @@ from msgspec import Meta, Struct
 from engine.config import EngineConfig, LevelsConfig
 from engine.model_store import DEFAULT_MODEL
 from engine.storage.remote.address import check_remote_url
-from gateway.fleet_config import FleetConfig, ReplicaSettings, find_problem
+from gateway.fleet_config import VARIABLES, FleetConfig, ReplicaSettings, find_problem
 from gateway.retention_classes import CachingConfig
 from gateway.template_date import TemplatesConfig
 from gateway.web_addresses import is_origin, is_web_address
@@ -55,7 +55,7 @@ KEEP_HOURS_MIN = 24
 """Fewest hours for which stored responses are kept, if they are kept."""
 BODIES_IN_FLIGHT_MIN = 8
 """Largest bodies for which there must be room: a tenant's quarter holds one, compressed and not."""
-ENVIRONMENT = {"TRUNKLINE_DATA_DIR": "data_dir", "TRUNKLINE_MODEL": "model.name"}
+ENVIRONMENT = {"TRUNKLINE_DATA_DIR": "data_dir", "TRUNKLINE_MODEL": "model.name"} | VARIABLES
 """Environment variables and the key paths that they set."""
 
 

@@ -14,6 +14,8 @@ from msgspec import Struct
 
 VARIABLE_OF_SHARED = "VALKEY_PASSWORD"
 """The environment variable with the password of `fleet.shared`."""
+VARIABLES = {"TRUNKLINE_FLEET_NAME": "fleet.name", "TRUNKLINE_FLEET_TLS": "fleet.tls"}
+"""Environment variables of gateways that share a file, and the key paths that they set."""
 RoutingPolicy = Literal["time", "round_robin"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 
@@ -45,8 +47,8 @@ class FleetConfig(Struct, frozen=True, forbid_unknown_fields=True):
     tls: str = ""
     """Folder of its certificate; default: fleet/gateway-NAME in the data directory."""
     shared: str = ""
-    """rediss://USER@HOST:PORT/NUMBER of the Valkey in which the gateways of a database share their
-    limits, without a password. Without it each has them for itself."""
+    """rediss://USER@HOST:PORT/NUMBER, or unix:///PATH, of the Valkey in which the gateways of a
+    database share their limits, without a password. Without it each has them for itself."""
 
 
 class ReplicaAddress(Struct, frozen=True):
@@ -125,10 +127,12 @@ def find_address_problem(url: str) -> str:
         port = parts.port
     except ValueError:
         parts, port = urlsplit(""), None
+    if parts.scheme == "unix" and len(parts.path) > 1 and not parts.netloc and not parts.query:
+        return ""
     number = parts.path.removeprefix("/")
     is_whole = parts.scheme in ("redis", "rediss") and parts.hostname and port
     if not is_whole or parts.query or not (number.isdecimal() or not number):
-        return f"{url[:120]!r}; expected rediss://USER@HOST:PORT/NUMBER"
+        return f"{url[:120]!r}; expected rediss://USER@HOST:PORT/NUMBER or unix:///PATH"
     if parts.password is not None:
         return f"a password in the address; expected it in {VARIABLE_OF_SHARED}"
     is_loopback = parts.hostname in ("localhost", "127.0.0.1", "::1")

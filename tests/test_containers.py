@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from gateway.cli.arguments import build_parser
 from gateway.config import Config, load_config
@@ -18,12 +19,15 @@ from gateway.fleet.keeping import MARKS, SERVES
 from gateway.fleet_config import parse_replicas
 from gateway.http.authentication import ALL_ADDRESSES
 from tests.tools.binaries import needs
+from tests.unit.gateway.shared.valkey_server import ValkeyServer
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = ROOT / "Dockerfile"
 COMPOSE = ROOT / "compose.yaml"
 ENGINES = DEPLOY / "compose" / "engines.yaml"
+GATEWAYS = DEPLOY / "compose" / "gateways.yaml"
+STACKS = (COMPOSE, ENGINES, GATEWAYS)
 CHART = DEPLOY / "helm" / "trunkline"
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
@@ -35,11 +39,11 @@ def run(command: Sequence[str | Path]) -> str:
     return done.stdout
 
 
-def config_of(text: str, folder: Path) -> Config:
-    """Return the settings of a configuration file's text."""
+def config_of(text: str, folder: Path, environment: Mapping[str, str] | None = None) -> Config:
+    """Return the settings of a configuration file's text under an environment."""
     file = folder / "trunkline.toml"
     file.write_text(text)
-    return load_config(file, {}, {})[0]
+    return load_config(file, environment or {}, {})[0]
 
 
 # --- the image ------------------------------------------------------------------------------------
@@ -95,7 +99,7 @@ def test_compose_file_is_valid() -> None:
     """By the published schema of the Compose specification, and by yamllint."""
     rules = "{extends: relaxed, rules: {line-length: {max: 110}}}"
     run([needs("yamllint"), "--strict", "-d", rules, COMPOSE, DEPLOY / "compose"])
-    for file in (COMPOSE, ENGINES):
+    for file in STACKS:
         run([needs("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", file])
 
 
@@ -135,10 +139,10 @@ def test_stop_timeouts_are_longer_than_a_drain(tmp_path: Path) -> None:
     """A container that is killed earlier would cut running answers."""
     drain_s = config_of("", tmp_path).engine.drain_timeout_s
     chart = (CHART / "values.yaml").read_text()
-    found = re.findall(r"stop_grace_period: (\d+)s", COMPOSE.read_text() + ENGINES.read_text())
+    found = re.findall(r"stop_grace_period: (\d+)s", "".join(map(Path.read_text, STACKS)))
     found += re.findall(r"^terminationGracePeriodSeconds: (\d+)$", chart, re.MULTILINE)
 
-    assert len(found) == 3
+    assert len(found) == 4
     assert all(int(one) > drain_s for one in found)
 
 
@@ -148,7 +152,7 @@ def test_versions_of_image_and_chart_are_the_products() -> None:
     chart = (CHART / "Chart.yaml").read_text()
 
     assert f'appVersion: "{VERSION[1]}"' in chart
-    for file in (COMPOSE, ENGINES):
+    for file in STACKS:
         assert f"TRUNKLINE_VERSION:-{VERSION[1]}" in file.read_text()
 
 
@@ -179,6 +183,53 @@ def test_compose_s_gateway_finds_the_engines_and_their_certificates(tmp_path: Pa
         assert (ENGINES.parent / name).exists(), name
 
 
+def test_compose_s_two_gateways_share_books_limits_and_engines(tmp_path: Path) -> None:
+    """Each has a name, a certificate and a volume of its own; sockets are where a service makes
+    them, and Caddy asks both."""
+    text = GATEWAYS.read_text()
+    names = re.findall(r"TRUNKLINE_FLEET_NAME: (\S+)", text)
+    folders = re.findall(r"TRUNKLINE_FLEET_TLS: (\S+)", text)
+    settings = (DEPLOY / "compose" / "gateways.toml").read_text()
+    configs = [
+        config_of(settings, tmp_path, {"TRUNKLINE_FLEET_NAME": name, "TRUNKLINE_FLEET_TLS": folder})
+        for name, folder in zip(names, folders, strict=True)
+    ]
+    (init,) = re.findall(r"command: \[(fleet, init.+)\]$", text, re.MULTILINE)
+    options = build_parser(("fleet",)).parse_args(init.replace('"', "").split(", "))
+    (valkey,) = re.findall(r"valkey-socket:(/data)\"", text)
+
+    assert options.gateways.split(",") == names == [one.fleet.name for one in configs]
+    for one in configs:
+        assert str(one.fleet_folder) == f"/certificates/fleet/gateway-{one.fleet.name}"
+        assert one.fleet.shared == "unix:///run/valkey/valkey.sock"
+        assert one.server.connections_per_address_max == 0
+        assert one.served_models()[0].replicas == ("e0=e0:7443", "e1=e1:7443")
+    socket = re.search(r"host=(.+)$", configs[0].tenancy.database)
+    assert socket is not None
+    assert text.count(f"postgres-socket:{socket[1]}") == 3
+    assert text.count("valkey-socket:/run/valkey:ro") == 2
+    assert text.count(f"{valkey}/valkey.sock") == 2
+    assert re.findall(r"^  (\S+):\n    <<: \*gateway", text, re.MULTILINE) == ["gateway", "g1"]
+    assert "TRUNKLINE_UPSTREAM: gateway:8080 g1:8080" in text
+    ports = set(re.findall(r'"([\d.:]*\d+:\d+)(?:/udp)?"', text))
+    assert ports == {"127.0.0.1:8082:8081", "80:80", "443:443"}
+    for name in re.findall(r"- (\.\.?/[^:]+):", text):
+        assert (GATEWAYS.parent / name).exists(), name
+
+
+def test_compose_s_valkey_starts_as_it_is_told(tmp_path: Path) -> None:
+    """Its options are a server's, and gateways may use what it does when memory is short."""
+    (command,) = re.findall(r"\[valkey-server, ([^]]+)\]", GATEWAYS.read_text())
+    words = [word.strip('" ') for word in re.split(r",\s+", command)]
+    words[words.index("--unixsocket") + 1] = "valkey.sock"
+    server = ValkeyServer(tmp_path, *words)
+    with Redis(unix_socket_path=str(tmp_path / "valkey.sock")) as client:
+        policy = client.config_get("maxmemory-policy")
+    server.kill()
+
+    assert policy == {"maxmemory-policy": "noeviction"}
+
+
 # --- Helm -----------------------------------------------------------------------------------------
 
 VALUES = {
@@ -203,6 +254,15 @@ VALUES = {
         "persistence.storageClass=fast",
         "settings.server=body_bytes_max = 4194304",
         'tables=[[tenants]]\nname = "acme"',
+    ),
+    "gateways": (
+        "replicas=2",
+        "engines.replicas=2",
+        "database=postgresql://trunkline@db.example/books",
+        "passwordSecret=books",
+        "shared=rediss://trunkline@valkey.example:6379/0",
+        "sharedSecret=limits",
+        "engines.issuer.name=fleet",
     ),
     "engines": (
         "engines.replicas=3",
@@ -240,6 +300,7 @@ def test_the_chart_s_gateway_finds_the_engines_and_their_certificates(tmp_path: 
     words = arguments.replace('"', "").replace("$(POD_NAME)", "demo-trunkline-engine-2").split(", ")
     options = build_parser(("engine",)).parse_args(words)
     uris = re.findall(r'uris: \["(.+)"\]', text)
+    (folder,) = re.findall(r"TRUNKLINE_FLEET_TLS, value: (\S+)/\$\(TRUNKLINE_FLEET_NAME\)", text)
     paths = re.findall(r"path: (\S+)/certificate\.pem", text)
     secrets = set(re.findall(r"secretName: (\S+)", text))
     kinds = re.findall(r"^kind: (\w+)$", text, re.MULTILINE)
@@ -248,15 +309,34 @@ def test_the_chart_s_gateway_finds_the_engines_and_their_certificates(tmp_path: 
     assert settings.replicas_dns == "demo-trunkline-engine:7443"
     assert options.listen == "0.0.0.0:7443"
     assert str(options.tls) == f"/etc/trunkline-tls/{names[2]}"
-    assert f"trunkline://gateway/{gateway.fleet.name}" in uris
     assert {f"trunkline://engine/{name}" for name in names} < set(uris)
-    assert paths == names
-    assert {f"{name}-tls" for name in (*names, "demo-trunkline-gateway")} == secrets
+    assert "trunkline://gateway/demo-trunkline-0" in uris
+    assert folder == "/etc/trunkline-tls"
+    assert set(paths) == {*names, "demo-trunkline-0"}
+    assert {f"{name}-tls" for name in paths} == secrets
     assert engine.engine.drain_timeout_s == 100
     assert engine.engine.levels.disk_gib == 10
     assert f"terminationGracePeriodSeconds: {100 + 30}" in text
-    assert {"Deployment", "PodDisruptionBudget", "NetworkPolicy"} <= set(kinds)
-    assert kinds.count("StatefulSet") == 1
+    assert {"PodDisruptionBudget", "NetworkPolicy"} <= set(kinds)
+
+
+def test_the_chart_s_gateways_have_names_certificates_and_one_valkey(tmp_path: Path) -> None:
+    """Two pods of one configuration: the pod's name is the gateway's."""
+    text = rendered(VALUES["gateways"])
+    environment = {
+        "TRUNKLINE_FLEET_NAME": "demo-trunkline-1",
+        "TRUNKLINE_FLEET_TLS": "/etc/trunkline-tls/demo-trunkline-1",
+    }
+    config = config_of(configurations(text)[0], tmp_path, environment)
+    uris = re.findall(r'uris: \["(.+)"\]', text)
+
+    assert config.fleet.name == "demo-trunkline-1"
+    assert str(config.fleet_folder) == "/etc/trunkline-tls/demo-trunkline-1"
+    assert config.fleet.shared == "rediss://trunkline@valkey.example:6379/0"
+    assert {f"trunkline://gateway/demo-trunkline-{n}" for n in range(2)} < set(uris)
+    assert "path: demo-trunkline-1/certificate.pem" in text
+    assert re.findall(r"key: (VALKEY_PASSWORD|PGPASSWORD)", text)
+    assert "fieldPath: metadata.name" in text
 
 
 def test_probes_of_the_engines_look_for_the_keeper_s_mark() -> None:
@@ -269,10 +349,8 @@ def test_probes_of_the_engines_look_for_the_keeper_s_mark() -> None:
 
 REFUSED = {
     "two gateways on one file": (("replicas=2",), "needs `database`"),
-    "two gateways of engines": (
-        ("replicas=2", "engines.replicas=2", "database=postgresql://a@b/c"),
-        "a volume and a certificate of its own",
-    ),
+    "two gateways of engines on one file": (("replicas=2", "engines.replicas=2"), "`database`"),
+    "shared limits over HTTP": (("shared=http://valkey.example",), "shared"),
     "a misspelt value": (("replica=2",), "replica"),
     "a misspelt value of engines": (("engines.replica=2",), "replica"),
     "more engines than a router has": (("engines.replicas=65",), "65"),
@@ -309,7 +387,7 @@ def test_rendered_objects_are_valid(name: str, tmp_path: Path) -> None:
     kinds = re.findall(r"^kind: (\w+)$", file.read_text(), re.MULTILINE)
 
     assert said == "" or "FAIL" not in said
-    assert kinds.count("Service") == (3 if name == "engines" else 2)
+    assert kinds.count("Service") == (3 if "engines.issuer" in str(VALUES[name]) else 2)
     assert ("Ingress" in kinds) is ("ServiceMonitor" in kinds) is (name == "all")
 
 
@@ -321,7 +399,7 @@ def test_rendered_configuration_is_valid(name: str, tmp_path: Path) -> None:
 
     assert {ALL_ADDRESSES[0], "demo-trunkline.llm.svc"} <= set(config.server.hosts)
     assert "*" not in (*config.server.hosts, *config.admin.hosts)
-    assert config.engine.threads == (0 if name == "engines" else 4)
+    assert config.engine.threads == (4 if name in ("plain", "all") else 0)
     if name == "all":
         assert {"llm.example.org", "llm.internal"} <= set(config.server.hosts)
         assert config.tenancy.database.startswith("postgresql://")

@@ -89,7 +89,7 @@ ASKED = {
         "helm upgrade --install llm",
         *(
             f"kubectl --namespace llm create secret generic llm-trunkline-{holder}-tls"
-            for holder in ("gateway", "engine-0", "engine-3")
+            for holder in ("0", "engine-0", "engine-3")
         ),
     ),
     "two-machines": ("scp -r data/fleet/engine-e1", "ssh gpu1.example.org sudo install"),

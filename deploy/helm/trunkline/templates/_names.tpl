@@ -32,12 +32,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
-{{/* A holder's certificate as cert-manager writes it, under the names that Trunkline reads. */}}
+{{/* A holder's certificate as cert-manager writes it, in a folder of its name, under the names
+that Trunkline reads. */}}
 {{- define "trunkline.certificate" -}}
 - secret:
     name: {{ . }}-tls
     items:
-      - {key: ca.crt, path: authority.pem}
-      - {key: tls.crt, path: certificate.pem}
-      - {key: tls.key, path: key.pem}
+      - {key: ca.crt, path: {{ . }}/authority.pem}
+      - {key: tls.crt, path: {{ . }}/certificate.pem}
+      - {key: tls.key, path: {{ . }}/key.pem}
 {{- end -}}

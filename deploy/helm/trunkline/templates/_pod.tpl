@@ -1,4 +1,4 @@
-{{/* The template of a gateway's pod, for a StatefulSet or a Deployment. */}}
+{{/* The template of a gateway's pod. */}}
 {{- define "trunkline.pod" -}}
 metadata:
   labels: {{- include "trunkline.labels" . | nindent 4 }}
@@ -27,6 +27,16 @@ spec:
       env:
         # The engine's threads; torch's own pools would take one per core of the node.
         - {name: OMP_NUM_THREADS, value: {{ .Values.threads | quote }}}
+        {{- if .Values.engines.replicas }}
+        - name: TRUNKLINE_FLEET_NAME
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        - {name: TRUNKLINE_FLEET_TLS, value: /etc/trunkline-tls/$(TRUNKLINE_FLEET_NAME)}
+        {{- end }}
+        {{- if .Values.sharedSecret }}
+        - name: VALKEY_PASSWORD
+          valueFrom:
+            secretKeyRef: {name: {{ .Values.sharedSecret }}, key: VALKEY_PASSWORD}
+        {{- end }}
         {{- if .Values.passwordSecret }}
         - name: PGPASSWORD
           valueFrom:
@@ -71,13 +81,14 @@ spec:
     - name: tmp
       emptyDir: {}
     {{- if .Values.engines.replicas }}
-    - name: data
-      persistentVolumeClaim: {claimName: {{ include "trunkline.name" . }}-data}
+    # Each pod sees all gateways' certificates: a template has one volume for all of them.
     - name: tls
       projected:
         defaultMode: 0440
         sources:
-          {{- include "trunkline.certificate" (printf "%s-gateway" (include "trunkline.name" .)) | nindent 10 }}
+          {{- range until (int .Values.replicas) }}
+          {{- include "trunkline.certificate" (printf "%s-%d" (include "trunkline.name" $) .) | nindent 10 }}
+          {{- end }}
     {{- end }}
     {{- with .Values.extraVolumes }}{{ toYaml . | nindent 4 }}{{- end }}
   {{- with .Values.nodeSelector }}

@@ -45,11 +45,11 @@ def client(server: ValkeyServer) -> Iterator[Redis]:
 
 @asynccontextmanager
 async def gateways(server: ValkeyServer, count: int) -> AsyncIterator[list[ValkeyLimits]]:
-    """Yield so many gateways that have reached the server."""
+    """Yield so many gateways that have reached the server, by its port and its socket in turns."""
     lines: list[str] = []
     found = [
         ValkeyLimits(
-            server.url,
+            server.socket_url if number % 2 else server.url,
             f"g{number}",
             lambda event, facts: lines.append(f"{event} {facts}"),
             time.monotonic,

@@ -22,21 +22,23 @@ class ValkeyServer:
             self.port = free.getsockname()[1]
         self.folder, self.more = folder, more
         self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.socket_url = f"unix://{folder}/valkey.sock"
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
         """Start it, empty, and wait until it answers."""
         assert PROGRAM is not None
+        options = f"--port {self.port} --bind 127.0.0.1 --unixsocket valkey.sock"
         self._process = subprocess.Popen(
-            [PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", *self.more],
+            [PROGRAM, *options.split(), "--save", "", *self.more],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if b"Ready to accept" in line:
+            if b"ready to accept" in line.lower():
                 return
         raise AssertionError("redis-server did not start")
 
