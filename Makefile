@@ -138,9 +138,9 @@ lint: setup
 
 # One run of pytest: every test but the slow ones that no change concerns, each property once.
 ci: lint               ## what CI runs; BASE names another commit to compare with than main
+	$(BIN)/python -m tests.tools.commit_message --since
 	$(BIN)/trunkline pull --quiet
 	HYPOTHESIS_PROFILE=full $(PYTEST) -m "$$($(BIN)/python -m tests.tools.changed_checks --marks $(BASE))"
-	$(BIN)/python -m tests.tools.commit_message --since
 
 nightly: linters buckets older ## every test, with the long runs of state machines, attacks and bounds; an hour
 	$(BIN)/trunkline pull --quiet

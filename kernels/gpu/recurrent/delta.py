@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kernels.gpu.recurrent.step import CHUNK, PRECISION, StepRuns, sigmoid, softplus
 
-TOKEN_COLUMNS, TOKEN_WARPS = 32, 4
+TOKEN_COLUMNS, TOKEN_WARPS = 64, 4
 """Value channels of a program, and its warps, in a run of one row."""
 CHUNK_COLUMNS = 32
 """Value channels of a program that follows a run's chunks: 128 programs for 32 heads of 128."""
