@@ -172,11 +172,10 @@ def living(store: Store, epochs: set[str]) -> list[Epoch]:
     return [one for one in reconcile(store) if one.epoch in epochs]
 
 
-def open_starts(store: Store, epochs: set[str]) -> int:
-    """Return how many starts of gateways have told no last counts of these lives."""
-    marks = ", ".join("?" * len(epochs))
-    sql = f"select count(*) from engine_epochs where is_ended = 0 and epoch in ({marks})"
-    return int(store.query(sql, tuple(epochs))[0][0])
+def open_starts(store: Store, epochs: set[str]) -> dict[str, int]:
+    """Return how many starts of gateways have told no last counts of each of these lives."""
+    sql = "select epoch, count(*) from engine_epochs where is_ended = 0 group by epoch"
+    return {epoch: int(count) for epoch, count in store.query(sql) if epoch in epochs}
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -255,7 +254,8 @@ async def test_books_close_over_killed_gateways_hosts_engines_and_databases(
         epochs = await idle_lives(kept)
         store = opened.enter_context(closing(open_store(database, Path(), {})))
         await until(lambda: store.query("select 1 from holds limit 1") == [])
-        await until(lambda: open_starts(store, epochs) == len(gateways) * len(epochs))
+        running = dict.fromkeys(epochs, len(gateways))
+        await until(lambda: open_starts(store, epochs) == running)
         statuses = [await gateway.stop() for gateway in gateways]
         found, faults = living(store, epochs), check_books(store)
         rows = store.query("select request_id, ending, output_tokens from ledger")

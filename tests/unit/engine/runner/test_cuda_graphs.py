@@ -22,17 +22,24 @@ class FakeTorchCuda:
         self.is_capturing = False
         self.pools: list[object] = []
         self.collected = 0
+        self.has_handle = False
         self.priorities: list[int] = []
         self.modes: list[str] = []
         for name in ("current_stream", "CUDAGraph"):
             monkeypatch.setattr(torch.cuda, name, lambda: self)
         monkeypatch.setattr(torch.cuda, "Stream", self.new_stream)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "current_blas_handle", self.make_handle)
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
 
     def new_stream(self, priority: int) -> FakeTorchCuda:
         self.priorities.append(priority)
         return self
+
+    def make_handle(self) -> int:
+        assert not self.is_capturing, "a capture may not make one"
+        self.has_handle = True
+        return 1
 
     def wait_stream(self, stream: object) -> None:
         """Do nothing."""
@@ -52,6 +59,7 @@ class FakeTorchCuda:
         self, graph: object, pool: object, stream: object, capture_error_mode: str
     ) -> Iterator[None]:
         assert stream is self
+        assert self.has_handle, "the first product of a thread would make one"
         self.modes.append(capture_error_mode)
         self.pools.append(pool)
         self.is_capturing = True
