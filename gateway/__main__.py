@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
     from engine.errors import EngineError
     from gateway.cli.result import CommandCall, CommandError
     from gateway.config import ConfigError, load_config
-    from gateway.config_file import ConfigSource, find_config_file
+    from gateway.config.config_file import ConfigSource, find_config_file
     from tenancy.errors import BadName, BadPrice, TenancyError
 
     def find() -> Path | None:

@@ -48,7 +48,8 @@ from gateway.background.webhooks import (
 from gateway.caching import ContractManager
 from gateway.caching.promise_store import PromiseStore
 from gateway.config import Config, ConfigError, parse_address
-from gateway.config_file import ConfigSource
+from gateway.config.config_file import ConfigSource
+from gateway.config.fleet import VARIABLE_OF_SHARED
 from gateway.context import Context, Log
 from gateway.embeddings.embedder import Embedder
 from gateway.embeddings.encoder_client import EncoderProcess
@@ -58,7 +59,6 @@ from gateway.engines.served_models import FailedModel, ServedModel, ServedModels
 from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 from gateway.errors import Refusal, error_location
 from gateway.findings.finding_store import FindingStore
-from gateway.fleet_config import VARIABLE_OF_SHARED
 from gateway.gc_tuning import freeze_heap, use_large_pages
 from gateway.generation.rate_limits import RateLimits
 from gateway.generation.serving import Serving

@@ -25,7 +25,7 @@ REPEATING = {
     "gateway/bench/simulation/faults.py": "matched whole against an operator's argument",
     "gateway/cli/arguments.py": "argparse's own words about an operator's argument",
     "gateway/cli/ledger/books.py": "matched whole against an operator's argument",
-    "gateway/config.py": "the place of an operator's setting, as the decoder writes it",
+    "gateway/config/decoding.py": "the place of an operator's setting, as the decoder writes it",
     "gateway/dialects/openai/tools.py": "anchored at both ends, of at most 64 characters",
     "gateway/dialects/tolerance.py": "each bracket searches its own digits only",
     "gateway/dialects/validation.py": "paths that the decoder writes from names of our own fields",

@@ -15,8 +15,8 @@ from redis import Redis
 
 from gateway.cli.arguments import build_parser
 from gateway.config import Config, load_config
+from gateway.config.fleet import parse_replicas
 from gateway.fleet.keeping import MARKS, SERVES
-from gateway.fleet_config import parse_replicas
 from gateway.http.authentication import ALL_ADDRESSES
 from tests.tools.binaries import needs
 from tests.unit.gateway.shared.valkey_server import ValkeyServer

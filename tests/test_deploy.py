@@ -15,7 +15,7 @@ from engine.statistics import Stats
 from gateway.caching.promises import OUTCOMES
 from gateway.cli.arguments import build_parser
 from gateway.config import load_config
-from gateway.config_file import find_config_file
+from gateway.config.config_file import find_config_file
 from gateway.observability.metrics import CounterGroup, DurationHistogram, LabelledCounter, Metrics
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

@@ -28,9 +28,9 @@ from gateway.analytics.protocol import (
     StartAnalytics,
     read_from_analytics,
 )
-from gateway.child_process import ChildProcess, Report, RestartPolicy
 from gateway.dialects.canonical import Rendered
 from gateway.errors import Kind, Refusal
+from gateway.processes.child_process import ChildProcess, Report, RestartPolicy
 
 COMMAND = (sys.executable, "-m", "gateway.analytics.process")
 PAUSE_S = 1.0

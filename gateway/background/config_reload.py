@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 
 from gateway.background.webhooks import WebhookSender
 from gateway.config import Config, ConfigError, effective
-from gateway.config_file import ConfigSource
+from gateway.config.config_file import ConfigSource
 from gateway.context import Log
 from gateway.engines.served_models import ServedModels
 from gateway.errors import Kind, Refusal

@@ -27,7 +27,7 @@ from gateway.cli.arguments import UsageError, add_actions
 from gateway.cli.database import prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry, table_text
 from gateway.config import Config, ConfigError
-from gateway.config_file import describe
+from gateway.config.config_file import describe
 from gateway.levels.placement import ServerLock, levels_dir, model_folders
 from gateway.levels.report import SWITCH_ON
 from tenancy.types import wall_ms

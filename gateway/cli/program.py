@@ -19,7 +19,7 @@ from gateway.cli.result import (
     table_result,
 )
 from gateway.config import effective
-from gateway.config_file import describe
+from gateway.config.config_file import describe
 
 SHELLS = ("bash", "zsh", "fish")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from gateway.config import Config, Origin
-from gateway.config_file import ConfigSource
+from gateway.config.config_file import ConfigSource
 
 Table = list[dict[str, object]]
 """Rows by column name."""

@@ -19,7 +19,6 @@ from engine.encoder.card import EncoderCard, prepare_encoder
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, pull
 from engine.signals import handle_signals
-from gateway.child_process import StartLimit
 from gateway.cli.addresses import check_address
 from gateway.cli.database import (
     ADMIN_KEY_FILE,
@@ -30,13 +29,14 @@ from gateway.cli.database import (
 )
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.config import Config, ConfigError, parse_address
-from gateway.config_file import ConfigSource, describe
+from gateway.config.config_file import ConfigSource, describe
 from gateway.engines.composition import replicas_of_models
 from gateway.engines.memory import lacking_memory
 from gateway.engines.model_files import Progress, Say, found_model, prepared_model, short_name
 from gateway.http.descriptors import raise_descriptor_limit
 from gateway.levels.placement import check_levels, levels_here, lock_disks
 from gateway.observability.logging import LogLines
+from gateway.processes.child_process import StartLimit
 from gateway.processes.member import Announcement, GroupMember
 from gateway.processes.process_group import (
     ProcessGroup,

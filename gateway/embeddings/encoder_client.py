@@ -27,9 +27,9 @@ from engine.encoder.protocol import (
 from engine.errors import ModelError
 from engine.processes import COMPUTING
 from engine.wire import encode_frame
-from gateway.child_process import ChildProcess, Report, RestartPolicy
 from gateway.embeddings.text_queue import QueuedText, TextQueue
 from gateway.errors import Kind, Refusal
+from gateway.processes.child_process import ChildProcess, Report, RestartPolicy
 
 COMMAND = (sys.executable, "-m", "engine.encoder.process")
 VARIABLES = {"OMP_WAIT_POLICY": "passive"}

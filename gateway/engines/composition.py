@@ -13,12 +13,12 @@ from pathlib import Path
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model_store import ModelCard
-from gateway.child_process import Report, RestartPolicy
 from gateway.config import Config, ServedModelSettings
 from gateway.engines.keeper import COMMAND, RESTARTS, EngineKeeper
 from gateway.engines.memory import MemoryPlan, size_host_levels
 from gateway.engines.replicas import Replicas
 from gateway.levels.placement import engine_config, with_host_mib
+from gateway.processes.child_process import Report, RestartPolicy
 
 
 def own_engine(

@@ -26,7 +26,7 @@ from engine.config import EngineConfig, LevelsConfig
 from engine.errors import EngineError, EngineUnavailable, ModelError
 from engine.processes import CLOUD, COMPUTING
 from engine.protocol import PROTOCOL_VERSION, Hello
-from gateway.child_process import ChildProcess, Report, RestartPolicy, StartLimit
+from gateway.processes.child_process import ChildProcess, Report, RestartPolicy, StartLimit
 
 COMMAND = (sys.executable, "-m", "engine.server.server")
 RESTARTS = RestartPolicy((0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.0, 25.0, 60.0), first_starts_max=5)

@@ -22,9 +22,9 @@ from engine.protocol import Facts
 from engine.statistics import LoadReport
 from engine.strides import DIGEST_BYTES, STRIDE_TOKENS, stride_digests
 from gateway.caching.namespaces import owner_of
-from gateway.child_process import Report
+from gateway.config.fleet import RoutingPolicy
 from gateway.engines.replica import Replica
-from gateway.fleet_config import RoutingPolicy
+from gateway.processes.child_process import Report
 from gateway.routing.load import ReplicaLoad
 from gateway.routing.prefix_directory import MAX_REPLICAS, Found, PrefixDirectory
 from gateway.routing.router import (

@@ -36,12 +36,12 @@ from engine.client.request_stream import RequestStream
 from engine.errors import EngineError, EngineUnavailable
 from engine.protocol import pack_tokens
 from engine.statistics import NamespaceStats, Stats
-from gateway.child_process import Report
+from gateway.config.fleet import RoutingPolicy
 from gateway.engines.crash_suspects import CrashSuspects
 from gateway.engines.replica import Replica
 from gateway.engines.replica_choice import ReplicaChooser, ReplicaRoute
-from gateway.fleet_config import RoutingPolicy
 from gateway.levels.report import sum_levels
+from gateway.processes.child_process import Report
 
 T = TypeVar("T")
 _COUNTS = tuple(

@@ -16,10 +16,10 @@ from typing import Final
 
 from engine.client.client import SocketEngine
 from engine.errors import ModelError
-from gateway.child_process import Report
 from gateway.config import Config
 from gateway.engines.composition import engine_settings
 from gateway.engines.keeper import EngineKeeper, ListeningSocket
+from gateway.processes.child_process import Report
 
 MARKS: Final = "engines"
 """Folder of the data directory with the marks of drained engines, and of those that serve."""

@@ -19,10 +19,10 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from gateway.child_process import Report
+from gateway.config.fleet import parse_replica, parse_replicas
 from gateway.fleet.errors import FleetError
 from gateway.fleet.seats import KeeperReport
-from gateway.fleet_config import parse_replica, parse_replicas
+from gateway.processes.child_process import Report
 
 PAUSES_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses before a cluster is asked again after it was lost; the last one repeats."""

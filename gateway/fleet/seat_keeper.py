@@ -24,12 +24,12 @@ from msgspec.structs import replace
 from engine.client.tls_files import tls_context
 from engine.errors import EngineError
 from gateway.config import Config, ConfigError, load_config
+from gateway.config.fleet import ReplicaAddress
 from gateway.engines.keeper import ListeningSocket
 from gateway.engines.model_files import prepared_model
 from gateway.fleet.errors import FleetError
 from gateway.fleet.keeping import KeptEngine, keep_engine, open_listener
 from gateway.fleet.seats import KeeperReport, KeeperState, Seat
-from gateway.fleet_config import ReplicaAddress
 from gateway.http.descriptors import raise_descriptor_limit
 from gateway.levels.placement import check_levels, configured_dir, lock_disks
 from gateway.observability.logging import LogLines

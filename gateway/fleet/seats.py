@@ -12,8 +12,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from gateway.config.fleet import is_fleet_name
 from gateway.fleet.errors import FleetError
-from gateway.fleet_config import is_fleet_name
 
 REPLICAS_MAX = 64
 """Most engines of a model; the gateway's directory of prefixes has as many bits."""

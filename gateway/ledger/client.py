@@ -20,8 +20,8 @@ from pathlib import Path
 from engine.client.frame_wire import FrameWire
 from engine.processes import DATABASE
 from engine.wire import FrameError, encode_frame
-from gateway.child_process import ChildProcess, Report, RestartPolicy
 from gateway.ledger.protocol import BatchResult, NotOpened, Open, Opened, error_of, read_from_writer
+from gateway.processes.child_process import ChildProcess, Report, RestartPolicy
 from tenancy.errors import LedgerUnavailable, StoreError, TenancyError
 from tenancy.ledger.epochs import LedgerEpoch
 from tenancy.ledger.holds import ProgressNote

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from gateway.child_process import ChildProcess, Report, RestartPolicy
 from gateway.config import Config, ConfigError
+from gateway.processes.child_process import ChildProcess, Report, RestartPolicy
 from gateway.processes.member import Announcement, read_announcement
 from tenancy.storage.backends import is_server
 

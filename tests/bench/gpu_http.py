@@ -34,7 +34,7 @@ from engine.model_store import Architecture, ModelCard, load_card
 from gateway.cli.database import KEY_FILE, open_store
 from gateway.cli.serve import serve as serve_models
 from gateway.config import AdminConfig, Config, LimitsConfig, LogConfig, ServerConfig
-from gateway.config_file import ConfigSource
+from gateway.config.config_file import ConfigSource
 from gateway.shared.gateway_id import name_start, take_gateway_id
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant

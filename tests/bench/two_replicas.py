@@ -21,10 +21,10 @@ from typing import Any
 from engine.api import CacheGrant, Request, Sampling, Started
 from engine.client.client import SocketEngine
 from engine.config import EngineConfig
+from gateway.config.fleet import ReplicaSettings, RoutingPolicy
 from gateway.engines.elsewhere.dialer import FleetIdentity
 from gateway.engines.elsewhere.fleet import FleetReplicas
 from gateway.engines.keeper import EngineKeeper, ListeningSocket
-from gateway.fleet_config import ReplicaSettings, RoutingPolicy
 from tests.models import prepared, tiny_config
 from tests.unit.engine.server.fleet_certificates import certificate
 

@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 from engine.client.client import SocketEngine
 from engine.config import EngineConfig
-from gateway.child_process import RestartPolicy
+from gateway.config.fleet import ReplicaSettings
 from gateway.engines.elsewhere.dialer import FleetIdentity
 from gateway.engines.elsewhere.fleet import FleetReplicas
 from gateway.engines.keeper import EngineKeeper, ListeningSocket
 from gateway.engines.replica import Replica
-from gateway.fleet_config import ReplicaSettings
+from gateway.processes.child_process import RestartPolicy
 from tests.unit.engine.server.fleet_certificates import certificate
 
 COMMAND = (sys.executable, "-m", "tests.unit.engine.server.fake_engine_process")

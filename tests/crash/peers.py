@@ -20,9 +20,9 @@ from engine.config import EngineConfig, LevelsConfig
 from engine.model_store import ModelCard
 from engine.protocol import PROTOCOL_VERSION, Hello, pack_tokens
 from engine.statistics import LevelStats
+from gateway.config.fleet import ReplicaSettings
 from gateway.engines.elsewhere.dialer import FleetIdentity
 from gateway.engines.elsewhere.fleet import FleetReplicas
-from gateway.fleet_config import ReplicaSettings
 from tests.crash.fleet import PATIENCE_S, KeptReplica, Proxy
 from tests.crash.patient_peer import COMMAND
 from tests.unit.engine.server.fleet_certificates import certificate

@@ -31,8 +31,8 @@ from engine.api import (
 from engine.config import EngineConfig, LevelsConfig
 from engine.errors import EngineError
 from engine.model_store import prepare
-from gateway.child_process import RestartPolicy
 from gateway.engines.composition import own_engine
+from gateway.processes.child_process import RestartPolicy
 from tests.e2e.patient_engine import COMMAND, LOOK_MS
 from tests.models import write_folder
 

@@ -10,10 +10,10 @@ import pytest
 
 from engine.api import CacheGrant, Request, Sampling
 from engine.strides import STRIDE_TOKENS
+from gateway.config.fleet import ReplicaSettings
 from gateway.engines.elsewhere.dialer import FleetIdentity
 from gateway.engines.elsewhere.fleet import FleetReplicas
 from gateway.engines.replicas import Replicas
-from gateway.fleet_config import ReplicaSettings
 from tests.crash.fleet import PATIENCE_S, Fleet, fleet_of
 from tests.unit.engine.server.fake_engine_process import VOCAB
 from tests.unit.engine.server.fleet_certificates import certificate

@@ -21,7 +21,7 @@ from engine.client.request_stream import RequestStream
 from engine.protocol import Rejected, Welcome, encode, encode_step
 from engine.statistics import Stats
 from engine.wire import FRAME_BYTES_MAX
-from gateway.fleet_config import ReplicaSettings
+from gateway.config.fleet import ReplicaSettings
 from tests.crash.false_engine import fake_info, false_engine
 from tests.crash.fleet import CONFIG, Fleet, Proxy, fleet_of
 from tests.crash.test_replicas import GREEDY, LONG, PROMPT, ids, request, rest, until

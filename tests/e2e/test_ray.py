@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.config.fleet import parse_replicas
 from gateway.fleet.replica_file import Sighting, lookout_command
 from gateway.fleet.seats import KeeperReport
-from gateway.fleet_config import parse_replicas
 from tests.e2e.ray_cluster import ROOT, ClusterOfRay, ray_cluster
 from tests.models import tiny_config, write_folder
 from tests.ports import free_ports

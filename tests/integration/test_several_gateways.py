@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.model_store import ModelCard
-from gateway.fleet_config import FleetConfig
+from gateway.config.fleet import FleetConfig
 from gateway.shared import valkey
 from tenancy.accounts.tenants import change_tenant
 from tenancy.storage.postgres import PostgresStore

@@ -45,7 +45,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "crash": (
         *("tenancy/ledger/", "tenancy/storage/", "tenancy/accounting/", "engine/storage/"),
         *("engine/server/", "engine/client/", "gateway/ledger/", "gateway/engines/"),
-        *("gateway/fleet", "gateway/cli/fleet/", "gateway/processes/", "gateway/child_process.py"),
+        *("gateway/fleet", "gateway/cli/fleet/", "gateway/processes/"),
         *("tests/crash/", "tests/e2e/ray_cluster.py", "tests/e2e/test_ray.py"),
     ),
 }

@@ -34,7 +34,7 @@ from gateway.cli.doctor.levels import check_levels
 from gateway.cli.doctor.pools import check_pools
 from gateway.cli.result import CommandCall, CommandResult, Entry, add_nothing
 from gateway.config import Config, ConfigError, parse_address
-from gateway.config_file import PLACES
+from gateway.config.config_file import PLACES
 from gateway.engines.device_memory import DevicePlan, lacking_device
 from gateway.engines.memory import MemoryPlan, plan_device_memories, plan_memory
 from gateway.http.authentication import allowed_hosts

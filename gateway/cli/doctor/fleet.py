@@ -11,7 +11,7 @@ from typing import Final
 from engine.client.tls_files import CERTIFICATE, TlsError, tls_context
 from gateway.cli.doctor.check import Check
 from gateway.config import Config
-from gateway.fleet_config import ReplicaAddress, ReplicaSettings, parse_replicas
+from gateway.config.fleet import ReplicaAddress, ReplicaSettings, parse_replicas
 
 DAYS_LEFT_MIN: Final = 14
 """Days before its end from which a certificate is a finding."""

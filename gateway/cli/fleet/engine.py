@@ -25,10 +25,10 @@ from gateway.cli.arguments import add_actions
 from gateway.cli.database import prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.config import Config, parse_address
+from gateway.config.fleet import is_fleet_name
 from gateway.engines.keeper import ListeningSocket
 from gateway.engines.model_files import prepared_model
 from gateway.fleet.keeping import KeptEngine, drain_mark, keep_engine, open_listener
-from gateway.fleet_config import is_fleet_name
 from gateway.http.descriptors import raise_descriptor_limit
 from gateway.levels.placement import check_levels, lock_disks
 from gateway.observability.logging import LogLines

@@ -30,6 +30,7 @@ from gateway.cli.result import (
     table_text,
 )
 from gateway.config import Config, parse_address
+from gateway.config.fleet import is_fleet_name
 from gateway.fleet.errors import FleetError
 from gateway.fleet.replica_file import ReplicaFile, follow_cluster, lookout_command
 from gateway.fleet.seats import (
@@ -41,7 +42,6 @@ from gateway.fleet.seats import (
     seat_names,
 )
 from gateway.fleet.wanted import GatewayCounts, count_wanted, read_counts, wanted_text
-from gateway.fleet_config import is_fleet_name
 from gateway.observability.logging import LogLines
 from tenancy.types import wall_ms
 

@@ -20,9 +20,9 @@ from engine.client.tls_files import TlsError, tls_context
 from engine.client.tls_wire import TlsWire
 from engine.errors import EngineError
 from engine.protocol import PROTOCOL_VERSION, Hello
-from gateway.child_process import Report
+from gateway.config.fleet import ReplicaAddress
 from gateway.engines.replica import Replica
-from gateway.fleet_config import ReplicaAddress
+from gateway.processes.child_process import Report
 
 SILENCE_MAX_S: Final = 2.0
 WATCH_EVERY_S: Final = 0.25

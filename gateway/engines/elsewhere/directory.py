@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from gateway.child_process import Report
 from gateway.config import parse_address
-from gateway.fleet_config import ReplicaAddress, ReplicaSettings, parse_replicas
+from gateway.config.fleet import ReplicaAddress, ReplicaSettings, parse_replicas
+from gateway.processes.child_process import Report
 
 READ_EVERY_S: Final = 1.0
 RESOLVE_EVERY_S: Final = 5.0

@@ -11,12 +11,12 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from engine.client.client import SocketEngine
-from gateway.child_process import Report
+from gateway.config.fleet import ReplicaAddress, ReplicaSettings
 from gateway.engines.elsewhere.dialer import EngineDialer, FleetIdentity
 from gateway.engines.elsewhere.directory import follow
 from gateway.engines.replica import Replica
 from gateway.engines.replicas import Replicas
-from gateway.fleet_config import ReplicaAddress, ReplicaSettings
+from gateway.processes.child_process import Report
 
 IDLE_POLL_S = 0.25
 

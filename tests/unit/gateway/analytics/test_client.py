@@ -20,9 +20,9 @@ from gateway.analytics.client import REQUESTS_MAX, TOKENS_MAX, AnalyticsProcessC
 from gateway.analytics.completed_prompt import CompletedPrompt, PromptContext
 from gateway.analytics.interface import AnalyticsClient, InProcessAnalytics
 from gateway.analytics.protocol import StartAnalytics
-from gateway.child_process import RestartPolicy
 from gateway.dialects.canonical import Boundary, Rendered, UsageRecord
 from gateway.errors import Refusal
+from gateway.processes.child_process import RestartPolicy
 from tenancy.pricing.charges import RateCard
 from tenancy.reuse.advice import ClassTerms
 from tests.fakes import FakeClock
@@ -225,7 +225,7 @@ async def test_process_that_stands_still_is_replaced(
 ) -> None:
     """It is alive and would hold its readers, and the end of the gateway, which asks once more."""
     monkeypatch.setattr(client, "WATCH_EVERY_S", 0.01)
-    monkeypatch.setattr("gateway.child_process.REAP_S", 0.01)
+    monkeypatch.setattr("gateway.processes.child_process.REAP_S", 0.01)
     remote = await analytics.open()
     remote.note(make_prompt(1))
     await remote.overview()

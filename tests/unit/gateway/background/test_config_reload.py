@@ -14,7 +14,7 @@ import pytest
 from gateway.background.config_reload import ReloadResult, changed_settings
 from gateway.background.webhooks import read_endpoints
 from gateway.config import Config, ServedModelSettings, load_config
-from gateway.config_file import ConfigSource
+from gateway.config.config_file import ConfigSource
 from gateway.errors import Refusal
 from tenancy.accounts.declared_keys import KeyChange
 from tenancy.accounts.declared_tenants import TenantChange

@@ -17,9 +17,9 @@ import torch
 from engine.encoder.bert import BertEncoder, load_tensors
 from engine.encoder.protocol import StartEncoder, pack_ids
 from engine.errors import ModelError
-from gateway.child_process import RestartPolicy, StartLimit
 from gateway.embeddings.encoder_client import BATCH_TOKENS, COMMAND, EncoderProcess
 from gateway.errors import Kind, Refusal
+from gateway.processes.child_process import RestartPolicy, StartLimit
 from tests.encoders import prepared_encoder
 from tests.unit.gateway.embeddings.fake_encoder_process import DAMAGED, DIES, HANGS
 

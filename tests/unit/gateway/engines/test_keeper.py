@@ -17,9 +17,9 @@ from engine.api import CacheGrant, Finished, Grammar, Request, Sampling, Started
 from engine.client.request_stream import RequestStream
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable, ModelError, RequestRefused
-from gateway.child_process import RestartPolicy
 from gateway.engines.composition import own_engine
 from gateway.engines.keeper import RESTARTS
+from gateway.processes.child_process import RestartPolicy
 from tests.fakes import solo_output
 from tests.unit.engine.server.fake_engine_process import VOCAB
 

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.config.fleet import ReplicaSettings, parse_replicas
 from gateway.engines.elsewhere.directory import reader_of
 from gateway.fleet.errors import FleetError
 from gateway.fleet.replica_file import ReplicaFile, ReplicaMove, Sighting, follow_cluster, places
 from gateway.fleet.seats import KeeperReport
-from gateway.fleet_config import ReplicaSettings, parse_replicas
 
 PATIENCE_S = 60.0
 

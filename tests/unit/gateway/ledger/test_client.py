@@ -16,9 +16,9 @@ import pytest
 from msgspec import structs
 
 from engine import wire
-from gateway.child_process import RestartPolicy
 from gateway.ledger import client
 from gateway.ledger.client import COMMAND, FRAME_ITEMS, LedgerProcessClient
+from gateway.processes.child_process import RestartPolicy
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import LedgerUnavailable, StoreError
 from tenancy.ledger.transactions import Hold, Item

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from gateway.config import Config, ConfigError, ModelSettings, ServerConfig, TenancyConfig
-from gateway.fleet_config import FleetConfig
+from gateway.config.fleet import FleetConfig
 from gateway.processes.process_group import check_processes, member_commands, reserve_port
 
 WHOLE = Config(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from gateway.config_file import ConfigSource
+from gateway.config.config_file import ConfigSource
 from gateway.engines.replicas import Replicas
 from gateway.levels.report import SWITCH_ON
 from tenancy.accounts.tenants import find_tenant_record

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.__main__ import main
 from gateway.config import ConfigError
-from gateway.config_file import CONFIG_FILE, describe, find_config_file
+from gateway.config.config_file import CONFIG_FILE, describe, find_config_file
 from gateway.levels.report import SWITCH_ON
 
 Ask = Callable[..., str]

@@ -2,7 +2,7 @@
 
 A named file is read whosever it is. The working folder may be one that others write to, such as
 /tmp, and the settings name files, addresses and tenants, so the file there has to be this user's.
-This module reads no setting; `gateway.config` does.
+This module reads no setting; `loading` does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from gateway.config import Config, ConfigError
+from gateway.config.decoding import ConfigError
+from gateway.config.tables import Config
 
 CONFIG_FILE = "trunkline.toml"
 """Read from the working folder where no other file is named."""

@@ -1,6 +1,6 @@
 """Settings of a fleet: where a model's replicas are, this gateway's name there, and what it shares.
 
-Pure: text in, addresses out. `gateway.config` has the settings, `gateway.engines` uses them.
+Pure: text in, addresses out. `tables` has the settings, `gateway.engines` uses them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from engine.client.frame_wire import FrameWire
 from engine.errors import ModelError
 from engine.wire import FrameReader, encode_frame
-from gateway.child_process import ChildProcess, RestartPolicy, StartLimit
+from gateway.processes.child_process import ChildProcess, RestartPolicy, StartLimit
 from tenancy.ledger.transactions import Item
 from tests.unit.tenancy.conftest import used
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from gateway.engines.elsewhere.directory import Read, reader_of
-from gateway.fleet_config import (
+from gateway.config.fleet import (
     FleetConfig,
     ReplicaAddress,
     ReplicaSettings,
     find_problem,
     parse_replicas,
 )
+from gateway.engines.elsewhere.directory import Read, reader_of
 
 
 async def read_once(read: Read) -> None:
