@@ -1,7 +1,8 @@
 """Translation of Anthropic's tools, system prompt and messages to a prompt with breakpoints.
 
-`anthropic.messages` calls it. Blocks that a text model cannot use are refused by name. Thinking
-blocks of a history become thoughts; the model reads those that its template keeps.
+`anthropic.messages` calls it. Blocks that a text model cannot use are refused by name, and
+`anthropic.hosted_blocks` tells what other servers' tools did. Thinking blocks of a history become
+thoughts; the model reads those that its template keeps.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.dialects.anthropic import wire
+from gateway.dialects.anthropic import hosted_blocks, wire
 from gateway.dialects.anthropic.breakpoints import Breakpoints
+from gateway.dialects.anthropic.hosted_blocks import TEXT_ONLY, HostedResult, HostedUse
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import convert, invalid_field, json_text, shown
@@ -21,25 +23,12 @@ BILLING_HEADER = "x-anthropic-billing-header:"
 """Start of a line that a popular coding agent puts before its system prompt. The line differs in
 every request and tells a model nothing; in the prompt it would make every prefix new."""
 
-TEXT_ONLY = "the model reads only text; expected a text block."
 SERVER_TOOL = (
     "this server runs no server tools; expected client tools and their tool_result blocks."
 )
 REFUSED_BLOCKS: Mapping[str, str] = {
     "image": TEXT_ONLY,
-    "document": TEXT_ONLY,
-    "search_result": "search results are not supported; expected their text in a text block.",
-    "container_upload": SERVER_TOOL,
-    "server_tool_use": SERVER_TOOL,
-    "web_search_tool_result": SERVER_TOOL,
-    "web_fetch_tool_result": SERVER_TOOL,
-    "code_execution_tool_result": SERVER_TOOL,
-    "bash_code_execution_tool_result": SERVER_TOOL,
-    "text_editor_code_execution_tool_result": SERVER_TOOL,
-    "tool_search_tool_result": SERVER_TOOL,
     "tool_reference": SERVER_TOOL,
-    "mcp_tool_use": SERVER_TOOL,
-    "mcp_tool_result": SERVER_TOOL,
     "browser_state": SERVER_TOOL,
     "compaction": "this server compacts no conversations; expected the messages themselves.",
     "tool_addition": "tools cannot change within messages; declare them in tools.",
@@ -49,13 +38,19 @@ REFUSED_BLOCKS: Mapping[str, str] = {
 
 NO_BREAKPOINT = "a thinking block cannot have cache_control; put it on a text or tool block."
 
-_BLOCKS: Mapping[str, type[wire.Block]] = {
+Block = wire.Block | HostedUse | HostedResult
+_BLOCKS: Mapping[str, type[Block]] = {
     "text": wire.TextBlock,
     "tool_use": wire.ToolUseBlock,
     "tool_result": wire.ToolResultBlock,
     "thinking": wire.ThinkingBlock,
     "redacted_thinking": wire.RedactedThinkingBlock,
 }
+_HOSTED: Mapping[str, type[Block]] = {
+    **dict.fromkeys(hosted_blocks.USES, HostedUse),
+    **dict.fromkeys(hosted_blocks.RESULTS, HostedResult),
+}
+"""Blocks of an assistant's turn that the strict mode refuses."""
 _BLOCKS_OF: Mapping[str, frozenset[str]] = {
     "user": frozenset({"text", "tool_result"}),
     "assistant": frozenset({"text", "tool_use", "thinking", "redacted_thinking"}),
@@ -63,6 +58,7 @@ _BLOCKS_OF: Mapping[str, frozenset[str]] = {
     "a system prompt": frozenset({"text"}),
     "a tool result": frozenset({"text"}),
 }
+_TAKES_SOURCED = frozenset({"user", "a tool result"})
 
 
 def prompt_of(body: wire.Body, version: str, tolerance: Tolerance) -> Prompt:
@@ -88,6 +84,8 @@ class _MessagesReader:
         self._role = ""
         self._pending: dict[str, str] = {}
         self._names: dict[str, str] = {}
+        self._running: dict[str, str] = {}
+        """The paths of uses of another server's tools that have no result yet, by id."""
 
     def read(self) -> Prompt:
         """Read the body in the order of Anthropic's breakpoint rules, and return the prompt."""
@@ -149,6 +147,7 @@ class _MessagesReader:
         if self._tolerance.is_lenient:
             field = self._tolerance.prune(field, wire.MessagesToolField, path)
         found = convert(field, wire.MessagesToolField, path)
+        self._tolerance.take_hint(f"{path}.input_examples", found.input_examples)
         if found.input_schema.get("type") != "object":
             kind = found.input_schema.get("type")
             problem = f"unsupported schema type {shown(kind)}; expected 'object'."
@@ -239,6 +238,9 @@ class _MessagesReader:
                 # An assistant turn that holds only thinking still separates its neighbours.
                 self._segments.append(Segment("assistant", "", content_path, None, self._message))
         self._check_calls_answered(f"messages[{len(messages) - 1}]")
+        for use_path in self._running.values():
+            problem = "this server runs no server tools; expected the block of its result."
+            raise invalid_field(use_path, problem, "unsupported_parameter")
         last = self._segments[-1] if self._segments else None
         if last is None or not last.path.startswith("messages"):
             problem = "no message has content to answer; expected at least one user message."
@@ -285,7 +287,11 @@ class _MessagesReader:
             return
         for number, block in enumerate(content):
             block_path = f"{path}[{number}]"
+            if self._leaves_out(block, block_path, message.role):
+                continue
             found = _block(block, block_path, message.role, self._tolerance)
+            if not isinstance(found, wire.RedactedThinkingBlock):
+                self._part_from_result()
             match found:
                 case wire.TextBlock():
                     self._text(found, block_path, message.role)
@@ -307,6 +313,26 @@ class _MessagesReader:
                         self._breakpoints.add(self._position, block_path, None, is_eligible=False)
                 case wire.RedactedThinkingBlock():
                     pass
+                case HostedUse():
+                    self._hosted_use(found, block_path)
+                case HostedResult():
+                    self._hosted_result(found, block_path)
+
+    def _leaves_out(self, block: dict[str, Any], path: str, role: wire.Role) -> bool:
+        """Return whether a block of an answer says nothing that a model could use, and note it."""
+        kind = block.get("type")
+        if role != "assistant" or self._tolerance.is_strict or not isinstance(kind, str):
+            return False
+        if kind not in hosted_blocks.LEFT_OUT:
+            return False
+        self._tolerance.ignore(f"{path}.{kind}")
+        return True
+
+    def _part_from_result(self) -> None:
+        """Begin a message of its own behind a tool's result, as templates show results."""
+        last = self._segments[-1] if self._segments else None
+        if last is not None and last.role == "tool" and last.message == self._message:
+            self._message += 1
 
     def _text(self, block: wire.TextBlock, path: str, role: wire.Role) -> None:
         if not block.text:
@@ -317,19 +343,39 @@ class _MessagesReader:
             raise invalid_field(f"{path}.citations", "a user text block takes no citations.")
         if role == "user":
             self._check_calls_answered(path)
-            if self._segments and self._segments[-1].role == "tool":
-                self._message += 1  # The template shows tool results as separate messages.
         self._segments.append(Segment(role, block.text, path, None, self._message))
         self._breakpoints.add(self._position, path, block.cache_control)
 
     def _call(self, block: wire.ToolUseBlock, path: str) -> None:
+        self._add_call(block, block.name, path)
+        self._pending[block.id] = path
+
+    def _hosted_use(self, block: HostedUse, path: str) -> None:
+        self._add_call(block, block.function, path)
+        self._running[block.id] = path
+
+    def _add_call(self, block: wire.ToolUseBlock | HostedUse, name: str, path: str) -> None:
         if block.id in self._names:
             problem = f"`tool_use` ids must be unique; {block.id[:64]!r} is used twice."
             raise invalid_field(f"{path}.id", problem)
-        self._names[block.id] = block.name
-        self._pending[block.id] = path
-        call = ToolCall(block.id, block.name, json_text(block.input))
+        self._names[block.id] = name
+        call = ToolCall(block.id, name, json_text(block.input))
         self._segments.append(Segment("assistant", "", path, None, self._message, call=call))
+        self._breakpoints.add(self._position, path, block.cache_control)
+
+    def _hosted_result(self, block: HostedResult, path: str) -> None:
+        """Add the result of another server's tool. It may stand in a later turn than its use, if
+        what ran there called a client's tool."""
+        call_id = block.tool_use_id
+        if self._running.pop(call_id, None) is None:
+            problem = (
+                f"unexpected `tool_use_id` {call_id[:64]!r}; expected the id of a server_tool_use"
+                " or mcp_tool_use block before it, which takes one result."
+            )
+            raise invalid_field(f"{path}.tool_use_id", problem)
+        self._message += 1
+        name, text = self._names[call_id], block.told(path)
+        self._segments.append(Segment("tool", text, path, name, self._message, answers=call_id))
         self._breakpoints.add(self._position, path, block.cache_control)
 
     def _result(self, block: wire.ToolResultBlock, path: str) -> None:
@@ -340,8 +386,6 @@ class _MessagesReader:
                 " previous message, and each `tool_use` block takes one result."
             )
             raise invalid_field(f"{path}.tool_use_id", problem)
-        if self._segments[-1].role == "tool":
-            self._message += 1
         content = block.content
         parts: list[tuple[wire.TextBlock, str]] = []
         if isinstance(content, list):
@@ -375,7 +419,7 @@ class _MessagesReader:
         self._breakpoints.add(self._position, path, block.cache_control)
 
 
-def _block(value: dict[str, Any], path: str, parent: str, tolerance: Tolerance) -> wire.Block:
+def _block(value: dict[str, Any], path: str, parent: str, tolerance: Tolerance) -> Block:
     """Decode a content block of `parent`: a role, a system prompt or a tool result.
 
     An assistant's block and, in the lenient mode, any block may have unknown fields. Raises Refusal
@@ -386,11 +430,19 @@ def _block(value: dict[str, Any], path: str, parent: str, tolerance: Tolerance) 
         problem = "a content block requires a type; expected a string."
         code = "missing_required_parameter" if kind is None else "invalid_value"
         raise invalid_field(f"{path}.type", problem, code)
+    if kind in hosted_blocks.SOURCED and parent in _TAKES_SOURCED:
+        value, kind = hosted_blocks.as_text(value, path, tolerance), "text"
     if kind in REFUSED_BLOCKS:
         raise invalid_field(path, f"{kind}: {REFUSED_BLOCKS[kind]}", "unsupported_parameter")
     allowed = _BLOCKS_OF[parent]
     expected = " or ".join(sorted(allowed))
-    if kind not in _BLOCKS:
+    if kind in _HOSTED and parent == "assistant" and not tolerance.is_strict:
+        return convert(tolerance.prune(value, _HOSTED[kind], path), _HOSTED[kind], path)
+    if kind in _HOSTED or kind in hosted_blocks.LEFT_OUT:
+        where = " in the strict mode" if parent == "assistant" else f" in {parent} messages"
+        problem = f"{kind}: a server tool's block is not taken{where}; expected {expected}."
+        raise invalid_field(path, problem, "unsupported_parameter")
+    if kind not in _BLOCKS and kind not in hosted_blocks.SOURCED:
         problem = f"unknown block type {kind[:64]!r}; expected {expected}."
         raise invalid_field(f"{path}.type", problem)
     if kind not in allowed:

@@ -126,7 +126,7 @@ class MessagesToolField(Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool | None = None
     defer_loading: Literal[False] | None = None
     eager_input_streaming: bool | None = None
-    input_examples: Annotated[list[Any], Meta(max_length=0)] | None = None
+    input_examples: list[Any] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
 

@@ -265,6 +265,14 @@ def test_refuses_unmatched_calls_and_results(messages: list[Any], param: str, sa
     assert says in refusal.message
 
 
+def test_examples_of_a_tools_input_are_a_hint() -> None:
+    """They help a model to fill in a form, and cannot make a call wrong."""
+    tools = [{**WEATHER, "input_examples": [{"city": "Paris"}]}]
+
+    assert MESSAGES.parse(tools=tools).ignored == ("tools[].input_examples",)
+    assert MESSAGES.refused("strict", tools=tools).param == "tools[0].input_examples"
+
+
 # --- blocks that cannot be -----------------------------------------------------------------------
 
 
@@ -326,11 +334,6 @@ def test_refuses_unsupported_block_by_name(kind: str) -> None:
         ({"tools": [{**WEATHER, "input_schema": {}}]}, "tools[0].input_schema.type", "'object'"),
         ({"tools": [{"type": "web_search_20250305"}]}, "tools[0].type", "web_search_20250305"),
         ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading", "true"),
-        (
-            {"tools": [{**WEATHER, "input_examples": [{}]}]},
-            "tools[0].input_examples",
-            "not supported",
-        ),
         ({"tools": [{**WEATHER, "x": 1}]}, "tools[0].x", "unknown field `x`"),
     ],
 )
