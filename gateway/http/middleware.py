@@ -1,7 +1,7 @@
 """The middlewares of a listener, in order: from a request's head to its log line.
 
     request ─ id ─ entering, one after another ─ handler ─ response ─ leaving, one after another
-                 └───────── any error: Refusal ─ dialect's bytes ┘
+                 └── any error: Refusal ─ its payer's pace ─ dialect's bytes ┘
 
 `gateway.api.listeners` declares both lists in one place. No other module turns an error into bytes.
 The whole response is written here, so that a request's log line follows its last byte.
@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 
 from aiohttp import web
 
@@ -193,12 +194,52 @@ class Places:
 
     def leave(self, request: web.BaseRequest, state: RequestState, status: int) -> None:
         """Give back what is left of it."""
-        if state.place is not None:
-            state.place.settle(NO_DEMAND)
-            state.place = None  # an idle connection keeps its last request
-        share = request.get(BODY_SHARE)
-        if share is not None and share.bytes_taken:
-            share.release()
+        give_back(request, state)
+
+
+def give_back(request: web.BaseRequest, state: RequestState) -> None:
+    """Give back a request's place and its body's bytes; a second call changes nothing. O(1)."""
+    if state.place is not None:
+        state.place.settle(NO_DEMAND)
+        state.place = None  # an idle connection keeps its last request
+    share = request.get(BODY_SHARE)
+    if share is not None and share.bytes_taken:
+        share.release()
+
+
+PACED_STATUSES = frozenset({402, 429, 503, 529})
+"""Statuses that say: not now. Asking again costs a client nothing but the time of the answer."""
+REFUSALS_AT_ONCE = 100
+REFUSALS_PER_S = 50
+REFUSAL_WAIT_S_MAX = 5.0
+PAYERS_MAX = 4_096
+
+
+class RefusalPace:
+    """How fast a payer is told again and again that it has to wait.
+
+    A client that ignores `Retry-After` and asks again as soon as it is refused would take the
+    gateway's time from others. Of each payer (a key's tenant, or a stranger's address) 100 refusals
+    are answered at once and then 50 a second. The further ones wait for their turn, up to 5 s, and
+    hold nothing but their connection. Belongs to one event loop.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._due_s: OrderedDict[Hashable, float] = OrderedDict()
+        """When the answers so far would have ended at the steady rate, by payer."""
+
+    def wait_s(self, payer: Hashable) -> float:
+        """Count one refusal of a payer; return how long its answer has to wait. O(1)."""
+        now_s = self._clock()
+        due_s = max(self._due_s.pop(payer, now_s), now_s)
+        wait_s = max(0.0, due_s - now_s - (REFUSALS_AT_ONCE - 1) / REFUSALS_PER_S)
+        if wait_s < REFUSAL_WAIT_S_MAX:
+            due_s += 1 / REFUSALS_PER_S
+        self._due_s[payer] = due_s
+        if len(self._due_s) > PAYERS_MAX:
+            self._due_s.popitem(last=False)
+        return min(wait_s, REFUSAL_WAIT_S_MAX)
 
 
 class Middleware:
@@ -216,6 +257,7 @@ class Middleware:
         self.routes = routes
         self._entering, self._leaving = tuple(entering), tuple(leaving)
         self._new_id, self._clock, self._log = new_id, clock, log
+        self._pace = RefusalPace(clock)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Process one request, from its id to its log line.
@@ -227,31 +269,43 @@ class Middleware:
         request[RESPONSE_HEADERS] = state.response_headers
         status = 0
         try:
-            handled = await self._answer(request, state)
-            status = handled.status
-            await _finish(request, handled, state)
-            return handled
-        except asyncio.CancelledError:
-            status = state.mark_client_left()
-            raise
-        except ClientGone:
-            status = state.mark_client_left()
-            raise ConnectionResetError("the client closed the connection") from None
-        except Exception as error:
-            if isinstance(error, ConnectionError) and request[CONNECTION].is_closing():
-                status = status or state.mark_client_left()
+            try:
+                handled = await self._answer(request, state)
+                status = handled.status
+                await _finish(request, handled, state)
+                return handled
+            except asyncio.CancelledError:
+                status = state.mark_client_left()
                 raise
-            # This frame keeps no name for the refusal: its traceback holds the frame, and with it
-            # the whole body, until the garbage collector runs.
-            if (response := self._refuse(error, state, request)) is None:
-                raise ConnectionResetError("the response was aborted") from None
-            status = response.status
-            await _finish(request, response, state)
-            return response
+            except ClientGone:
+                status = state.mark_client_left()
+                raise ConnectionResetError("the client closed the connection") from None
+            except Exception as error:
+                if isinstance(error, ConnectionError) and request[CONNECTION].is_closing():
+                    status = status or state.mark_client_left()
+                    raise
+                # This frame keeps no name for the refusal: its traceback holds the frame, and with
+                # it the whole body, until the garbage collector runs.
+                if (refused := self._refuse(error, state, request)) is None:
+                    raise ConnectionResetError("the response was aborted") from None
+            status = refused.status
+            if status in PACED_STATUSES:
+                await self._wait_for_turn(request, state)
+            await _finish(request, refused, state)
+            return refused
         finally:
             state.total_s = self._clock() - state.started_s
             for leave in self._leaving:
                 leave(request, state, status)
+
+    async def _wait_for_turn(self, request: web.BaseRequest, state: RequestState) -> None:
+        """Wait until the payer's pace allows this refusal; a server that drains waits for none."""
+        connection, owner = request[CONNECTION], state.owner
+        payer = connection.address if owner is None else owner.tenant_id
+        wait_s = self._pace.wait_s(payer)
+        if wait_s and not connection.owner.is_draining:
+            give_back(request, state)
+            await asyncio.sleep(wait_s)
 
     async def _answer(self, request: web.BaseRequest, state: RequestState) -> web.StreamResponse:
         for enter in self._entering:

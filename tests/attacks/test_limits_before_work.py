@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from gateway.http.middleware import REFUSALS_AT_ONCE, REFUSALS_PER_S
 from tests.attacks.attacked_server import AttackedServer, flood
 from tests.attacks.probe import Probe, check_undisturbed
 
@@ -59,6 +62,25 @@ def test_calls_beyond_a_tenants_minute_leave_others_alone(
     assert seen.keys() <= {200, 400, 429}, seen
     assert seen[200] + seen[400] <= 2
     assert seen[429] > 10
+
+
+@pytest.mark.parametrize("connections", [8, 48])
+def test_refusals_of_one_tenant_have_a_pace(server: AttackedServer, connections: int) -> None:
+    """A tenant over its limit asks again at once on each of its connections, whatever
+    `Retry-After` says: the burst is answered, then so many a second, and the quiet tenant's
+    connections wait for none of them."""
+    quiet = Probe(server, server.tenant(f"quiet-{connections}"))
+    key = server.tenant(f"asks-again-{connections}", requests_per_minute=1)
+    alone = quiet.observe_alone()
+    body, began_s = server.chat(), time.monotonic()
+    with flood(lambda: server.ask(key, "/v1/chat/completions", body).status, connections) as done:
+        beside = quiet.observe(200)
+        seen, elapsed_s = Counter(done), time.monotonic() - began_s
+    sys.stdout.write(f"{seen[429]} refusals in {elapsed_s:.1f} s\n")
+
+    check_undisturbed(alone, beside, pause_s=None)
+    assert seen[200] <= 1
+    assert 10 < seen[429] <= REFUSALS_AT_ONCE + elapsed_s * REFUSALS_PER_S + connections, seen
 
 
 def test_bodies_of_one_tenant_fill_its_share_and_no_more(server: AttackedServer) -> None:

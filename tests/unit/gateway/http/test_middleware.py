@@ -10,6 +10,13 @@ import pytest
 from gateway.dialects.canonical import Call
 from gateway.errors import Refusal
 from gateway.http import authentication
+from gateway.http.middleware import (
+    PAYERS_MAX,
+    REFUSAL_WAIT_S_MAX,
+    REFUSALS_AT_ONCE,
+    REFUSALS_PER_S,
+    RefusalPace,
+)
 from gateway.http.route_table import canonical
 from tenancy.accounts import authentication as registry
 from tenancy.accounts.keys import (
@@ -531,3 +538,42 @@ async def test_refusal_for_want_of_a_scope_says_which_key_has_it(gateway: Gatewa
     assert "key create --admin --scopes money" in told[0][1]
     assert "expected an administrator's, such as the one in admin.key" in told[1][1]
     assert "key create --tenant NAME" in told[2][1]
+
+
+# --- the pace of refusals ------------------------------------------------------------------------
+
+
+def test_a_payers_refusals_have_a_pace_and_no_others() -> None:
+    """A burst is answered at once, then so many a second; another payer waits for nothing."""
+    now_s = [0.0]
+    pace = RefusalPace(lambda: now_s[0])
+
+    waits = [pace.wait_s("greedy") for _ in range(REFUSALS_AT_ONCE + REFUSALS_PER_S)]
+
+    assert waits[:REFUSALS_AT_ONCE] == pytest.approx([0.0] * REFUSALS_AT_ONCE)
+    assert waits[-1] == pytest.approx(1.0)
+    assert pace.wait_s("quiet") == 0.0
+    now_s[0] = 3.0
+    assert pace.wait_s("greedy") == 0.0
+
+
+def test_no_refusal_waits_longer_than_the_bound() -> None:
+    """However many ask at once, and their number is forgotten when they have stopped."""
+    now_s = [0.0]
+    pace = RefusalPace(lambda: now_s[0])
+    waits = [pace.wait_s("greedy") for _ in range(100 * REFUSALS_PER_S)]
+
+    assert max(waits) == REFUSAL_WAIT_S_MAX
+    now_s[0] = REFUSAL_WAIT_S_MAX + REFUSALS_AT_ONCE / REFUSALS_PER_S
+    assert pace.wait_s("greedy") == 0.0
+
+
+def test_payers_that_come_once_are_forgotten() -> None:
+    """Strangers' addresses cost bounded memory; who was last there is remembered."""
+    pace = RefusalPace(lambda: 0.0)
+    for _ in range(2 * REFUSALS_AT_ONCE):
+        pace.wait_s("early")
+    for number in range(PAYERS_MAX):
+        pace.wait_s(number)
+
+    assert pace.wait_s("early") == 0.0
