@@ -2,7 +2,7 @@
 
 A call belongs to two accounts, its tenant's and its line of keys'. A `Change` says what a request
 takes of both from now on; all of it is taken, or nothing. It is keyed by the request, so a change
-that comes twice counts once. `memory` is the plain twin of what `valkey` does in one script.
+that comes twice counts once. `valkey` does it in one script.
 """
 
 from __future__ import annotations

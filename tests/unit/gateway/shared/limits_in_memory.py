@@ -1,7 +1,4 @@
-"""Shared limits in memory: the plain twin of the script in `valkey`, for gateways of one process.
-
-Tests compare the two.
-"""
+"""Shared limits in memory: the plain twin of the script in `gateway.shared.valkey`."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from msgspec import structs
 from redis import Redis
 
 from gateway.shared.interface import Account, AccountLimits, Change, SharedAway, Standing
-from gateway.shared.memory import LimitsInMemory
 from gateway.shared.valkey import CHANGE, ValkeyLimits
 from tests.examples import examples
+from tests.unit.gateway.shared.limits_in_memory import LimitsInMemory
 from tests.unit.gateway.shared.valkey_server import ValkeyServer
 
 PATIENT_S = 20.0
