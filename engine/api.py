@@ -103,11 +103,12 @@ BEST_EFFORT = Retention(name="best_effort")
 
 class LeaseRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """Keep the first `tokens` prompt tokens under `retention`. `lease_id` names the lease for
-    erasure."""
+    erasure. `age_s`: it began so long before the request, at another engine."""
 
     tokens: Count
     retention: Retention
     lease_id: str = ""
+    age_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 Bound = Literal["", "pool", "ceiling", "quota", "window", "attention"]
@@ -325,6 +326,9 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     of the system text, of tools. A model with recurrent layers keeps states there."""
     peer: Peer | None = None
     """Who has more of the prompt than this engine is said to have: it may be fetched from there."""
+    adopts: bool = False
+    """It takes promises over from another engine, and is no client's: it renews no other, counts as
+    abandoned, and keeps nothing where the same was erased here lately."""
 
     @property
     def sent_tokens(self) -> int:
@@ -407,6 +411,14 @@ class Survey(Struct, frozen=True, tag="survey", forbid_unknown_fields=True):
     most: Annotated[int, Meta(ge=1, le=10_000)] = 1_000
 
 
+class FindLease(Struct, frozen=True, tag="find_lease", forbid_unknown_fields=True):
+    """Ask for the tokens that a lease covers. Changes nothing."""
+
+    call_id: Count
+    namespace: Namespace
+    lease_id: str
+
+
 class GetStats(Struct, frozen=True, tag="get_stats", forbid_unknown_fields=True):
     """Ask for statistics."""
 
@@ -442,6 +454,10 @@ class Drain(Struct, frozen=True, tag="drain", forbid_unknown_fields=True):
     timeout_s: float
 
 
+class LetGo(Struct, frozen=True, tag="let_go", forbid_unknown_fields=True):
+    """This gateway needs nothing more of an engine that drains: it need not wait for it."""
+
+
 class WatchPrefixes(Struct, frozen=True, tag="watch_prefixes", forbid_unknown_fields=True):
     """Tell this connection all prefixes that the engine has, and from then on what changes of them
     and of its load. Asked again: all of them anew.
@@ -449,8 +465,8 @@ class WatchPrefixes(Struct, frozen=True, tag="watch_prefixes", forbid_unknown_fi
 
 
 Command = (
-    Submit | Cancel | EndSample | Peek | SetQuotas | Erase | Survey | GetStats | GetHeld
-    | GetDeparted | Disown | Drain | WatchPrefixes
+    Submit | Cancel | EndSample | Peek | SetQuotas | Erase | Survey | FindLease | GetStats | GetHeld
+    | GetDeparted | Disown | Drain | LetGo | WatchPrefixes
 )  # fmt: skip
 
 
@@ -616,6 +632,15 @@ class Peeked(Struct, frozen=True, tag="peeked", forbid_unknown_fields=True):
     """How many leading tokens a lease could promise now, and the `bound` that would clip more; None
     without a quota in the call, or for a model with window groups."""
     bound: Bound = ""
+
+
+class LeaseFound(Struct, frozen=True, tag="lease_found", forbid_unknown_fields=True):
+    """The answer to `FindLease`: the tokens up to the end of its last block that is kept here, four
+    bytes each; b"" where none is. `at_rest`: the strictest word of the namespace's requests."""
+
+    call_id: Count
+    token_ids: bytes = b""
+    at_rest: AtRest = "remote"
 
 
 class LevelErased(Struct, frozen=True, forbid_unknown_fields=True):

@@ -30,6 +30,7 @@ from engine.api import (
     Event,
     Finished,
     Held,
+    LeaseFound,
     Namespace,
     Peeked,
     PromptLogprobs,
@@ -43,7 +44,7 @@ from engine.statistics import CacheNews, LoadReport, Stats
 from engine.strides import PrefixChanges
 from engine.wire import FRAME_BYTES_MAX, FrameError, encode_frame, frame_body, read_body
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 STEP_FRAME_BYTES = 2**20
 """Bytes above which a step's messages leave in several frames: the gateway decodes a frame at once,
 in about 15 ms for this many bytes."""
@@ -52,7 +53,7 @@ T = TypeVar("T")
 
 Facts = PrefixChanges | LoadReport
 """What a connection that watches prefixes gets, before the events of the step that made it true."""
-Reply = Peeked | Erased | Surveyed | Held | Departed | Stats | CacheNews | Facts
+Reply = Peeked | Erased | Surveyed | LeaseFound | Held | Departed | Stats | CacheNews | Facts
 """Answers to calls, by `call_id`. A `Stats` with call id 0 is a heartbeat; `CacheNews` and `Facts`
 come unasked.
 """

@@ -54,6 +54,7 @@ from gateway.context import Context, Log
 from gateway.embeddings.embedder import Embedder
 from gateway.embeddings.encoder_client import EncoderProcess
 from gateway.engines.cache_usage import CacheUsage
+from gateway.engines.elsewhere.promise_moves import PromiseMoves
 from gateway.engines.replicas import Replicas
 from gateway.engines.served_models import FailedModel, ServedModel, ServedModels
 from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
@@ -199,6 +200,11 @@ class Gateway:
         self.missed = MissedErasures(
             *(of.models, of.store, self.erasure, of.metrics.levels, of.clock, of.wall, of.log)
         )
+        self.moves = PromiseMoves(
+            *(of.models, of.contracts, of.usage.terms_of, of.new_id),
+            partial(of.metrics.promise_moves.add, 1),
+            *(of.clock, of.log),
+        )
         self.sampling = HistorySampling(of)
         self._finding_store = FindingStore(of, gateway_id)
         self.metering = StorageMetering(of, self.erasure)
@@ -208,6 +214,7 @@ class Gateway:
         )
         self._tasks: list[BackgroundTask] = [
             *(self.metering, self._finding_store, self.sampling, self.reconciler, self.missed),
+            self.moves,
             GatewayIdHold(of.store, gateway_id, of.log, of.clock),
         ]
 

@@ -57,24 +57,37 @@ class BlockPromises:
 
     # -- time ---------------------------------------------------------------------------------
 
-    def renew_on_read(
-        self, account: NamespaceAccount, nodes: Iterable[TreeBlock], now_s: float
-    ) -> None:
-        """Renew the leases on blocks that were read; a lapsed promise only while there is room.
-        O(blocks).
+    def renew_on_read(self, table: BlockTable, nodes: Iterable[TreeBlock], now_s: float) -> None:
+        """Renew the leases on blocks that a table reads, unless it renews none; a lapsed promise
+        only while there is room. O(blocks).
         """
-        for node, terms, has_room in self._leased_nodes(account, nodes):
+        if not table.renews:
+            return
+        for node, terms, has_room in self._leased_nodes(table.account, nodes):
             terms.renew_on_read(now_s, promise=has_room)
-            self.update_deadlines(account, node, now_s)
+            self.update_deadlines(table.account, node, now_s)
 
-    def renew_on_release(
-        self, account: NamespaceAccount, nodes: Iterable[TreeBlock], now_s: float
-    ) -> None:
+    def renew_on_release(self, table: BlockTable, nodes: Iterable[TreeBlock], now_s: float) -> None:
         """Restart the leases that count from the last use, on blocks whose use has ended. As
         `renew_on_read`.
         """
-        for node, terms, has_room in self._leased_nodes(account, nodes):
+        if not table.renews:
+            return
+        for node, terms, has_room in self._leased_nodes(table.account, nodes):
             terms.renew_on_release(now_s, promise=has_room)
+            self.update_deadlines(table.account, node, now_s)
+
+    def extend_limit(self, node: Node, limit_at_s: float, now_s: float, *, is_new: bool) -> None:
+        """Lengthen the limit of a node whose place below has one; it is the limit of one that
+        `is_new`. O(log nodes).
+        """
+        if node.terms is not None:
+            node.terms.limit_at_s = max(node.terms.limit_at_s, limit_at_s)
+        elif not is_new or limit_at_s == math.inf:
+            return
+        else:
+            node.terms = BlockTerms(limit_at_s)
+        if (account := self._manager.account_of(node)) is not None:
             self.update_deadlines(account, node, now_s)
 
     def _leased_nodes(

@@ -426,7 +426,7 @@ class LeaseManager:
         for node in used:
             node.last_use_s = now_s
         windows = (block for block in table.resumed if block.parent is not None)
-        self._promises.renew_on_release(table.account, (*used, *windows), now_s)
+        self._promises.renew_on_release(table, (*used, *windows), now_s)
 
     def revoke(self, account: NamespaceAccount, lease_id: str) -> list[Node]:
         """Remove a lease. Return the topmost nodes that it alone covered.
@@ -476,8 +476,12 @@ def _state_at(table: BlockTable, path: Sequence[Node], tokens: int, size: int) -
 
 def table_spans(table: BlockTable, now_s: float) -> Spans:
     """Return what the leases of a table ask at `now_s`. O(leases)."""
+    started_s, used_s = table.started_s, now_s if table.renews else table.started_s
     return [
-        (lease.tokens, covered_blocks, spans_of(lease.retention, table.started_s, now_s))
+        (
+            *(lease.tokens, covered_blocks),
+            spans_of(lease.retention, started_s - lease.age_s, used_s - lease.age_s),
+        )
         for lease, covered_blocks in table.requested_leases
     ]
 

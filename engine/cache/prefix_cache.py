@@ -37,7 +37,6 @@ from engine.cache.moved_blocks import MovedBlocks
 from engine.cache.state_manager import StateManager
 from engine.cache.tree.accounts import NamespaceAccount, PayerAccount
 from engine.cache.tree.eviction_policy import EvictionPolicy, LeastRecentlyUsed
-from engine.cache.tree.leases import BlockTerms
 from engine.cache.tree.prefix_tree import (
     Node,
     Run,
@@ -244,6 +243,7 @@ class PrefixCache:
         attention: BlockWindow | None = None,
         suspended: BlockTable | None = None,
         marks: Sequence[int] = (),
+        renews: bool = True,
     ) -> BlockTable:
         """Match and pin the longest live prefix of `tokens`, token-exact, at most len(tokens) - 1.
 
@@ -253,13 +253,14 @@ class PrefixCache:
         blocks it read, and puts the answers to `leases` in `table.leases`. With an `attention`
         window only what the window shares is matched and promised. `suspended`: the table of the
         sequence before it was preempted, which ends; its promises need no room, and what of them
-        cannot be given again is told as lost. `marks`: `Request.marks`. O(blocks matched).
+        cannot be given again is told as lost. `marks`: `Request.marks`. `renews`:
+        it renews the leases of the blocks that it uses. O(blocks matched).
         """
         self.expire(now_s)
         account = self._manager.account(namespace, quota)
         self._manager.fair_share.note_use(account.payer_account, now_s)
         beside = tuple(list[int]() for _ in self.windows.windows)
-        table = BlockTable(account, now_s, write, attention, beside)
+        table = BlockTable(account, now_s, write, attention, renews, beside)
         self._manager.add_table(table)
         path: list[Node] = []
         prompt_tokens, asked = len(tokens), leases
@@ -497,6 +498,11 @@ class PrefixCache:
         whole = found.whole_blocks()
         return self.states.cut(whole) if self.states.blocks else self.windows.cut(whole)
 
+    def lease_ends(self, namespace: Namespace, lease_id: str) -> list[Node]:
+        """Return the last nodes that a lease covers, for reading only. O(these)."""
+        account = self._manager.accounts.get(namespace)
+        return [] if account is None else account.lease_endpoints.nodes_of(lease_id)
+
     def extend_lease(self, lease_id: str, node: Node) -> None:
         """Note that a lease covers everything up to a node of the tree. O(1)."""
         if (account := self._manager.account_of(node)) is not None:
@@ -540,19 +546,6 @@ class PrefixCache:
         the device, which the caller promises at once. O(1).
         """
         return node.window_block(group) or self._manager.add_away(node, group, now_s)
-
-    def extend_limit(self, node: Node, limit_at_s: float, now_s: float, *, is_new: bool) -> None:
-        """Lengthen the limit of a node whose place below has one; it is the limit of one that
-        `is_new`. O(log nodes).
-        """
-        if node.terms is not None:
-            node.terms.limit_at_s = max(node.terms.limit_at_s, limit_at_s)
-        elif not is_new or limit_at_s == math.inf:
-            return
-        else:
-            node.terms = BlockTerms(limit_at_s)
-        if (account := self._manager.account_of(node)) is not None:
-            self.promises.update_deadlines(account, node, now_s)
 
     def remove_placeless(self, node: Node) -> None:
         """Remove a leaf from the tree that has no place on any level any more. O(log nodes)."""
@@ -681,7 +674,7 @@ class PrefixCache:
         """
         account, path, partial_node = table.account, found.path, found.partial_node
         self._manager.pin_all(account, path)
-        self._renew(account, path, now_s)
+        self._renew(table, path, now_s)
         table.start_at(path)
         if self._has_windows:
             self._windows.pin(table, found, now_s)
@@ -693,7 +686,7 @@ class PrefixCache:
             self._manager.pin(source)
         new_blocks = self._allocate(account, len(sources), now_s)
         if new_blocks is not None:
-            self._renew(account, [partial_node], now_s)
+            self._renew(table, [partial_node], now_s)
             for row, source, new in zip(
                 (table.blocks, *table.beside), sources, new_blocks, strict=True
             ):
@@ -717,11 +710,11 @@ class PrefixCache:
         table.start_at([])
         return []
 
-    def _renew(self, account: NamespaceAccount, nodes: Sequence[Node], now_s: float) -> None:
+    def _renew(self, table: BlockTable, nodes: Sequence[Node], now_s: float) -> None:
         for node in nodes:
             node.last_use_s = now_s
             node.hits += 1
-        self.promises.renew_on_read(account, nodes, now_s)
+        self.promises.renew_on_read(table, nodes, now_s)
 
     def _allocate(self, account: NamespaceAccount, count: int, now_s: float) -> list[int] | None:
         """Allocate `count` blocks: free ones, else expired, else evicted; None without room."""
@@ -758,7 +751,7 @@ class PrefixCache:
         )
         if known is not None and known.promised:
             # A level below has kept the promise: its use is a read.
-            self.promises.renew_on_read(table.account, tree_blocks(node), now_s)
+            self.promises.renew_on_read(table, tree_blocks(node), now_s)
         if node.terms is not None or beside:
             for tree_block in tree_blocks(node):
                 self.promises.update_deadlines(table.account, tree_block, now_s)

@@ -77,7 +77,7 @@ class StateManager:
             self._manager.pin(block)
             block.resumed_at_s = now_s
             table.restores.append(block.block)
-        self._promises.renew_on_read(table.account, table.resumed, now_s)
+        self._promises.renew_on_read(table, table.resumed, now_s)
 
     def take_restores(self, table: BlockTable) -> tuple[int, ...]:
         """Return the blocks of the state that a sequence begins from, and unpin them. O(these)."""

@@ -52,7 +52,7 @@ class WindowManager:
             self._manager.pin(block)
             block.resumed_at_s = now_s
             table.beside[block.group].append(block.block)
-        self._promises.renew_on_read(table.account, table.resumed, now_s)
+        self._promises.renew_on_read(table, table.resumed, now_s)
 
     def shorten(self, table: BlockTable, path: list[Node], now_s: float) -> list[Node]:
         """Give back the end of a match of whole blocks that does not stand without the partial
@@ -80,7 +80,7 @@ class WindowManager:
             if block is None:
                 fresh = self._manager.fill(table.account, node, group, row[index], now_s)
                 if fresh.promised:  # a level below has kept the promise: its use is a read
-                    self._promises.renew_on_read(table.account, (fresh,), now_s)
+                    self._promises.renew_on_read(table, (fresh,), now_s)
                 filled += 1
             elif block.block != row[index]:
                 self._manager.pin(block)

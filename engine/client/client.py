@@ -25,11 +25,14 @@ from engine.api import (
     Erase,
     Erased,
     Event,
+    FindLease,
     Finished,
     GetDeparted,
     GetHeld,
     GetStats,
     Held,
+    LeaseFound,
+    LetGo,
     Namespace,
     Peek,
     Peeked,
@@ -77,10 +80,10 @@ QUOTAS_PER_COMMAND = 1_000
 UNSENT_BYTES_MAX = 64 * 2**20
 """Bytes. An engine that is so far behind in reading refuses requests as `queue_full`."""
 
-Call = Peek | Erase | Survey | GetHeld | GetDeparted | GetStats
-Result = Peeked | Erased | Surveyed | Held | Departed | Stats
-RESULTS = (Peeked, Erased, Surveyed, Held, Departed, Stats)
-ResultT = TypeVar("ResultT", Peeked, Erased, Surveyed, Held, Departed, Stats)
+Call = Peek | Erase | Survey | FindLease | GetHeld | GetDeparted | GetStats
+Result = Peeked | Erased | Surveyed | LeaseFound | Held | Departed | Stats
+RESULTS = (Peeked, Erased, Surveyed, LeaseFound, Held, Departed, Stats)
+ResultT = TypeVar("ResultT", Peeked, Erased, Surveyed, LeaseFound, Held, Departed, Stats)
 
 
 class Engine(Protocol):
@@ -195,6 +198,11 @@ class EngineConnection(ABC):
         """See `Engine.close`."""
 
     @property
+    def is_draining(self) -> bool:
+        """Return whether it takes no requests any more."""
+        return self._is_draining
+
+    @property
     def has_moved_here(self) -> bool:
         """Return whether a request runs here that began at another engine. O(requests)."""
         return any(stream.moves for stream in self._streams.values())
@@ -272,6 +280,16 @@ class EngineConnection(ABC):
     async def survey(self, namespace: Namespace, branches_max: int) -> Surveyed:
         """See `Engine.survey`."""
         return await self._call(Survey(self._call_id(), namespace, branches_max), Surveyed)
+
+    async def find_lease(self, namespace: Namespace, lease_id: str) -> LeaseFound:
+        """Return the tokens that a lease covers here; see `engine.api.LeaseFound`. Raises
+        EngineUnavailable."""
+        return await self._call(FindLease(self._call_id(), namespace, lease_id), LeaseFound)
+
+    def let_go(self) -> None:
+        """Tell an engine that drains that it need not wait for this gateway."""
+        if not self._is_closed:
+            self.post(LetGo())
 
     async def get_stats(self) -> Stats:
         """See `Engine.get_stats`."""

@@ -151,6 +151,7 @@ class Core:
             message, wait_s = self._queue_full(other.turn)
             self._finish(other, "refused", "queue_full", message, retry_after_s=wait_s)
         active = self.requests.add(request, self.clock())
+        active.may_write &= not (request.adopts and self._erasures.covers(request, self.clock()))
         self._add_sequence(active)
         self.scheduler.add_request(active)
         if request.resumed_tokens and not active.is_compiling:
@@ -170,7 +171,7 @@ class Core:
         """End a request whose connection has left. Nobody enters what it has used: it is counted
         apart. Unknown ids are ignored."""
         active = self.requests.get(request_id)
-        if active is not None and active.started_at_s is not None:
+        if active is not None and not active.request.adopts:  # `_finish` counts these
             self.engine_stats.count_abandoned(active)
         self.cancel(request_id)
 
@@ -237,7 +238,7 @@ class Core:
                 active.may_write = False
         self.constraints.erase(call)
         self.drafts.erase(call.namespace)
-        self._erasures.erase(call, answer)
+        self._erasures.erase(call, answer, self.clock())
 
     def take_changed(self) -> set[Namespace]:
         """Return the namespaces whose numbers may have changed since the last call. O(changed)."""
@@ -468,7 +469,7 @@ class Core:
         """
         beginning = sequence.tokens[: self.cache.block_size]
         call = Erase(0, sequence.parent.request.grant.namespace, tokens=tuple(beginning))
-        self._erasures.erase(call, lambda erased: None)
+        self._erasures.erase(call, lambda erased: None, self.clock())
 
     def _commit_slices(self, in_flight: InFlightStep, result: StepResult, now_s: float) -> int:
         """Commit what a step has computed: count it and make its blocks findable. Return how many
@@ -627,6 +628,8 @@ class Core:
         self.scheduler.remove_request(active, now_s, keep=ending != "failed")
         usage = active.usage(now_s)
         self.requests.remove(active)
+        if active.request.adopts:
+            self.engine_stats.count_abandoned(active)
         if active is self._smoke_test:
             self._end_smoke_test(usage, ending, code)
             return

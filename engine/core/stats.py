@@ -57,7 +57,11 @@ class EngineStats:
         self.output_tokens -= usage.output_tokens
 
     def count_abandoned(self, active: ActiveRequest) -> None:
-        """Count the tokens of a started request whose connection has left."""
+        """Count the tokens of a request whose connection has left, or that is no client's, if it
+        has started.
+        """
+        if active.started_at_s is None:
+            return
         prompt, cached, output = self.abandoned
         output += sum(one.output_tokens for one in active.sequences)
         request = active.request

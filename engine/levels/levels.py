@@ -136,6 +136,10 @@ class Levels:
 
     # -- requests -----------------------------------------------------------------------------
 
+    def at_rest(self, namespace: Namespace) -> AtRest:
+        """Return the strictest word of a namespace's requests. O(1)."""
+        return self.places.formats.at_rest(namespace)
+
     def has_records(self, namespace: Namespace) -> bool:
         """Return whether the disk may know prefixes of a namespace. O(1)."""
         return self._disk is not None and self._disk.storage.has_records(namespace)

@@ -104,7 +104,7 @@ class RunPlaces:
         assert node.record is not None, "it has just got one"
         node.record.is_remote = run.level == "remote"
         limit_at_s = math.inf if run.limit_s is None else self.now_s + run.limit_s
-        self._cache.extend_limit(node, limit_at_s, self.now_s, is_new=is_new)
+        self._cache.promises.extend_limit(node, limit_at_s, self.now_s, is_new=is_new)
         return node
 
     def give(self, node: Node, slot: int, check: bytes = b"", *, is_fetched: bool = False) -> None:

@@ -447,6 +447,7 @@ class Scheduler:
             attention=active.attention,
             suspended=sequence.suspended,
             marks=active.request.marks,
+            renews=not active.request.adopts,
         )
         sequence.suspended = None
         sequence.computed = sequence.table.kv_tokens

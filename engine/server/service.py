@@ -30,11 +30,13 @@ from engine.api import (
     EngineInfo,
     Erase,
     Event,
+    FindLease,
     Finished,
     GetDeparted,
     GetHeld,
     GetStats,
     Held,
+    LetGo,
     Namespace,
     Peek,
     Request,
@@ -63,7 +65,7 @@ from engine.server.cache_event_collector import CacheEventCollector
 from engine.server.departed_gateways import DepartedGateways
 from engine.server.prefix_reporter import PrefixReporter
 from engine.server.recorded_runner import RecordedRunner
-from engine.server.tree_snapshot import survey
+from engine.server.tree_snapshot import find_lease, survey
 from engine.statistics import LevelStats
 
 SMOKE_TEST_STEPS_MAX: Final = 8
@@ -91,9 +93,11 @@ HEARTBEAT_S_MAX: Final = 5.0
 
 
 class Join(Struct, frozen=True):
-    """A connection begins, of a gateway with this start."""
+    """A connection begins, of a gateway with this start. `moves`: it moves promises from the engine
+    when it drains, and says when it has."""
 
     start: str
+    moves: bool = False
 
 
 SinkCommand = Command | Join | Literal["leave"]
@@ -147,7 +151,8 @@ class EngineService:
         self._heartbeat_at_s = clock()
         self._has_more_news = False
         self._is_draining = False
-        self._leave_at_s = float("-inf")
+        self._leave_at_s = self._leave_at_last_s = float("-inf")
+        self._movers: set[ResponseSink] = set()  # gateways that a drained engine waits for
         self._step_s = 0.0  # of the last step
 
     def start(self) -> None:
@@ -162,10 +167,10 @@ class EngineService:
         """Have something short done between two steps. Thread-safe, never blocks."""
         self._inbox.put(work)
 
-    def join(self, sink: ResponseSink, start: str = "") -> None:
+    def join(self, sink: ResponseSink, start: str = "", *, moves: bool = False) -> None:
         """Add a connection: from now on it receives heartbeats. `start`: names the gateway's start;
-        "" for a connection whose requests are not counted by it."""
-        self._inbox.put((sink, Join(start)))
+        "" for a connection whose requests are not counted by it. `moves`: see `Join`."""
+        self._inbox.put((sink, Join(start, moves)))
 
     def leave(self, sink: ResponseSink) -> None:
         """Remove a connection and cancel its requests."""
@@ -196,7 +201,7 @@ class EngineService:
                 self._step_s = self.clock() - began_s
                 self._deliver(core, events)
                 self._send_heartbeat(core)
-                if self._is_draining and not core.has_work() and not self._is_storing(core):
+                if self._is_draining and not core.has_work() and not self._is_needed(core):
                     break
         except BaseException as failure:
             self.failure = failure
@@ -255,8 +260,10 @@ class EngineService:
 
     def _handle(self, core: Core, sink: ResponseSink, command: SinkCommand) -> None:
         match command:
-            case Join(start):
+            case Join(start, moves):
                 self._collect_changes(core)
+                if moves:
+                    self._movers.add(sink)
                 if start:
                     self._starts[sink] = start
                     self._gateways.join(start)
@@ -264,6 +271,7 @@ class EngineService:
                 self._send_stats(sink, core)
             case "leave":
                 self._sinks.pop(sink, None)
+                self._movers.discard(sink)
                 self._accepted.pop(sink, None)
                 self._prefixes.stop(core, sink)
                 for request_id in [r for r, owner in self._owners.items() if owner is sink]:
@@ -279,7 +287,7 @@ class EngineService:
                     self._reply(sink, core, refusal)
                 else:
                     self._owners[request.request_id] = sink
-                    if sink in self._starts:
+                    if sink in self._starts and not request.adopts:
                         self._gateways.submit(self._starts[sink], request)
                     core.submit(request)
             case Cancel(request_id):
@@ -298,6 +306,10 @@ class EngineService:
             case Survey(call_id, namespace, most):
                 found = survey(core.cache, namespace, most, self.clock())
                 self._reply(sink, core, Surveyed(call_id, found))
+            case FindLease():
+                self._reply(sink, core, find_lease(core, command))
+            case LetGo():
+                self._movers.discard(sink)
             case WatchPrefixes():
                 self._prefixes.start(core, sink)
             case GetStats(call_id):
@@ -313,11 +325,17 @@ class EngineService:
             case Drain(timeout_s):
                 self._is_draining = True
                 self._leave_at_s = self.clock() + STORE_SHARE * timeout_s
+                self._leave_at_last_s = self.clock() + timeout_s
                 core.drain(timeout_s)
 
-    def _is_storing(self, core: Core) -> bool:
-        """Return whether a drained engine stays for what is being copied below the device."""
-        return core.is_waiting_for_levels and self.clock() < self._leave_at_s
+    def _is_needed(self, core: Core) -> bool:
+        """Return whether a drained engine stays: for gateways that move promises, for engines that
+        fetch, or for what is being copied below the device.
+        """
+        now_s = self.clock()
+        if self._movers or (core.levels is not None and core.levels.sharing):
+            return now_s < self._leave_at_last_s
+        return core.is_waiting_for_levels and now_s < self._leave_at_s
 
     def _reply(self, sink: ResponseSink, core: Core, message: Event | Reply) -> None:
         sink.send(core.engine_stats.step, (message,))

@@ -1,16 +1,19 @@
-"""Shape of a namespace's tree on the device, for operators: counts, never tokens.
+"""What the service reads of a namespace's tree: its shape, and the tokens of a lease.
 
-A chain of nodes without a fork is one branch. Only the largest branches are returned, each under
-its nearest returned ancestor. `engine.server.service` calls it on a `Survey`; it changes nothing.
+The shape is that on the device, for operators: counts, never tokens. A chain of nodes without a
+fork is one branch. Only the largest branches are returned, each under its nearest returned
+ancestor. `engine.server.service` calls both; they change nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.api import Branch, Namespace
+from engine.api import AtRest, Branch, FindLease, LeaseFound, Namespace
 from engine.cache.prefix_cache import PrefixCache
-from engine.cache.tree.prefix_tree import Node
+from engine.cache.tree.prefix_tree import Node, upward
+from engine.core.core import Core
+from engine.protocol import pack_tokens
 
 
 def survey(
@@ -45,6 +48,18 @@ def survey(
         _branch(places.get(chains[place][0], -1), chains[place][1], chains[place][2], now_s)
         for place in chosen
     )
+
+
+def find_lease(core: Core, call: FindLease) -> LeaseFound:
+    """Return the tokens up to the end of a lease, where it is kept longest. O(tokens)."""
+    longest: list[Node] = []
+    for end in core.cache.lease_ends(call.namespace, call.lease_id):
+        path = list(upward(end))
+        if len(path) > len(longest) and end.limit_at_s > core.clock():
+            longest = path
+    tokens = [token for node in reversed(longest) for token in node.run]
+    at_rest: AtRest = "remote" if core.levels is None else core.levels.at_rest(call.namespace)
+    return LeaseFound(call.call_id, pack_tokens(tokens), at_rest)
 
 
 def _children(node: Node) -> list[Node]:

@@ -148,6 +148,12 @@ def parts_of(namespace: Namespace) -> tuple[str, ...]:
     return tuple(parts) if at == len(namespace) and len(parts) >= _PARTS else ()
 
 
+def fidelity_in(namespace: Namespace) -> Fidelity:
+    """Return the fidelity of the copies of a namespace."""
+    last = parts_of(namespace)[_PARTS:]
+    return next((one for one in FIDELITIES if last == (one,)), "exact")
+
+
 def tenant_and_workspace_of(namespace: Namespace) -> tuple[int, str] | None:
     """Return the tenant id and workspace of a namespace; None if it was not made here. Decodes only
     these parts, because it runs for each changed namespace, twice a second."""

@@ -46,17 +46,29 @@ class Lease:
 
     def start(self, now_s: float, *, is_granted: bool) -> None:
         """Start the clock, possibly again; the end only moves later."""
-        terms = self.retention
-        limit_s = math.inf if terms.limit_s is None else terms.limit_s
-        promise_s = limit_s if terms.pinned else min(terms.promise_s, limit_s)
-        self.expires_at_s = max(self.expires_at_s, now_s + limit_s)
+        limit_s = self.retention.limit_s
+        self.expires_at_s = max(
+            self.expires_at_s, now_s + (math.inf if limit_s is None else limit_s)
+        )
         if is_granted:
-            self.promised_until_s = max(self.promised_until_s, now_s + promise_s)
+            self.promised_until_s = max(self.promised_until_s, now_s + self._promise_s)
 
     def renew(self, now_s: float) -> None:
         """Extend the lease after a read, if its class allows."""
         if self.retention.renewed_on_read and self.retention.clock != "absolute":
             self.start(now_s, is_granted=self.promised_until_s > now_s)
+
+    def age_s(self, now_s: float) -> float:
+        """Return how long ago it began, by what is left of its promise; 0 for one without end."""
+        promise_s = self._promise_s
+        left_s = self.promised_until_s - now_s
+        return 0.0 if promise_s == math.inf else max(0.0, promise_s - left_s)
+
+    @property
+    def _promise_s(self) -> float:
+        terms = self.retention
+        limit_s = math.inf if terms.limit_s is None else terms.limit_s
+        return limit_s if terms.pinned else min(terms.promise_s, limit_s)
 
 
 class PrefixOrigin(Struct, frozen=True):
@@ -234,6 +246,10 @@ class PrefixIndex:
     def owned_by(self, owner: int) -> list[IndexedPrefix]:
         """Return an owner's entries, live or expired, least recently used first. O(its entries)."""
         return [self._entries[key] for key in self._by_owner.get(owner, ())]
+
+    def promised(self, now_s: float) -> list[IndexedPrefix]:
+        """Return the entries that are promised, the latest used first. O(entries)."""
+        return [one for one in reversed(self._entries.values()) if one.is_promised(now_s)]
 
     def check(self) -> None:
         """Check that the indexes agree. O(entries). Raises AssertionError if they do not."""

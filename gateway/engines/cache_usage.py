@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.api import EngineInfo
+from msgspec.structs import replace
+
+from engine.api import AT_REST, AtRest, EngineInfo, Quota
 from gateway.analytics.block_churn import BlockChurn
 from gateway.analytics.tenant_usage import TenantCacheUsage
-from gateway.caching.namespaces import owner_of, promised_default
+from gateway.caching.namespaces import owner_of, promised_default, quota_of
 from gateway.engines.replica import Replica
 from gateway.engines.served_models import ServedModel, ServedModels
 from gateway.levels.level_history import LevelHistory
 from gateway.retention_classes import CachingConfig
 from tenancy.accounts.authentication import KeyAuthenticator
+from tenancy.accounts.tenants import floor_blocks_of
 from tenancy.types import WallClock
 
 
@@ -52,6 +55,21 @@ class CacheUsage:
         for model in self._models:
             tables = [one.namespaces for one in model.replicas if one.info is not None]
             self.tenants.update(tables, owner_of, model.name)
+
+    def terms_of(self, model: ServedModel, tenant_id: int, writer_id: int) -> tuple[Quota, AtRest]:
+        """Return the quota of a tenant's blocks in a model's engines, and where what `writer_id`
+        has written there may rest. One that is gone has no quota, and rests nowhere."""
+        owner = self._authenticator.tenant(tenant_id)
+        writer, payer = self._authenticator.tenant(writer_id), str(tenant_id).encode()
+        if owner is None or writer is None:
+            return Quota(ceiling_blocks=0, payer=payer), AT_REST[0]
+        default = on_device = None
+        if (info := model.replicas.info) is not None:
+            default = self.promised_blocks_default(info, model.name, tenant_id)
+            on_device = self.on_device_default(info, model.name, tenant_id)
+        policy = replace(owner.policy, floor_blocks=floor_blocks_of(owner))
+        quota = quota_of(policy, payer, default, model.quota_scale, on_device)
+        return quota, min(owner.policy.at_rest, writer.policy.at_rest, key=AT_REST.index)
 
     def promised_blocks_default(self, info: EngineInfo, model: str, tenant_id: int) -> int | None:
         """Return the bound on the promises of a model's engine to a tenant that sets none; None for

@@ -81,6 +81,9 @@ class Replica:
         """Called with each engine that serves; set where there are other replicas."""
         self.returned: Callable[[Replica], None] | None = None
         """Called when an engine elsewhere is there, before it takes requests; may `hold_back`."""
+        self.drains: Callable[[Replica, EngineConnection], None] | None = None
+        """Called when its engine takes no requests any more and waits for what is to be moved: it
+        calls `let_go` at the end."""
         self.address: tuple[str, int] | None = None
         """Where gateways and other engines reach it."""
         self.is_elsewhere = False
@@ -173,6 +176,13 @@ class Replica:
             self.joined(self, engine)
         if self.returned is not None:
             self.returned(self)
+
+    def begin_move(self, engine: EngineConnection) -> None:
+        """Have what is promised there moved: the engine drains."""
+        if self.drains is None:
+            engine.let_go()
+        else:
+            self.drains(self, engine)
 
     def release(self, engine: EngineConnection, reason: str) -> None:
         """Let an engine go whose connection is closed."""

@@ -33,6 +33,7 @@ from gateway.routing.router import (
     RouteChoice,
     RouteRequest,
     choose,
+    rank_homes,
 )
 
 OUTPUT_TOKENS_MAX: Final = 256
@@ -144,32 +145,24 @@ class ReplicaChooser:
     def route(self, replicas: Sequence[Replica], request: Request) -> ReplicaRoute | None:
         """Return the best of `replicas` for a request; None if none of them may take it. It changes
         nothing. Cost: that of the prompt's digests, and see `gateway.routing`."""
-        states = [self._state_of(one, facts) for one in replicas if (facts := self._facts_of(one))]
-        info = next((one.info for one in replicas if one.info is not None), None)
-        if info is None:
+        asked = self._ask(replicas, request)
+        if asked is None:
             return None
-        grant, namespace = request.grant, request.grant.namespace
-        digests = stride_digests(namespace, request.tokens)
-        if request.attention is not None:
-            digests = digests[: request.attention.shared_tokens(info.block_size) // STRIDE_TOKENS]
-        leased = [one.tokens for one in grant.leases if _promises(one.retention)]
-        wanted = RouteRequest(
-            id=request.request_id,
-            prompt_tokens=len(request.tokens),
-            output_tokens=min(request.max_tokens * request.samples, OUTPUT_TOKENS_MAX),
-            digests=digests,
-            lease_blocks=-(-max(leased, default=0) // info.block_size),
-        )
-        self._directory.expire_sent(self._clock())
-        numbers = sum(1 << state.number for state in states)
-        found = self._directory.find(digests, numbers) if grant.read else {}
+        wanted, states, found = asked
         choice = choose(wanted, states, found, self._policy, self._sent)
         chosen = next((one for one in replicas if one.name == choice.replica), None)
         if chosen is None:
             return None
         hit = found.get(self._facts[chosen].number, Found())
         found_tokens = min(hit.device, len(request.tokens) - 1)
-        return ReplicaRoute(choice, chosen, digests, hit, found_tokens)
+        return ReplicaRoute(choice, chosen, wanted.digests, hit, found_tokens)
+
+    def homes(self, replicas: Sequence[Replica], request: Request) -> list[Replica]:
+        """Return those of `replicas` that may take over the promises that a request asks for, the
+        best first. It changes nothing. Cost: as `route`."""
+        asked = self._ask(replicas, request)
+        names = [] if asked is None else rank_homes(*asked)
+        return [one for name in names for one in replicas if one.name == name]
 
     def add_sent(self, route: ReplicaRoute, request: Request, number: int) -> None:
         """Count a request that has just been sent as the connection's Submit of this number: it
@@ -214,6 +207,31 @@ class ReplicaChooser:
 
     # -- internals ----------------------------------------------------------------------------
 
+    def _ask(
+        self, replicas: Sequence[Replica], request: Request
+    ) -> tuple[RouteRequest, list[ReplicaState], dict[int, Found]] | None:
+        """Return what the router is asked; None while no engine is there."""
+        states = [self._state_of(one, facts) for one in replicas if (facts := self._facts_of(one))]
+        info = next((one.info for one in replicas if one.info is not None), None)
+        if info is None:
+            return None
+        grant = request.grant
+        digests = stride_digests(grant.namespace, request.tokens)
+        if request.attention is not None:
+            digests = digests[: request.attention.shared_tokens(info.block_size) // STRIDE_TOKENS]
+        leased = [one.tokens for one in grant.leases if _promises(one.retention)]
+        wanted = RouteRequest(
+            id=request.request_id,
+            prompt_tokens=len(request.tokens),
+            output_tokens=min(request.max_tokens * request.samples, OUTPUT_TOKENS_MAX),
+            digests=digests,
+            lease_blocks=-(-max(leased, default=0) // info.block_size),
+        )
+        self._directory.expire_sent(self._clock())
+        numbers = sum(1 << state.number for state in states)
+        found = self._directory.find(digests, numbers) if grant.read else {}
+        return wanted, states, found
+
     def _facts_of(self, replica: Replica) -> ReplicaFacts | None:
         """Return what is known of a replica, None if no bit is left for it."""
         facts = self._facts.get(replica)
@@ -238,6 +256,7 @@ class ReplicaChooser:
             block_tokens=size,
             bytes_per_token=kv_bytes // size,
             load=facts.load,
+            may_send=replica.state == "draining" and replica.engine is not None,
         )
 
     def _take(self, replica: Replica, facts: ReplicaFacts, message: Facts | Started) -> None:

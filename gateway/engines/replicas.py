@@ -85,6 +85,8 @@ class Replicas:
         """Number of requests that went on at another replica."""
         self.gate: Callable[[Replica], None] | None = None
         """Called when an engine elsewhere is there, before it takes requests."""
+        self.drains: Callable[[Replica, EngineConnection], None] = lambda _, engine: engine.let_go()
+        """Moves what this gateway has promised away from an engine that drains; see `Replica`."""
 
     @classmethod
     def of(cls, *engines: Engine) -> Replicas:
@@ -109,6 +111,7 @@ class Replicas:
         if name or is_elsewhere:
             replica.is_elsewhere, replica.returned = True, self._on_return
             replica.rescue, replica.joined = self._rescue, self.chooser.watch
+            replica.drains = self._on_drain
             if isinstance(engine, EngineConnection):
                 self.chooser.watch(replica, engine)
         self._members.append(replica)
@@ -205,14 +208,38 @@ class Replicas:
         None where computing is faster. O(tokens)."""
         cost = route.choice.cost
         other = None if cost is None or not cost.peer else cost.peer
-        found = next((one for one in self._members if one.name == other and one.address), None)
-        if cost is None or found is None or found.address is None or found.engine is None:
+        found = next((one for one in self._members if one.name == other), None)
+        if cost is None or found is None:
             return None
-        tokens = cost.peer_tokens
+        return self._ticket_at(found, route.replica, request, cost.peer_tokens)
+
+    def _ticket_at(
+        self, source: Replica, reader: Replica, request: Request, tokens: int
+    ) -> Peer | None:
+        """Return a replica as the peer from which another one gets the first tokens of a prompt;
+        None if it cannot be reached. O(tokens)."""
+        if source.address is None or source.engine is None:
+            return None
         packed = pack_tokens(request.tokens[:tokens])
-        what = request.grant.namespace, packed, route.replica.name
+        what = request.grant.namespace, packed, reader.name
         ticket = sign_ticket(self.peer_key, *what, self._wall_s())
-        return Peer(found.name, *found.address, tokens, ticket)
+        return Peer(source.name, *source.address, tokens, ticket)
+
+    def homes(self, request: Request, but: Replica | None = None) -> list[Replica]:
+        """Return the replicas that may take over the promises that a request asks for, the best
+        first, `but` that one."""
+        return self.chooser.homes([one for one in self._members if one is not but], request)
+
+    def hand_over(self, request: Request, home: Replica, source: Replica | None) -> RequestStream:
+        """Submit a request that adopts promises to the replica that is to keep them. It fetches
+        from `source` what it lacks. Raises EngineUnavailable."""
+        peer = None
+        if source is not None:
+            peer = self._ticket_at(source, home, request, len(request.tokens))
+        engine = home.running()
+        if not home.ready():
+            raise EngineUnavailable("not_ready", f"The engine {home.name} takes no requests now.")
+        return engine.submit(replace(request, peer=peer))
 
     def _rescue(self, lost: Replica, request: Request, stream: RequestStream) -> bool:
         """Submit a request that a replica has lost to another one: from its beginning if it had not
@@ -360,6 +387,9 @@ class Replicas:
         pairs = list(zip(members, answers, strict=True))
         away = {one.name for one, answer in pairs if answer is None and one.name}
         return [answer for answer in answers if answer is not None], frozenset(away)
+
+    def _on_drain(self, replica: Replica, engine: EngineConnection) -> None:
+        self.drains(replica, engine)
 
     def _on_return(self, replica: Replica) -> None:
         if self.gate is not None:

@@ -360,8 +360,8 @@ class Metrics:
         help_text = "Prompt tokens of requests that started at an engine elsewhere: all, cached,"
         help_text += " predicted to be cached, and missing of these."
         self.routed_tokens = counter("routed_tokens", help_text, "model", "replica", "kind")
-        help_text = "Restarts of the ledger process."
-        self.ledger_restarts = counter("ledger_restarts", help_text)
+        self.promise_moves = counter("promise_moves", "Moves of promises.", "model", "outcome")
+        self.ledger_restarts = counter("ledger_restarts", "Restarts of the ledger process.")
         help_text = "Blocks inserted into the prefix tree."
         self.inserted_blocks = counter("inserted_blocks", help_text)
         self.encoder = _EncoderMetrics(make)

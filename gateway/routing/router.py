@@ -40,6 +40,8 @@ class ReplicaState(Struct):
     bytes_per_token: int
     load: ReplicaLoad
     displaced_weight: float = 2.0
+    may_send: bool = False
+    """It drains: others may still fetch from it."""
 
 
 class RouteRequest(Struct, frozen=True):
@@ -121,8 +123,28 @@ def choose(
     else:
         least = min([cost.total_s for cost in costs])
         near = [cost for cost in costs if cost.total_s <= least + TIE_S]
-        chosen = near[0] if len(near) == 1 else max(near, key=lambda cost: _weight(request, cost))
+        chosen = (
+            near[0]
+            if len(near) == 1
+            else max(near, key=lambda cost: _weight(request, cost.replica))
+        )
     return RouteChoice(request.id, policy, chosen.replica, tuple(costs), refused)
+
+
+def rank_homes(
+    request: RouteRequest, replicas: Sequence[ReplicaState], found: Mapping[int, Found]
+) -> list[str]:
+    """Return the names of the replicas that may take a promise over, the best first: with room for
+    it, with most of its prefix, then by the hash. So all gateways find the same one, and prefixes
+    that begin alike stay together."""
+
+    def rank(replica: ReplicaState) -> tuple[bool, int, bytes]:
+        have = found.get(replica.number, _NOTHING)
+        has_room = replica.load.report.promisable_blocks >= request.lease_blocks
+        return has_room, have.device + have.below, _weight(request, replica.name)
+
+    able = [one for one in replicas if _refuse(request, one) in (None, "failed a request")]
+    return [one.name for one in sorted(able, key=rank, reverse=True)]
 
 
 class RecentChoices:
@@ -179,7 +201,7 @@ def _peers(
         (min(have.device + have.below, last), replica)
         for replica in replicas
         if (have := found.get(replica.number))
-        and replica.is_ready
+        and (replica.is_ready or replica.may_send)
         and replica.load.report.peer_bytes_per_s
     ]
     return nlargest(2, able, key=lambda one: (one[0], -one[1].load.wait_s))
@@ -221,6 +243,6 @@ def _cost(
     )
 
 
-def _weight(request: RouteRequest, cost: Cost) -> bytes:
+def _weight(request: RouteRequest, name: str) -> bytes:
     first = request.digests[0] if request.digests else request.id.encode()
-    return blake2b(first + cost.replica.encode(), digest_size=8).digest()
+    return blake2b(first + name.encode(), digest_size=8).digest()

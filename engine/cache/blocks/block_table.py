@@ -22,6 +22,7 @@ class BlockTable:
     `attention` (the window of its sequence).
 
     `resume_gap_tokens`: what the match lost because no window's blocks or state were kept there.
+    `renews`: its reads and its end renew the leases of the blocks that it uses.
 
     The other fields belong to the cache. `node`: the tree node of block `committed` - 1, under
     which the next full block is committed. `requested_leases`: each lease, with the number of
@@ -51,6 +52,7 @@ class BlockTable:
     started_s: float
     write: bool
     attention: BlockWindow | None = None
+    renews: bool = True
     beside: tuple[list[int], ...] = ()
     blocks: list[int] = field(default_factory=list)
     version: int = 0
@@ -90,7 +92,8 @@ class BlockTable:
         """Return a table over the same blocks, whose references the caller adds. It promises
         nothing. O(blocks)."""
         beside = tuple(map(list, self.beside))
-        fork = BlockTable(self.account, self.started_s, self.write, self.attention, beside)
+        own = self.account, self.started_s, self.write, self.attention, self.renews
+        fork = BlockTable(*own, beside)
         fork.blocks, fork.holes = list(self.blocks), self.holes
         fork.first, fork.marks = list(self.first), list(self.marks)
         fork.kv_tokens = self.kv_tokens

@@ -199,5 +199,5 @@ class PeerFetching:
         else:
             places.release(slot)
         limit_at_s = math.inf if outcome.limit_s is None else now_s + outcome.limit_s
-        self._cache.extend_limit(node, limit_at_s, now_s, is_new=is_new)
+        self._cache.promises.extend_limit(node, limit_at_s, now_s, is_new=is_new)
         one.parent = node

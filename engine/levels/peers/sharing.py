@@ -1,8 +1,8 @@
 """Sharing: what other engines ask of this one's prefixes is copied to host memory and sent.
 
 Tokens are compared in the tree, never digests. Copies are held while they are sent, a few at a
-time; what only the device has is offloaded first. A share ends after `SHARE_S`, with an erasure of
-its namespace, and where the next run is gone.
+time; what only the device has is offloaded first. A share ends after `SHARE_S`, and where the next
+run is gone, as after an erasure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.api import Namespace
 from engine.cache import PrefixCache
 from engine.cache.tree.prefix_tree import Node, whole_runs
 from engine.levels.offloading import Offloading
@@ -32,8 +31,6 @@ UNSENT_MAX: Final = 8
 class _Share:
     """`path`: the runs still to send; `unsent`: the slots that are held, in order."""
 
-    namespace: Namespace
-    epoch: int
     format: str
     until_s: float
     path: deque[Node]
@@ -71,10 +68,7 @@ class Sharing:
             return
         if not path[-1].is_copied:
             self._offloading.promised(path[-1], ())
-        share = _Share(
-            *(namespace, places.epochs[namespace], wanted.format, now_s + SHARE_S),
-            path=deque(path[wanted.first :]),
-        )
+        share = _Share(wanted.format, now_s + SHARE_S, path=deque(path[wanted.first :]))
         self._shares[reader] = share
         self._send(reader, share, now_s)
 
@@ -102,8 +96,6 @@ class Sharing:
         why: str | None = None
         if now_s >= share.until_s:
             why = "late"
-        elif share.epoch != self._places.epochs[share.namespace]:
-            why = "lacking"
         while why is None and share.path and len(share.unsent) < UNSENT_MAX:
             node = share.path[0]
             if node.host is None:

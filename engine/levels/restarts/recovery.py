@@ -227,7 +227,7 @@ class Recovery:
             self.recovered += 1
         else:  # it has been computed and copied again meanwhile
             self._drop(slot, entry, "again")
-        self._cache.extend_limit(node, limit_at_s, now_s, is_new=is_new)
+        self._cache.promises.extend_limit(node, limit_at_s, now_s, is_new=is_new)
         promise_at_s = notes.off_boot_clock(entry.promise_at_s)
         if self._keep is not None and promise_at_s > now_s:
             self._keep(node, promise_at_s, entry.terms, now_s)  # leases write its note

@@ -117,13 +117,16 @@ class GatewayLink:
         info: EngineInfo,
         fallen: tuple[str, ...] = (),
         start: str = "",
+        *,
+        moves: bool = False,
     ) -> None:
         """Tell the other end that the model is loaded; commands go to the service from now on, and
-        the events of each step follow. `start`: of the gateway, as its Hello names it.
+        the events of each step follow. `start`: of the gateway, as its Hello names it. `moves`: see
+        `Join`.
         """
         self._service = service
         self._wire.send(encode(Welcome(info, fallen)))
-        service.join(self, start)
+        service.join(self, start, moves=moves)
 
     def keep_awake(self) -> None:
         """Send an empty frame whenever none left for `SILENCE_S`, so that silence means a loss."""

@@ -134,7 +134,7 @@ class EngineListener:
             await before.close()
         if hello.peer_key:
             self._peer_keys[link] = hello.peer_key
-        link.welcome(self._service, self._info, self._fallen, hello.start)
+        link.welcome(self._service, self._info, self._fallen, hello.start, moves=True)
         if self._is_draining:
             self._reject_draining(link)
         link.keep_awake()

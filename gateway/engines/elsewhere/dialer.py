@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -194,8 +195,10 @@ class EngineDialer:
         elif before is not None and before.lost_requests:  # their ends may have been on the way
             engine.post(Disown(tuple(one.request.request_id for one in before.lost_requests)))
         self._lost = None
-        engine.on_drain = self._on_drain
+        engine.on_drain = partial(self._on_drain, engine)
         replica.hold(engine)
+        if engine.is_draining:
+            self._on_drain(engine, "It drained before this gateway came.")
         assert engine.info is not None
         facts = {"replica": replica.name, "address": str(self.address)}
         self._report("replica_ready", {**facts, "epoch": engine.info.epoch})
@@ -210,9 +213,10 @@ class EngineDialer:
         self.restarts += 1
         self._report("replica_lost", {**facts, "reason": reason})
 
-    def _on_drain(self, message: str) -> None:
+    def _on_drain(self, engine: SocketEngine, message: str) -> None:
         self._replica.state, self._replica.reason = "draining", message
         self._report("replica_draining", {"replica": self._replica.name, "reason": message})
+        self._replica.begin_move(engine)
 
     async def _watch(self, engine: SocketEngine) -> str:
         """Return why the engine is lost."""

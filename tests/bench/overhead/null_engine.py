@@ -28,11 +28,14 @@ from engine.api import (
     Erase,
     Erased,
     Event,
+    FindLease,
     Finished,
     GetDeparted,
     GetHeld,
     GetStats,
     Held,
+    LeaseFound,
+    LetGo,
     Peek,
     Peeked,
     Request,
@@ -157,7 +160,9 @@ class NullEngine(asyncio.Protocol):
                 self._send_events(Held(call_id, ()))
             case GetDeparted(call_id=call_id):
                 self._send_events(Departed(call_id, ()))
-            case SetQuotas() | WatchPrefixes() | Disown():
+            case FindLease(call_id=call_id):
+                self._send_events(LeaseFound(call_id))
+            case LetGo() | SetQuotas() | WatchPrefixes() | Disown():
                 pass
             case Survey(call_id=call_id):
                 self._send_events(Surveyed(call_id, ()))

@@ -18,6 +18,7 @@ from gateway.routing.router import (
     ReplicaState,
     RouteRequest,
     choose,
+    rank_homes,
 )
 
 REPORT = LoadReport(
@@ -34,7 +35,12 @@ REQUEST = RouteRequest(id="r", prompt_tokens=4096, output_tokens=16, digests=[b"
 
 
 def replica(
-    number: int, *, is_ready: bool = True, is_resting: bool = False, **report: Any
+    number: int,
+    *,
+    is_ready: bool = True,
+    is_resting: bool = False,
+    may_send: bool = False,
+    **report: Any,
 ) -> ReplicaState:
     return ReplicaState(
         name=f"e{number}",
@@ -45,6 +51,7 @@ def replica(
         block_tokens=16,
         bytes_per_token=1000,
         load=ReplicaLoad(msgspec.structs.replace(REPORT, **report)),
+        may_send=may_send,
     )
 
 
@@ -166,6 +173,20 @@ def test_a_prefix_is_fetched_where_that_is_faster_by_a_fifth() -> None:
     assert choose(REQUEST, lacks, found).costs[1].peer == "", "it sends nothing"
     away = [replica(0, is_ready=False, **busy), replica(1, peer_bytes_per_s=1e8)]
     assert choose(REQUEST, away, found).costs[0].peer == "", "it is not there"
+    drains = [replica(0, is_ready=False, may_send=True, **busy), away[1]]
+    assert choose(REQUEST, drains, found).costs[0].peer == "e0", "it takes no requests, and sends"
+
+
+def test_a_promise_goes_where_there_is_room_and_most_of_it() -> None:
+    """All gateways find the same home, whoever asks."""
+    many = [replica(n, promisable_blocks=64 if n else 0) for n in range(4)]
+    wanted = msgspec.structs.replace(REQUEST, lease_blocks=10)
+    names = rank_homes(wanted, many, {})
+
+    assert names[-1] == "e0", "it has no room"
+    assert rank_homes(wanted, many[::-1], {}) == names
+    assert rank_homes(wanted, many, {2: Found(128, 0), 0: Found(256, 0)})[0] == "e2"
+    assert rank_homes(wanted, [replica(1, is_ready=False)], {}) == []
 
 
 def test_no_peer_has_less_than_the_replica_itself() -> None:
