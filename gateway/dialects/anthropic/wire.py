@@ -161,10 +161,10 @@ class Diagnostics(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Edit(Struct, frozen=True):
-    """An edit that clears thinking. It has no effect: the template decides which thoughts of a
-    history the model reads."""
+    """An edit of the history. Clearing thinking has no effect: the template decides which thoughts
+    the model reads. Clearing old tool results saves tokens and can make no answer wrong: a hint."""
 
-    type: Literal["clear_thinking_20251015"]
+    type: Literal["clear_thinking_20251015", "clear_tool_uses_20250919"]
 
 
 class ContextManagement(Struct, frozen=True, forbid_unknown_fields=True):
@@ -235,7 +235,11 @@ def decode(body: bytes, tolerance: Tolerance) -> Body:
         fields["metadata"] = tolerance.prune(fields.get("metadata"), Metadata, "metadata")
     if tolerance.is_lenient:
         fields = tolerance.prune(fields, Body, "")
-    return validation.convert(fields, Body, "")
+    found = validation.convert(fields, Body, "")
+    for edit in found.context_management.edits if found.context_management is not None else ():
+        if edit.type != "clear_thinking_20251015":
+            tolerance.take_hint("context_management.edits", edit.type)
+    return found
 
 
 def _clean_answer(message: Any, tolerance: Tolerance) -> Any:

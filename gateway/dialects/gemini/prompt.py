@@ -19,9 +19,16 @@ from gateway.dialects.canonical import (
     ToolChoice,
 )
 from gateway.dialects.gemini import wire
+from gateway.dialects.gemini.hosted_parts import plain_part
 from gateway.dialects.gemini.schema import json_schema, lowercase_types
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import invalid_field, json_text, shown
+
+_NO_TEXT = (
+    *("inline_data", "file_data", "executable_code", "code_execution_result", "tool_call"),
+    "tool_response",
+)
+"""Fields of a part that are no text of its own."""
 
 
 def prompt_of(fields: wire.PromptFields, tolerance: Tolerance, *, needs_contents: bool) -> Prompt:
@@ -40,7 +47,8 @@ def prompt_of(fields: wire.PromptFields, tolerance: Tolerance, *, needs_contents
     if needs_contents and not fields.contents:
         problem = "the list is empty or missing; expected at least one content."
         raise invalid_field("contents", problem, "missing_required_parameter")
-    segments += _ContentsReader(has_system=len(segments) > 0).read(fields.contents)
+    reader = _ContentsReader(has_system=len(segments) > 0, is_strict=tolerance.is_strict)
+    segments += reader.read(fields.contents)
     config = (fields.tool_config or wire.ToolConfig()).function_calling_config
     tools = _tools(fields.tools, is_strict=config.mode == "VALIDATED")
     is_auto = config.mode != "ANY" and not config.allowed_function_names
@@ -72,8 +80,10 @@ class _ContentsReader:
     the SDK's chats keep each chunk of a stream as a separate content.
     """
 
-    def __init__(self, *, has_system: bool) -> None:
+    def __init__(self, *, has_system: bool, is_strict: bool) -> None:
+        """`is_strict`: parts of Google's own tools, and inline texts, are refused."""
         self._message = int(has_system) - 1
+        self._is_strict = is_strict
         self._calls = 0
         self._pending: dict[int, str] = {}
         """The ids of the calls without a result, by number."""
@@ -118,6 +128,8 @@ class _ContentsReader:
         return segments
 
     def _segment(self, part: wire.Part, role: str, path: str) -> Segment | None:
+        if not self._is_strict:
+            part = plain_part(part)
         if part.function_call is not None:
             if role != "model":
                 problem = f"the role {role!r} cannot hold a functionCall; expected 'model'."
@@ -166,7 +178,7 @@ def _join_texts(segments: list[Segment], texts: Sequence[str]) -> None:
 
 
 def _only_text(part: wire.Part, path: str) -> str:
-    for name in ("inline_data", "file_data", "executable_code", "code_execution_result"):
+    for name in _NO_TEXT:
         if getattr(part, name) is not None:
             problem = f"{wire.to_camel_case(name)} is not supported: the model reads only text."
             raise invalid_field(path, problem, "unsupported_parameter")

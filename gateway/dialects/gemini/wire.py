@@ -54,6 +54,52 @@ class FunctionResponse(Struct, frozen=True):
     id: str = ""
 
 
+class ExecutableCode(Struct, frozen=True):
+    """Code that Google's server ran."""
+
+    code: Text = ""
+    language: Any = None
+    id: str = ""
+
+
+class CodeExecutionResult(Struct, frozen=True):
+    outcome: Any = None
+    output: Text = ""
+    id: str = ""
+
+
+class HostedCall(Struct, frozen=True):
+    """A call of another tool of Google's server."""
+
+    tool_type: Name = "tool"
+    args: dict[str, Any] = {}
+    id: str = ""
+
+    @property
+    def function(self) -> str:
+        """The name that the model reads."""
+        return self.tool_type.lower()
+
+
+class HostedResponse(Struct, frozen=True):
+    tool_type: Name = "tool"
+    response: dict[str, Any] = {}
+    id: str = ""
+
+    @property
+    def function(self) -> str:
+        """The name that the model reads."""
+        return self.tool_type.lower()
+
+
+class Blob(Struct, frozen=True):
+    """Inline data: base64, of either alphabet."""
+
+    mime_type: str = ""
+    data: Text = ""
+    display_name: Any = None
+
+
 class Part(Struct, frozen=True):
     """A part of a content: exactly one kind of data is set."""
 
@@ -62,11 +108,14 @@ class Part(Struct, frozen=True):
     thought_signature: str | None = None
     function_call: FunctionCall | None = None
     function_response: FunctionResponse | None = None
-    inline_data: Any = None
+    inline_data: Blob | None = None
     file_data: Any = None
-    executable_code: Any = None
-    code_execution_result: Any = None
+    executable_code: ExecutableCode | None = None
+    code_execution_result: CodeExecutionResult | None = None
+    tool_call: HostedCall | None = None
+    tool_response: HostedResponse | None = None
     video_metadata: Any = None
+    part_metadata: Any = None
 
 
 class Content(Struct, frozen=True):

@@ -233,6 +233,17 @@ def test_refuses_invalid_value_with_path_and_limit(
     assert says in refusal.message
 
 
+def test_clearing_old_tool_results_is_a_hint() -> None:
+    """It saves tokens where the hosted API does it, and can make no answer wrong."""
+    edits = [{"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 9}}]
+
+    assert MESSAGES.parse(context_management={"edits": edits}).ignored == (
+        "context_management.edits",
+    )
+    refusal = MESSAGES.refused("strict", context_management={"edits": edits})
+    assert refusal.param == "context_management.edits"
+
+
 def test_accepts_a_coding_agents_request() -> None:
     """Its cache directives reach the call."""
     wide = {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}
