@@ -162,6 +162,18 @@ def make(name: str, **more: Any) -> Any:
     return model
 
 
+def sizes_in_c(name: str) -> dict[str, int]:
+    """Return sizes of a family's tiny model that the C kernels take."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    if TINY[name][1].get("head_dim"):
+        heads["head_dim"] = 32
+    if name.startswith("qwen3") and name in RECURRENT:
+        heads["linear_value_head_dim"] = 48
+    if "mamba_d_state" in TINY[name][1]:
+        heads["mamba_d_state"] = 32
+    return heads
+
+
 def save_folder(model: Any, folder: Path) -> Path:
     """Save a model with a byte-level tokenizer; return the folder."""
     model.save_pretrained(folder)

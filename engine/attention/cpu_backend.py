@@ -43,8 +43,9 @@ Pieces = dict[int, list[RowPiece]]
 class CpuPlace(Struct, frozen=True):
     """A step as the layers of one KV group see it: int32, but `slots` is int64.
 
-    `own_keys` [T]: which key of its table each token's own is; its position, but under an attention
-    window, where the table has the blocks alone that are read.
+    `slots` [T]: -1 for a silent token, whose KV is cached. `own_keys` [T]: which key of its table
+    each token's own is; its position, but under an attention window, where the table has the blocks
+    alone that are read.
     """
 
     tables: Ints
@@ -88,7 +89,10 @@ class CpuAttention:
                 own_keys[first:end] = torch.arange(piece.at, piece.at + end - first)
         offsets = np.cumsum([0, *map(len, tables)]).tolist()
         cut = self._cut(plan, starts, offsets, pieces)
-        places = [CpuPlace(_joined(tables), batch.slots[0], *cut, own_keys)]
+        slots = batch.slots[0]
+        if batch.written is not None:
+            slots = torch.full_like(slots, -1).index_copy_(0, batch.written, slots[batch.written])
+        places = [CpuPlace(_joined(tables), slots, *cut, own_keys)]
         if len(batch.slots) > 1:
             # In a window group each row reads by its own table: another's may have holes where
             # the row still sees keys. A request's window is none of these layers'.

@@ -140,6 +140,21 @@ class Delta(Struct, frozen=True, forbid_unknown_fields=True):
         return self.value_heads * self.value_dim
 
     @property
+    def heads(self) -> int:
+        """States of a layer."""
+        return self.value_heads
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys, each of which serves as many value heads."""
+        return self.key_heads
+
+    @property
+    def inner(self) -> int:
+        """Channels that all heads read."""
+        return self.values
+
+    @property
     def channels(self) -> int:
         """Channels of the short convolution."""
         return 2 * self.keys + self.values
@@ -278,14 +293,12 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     @property
     def fits_c_kernels(self) -> bool:
-        """Whether the C kernels compute the whole model: everything but latents and recurrent
-        layers."""
+        """Whether the C kernels compute the whole model: everything but latents."""
         # The C path folds the residual's factor into the stream, which a block must norm then.
         is_foldable = self.place != "post" or self.residual_scale == 1.0
         # Biases of an MLP are known to C but those of one beside experts.
         has_biased_share = self.mlp_bias and self.moe is not None and self.moe.shared != ""
-        is_attention = self.latent is None and not self.recurrent_layers and not self.output_gate
-        return is_attention and is_foldable and not has_biased_share
+        return self.latent is None and is_foldable and not has_biased_share
 
 
 _RECURRENT = ("conv", "delta", "mamba")

@@ -21,6 +21,8 @@ from engine.model_store import Architecture
 from engine.models.cpu_experts import CpuExperts
 from engine.models.layers import TensorSource
 from engine.models.packing import Packer
+from engine.models.recurrent_blocks import DELTA_PARTS
+from engine.states.cpu_states import CpuStates
 from engine.weights import Weights
 from kernels.cpu import build as cpu
 from kernels.cpu.build import Kernels, compile_library
@@ -49,13 +51,12 @@ def load_kernels(config: Architecture, threads: int) -> Kernels | None:
     except OSError:
         log.warning("kernels_not_loadable: steps run in torch, slower")
         return None
-    if config.head_dim % kernels.head_dim_step == 0 and not any(
-        width % cpu.PANEL for width in _widths(config)
-    ):
+    widths = [*_widths(config), *_recurrent_widths(config)]
+    if config.head_dim % kernels.head_dim_step == 0 and not any(w % cpu.PANEL for w in widths):
         return kernels
     kernels.close()
     log.info("kernels_not_used: the C kernels take no heads of %d channels or widths of %s; steps"
-             " run in torch, slower", config.head_dim, _widths(config))  # fmt: skip
+             " run in torch, slower", config.head_dim, widths)  # fmt: skip
     return None
 
 
@@ -69,6 +70,14 @@ def _widths(config: Architecture) -> list[int]:
     return widths
 
 
+def _recurrent_widths(config: Architecture) -> list[int]:
+    """Return the channels that recurrent layers take a vector at a time."""
+    if (rule := config.rule) is None:
+        return []
+    # Rows of Mamba-2's states are taken one by one.
+    return [*rule.state[1 if config.delta else 2 :], rule.inner, rule.inner // rule.groups]
+
+
 class CpuDecoder:
     """`engine.models.interface.Model` in C: packed weights and scratch memory."""
 
@@ -79,9 +88,10 @@ class CpuDecoder:
         kernels: Kernels,
         kv: KvStorage,
         context: int,
+        states: CpuStates | None = None,
     ) -> None:
         """Removes the tensors from `weights`; they are all bf16 or all fp32, or packed as
-        `cpu_form` keeps them."""
+        `cpu_form` keeps them. `states`: of the architecture's recurrent layers, if it has any."""
         self.config = config
         self._spec = attention_spec(config)
         self._kernels = kernels
@@ -91,7 +101,9 @@ class CpuDecoder:
         embeddings = top.weight("model.embed_tokens")
         moe = config.moe
         self._experts = None if moe is None else CpuExperts(config, moe, self._packer)
-        depths = (*_widths(config), self._spec.query_width)
+        self._recurrence = None if states is None else CpuRecurrence(config, states, self._packer)
+        width = self._recurrence.width if self._recurrence else config.hidden
+        depths = (*_widths(config), self._spec.query_width, width)
         self._kind = _kind(embeddings.dtype, kernels, depths)
         places = list(zip(kv.format.group_of_layer, kv.format.row_of_layer, strict=True))
         tables = {
@@ -130,6 +142,7 @@ class CpuDecoder:
             cap=config.score_cap,
             embed_scale=config.embed_scale / config.residual_scale,
             **({} if self._experts is None else self._experts.fields()),
+            **({} if self._recurrence is None else self._recurrence.fields()),
             kv_rows=kv.format.layers,
             gated=cpu.SILU if config.activation == "silu" else cpu.GELU,
             layer=layers,
@@ -151,7 +164,13 @@ class CpuDecoder:
         assert work is not None
         tokens, config = work.tokens, self.config
         assert len(token_ids) == tokens
-        width = self._spec.query_width
+        reader, width, more = self._spec.qkv_width, self._spec.query_width, dict[str, int]()
+        if config.output_gate:
+            more["gates"] = self._scratch_rows("gates", tokens, width).data_ptr()
+        if (recurrence := self._recurrence) is not None:
+            reader, width = max(reader, recurrence.reader_width), max(width, recurrence.width)
+            convolved = self._scratch_rows("convolved", tokens, recurrence.channels)
+            more |= recurrence.work() | {"convolved": convolved.data_ptr()}
         widest = max(*_widths(config), width)
         normed = self._scratch_rows("normed", tokens, config.hidden)
         self._kernels.forward(
@@ -164,11 +183,12 @@ class CpuDecoder:
                 place=(cpu.CPlace * len(work.places))(*map(c_place, work.places)),
                 hidden=self._scratch_rows("hidden", tokens, config.hidden).data_ptr(),
                 normed=normed.data_ptr(),
-                qkv=self._scratch_rows("qkv", tokens, self._spec.qkv_width).data_ptr(),
+                qkv=self._scratch_rows("qkv", tokens, reader).data_ptr(),
                 attended=self._scratch_rows("attended", tokens, width).data_ptr(),
                 activated=self._scratch_rows("activated", tokens, config.intermediate).data_ptr(),
                 pairs=self._scratch_rows("pairs", tokens, widest).data_ptr(),
                 **({} if self._experts is None else self._experts.scratch(tokens)),
+                **more,
             ),
         )
         return normed if output_rows is None else normed[output_rows]
@@ -192,9 +212,9 @@ class CpuDecoder:
         source = TensorSource(weights, f"model.layers.{index}.")
         config = self.config
 
-        linear = self._packer.linear
+        linear, mixer = self._packer.linear, config.layers[index].mixer
         names = list(config.layer_norms)
-        if config.qk_norm:
+        if config.qk_norm and mixer == "gqa":
             names += ["self_attn.q_norm", "self_attn.k_norm"]
         norms = {name: self._packer.keep(source.weight(name).float()) for name in names}
         layer = cpu.CLayer(
@@ -210,11 +230,17 @@ class CpuDecoder:
             group=place[0],
             kv_row=place[1],
         )
-        layer.qkv, layer.qkv_bias, layer.qkv_packing = linear(
-            source, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
-        )
-        layer.output, layer.output_bias, layer.output_packing = linear(source, "self_attn.o_proj")
-        if config.sinks:
+        reader, output = (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+                          "self_attn.o_proj")  # fmt: skip
+        if mixer != "gqa":
+            assert self._recurrence is not None, "a layer is recurrent, and there are no states"
+            reader, output = self._recurrence.maps
+            layer.recurrence = ctypes.pointer(self._recurrence.pack(source, index))
+        elif config.output_gate:
+            layer.gate, layer.gate_bias, layer.gate_packing = linear(source, "self_attn.gate_proj")
+        layer.qkv, layer.qkv_bias, layer.qkv_packing = linear(source, *reader)
+        layer.output, layer.output_bias, layer.output_packing = linear(source, output)
+        if config.sinks and mixer == "gqa":
             layer.sinks = self._packer.keep(source.tensor("self_attn.sinks").float())
         if config.layers[index].ffn == "dense":
             layer.gate_up, layer.gate_up_bias, layer.gate_up_packing = linear(
@@ -236,6 +262,78 @@ class CpuDecoder:
         if scratch is None or len(scratch) < rows:
             scratch = self._scratch[name] = torch.empty(rows, columns)
         return scratch[:rows]
+
+
+class CpuRecurrence:
+    """The recurrent layers of a model in C: the same as `engine.models.recurrent_blocks`, in
+    `kernels/cpu/cpu_recurrent.c`.
+
+    `channels`: of their convolution. `reader_width`, `width`: of what the first of a layer's two
+    maps gives, and of what the second takes.
+    """
+
+    def __init__(self, config: Architecture, states: CpuStates, packer: Packer) -> None:
+        self._config, self._states, self._packer = config, states, packer
+        rule = config.rule
+        self.channels = config.hidden if rule is None else rule.channels
+        self.width = config.hidden if rule is None else rule.inner
+        self.reader_width = 3 * config.hidden
+        if rule is not None:
+            logits = rule.heads * (2 if config.delta else 1)
+            self.reader_width = rule.channels + rule.inner + logits
+
+    @property
+    def maps(self) -> tuple[list[str], str]:
+        """Names of the parts of a layer's first map, and of its second."""
+        if self._config.delta is not None:
+            return list(DELTA_PARTS), "linear_attn.out_proj"
+        name = "conv" if self._config.mamba is None else "mamba"
+        return [f"{name}.in_proj"], f"{name}.out_proj"
+
+    def fields(self) -> dict[str, int]:
+        """Return the fields of `CModel` that recurrent layers have."""
+        config, rule = self._config, self._config.rule
+        own = {
+            "rule": cpu.RULES.index("delta" if config.delta else "mamba" if rule else "conv"),
+            "conv_width": config.conv_width,
+            "conv_channels": self.channels,
+            "reader_width": self.reader_width,
+        }
+        if rule is not None:
+            heads, rows, columns = rule.state
+            own |= {"rule_heads": heads, "rule_rows": rows, "rule_columns": columns}
+            own["rule_groups"] = rule.groups
+        return own
+
+    def pack(self, source: TensorSource, index: int) -> cpu.CRecurrence:
+        """Pack what a layer has between its two maps."""
+        keep, layout = self._packer.keep, self._states.layout
+        name = "linear_attn" if self._config.delta else "mamba" if self._config.mamba else "conv"
+        taps, bias = source.whole(f"{name}.conv")
+        inputs, matrices = layout.starts(index)
+        found = cpu.CRecurrence(
+            taps=keep(taps.float().T.contiguous()), inputs_at=inputs, matrices_at=matrices
+        )
+        if bias is not None:
+            found.taps_bias = keep(bias.float())
+        if self._config.rule is not None:
+            found.rate = keep(source.tensor(f"{name}.A_log").float().exp())
+            found.dt_bias = keep(source.tensor(f"{name}.dt_bias").float())
+            found.norm = keep(source.weight(f"{name}.norm").float())
+        if self._config.mamba is not None:
+            found.through = keep(source.tensor(f"{name}.D").float())
+        return found
+
+    def work(self) -> dict[str, int]:
+        """Return the fields of `CWork` that say where the step's states are."""
+        states = self._states
+        return {
+            "rows": len(states.slots),
+            "row_first": states.firsts.ctypes.data,
+            "row_slot": states.slots.ctypes.data,
+            "states": states.data.data_ptr(),
+            "state_bytes": states.layout.bytes,
+        }
 
 
 def c_place(place: CpuPlace) -> cpu.CPlace:

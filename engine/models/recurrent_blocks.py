@@ -13,7 +13,8 @@ from engine.model_store import Architecture
 from engine.models.layers import Ops, Rows, TensorSource
 from engine.states.interface import States
 
-_PARTS = tuple(f"linear_attn.{name}_proj" for name in ("q", "k", "v", "z", "b", "a"))
+DELTA_PARTS = tuple(f"linear_attn.{name}_proj" for name in ("q", "k", "v", "z", "b", "a"))
+"""Parts of the first linear map of a layer of the gated delta rule."""
 
 
 class ConvolutionBlock:
@@ -48,7 +49,7 @@ class DeltaBlock:
         assert config.delta is not None, "a layer of the delta rule"
         self._delta, self._eps, self._states = config.delta, config.norm_eps, states
         self._gated_norm = ops.gated_norm
-        self.reader = ops.linear(*source.joined(*_PARTS))
+        self.reader = ops.linear(*source.joined(*DELTA_PARTS))
         self._taps = source.weight("linear_attn.conv")
         self._rate = source.tensor("linear_attn.A_log").float().exp()
         self._dt_bias = source.tensor("linear_attn.dt_bias").float()

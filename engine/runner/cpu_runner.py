@@ -45,7 +45,9 @@ from engine.runner.loaded_model import (
 )
 from engine.sampling.logprobs import logprob_entries
 from engine.sampling.sampler import FAILURES, Sampler
-from engine.states.sequence_states import SequenceStates, blocks_of_state
+from engine.states.cpu_states import CpuStates
+from engine.states.places import blocks_of_state
+from engine.states.sequence_states import SequenceStates
 from engine.weights import load_packed
 
 CPU = torch.device("cpu")
@@ -91,16 +93,16 @@ class CpuRunner:
         weights = load_packed(card, dtype, device, cpu_form(dtype, keeping))
         self.model: Model[Any]  # takes the attention backend that is made beside it
         self.attention: AttentionBackend
-        self.states: SequenceStates | None = None
-        if card.config.recurrent_layers:
-            pool = self.kv.data.view(torch.uint8).flatten(1)
-            self.states = SequenceStates(card.config, dtype, device, pool)
+        self.states: SequenceStates | CpuStates | None = None
+        pool = self.kv.data.view(torch.uint8).flatten(1) if card.config.recurrent_layers else None
         if kernels is not None:
-            self.model = CpuDecoder(card.config, weights, kernels, self.kv, context)
-            self.attention = CpuAttention(attention_spec(card.config))
+            states = None if pool is None else CpuStates(card.config, pool)
+            self.model = CpuDecoder(card.config, weights, kernels, self.kv, context, states)
+            self.attention, self.states = CpuAttention(attention_spec(card.config)), states
         else:
-            self.model = DecoderModel(card.config, weights, TorchOps(), self.states)
-            self.attention = TorchAttention(card.config, self.kv, context)
+            own = None if pool is None else SequenceStates(card.config, dtype, device, pool)
+            self.model = DecoderModel(card.config, weights, TorchOps(), own)
+            self.attention, self.states = TorchAttention(card.config, self.kv, context), own
         self.sampler = Sampler(card.config.vocab)
         self._tokens_max = min(context, blocks * self.block_size)
         self._last: dict[int, int] = {}

@@ -40,7 +40,7 @@ from engine.runner.warmup import WarmupLimits, warmup_plans
 from engine.sampling.gpu_sampler import Draws, GpuSampler
 from engine.sampling.sampler import FAILURES
 from engine.states.gpu_states import GpuStates
-from engine.states.sequence_states import blocks_of_state
+from engine.states.places import blocks_of_state
 from engine.states.step_runs import fill_runs
 
 BUCKETS = (

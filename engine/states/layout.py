@@ -34,6 +34,10 @@ class StateLayout:
                 inputs, self._take(math.prod(self._matrices_shape) * self._matrices_dtype.itemsize)
             )  # fmt: skip
 
+    def starts(self, layer: int) -> tuple[int, int]:
+        """Return where a layer's inputs and its matrices begin, in bytes."""
+        return self._starts[layer]
+
     def inputs(self, data: torch.Tensor, layer: int) -> torch.Tensor:
         """Return the last inputs of a layer [N, W - 1, C], a view of N sequences' bytes [N, B]."""
         return _view(data, self._starts[layer][0], self._dtype, self._inputs_shape)

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
-from ctypes import POINTER, c_float, c_int32, c_void_p
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -27,7 +27,8 @@ from kernels.reference_weights import Packed
 FOLDER = Path(__file__).parent
 SOURCES = (
     "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_mxfp4.c",
-    "cpu_int4.c", "cpu_experts.c", "cpu_decoder.c", "cpu_kv_formats.c", "cpu_kv_int8.c",
+    "cpu_int4.c", "cpu_experts.c", "cpu_recurrent.c", "cpu_decoder.c", "cpu_kv_formats.c",
+    "cpu_kv_int8.c",
 )  # fmt: skip
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = (
@@ -94,6 +95,24 @@ class CExperts(ctypes.Structure):
     )  # fmt: skip
 
 
+RULES = ("", "conv", "delta", "mamba")
+"""Mixers of recurrent layers, in the order of `cpu.h`."""
+
+RECURRENT_STEP = 16
+"""The number of which the channels of recurrent layers must be multiples, in each part."""
+
+
+class CRecurrence(ctypes.Structure):
+    """`Recurrence` of `cpu.h`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in (
+            "taps", "taps_bias", "rate", "dt_bias", "through", "norm",
+        )),
+        ("inputs_at", c_int64), ("matrices_at", c_int64),
+    )  # fmt: skip
+
+
 class CLayer(ctypes.Structure):
     """`Layer` of `cpu.h`."""
 
@@ -108,6 +127,8 @@ class CLayer(ctypes.Structure):
             "kv_row",
         )),
         ("experts", POINTER(CExperts)),
+        ("recurrence", POINTER(CRecurrence)),
+        ("gate", c_void_p), ("gate_bias", c_void_p), ("gate_packing", c_int32),
     )  # fmt: skip
 
 
@@ -128,6 +149,10 @@ class CModel(ctypes.Structure):
             "renormalise", "expert_groups", "expert_groups_kept",
         )),
         ("expert_scale", c_float),
+        *((name, c_int32) for name in (
+            "rule", "conv_width", "conv_channels", "reader_width", "rule_heads", "rule_groups",
+            "rule_rows", "rule_columns",
+        )),
         ("layer", POINTER(CLayer)),
         *((name, c_void_p) for name in ("embeddings", "norm", "head", "kv")),
     )  # fmt: skip
@@ -156,6 +181,8 @@ class CWork(ctypes.Structure):
             "expert_rows", "expert_activated", "expert_pairs", "mixed", "shared",
             "shared_activated",
         )),
+        ("rows", c_int32), ("row_first", c_void_p), ("row_slot", c_void_p), ("states", c_void_p),
+        ("state_bytes", c_int64), ("convolved", c_void_p), ("gates", c_void_p),
     )  # fmt: skip
 
 

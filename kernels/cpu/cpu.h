@@ -356,6 +356,17 @@ typedef struct {
     const float *shared_gate; /* [hidden]: that MLP counts times the sigmoid of this gate; or NULL */
 } Experts;
 
+enum { NO_RULE = 0, CONVOLUTION = 1, DELTA = 2, MAMBA = 3 };
+
+/* A mixer with a recurrent state, in place of attention; see cpu_recurrent.c. */
+typedef struct {
+    const float *taps;      /* [conv_width][conv_channels]; the last is the input's own */
+    const float *taps_bias; /* [conv_channels], or NULL */
+    const float *rate, *dt_bias, *through; /* [rule_heads]; `through` of MAMBA */
+    const float *norm; /* of what heads read: [rule_columns] of DELTA, [all heads' rows] of MAMBA */
+    int64_t inputs_at, matrices_at; /* bytes of a sequence's states before the layer's */
+} Recurrence;
+
 typedef struct {
     const float *attention_norm, *mlp_norm; /* of what a block reads, or NULL */
     const uint32_t *qkv, *output, *gate_up, *down;
@@ -368,6 +379,10 @@ typedef struct {
     int32_t window; /* a token sees so many keys, its own the last; 0: all */
     int32_t group, kv_row; /* the layer's KV group, and its place in the group's blocks */
     const Experts *experts; /* instead of the MLP, or NULL */
+    const Recurrence *recurrence; /* instead of attention, or NULL; `qkv` is its first map */
+    const uint32_t *gate; /* what attention reads counts times the sigmoid of this map; or NULL */
+    const float *gate_bias;
+    int32_t gate_packing;
 } Layer;
 
 typedef struct {
@@ -389,6 +404,10 @@ typedef struct {
     int32_t renormalise;  /* weights of a token's experts sum to expert_scale */
     int32_t expert_groups, expert_groups_kept; /* experts are chosen in the best groups only */
     float expert_scale;
+    int32_t rule; /* of the recurrent layers: a kind of `Recurrence` */
+    int32_t conv_width, conv_channels, reader_width; /* of w->qkv in recurrent layers */
+    int32_t rule_heads, rule_groups; /* states of a layer; heads that give keys, or b and c */
+    int32_t rule_rows, rule_columns; /* of a state: keys and values, or channels and states */
     const Layer *layer;
     const void *embeddings; /* [vocab, hidden], fp32 when WIDE, else bf16; NULL: the head's panels */
     const float *norm;
@@ -432,7 +451,21 @@ typedef struct {
     float *expert_rows, *expert_activated;          /* [rows, hidden], [rows, expert_width] */
     uint32_t *expert_pairs;                         /* [rows, the wider of both / 2] */
     float *mixed, *shared, *shared_activated; /* [tokens, hidden], the same, [tokens, shared_width] */
+    /* Of recurrent layers: tokens [row_first[i], row_first[i + 1]) are row i, whose sequence has its
+     * states in place row_slot[i]. */
+    int32_t rows;
+    const int32_t *row_first;
+    const int64_t *row_slot;
+    uint8_t *states;
+    int64_t state_bytes;
+    float *convolved; /* [tokens, conv_channels] */
+    float *gates;     /* [tokens, heads * head_dim], of attention; or NULL */
 } Work;
+
+/* Return the channels of what recurrent layers write to w->attended. */
+int mixer_width(const Model *m);
+/* Compute a mixer with a recurrent state, from w->qkv to w->attended; changes the rows' states. */
+void mix_recurrent(Pool *pool, const Model *m, const Work *w, const Recurrence *r);
 
 /* Write to w->mixed what the experts make of x [tokens, hidden], at most w->expert_tokens. */
 void mix_experts(Pool *pool, const Model *m, const Work *w, const Experts *e, const float *x,

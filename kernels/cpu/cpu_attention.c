@@ -59,6 +59,7 @@ void rope_kv_write(const Model *m, const Work *w, int layer, int first, int end)
         if (l->q_norm) norm_queries_and_keys(m, l, qkv);
         for (int head = 0; head < m->heads + m->kv_heads; head++)
             rotate(qkv + head * dim, l->cos + at, l->sin + at, dim / 2);
+        if (slots[token] < 0) continue; /* its KV is cached */
         const int64_t block = slots[token] / BLOCK;
         const int slot = (int)(slots[token] % BLOCK);
         for (int head = 0; head < m->kv_heads; head++) {
@@ -386,6 +387,11 @@ void attend(const Model *m, const Work *w, int layer, int bundle, int kv_head) {
         const size_t at = (token * m->heads + kv_head * group + row % group) * dim;
         const float total = sum_of(load(sum + row * LANES));
         for (int d = 0; d < dim; d++) out[row * dim + d] /= total;
+        if (m->layer[layer].gate)
+            for (int d = 0; d < dim; d += LANES) {
+                const vf gate = 1.0f + exp_of(-load(w->gates + at + d));
+                store(out + row * dim + d, load(out + row * dim + d) / gate);
+            }
         if (takes_pairs(m->kind))
             to_pairs(out + row * dim, (uint32_t *)w->attended + at / 2, dim);
         else

@@ -157,14 +157,24 @@ void decoder_forward(Pool *pool, const Model *m, const Work *w) {
     for (p.layer = 0; p.layer < m->layers; p.layer++) {
         const Layer *layer = m->layer + p.layer;
         const float *x = norm_hidden(pool, &p, layer->attention_norm, pairs);
-        product(pool, &(Product){x, layer->qkv, w->qkv, w->pairs, tokens, channels, wider,
-                                 m->kind, STORE, layer->qkv_bias,
-                                 .packing = layer->qkv_packing,
-                                 .has_pairs = pairs && layer->attention_norm});
-        over_tokens(pool, rope_task, &p);
-        pool_run(pool, attend_task, &p, w->bundles * m->kv_heads);
+        const int is_paired = pairs && layer->attention_norm;
+        product(pool, &(Product){x, layer->qkv, w->qkv, w->pairs, tokens, channels,
+                                 layer->recurrence ? m->reader_width : wider, m->kind, STORE,
+                                 layer->qkv_bias, .packing = layer->qkv_packing,
+                                 .has_pairs = is_paired});
+        if (layer->gate)
+            product(pool, &(Product){x, layer->gate, w->gates, w->pairs, tokens, channels, width,
+                                     m->kind, STORE, layer->gate_bias,
+                                     .packing = layer->gate_packing, .has_pairs = is_paired});
+        if (layer->recurrence) {
+            mix_recurrent(pool, m, w, layer->recurrence);
+        } else {
+            over_tokens(pool, rope_task, &p);
+            pool_run(pool, attend_task, &p, w->bundles * m->kv_heads);
+        }
         add_product(pool, &p, w->attended, layer->output, layer->output_packing,
-                    layer->output_bias, width, layer->attention_output_norm);
+                    layer->output_bias, layer->recurrence ? mixer_width(m) : width,
+                    layer->attention_output_norm);
         if (!m->parallel)
             x = norm_hidden(pool, &p, layer->mlp_norm, layer->experts ? NULL : pairs);
         if (layer->experts) {

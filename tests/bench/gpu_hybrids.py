@@ -41,7 +41,8 @@ from engine.models.layers import TorchOps
 from engine.plan import BegunSequence, Row, StepPlan
 from engine.runner.gpu_build import assemble
 from engine.states.gpu_states import GpuStates
-from engine.states.sequence_states import SequenceStates, blocks_of_state
+from engine.states.places import blocks_of_state
+from engine.states.sequence_states import SequenceStates
 from engine.weights import Tensors, random_weights
 from kernels import reference
 from kernels.gpu import tree_attention

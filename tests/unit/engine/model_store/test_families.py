@@ -141,6 +141,8 @@ def test_impossible_architecture_is_refused(change: dict[str, Any]) -> None:
         ({"mlp_bias": True, "moe": SHARED}, False),
         ({"mlp_bias": True, "moe": msgspec.structs.replace(SHARED, shared="")}, True),
         ({"moe": SHARED}, True),
+        ({"output_gate": True}, True),
+        ({"layers": (Layer("conv"), Layer()), "conv_width": 3}, True),
     ],
 )
 def test_architecture_knows_which_kernels_fit(change: dict[str, Any], fits_c: bool) -> None:
