@@ -91,6 +91,11 @@ long ones, and another tenant's request waits for one and a half of them. A CPU'
 length would hold few tokens."""
 
 
+SPARE_SEATS = 32
+"""Places of sequences on a GPU beyond `sequences_max`, for those that begin in the step in which
+others end; one more is for padding. Recurrent layers have a state for each."""
+
+
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The settings of one engine.
 

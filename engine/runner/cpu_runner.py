@@ -309,7 +309,7 @@ def build_runner(card: ModelCard, config: EngineConfig, device: torch.device = C
     form = _kv_format(card.config, config, kernels, device)
     blocks = blocks_of(form, config)
     runner = CpuRunner(card, config, blocks=blocks, context=context, kernels=kernels, device=device)
-    check_room_for_states(card.config, runner.state_blocks, blocks, form)
+    check_room_for_states(card.config, runner.state_blocks, form, config)
     runner.warm_up()
     return LoadedModel(
         runner,

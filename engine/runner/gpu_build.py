@@ -15,7 +15,7 @@ import torch
 
 from engine.attention.gpu_backend import lacks_latent_kernel
 from engine.attention.interface import attention_spec, lacks_attention_windows
-from engine.config import EngineConfig
+from engine.config import SPARE_SEATS, EngineConfig
 from engine.errors import ModelError
 from engine.kv.format import KvFormat, kv_format
 from engine.kv.storage import KvPool, KvShards, KvStorage
@@ -28,7 +28,7 @@ from engine.model_store.tensors import lane_architecture
 from engine.models.decoder import DecoderModel
 from engine.models.gpu_layers import GpuOps, gpu_form
 from engine.runner.cpu_runner import build_runner
-from engine.runner.gpu_runner import SCORED_ROWS, SPARE_SEATS, GpuRunner
+from engine.runner.gpu_runner import SCORED_ROWS, GpuRunner
 from engine.runner.loaded_model import (
     LoadedModel,
     blocks_of,
@@ -37,6 +37,8 @@ from engine.runner.loaded_model import (
 )
 from engine.runner.warmup import WarmupLimits
 from engine.states.gpu_states import GpuStates, lacks_rule_kernel
+from engine.states.layout import StateLayout
+from engine.states.places import blocks_of_state
 from engine.weights import Weights, load_shares
 
 log = logging.getLogger("trunkline.engine")
@@ -77,13 +79,15 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
     context = context_of(card.config, config)
     kv_dtype = torch.int8 if config.kv_dtype == "int8" else torch.bfloat16
     kv_form = kv_format(card.config, kv_dtype, config.block_size, has_groups=True, lanes=lanes)
-    blocks = blocks_of(kv_form, config)
+    states_bytes = states_of(card.config, config, kv_form)
+    blocks = blocks_of(kv_form, config, states_bytes)
     limits = WarmupLimits(
         block_size=config.block_size, blocks=blocks, context=context, vocab=card.config.vocab,
         sequences=config.sequences_max, step_tokens=config.step_tokens_max,
         kv_groups=kv_form.blocks_per_run,
     )  # fmt: skip
-    with out_of_memory_as_model_error(blocks * kv_form.block_bytes, config.step_tokens_max):
+    kv_bytes = blocks * kv_form.block_bytes + states_bytes
+    with out_of_memory_as_model_error(kv_bytes, config.step_tokens_max):
         form = gpu_form(config.weights)
         weights = load_shares(card, torch.bfloat16, devices, form, share)
         runner, kv = assemble(
@@ -91,7 +95,6 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
             seats=config.sequences_max + SPARE_SEATS,
             tokens_max=config.step_tokens_max + config.sequences_max,
         )  # fmt: skip
-        check_room_for_states(card.config, runner.state_blocks, blocks, kv_form)
         with torch.inference_mode():
             runner.warm_up(limits)
             is_drafting = may_draft(card.config, config)
@@ -101,6 +104,18 @@ def build_gpu_runner(card: ModelCard, config: EngineConfig) -> LoadedModel:
         attention_lacks=lacks_attention_windows(card.config, kv_form),
         state_blocks=runner.state_blocks,
     )  # fmt: skip
+
+
+def states_of(model: Architecture, config: EngineConfig, form: KvFormat) -> int:
+    """Return the bytes of running sequences' states, which lie at the runner's seats beside the
+    blocks. Raises ModelError `no_memory` where they leave no room for a kept one."""
+    if not model.recurrent_layers:
+        return 0
+    layout = StateLayout(model, torch.bfloat16)
+    taken = (config.sequences_max + SPARE_SEATS + 1) * layout.bytes
+    kept = 0 if model.run_up else blocks_of_state(layout, form.block_bytes)
+    check_room_for_states(model, kept, form, config, taken)
+    return taken
 
 
 def lane_devices(wanted: int, found: int) -> list[torch.device]:

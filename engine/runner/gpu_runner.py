@@ -29,6 +29,7 @@ import torch
 from engine.api import SampledToken, Sampling
 from engine.attention.gpu_backend import GpuAttention
 from engine.attention.interface import LayerAttention
+from engine.config import SPARE_SEATS
 from engine.kv.storage import KvStorage
 from engine.lanes.crew import Crew
 from engine.models.interface import Model
@@ -71,9 +72,6 @@ would cost 1 to 6 % of the step."""
 
 TILE_KEYS_MAX = 128
 """Keys that attention reads at once, at most: some lie behind a row's last and are masked."""
-SPARE_SEATS = 32
-"""Seats beyond `sequences_max`, for sequences that begin in the step in which others end."""
-
 RESULT_BUFFERS = 3
 """Pinned host buffers for sampled tokens: steps whose tokens may be in flight to the host."""
 

@@ -51,20 +51,36 @@ def context_of(model: Architecture, config: EngineConfig) -> int:
     return min(model.context, config.context_tokens_max or model.context)
 
 
-def blocks_of(form: KvFormat, config: EngineConfig) -> int:
-    """Return the blocks of an engine's KV memory: `kv_blocks`, or what `kv_memory_mib` holds."""
-    return config.kv_blocks or max(1, config.kv_memory_mib * 2**20 // form.block_bytes)
+def blocks_of(form: KvFormat, config: EngineConfig, beside_bytes: int = 0) -> int:
+    """Return the blocks of an engine's KV memory: `kv_blocks`, or what `kv_memory_mib` holds beside
+    so many bytes of running sequences' states; at least one."""
+    left = config.kv_memory_mib * 2**20 - beside_bytes
+    return config.kv_blocks or max(1, left // form.block_bytes)
 
 
 def check_room_for_states(
-    model: Architecture, state_blocks: int, blocks: int, form: KvFormat
-) -> None:
-    """Raise ModelError `no_memory` where a pool has no room for a kept state beside a sequence."""
-    least = state_blocks + 2
-    if state_blocks and blocks < least:
-        mib = -(-least * form.block_bytes // 2**20)
+    model: Architecture, state_blocks: int, form: KvFormat, config: EngineConfig,
+    beside_bytes: int = 0,
+) -> None:  # fmt: skip
+    """Raise ModelError `no_memory` where a pool has no room for a kept state beside a sequence.
+    `state_blocks`: of a kept state; `beside_bytes`: see `blocks_of`."""
+    blocks, least = blocks_of(form, config, beside_bytes), state_blocks + 2
+    if not state_blocks or blocks >= least:
+        return
+    if config.kv_blocks:
         raise ModelError(
             "no_memory",
-            f"engine.kv_memory_mib or kv_blocks gives {blocks} blocks; a state of {model.family}"
-            f" takes {state_blocks}: expected at least {least} blocks, {mib} MiB",
+            f"engine.kv_blocks is {config.kv_blocks}; a state of {model.family} takes"
+            f" {state_blocks}: expected at least {least}",
         )
+    beside_mib = -(-beside_bytes // 2**20)
+    mib = -(-(beside_bytes + least * form.block_bytes) // 2**20)
+    running = ""
+    if beside_bytes:
+        running = f", of which states of {config.sequences_max} running sequences take {beside_mib}"
+    raise ModelError(
+        "no_memory",
+        f"engine.kv_memory_mib is {config.kv_memory_mib}{running}; a state of {model.family} that"
+        f" is kept takes {state_blocks} blocks: expected at least {mib}"
+        + (", or a lower engine.sequences_max" if beside_bytes else ""),
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from engine.config import SPARE_SEATS, EngineConfig
 from engine.errors import ModelError
 from engine.model_store import Architecture, ModelCard, expected_shapes, load_card, resolve
 
@@ -46,6 +47,21 @@ def kv_bytes_per_token(shape: Architecture, kv_dtype: str) -> int:
     layers = len(shape.layers) - len(shape.recurrent_layers)
     head_bytes = shape.head_dim * VALUE_BYTES[kv_dtype] + SCALE_BYTES.get(kv_dtype, 0)
     return parts * layers * shape.kv_heads * head_bytes
+
+
+def state_bytes(shape: Architecture) -> int:
+    """Return the bytes of a sequence's state on a GPU, all recurrent layers: the last inputs of
+    convolutions in bf16, and matrices in fp32, each a multiple of 64 (`engine.states.layout`)."""
+    rule = shape.rule
+    channels = shape.hidden if rule is None else rule.channels
+    parts = [2 * max(0, shape.conv_width - 1) * channels]
+    parts.append(0 if rule is None else 4 * math.prod(rule.state))
+    return len(shape.recurrent_layers) * sum(-(-part // 64) * 64 for part in parts)
+
+
+def running_states_bytes(shape: Architecture, engine: EngineConfig) -> int:
+    """Return the bytes of `kv_memory_mib` that states of running sequences take on a GPU."""
+    return (engine.sequences_max + SPARE_SEATS + 1) * state_bytes(shape)
 
 
 def weights_of(shape: Architecture) -> int:

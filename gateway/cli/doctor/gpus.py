@@ -25,7 +25,7 @@ from gateway.engines.device_memory import (
     read_device_memory,
     runs_on_device,
 )
-from gateway.levels.model_cost import find_card, kv_bytes_per_token
+from gateway.levels.model_cost import find_card, kv_bytes_per_token, running_states_bytes
 
 LANES = (1, 2, 4, 8)
 """GPUs of one engine that a plan tries."""
@@ -39,12 +39,14 @@ def plan_lanes(
     card: ModelCard, engine: EngineConfig, free_mib: Sequence[int], file_mib: int
 ) -> Table:
     """Return a row for each number of GPUs that one engine of a model could have: memory of the
-    weights on each, tokens of KV in what is left of all, and whether that is enough.
+    weights on each, tokens of KV in what is left of all beside the states of running sequences, and
+    whether that is enough.
 
     `free_mib`: of each GPU, in order; the least of those used decides.
     """
     weights_mib = device_weights_mib(card, engine.weights, file_mib)
     token_bytes = kv_bytes_per_token(card.config, engine.kv_dtype)
+    states_bytes = running_states_bytes(card.config, engine)
     rows: Table = []
     for lanes in LANES:
         if lanes > len(free_mib):
@@ -52,7 +54,7 @@ def plan_lanes(
         lacking = lacks_lanes(card.config, lanes)
         own_mib = -(-weights_mib // lanes)
         left_mib = int(min(free_mib[:lanes]) * FREE_PART) - own_mib - ENGINE_DEVICE_MIB
-        tokens = max(0, left_mib) * lanes * 2**20 // token_bytes
+        tokens = max(0, left_mib * lanes * 2**20 - states_bytes) // token_bytes
         fits = not lacking and tokens >= KV_TOKENS_MIN
         note = lacking or ("" if fits else f"expected {KV_TOKENS_MIN:,} tokens of KV or more")
         rows.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from engine.kv.format import kv_format
 from engine.model_store import Architecture, Layer, Rope
 from engine.model_store.architecture import Delta, Latent, Mamba, Moe
 from engine.runner.gpu_build import (
@@ -19,7 +21,9 @@ from engine.runner.gpu_build import (
     lacking_kernel,
     may_draft,
     out_of_memory_as_model_error,
+    states_of,
 )
+from engine.runner.loaded_model import blocks_of
 from tests.models import prepared
 
 SHAPE = Architecture(
@@ -114,3 +118,28 @@ def test_too_many_blocks_for_gpu_memory_are_refused(tmp_path: Path) -> None:
         build_gpu_runner(prepared(tmp_path), EngineConfig(kv_memory_mib=2**24))
 
     assert caught.value.code == "no_memory"
+
+
+HYBRID = msgspec.structs.replace(
+    SHAPE, layers=(Layer("delta"),) * 3 + (Layer(),), delta=Delta(4, 8, 128, 128), conv_width=4
+)
+
+
+def test_states_of_running_sequences_are_within_the_memory_of_kv() -> None:
+    """A pool that they leave no room names the number that would do, and that number does."""
+    form = kv_format(HYBRID, torch.bfloat16, 16)
+    small = EngineConfig(kv_memory_mib=100)
+
+    with pytest.raises(ModelError, match="states of 64 running sequences") as caught:
+        states_of(HYBRID, small, form)
+
+    found = re.search(r"at least (\d+)", str(caught.value))
+    assert found is not None
+    least = int(found[1])
+    enough = EngineConfig(kv_memory_mib=least)
+    states_bytes = states_of(HYBRID, enough, form)
+    pool_bytes = blocks_of(form, enough, states_bytes) * form.block_bytes
+    assert pool_bytes + states_bytes <= least * 2**20
+    with pytest.raises(ModelError, match=r"lower engine\.sequences_max"):
+        states_of(HYBRID, EngineConfig(kv_memory_mib=least - 2), form)
+    assert states_of(HYBRID, EngineConfig(kv_memory_mib=100, sequences_max=8), form) < states_bytes

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from engine.model_store import Architecture, Layer, Rope
+from engine.model_store.architecture import Delta, Mamba
+from engine.states.layout import StateLayout
 from gateway.levels.model_cost import (
     find_card,
     flops_per_token,
     has_windows,
     kv_bytes_per_token,
+    state_bytes,
     weights_of,
 )
 from tests.models import prepared
@@ -54,6 +59,19 @@ def test_recurrent_layers_keep_no_kv() -> None:
     half = replace(LLAMA_8B, layers=(Layer("conv"), Layer()) * 16, conv_width=3)
 
     assert kv_bytes_per_token(half, "auto") * 2 == kv_bytes_per_token(LLAMA_8B, "auto")
+
+
+@pytest.mark.parametrize("rule", [Delta(16, 32, 128, 128), Mamba(5, 8, 3, 1), None])
+def test_states_cost_what_the_engine_lays_out(rule: Delta | Mamba | None) -> None:
+    """With odd sizes, whose parts are filled up."""
+    name: Literal["delta", "mamba", "conv"] = (
+        "delta" if isinstance(rule, Delta) else "mamba" if rule else "conv"
+    )
+    changes = {} if rule is None else {name: rule}
+    layers = (Layer(name), Layer(name), Layer())
+    shape = replace(LLAMA_8B, layers=layers, conv_width=4, **changes)
+
+    assert state_bytes(shape) == StateLayout(shape, torch.bfloat16).bytes
 
 
 def test_a_prepared_model_has_a_card(tmp_path: Path) -> None:
