@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import each_row
 from tests.tools.private_names import imported, inherited, nodes, reached_into
 
 ROOT = Path(__file__).parent.parent
@@ -337,7 +338,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("source", PLANTED)
+@each_row("source", PLANTED)
 def test_a_private_name_that_was_planted_is_found(source: str) -> None:
     """The searches above are of no use if they find nothing."""
     tree = ast.parse(source)

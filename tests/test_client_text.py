@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.tables import each_row
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("gateway", "engine", "tenancy")
@@ -94,7 +94,7 @@ def test_repeating_expressions_are_listed() -> None:
     assert found == REPEATING.keys()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("source", "is_found"),
     [
         (r're.compile(r"(a+)+")', True),

@@ -18,6 +18,7 @@ from gateway.config import Config, load_config
 from gateway.config.fleet import parse_replicas
 from gateway.fleet.keeping import MARKS, SERVES
 from gateway.http.authentication import ALL_ADDRESSES
+from tests.tables import each_row
 from tests.tools.binaries import needs
 from tests.unit.gateway.shared.valkey_server import ValkeyServer
 
@@ -361,7 +362,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each_row("name", REFUSED)
 def test_chart_refuses(name: str) -> None:
     """The error names the value; a misspelt one would be ignored silently."""
     values, says = REFUSED[name]

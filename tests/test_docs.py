@@ -6,8 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
+from tests.tables import each_row
 from tests.tools import model_tables
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +27,7 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@each_row("path", DOCUMENTS)
 def test_links_lead_somewhere(path: Path) -> None:
     """A reader follows every link of a document."""
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text()):
@@ -36,7 +35,7 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert (path.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@each_row("path", DOCUMENTS)
 def test_make_targets_exist(path: Path) -> None:
     """A reader can type every command of a document."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -44,9 +43,7 @@ def test_make_targets_exist(path: Path) -> None:
         assert target in targets, target
 
 
-@pytest.mark.parametrize(
-    "path", [one for folder in PRODUCT for one in (ROOT / folder).rglob("README.md")], ids=name_of
-)
+@each_row("path", [one for folder in PRODUCT for one in (ROOT / folder).rglob("README.md")])
 def test_modules_that_a_readme_names_exist(path: Path) -> None:
     """A newcomer reads the table of a folder's files first."""
     text = path.read_text()
@@ -72,7 +69,7 @@ def test_decisions_are_numbered_once() -> None:
     assert sorted(set(numbers)) == sorted(numbers)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs/adr").glob("[0-9]*.md")), ids=name_of)
+@each_row("path", sorted((ROOT / "docs/adr").glob("[0-9]*.md")))
 def test_a_decision_has_options_and_a_condition_to_reopen_it(path: Path) -> None:
     """Options that lost, and the condition that reopens a decision, save repeating the work."""
     text = path.read_text()
@@ -97,7 +94,7 @@ def prose_lines(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@each_row("path", DOCUMENTS)
 def test_prose_is_wrapped(path: Path) -> None:
     """Long lines make diffs and terminals hard to read."""
     longer = [line for line in prose_lines(path.read_text()) if len(line) > PROSE_COLUMNS_MAX]
@@ -165,7 +162,7 @@ FORBIDDEN = {
 }
 
 
-@pytest.mark.parametrize("word", FORBIDDEN)
+@each_row("word", FORBIDDEN)
 def test_code_uses_the_words_of_the_glossary(word: str) -> None:
     """A search for a word finds every place that means it."""
     for folder in PRODUCT:
@@ -241,7 +238,7 @@ def test_no_name_has_a_word_that_the_glossary_avoids() -> None:
     assert found.keys() == SAY_IT_ANYWAY.keys(), found
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "avoided", "qualifier", "expected"),
     [
         ("KvPages", "page", "of KV", True),

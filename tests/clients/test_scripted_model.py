@@ -15,6 +15,7 @@ from gateway.dialects.openai.chat import DIALECT
 from gateway.prompt import Renderer
 from tests.clients.scripted_model import ANSWER, CALLS, COMMAND, write_scripted_model
 from tests.models import prepared
+from tests.tables import each_row
 
 USER = {"role": "user", "content": "Run the probe"}
 FURTHER = {"role": "user", "content": "A reminder"}
@@ -82,7 +83,7 @@ def test_answers_without_a_tool_that_it_knows(scripted: Scripted, tools: tuple[s
     assert scripted.reply([USER], *tools) == (ANSWER, True)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each_row("name", CALLS)
 def test_knows_each_tool_of_its_table(scripted: Scripted, name: str) -> None:
     """Each agent names its shell otherwise."""
     text, ends = scripted.reply([USER], name)

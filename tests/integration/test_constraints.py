@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.tables import each_row
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 PATHS: dict[str, dict[str, Any]] = {
@@ -41,8 +42,8 @@ async def ask(gateway: GatewayFixture, path: str, **fields: Any) -> tuple[int, A
     return status, choice["text"] if "text" in choice else choice["message"]["content"]
 
 
-@pytest.mark.parametrize("path", sorted(PATHS))
-@pytest.mark.parametrize(
+@each_row("path", sorted(PATHS))
+@each_row(
     ("fields", "pattern"),
     [
         ({"guided_regex": "[xyz]{4}"}, "[xyz]{4}"),
@@ -64,8 +65,8 @@ async def test_answer_satisfies_its_constraint(
     await gateway.check_quiet()
 
 
-@pytest.mark.parametrize("path", sorted(PATHS))
-@pytest.mark.parametrize(
+@each_row("path", sorted(PATHS))
+@each_row(
     ("fields", "param"),
     [
         ({"guided_regex": "(a"}, "guided_regex"),

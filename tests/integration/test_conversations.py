@@ -15,6 +15,7 @@ from tenancy.errors import LedgerUnavailable
 from tenancy.types import wall_ms
 from tests.integration.test_stored_responses import create
 from tests.published_schema import violations
+from tests.tables import each_row
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytestmark = pytest.mark.usefixtures("room_for_turns")
@@ -166,7 +167,7 @@ async def test_no_other_tenant_or_workspace_sees_a_conversation(gateway: Gateway
     assert await texts(gateway, path) == ["Hello"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "param"),
     [
         ({"items": [HI] * 21}, "items"),

@@ -23,6 +23,7 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.types import wall_ms
 from tests.encoders import TOKENS_MAX, VOCABULARY, prepared_encoder
+from tests.tables import each_row
 from tests.unit.gateway.fake_encoder import DIMENSIONS, FakeEncoder, fake_vector
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -182,7 +183,7 @@ async def test_models_list_the_embedding_model_for_openai_alone(gateway: Gateway
 # --- refusals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "status", "code", "param"),
     [
         ({"input": ""}, 400, "invalid_value", "input"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.tables import each_row
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 pytestmark = pytest.mark.usefixtures("room_for_tools")
@@ -164,8 +165,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("schema", "steps", "problem"), FAULTS.values(), ids=FAULTS)
+@each_row("place", PLACES)
+@each_row(("schema", "steps", "problem"), FAULTS.values())
 async def test_a_refused_schema_names_the_keyword_inside(
     gateway: GatewayFixture, place: str, schema: Any, steps: str, problem: str
 ) -> None:

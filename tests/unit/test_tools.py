@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import each_row
 from tests.tools.changed_checks import FILES, checks_of, dependencies_of, marks_of
 from tests.tools.changed_tests import ALWAYS, commit_a_day_before, folders_of
 from tests.tools.commit_message import main, problems_of
@@ -117,3 +118,33 @@ def test_the_hook_reads_a_message_without_its_comments(tmp_path: Path) -> None:
     message.write_text("# On branch main\nengine: add a tier\n# changed: x\n")
 
     assert main([str(message)]) == 0
+
+
+def test_a_table_tries_each_row_and_names_those_that_fail() -> None:
+    tried = []
+
+    @each_row(("a", "b"), [(1, 1), (1, 2), (3, 3), (3, 4)])
+    def equal(world: str, a: int, b: int) -> None:
+        tried.append(f"{world} {a}")
+        assert a == b
+
+    with pytest.raises(ExceptionGroup, match="2 of 4 rows") as failed:
+        equal(world="w")
+
+    notes = [error.__notes__ for error in failed.value.exceptions]
+    assert tried == ["w 1", "w 1", "w 3", "w 3"]
+    assert notes == [["in the row a = 1, b = 2"], ["in the row a = 3, b = 4"]]
+
+
+@each_row("failing", [(), (2,)])
+async def test_a_table_awaits_the_rows_of_an_asynchronous_test(failing: tuple[int, ...]) -> None:
+    @each_row("number", [1, 2, 3], ids=str)
+    async def succeeds(number: int) -> None:
+        assert number not in failing
+
+    if not failing:
+        await succeeds()
+        return
+    with pytest.raises(AssertionError) as failed:
+        await succeeds()
+    assert failed.value.__notes__ == ["in the row number = 2"]

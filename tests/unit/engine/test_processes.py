@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 
-import pytest
-
 from engine.processes import CLOUD, COMPUTING, DATABASE, child_environment, has_ended
+from tests.tables import each_row
 
 PATIENCE_S = 30
 
@@ -85,7 +84,7 @@ SECRETS = (
 NEEDED = ("PATH", "HOME", "LC_ALL", "TZ", "PYTHONPATH")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("patterns", "more"),
     [
         ((), ()),

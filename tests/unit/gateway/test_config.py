@@ -19,6 +19,7 @@ from gateway.config import (
 from tenancy.errors import BadPrice
 from tenancy.pricing.charges import RateCard
 from tenancy.types import Limits
+from tests.tables import each_row
 
 
 def load(
@@ -80,7 +81,7 @@ def test_effective_settings_load_again(tmp_path: Path) -> None:
 SCOPE = '[[tenancy.shared_scopes]]\nname = "ours"\nowner = "ada"\n'
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "told"),
     [
         ("[server]\nlisten_on = '0.0.0.0:1'", "unknown setting server.listen_on; did you mean"),
@@ -382,7 +383,7 @@ def test_refuses_rate_card_for_an_alias(tmp_path: Path, config: str, alias: str)
         found.check_card(RateCard("x", model=alias))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("webhook", "what"),
     [
         ("name = 'a b'\nurl = 'https://x'\nsecret_env = 'S'", "invalid name 'a b'"),

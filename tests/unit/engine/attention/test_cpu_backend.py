@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from engine.attention.batch import make_batch
 from engine.attention.cpu_backend import TILE, CpuAttention, CpuWork
 from engine.attention.interface import AttentionSpec
 from engine.plan import Group, Row, StepPlan
+from tests.tables import each_row
 
 BLOCK = 16
 
@@ -68,7 +67,7 @@ def random_tree(rng: random.Random) -> StepPlan:
     return StepPlan(step=0, rows=tuple(rows), groups=tuple(group for _, group in groups))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_row("seed", range(60))
 def test_token_takes_its_tiles_once_in_ascending_order(seed: int) -> None:
     """A result has the same bits with and without sharing because the order is fixed."""
     rng = random.Random(seed)

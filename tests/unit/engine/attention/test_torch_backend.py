@@ -21,6 +21,7 @@ from engine.plan import Row, StepPlan
 from kernels import reference_int8
 from kernels.reference import paged_attention, rotate
 from tests.models import LLAMA3_SCALING, tiny_config
+from tests.tables import each_row
 from tests.unit.engine.attention.test_cpu_backend import random_tree
 from tests.unit.engine.models.dense_llama import rope_rotations
 
@@ -42,8 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-@pytest.mark.parametrize("seed", range(5))
+@each_row("case", CASES.values())
+@each_row("seed", range(5))
 def test_attention_with_shared_runs_equals_reference(seed: int, case: dict[str, Any]) -> None:
     """Prompts and decoding rows in one batch, runs shared at several levels, ragged lengths; a
     window's first key lies inside a block."""
@@ -106,7 +107,7 @@ def attend(
     return attention.attend(LAYER, qkv.clone(), sinks), rotate(q, cos, sin)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_row("seed", range(4))
 def test_attention_over_8_bits_equals_reference(seed: int) -> None:
     """The step's own tokens are rounded when they are written, and read as the others are."""
     config = tiny_config(heads=6, kv_heads=2)
@@ -197,7 +198,7 @@ def test_long_factors_are_chosen_by_the_served_context() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@each_row(
     "parameters",
     [
         {"rope_type": "linear", "factor": 4.0},

@@ -6,6 +6,7 @@ import pytest
 
 from engine.api import LeaseRequest, Quota, Retention
 from engine.cache import PrefixCache
+from tests.tables import each_row
 from tests.unit.engine.cache.sequences import compute, computed
 
 SIZE = 4
@@ -221,9 +222,7 @@ def test_floors_beyond_the_pool_are_cut_in_one_proportion() -> None:
     assert held(cache)[b"other"] == 14
 
 
-@pytest.mark.parametrize(
-    ("context_blocks", "left_blocks"), [(0, 2), (2, 2), (6, 6), (8, 8), (9, 8), (64, 8)]
-)
+@each_row(("context_blocks", "left_blocks"), [(0, 2), (2, 2), (6, 6), (8, 8), (9, 8), (64, 8)])
 def test_floors_leave_room_for_the_longest_sequence(context_blocks: int, left_blocks: int) -> None:
     """However large one floor is, other payers can run a prompt that fits the context. Where the
     pool does not hold two such prompts, half of it is left, and a request that needs less is not

@@ -15,6 +15,7 @@ from engine.cache import PrefixCache
 from engine.cache.checker import PIECE_BLOCKS
 from engine.errors import InvariantViolation
 from tests.lines_run import lines_run
+from tests.tables import each_row
 from tests.unit.engine.cache.sequences import compute, computed
 
 SIZE = 4
@@ -122,7 +123,7 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@each_row("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_found_in_pieces(fault: Callable[[Any], None]) -> None:
     cache = crowded()
     cache.check()
@@ -147,7 +148,7 @@ def test_a_large_recount_has_many_small_pieces() -> None:
     assert max(pieces) < sum(pieces) / 8
 
 
-@pytest.mark.parametrize("what", ["a request", "an erasure", "a lease erased", "a lapse"])
+@each_row("what", ["a request", "an erasure", "a lease erased", "a lapse"])
 def test_a_change_between_two_pieces_is_no_fault(what: str) -> None:
     """A namespace that has changed meanwhile is checked from its beginning."""
     cache, acts = crowded(), 0
@@ -167,7 +168,7 @@ def test_a_change_between_two_pieces_is_no_fault(what: str) -> None:
     cache.check()
 
 
-@pytest.mark.parametrize("piece", range(8, 14))
+@each_row("piece", range(8, 14))
 def test_a_sequence_that_ends_between_two_pieces_is_no_fault(piece: int) -> None:
     """Counts taken while it ran do not match the blocks it leaves behind."""
     cache = crowded()

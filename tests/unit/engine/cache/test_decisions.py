@@ -12,12 +12,12 @@ import random
 import sys
 from pathlib import Path
 
-import pytest
 import xxhash
 
 from engine.api import LeaseRequest, Quota
 from engine.cache import BlockTable, PrefixCache
 from tests.strategies import NAMESPACES, RETENTIONS
+from tests.tables import each_row
 
 RECORDED = Path("tests/data/cache_decisions.txt")
 SEEDS = 24
@@ -154,7 +154,7 @@ def digest(seed: int) -> str:
     return run.notes.hexdigest()
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@each_row("seed", range(SEEDS))
 def test_one_group_decides_as_recorded(seed: int) -> None:
     """Every decision of a seeded run is the recorded one."""
     recorded = RECORDED.read_text(encoding="utf-8").split()

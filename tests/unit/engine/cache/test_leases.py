@@ -14,6 +14,7 @@ from engine.cache.tree.leases import BlockTerms
 from engine.cache.tree.places import HostPlace
 from engine.cache.tree.prefix_tree import Node
 from engine.errors import InvariantViolation
+from tests.tables import each_row
 from tests.unit.engine.cache.quiet_levels import QuietLevels
 from tests.unit.engine.cache.sequences import compute, computed
 
@@ -58,7 +59,7 @@ def lease(retention: Retention, tokens: int = 8, lease_id: str = "") -> LeaseReq
 WORDS = list(range(8))
 
 
-@pytest.mark.parametrize("retention", [FIVE, STARTED, ABSOLUTE, PINNED], ids=lambda r: r.name)
+@each_row("retention", [FIVE, STARTED, ABSOLUTE, PINNED], ids=lambda r: r.name)
 def test_a_prefix_is_found_until_just_before_its_limit(retention: Retention) -> None:
     """The limit is the first instant at which a prefix must not be matched."""
     cache = PrefixCache(blocks=16, block_size=SIZE)

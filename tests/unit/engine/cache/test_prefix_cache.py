@@ -11,6 +11,7 @@ from engine.cache.events import BlocksErased, Committed, Copied, Evicted, Matche
 from engine.cache.tree.prefix_tree import TreeMatch
 from engine.errors import InvariantViolation
 from tests.lines_run import lines_run
+from tests.tables import each_row
 from tests.unit.engine.cache.sequences import compute, computed
 
 SIZE = 4
@@ -113,7 +114,7 @@ def test_rule_4_a_full_block_is_found_while_its_writer_runs() -> None:
     assert cache.peek(US, words(9), 0.0).cached_tokens == 8
 
 
-@pytest.mark.parametrize("shared", range(13))
+@each_row("shared", range(13))
 def test_rule_5_a_hit_is_exact_to_the_token(shared: int) -> None:
     """The hit ends at the first token that differs."""
     cache = make()

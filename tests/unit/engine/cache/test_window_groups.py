@@ -7,6 +7,7 @@ import pytest
 from engine.api import LeaseRequest, Quota, Retention, tokens_within
 from engine.cache import BlockTable, PrefixCache
 from engine.cache.tree.window_groups import HOLE, WindowGroups
+from tests.tables import each_row
 from tests.unit.engine.cache.sequences import compute
 
 NAME = b"north"
@@ -54,8 +55,8 @@ def test_a_window_below_two_tokens_is_refused() -> None:
         WindowGroups((8, 1), 16)
 
 
-@pytest.mark.parametrize("windows", [(), (4,), (3, 5), (8, 8, 8)])
-@pytest.mark.parametrize("size", [2, 4])
+@each_row("windows", [(), (4,), (3, 5), (8, 8, 8)])
+@each_row("size", [2, 4])
 def test_the_longest_sequence_fits_and_one_block_more_does_not(
     windows: tuple[int, ...], size: int
 ) -> None:

@@ -24,6 +24,7 @@ from engine.errors import RequestRefused
 from engine.grammar.grammar import GrammarLimits, MaskFiller, Matcher, Vocabulary, compile_grammar
 from tests.examples import examples
 from tests.grammars import END, VOCAB, letters, schema_file
+from tests.tables import each_row
 
 
 @functools.cache
@@ -235,7 +236,7 @@ def test_a_json_object_is_any_object_and_nothing_else() -> None:
     assert "{" in begins
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "is_taken"),
     [
         ('{"a":1}', True),
@@ -263,7 +264,7 @@ def test_whitespace_is_bounded(text: str, is_taken: bool) -> None:
 # -- what they refuse -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("grammar", "says"),
     [
         (Grammar("json_schema", '{"type": '), "EOF while parsing"),
@@ -290,7 +291,7 @@ def test_an_invalid_grammar_is_refused_with_the_reason(grammar: Grammar, says: s
     assert len(refused.message) < 400
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("schema", "text"),
     [
         ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1,1]"),
@@ -338,7 +339,7 @@ def test_a_source_that_is_too_long_is_not_parsed() -> None:
     assert "1000014 bytes; limit 131072" in refused.message
 
 
-@pytest.mark.parametrize(
+@each_row(
     "grammar",
     [
         Grammar("json_schema", '{"properties":{"a":' * 2_000 + "{}" + "}}" * 2_000),
@@ -357,14 +358,13 @@ def test_a_source_that_is_too_long_is_not_parsed() -> None:
             ),
         ),
     ],
-    ids=["deep schema", "deep regex", "deep lark", "product of choices"],
 )  # fmt: skip
 def test_a_bomb_is_refused(grammar: Grammar) -> None:
     """Depth and products, each within its fuel."""
     assert refusal(grammar).code in {"grammar_invalid", "grammar_too_big"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "grammar",
     [
         Grammar("lark", 'start: e\ne: e e e | "a" | "b"'),
@@ -372,7 +372,6 @@ def test_a_bomb_is_refused(grammar: Grammar) -> None:
         Grammar("regex", "[ab]*a[ab]{60}"),
         Grammar("regex", "(a?){2000}[ab]{2000}"),
     ],
-    ids=["ambiguous", "ambiguous and empty", "states", "counted"],
 )
 def test_a_grammar_that_explodes_later_fails_its_own_matcher(grammar: Grammar) -> None:
     """A grammar that compiles well may still explode; each step has its own bounds."""

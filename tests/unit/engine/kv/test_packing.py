@@ -20,6 +20,7 @@ from kernels import reference_kv
 from kernels.cpu.build import compile_library
 from kernels.reference_kv import PackedName
 from tests.bench.kv_moves import HostSlots
+from tests.tables import each_row
 from tests.unit.engine.kv.transfer_rig import wait_for
 
 NAMES: tuple[PackedName, ...] = get_args(PackedName)
@@ -44,7 +45,7 @@ def test_formats_say_their_bytes_and_fidelity() -> None:
     assert packed_format("int8c", in_groups) == packed_format("int8c", FORMAT), "a block's"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "change", "message"),
     [
         ("int2", {}, "no packed format 'int2'; expected one of: int8c, int4c, int8t"),
@@ -62,9 +63,9 @@ def test_pools_that_a_format_does_not_fit_are_refused(
         packed_format(name, msgspec.structs.replace(FORMAT, **change))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", ["slots", "panels"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@each_row("name", NAMES)
+@each_row("layout", ["slots", "panels"])
+@each_row("dtype", [torch.bfloat16, torch.float32])
 def test_c_and_torch_write_the_same_bytes(
     name: PackedName, layout: Layout, dtype: torch.dtype
 ) -> None:

@@ -15,6 +15,7 @@ from engine.kv.storage import KvStorage, runs_of
 from engine.model_store.architecture import Latent
 from engine.plan import BlockCopy
 from tests.models import tiny_config
+from tests.tables import each_row
 
 CPU = torch.device("cpu")
 
@@ -49,7 +50,7 @@ def test_copies_run_in_order() -> None:
     assert torch.equal(kv.data[1], before[3])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("copies", "runs"),
     [
         ([(0, 1), (0, 2), (3, 4)], [3]),
@@ -58,7 +59,6 @@ def test_copies_run_in_order() -> None:
         ([(0, 1), (2, 1)], [1, 1]),
         ([(0, 1), (1, 2), (3, 1)], [1, 1, 1]),
     ],
-    ids=["apart", "a copy of a copy", "a source is overwritten", "twice written", "all of it"],
 )
 def test_copies_that_share_a_written_block_are_not_made_at_once(
     copies: list[tuple[int, int]], runs: list[int]

@@ -20,6 +20,7 @@ from engine.kv.storage import KvStorage
 from engine.kv.transfer import CpuTransferEngine
 from engine.moves import WHOLE, Move, Moved, SlotFormat, SlotLayout, TransferEngine, stride_of
 from engine.storage.memory.arena import HostArena
+from tests.tables import each_row
 from tests.unit.engine.kv.fake_device import FakeDevice
 from tests.unit.engine.kv.transfer_rig import (
     BLOCKS,
@@ -158,8 +159,8 @@ def test_copies_of_one_group_and_of_all_may_be_under_way_together(place: Place) 
         assert slots[move.slot] == expected
 
 
-@pytest.mark.parametrize("place", PACKING_PLACES)
-@pytest.mark.parametrize("name", ["int8c", "int4c"])
+@each_row("place", PACKING_PLACES)
+@each_row("name", ["int8c", "int4c"])
 def test_blocks_of_all_groups_are_packed_each_by_itself(name: PackedName, place: Place) -> None:
     """As a block of group 0 is; one that is no number makes the whole copy unpackable. Nothing of
     the copy before stays between them."""

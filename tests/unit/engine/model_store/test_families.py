@@ -11,6 +11,7 @@ from engine.errors import ModelError
 from engine.model_store.architecture import Architecture, Latent, Layer, Moe, check_architecture
 from engine.model_store.families import FAMILIES, REFUSED, architecture_of
 from tests.models import tiny_config
+from tests.tables import each_row
 
 BASE: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 96,
@@ -69,7 +70,7 @@ def test_window_of_all_layers_is_the_context() -> None:
     assert all(layer.window == 0 for layer in found.layers)
 
 
-@pytest.mark.parametrize("kind", [*REFUSED, "gpt2", ""])
+@each_row("kind", [*REFUSED, "gpt2", ""])
 def test_other_families_are_refused_by_name(kind: str) -> None:
     """Granite's tensors have Llama's names, but its multipliers make it another model."""
     with pytest.raises(ModelError, match=f"unsupported model type: '{kind}'") as caught:
@@ -79,7 +80,7 @@ def test_other_families_are_refused_by_name(kind: str) -> None:
     assert any(family in caught.value.message for family in FAMILIES)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "changes", "code"),
     [
         ("gemma3_text", {"use_bidirectional_attention": True}, "unsupported"),
@@ -103,7 +104,7 @@ def test_config_that_would_compute_another_model_is_refused(
     assert caught.value.code == code
 
 
-@pytest.mark.parametrize(
+@each_row(
     "change",
     [
         {"layers": ()},
@@ -131,7 +132,7 @@ def test_impossible_architecture_is_refused(change: dict[str, Any]) -> None:
     assert caught.value.code == "corrupt"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "fits_c"),
     [
         ({"residual_scale": 2.0}, True),

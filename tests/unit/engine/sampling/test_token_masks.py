@@ -16,6 +16,7 @@ from engine.plan import BegunSequence
 from engine.sampling.sampler import NONE_ALLOWED, Sampler
 from engine.sampling.token_masks import apply_masks, mask_bias
 from tests.examples import examples
+from tests.tables import each_row
 from tests.unit.engine.sampling.mask_bits import mask_of
 
 VOCAB = 300
@@ -87,7 +88,7 @@ def test_rows_without_mask_are_unchanged() -> None:
     assert apply_masks(logits, [5, 6], {9: mask_of(VOCAB, 1)}) is logits
 
 
-@pytest.mark.parametrize("seed", range(examples(600)))
+@each_row("seed", range(examples(600)))
 def test_no_settings_of_a_request_leave_it_without_a_token(seed: int) -> None:
     """A client could otherwise end its request at the operator's cost, with or without a grammar.
 
@@ -119,7 +120,7 @@ def test_no_settings_of_a_request_leave_it_without_a_token(seed: int) -> None:
     assert set(drawn) <= set(allowed if masks else range(VOCAB))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@each_row("name", SETTINGS)
 def test_forbidden_token_is_never_drawn(name: str) -> None:
     """With any bias, penalty, temperature or filter."""
     sampling = msgspec.structs.replace(SETTINGS[name], seed=None)
@@ -136,8 +137,8 @@ def test_forbidden_token_is_never_drawn(name: str) -> None:
     assert len(drawn) > 1
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("value", [float("-inf"), -3e38, float("inf"), 0.0])
+@each_row("name", SETTINGS)
+@each_row("value", [float("-inf"), -3e38, float("inf"), 0.0])
 def test_only_allowed_token_is_drawn_at_any_logit(name: str, value: float) -> None:
     """Even with probability 0 from the model, and without a NaN."""
     logits = torch.zeros(1, VOCAB)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import pytest
-
 from engine.api import CacheGrant, Request
 from engine.scheduler.request_queue import RequestQueue
 from engine.scheduler.sequence import ActiveRequest, Sequence
+from tests.tables import each_row
 
 
 def sequence(payer: bytes, weight: float = 1.0) -> Sequence:
@@ -17,7 +16,7 @@ def sequence(payer: bytes, weight: float = 1.0) -> Sequence:
     return Sequence(ActiveRequest(request, 0, 0.0), 0, 0)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_row("seed", range(20))
 def test_an_idle_payers_counter_is_kept_while_above_the_active_ones(seed: int) -> None:
     """A payer with more service than all active ones must not return with a clean counter. The
     counters of other idle payers are deleted, without a scan of them.

@@ -14,6 +14,7 @@ from engine.api import CacheGrant, Finished, Grammar, Request
 from engine.core.constraints import Constraints
 from engine.errors import InvariantViolation
 from engine.scheduler.request_table import RequestTable, RequestTotals
+from tests.tables import each_row
 from tests.unit.engine.recorded_engine import RecordedWorld, tokens
 
 
@@ -191,7 +192,7 @@ def test_a_request_whose_grammar_is_refused_takes_no_place() -> None:
 # -- totals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(10))
+@each_row("seed", range(10))
 def test_totals_equal_a_walk_over_the_requests(seed: int) -> None:
     """A reader of the changed namespaces alone misses nothing."""
     chance, tally = random.Random(seed), RequestTotals()

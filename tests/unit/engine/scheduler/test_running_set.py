@@ -10,6 +10,7 @@ from engine.api import CacheGrant, Request
 from engine.errors import InvariantViolation
 from engine.scheduler.running_set import RunningSet
 from engine.scheduler.sequence import ActiveRequest, Sequence
+from tests.tables import each_row
 
 PREEMPTIONS_MAX = 2
 
@@ -76,7 +77,7 @@ def test_the_check_finds_a_wrong_sum() -> None:
         running.check()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each_row("seed", range(5))
 def test_the_set_is_kept_in_order_of_rank(seed: int) -> None:
     """Sorting a large batch would be a tenth of its step."""
     chance, running = random.Random(seed), RunningSet(PREEMPTIONS_MAX)

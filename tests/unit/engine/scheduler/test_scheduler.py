@@ -16,6 +16,7 @@ from engine.api import CacheGrant, LeaseRequest, Quota, Retention, Sampling
 from engine.cache import Fact, PrefixCache, TreeMatch
 from engine.cache.events import PromiseLost
 from engine.cache.tree.prefix_tree import PrefixTree
+from tests.tables import each_row
 from tests.unit.engine.recorded_engine import RecordedWorld, tokens
 
 # -- budget -----------------------------------------------------------------------------------
@@ -155,8 +156,8 @@ def test_a_higher_priority_takes_a_slot_in_a_full_batch() -> None:
     assert (world.preemptions("batch 1"), world.preemptions("batch 2")) == (0, 1)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("is_cancelled", [False, True])
+@each_row("depth", [1, 2])
+@each_row("is_cancelled", [False, True])
 def test_a_preempted_request_keeps_what_it_was_promised(depth: int, is_cancelled: bool) -> None:
     """Its client was told; the request that passes it is told that this room is taken."""
     world = RecordedWorld(blocks=16, sequences_max=1, depth=depth)

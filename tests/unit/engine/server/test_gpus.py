@@ -8,9 +8,10 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.runner.gpu_build import lane_devices
 from engine.server.composition import show_gpus
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("seen", "gpus", "shown"),
     [
         (None, [2, 0], "2,0"),

@@ -39,6 +39,7 @@ from engine.server.service import EngineService
 from engine.statistics import LevelStats
 from tests.fake_levels import FakeKeptSlots, FakeStorage, FakeTransferEngine, Weather
 from tests.fakes import FakeRunner
+from tests.tables import each_row
 from tests.unit.engine.server.fake_engine_process import VOCAB, fake_core
 from tests.unit.engine.server.test_service import DEADLINE_S, RecordingSink
 
@@ -171,9 +172,7 @@ def built(levels: LevelsConfig, groups: int = 1) -> tuple[bool, tuple[LevelStats
     return below is not None, off
 
 
-@pytest.mark.parametrize(
-    ("blocks", "slabs"), [(728, (45, 91)), (130, (8, 17)), (51, (8, 26)), (8, (4, 4))]
-)
+@each_row(("blocks", "slabs"), [(728, (45, 91)), (130, (8, 17)), (51, (8, 26)), (8, (4, 4))])
 def test_memory_is_cut_into_slabs_that_waste_little(blocks: int, slabs: tuple[int, int]) -> None:
     """Of each format as much as fits, in slabs enough for several formats at once."""
     sizes = [368_640, 198_720, 120_960]
@@ -222,7 +221,7 @@ def test_failed_moves_are_logged_now_and_then(caplog: pytest.LogCaptureFixture) 
     ]
 
 
-@pytest.mark.parametrize("groups", [2, 3, 7, 18, 25])
+@each_row("groups", [2, 3, 7, 18, 25])
 def test_slabs_hold_a_number_of_whole_copies(groups: int) -> None:
     """For any number of KV groups: both kinds of copies fill them."""
     size = 64 * 40

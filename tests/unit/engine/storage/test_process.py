@@ -43,6 +43,7 @@ from engine.storage.process import serve
 from engine.storage.store import DiskStore
 from engine.wire import encode_frame
 from tests.fakes import FakeClock
+from tests.tables import each_row
 from tests.unit.engine.storage.failing_calls import FailingCalls, Gates
 from tests.unit.engine.storage.storage_rig import (
     LAYOUT,
@@ -343,7 +344,7 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path, make: MakeRig, fau
 VERSION_99 = DiskSettings("/nowhere", 1, 0, LAYOUT, (1,), version=99)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("frame", "status"),
     [
         (b"\x04\0\0\0nope", 1),
@@ -352,7 +353,6 @@ VERSION_99 = DiskSettings("/nowhere", 1, 0, LAYOUT, (1,), version=99)
         (encode_frame(Look(1, A, LONG)), 1),
         (b"", 0),
     ],
-    ids=["no message", "too long", "another version", "no settings", "the engine left"],
 )
 def test_a_first_frame_that_is_no_settings_ends_the_process(frame: bytes, status: int) -> None:
     """It serves only an engine of its own version."""

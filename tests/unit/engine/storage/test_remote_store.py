@@ -31,6 +31,7 @@ from engine.storage.remote.objects import (
 from engine.storage.sealing.master_key import KEY_BYTES, MasterKey
 from engine.storage.slabs.record import pack_run, place_bytes_of
 from tests.fakes import FakeClock
+from tests.tables import each_row
 from tests.unit.engine.storage.local_storage import TIMEOUT_S, LocalRig, MakeRig, write_key
 from tests.unit.engine.storage.remote_faults import FaultyObjects
 from tests.unit.engine.storage.storage_rig import (
@@ -760,7 +761,7 @@ def test_a_folder_makes_its_entries_durable(
     assert synced == [far / "store" / "00"] * 2
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("url", "told"),
     [
         ("s3://bucket/prefix", ""),

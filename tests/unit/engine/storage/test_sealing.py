@@ -34,6 +34,7 @@ from engine.storage.slabs.record import (
     encode_header,
     pack_run,
 )
+from tests.tables import each_row
 from tests.unit.engine.storage.storage_rig import HEADER, A, B
 
 PAYLOAD = random.Random(3).randbytes(5_000)
@@ -77,8 +78,8 @@ def correct(record: bytearray) -> None:
     record[HEADER_BYTES - 8 : HEADER_BYTES] = struct.pack("<Q", check)
 
 
-@pytest.mark.parametrize("names", [0, 20, NAME_BYTES_MAX])
-@pytest.mark.parametrize("tokens", [1, RUN_TOKENS_MAX])
+@each_row("names", [0, 20, NAME_BYTES_MAX])
+@each_row("tokens", [1, RUN_TOKENS_MAX])
 def test_a_record_comes_back_to_the_byte_and_takes_no_more_room(names: int, tokens: int) -> None:
     """The longest names and the longest run have their place too; another object opens it."""
     header = header_of(names=names, tokens=tokens)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gguf
 import numpy as np
-import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from engine.weights.gguf_blocks import PACKED_BLOCKS
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize("name", PACKED_BLOCKS)
+@each_row("name", PACKED_BLOCKS)
 def test_packed_blocks_have_the_reference_s_values(name: str) -> None:
     """Bit for bit in fp32, of any bytes whose scales are numbers."""
     kind = GGMLQuantizationType[name]

@@ -18,6 +18,7 @@ from engine.weights.renaming import TensorReader, head_order
 from kernels.reference import rotate
 from kernels.reference_weights import GROUP, Packed, Weight, as_dense
 from tests.models import tiny_config
+from tests.tables import each_row
 
 LAYER = "model.layers.0."
 MOE = Moe(experts=3, top_k=1, intermediate=32)
@@ -44,8 +45,8 @@ def weights_of(config: Architecture) -> dict[str, torch.Tensor]:
     return {n.removeprefix(LAYER): t for n, t in whole.items() if n.startswith(LAYER)}
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("rotating", [4, 8, 12, 16])
+@each_row("interleaved", [False, True])
+@each_row("rotating", [4, 8, 12, 16])
 def test_reordered_heads_have_the_same_scores(rotating: int, interleaved: bool) -> None:
     """Rotation by halves of the whole head, over a table with ones and zeros, equals the file's
     rotation of its first channels."""

@@ -7,7 +7,6 @@ import tracemalloc
 from collections import Counter
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -29,6 +28,7 @@ from tenancy.reuse.advice import ClassTerms
 from tenancy.reuse.prompt_changes import PREFIXES_MAX
 from tenancy.types import wall_ms
 from tests.fakes import FakeClock
+from tests.tables import each_row
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -317,9 +317,7 @@ def test_repeated_minute_is_added_to_the_last_one() -> None:
     assert [row[:2] for row in seen.overview()["minutes"]] == [[120, 3], [121, 1]]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "step"), [(100_000, 1), (65_536, 16), (2_048, 1), (512, 2), (64, 1), (0, 1)]
-)
+@each_row(("tokens", "step"), [(100_000, 1), (65_536, 16), (2_048, 1), (512, 2), (64, 1), (0, 1)])
 def test_looks_at_a_bounded_part_of_a_prompt(tokens: int, step: int) -> None:
     """However long the prompt and however many its boundaries: all are counted, their beginnings
     sampled."""

@@ -15,6 +15,7 @@ from tenancy.reuse.advice import ClassTerms
 from tenancy.reuse.finding_counts import WORKING_SET, FindingCount
 from tenancy.reuse.miss_causes import FIRST_USE, WRITTEN_NEVER_READ
 from tests.fakes import FakeClock
+from tests.tables import each_row
 
 CLASSES = {
     "5m": ClassTerms(300.0, "5m"),
@@ -101,7 +102,7 @@ def test_cached_prompt_adds_nothing(prompts: Prompts) -> None:
     assert prompts.ask(cached=208) == {}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("facts", "cause", "tokens"),
     [
         ({"missed": "expired", "missed_tokens": 200}, "expired", 200),

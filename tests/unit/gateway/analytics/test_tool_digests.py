@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from gateway.analytics.tool_digests import digests_of
 from gateway.dialects.canonical import Tool
+from tests.tables import each_row
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -21,7 +20,7 @@ def digest(schema: Any, name: str = "book", text: str = "Book a seat.") -> Any:
     return digests_of([Tool(name, text, json.dumps(schema))])[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "is_same"),
     [
         ({"properties": dict(reversed(SCHEMA["properties"].items()))}, True),

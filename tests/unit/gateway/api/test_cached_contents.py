@@ -13,6 +13,7 @@ import pytest
 
 from gateway.retention_classes import CacheProfile
 from tenancy.accounts.tenants import change_tenant
+from tests.tables import each_row
 from tests.unit.gateway.gateway_fixture import PATIENCE_S, GatedRunner, GatewayFixture
 
 ALL = "/v1beta/cachedContents"
@@ -379,7 +380,7 @@ async def test_another_tenants_content_is_not_found(gateway: GatewayFixture) -> 
     assert (await asked(gateway, name))[0] == 200
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "words"),
     [
         ({"ttl": "300"}, "ttl"),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.tables import each_row
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "headers", "shape"),
     [
         ("/v1/embeddings", {}, "openai"),

@@ -12,6 +12,7 @@ from tenancy.accounts.erasure_receipts import list_receipts
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant, find_tenant
 from tenancy.types import wall_ms
+from tests.tables import each_row
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
@@ -76,7 +77,7 @@ async def test_another_tenants_usage_is_not_found(gateway: GatewayFixture) -> No
     assert foreign[1]["totals"]["requests"] == 0
 
 
-@pytest.mark.parametrize(
+@each_row(
     "query",
     [
         "since=2016-01-01",

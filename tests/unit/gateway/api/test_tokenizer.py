@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from gateway.api.tokenizer import INLINE_TOKENS_MAX
 from gateway.config import ModelSettings
 from gateway.prompt import Renderer
+from tests.tables import each_row
 from tests.unit.gateway.engines.fake_link import FakeLink
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -127,7 +128,7 @@ async def test_describes_the_tokenizer(gateway: GatewayFixture) -> None:
     assert answer["model_max_length"] == gateway.context_tokens
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "body", "param"),
     [
         ("/tokenize", {}, "prompt"),

@@ -26,6 +26,7 @@ from gateway.errors import Refusal
 from tenancy.accounts.erasure_receipts import ErasedLevel, digest_namespaces, list_receipts
 from tenancy.types import CachePolicy, Identity, Tenant
 from tests.examples import examples
+from tests.tables import each_row
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 from tests.unit.gateway.levels.reported_levels import STATS, ReportedEngine
 
@@ -52,7 +53,7 @@ def test_namespace_encodes_tenant_and_workspace(
     assert not ErasureTarget(tenant_id, 1, workspace + "x").covers(namespace)
 
 
-@pytest.mark.parametrize("namespace", [b"", b"x", b"\0\0\0\x05ada", b"\0\0\0\x011", bytes(20)])
+@each_row("namespace", [b"", b"x", b"\0\0\0\x05ada", b"\0\0\0\x011", bytes(20)])
 def test_unknown_namespaces_have_no_owner(namespace: bytes) -> None:
     """An engine may serve other gateways too."""
     assert list_holdings([NamespaceStats(namespace, 1, 0, 0, 0)]) == []

@@ -21,6 +21,7 @@ from tenancy.accounts.keys import Key
 from tenancy.pricing.budgets import Budget, BudgetState
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS
+from tests.tables import each_row
 from tests.unit.gateway.engines.fake_link import FakeLink
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -49,7 +50,7 @@ def state(spent_dollars: float, *, hard: int | None = 100, soft: int | None = No
     return BudgetState(budget, 5, NOW_MS, int(spent_dollars * 10**12), 0, False)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("spent", "reached"), [(49.9, None), (50, 50), (79.9, 50), (80, 80), (99.9, 80), (130, 100)]
 )
 def test_budgets_tell_the_highest_threshold_reached(spent: float, reached: int | None) -> None:

@@ -21,6 +21,7 @@ from gateway.background.webhooks import (
 from gateway.config import ConfigError, WebhookConfig
 from tenancy.accounting.webhook_outbox import WebhookEvent, list_deliveries, put_event
 from tenancy.errors import StoreError
+from tests.tables import each_row
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.background.webhook_receiver import Received, Receiver, verify
 from tests.unit.gateway.engines.fake_link import FakeLink
@@ -322,7 +323,7 @@ def test_secrets_come_from_files_and_variables(tmp_path: Path) -> None:
     assert endpoints[2].url == "https://hooks.example/T/B"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("webhook", "what"),
     [
         (WebhookConfig("a", url="https://a.example", secret_env="NONE"), "'NONE' is not set"),

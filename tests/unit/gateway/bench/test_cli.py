@@ -18,6 +18,7 @@ from gateway.bench.cli import (
     run_replay,
 )
 from gateway.bench.client import BenchError
+from tests.tables import each_row
 from tests.unit.gateway.bench.scripted_endpoint import MOONCAKE, SMALL, serve, write_trace
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -80,7 +81,7 @@ def test_bench_runs_closed_loops_unless_asked() -> None:
     assert (options.workloads, options.rates, options.seconds) == ("abcde", (1, 2, 4), 20)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "arguments",
     [
         ("--workloads", "xyz"),

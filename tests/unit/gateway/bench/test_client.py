@@ -20,6 +20,7 @@ from gateway.bench.prompts import PromptMaker, join_prompts
 from gateway.bench.report import rows, table
 from gateway.bench.workloads import WORKLOADS, Sizes
 from tests.fakes import FakeClock
+from tests.tables import each_row
 from tests.unit.gateway.bench.scripted_endpoint import (
     SMALL,
     Endpoint,
@@ -113,7 +114,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("status", "body", "word"), BROKEN.values(), ids=BROKEN.keys())
+@each_row(("status", "body", "word"), BROKEN.values())
 async def test_error_says_why_an_endpoint_cannot_be_measured(
     status: int, body: str, word: str
 ) -> None:
@@ -266,9 +267,7 @@ def test_prompts_follow_seed_and_length() -> None:
     assert len(str(PromptMaker(1, in_text=True).make(50)).split()) == 50
 
 
-@pytest.mark.parametrize(
-    ("percent", "expected"), [(0, 1), (1, 1), (50, 50), (99, 99), (99.5, 100), (100, 100)]
-)
+@each_row(("percent", "expected"), [(0, 1), (1, 1), (50, 50), (99, 99), (99.5, 100), (100, 100)])
 def test_percentile_is_a_measured_value(percent: float, expected: int) -> None:
     """Nearest rank; no value between two measurements is invented."""
     assert percentile(list(range(100, 0, -1)), percent) == expected

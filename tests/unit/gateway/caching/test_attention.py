@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from gateway.caching.attention import ATTENTION_HEADER, parse_attention
 from gateway.errors import Refusal
 from tenancy.accounts.tenants import change_tenant
+from tests.tables import each_row
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -52,7 +53,7 @@ def gemini(text: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "expected"),
     [
         ("window=4096;sinks=64", AttentionWindow(4096, 64)),
@@ -68,7 +69,7 @@ def test_windows_are_rounded_up_to_blocks(value: str, expected: AttentionWindow)
     assert parse_attention([value], "window=64;sinks=16") == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     "values",
     [
         ["window=63"],

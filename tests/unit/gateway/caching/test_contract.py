@@ -27,6 +27,7 @@ from gateway.dialects.canonical import (
 from gateway.errors import Refusal
 from gateway.retention_classes import CacheProfile, CachingConfig
 from tests.fakes import FakeClock
+from tests.tables import each_row
 
 SCOPE = CacheScope(b"ns", 1, "1/default")
 ANTHROPIC = CacheDirectives(profile="anthropic")
@@ -221,7 +222,7 @@ def test_broken_promise_is_written_again_if_not_honoured() -> None:
     assert (record.read, record.write) == ({}, {"5m": 20})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("losses", "epoch", "why"),
     [
         ({"evicted_own_quota": 3}, "first", "evicted_own_quota"),
@@ -378,7 +379,7 @@ def test_a_gap_of_a_model_with_states_is_named_after_them() -> None:
     assert (partly.why_missed(), wholly.why_missed()) == ("evicted_pressure", "state_gap")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("cause", "tokens", "cached", "told"),
     [
         ("damaged", 20, 0, "damaged"),
@@ -495,7 +496,7 @@ def test_refuses_class_the_tenant_may_not_use() -> None:
         world.resolve("ab", {1: "1h"}, scope=replace(SCOPE, classes=("5m",)))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("default", "marks", "written"),
     [
         (None, {1: "5m?"}, {"5m": 10}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from msgspec.structs import replace
 
 from gateway.caching.miss_diagnosis import (
@@ -14,6 +13,7 @@ from gateway.caching.miss_diagnosis import (
     compare_fingerprints,
 )
 from gateway.dialects.canonical import Tier
+from tests.tables import each_row
 
 TIERS: dict[str, Tier] = {"t": "tools", "s": "system", "m": "messages"}
 
@@ -34,7 +34,7 @@ def test_continued_conversation_is_a_hit() -> None:
     assert (said.outcome, said.reusable_tokens) == ("hit", 30)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("now", "then", "cause", "reusable", "missed"),
     [
         ("t2 s1 m1", "t1 s1 m1", "tools", 0, 30),
@@ -43,7 +43,6 @@ def test_continued_conversation_is_a_hit() -> None:
         ("t1 t2 s1 m1", "t1 s1 m1", "tools", 10, 30),
         ("t1 s1 m1", "t1 t2 s1 m1", "tools", 10, 20),
     ],
-    ids=["tools", "system", "messages", "added tool", "removed tool"],
 )
 def test_first_differing_tier_is_the_cause(
     now: str, then: str, cause: str, reusable: int, missed: int

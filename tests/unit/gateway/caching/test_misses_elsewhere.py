@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from zlib import crc32
 
-import pytest
 from msgspec.structs import replace
 
 from engine.api import LeaseGrant
@@ -23,6 +22,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.retention_classes import CachingConfig
 from tests.fakes import FakeClock
+from tests.tables import each_row
 from tests.unit.gateway.caching.test_contract import started
 
 HERE = CacheScope(b"1/a/m/t/", 1, "1/a", origin=PrefixOrigin(1, "m", "t"))
@@ -80,7 +80,7 @@ class World:
         return contract.why_missed()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("written", "cause"),
     [
         (SALTED, "other_namespace"),

@@ -5,10 +5,9 @@ What comes back is read, billed as read and not broken; what does not is told as
 
 from __future__ import annotations
 
-import pytest
-
 from engine.api import LeaseGrant, LevelWait
 from gateway.generation.usage import cache_header
+from tests.tables import each_row
 from tests.unit.gateway.caching.test_contract import World, started
 
 HOUR_S = 3_600.0
@@ -58,7 +57,7 @@ def test_what_was_not_promised_may_come_back_too() -> None:
     assert causes == [(20, ""), (0, "restarted")]
 
 
-@pytest.mark.parametrize(("cached", "breached"), [(20, 0), (11, 0), (10, 10), (0, 20)])
+@each_row(("cached", "breached"), [(20, 0), (11, 0), (10, 10), (0, 20)])
 def test_a_part_of_a_block_is_not_kept_below(cached: int, breached: int) -> None:
     """A level has whole blocks: what is computed again at the end of a prefix breaks nothing."""
     world = restarted(comes_back=True)

@@ -19,6 +19,7 @@ from tenancy.pricing.budget_watch import REFRESH_S
 from tenancy.storage.backends import open_store
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, UsageEntry, wall_ms
+from tests.tables import each_row
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 from tests.unit.tenancy.storage.postgres_server import Server
 
@@ -127,7 +128,7 @@ def test_prices_are_typed_in_dollars(run: Run) -> None:
     assert "1h=0.50,5m=0.3125" in text
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "what"),
     [
         ("add --input 1", "NAME is required: trunkline prices add NAME"),
@@ -185,7 +186,7 @@ def test_warns_of_prices_that_are_probably_in_another_unit(run: Run, tmp_path: P
     assert "warning: below $0.001 per million tokens: input $0.0009." in typed
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "word"),
     [
         ("{", "not a rate card"),
@@ -300,7 +301,7 @@ def test_returns_after_a_server_knows_a_change(
     assert waits == ([max(REFRESH_S, KEYS_REFRESH_S)] if database == "books.db" else [])
 
 
-@pytest.mark.parametrize(
+@each_row(
     "arguments",
     [
         ["budget", "--hard", "1"],
@@ -316,7 +317,7 @@ def test_refuses_an_invalid_budget_in_one_line(run: Run, arguments: list[str]) -
     assert data_of(run, "budget") == []
 
 
-@pytest.mark.parametrize("amount", ["-1", "x", "inf", "nan", "1e99", "1" * 50])
+@each_row("amount", ["-1", "x", "inf", "nan", "1e99", "1" * 50])
 def test_invalid_amount_has_status_2(run: Run, amount: str) -> None:
     assert "dollars" in error_line(run, "budget", "ada", f"--hard={amount}", status=2)
 
@@ -417,7 +418,7 @@ def test_exports_a_half_open_period(priced: Run, open_ledger: Books) -> None:
     assert ids("--tenant", "default") == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "word"),
     [
         (["--format", "csv", "--since", "soon"], "--since"),
@@ -432,7 +433,7 @@ def test_refuses_an_invalid_export_in_one_line(run: Run, arguments: list[str], w
     assert word in error_line(run, "export", *arguments, status=2)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "command",
     [
         *("check-books", "reconcile", "close", "usage", "prices", "budget", "export --format csv"),

@@ -29,6 +29,7 @@ from tenancy.ledger.transactions import StorageReading, StorageReadings
 from tenancy.storage.sqlite import SqliteStore
 from tests.crash.ledger_child import entry
 from tests.models import write_folder
+from tests.tables import each_row
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 
 ROOT = Path(__file__).parents[4]
@@ -49,7 +50,7 @@ def ledger_of(data: Path, now_ms: int = 0) -> Iterator[Ledger]:
         yield ledger
 
 
-@pytest.mark.parametrize(
+@each_row(
     "command", [*COMMANDS, *(f"{name} {one}" for name in ACTIONS for one in ACTIONS[name].split())]
 )
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,7 +63,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.usefixtures("database")
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "what"),
     [
         ("", "required: COMMAND (see trunkline --help)"),

@@ -11,6 +11,7 @@ import pytest
 from engine.storage.sealing.master_key import MasterKey, make_key_file, read_key_file
 from engine.storage.sealing.seals import KEYS_NAME
 from gateway.__main__ import main
+from tests.tables import each_row
 from tests.unit.engine.storage.local_storage import LocalRig
 from tests.unit.engine.storage.storage_rig import A, content_of
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
@@ -103,7 +104,7 @@ def test_a_master_key_is_replaced(run: Run, config: Path, tmp_path: Path) -> Non
     rig.arena.close()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("lines", "told"),
     [
         ("seal = true\n", "engine.levels.seal: true with neither of engine.levels.key_file"),

@@ -16,6 +16,7 @@ from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant, find_tenant
 from tenancy.ledger.ledger import Ledger
 from tenancy.types import DAY_MS, UsageEntry
+from tests.tables import each_row
 from tests.unit.gateway.cli.command_output import Run, data_of, error_line
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
@@ -165,7 +166,7 @@ def test_wrong_filters_are_one_line(run: Run, arguments: str, what: str) -> None
     assert what in error_line(run, "usage", *arguments.split(), status=2)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("count", "shown"),
     [(0, "0"), (99_999, "99999"), (100_000, "100k"), (1_234_567, "1.235M"), (10**13, "10T")],
 )

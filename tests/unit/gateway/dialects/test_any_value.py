@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 from gateway.errors import Kind, Refusal
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import (
     CHAT,
     GEMINI,
@@ -137,7 +136,7 @@ def refusal_of(endpoint: Endpoint, fields: dict[str, Any]) -> Refusal | None:
     return None
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@each_row("name", REQUESTS)
 def test_any_value_in_any_place_is_taken_or_refused_by_its_path(name: str) -> None:
     """Another error would be the server's, and Python's words tell a client nothing."""
     endpoint, fields = REQUESTS[name]

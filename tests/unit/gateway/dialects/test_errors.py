@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from gateway.errors import TOO_LONG, Kind, Refusal
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import CHAT, ENDPOINTS, GEMINI, MESSAGES, Endpoint
 
 Shown = tuple[int, str]
@@ -65,7 +64,7 @@ def error_of(endpoint: Endpoint, refusal: Refusal) -> tuple[int, Any]:
     return status, json.loads(body)
 
 
-@pytest.mark.parametrize(("kind", "openai", "anthropic", "gemini"), KINDS)
+@each_row(("kind", "openai", "anthropic", "gemini"), KINDS)
 def test_status_type_and_shape_of_each_kind(
     kind: Kind, openai: Shown, anthropic: Shown, gemini: Shown
 ) -> None:
@@ -120,7 +119,7 @@ def message(name: str, refusal: Refusal) -> str:
     return str(error_of(ENDPOINTS[name], refusal)[1]["error"]["message"])
 
 
-@pytest.mark.parametrize("name", WORDS)
+@each_row("name", WORDS)
 def test_a_too_long_request_says_what_clients_look_for(name: str) -> None:
     """Fallbacks to larger models, trimming and summaries start by these words."""
     found = message(name, Refusal(Kind.BAD, TOO_LONG, DETAIL, size=(65, 64)))
@@ -129,7 +128,7 @@ def test_a_too_long_request_says_what_clients_look_for(name: str) -> None:
     assert found.endswith(DETAIL)
 
 
-@pytest.mark.parametrize("name", WORDS)
+@each_row("name", WORDS)
 def test_the_words_stay_without_a_known_size(name: str) -> None:
     """The engine's own refusal has no counts."""
     start = WORDS[name].split("(")[0].split(":")[0].removesuffix(" of 64 tokens")

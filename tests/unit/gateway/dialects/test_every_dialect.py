@@ -14,6 +14,7 @@ from gateway.dialects.gemini import wire as gemini
 from gateway.dialects.openai import chat, completions, responses
 from gateway.errors import Kind
 from tests.golden.transcripts import DOCUMENT, outcome, refusal_of
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import (
     CHAT,
     COMPLETIONS,
@@ -86,7 +87,7 @@ JSON = st.recursive(
 
 
 @every_endpoint
-@pytest.mark.parametrize(
+@each_row(
     "body",
     [
         *(b"", b"nul", b"[]", b'"x"', b'{"model":"m"', b'{"temperature":NaN}'),
@@ -103,7 +104,7 @@ def test_refuses_invalid_body(endpoint: Endpoint, body: bytes) -> None:
 
 
 @every_endpoint
-@pytest.mark.parametrize(
+@each_row(
     ("number", "shown", "most"),
     [
         ("1e400", "1e400", "1.8e308"),
@@ -153,7 +154,7 @@ def test_every_field_is_documented(fields: Fields) -> None:
     assert {name for name in names if f"`{name}`" not in part} == set()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("endpoint", "name"),
     [(fields.endpoint, name) for fields in FIELDS.values() for name in fields.refused],
 )

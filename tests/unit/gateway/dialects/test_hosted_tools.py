@@ -9,6 +9,7 @@ import pytest
 
 from gateway.dialects.gemini.cached_contents import parse_create
 from gateway.errors import Refusal
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import (
     CHAT,
     ENDPOINTS,
@@ -56,7 +57,7 @@ HOSTED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "tool", "ignored"), HOSTED)
+@each_row(("name", "tool", "ignored"), HOSTED)
 def test_hosted_tool_beside_a_function_is_left_out_and_named(
     name: str, tool: dict[str, Any], ignored: str
 ) -> None:
@@ -71,7 +72,7 @@ def test_hosted_tool_beside_a_function_is_left_out_and_named(
     assert endpoint.parse(tools=[function, tool]).prompts == plain.prompts
 
 
-@pytest.mark.parametrize(("name", "tool", "ignored"), HOSTED)
+@each_row(("name", "tool", "ignored"), HOSTED)
 def test_hosted_tool_that_the_answer_needs_is_refused(
     name: str, tool: dict[str, Any], ignored: str
 ) -> None:

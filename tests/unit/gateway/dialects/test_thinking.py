@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import anthropic.types
-import pytest
 from openai.types.responses import Response
 
 from gateway.dialects.canonical import (
@@ -24,6 +23,7 @@ from gateway.dialects.canonical import (
 from gateway.dialects.tolerance import without_thinking
 from tests.golden.transcripts import events, named_events
 from tests.published_schema import violations
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import (
     CHAT,
     ENDPOINTS,
@@ -50,7 +50,7 @@ def gemini(**config: Any) -> Call:
     return GEMINI.parse(generationConfig=config)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("call", "expected"),
     [
         (chat(), DEFAULT_THINKING),
@@ -91,7 +91,7 @@ def test_request_says_how_long_to_think(call: Call, expected: Thinking) -> None:
     assert call.prompts[0].thinking == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     "call",
     [
         chat(reasoning_effort="low", enable_thinking=True),
@@ -215,7 +215,7 @@ HISTORIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HISTORIES)
+@each_row("name", HISTORIES)
 def test_thoughts_of_the_history_belong_to_their_answer(name: str) -> None:
     """One message of a thought and a text, in every dialect."""
     segments = ENDPOINTS[name].parse(**HISTORIES[name]).prompts[0].segments

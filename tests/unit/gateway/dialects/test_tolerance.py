@@ -14,6 +14,7 @@ from gateway.dialects.tolerance import (
     label_of,
 )
 from tests.golden.transcripts import DOCUMENT
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import (
     CHAT,
     COMPLETIONS,
@@ -48,7 +49,7 @@ def test_an_unknown_field_is_refused_unless_lenient(endpoint: Endpoint) -> None:
     assert endpoint.parse("lenient", modle="m").ignored == ("modle",)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "fields", "ignored"),
     [
         ("chat", {"reasoning_effort": "high", "verbosity": "low"}, "reasoning_effort verbosity"),
@@ -200,7 +201,7 @@ IGNORED = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(ANSWERS))
+@each_row("name", sorted(ANSWERS))
 @BOTH
 def test_unknown_fields_of_earlier_answers_are_ignored(name: str, mode: Mode) -> None:
     """Clients add fields to the answers that they keep, and send them back as history."""
@@ -211,7 +212,7 @@ def test_unknown_fields_of_earlier_answers_are_ignored(name: str, mode: Mode) ->
     assert ENDPOINTS[name].refused("strict", **ANSWERS[name]).param
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "fields"),
     [
         ("chat", {"messages": [{**HI, "cache_controls": {}}]}),
@@ -231,7 +232,7 @@ def test_unknown_fields_elsewhere_are_refused_unless_lenient(
     assert len(ENDPOINTS[name].parse("lenient", **fields).ignored) == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "equal"),
     [
         ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),

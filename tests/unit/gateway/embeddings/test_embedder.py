@@ -24,6 +24,7 @@ from gateway.embeddings.text_tokenizer import (
     TokenizedText,
 )
 from tests.encoders import LETTERS, TOKENS_MAX, VOCABULARY, WORDS, prepared_encoder
+from tests.tables import each_row
 from tests.unit.gateway.fake_encoder import FakeEncoder
 
 CLS, SEP = 2, 3
@@ -56,7 +57,7 @@ def test_tokens_stand_between_the_two_of_the_model(tokenizer: TextTokenizer) -> 
     assert (found.tokens, found.is_whole) == (4, True)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each_row("seed", range(20))
 def test_a_long_text_has_the_first_tokens_of_the_whole_text(
     seed: int, tokenizer: TextTokenizer, card: EncoderCard
 ) -> None:

@@ -16,6 +16,7 @@ from engine.model_store.architecture import Moe, Packing, Quantisation
 from gateway.engines.device_memory import DeviceMemory, device_weights_mib, read_device_memory
 from gateway.levels.model_cost import weights_of
 from tests.models import prepared, tiny_config, write_gguf
+from tests.tables import each_row
 
 
 def test_the_device_that_engines_see_is_asked() -> None:
@@ -35,7 +36,7 @@ def test_the_device_that_engines_see_is_asked() -> None:
     assert asked[0][2] == "GPU-5fe1"
 
 
-@pytest.mark.parametrize("said", ["", "No devices were found\n", "[N/A], [N/A]\n", "7\n"])
+@each_row("said", ["", "No devices were found\n", "[N/A], [N/A]\n", "7\n"])
 def test_an_answer_without_numbers_checks_nothing(said: str) -> None:
     """Devices whose memory is the host's say [N/A]."""
     assert read_device_memory({}, lambda _: said) is None

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from gateway.findings.causes import CAUSES, CauseFacts, describe
+from tests.tables import each_row
 
 DOCUMENT = Path(__file__).parents[4] / "docs/findings.md"
 
 
-@pytest.mark.parametrize("cause", CAUSES)
+@each_row("cause", CAUSES)
 def test_every_cause_has_words(cause: str) -> None:
     words = describe(cause, CauseFacts("messages[0].content", 44, 45, {}))
 
@@ -21,7 +22,7 @@ def test_every_cause_has_words(cause: str) -> None:
     assert f"`{cause}`" in DOCUMENT.read_text()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("at", "length", "where"),
     [
         (0, 300, "near its beginning"),
@@ -47,7 +48,7 @@ def test_breakpoint_behind_a_change_at_the_end_gets_its_own_cure() -> None:
     assert words.advice.startswith("End the stable part of system with a breakpoint")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("sums", "takers", "ceiling", "said"),
     [
         ({"evicted_pressure": 2}, ("bob", "eve"), None, "evicted for bob, eve in"),

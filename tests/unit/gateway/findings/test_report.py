@@ -18,6 +18,7 @@ from tenancy.pricing.rate_cards import add_card
 from tenancy.reuse.finding_counts import WORKING_SET, FindingCount, add_counts
 from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, UsageEntry
 from tests.actors import TESTER
+from tests.tables import each_row
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
 NOW_MS = 100 * DAY_MS
@@ -316,7 +317,7 @@ def test_unknown_tenant_is_an_error(books: Books) -> None:
         books.find("zoe")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("pico", "shown"),
     [
         (0, "0.00"),

@@ -12,6 +12,7 @@ from gateway.fleet.seats import (
     parse_ports,
     seat_names,
 )
+from tests.tables import each_row
 
 
 def never() -> bool:
@@ -24,7 +25,7 @@ def test_engines_are_named_in_order_or_as_asked() -> None:
     assert seat_names(0, "west, east") == ["west", "east"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("replicas", "names", "message"),
     [
         (0, "", "0 engines; expected 1 to 64"),
@@ -44,7 +45,7 @@ def test_a_wrong_name_is_refused_with_what_would_be_right(
     assert str(refused.value) == message
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("gpus_of_nodes", "engines", "gpus", "message"),
     [
         (
@@ -102,7 +103,7 @@ def test_ports_are_one_or_a_range() -> None:
     assert parse_ports("7443-7450") == (7443, 7450)
 
 
-@pytest.mark.parametrize("text", ["", "7450-7443", "0-5", "7443-", "70000", "a-b", "-5"])
+@each_row("text", ["", "7450-7443", "0-5", "7443-", "70000", "a-b", "-5"])
 def test_wrong_ports_are_refused(text: str) -> None:
     """With an example of right ones."""
     with pytest.raises(FleetError, match=r"--ports: .*; expected FIRST-LAST, such as 7443-7450"):

@@ -19,6 +19,7 @@ from gateway.errors import Kind, Refusal
 from gateway.generation.admission import AdmissionContext, admit, retry_after_s
 from tenancy.types import CachePolicy, Fidelity, Identity, SharedScope, Tenant
 from tests.fakes import ENGINE_INFO
+from tests.tables import each_row
 
 NOW = AdmissionContext(
     model_key="m",
@@ -202,7 +203,7 @@ def test_refuses_request_larger_than_ceiling_or_pool() -> None:
     assert refused(tokens=(1,) * 17, who=identity(ceiling_blocks=1)).kind is Kind.BAD
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("field", "asked"),
     [
         ("prompt", {"tokens": (1, 100)}),

@@ -22,6 +22,7 @@ from gateway.prompt import Renderer
 from gateway.structured_output.thinking import ThinkingFormat
 from gateway.structured_output.tool_call_parser import Cut
 from gateway.structured_output.tool_styles import HERMES
+from tests.tables import each_row
 
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
 TOOLS = (Tool("get"),)
@@ -142,7 +143,7 @@ TAGS = ThinkingFormat("tags", "<think>", "</think>")
 HARMONY = ThinkingFormat("harmony")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("thinking", "texts", "reported"),
     [
         (TAGS, ["<", "b>", "!"], ["<", "b>", "!"]),

@@ -23,6 +23,7 @@ from gateway.http.authentication import (
 )
 from tenancy.errors import KeyRefused
 from tests.fakes import FakeClock
+from tests.tables import each_row
 
 
 def keys_of(headers: Mapping[str, str], path: str = "/") -> list[str]:
@@ -40,7 +41,7 @@ def owner(key: str) -> str:
     return key.partition(".")[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("headers", "path"),
     [
         ({"Authorization": "Bearer k"}, "/"),
@@ -91,7 +92,7 @@ def test_missing_key_is_refused(headers: dict[str, str]) -> None:
         CheckedKeys(keys_of(headers), owner_of).one(owner)
 
 
-@pytest.mark.parametrize("keys", list(itertools.permutations(["ada.1", "placeholder", "old"])))
+@each_row("keys", list(itertools.permutations(["ada.1", "placeholder", "old"])))
 def test_valid_key_counts_in_any_place(keys: tuple[str, ...]) -> None:
     """Agents send a key that they remember beside the one that they were given."""
     checked = CheckedKeys(keys, owner_of)

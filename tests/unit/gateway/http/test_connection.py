@@ -17,6 +17,7 @@ import pytest
 from gateway.config import ServerConfig
 from gateway.http import connection
 from gateway.http.connection import Connections
+from tests.tables import each_row
 from tests.unit.gateway.gateway_fixture import (
     PATIENCE_S,
     GatewayFixture,
@@ -62,7 +63,7 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("lines", UNREADABLE.values(), ids=UNREADABLE.keys())
+@each_row("lines", UNREADABLE.values())
 async def test_unreadable_requests_get_a_fixed_page_and_a_closed_connection(
     gateway: GatewayFixture, lines: str
 ) -> None:

@@ -18,11 +18,12 @@ from gateway.http.error_mapping import engine_refusal, refusal_of
 from gateway.http.route_table import PathNotFound
 from tenancy.errors import LedgerUnavailable
 from tests.crash.power_cut import Disk, disk_of
+from tests.tables import each_row
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "kind"),
     [
         (Refusal(Kind.QUOTA, "q", "m"), Kind.QUOTA),
@@ -48,7 +49,7 @@ def test_known_errors_map_to_a_kind(error: Exception, kind: Kind) -> None:
     assert refusal.kind is kind
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "word"),
     [
         ("/v1/embeddings", "embeddings"),
@@ -81,7 +82,7 @@ def test_unsupported_endpoint_of_a_hosted_api_is_named(path: str, word: str | No
     assert word is None or word in refusal.message.lower()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("method", "path", "code"),
     [
         ("GET", "/v1/chat/completions", "method_not_allowed"),
@@ -200,7 +201,7 @@ async def test_service_recovers_once_the_disk_recovers(
     await gateway.check_quiet()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("code", "kind", "name"),
     [
         ("context_exceeded", Kind.BAD, "context_length_exceeded"),
@@ -226,9 +227,7 @@ def test_engine_codes_map_to_kind_and_client_code(code: str, kind: Kind, name: s
     assert (refusal.retry_after_s is not None) == (kind is Kind.BUSY)
 
 
-@pytest.mark.parametrize(
-    "code", ["grammar_invalid", "grammar_too_big", "grammar_unsupported", "grammar_dead_end"]
-)
+@each_row("code", ["grammar_invalid", "grammar_too_big", "grammar_unsupported", "grammar_dead_end"])
 def test_schema_error_names_the_request_field(code: str) -> None:
     """The engine finds the error but does not know the request's fields."""
     assert engine_refusal(code, "why", schema_field="tools[0]").param == "tools[0]"

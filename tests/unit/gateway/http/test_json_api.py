@@ -9,6 +9,7 @@ import pytest
 from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from tenancy.types import DAY_MS
+from tests.tables import each_row
 
 NOON_MS = 1_767_268_800_000
 """2026-01-01T12:00:00Z."""
@@ -49,7 +50,7 @@ def test_window_accepts_dates_and_times() -> None:
     assert hours.since_ms == NOON_MS - 2 * 3_600_000
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "param"),
     [
         ({"since": "yesterday"}, "since"),
@@ -76,7 +77,7 @@ def test_window_is_limited_to_four_hundred_days() -> None:
     assert refused({"since": json_api.instant(NOON_MS - 400 * DAY_MS)}) == "since"
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "11", "1.5", "x", "", "١", "9" * 19])
+@each_row("text", ["0", "-1", "11", "1.5", "x", "", "١", "9" * 19])
 def test_integer_outside_its_bounds_is_refused(text: str) -> None:
     """The message names the bounds."""
     with pytest.raises(Refusal, match="integer from 1 to 10"):
@@ -91,7 +92,7 @@ def test_error_body_has_code_message_and_param() -> None:
     assert json_api.SHAPE.headers("id") == {}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b'{"a": 1} x', b"\xff", b"[" * 9_000])
+@each_row("body", [b"", b"{", b'{"a": 1} x', b"\xff", b"[" * 9_000])
 def test_invalid_json_is_refused_as_invalid_json(body: bytes) -> None:
     """Syntax, encoding, trailing bytes and nesting all give the same code."""
     with pytest.raises(Refusal) as caught:

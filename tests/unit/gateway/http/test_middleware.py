@@ -30,6 +30,7 @@ from tenancy.accounts.keys import (
 from tenancy.accounts.tenants import find_tenant, set_status
 from tenancy.types import wall_ms
 from tests.actors import TESTER
+from tests.tables import each_row
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -129,9 +130,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("is_admin", [False, True])
-@pytest.mark.parametrize(("path", "place"), PLACES.items())
-@pytest.mark.parametrize("key", ["", "sk-of-another-service"])
+@each_row("is_admin", [False, True])
+@each_row(("path", "place"), PLACES.items())
+@each_row("key", ["", "sk-of-another-service"])
 async def test_a_refused_key_is_told_what_would_be_right(
     gateway: GatewayFixture, path: str, place: str, key: str, is_admin: bool
 ) -> None:
@@ -178,7 +179,7 @@ BAD_KEYS = [
 ]
 
 
-@pytest.mark.parametrize("headers", BAD_KEYS, ids=range(len(BAD_KEYS)))
+@each_row("headers", BAD_KEYS)
 async def test_every_bad_key_gets_the_same_401(
     gateway: GatewayFixture, headers: dict[str, str]
 ) -> None:

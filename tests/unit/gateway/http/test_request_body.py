@@ -22,6 +22,7 @@ from gateway.config import ServerConfig
 from gateway.errors import Kind, Refusal
 from gateway.http.connection import CONNECTION
 from gateway.http.request_body import BODY_SHARE, BodyBudget, BodyShare, read_body
+from tests.tables import each_row
 from tests.unit.gateway.gateway_fixture import (
     PATIENCE_S,
     GatewayFixture,
@@ -206,7 +207,7 @@ async def test_truncated_body_runs_nothing(gateway: GatewayFixture) -> None:
 # --- the budget ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("payers", [1, 2, 5, 20])
+@each_row("payers", [1, 2, 5, 20])
 def test_next_payer_finds_room_beside_any_number_of_others(payers: int) -> None:
     """Each takes all that it can get, a byte at a time, one after another."""
     budget = BodyBudget(1_000_000)

@@ -7,6 +7,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from gateway.http.route_table import PathNotFound, RouteTable, canonical
+from tests.tables import each_row
 
 DECLARED = (
     ("POST", "/{version:v1|v1beta}/models/{target:.+}"),
@@ -24,7 +25,7 @@ def table() -> RouteTable[str]:
     return made
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("method", "path", "found", "parameters"),
     [
         ("GET", "/v1/models", "GET /v1/models", {}),
@@ -57,7 +58,7 @@ def test_path_matches_its_declared_route(
     assert table.find(make_mocked_request(method, path)) == (found, parameters)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "path", ["/V1/models", "/v2/models/x:go", "/v1%2Fmodels", "/v1/models%2F", "*", "/", "//"]
 )
 def test_undeclared_path_is_not_found(table: RouteTable[str], path: str) -> None:
@@ -66,7 +67,7 @@ def test_undeclared_path_is_not_found(table: RouteTable[str], path: str) -> None
         table.find(make_mocked_request("GET", path))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "similar"),
     [
         ("/v1/v1/models", "/v1/models"),
@@ -88,7 +89,7 @@ def test_path_of_a_wrong_base_url_has_a_similar_one(
     assert missing.value.similar == similar
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "close"),
     [
         ("/v1/model", "/v1/models"),

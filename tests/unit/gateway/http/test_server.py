@@ -12,6 +12,7 @@ import json
 import pytest
 
 from gateway.http.server import log_accept_errors
+from tests.tables import each_row
 from tests.unit.gateway.gateway_fixture import (
     PATIENCE_S,
     GatewayFixture,
@@ -23,7 +24,7 @@ from tests.unit.gateway.gateway_fixture import (
 SECRET = "sk-planted-secret-that-must-not-come-back"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "host",
     ["h/health?x=", "foo#", "a@b", "", "[fe80::1%eth0]", "evil.example", "127.0.0.1, 127.0.0.1"],
 )
@@ -48,7 +49,7 @@ async def test_missing_or_repeated_host_is_refused(
     assert status_of(answer) == 400
 
 
-@pytest.mark.parametrize(
+@each_row(
     "target",
     [
         "//v1/chat/completions",

@@ -13,6 +13,7 @@ from aiohttp.test_utils import make_mocked_request
 from gateway.config import AdminConfig, ConfigError, load_config
 from gateway.errors import Refusal
 from gateway.http.authentication import TrustedHeader
+from tests.tables import each_row
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -36,7 +37,7 @@ def test_names_the_user_of_a_trusted_proxy(remote: str) -> None:
     assert user_of(NAMED, remote) == "alice@example.com"
 
 
-@pytest.mark.parametrize("remote", ["10.0.0.8", "127.0.0.1", "::1", ""])
+@each_row("remote", ["10.0.0.8", "127.0.0.1", "::1", ""])
 def test_believes_no_other_address(remote: str) -> None:
     """A client that reaches the listener beside the proxy may write what it wants."""
     assert user_of(NAMED, remote) is None
@@ -50,14 +51,14 @@ def test_a_key_comes_before_the_header() -> None:
     assert user_of({}) is None
 
 
-@pytest.mark.parametrize("user", ["", "  ", "a\tb", "x" * 201])
+@each_row("user", ["", "  ", "a\tb", "x" * 201])
 def test_refuses_a_name_that_is_none(user: str) -> None:
     """An empty header is what a wrongly configured proxy sends for strangers."""
     with pytest.raises(Refusal, match="printable"):
         user_of({"X-Forwarded-User": user})
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+@each_row("method", ["POST", "PUT", "PATCH", "DELETE"])
 def test_a_change_needs_a_header_that_foreign_pages_cannot_send(method: str) -> None:
     """The browser sends the proxy's cookie with a form of any site."""
     with pytest.raises(Refusal, match="X-Trunkline-Request"):

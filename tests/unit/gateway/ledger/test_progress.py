@@ -23,6 +23,7 @@ from gateway.ledger.progress import (
     StreamProgress,
 )
 from tenancy.types import TokenCounts
+from tests.tables import each_row
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 PROMPT = 7
@@ -247,8 +248,8 @@ def test_unwritten_deltas_are_not_noted() -> None:
     assert stream.noted == 3
 
 
-@pytest.mark.parametrize("flush_s", [PROGRESS_FLUSH_S, PROGRESS_FLUSH_REMOTE_S])
-@pytest.mark.parametrize("streams", [1, 50])
+@each_row("flush_s", [PROGRESS_FLUSH_S, PROGRESS_FLUSH_REMOTE_S])
+@each_row("streams", [1, 50])
 def test_notes_of_many_streams_share_one_commit(streams: int, flush_s: float) -> None:
     world = JournalWorld(flush_s)
     with ExitStack() as stack:

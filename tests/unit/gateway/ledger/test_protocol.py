@@ -37,6 +37,7 @@ from tenancy.ledger.transactions import (
 )
 from tenancy.types import TokenCounts, UsageEntry
 from tests.examples import examples
+from tests.tables import each_row
 
 T = TypeVar("T", bound=msgspec.Struct)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -128,7 +129,7 @@ def test_errors_round_trip(kind: type[TenancyError], data: st.DataObject) -> Non
     assert (vars(again), str(again)) == (vars(error), str(error))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "message",
     [
         Opened(7, 2, LedgerEpoch(3, 10, "found", 9, b"\x00\xff")),

@@ -11,6 +11,7 @@ from gateway.background.erasure import list_holdings
 from gateway.caching.namespaces import owner_of, parts_of
 from gateway.levels.fidelity import FIDELITY_HEADER
 from tenancy.accounts.tenants import change_tenant, find_tenant_record
+from tests.tables import each_row
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 CHAT = "/v1/chat/completions"
@@ -75,7 +76,7 @@ async def test_a_request_may_only_be_stricter(
     await gateway.check_quiet()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "lines",
     [
         ["X-Trunkline-Fidelity: lossy"],

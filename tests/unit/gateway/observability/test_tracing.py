@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from gateway.dialects.canonical import UsageRecord
 from gateway.dialects.families import ENDPOINTS, embeddings
 from gateway.dialects.protocol import ErrorShape
 from gateway.observability.tracing import CompletedRequest
+from tests.tables import each_row
 
 ROOT = Path(__file__).parents[4]
 ASKED = CompletedRequest(
@@ -76,7 +76,7 @@ def test_events_are_the_stages_reached() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("status", "ending", "is_failure"),
     [
         (200, "done", False),

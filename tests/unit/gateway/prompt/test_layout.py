@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from gateway.prompt.layout import (
     ShapeStep,
     common_prefix_chars,
@@ -14,6 +12,7 @@ from gateway.prompt.layout import (
 )
 from gateway.prompt.messages import TemplatePart
 from gateway.prompt.opaque_text import TRIMMED
+from tests.tables import each_row
 
 A, B = placeholder(0), placeholder(1)
 
@@ -51,7 +50,7 @@ def test_arguments_object_replaces_quoted_placeholder() -> None:
     assert found == [('{"a": ', None), ('{"z": 1}', 0), ("}", None)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("marked", "whole"),
     [
         (f"<{A}>", "<X>"),
@@ -74,7 +73,7 @@ def test_pieces_have_offsets_in_marked_rendering() -> None:
     assert [(p.text, p.start) for p in pieces if p.part is None] == [("<", 0), ("|", 1 + len(A))]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("first", "second", "count"), [("", "a", 0), ("abc", "abd", 2), ("ab", "abc", 2), ("a", "a", 1)]
 )
 def test_common_prefix_chars(first: str, second: str, count: int) -> None:
@@ -82,7 +81,7 @@ def test_common_prefix_chars(first: str, second: str, count: int) -> None:
     assert common_prefix_chars("x" * 999 + first, "x" * 999 + second) == 999 + count
 
 
-@pytest.mark.parametrize(("at", "found"), [(0, 0), (2, 2), (3, 2), (5, 2), (6, 6), (7, 7)])
+@each_row(("at", "found"), [(0, 0), (2, 2), (3, 2), (5, 2), (6, 6), (7, 7)])
 def test_snaps_to_start_of_special_token(at: int, found: int) -> None:
     """A special token is one token or none."""
     assert snap_to_word_start("ab<|x>cd<|x>", at, ["<|x>", "none"]) == found

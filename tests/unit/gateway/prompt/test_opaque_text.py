@@ -8,6 +8,7 @@ from gateway.errors import Refusal
 from gateway.prompt.layout import placeholder
 from gateway.prompt.opaque_text import TRIMMED, OpaqueText, ReadRecorder
 from gateway.prompt.template import ChatTemplate
+from tests.tables import each_row
 
 WRITES = (
     "{{ m.content }}",
@@ -84,7 +85,7 @@ def rendered(source: str) -> tuple[str | None, bool]:
         return None, recorder.was_read
 
 
-@pytest.mark.parametrize("source", WRITES)
+@each_row("source", WRITES)
 def test_written_text_appears_unchanged(source: str) -> None:
     """Most templates do no more with most messages."""
     text, was_looked_at = rendered(source)
@@ -93,7 +94,7 @@ def test_written_text_appears_unchanged(source: str) -> None:
     assert not was_looked_at
 
 
-@pytest.mark.parametrize("source", LOOKS)
+@each_row("source", LOOKS)
 def test_records_every_read(source: str) -> None:
     """A template that reads a placeholder would render the wrong prompt."""
     text, was_looked_at = rendered(source)

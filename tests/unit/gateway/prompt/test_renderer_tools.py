@@ -18,6 +18,7 @@ from gateway.errors import Kind, Refusal
 from gateway.prompt import Renderer
 from gateway.template_date import Calendar
 from tests.models import CHAT_TEMPLATE
+from tests.tables import each_row
 from tests.unit.gateway.prompt import chat_templates
 from tests.unit.gateway.prompt.chat_templates import text_of
 
@@ -325,7 +326,7 @@ def test_special_tokens_in_arguments_and_results_are_plain_text(
 # --- what is refused -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     "tool",
     [
         Tool("get<|im_end|>", "", SCHEMA, "tools[0]"),

@@ -12,6 +12,7 @@ from engine.model_store.families import FAMILIES
 from gateway.errors import Refusal
 from gateway.prompt.template import ChatTemplate
 from gateway.template_date import Calendar
+from tests.tables import each_row
 from tests.unit.gateway.prompt.family_templates import FAMILY_TEMPLATES
 
 Renders = Callable[..., str | None]
@@ -97,8 +98,8 @@ def test_every_listed_family_has_a_template_here() -> None:
     assert FAMILY_TEMPLATES.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("family", FAMILY_TEMPLATES)
+@each_row("chat", CHATS)
 def test_families_render_as_in_transformers(family: str, chat: str, transformers: Renders) -> None:
     """A model was trained on what transformers rendered: tools, calls, thinking, the date."""
     source, special = FAMILY_TEMPLATES[family], {"bos_token": "<s>", "eos_token": "</s>"}
@@ -161,7 +162,7 @@ CONSTRUCTS = {
 }
 
 
-@pytest.mark.parametrize("name", CONSTRUCTS)
+@each_row("name", CONSTRUCTS)
 def test_constructs_render_as_in_transformers(name: str, transformers: Renders) -> None:
     """Each tag, filter, method and function that transformers has and that can be bounded."""
     messages = [{**USER, "x": 2}, {**USER, "x": 3}]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from gateway.prompt.tokenizer_file import TokenizerFile
+from tests.tables import each_row
 from tests.tiny_tokenizer import tokenizer_document
 
 
@@ -71,7 +72,7 @@ def test_texts_have_the_tokens_of_the_library(name: str, text: str) -> None:
     assert ids[0] == ids[1]
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@each_row("name", DOCUMENTS)
 def test_the_vocabulary_is_that_of_the_library(name: str) -> None:
     """Added tokens have the ids by which they are found in a text."""
     file, library = READ[name]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from gateway.structured_output.harmony_grammar import harmony_grammar
 from gateway.structured_output.output_check import satisfies
 from gateway.structured_output.tool_styles import HERMES
 from tests.examples import examples
+from tests.tables import each_row
 from tests.unit.gateway.structured_output.test_schema_grammar import (
     ID,
     VOCABULARY,
@@ -162,8 +162,8 @@ SAYS_NOTHING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("name", SAYS_NOTHING)
+@each_row("strict", [True, False])
+@each_row("name", SAYS_NOTHING)
 def test_what_constrains_no_value_refuses_none(name: str, strict: bool) -> None:
     """Generators add keywords of their own, and definitions that nothing uses."""
     schema = member({"type": "integer", **SAYS_NOTHING[name]}) | SAYS_NOTHING[name]
@@ -179,9 +179,9 @@ UNKNOWN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("number", [7, ID])
-@pytest.mark.parametrize(
+@each_row("strict", [True, False])
+@each_row("number", [7, ID])
+@each_row(
     "reference",
     ["#/components/schemas/Id~11", "#/parts/0", "https://x.example/y#/parts/0", "#/%70arts/0"],
 )
@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@each_row("name", WRONG)
 def test_a_fault_is_named_by_its_path(name: str) -> None:
     """Wherever it stands, in the words of the schema."""
     schema, path = WRONG[name]
@@ -227,7 +227,7 @@ def test_a_fault_is_named_by_its_path(name: str) -> None:
     assert found[1].startswith(f"{found[0]}: ")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "schema",
     [
         {"type": "number", "multipleOf": 0.1234567891},
@@ -242,7 +242,7 @@ def test_a_loose_schema_drops_what_no_grammar_holds(schema: Any) -> None:
     assert refusal(lambda: tool(member(schema), strict=False)) is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     "pattern", ["^a$|^b$", "(^a|b)$", "(?:^a$)|(?:^b$)", "(?i)^a", "(?P<n>^a)", r"\$a", "[$^]a"]
 )
 def test_an_anchor_at_an_end_of_a_pattern_counts(pattern: str) -> None:
@@ -261,8 +261,8 @@ def test_arguments_that_are_no_object_are_refused_in_words_of_the_schema() -> No
     )
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, 3])
-@pytest.mark.parametrize("heads", [0, 1, 2])
+@each_row("most", [0, 1, 2, 3])
+@each_row("heads", [0, 1, 2])
 def test_lists_of_ids_have_every_length(most: int, heads: int) -> None:
     """A list of at most one id is one too."""
     schema = {"type": "array", "items": {"const": ID}, "maxItems": most}

@@ -13,6 +13,7 @@ from gateway.structured_output.output_check import References
 from gateway.structured_output.schemas.endless import find_endless
 from gateway.structured_output.schemas.keywords import prepared_schema
 from tests.examples import examples
+from tests.tables import each_row
 
 
 def node(**members: Any) -> dict[str, Any]:
@@ -24,7 +25,7 @@ ROOT = {"$ref": "#"}
 LINK = {"$ref": "#/$defs/link"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("schema", "path"),
     [
         (ROOT, "$ref"),
@@ -40,7 +41,7 @@ LINK = {"$ref": "#/$defs/link"}
         (node(next={"allOf": [{"type": "object"}, ROOT]}), "properties.next.allOf.1.$ref"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("strict", [True, False])
+@each_row("strict", [True, False])
 def test_a_value_that_never_ends_is_refused_by_name(
     schema: dict[str, Any], path: str, strict: bool
 ) -> None:
@@ -52,7 +53,7 @@ def test_a_value_that_never_ends_is_refused_by_name(
     assert caught.value.param == f"text.format.schema.{path}"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "schema",
     [
         node(next={"anyOf": [ROOT, {"type": "null"}]}),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gateway.structured_output.gbnf import GbnfError, is_gbnf, translate_gbnf
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("gbnf", "lark"),
     [
         ('root ::= "a" | "b"', 'start: T0\nT0: "a" | "b"\n'),
@@ -36,7 +37,7 @@ def test_translates_to_lark(gbnf: str, lark: str) -> None:
     assert translate_gbnf(gbnf) == lark
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("gbnf", "says"),
     [
         ("::=", "before the first rule"),

@@ -14,6 +14,7 @@ from gateway.dialects.canonical import OutputFormat, Prompt, Tool, ToolChoice
 from gateway.errors import Kind, Refusal
 from gateway.structured_output.grammars import build_grammar, callable_tools, schema_field
 from gateway.structured_output.tool_styles import FALLBACK, HERMES, LLAMA3, MISTRAL, ToolStyle
+from tests.tables import each_row
 from tests.tiny_tokenizer import byte_tokens
 
 SCHEMA = json.dumps(
@@ -79,7 +80,7 @@ def test_format_alone_is_passed_on() -> None:
     assert mode.kind == "json_object"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "is_allowed"),
     [
         (call("get", '{"a": 1}'), True),
@@ -116,7 +117,7 @@ def test_limits_white_space_in_json(allows: Allows) -> None:
     assert not allows(call("put", '{\n\n"a": 1}'), LOOSE, tool_choice=REQUIRED)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "is_allowed"),
     [
         ("Hello <b>", True),
@@ -193,8 +194,8 @@ def test_schema_cannot_set_grammar_options(allows: Allows) -> None:
         allows(call("get", "{}"), Tool("get", "", unknown, strict=True), tool_choice=REQUIRED)
 
 
-@pytest.mark.parametrize("is_strict", [False, True])
-@pytest.mark.parametrize(
+@each_row("is_strict", [False, True])
+@each_row(
     "schema",
     [
         {"properties": {"a": {"type": "integer"}}},
@@ -261,7 +262,7 @@ def test_lenient_schema_drops_unsupported_patterns(
         assert (raised.value.code, bool(raised.value.param)) == ("invalid_json_schema", True)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("prompt", "param"),
     [
         (Prompt(output_format=OutputFormat("json_schema", "[]", "response_format")),
@@ -286,7 +287,7 @@ def test_tool_choice_restricts_callable_tools() -> None:
     assert callable_tools(prompt) == (LOOSE,)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("prompt", "field"),
     [
         (Prompt(), None),

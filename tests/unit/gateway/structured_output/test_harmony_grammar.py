@@ -13,6 +13,7 @@ from gateway.dialects.canonical import OutputFormat, Prompt, Tool, ToolChoice
 from gateway.prompt import Renderer
 from gateway.structured_output.harmony_grammar import harmony_grammar
 from gateway.structured_output.thinking import HARMONY_MARKERS
+from tests.tables import each_row
 from tests.thinking_models import harmony_model
 from tests.tiny_tokenizer import byte_tokens
 
@@ -61,7 +62,7 @@ def test_no_grammar_without_a_format_a_call_or_a_budget() -> None:
     assert harmony_grammar(Prompt(tools=(PUT,), tool_choice=ToolChoice("none")), {}, None) is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "is_allowed"),
     [
         (FINAL + '{"a":1}', True),
@@ -78,7 +79,7 @@ def test_format_holds_the_final_message(allows: Allows, text: str, *, is_allowed
     assert allows(text, output_format=FORMAT) is is_allowed
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "is_allowed"),
     [
         (CALL + '{"a":1}', True),
@@ -105,7 +106,7 @@ def test_named_tool_is_the_only_one(allows: Allows) -> None:
     assert not allows(CALL + '{"a":1}', tools=(GET, PUT), tool_choice=choice)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "is_allowed"),
     [
         (THOUGHT + FINAL + "No call.", True),
@@ -125,7 +126,7 @@ def test_strict_tool_holds_only_its_own_arguments(
     assert allows(text, tools=(GET, PUT)) is is_allowed
 
 
-@pytest.mark.parametrize(("budget", "is_allowed"), [(0, False), (1, False), (2, True), (9, True)])
+@each_row(("budget", "is_allowed"), [(0, False), (1, False), (2, True), (9, True)])
 def test_budget_bounds_the_thought(allows: Allows, budget: int, *, is_allowed: bool) -> None:
     """The thought of two tokens fits a budget of two; a budget of 0 allows none."""
     assert allows(THOUGHT + FINAL + "Yes.", budget) is is_allowed

@@ -16,6 +16,7 @@ from gateway.structured_output.json_text import (
     parse_arguments,
     parse_schema,
 )
+from tests.tables import each_row
 
 
 def test_schema_keeps_member_order() -> None:
@@ -23,7 +24,7 @@ def test_schema_keeps_member_order() -> None:
     assert list(parse_schema('{"z": 1, "a": {"y": 2, "b": 3}}', "tools[0]")) == ["z", "a"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "words"),
     [
         ("", "expected a JSON object"),
@@ -86,7 +87,7 @@ def test_counts_every_value_and_no_text(value: object, ascii_only: bool) -> None
     assert count_values(data, count - 1) > count - 1
 
 
-@pytest.mark.parametrize("text", ['"' * 9_999, "," * 9_999, "[" * 9_999, '"",' * 9_999, "\\" * 99])
+@each_row("text", ['"' * 9_999, "," * 9_999, "[" * 9_999, '"",' * 9_999, "\\" * 99])
 def test_counts_a_text_that_is_not_json(text: str) -> None:
     assert count_values(text.encode(), 100) > 100 or text[0] in '\\"'
 

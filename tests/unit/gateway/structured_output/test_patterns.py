@@ -23,6 +23,7 @@ from gateway.structured_output.schemas.patterns import (
     translate_pattern,
     translate_schema,
 )
+from tests.tables import each_row
 
 HELD = [
     *(r"^a+$", r"[(?=]+", r"\(?=?", r"\\b", r"(?:a|b)", r"(?<name>a)", r"\d{4}-\d\d"),
@@ -40,7 +41,7 @@ def vocabulary(card: ModelCard) -> Vocabulary:
     return Vocabulary.load(card.tokenizer_path, card.config.vocab, [0], GrammarLimits())
 
 
-@pytest.mark.parametrize("pattern", [*HELD, *UNHELD])
+@each_row("pattern", [*HELD, *UNHELD])
 def test_supported_patterns_compile_in_the_engine(vocabulary: Vocabulary, pattern: str) -> None:
     """An unsupported one has a reason; invalid patterns are not tested."""
     schema = json.dumps({"type": "string", "pattern": pattern})
@@ -54,9 +55,7 @@ def test_supported_patterns_compile_in_the_engine(vocabulary: Vocabulary, patter
     assert (not refused) is (pattern in HELD), refused
 
 
-@pytest.mark.parametrize(
-    "pattern", ["a++b", "a*+", "(ab)?+c", "a{2}+", "a{1,}+", r"[+]++", r"\+++"]
-)
+@each_row("pattern", ["a++b", "a*+", "(ab)?+c", "a{2}+", "a{1,}+", r"[+]++", r"\+++"])
 def test_possessive_quantifiers_are_unsupported(pattern: str) -> None:
     """A grammar would read the plus as another repetition."""
     assert first_unsupported(pattern) is not None
@@ -64,13 +63,13 @@ def test_possessive_quantifiers_are_unsupported(pattern: str) -> None:
         translate_schema({"items": {"pattern": pattern}}, strict=True)
 
 
-@pytest.mark.parametrize("pattern", [r"a\++", r"[*+]+", "[+]+", r"\{2}+", "a+?b", "(?:a+)+"])
+@each_row("pattern", [r"a\++", r"[*+]+", "[+]+", r"\{2}+", "a+?b", "(?:a+)+"])
 def test_literal_plus_is_supported(pattern: str) -> None:
     """Also after a class or a group."""
     assert first_unsupported(pattern) is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("pattern", "said"),
     [
         (r"^(?!\s*$).+", "uses lookaround ((?!); write the allowed text as alternatives"),
@@ -95,7 +94,7 @@ LOOKS = {"type": "string", "pattern": "(?=a)"}
 PLAIN = {"type": "string"}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("schema", "held"),
     [
         (LOOKS, PLAIN),
@@ -121,7 +120,7 @@ def test_drops_unsupported_patterns_in_every_subschema(schema: Any, held: Any) -
     assert json.dumps(schema) == before
 
 
-@pytest.mark.parametrize(
+@each_row(
     "schema",
     [
         {"const": LOOKS},
@@ -138,7 +137,7 @@ def test_leaves_data_unchanged(schema: Any) -> None:
     assert translate_schema(schema, strict=True) is schema
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("pattern", "put"),
     [
         (r"^a\Z", r"^a\z"),

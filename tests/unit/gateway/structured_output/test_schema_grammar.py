@@ -23,6 +23,7 @@ from gateway.errors import Refusal
 from gateway.structured_output.grammars import build_grammar
 from gateway.structured_output.tool_styles import HERMES
 from tests.examples import examples
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import (
     CHAT,
     COMPLETIONS,
@@ -70,8 +71,8 @@ def member(schema: object) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(
+@each_row("strict", [True, False])
+@each_row(
     "schema",
     [
         {"const": ID},
@@ -93,7 +94,7 @@ def test_an_integer_beyond_a_double_keeps_its_digits(schema: Any, strict: bool) 
     assert not any(allows(f'{{"id": {other}}}') for other in (ID - 1, ID + 1, int(float(ID))))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "schema",
     [
         {"type": "array", "items": {"const": ID}, "minItems": 1, "maxItems": 2},
@@ -118,8 +119,8 @@ REFERENCES = {
 }
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("name", REFERENCES)
+@each_row("strict", [True, False])
+@each_row("name", REFERENCES)
 def test_digits_are_kept_behind_every_reference(name: str, strict: bool) -> None:
     """Generators name a definition's part, and percent-encode the names of generic classes."""
     reference, definitions = REFERENCES[name]
@@ -199,8 +200,8 @@ def test_a_decimal_keeps_its_digits() -> None:
     assert not least(DECIMAL[:-1])
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(
+@each_row("strict", [True, False])
+@each_row(
     ("schema", "least", "most"),
     [
         (INT64, -(2**63), 2**63 - 1),
@@ -252,8 +253,8 @@ def test_arguments_of_calls_keep_digits(strict: bool) -> None:
     assert not allows(text % int(float(ID)))
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(
+@each_row("strict", [True, False])
+@each_row(
     "schema",
     [
         {"type": "object", "properties": None},
@@ -289,7 +290,7 @@ def test_a_count_of_64_bits_is_no_bound(name: str) -> None:
     assert all(map(allows, ('"text"', "[1]", '{"a": 1}')))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("schema", "path"),
     [
         ({"minimum": "5"}, "minimum"),
@@ -345,8 +346,8 @@ CHAIN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(
+@each_row("strict", [True, False])
+@each_row(
     "schema",
     [
         {"$ref": "#/$defs/d0", "$defs": {**CHAIN, "d3000": {"const": ID}}},
@@ -511,8 +512,8 @@ def asked(endpoint: Endpoint, fields: str) -> Prompt:
     return endpoint.parse_body(f"{smallest[:-1]}, {fields}}}".encode()).prompts[0]
 
 
-@pytest.mark.parametrize("digits", [str(ID), DECIMAL, str(2**64 - 1), str(10**25 + 1)])
-@pytest.mark.parametrize("name", [*formats("{}")])
+@each_row("digits", [str(ID), DECIMAL, str(2**64 - 1), str(10**25 + 1)])
+@each_row("name", [*formats("{}")])
 def test_digits_of_a_format_survive_from_the_body_to_the_grammar(name: str, digits: str) -> None:
     """In every dialect: reading JSON as doubles on the way would lose them."""
     schema = f'{{"type": "object", "properties": {{"id": {{"enum": [{digits}]}}}},'
@@ -523,8 +524,8 @@ def test_digits_of_a_format_survive_from_the_body_to_the_grammar(name: str, digi
     assert not allows(f'{{"id": {json.dumps(float(digits))}}}')
 
 
-@pytest.mark.parametrize("digits", [str(ID), DECIMAL])
-@pytest.mark.parametrize("name", [*calls("{}")])
+@each_row("digits", [str(ID), DECIMAL])
+@each_row("name", [*calls("{}")])
 def test_digits_of_a_tool_survive_from_the_body_to_the_grammar(name: str, digits: str) -> None:
     """As those of a format."""
     schema = f'{{"type": "object", "properties": {{"id": {{"enum": [{digits}]}}}},'
@@ -535,7 +536,7 @@ def test_digits_of_a_tool_survive_from_the_body_to_the_grammar(name: str, digits
     assert not allows(text % json.dumps(float(digits)))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "path"),
     [
         ("chat", "tools[0].function.parameters"),

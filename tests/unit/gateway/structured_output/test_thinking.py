@@ -22,6 +22,7 @@ from gateway.structured_output.thinking import (
 )
 from gateway.structured_output.tool_call_parser import Cut, ParsedCall, ToolCallParser
 from gateway.structured_output.tool_styles import HERMES
+from tests.tables import each_row
 from tests.tiny_tokenizer import tokenizer_document
 
 TAGS = ThinkingFormat("tags", "<think>", "</think>", switch="enable_thinking")
@@ -31,7 +32,7 @@ SCHEMA = (
 )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("source", "variables", "expected"),
     [
         ("{{ messages }}", frozenset(), NO_THINKING),
@@ -61,7 +62,7 @@ def test_format_is_found_in_the_template(
     assert detect_thinking(source, variables) == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wanted", "variables", "budget"),
     [
         (Thinking(), (), None),
@@ -141,7 +142,7 @@ def accepts(grammar: Grammar, text: str) -> bool:
 TOKENIZER = LLTokenizer(json.dumps(tokenizer_document()))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "open_ok", "possible_ok"),
     [
         ('hm</think>{"a":1}', True, False),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.structured_output.tool_call_parser import Cut, ParsedCall, ToolCallParser
 from gateway.structured_output.tool_styles import HERMES, LLAMA3, MISTRAL, ToolStyle
+from tests.tables import each_row
 
 STYLES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
 
@@ -73,14 +73,14 @@ CASES: list[tuple[str, str, Folded]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("style", "text", "folded"), CASES)
+@each_row(("style", "text", "folded"), CASES)
 def test_separates_calls_from_text(style: str, text: str, folded: Folded) -> None:
     """Text that only resembles a call stays text: at once, and character by character."""
     assert read(STYLES[style], text) == folded
     assert read(STYLES[style], *text) == folded
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("style", "before", "call"),
     [
         ("hermes", "", ONE),
@@ -94,7 +94,7 @@ def test_separates_calls_from_text(style: str, text: str, folded: Folded) -> Non
         ("mistral", "", '[TOOL_CALLS] [{"name": "get", "arguments": {}}, {"name": "put"}]'),
     ],
 )
-@pytest.mark.parametrize("is_in_pieces", [False, True])
+@each_row("is_in_pieces", [False, True])
 def test_limit_leaves_no_markup_of_a_call(
     style: str, before: str, call: str, *, is_in_pieces: bool
 ) -> None:
@@ -107,7 +107,7 @@ def test_limit_leaves_no_markup_of_a_call(
         assert "".join(piece for piece in found if isinstance(piece, str)) == before
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("style", "text", "cut"),
     [
         ("hermes", "if a <", "stop_string"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.structured_output.tool_call_scanner import ToolCallScanner
+from tests.tables import each_row
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
@@ -58,7 +58,7 @@ def test_streams_arguments_before_they_are_complete() -> None:
     assert scanner.take() == 'e"}'
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "arguments"),
     [
         ('{"name": "get"}', "{}"),
@@ -74,7 +74,7 @@ def test_accepts_variants_of_calls(text: str, arguments: str) -> None:
     assert (scanner.is_over, scanner.name, found) == (True, "get", arguments)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     [
         "[1]",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from gateway.prompt.template import ChatTemplate
 from gateway.structured_output.tool_styles import (
     FALLBACK,
@@ -14,10 +12,11 @@ from gateway.structured_output.tool_styles import (
     detect_style,
 )
 from tests.models import CHAT_TEMPLATE
+from tests.tables import each_row
 from tests.unit.gateway.prompt import chat_templates
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("source", "style"),
     [
         (chat_templates.HERMES, HERMES),

@@ -23,6 +23,7 @@ from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store, Transaction
 from tenancy.types import DAY_MS, UsageEntry
 from tests.actors import TESTER
+from tests.tables import each_row
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.ledger.written import done
 
@@ -238,7 +239,7 @@ def test_closing_again_changes_nothing(store: Store, ledger: Ledger, wall: Wall)
     assert list_closes(store) == days
 
 
-@pytest.mark.parametrize("day", ["yesterday", "1970-13-01", "", "'; --"])
+@each_row("day", ["yesterday", "1970-13-01", "", "'; --"])
 def test_refuses_invalid_and_unfinished_days(store: Store, wall: Wall, day: str) -> None:
     with pytest.raises(BadName, match="Invalid day"):
         close_days(store, wall, day, by=TESTER)

@@ -28,6 +28,7 @@ from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry, format_utc
+from tests.tables import each_row
 from tests.unit.tenancy.conftest import Wall
 
 COUNT = 9
@@ -83,7 +84,7 @@ def test_csv_has_every_entry_with_every_field(store: Store) -> None:
     assert (rows[0]["ttft_ms"], rows[1]["ttft_ms"]) == ("", "1")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("value", "cell"),
     [
         ("-0.000478500000", "-0.000478500000"),

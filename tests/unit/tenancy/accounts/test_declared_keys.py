@@ -30,6 +30,7 @@ from tenancy.pricing.budgets import Budget, load_budgets, set_budget
 from tenancy.storage.interface import Store
 from tenancy.types import Limits
 from tests.actors import TESTER
+from tests.tables import each_row
 from tests.unit.tenancy.conftest import Wall, used
 
 WEB, APP = "tl-" + "a" * 43, "tl-" + "b" * 43
@@ -234,7 +235,7 @@ def test_one_invalid_key_changes_nothing(store: Store, wall: Wall) -> None:
     assert len(list_keys(store)) == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("then", "what"),
     [
         ([ada(keyed("new"))], r"new': the digest is that of key 1 of ada \('web'\)"),
@@ -271,7 +272,7 @@ def test_revoked_or_expired_key_stays_closed(store: Store, wall: Wall) -> None:
         reconcile(store, wall, [ada(keyed("x", APP))])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wrong", "what"),
     [
         ([ada(keyed(), keyed(key=APP))], "ada: key 'web': the label is declared twice"),

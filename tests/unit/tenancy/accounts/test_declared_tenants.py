@@ -18,6 +18,7 @@ from tenancy.accounts.tenants import (
 from tenancy.errors import BadName
 from tenancy.storage.interface import Store
 from tenancy.types import CachePolicy, Limits
+from tests.tables import each_row
 from tests.unit.tenancy.conftest import Wall
 
 ADA = DeclaredTenant(name="ada", tier="gold", weight=2, requests_per_minute=60)
@@ -110,7 +111,7 @@ def test_declared_tenant_is_changed_in_the_file_only(store: Store, wall: Wall) -
         delete_tenant(store, lambda: 1, "ada")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("wrong", "what"),
     [
         ([ADA, ADA], "declared twice"),

@@ -24,6 +24,7 @@ from tenancy.errors import BadName, KeyRefused
 from tenancy.storage.interface import Store
 from tenancy.types import HOUR_MS, Limits
 from tests.actors import TESTER
+from tests.tables import each_row
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 
@@ -124,7 +125,7 @@ def test_unknown_name_revokes_nothing(store: Store, wall: Wall, tenant_id: int, 
     assert [key.revoked_ms for key in list_keys(store)] == [None]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "key",
     ["", "x", "x" * 10_000, "tl-", "ключ", "\ud800", "a\nb", "\x00", "' or 1=1 --", "'; drop"],
 )
@@ -146,7 +147,7 @@ def test_key_with_another_last_character_is_unknown(
     assert code(store, key.upper(), wall()) == "key_unknown"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "wrong",
     [
         {"workspace": ""},
@@ -188,7 +189,7 @@ def test_key_has_its_scopes_and_limits(store: Store, wall: Wall, tenant_id: int)
     assert (list_keys(store)[0].scopes, list_keys(store)[0].limits) == (("usage",), limits)
 
 
-@pytest.mark.parametrize("scopes", [[], ["admin"], ["usage", "admin"], ["Usage"], ["usage cache"]])
+@each_row("scopes", [[], ["admin"], ["usage", "admin"], ["Usage"], ["usage cache"]])
 def test_refuses_invalid_scopes(
     store: Store, wall: Wall, tenant_id: int, scopes: list[str]
 ) -> None:
@@ -198,7 +199,7 @@ def test_refuses_invalid_scopes(
     assert list_keys(store) == []
 
 
-@pytest.mark.parametrize("limit", [0, -1, 10**13])
+@each_row("limit", [0, -1, 10**13])
 def test_refuses_invalid_limits(store: Store, wall: Wall, tenant_id: int, limit: int) -> None:
     """None means no limit; a limit of zero would be a revoked key."""
     with pytest.raises(BadName, match="tokens_per_minute out of range"):

@@ -26,6 +26,7 @@ from tenancy.storage.interface import Store
 from tenancy.types import CachePolicy, Identity, SharedScope
 from tests.actors import TESTER
 from tests.fakes import FakeClock
+from tests.tables import each_row
 from tests.unit.tenancy.conftest import Wall
 
 OURS = ScopeTerms(name="ours", owner="ada", members=("ada/lab", "bob"))
@@ -155,7 +156,7 @@ def test_workspace_is_in_at_most_one_scope(town: Town, members: tuple[str, ...])
     assert [scope.name for scope in list_scopes(town.store)] == ["ours"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("terms", "code"),
     [
         (ScopeTerms(name="x", owner="nobody"), "tenant_unknown"),

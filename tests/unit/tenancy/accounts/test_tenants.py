@@ -47,6 +47,7 @@ from tenancy.storage.interface import Store
 from tenancy.types import CachePolicy, Limits, TenantSettings
 from tests.actors import TESTER
 from tests.examples import examples
+from tests.tables import each_row
 from tests.unit.tenancy.conftest import Wall, new_store
 from tests.unit.tenancy.storage.new_sqlite import new_sqlite
 from tests.unit.tenancy.storage.postgres_server import Server as PostgresServer
@@ -378,7 +379,7 @@ def test_accepts_plain_names(store: Store, wall: Wall, name: str) -> None:
     assert create_tenant(store, wall, name).name == name
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     ["", "A", " a", "a b", "-a", ".", "..", "../a", "a/b", "x" * 65, "ä", "a\n", "a\x00", "'; --"],
 )

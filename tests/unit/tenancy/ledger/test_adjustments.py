@@ -15,6 +15,7 @@ from tenancy.pricing.rate_cards import add_card
 from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, UsageEntry
 from tests.actors import TESTER
+from tests.tables import each_row
 from tests.unit.tenancy.conftest import Wall
 
 CHARGE = 7 * 3_000_000
@@ -80,7 +81,7 @@ def test_late_adjustments_are_booked_on_the_next_open_day(books: Store, wall: Wa
     assert books.query("select booked_ms from adjustments") == [(2 * DAY_MS,)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("adjustment", "code"),
     [
         (Adjustment("x", "nothing", -1, "r"), "entry_unknown"),
@@ -102,7 +103,7 @@ def test_refuses_invalid_adjustments(
     assert books.query("select count(*) from adjustments") == [(0,)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("adjustment", "says"),
     [
         (Adjustment("a b", "a", -1, "r"), "id: 'a b'; expected 1 to 128"),

@@ -24,6 +24,7 @@ from tenancy.storage.interface import Store
 from tenancy.types import UsageEntry
 from tests.actors import TESTER
 from tests.examples import examples
+from tests.tables import each_row
 from tests.unit.tenancy.conftest import Wall, new_store
 from tests.unit.tenancy.storage.postgres_server import Server
 
@@ -136,7 +137,7 @@ def test_audit_finds_missing_or_wrong_credits(store: Store, wall: Wall, damage: 
         assert any("breach of entry 1" in finding for finding in check_books(store))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("card", "lost", "pico"),
     [
         (CARD, 12, 10 * WRITE["1h"] + 2 * WRITE["5m"]),
@@ -144,7 +145,6 @@ def test_audit_finds_missing_or_wrong_credits(store: Store, wall: Wall, damage: 
         (structs.replace(CARD, breach_credit="read_price"), 12, 12 * CARD.cache_read),
         (structs.replace(CARD, input=0, output=0, cache_read=1), 20, 20),
     ],
-    ids=["the dearest class first", "each token once", "the price of reading", "up to the charge"],
 )
 def test_credit_follows_the_cards_policy(card: RateCard, lost: int, pico: int) -> None:
     owed = credit_of(card, entry(lost=lost, read={"5m": 10, "1h": 10}))

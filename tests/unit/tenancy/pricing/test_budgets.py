@@ -27,6 +27,7 @@ from tenancy.storage.interface import Store
 from tenancy.types import DAY_MS, TokenCounts, UsageEntry
 from tests.actors import TESTER
 from tests.examples import examples
+from tests.tables import each_row
 from tests.unit.tenancy.book_machine import BookMachine, run_on_server
 from tests.unit.tenancy.conftest import Wall
 from tests.unit.tenancy.ledger.written import holds
@@ -241,7 +242,7 @@ def test_unused_tenant_is_deleted_with_its_budget(store: Store, ledger: Ledger, 
     assert budget_states(store, wall) == []
 
 
-@pytest.mark.parametrize(
+@each_row(
     "budget",
     [
         Budget(1, "day", hard_micros=-1),

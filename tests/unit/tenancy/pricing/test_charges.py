@@ -25,6 +25,7 @@ from tenancy.pricing.charges import (
     storage_charge,
 )
 from tenancy.types import UsageEntry
+from tests.tables import each_row
 
 CARD = RateCard(
     "std",
@@ -110,7 +111,7 @@ def test_max_charge_bounds_every_charge(card: RateCard, usage: UsageEntry) -> No
     assert itemize(card, usage).pico <= max_charge(card, usage.prompt_tokens, usage.output_tokens)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "price", [{"input": 9}, {"cache_read": 9}, {"cache_write": {"1h": 9, "5m": 1}}, {"output": 9}]
 )
 def test_max_charge_takes_the_dearest_price(price: dict[str, Any]) -> None:
@@ -140,7 +141,7 @@ OPERATORS = sorted(ending for ending, payer in PAYERS.items() if payer == "opera
 CLIENTS = sorted(PAYERS.keys() - set(OPERATORS))
 
 
-@pytest.mark.parametrize("ending", OPERATORS)
+@each_row("ending", OPERATORS)
 def test_failures_of_the_server_are_free(ending: str) -> None:
     """The minimum charge included."""
     charge = itemize(CARD, used(100, 100, {"5m": 5}, 100, ending))
@@ -148,7 +149,7 @@ def test_failures_of_the_server_are_free(ending: str) -> None:
     assert (charge.pico, charge.items) == (0, ())
 
 
-@pytest.mark.parametrize("ending", [*CLIENTS, "an_ending_of_tomorrow"])
+@each_row("ending", [*CLIENTS, "an_ending_of_tomorrow"])
 def test_everything_else_is_charged(ending: str) -> None:
     """A disconnect before the last byte is no discount, and neither is a schema that fails behind
     the text that was wanted."""
@@ -207,7 +208,7 @@ def test_largest_charge_is_that_of_64_bits() -> None:
         assert caught.value.code == "charge_too_large"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "word"),
     [
         ({"input": -1}, "input"),

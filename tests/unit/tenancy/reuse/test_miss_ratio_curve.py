@@ -16,6 +16,7 @@ from tenancy.reuse.miss_ratio_curve import (
     ReuseSampler,
     hash_units,
 )
+from tests.tables import each_row
 
 
 def exact(uses: list[int], size: int) -> float:
@@ -192,7 +193,7 @@ def prompts(count: int, chance: random.Random) -> list[list[int]]:
     return [[*instructions, *(chance.getrandbits(31) for _ in range(2_500))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each_row("seed", range(4))
 def test_shared_beginning_counts_with_few_sampled_blocks(seed: int) -> None:
     """Two thirds of all tokens are reads of one block in two hundred."""
     sampler = ReuseSampler(sample_max=64, spans=[60.0])

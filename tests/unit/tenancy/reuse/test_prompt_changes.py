@@ -26,6 +26,7 @@ from tenancy.reuse.prompt_changes import (
     fold_indexes,
     parts_of,
 )
+from tests.tables import each_row
 
 NAMESPACE = b"namespace"
 Piece = tuple[Tier, Sequence[int]] | tuple[Tier, Sequence[int], bool]
@@ -87,7 +88,7 @@ def parted(reuse: PromptReuse) -> Divergence:
 STABLE = words(1, 400)
 
 
-@pytest.mark.parametrize("at", [0, 5, 40, 200, 390])
+@each_row("at", [0, 5, 40, 200, 390])
 def test_place_and_extent_of_a_change_are_found(at: int) -> None:
     """A value of three tokens at any place of a system text; near the end little repeats."""
     tenant, found = Tenant(), PromptReuse()

@@ -8,6 +8,7 @@ import pytest
 
 from tenancy.errors import StoreError
 from tenancy.storage.postgres_address import read_address
+from tests.tables import each_row
 
 
 def test_an_address_is_parsed_and_encrypted_by_default() -> None:
@@ -27,7 +28,7 @@ def test_url_without_host_is_the_local_socket() -> None:
     assert (other.folder, other.user, other.is_encrypted) == ("/tmp/pg", "eve", False)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("url", "why"),
     [
         ("postgresql://ada:secret@h/books", "no password may stand in it"),

@@ -12,6 +12,7 @@ from gateway.errors import Refusal
 from gateway.http.authentication import allowed_hosts, check_host
 from tenancy.accounts.keys import ADMIN_SCOPES, create_admin_key
 from tenancy.types import wall_ms
+from tests.tables import each_row
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -47,7 +48,7 @@ async def get(gateway: GatewayFixture, path: str, **headers: str) -> tuple[int, 
         return response.status, await response.text()
 
 
-@pytest.mark.parametrize("path", [*OPEN, "/admin/v1/tenants", "/nowhere"])
+@each_row("path", [*OPEN, "/admin/v1/tenants", "/nowhere"])
 async def test_foreign_host_is_refused(gateway: GatewayFixture, path: str) -> None:
     """A page that makes its own name lead to this address reads neither metrics nor anything."""
     status, text = await get(gateway, path, Host="evil.example")
@@ -64,8 +65,8 @@ async def test_own_names_are_answered(gateway: GatewayFixture, path: str) -> Non
         assert (await get(gateway, path, Host=host))[0] == 200
 
 
-@pytest.mark.parametrize("listener", [AdminConfig, ServerConfig])
-@pytest.mark.parametrize(
+@each_row("listener", [AdminConfig, ServerConfig])
+@each_row(
     ("listen", "host", "is_allowed"),
     [
         ("127.0.0.1:8081", "127.0.0.1", True),
@@ -155,7 +156,7 @@ async def test_existing_administrators_have_every_scope(gateway: GatewayFixture)
     }
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("method", "path", "body"),
     [
         ("POST", "/admin/v1/keys", {}),

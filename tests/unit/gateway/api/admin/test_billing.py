@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
+from tests.tables import each_row
 from tests.unit.gateway.admin_client import AdminClient
 
 CARDS, BUDGETS = "/admin/v1/rate-cards", "/admin/v1/budgets"
@@ -74,7 +73,7 @@ async def test_changes_and_removes_budgets(admin: AdminClient) -> None:
     assert [(row["tenant"], row["key_id"]) for row in one["budgets"]] == [("ada", 1)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("method", "path", "body", "status"),
     [
         ("POST", CARDS, {}, 400),

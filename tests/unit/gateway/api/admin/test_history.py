@@ -23,6 +23,7 @@ from tenancy.pricing.budgets import Budget, set_budget
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.types import DAY_MS, HOUR_MS, MINUTE_MS, UsageEntry, wall_ms
+from tests.tables import each_row
 from tests.unit.gateway.admin_client import AdminClient
 
 NOW_MS = 20_000 * DAY_MS + 5 * HOUR_MS + 1
@@ -46,7 +47,7 @@ def known(values: list[Any]) -> list[Any]:
 # --- periods -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "step_ms", "points"),
     [
         ("1h", MINUTE_MS, 60),
@@ -62,8 +63,8 @@ def test_a_range_ends_now(name: str, step_ms: int, points: int) -> None:
     assert period.until_ms - step_ms <= NOW_MS < period.until_ms
 
 
-@pytest.mark.parametrize("length_ms", [1, HOUR_MS, FINE_MS, FINE_MS + 1, 60 * DAY_MS, 400 * DAY_MS])
-@pytest.mark.parametrize("ago_ms", [0, 100 * DAY_MS])
+@each_row("length_ms", [1, HOUR_MS, FINE_MS, FINE_MS + 1, 60 * DAY_MS, 400 * DAY_MS])
+@each_row("ago_ms", [0, 100 * DAY_MS])
 def test_a_period_has_at_most_the_points_of_a_chart(length_ms: int, ago_ms: int) -> None:
     """In whole buckets; of hours where minutes are not kept."""
     since_ms = NOW_MS - ago_ms - length_ms
@@ -79,7 +80,7 @@ def test_a_period_has_at_most_the_points_of_a_chart(length_ms: int, ago_ms: int)
     assert period.step_ms >= HOUR_MS or (length_ms < FINE_MS and not ago_ms)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("given", "param"),
     [
         ({"range": "2h"}, "range"),

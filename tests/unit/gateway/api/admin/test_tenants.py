@@ -17,6 +17,7 @@ from tenancy.accounts.keys import list_keys
 from tenancy.accounts.tenants import find_tenant_record, list_tenants
 from tenancy.ledger.transactions import Item
 from tenancy.types import UsageEntry, wall_ms
+from tests.tables import each_row
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -223,7 +224,7 @@ async def test_concurrent_changes_of_different_settings_all_apply(admin: AdminCl
     assert (found.weight, found.priority, found.tier, found.requests_at_once) == (3, 4, "gold", 5)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("body", "status", "code", "param"),
     [
         (b"", 400, "invalid_json", None),
@@ -259,7 +260,7 @@ async def test_refuses_an_invalid_tenant_by_field(
     assert [tenant.name for tenant in list_tenants(admin.gateway.store)] == ["ada", "bob"]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "body", "status", "code"),
     [
         (f"{TENANTS}/nobody", {"weight": 1}, 404, "tenant_unknown"),

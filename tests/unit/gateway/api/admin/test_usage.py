@@ -8,6 +8,7 @@ import io
 import pytest
 
 from tenancy.accounts.erasure_receipts import list_receipts
+from tests.tables import each_row
 from tests.unit.gateway.admin_client import AdminClient
 
 LONG = "Once upon a time there was a cache that forgot nothing, until it was told to. " * 2
@@ -84,7 +85,7 @@ async def test_erasing_a_workspace_keeps_the_others(admin: AdminClient) -> None:
     assert (await admin.gateway.quiet()).cached_blocks > 0
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("method", "path", "body", "status", "code"),
     [
         ("POST", "/admin/v1/erase", {}, 400, "missing_required_parameter"),

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.bench.client import BenchError
 from gateway.bench.simulation.cli import SimulationReport, add_simulate_arguments, run_simulate
+from tests.tables import each_row
 from tests.unit.gateway.bench.scripted_endpoint import MOONCAKE, write_trace
 
 SMALL = ("tenants", "--limit", "60", "--tenants", "4", "--system-tokens", "256")
@@ -64,7 +65,7 @@ def test_engines_have_the_shape_that_was_asked_for() -> None:
     assert (shape.step_s, shape.row_s, shape.context_token_s) == (0.007, 0.002, 3e-6)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "arguments",
     [
         ("--policy", "luck"),

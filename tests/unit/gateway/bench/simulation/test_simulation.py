@@ -13,6 +13,7 @@ from gateway.bench.simulation.figures import GapCounts, PolicyFigures, figures_o
 from gateway.bench.simulation.policies import POLICIES
 from gateway.bench.simulation.simulation import SimulatedFleet, Simulation
 from gateway.bench.simulation.traffic import SimulatedRequest, TenantTraffic, draw_tenants
+from tests.tables import each_row
 
 SHAPE = replace(SHAPES["8b"], kv_tokens=60_000)
 BUSY = TenantTraffic(
@@ -117,7 +118,7 @@ def test_a_first_token_takes_its_steps() -> None:
     assert figures.ended_s - 1.0 == pytest.approx(first_s + 10 * 0.006035, rel=0.02)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "expected"),
     [
         ("kill@60:r3", Fault("kill", 60.0, float("inf"), (3,))),
@@ -131,7 +132,7 @@ def test_faults_are_read(text: str, expected: Fault) -> None:
     assert parse_fault(text, 4) == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text", ["", "kill", "kill@x:r0", "burn@1:r0", "kill@1:r4", "kill@9-3:r0", "slow@1:r0",
              "slow@1:r0=0", "kill@1:r0=2", "late@1:r0"],
 )  # fmt: skip

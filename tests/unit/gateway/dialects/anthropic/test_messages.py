@@ -18,6 +18,7 @@ from gateway.dialects.canonical import (
     RequestMetadata,
 )
 from gateway.errors import Refusal
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import MESSAGES
 
 NEWER = "2026-10-21"
@@ -97,7 +98,7 @@ def test_zero_max_tokens_is_a_prewarm() -> None:
     assert call.prompts[0].segments[-1].retention == "5m?"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param"),
     [
         ({"stream": True}, "stream"),
@@ -192,7 +193,7 @@ def test_refused_field_at_a_neutral_value_is_accepted(name: str) -> None:
     assert parse(**neutral) == parse()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param", "says"),
     [
         ({"max_tokens": -1}, "max_tokens", ">= 0; received -1"),

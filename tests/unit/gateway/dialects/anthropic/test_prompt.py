@@ -13,6 +13,7 @@ from gateway.dialects.anthropic.prompt import BILLING_HEADER, REFUSED_BLOCKS
 from gateway.dialects.canonical import Prompt, Segment, Tool, ToolCall, ToolChoice
 from gateway.errors import Refusal
 from tests.golden.transcripts import DOCUMENT, refusal_of
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import HI, MESSAGES
 
 SHORT: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
@@ -174,7 +175,7 @@ def test_tool_schema_keeps_its_key_order() -> None:
     assert found.tool_choice == ToolChoice("auto")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("choice", "expected"),
     [
         ({"type": "auto"}, ToolChoice("auto")),
@@ -236,7 +237,7 @@ def test_result_without_content_is_empty() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("messages", "param", "says"),
     [
         ([HI, assistant(use())], "messages[1]", "`tool_use` ids were found without"),
@@ -276,7 +277,7 @@ def test_examples_of_a_tools_input_are_a_hint() -> None:
 # --- blocks that cannot be -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", sorted(REFUSED_BLOCKS))
+@each_row("kind", sorted(REFUSED_BLOCKS))
 def test_refuses_unsupported_block_by_name(kind: str) -> None:
     """A dropped block would change the question."""
     refusal = refused(messages=[user(text("what is this?"), {"type": kind, "source": {}})])
@@ -286,7 +287,7 @@ def test_refuses_unsupported_block_by_name(kind: str) -> None:
     assert f"`{kind}`" in DOCUMENT.read_text()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param", "says"),
     [
         ({"messages": []}, "messages", ">= 1"),
@@ -396,7 +397,7 @@ def test_result_breakpoints_share_the_last_text() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("messages", "path"),
     [
         ([HI], "messages[0].content"),
@@ -415,7 +416,7 @@ def test_automatic_breakpoint_is_at_the_end(messages: list[Any], path: str) -> N
     assert breakpoints_of(found) == [(path, "1h")]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param"),
     [
         ({"messages": [user(text("", **SHORT))]}, "messages[0].content[0]"),

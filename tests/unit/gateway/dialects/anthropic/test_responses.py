@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import msgspec
-import pytest
 
 from gateway.dialects.anthropic.messages import DIALECT
 from gateway.dialects.canonical import (
@@ -26,6 +25,7 @@ from gateway.dialects.canonical import (
 )
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import check_golden, named_events, streamed
+from tests.tables import each_row
 
 CALL = Call("m", (Prompt(),), GenerationParameters())
 REPLY = Reply("msg_1", "smollm2", 1_700_000_000)
@@ -84,7 +84,7 @@ def test_message_start_has_the_cache_usage() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("end", "reason", "sequence"),
     [
         (ChoiceEnd(0, "stop"), "end_turn", None),
@@ -124,7 +124,7 @@ def test_answer_without_text_has_no_blocks() -> None:
     ]
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "Os', "[1]", "", "nul", "[" * 5_000])
+@each_row("arguments", ['{"city": "Os', "[1]", "", "nul", "[" * 5_000])
 def test_truncated_tool_input_becomes_an_empty_object(arguments: str) -> None:
     """A client that reads a message expects an object."""
     deltas = message_with_end(
@@ -151,7 +151,7 @@ LOST: tuple[Cause, ...] = (
 """Causes that are no difference between two requests, for which Anthropic has no reason."""
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("found", "expected"),
     [
         (None, None),

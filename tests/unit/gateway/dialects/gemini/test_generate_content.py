@@ -15,6 +15,7 @@ from gateway.dialects.canonical import (
     ToolChoice,
 )
 from gateway.errors import Kind, Refusal
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import GEMINI
 
 WEATHER = {
@@ -152,7 +153,7 @@ def test_client_data_keeps_its_spelling() -> None:
     assert call.prompts[0].tools[0].parameters == '{"aB":1}'
 
 
-@pytest.mark.parametrize("role", ["user", "function", "tool", ""])
+@each_row("role", ["user", "function", "tool", ""])
 def test_accepts_function_responses_in_any_role(role: str) -> None:
     """The SDK's manual example sends `tool`, its automatic calling `user`."""
     call = parse(
@@ -268,7 +269,7 @@ def test_accepts_cached_content_name_without_collection() -> None:
     assert names == ["cachedContents/x"] * 2
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param"),
     [
         ({"contents": []}, "contents"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.dialects.gemini.cached_contents import parse_create
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import GEMINI
 
 parse, refused = GEMINI.parse, GEMINI.refused
@@ -27,7 +28,7 @@ def answer_schema(**schema: Any) -> dict[str, Any]:
     return config(responseMimeType="application/json", responseSchema=schema)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("loose", "plain"),
     [
         ({"contents": {"role": "user", "parts": [PART]}}, {"contents": [USER]}),
@@ -106,7 +107,7 @@ def test_cached_content_is_read_so_too() -> None:
     assert parse_create(bodies[0], 0) == parse_create(bodies[1], 0)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param"),
     [
         (config(maxOutputTokens=1.5), "generationConfig.maxOutputTokens"),

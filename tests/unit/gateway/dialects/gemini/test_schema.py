@@ -8,9 +8,10 @@ import pytest
 
 from gateway.dialects.gemini.schema import DEPTH_MAX, json_schema, lowercase_types
 from gateway.errors import Refusal
+from tests.tables import each_row
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("theirs", "ours"),
     [
         ({"type": "STRING", "nullable": True}, {"type": ["string", "null"]}),
@@ -54,7 +55,7 @@ def test_converts_each_keyword(theirs: dict[str, Any], ours: dict[str, Any]) -> 
     assert json_schema(theirs) == ours
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "texts", "values"),
     [
         ("INTEGER", ["101", "2512292042121000001"], [101, 2512292042121000001]),

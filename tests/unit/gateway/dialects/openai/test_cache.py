@@ -10,6 +10,7 @@ import pytest
 
 from gateway.dialects.canonical import CacheDirectives, Call, RequestMetadata
 from tests.golden.transcripts import refusal_of
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import CHAT, COMPLETIONS, HI, RESPONSES, Endpoint
 
 NATIVE = {"prompt_cache_breakpoint": {"mode": "explicit"}}
@@ -37,7 +38,7 @@ def test_no_caching_field_gives_default_directives() -> None:
     assert chat(prompt_cache_key="k", cache_salt="s").cache == CacheDirectives()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("field", "options", "expected"),
     [
         (NATIVE, None, "30m?"),
@@ -61,7 +62,7 @@ def test_breakpoint_names_a_class_or_takes_the_requests(
     ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("parts", "options", "lookup", "implicit"),
     [
         ([part(**NATIVE)], None, "written", "30m?"),
@@ -131,7 +132,7 @@ def test_refuses_deprecated_retention_with_a_ttl() -> None:
     assert chat(prompt_cache_retention="24h", prompt_cache_options={}).cache.implicit == "24h"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param"),
     [
         ({"prompt_cache_options": {"ttl": "1h"}}, "prompt_cache_options.ttl"),
@@ -173,8 +174,8 @@ def partition_of(endpoint: Endpoint, *, separates: bool = True, **fields: Any) -
     return endpoint.dialect.parse(body, metadata).partition
 
 
-@pytest.mark.parametrize("separates", [False, True])
-@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS, RESPONSES])
+@each_row("separates", [False, True])
+@each_row("endpoint", [CHAT, COMPLETIONS, RESPONSES])
 def test_a_cache_key_is_a_hint_unless_it_separates(endpoint: Endpoint, *, separates: bool) -> None:
     """Sessions of one agent begin alike, and each has a key of its own; a salt always separates."""
     parse = partial(partition_of, endpoint, separates=separates)

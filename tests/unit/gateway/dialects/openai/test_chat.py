@@ -27,6 +27,7 @@ from tests.golden.transcripts import (
     check_golden,
     events,
 )
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import CHAT
 
 DIALECT, parse = CHAT.dialect, CHAT.parse
@@ -148,7 +149,7 @@ def test_each_part_is_a_segment() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(openai_chat.NEUTRAL_VALUES.keys() - {"reasoning_effort"}))
+@each_row("name", sorted(openai_chat.NEUTRAL_VALUES.keys() - {"reasoning_effort"}))
 def test_refused_field_at_its_default_is_accepted(name: str) -> None:
     """Some clients send every field they know."""
     assert parse(**{name: openai_chat.NEUTRAL_VALUES[name]}) == parse()
@@ -156,7 +157,7 @@ def test_refused_field_at_its_default_is_accepted(name: str) -> None:
     assert refused(**{name: 1}).param == name
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param", "says"),
     [
         ({"temprature": 0}, "temprature", "Did you mean 'temperature'?"),

@@ -16,6 +16,7 @@ from gateway.dialects.canonical import (
     ToolChoice,
 )
 from gateway.errors import Refusal
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import CHAT, HI
 
 WEATHER = {
@@ -130,7 +131,7 @@ def test_arguments_keep_key_order_and_lose_spaces() -> None:
     assert call.call.arguments == '{"z":1,"a":{"y":[2.5,null],"b":"ä"}}'
 
 
-@pytest.mark.parametrize("arguments", ["[1]", '{"x":', "[" * 10_000, "  "])
+@each_row("arguments", ["[1]", '{"x":', "[" * 10_000, "  "])
 def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
     """A model wrote them, or was cut off; its client sends them back with what went wrong."""
     (_, call, _) = prompt([HI, calling(made("a", arguments=arguments)), result("a")]).segments
@@ -156,7 +157,7 @@ def test_refusal_is_assistant_text() -> None:
     assert segments[1].text == "No."
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("messages", "param", "says"),
     [
         ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id", "id of the call"),
@@ -213,7 +214,7 @@ def test_function_schema_keeps_its_key_order() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("choice", "expected"),
     [
         (None, ToolChoice()),
@@ -247,7 +248,7 @@ def test_parallel_calls_are_the_default() -> None:
     assert not prompt(tools=[CLOCK], parallel_tool_calls=False).tool_choice.parallel
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param", "says"),
     [
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "function"),
@@ -317,7 +318,7 @@ def test_response_format_reaches_the_prompt() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("form", "param"),
     [
         ({"type": "json_schema"}, "response_format"),

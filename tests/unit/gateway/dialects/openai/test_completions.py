@@ -22,6 +22,7 @@ from tests.golden.transcripts import (
     check_golden,
     events,
 )
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import COMPLETIONS
 
 DIALECT, parse = COMPLETIONS.dialect, COMPLETIONS.parse
@@ -36,7 +37,7 @@ def refused(**fields: Any) -> Refusal:
 # --- requests ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("prompt", "prompts"),
     [
         ("a", [Prompt(text="a")]),
@@ -59,7 +60,7 @@ def test_ignored_fields_do_not_change_the_prompt(prompt: Any) -> None:
     assert parse(prompt=prompt, metadata={}) == expected
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("prompt", "param"),
     [
         ("", "prompt"),
@@ -102,7 +103,7 @@ def test_best_of_samples_more_than_it_returns() -> None:
     assert unary(call, SCRIPT)["choices"][0]["logprobs"] is None
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param"),
     [
         ({"n": 3, "best_of": 2}, "best_of"),

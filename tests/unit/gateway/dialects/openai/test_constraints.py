@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from gateway.dialects.canonical import OutputFormat
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import CHAT, COMPLETIONS, RESPONSES, Endpoint
 
 ENDPOINTS = {
@@ -30,7 +31,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 @ALL
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "wanted"),
     [
         ({"guided_json": SCHEMA}, OutputFormat("json_schema", TEXT, "guided_json", strict=False)),
@@ -96,7 +97,7 @@ def test_hints_of_the_newer_form_are_named(endpoint: Endpoint) -> None:
 
 
 @ALL
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param"),
     [
         ({"guided_json": "{"}, "guided_json"),

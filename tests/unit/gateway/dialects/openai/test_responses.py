@@ -25,6 +25,7 @@ from gateway.dialects.canonical import (
 from gateway.dialects.openai import responses as openai_responses
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
+from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import HI, RESPONSES
 
 DIALECT = openai_responses.DIALECT
@@ -195,7 +196,7 @@ def test_calls_without_text_are_an_assistant_turn() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("items", "param", "says"),
     [
         ([], "input", "required"),
@@ -297,7 +298,7 @@ def test_items_of_a_thread_are_bounded() -> None:
     assert refusal.value.param == "input"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param", "says"),
     [
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "high"),
@@ -444,7 +445,7 @@ def test_reference_is_the_item_that_it_names() -> None:
     assert json.loads(call.thread.input) == [HI, STORED, HI]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "found"),
     [("msg_a_0", None), ("fc_a_b_0", STORED), ("fc_a_i0", HI), ("msg_a_i0", {**HI, "id": "own"})],
 )
@@ -483,7 +484,7 @@ def test_functions_of_a_namespace_have_joined_names() -> None:
     assert json.loads(dict(call.cache.echo)["response"])["tools"][1] == CRM
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("choice", "names"),
     [
         ({"type": "function", "name": "find", "namespace": "crm"}, ("crm.find",)),
@@ -515,7 +516,7 @@ def test_other_tools_of_a_namespace_are_ignored_by_name() -> None:
     assert refused(tools=[{**CRM, "tools": [hint]}]).param == "tools.allowed_callers"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fields", "param", "says"),
     [
         ({"tools": [{**CRM, "name": "a.b"}]}, "tools[0].name", "regex"),

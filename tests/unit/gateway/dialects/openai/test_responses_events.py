@@ -24,6 +24,7 @@ from gateway.dialects.canonical import (
 from gateway.dialects.openai import responses as openai_responses
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import SCRIPT, check_golden, named_events, streamed
+from tests.tables import each_row
 
 DIALECT = openai_responses.DIALECT
 REPLY = Reply("resp_1", "m", 1_700_000_000)
@@ -185,7 +186,7 @@ READ = UsageRecord(10, {"30m": 6}, {}, 4)
 COLD = UsageRecord(10, {}, {}, 10)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("diagnosis", "record", "expected"),
     [
         (None, READ, None),
