@@ -16,7 +16,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent / "programs"
 ROOT = Path(os.environ.get("TRUNKLINE_CLIENTS_DIR", Path(__file__).parent.parent.parent))
-INSTALL_TIMEOUT_S = 600.0
+INSTALL_TIMEOUT_S = 1_800.0
+"""GuideLLM and aiperf bring some 150 packages each, and PyTorch with CUDA."""
 
 
 @dataclass(frozen=True, slots=True)
