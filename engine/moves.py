@@ -84,10 +84,13 @@ class SlotLayout(Struct, frozen=True):
 
     def offset(self, slot: int, slot_bytes: int) -> int:
         """Return where a slot of this size begins. Raises IndexError if there is none."""
-        slab, position = divmod(slot, self.slots_per_slab) if self.slots_per_slab else (-1, 0)
-        if not 0 <= slab < self.slabs or position >= self.slots_in(slab, slot_bytes):
+        stride, per_slab = stride_of(slot_bytes), self.slots_per_slab
+        slab, position = divmod(slot, per_slab) if per_slab else (-1, 0)
+        start = slab * self.slab_bytes
+        left = min(self.slab_bytes, self.memory_bytes - start)  # `slots_in`, at every move
+        if slab < 0 or position >= min(per_slab, left // stride):
             raise IndexError(f"slot {slot} of {slot_bytes} bytes; expected one of {self.slots}")
-        return slab * self.slab_bytes + position * stride_of(slot_bytes)
+        return start + position * stride
 
 
 def stride_of(slot_bytes: int) -> int:

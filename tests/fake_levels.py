@@ -108,7 +108,8 @@ def layout_of(blocks: int, formats: Sequence[SlotFormat], slab_blocks: int = 3) 
 class FakeTransferEngine:
     """`engine.moves.TransferEngine` over the fake runner's slots. Every call is O(moves).
 
-    `unpackable`: how often a block cannot be packed.
+    `unpackable`: how often a block cannot be packed. `lanes`: pieces of a move, each of which takes
+    its time and may fail; where one does, the others have been written.
     """
 
     bytes_per_s = 4e9
@@ -124,12 +125,14 @@ class FakeTransferEngine:
         weather: Weather,
         formats: Sequence[SlotFormat] = (PLAIN,),
         unpackable: float = 0.0,
+        lanes: int = 1,
     ) -> None:
         self.formats = tuple(formats)
         self.layout = layout_of(slots, self.formats)
         self.contents: list[Content] = [()] * self.layout.slots
         self.written: list[str] = [""] * self.layout.slots  # the format of each slot
         self.unpackable = unpackable
+        self.lanes = range(lanes)
         self.packed: set[Namespace] = set()  # of the blocks that were packed or unpacked
         self.is_closed = False
         self.copied = 0
@@ -146,7 +149,8 @@ class FakeTransferEngine:
                 for block in (move.block, *move.beside):
                     if block >= 0:
                         self._write(block, [BROKEN] * self._runner().block_size)
-            self._moves.append((self._chance.randint(0, self._weather.polls_max), move))
+            polls = [self._chance.randint(0, self._weather.polls_max) for _ in self.lanes]
+            self._moves.append((max(polls), move))
 
     def poll(self) -> list[Moved]:
         """Return the moves whose time has come, in any order."""
@@ -197,13 +201,20 @@ class FakeTransferEngine:
     def break_off(self) -> None:
         """End in the middle of every move."""
         for _, move in self._moves:
-            if move.kind == "offload":
-                size = self._runner().block_size * (1 + len(move.beside))
-                self.write(move.slot, (BROKEN,) * size, move.format)
+            self._break(move)
+
+    def _break(self, move: Move) -> None:
+        """End in the middle of a move; the targets of loads are broken already."""
+        if move.kind == "offload":
+            size = self._runner().block_size * (1 + len(move.beside))
+            self.write(move.slot, (BROKEN,) * size, move.format)
 
     def _run(self, move: Move) -> Moved:
         """Copy a block, or the blocks of all KV groups; a load leaves those below 0 alone."""
-        if self._chance.random() < self._weather.fails:
+        failed = [self._chance.random() < self._weather.fails for _ in self.lanes]
+        if any(failed):
+            if not all(failed):
+                self._break(move)
             return Moved(move.move_id, is_done=False)
         part = packed_part(move.format)
         if part and move.kind == "offload" and self._chance.random() < self.unpackable:
@@ -441,6 +452,7 @@ class LevelsBelow:
     is_kept = False
     formats: Sequence[SlotFormat] = (PLAIN,)
     unpackable = 0.0
+    lanes = 1
 
     def prepare(self, config: LevelsConfig, slots: int, records_max: int = 10**9) -> None:
         """Take the size of what lies below; nothing is kept of engines before."""
@@ -455,7 +467,7 @@ class LevelsBelow:
         config, slots, records_max = self._sizes
         before = None if self.kept is None else self.memory
         self.memory = FakeTransferEngine(
-            runner, slots, self.chance, self.weather, self.formats, self.unpackable
+            runner, slots, self.chance, self.weather, self.formats, self.unpackable, self.lanes
         )
         if self.has_disk:
             disk = FakeStorage(self.memory, self.chance, self.weather, self.disk_s, records_max)

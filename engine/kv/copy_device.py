@@ -86,9 +86,9 @@ class CudaStream:
     here on multiprocessors gives way to them. Copy engines know no priority.
     """
 
-    def __init__(self, batch: BatchCopy | None) -> None:
+    def __init__(self, device: torch.device, batch: BatchCopy | None) -> None:
         """`batch`: the runtime's call for many copies; None: a call of torch's for each."""
-        self._stream = torch.cuda.Stream(priority=0)
+        self._stream = torch.cuda.Stream(device, priority=0)
         self._batch = batch
 
     def launch(self, work: Callable[[], None]) -> CudaMark:
@@ -114,7 +114,10 @@ class CudaStream:
 
 
 class CudaDevice:
-    """`CopyDevice` by public calls of the CUDA runtime, on the GPU that the engine uses."""
+    """`CopyDevice` by public calls of the CUDA runtime, on a GPU that the engine uses."""
+
+    PORTABLE = 1
+    """Memory that is pinned so is pinned for all GPUs of the process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -127,7 +130,7 @@ class CudaDevice:
 
     def stream(self) -> CudaStream:
         """See `CopyDevice`."""
-        return CudaStream(self._batch)
+        return CudaStream(self._device, self._batch)
 
     def pin(self, address: int, size: int) -> None:
         """See `CopyDevice`. Releases the GIL.
@@ -136,7 +139,7 @@ class CudaDevice:
         MiB that has yet to get pages. An error stays the last one of this thread, and torch would
         report it once more: a thread that pins launches nothing.
         """
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, self.PORTABLE))
 
     def unpin(self, address: int) -> None:
         """See `CopyDevice`. 0.015 ms a MiB."""

@@ -14,7 +14,7 @@ import torch
 
 from engine.kv.packing import packed_format
 from engine.kv.slot_formats import SizedPacker
-from engine.kv.storage import KvStorage
+from engine.kv.storage import KvPool
 from kernels.reference_kv import PackedName
 
 PACKED = 0
@@ -22,46 +22,49 @@ PACKED = 0
 
 
 class BatchPacker(SizedPacker, Protocol):
-    """Packs blocks of one storage on its device, and back. Both calls only launch."""
+    """Packs a lane's shards of blocks on its device, and back. Both calls only launch."""
 
-    def pack(self, blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write blocks int32 [n] to `out` uint8 [n, block_bytes]; return outcomes int32 [n], which
-        are `PACKED`, or say why a block's bytes mean nothing."""
+    def pack(self, blocks: torch.Tensor, out: torch.Tensor, lane: int) -> torch.Tensor:
+        """Write shards of blocks int32 [n] to `out` uint8 [n, block_bytes]; return outcomes int32
+        [n], which are `PACKED`, or say why a block's bytes mean nothing."""
 
-    def unpack(self, packed: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Fill blocks int32 [n] from `packed` uint8 [n, block_bytes]."""
+    def unpack(self, packed: torch.Tensor, blocks: torch.Tensor, lane: int) -> None:
+        """Fill shards of blocks int32 [n] from `packed` uint8 [n, block_bytes]."""
 
 
 class GpuPacker:
-    """`BatchPacker` by the Triton kernels, over a storage in slots."""
+    """`BatchPacker` by the Triton kernels, over a pool in slots."""
 
-    def __init__(self, storage: KvStorage, name: PackedName) -> None:
+    def __init__(self, pool: KvPool, name: PackedName) -> None:
         """Compiles the kernels: some seconds, where the compiler has not kept them. A first load
         would wait for that, and reach its deadline. Raises ValueError as `packed_format`."""
-        form = packed_format(name, storage.format)
+        form = packed_format(name, pool.format.shard)
         self.block_bytes, self.fidelity = form.block_bytes, form.fidelity
         self._name = name
-        self._blocks = storage.data
-        self._compile()
+        self._shards = [shard.data for shard in pool.shards]
+        for shard in self._shards:
+            on = torch.cuda.device(shard.device) if shard.is_cuda else contextlib.nullcontext()
+            with on:
+                self._compile(shard)
 
-    def pack(self, blocks: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def pack(self, blocks: torch.Tensor, out: torch.Tensor, lane: int) -> torch.Tensor:
         """See `BatchPacker`."""
         from kernels.gpu.kv_formats import pack_blocks
 
-        return pack_blocks(self._blocks, blocks, self._name, out)
+        return pack_blocks(self._shards[lane], blocks, self._name, out)
 
-    def unpack(self, packed: torch.Tensor, blocks: torch.Tensor) -> None:
+    def unpack(self, packed: torch.Tensor, blocks: torch.Tensor, lane: int) -> None:
         """See `BatchPacker`."""
         from kernels.gpu.kv_formats import unpack_blocks
 
-        unpack_blocks(packed, self._name, self._blocks, blocks)
+        unpack_blocks(packed, self._name, self._shards[lane], blocks)
 
-    def _compile(self) -> None:
-        """Pack a block that is not the storage's, and back."""
+    def _compile(self, shard: torch.Tensor) -> None:
+        """Pack a block that is not the pool's, and back."""
         from kernels.gpu.kv_formats import pack_blocks, unpack_blocks
 
         with torch.inference_mode():
-            scratch = torch.zeros_like(self._blocks[:1])
+            scratch = torch.zeros_like(shard[:1])
             ids = torch.zeros(1, dtype=torch.int32, device=scratch.device)
             size = (1, self.block_bytes)
             packed = torch.empty(size, dtype=torch.uint8, device=scratch.device)
@@ -69,11 +72,11 @@ class GpuPacker:
             unpack_blocks(packed, self._name, scratch, ids)
 
 
-def gpu_packers_of(storage: KvStorage, names: Sequence[PackedName]) -> dict[str, BatchPacker]:
-    """Return a packer for each of these formats that fits the storage, by name; none for latents
-    and int8 pools."""
+def gpu_packers_of(pool: KvPool, names: Sequence[PackedName]) -> dict[str, BatchPacker]:
+    """Return a packer for each of these formats that fits the pool, by name; none for latents and
+    int8 pools."""
     found: dict[str, BatchPacker] = {}
     for name in names:
         with contextlib.suppress(ValueError):
-            found[name] = GpuPacker(storage, name)
+            found[name] = GpuPacker(pool, name)
     return found

@@ -1,14 +1,17 @@
-"""Copies blocks between a GPU's KV storage and slots of host memory, beside the steps.
+"""Copies blocks between GPUs' KV storage and slots of host memory, beside the steps.
 
-Two streams of the device, one for each direction, each with a thread that launches batches and
-waits for their ends; more threads digest. Nothing of it runs on the engine's thread, and no step
-waits for a copy, nor a copy for a step. Host order is enough: an offload reads a block whose step
-has been collected, so that all of it was computed before the copy is launched, and nothing writes a
-committed block; a load fills a block that no launched step writes (`engine/levels`, rule *Load*),
-and is read by steps that are launched after its outcome was polled, which comes after the copy has
-ended. A step is collected when the device has done all of it, graph or not, with the copies of
-blocks (copy on write) that are launched before it; with several steps in flight the last of them
-counts.
+Two streams of each device, one for each direction, and a thread for each direction that launches
+batches and waits for their ends; more threads digest. Where lanes share blocks, a batch is copied
+by a stream of each lane at once, and a move is done when all its pieces are.
+
+Nothing of it runs on the engine's thread, and no step waits for a copy, nor a copy for a step. Host
+order is enough: an offload reads a block whose step has been collected, so that all of it was
+computed before the copy is launched, and nothing writes a committed block; a load fills a block
+that no launched step writes (`engine/levels`, rule *Load*), and is read by steps that are launched
+after its outcome was polled, which comes after the copy has ended. A step is collected when the
+device has done all of it, graph or not, with the copies of blocks (copy on write) that are launched
+before it; with several steps in flight the last of them counts. Of several lanes the first one is
+waited for: it gathers logits when all lanes have done all layers.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -31,13 +35,13 @@ from engine.kv.device_packing import PACKED, BatchPacker
 from engine.kv.move_queue import DamagedSlotError, Kind, MoveQueue, failure_of, verify
 from engine.kv.pinned_memory import AHEAD_BYTES, PIECE_BYTES, PinnedMemory
 from engine.kv.slot_formats import SlotFormats, SlotMemory
-from engine.kv.storage import KvStorage
+from engine.kv.storage import KvPool
 from engine.moves import Move, Moved, packed_part, stride_of
 from kernels.reference_kv import UnpackableError
 
 KINDS: tuple[Kind, ...] = ("offload", "load")
 BATCH_BYTES = 32 * 2**20
-"""Most bytes of blocks that one event ends: two thirds of a millisecond of copies."""
+"""Most bytes of blocks that one event ends, of a lane: two thirds of a millisecond of copies."""
 BATCHES = 6
 """Batches in flight in a direction: 4 ms of copies. While the engine's thread plans a step, for two
 milliseconds and more, this thread may not get the GIL: with 64 MiB in flight a direction ran at
@@ -45,12 +49,12 @@ milliseconds and more, this thread may not get the GIL: with 64 MiB in flight a 
 QUEUE_BYTES_MAX = 16 * 2**30
 """Most bytes of blocks in moves without an outcome; what is submitted beyond it fails at once."""
 HELPERS = 8
-"""Threads that digest and touch pages. One digests 10 to 28 GB/s, a direction copies 50. No more
-than half of the processors, and two."""
+"""Threads for each lane that digest and touch pages. One digests 10 to 28 GB/s, a direction copies
+50. No more than half of the processors, and two."""
 DIGESTED = 8
 """Slots that a thread digests at a time: to hand one over takes a good part of digesting it."""
 FIRST_BYTES_PER_S = 25e9
-"""The rate of loads until it is measured: half of what a PCIe 5 bus has."""
+"""A lane's rate of loads until it is measured: half of what a PCIe 5 bus has."""
 LOADS_MAX = 4096
 """Most loads of a block under way, and no more than half of the queue's bytes, 160 ms of copies:
 the turn of each step asks for more, and a step with prompts takes as long as that."""
@@ -71,16 +75,17 @@ class PinnableMemory(SlotMemory, Protocol):
 
 
 class _Part(Struct, frozen=True, eq=False):
-    """A block of a move, and where its copy lies in the memory: starts and sizes of pieces that one
-    copy each may have."""
+    """A lane's shard of a block of a move, and where its copy lies in the memory: starts and sizes
+    of pieces that one copy each may have."""
 
+    lane: int
     block: int
     pieces: list[tuple[int, int]]
 
 
 class _Ready(Struct, frozen=True, eq=False):
     """A move that may be copied, its slot's bytes, and what is copied of it: a part for each KV
-    group, without those that a load does not touch."""
+    group and lane, without those that a load does not touch."""
 
     move: Move
     slot: memoryview
@@ -89,7 +94,7 @@ class _Ready(Struct, frozen=True, eq=False):
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Moves of one format with one mark at the end of all their copies."""
+    """Moves of one format with one mark of each lane at the end of all its copies."""
 
     format: str
     ready: list[_Ready]
@@ -97,12 +102,24 @@ class _Batch:
     """Of slots that are to be loaded and verified, `DIGESTED` at a time."""
     area: int = 0
     """The batch's part of the staging memory."""
-    mark: CopyMark | None = None
+    marks: list[CopyMark] = field(default_factory=list)
 
-    @property
-    def parts(self) -> list[_Part]:
-        """What it copies."""
-        return [part for one in self.ready for part in one.parts]
+    def parts(self, lane: int) -> list[_Part]:
+        """Return what it copies of a lane."""
+        return [part for one in self.ready for part in one.parts if part.lane == lane]
+
+    def wait(self) -> float:
+        """Wait until none of its copies is under way any more; return the seconds of the lane that
+        took longest. Raises the first error of a device."""
+        errors, seconds = list[Exception](), [0.0]
+        for mark in self.marks:
+            try:
+                seconds.append(mark.wait())
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return max(seconds)
 
     @property
     def is_digested(self) -> bool:
@@ -154,8 +171,16 @@ class _Staging:
         self._is_made = True
 
 
+class _Way(NamedTuple):
+    """How a lane's shards go in one direction."""
+
+    stream: CopyStream
+    staging: _Staging
+
+
 class DeviceTransferEngine:
-    """`engine.moves.TransferEngine` for KV on a device: a stream and a thread for each direction.
+    """`engine.moves.TransferEngine` for KV on a device, or shared by the lanes of an engine: a
+    thread for each direction, and a stream for each direction and lane.
 
     A move that fails is not done, and no other fails with it, except that an error of the device
     fails all moves of its batch; the block of such a load holds anything. Moves that share a slot
@@ -163,13 +188,11 @@ class DeviceTransferEngine:
     batch. One thread submits, polls and closes.
     """
 
-    bytes_per_s = FIRST_BYTES_PER_S
-
     def __init__(
         self,
-        storage: KvStorage,
+        pool: KvPool,
         memory: PinnableMemory,
-        device: CopyDevice,
+        devices: Sequence[CopyDevice],
         *,
         packers: Mapping[str, BatchPacker] | None = None,
         queue_bytes_max: int = QUEUE_BYTES_MAX,
@@ -180,40 +203,42 @@ class DeviceTransferEngine:
         on_error: Callable[[Move, Exception], None] = lambda _move, _error: None,
         on_unpinned: Callable[[int, Exception], None] = lambda _size, _error: None,
     ) -> None:
-        """`packers`, `on_moved`, `on_error`: as for `CpuTransferEngine`; hooks run on any of its
-        threads. `on_unpinned` runs once for each piece of memory that could not be pinned, with its
-        bytes. Raises ValueError if the memory has no room for a copy.
+        """`devices`: of the pool's shards. `packers`, `on_moved`, `on_error`: as for
+        `CpuTransferEngine`; hooks run on any of its threads. `on_unpinned` runs once for each piece
+        of memory that could not be pinned, with its bytes. Raises ValueError if the memory has no
+        room for a copy.
         """
-        form = storage.format
+        form, lanes = pool.format, len(devices)
         self.layout = memory.layout
-        self._blocks = storage.data.flatten().view(torch.uint8)
-        self._block_bytes = form.block_bytes
+        self.bytes_per_s = lanes * FIRST_BYTES_PER_S
+        self._shards = [shard.data.flatten().view(torch.uint8) for shard in pool.shards]
+        self._shard_bytes = form.shard.block_bytes
         self._memory = memory
         self._host = torch.frombuffer(memory.whole(), dtype=torch.uint8)
-        self._formats: SlotFormats[BatchPacker] = SlotFormats(storage, packers or {}, self.layout)
+        self._formats: SlotFormats[BatchPacker] = SlotFormats(pool, packers or {}, self.layout)
         self.formats = self._formats.all
         move_bytes = form.blocks_per_run * form.block_bytes
         self.loads_max = max(1, min(LOADS_MAX, queue_bytes_max // 2 // move_bytes))
         self.offloads_max = max(1, min(OFFLOADS_MAX, queue_bytes_max // 4 // move_bytes))
-        self._batch_blocks = max(form.blocks_per_run, batch_bytes // form.block_bytes)
+        self._batch_blocks = max(form.blocks_per_run, batch_bytes // self._shard_bytes)
         self._on_moved = on_moved
         self._on_error = on_error
-        self._torch_device = device.torch_device
         self._queue = MoveQueue(form.block_bytes, queue_bytes_max, is_by_kind=True)
-        helpers = max(2, min(HELPERS, (os.cpu_count() or 1) // 2))
+        helpers = max(2, min(lanes * HELPERS, (os.cpu_count() or 1) // 2))
         self._helpers = ThreadPoolExecutor(helpers, thread_name_prefix="kv-digest")
         memory.keep_pages()
         self._pinned = PinnedMemory(
-            device,
+            devices[0],
             memory.whole(),
             self._helpers,
             piece_bytes=piece_bytes,
             ahead_bytes=ahead_bytes,
             on_failed=on_unpinned,
         )
+        ways = {kind: [self._way(device) for device in devices] for kind in KINDS}
         self._threads = [
             threading.Thread(
-                target=self._work, args=(kind, device.stream()), name=f"kv-{kind}", daemon=True
+                target=self._work, args=(kind, ways[kind]), name=f"kv-{kind}", daemon=True
             )
             for kind in KINDS
         ]
@@ -253,11 +278,13 @@ class DeviceTransferEngine:
 
     # -- a direction's thread -----------------------------------------------------------------
 
-    def _work(self, kind: Kind, stream: CopyStream) -> None:
+    def _way(self, device: CopyDevice) -> _Way:
+        staging = _Staging(device.torch_device, self._batch_blocks, self._formats.packed_bytes_max)
+        return _Way(device.stream(), staging)
+
+    def _work(self, kind: Kind, ways: Sequence[_Way]) -> None:
         """Prepare batches, launch and end them, oldest first, until the engine is closed."""
         prepared, in_flight = deque[_Batch](), deque[_Batch]()
-        packed_bytes = self._formats.packed_bytes_max
-        staging = _Staging(self._torch_device, self._batch_blocks, packed_bytes)
         launched = 0
         move: Move | None = None
         while True:
@@ -275,11 +302,11 @@ class DeviceTransferEngine:
             if may_launch and (prepared[0].is_digested or not in_flight):
                 batch = prepared.popleft()
                 batch.area = launched % BATCHES
-                if self._begin(batch, stream, staging):
+                if self._begin(batch, ways):
                     in_flight.append(batch)
                     launched += 1
             elif in_flight:
-                self._end(in_flight.popleft(), staging)
+                self._end(in_flight.popleft(), ways)
 
     def _prepare_batch(self, kind: Kind, move: Move | None) -> tuple[_Batch | None, Move | None]:
         """Return a batch of moves of one format, from `move` on, and one that was taken and is of
@@ -291,7 +318,7 @@ class DeviceTransferEngine:
         while move is not None and move.format == name:
             try:
                 found.append(self._prepare(move))
-                room -= len(found[-1].parts)
+                room -= len(found[-1].parts) // len(self._shards)
             except Exception as error:
                 self._fail_one(move, error)
             is_full = room < 1 + len(move.beside)
@@ -319,15 +346,18 @@ class DeviceTransferEngine:
                 self._fail_one(one.move, error)
         batch.ready = [one for one in batch.ready if one.move.move_id not in damaged]
 
-    def _begin(self, batch: _Batch, stream: CopyStream, staging: _Staging) -> bool:
+    def _begin(self, batch: _Batch, ways: Sequence[_Way]) -> bool:
         """Launch the copies of a batch; return whether any is under way."""
         try:
             if batch.digests:
                 self._verify(batch)
             if not batch.ready:
                 return False
-            batch.mark = stream.launch(lambda: self._copy(batch, stream, staging))
+            for lane, way in enumerate(ways):
+                batch.marks.append(way.stream.launch(partial(self._copy, batch, lane, way)))
         except Exception as error:
+            with contextlib.suppress(Exception):  # the first error says more
+                batch.wait()
             self._fail(batch, error)
             return False
         return True
@@ -337,29 +367,32 @@ class DeviceTransferEngine:
         blocks, shape = self._formats.blocks_of(move), self._formats.shape(move.format)
         slot = self._memory.view(move.slot, shape.slot_bytes)
         start = self.layout.offset(move.slot, shape.slot_bytes)
-        parts = [
-            _Part(block, self._pinned.need(start + index * shape.part_bytes, shape.stored_bytes))
-            for index, block in enumerate(blocks)
-            if block >= 0
-        ]
+        size, is_whole = shape.stored_bytes, len(self._pinned.need(start, shape.slot_bytes)) == 1
+        parts = list[_Part]()
+        for block in blocks:
+            for lane in range(shape.lanes):
+                if block >= 0:
+                    pieces = [(start, size)] if is_whole else self._pinned.need(start, size)
+                    parts.append(_Part(lane, block, pieces))
+                start += shape.part_bytes
         return _Ready(move, slot, parts)
 
-    def _copy(self, batch: _Batch, stream: CopyStream, staging: _Staging) -> None:
-        """Launch the copies of a batch, on its direction's stream."""
+    def _copy(self, batch: _Batch, lane: int, way: _Way) -> None:
+        """Launch a lane's copies of a batch, on its direction's stream."""
         is_load = batch.ready[0].move.kind == "load"
-        packer, parts = self._formats.shape(batch.format).packer, batch.parts
+        packer, parts = self._formats.shape(batch.format).packer, batch.parts(lane)
         if packer is None:
-            places = [part.block * self._block_bytes for part in parts]
-            stream.copy(self._copies(self._blocks, places, parts), is_load=is_load)
+            places = [part.block * self._shard_bytes for part in parts]
+            way.stream.copy(self._copies(self._shards[lane], places, parts), is_load=is_load)
             return
         size = packer.block_bytes
-        blocks, packed = staging.begin(batch.area, [part.block for part in parts], size)
+        blocks, packed = way.staging.begin(batch.area, [part.block for part in parts], size)
         if not is_load:
-            staging.note(batch.area, packer.pack(blocks, packed))
+            way.staging.note(batch.area, packer.pack(blocks, packed, lane))
         places = [index * size for index in range(len(parts))]
-        stream.copy(self._copies(packed.view(-1), places, parts), is_load=is_load)
+        way.stream.copy(self._copies(packed.view(-1), places, parts), is_load=is_load)
         if is_load:
-            packer.unpack(packed, blocks)
+            packer.unpack(packed, blocks, lane)
 
     def _copies(
         self, device: torch.Tensor, places: Sequence[int], parts: Sequence[_Part]
@@ -373,20 +406,19 @@ class DeviceTransferEngine:
                 sizes.append(size)
         return Copies(device, self._host, device_starts, host_starts, sizes)
 
-    def _end(self, batch: _Batch, staging: _Staging) -> None:
+    def _end(self, batch: _Batch, ways: Sequence[_Way]) -> None:
         """Wait for a batch and give its moves their outcomes."""
-        assert batch.mark is not None, "it was launched"
         try:
-            share_s = batch.mark.wait() / len(batch.ready)
+            share_s = batch.wait() / len(batch.ready)
         except Exception as error:
             self._fail(batch, error)
             return
         is_packing = bool(packed_part(batch.format)) and batch.ready[0].move.kind == "offload"
-        outcomes = iter(staging.outcomes(batch.area) if is_packing else ())
+        outcomes = [iter(way.staging.outcomes(batch.area)) for way in ways] if is_packing else []
         offloaded, loaded = list[_Ready](), list[tuple[Move, Moved]]()
         for one in batch.ready:
-            own = zip(one.parts, outcomes, strict=False)  # no outcomes where nothing is packed
-            bad = [part.block for part, outcome in own if outcome != PACKED]
+            packed = one.parts if is_packing else ()
+            bad = [part.block for part in packed if next(outcomes[part.lane]) != PACKED]
             if bad:
                 what = f"block {bad[0]} has values that {batch.format} cannot hold"
                 self._fail_one(one.move, UnpackableError(what))
@@ -415,7 +447,8 @@ class DeviceTransferEngine:
 
     def _clear_padding(self, one: _Ready) -> None:
         """Clear what lies between the parts of a slot: it is of another copy."""
-        _, _, stored, stride = self._formats.shape(one.move.format)
+        shape = self._formats.shape(one.move.format)
+        stored, stride = shape.stored_bytes, shape.part_bytes
         if stored < stride:
             for end in range(stored, len(one.slot), stride):
                 one.slot[end : end + stride - stored] = bytes(stride - stored)

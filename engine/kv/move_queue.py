@@ -36,7 +36,7 @@ class MoveQueue:
             "offload": one,
             "load": deque() if is_by_kind else one,
         }
-        self._users: dict[tuple[str, int], deque[Move]] = {}
+        self._users: dict[int, deque[Move]] = {}
         self._outcomes: deque[tuple[Moved, int]] = deque()
         self._is_closed = False
         lock = threading.Lock()
@@ -123,11 +123,13 @@ class MoveQueue:
         return all(self._users[key][0] is move for key in _keys(move))
 
 
-def _keys(move: Move) -> list[tuple[str, int]]:
-    """Return what a move uses: a slot and its blocks. Slots of two sizes that overlap are never in
-    use at once: their slab has one size."""
-    blocks = [("block", block) for block in (move.block, *move.beside) if block >= 0]
-    return [("slot", move.slot), *blocks]
+def _keys(move: Move) -> tuple[int, ...]:
+    """Return what a move uses: its blocks, and its slot, counted down from -1. Slots of two sizes
+    that overlap are never in use at once: their slab has one size."""
+    slot = -1 - move.slot
+    if not move.beside:
+        return slot, move.block
+    return (slot, move.block, *(block for block in move.beside if block >= 0))
 
 
 class DamagedSlotError(ValueError):

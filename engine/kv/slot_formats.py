@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from engine.api import Fidelity
-from engine.kv.storage import KvStorage
+from engine.kv.format import KvFormat
+from engine.kv.storage import KvPool
 from engine.moves import (
     WHOLE,
     Move,
@@ -35,7 +36,7 @@ class SizedPacker(Protocol):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a packed block."""
+        """Bytes of a packed block; of a lane's shard of it where lanes share blocks."""
 
     @property
     def fidelity(self) -> Fidelity:
@@ -46,14 +47,21 @@ P = TypeVar("P", bound=SizedPacker)
 
 
 class SlotShape(NamedTuple, Generic[P]):
-    """How a copy of one format lies in its slot: `parts` side by side, `part_bytes` from one to the
-    next, each a block that fills the first `stored_bytes`."""
+    """How a copy of one format lies in its slot: parts side by side, `part_bytes` from one to the
+    next, each a block's shard that fills the first `stored_bytes`. A block of each of `groups` KV
+    groups, one behind the other, and of each the shards of all `lanes` in their order."""
 
     packer: P | None
     """None if blocks are as they are."""
-    parts: int
+    groups: int
+    lanes: int
     stored_bytes: int
     part_bytes: int
+
+    @property
+    def parts(self) -> int:
+        """Parts of a copy."""
+        return self.groups * self.lanes
 
     @property
     def slot_bytes(self) -> int:
@@ -65,12 +73,12 @@ class SlotFormats(Generic[P]):
     """The formats of a transfer engine's copies: of a block of KV group 0, and with several KV
     groups of a block of each."""
 
-    def __init__(self, storage: KvStorage, packers: Mapping[str, P], layout: SlotLayout) -> None:
+    def __init__(self, storage: KvPool, packers: Mapping[str, P], layout: SlotLayout) -> None:
         """`packers`: by the name that `Move.format` gives. Raises ValueError if the memory has no
         room for a copy of one of the formats."""
         form = storage.format
-        self._blocks, self._packed = len(storage.data), sorted(packers)
-        self._shapes = _shapes_of(form.block_bytes, form.blocks_per_run, packers)
+        self._blocks, self._packed = len(storage.shards[0].data), sorted(packers)
+        self._shapes = _shapes_of(form, packers)
         self.all = tuple(
             SlotFormat(name, one.slot_bytes, one.packer.fidelity if one.packer else form.fidelity)
             for name, one in self._shapes.items()
@@ -95,12 +103,12 @@ class SlotFormats(Generic[P]):
         return found
 
     def blocks_of(self, move: Move) -> tuple[int, ...]:
-        """Return a move's block of each part, all checked; below 0 for one that a load does not
+        """Return a move's block of each KV group, all checked; below 0 for one that a load does not
         touch. Raises ValueError for an unknown format and for too few or too many blocks,
         IndexError for a block that there is not."""
-        found, parts = (move.block, *move.beside), self.shape(move.format).parts
-        if len(found) != parts:
-            raise ValueError(f"{len(found)} blocks as {move.format!r}; expected {parts}")
+        found, groups = (move.block, *move.beside), self.shape(move.format).groups
+        if len(found) != groups:
+            raise ValueError(f"{len(found)} blocks as {move.format!r}; expected {groups}")
         for index, block in enumerate(found):
             is_left_alone = block < 0 and index > 0 and move.kind == "load"
             if not is_left_alone and not 0 <= block < self._blocks:
@@ -108,17 +116,26 @@ class SlotFormats(Generic[P]):
         return found
 
 
-def _shapes_of(block_bytes: int, groups: int, packers: Mapping[str, P]) -> dict[str, SlotShape[P]]:
+def copy_sizes(form: KvFormat, packed: Mapping[str, SizedPacker]) -> list[int]:
+    """Return the bytes of a copy in each format, the pool's own first. `packed`: by name."""
+    return [one.slot_bytes for one in _shapes_of(form, packed).values()]
+
+
+def _shapes_of(form: KvFormat, packers: Mapping[str, P]) -> dict[str, SlotShape[P]]:
     """Return the shapes by format, the pool's own first; with several KV groups, then that of a
-    block of each, and at the end those of a packed block of each, which begins where slots may."""
+    block of each, and at the end those of a packed block of each. A packed part begins where slots
+    may."""
+    groups, lanes, plain = form.blocks_per_run, form.lanes, form.shard.block_bytes
     sizes = {name: one.block_bytes for name, one in packers.items()}
-    found: dict[str, SlotShape[P]] = {"": SlotShape(None, 1, block_bytes, block_bytes)}
+    found: dict[str, SlotShape[P]] = {"": SlotShape(None, 1, lanes, plain, plain)}
     if groups > 1:
-        found[WHOLE] = SlotShape(None, groups, block_bytes, block_bytes)
-    found |= {name: SlotShape(packers[name], 1, size, size) for name, size in sizes.items()}
+        found[WHOLE] = SlotShape(None, groups, lanes, plain, plain)
+    for name, size in sizes.items():
+        part_bytes = size if lanes == 1 else stride_of(size)
+        found[name] = SlotShape(packers[name], 1, lanes, size, part_bytes)
     if groups > 1:
         found |= {
-            whole_format(name): SlotShape(packers[name], groups, size, stride_of(size))
+            whole_format(name): SlotShape(packers[name], groups, lanes, size, stride_of(size))
             for name, size in sizes.items()
         }
     return found

@@ -59,6 +59,10 @@ MIXED_BUCKETS = (
 )
 """Rows that graphs of steps with prompts are captured for. Longer steps are bound by the GPU."""
 
+LANE_BUCKETS = tuple(range(2560, 8193, 512))
+"""Rows of further graphs over several GPUs. Without one, threads that share an interpreter take 65
+to 75 ms to launch a step of an 8B model, in which two H200s compute 4,500 rows."""
+
 DECODE_KINDS = (((2,), False), ((2,), True), ((0, 2), True), ((1, 2), True), ((2, 1), True))
 """Tile classes in launch order, and whether parts are merged: the kinds of graphs that decoding
 needs.
@@ -143,6 +147,7 @@ class GpuRunner:
         ]
         self.attention = attentions[0]
         self.attention.beside = tuple(attentions[1:])
+        self._mixed_buckets = MIXED_BUCKETS + (LANE_BUCKETS if len(shares) > 1 else ())
         sequences = seats - SPARE_SEATS if seats > SPARE_SEATS else seats
         self._draws_max = _bucket(sequences, BUCKETS) or sequences
         draws = max(self._draws_max, seats)
@@ -309,8 +314,9 @@ class GpuRunner:
             for classes, merge in DECODE_KINDS
             if bucket >= self.attention.planner.wide_rows_min or 0 not in classes
         ]
-        longest = _bucket(self.inputs.width, MIXED_BUCKETS) or MIXED_BUCKETS[-1]
-        shapes += [self._mixed_shape(b) for b in MIXED_BUCKETS if b <= longest]
+        buckets = self._mixed_buckets
+        longest = _bucket(self.inputs.width, buckets) or buckets[-1]
+        shapes += [self._mixed_shape(b) for b in buckets if b <= longest]
         return sorted(shapes, key=lambda shape: -shape.rows)
 
     # -- a step -------------------------------------------------------------------------------
@@ -371,7 +377,7 @@ class GpuRunner:
         """Return the rows of the graph that holds the step, or 0 if none does."""
         if not self.graphs_on or draws > self._draws_max:
             return 0
-        buckets = BUCKETS if is_decoding else MIXED_BUCKETS
+        buckets = BUCKETS if is_decoding else self._mixed_buckets
         return _bucket(max(total, draws), buckets)
 
     def _mixed_shape(self, rows: int, draws: int = 0) -> StepShape:

@@ -27,6 +27,7 @@ from engine.kv.packing import (
     packers_of,
 )
 from engine.kv.pinned_memory import PinningError
+from engine.kv.slot_formats import SizedPacker, copy_sizes
 from engine.kv.storage import KvPool, KvStorage
 from engine.kv.transfer import BlockPacker, CpuTransferEngine
 from engine.levels.levels import Levels
@@ -74,25 +75,22 @@ def build_levels(
         return None, ()
     if cache.states.blocks:
         return _off(wanted, "recurrent layers keep states, of which there are no copies")
-    if not isinstance(kv, KvStorage):
-        return _off(wanted, f"blocks of {kv_format.lanes} GPUs have no copies yet")
     slots = wanted.arena_mib * 2**20 // kv_format.block_bytes
     groups = kv_format.blocks_per_run
     if slots < SLOTS_MIN * groups:
         size, least = kv_format.block_bytes, SLOTS_MIN * groups
         return _off(wanted, f"{slots} slots of {size} bytes; expected at least {least}")
-    packed = [one for name in FORMATS if (one := _packed(name, kv_format)) is not None]
-    sizes = [kv_format.block_bytes, *(one.block_bytes for one in packed)]
-    if groups > 1:
-        sizes.insert(1, groups * kv_format.block_bytes)
-        sizes += [groups * stride_of(one.block_bytes) for one in packed]
+    packed: dict[str, SizedPacker] = {
+        name: one for name in FORMATS if (one := _packed(name, kv_format)) is not None
+    }
+    sizes = copy_sizes(kv_format, packed)
     layout = layout_of(slots * stride_of(sizes[0]), sizes, groups)
     kept: KeptMemory | None = None
     try:
         if host_fds is None:
             arena = HostArena.create(layout)
         else:
-            names = [one.name for one in packed]
+            names = list(packed)
             shape = f"{model_digest} {kv_format.name} {config.block_size} {sizes} {names}"
             kept = KeptMemory(*host_fds, layout, shape)
             arena = kept.arena
@@ -122,20 +120,20 @@ def build_levels(
     return levels, ()
 
 
-def _transfer_engine(kv: KvStorage, arena: HostArena) -> TransferEngine:
+def _transfer_engine(kv: KvPool, arena: HostArena) -> TransferEngine:
     """Return what copies between the blocks and the arena."""
     failures = FailedMoveLog()
-    if kv.data.is_cuda:
-        return DeviceTransferEngine(
-            kv,
-            arena,
-            CudaDevice(kv.data.device),
-            packers=gpu_packers_of(kv, FORMATS),
-            on_error=failures.note,
-            on_unpinned=failures.note_unpinned,
-        )
-    packers: dict[str, BlockPacker] = {**packers_of(kv, compiled_kernels(), FORMATS)}
-    return CpuTransferEngine(kv, arena, packers=packers, on_error=failures.note)
+    if isinstance(kv, KvStorage) and not kv.data.is_cuda:
+        packers: dict[str, BlockPacker] = {**packers_of(kv, compiled_kernels(), FORMATS)}
+        return CpuTransferEngine(kv, arena, packers=packers, on_error=failures.note)
+    return DeviceTransferEngine(
+        kv,
+        arena,
+        [CudaDevice(shard.data.device) for shard in kv.shards],
+        packers=gpu_packers_of(kv, FORMATS),
+        on_error=failures.note,
+        on_unpinned=failures.note_unpinned,
+    )
 
 
 class FailedMoveLog:
@@ -166,9 +164,9 @@ class FailedMoveLog:
 
 
 def _packed(name: PackedName, kv_format: KvFormat) -> PackedFormat | None:
-    """Return a packed format of the pool; None if it does not fit it."""
+    """Return a packed format of the pool's shards; None if it does not fit them."""
     try:
-        return packed_format(name, kv_format)
+        return packed_format(name, kv_format.shard)
     except ValueError:
         return None
 

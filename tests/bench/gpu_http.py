@@ -4,6 +4,7 @@
     python -m tests.bench.gpu_http --only "" --rates 20,50,100,150 --mixture 40,80 --cold
     python -m tests.bench.gpu_http --only "" --neighbours
     python -m tests.bench.gpu_http --shape Qwen3-8B --only "" --rates 20,50,100,150
+    python -m tests.bench.gpu_http --gpus 0,1 --only "" --rates 20,50,100,150
 
 Starts the gateway and its engine process on this machine's GPU, with random weights of a shape,
 Llama-3.1-8B's by default, and sends streaming completions of token ids from several client
@@ -86,7 +87,9 @@ def write_model(folder: Path, shape: Architecture) -> ModelCard:
     return card
 
 
-def config_of(data: Path, sequences: int, gap_target_shared_ms: float) -> Config:
+def config_of(
+    data: Path, sequences: int, gap_target_shared_ms: float, gpus: tuple[int, ...] = ()
+) -> Config:
     """Return a config for `sequences` at once, of one tenant, with 40 GB of blocks."""
     return Config(
         data_dir=str(data),
@@ -96,6 +99,7 @@ def config_of(data: Path, sequences: int, gap_target_shared_ms: float) -> Config
         log=LogConfig(requests=False),
         engine=EngineConfig(
             device="cuda",
+            gpus=gpus,
             kv_blocks=20_000,
             step_tokens_max=8_192,
             prefill_chunk_tokens_max=8_192,
@@ -106,9 +110,9 @@ def config_of(data: Path, sequences: int, gap_target_shared_ms: float) -> Config
     )
 
 
-def serve(data: Path, sequences: int, gap_target_shared_ms: float) -> None:
+def serve(data: Path, sequences: int, gap_target_shared_ms: float, gpus: tuple[int, ...]) -> None:
     """Run the server, in its own process."""
-    config = config_of(data, sequences, gap_target_shared_ms)
+    config = config_of(data, sequences, gap_target_shared_ms, gpus)
     store, _ = open_store(config)
     other = create_tenant(store, wall_ms, "other")
     (data / OTHER_KEY_FILE).write_text(create_key(store, wall_ms, other.tenant_id))
@@ -262,6 +266,7 @@ def main() -> int:
     parser.add_argument("--neighbours", action="store_true", help="a quiet tenant, another busy")
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--gpus", default="", help="the GPUs of the engine, with commas")
     parser.add_argument("--gap-target-shared-ms", type=float, default=0.0)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
@@ -270,7 +275,8 @@ def main() -> int:
         asyncio.run(send_arrivals())
         return 0
     if options.serve is not None:
-        serve(options.serve, options.sequences, options.gap_target_shared_ms)
+        gpus = tuple(numbers(options.gpus))
+        serve(options.serve, options.sequences, options.gap_target_shared_ms, gpus)
         return 0
     names, results = options.only.split(","), Results()
     with tempfile.TemporaryDirectory() as folder:
@@ -279,6 +285,7 @@ def main() -> int:
         command = [
             *(sys.executable, "-m", "tests.bench.gpu_http", "--serve", folder),
             *("--sequences", str(options.sequences)),
+            *("--gpus", options.gpus),
             *("--gap-target-shared-ms", str(options.gap_target_shared_ms)),
         ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:

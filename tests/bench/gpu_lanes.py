@@ -1,10 +1,14 @@
-"""One model over several GPUs against one of them: python -m tests.bench.gpu_lanes [--lanes 2]
+"""One model over several GPUs against one of them:
+
+    python -m tests.bench.gpu_lanes [--lanes 2] [--only equality,sums,steps,prompts]
+    python -m tests.bench.gpu_lanes --shape llama-70b
 
 At Llama-3.1-8B's shape with random weights in bf16. First equality: sums against the host's, tokens
 of all lanes in each step, and logprobs under graphs and without them against one GPU's. Then sums
-alone, steps of 1, 64 and 256 rows, and a prompt of 8,192 tokens, on one GPU and on all. Each result
-is a line of its own, and nothing begins after `--seconds`. `--device cpu`, with
-TRITON_INTERPRET=1, runs a tiny model to try the program.
+alone, steps of 1, 64 and 256 rows, and a prompt of 8,192 tokens, in one step and as the scheduler
+cuts it, on one GPU and on all. At the shape of 70B parameters, which one GPU does not hold: steps
+and prompts on all. Each result is a line of its own, and nothing begins after `--seconds`.
+`--device cpu`, with TRITON_INTERPRET=1, runs a tiny model to try the program.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -31,21 +36,28 @@ from engine.lanes.crew import Crew
 from engine.lanes.exchange import ExchangeSize, exchanges
 from engine.lanes.sharding import sharing
 from engine.model_store import Architecture
+from engine.model_store.tensors import lane_architecture
 from engine.plan import StepPlan, StepResult
 from engine.runner import gpu_runner
 from engine.runner.cuda_graphs import CudaGraphs
 from engine.runner.gpu_build import assemble
 from engine.runner.gpu_runner import GpuRunner
+from engine.server.gc_tuning import FrozenHeap
+from engine.server.server import SWITCH_INTERVAL_S
 from engine.weights import Tensors, random_weights
 from kernels.reference_weights import as_dense
 from tests.bench.gpu_workloads import CoreBench, Workload
-from tests.bench.models import BLOCK, LLAMA_8B, with_layers
+from tests.bench.models import BLOCK, LLAMA_8B, LLAMA_70B, with_layers
 from tests.bench.results import Results, print_line
 
 TINY = replace(
     LLAMA_8B, layers=LLAMA_8B.layers[:1], hidden=64, intermediate=64, heads=4, kv_heads=2,
     head_dim=16, vocab=64, context=64, ropes={"full": replace(LLAMA_8B.ropes["full"], dim=16)},
 )  # fmt: skip
+SHAPES = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B}
+ONE_STEP_MS = 1e6
+"""A target for gaps with which no prompt is cut."""
+PARTS = "equality,sums,steps,prompts"
 MEAN_ERROR_MAX = 0.08
 """Of logprobs in bf16 against one GPU's; as between a GPU and a CPU."""
 SUMS = 64
@@ -92,6 +104,11 @@ class LanesBench(CoreBench):
             PrefixCache(blocks=blocks, block_size=BLOCK), self.runner, settings, time.perf_counter,
             vocab_size=config.vocab, context_tokens=config.context, pipeline_depth=2,
         )  # fmt: skip
+
+    def aim_at(self, gap_target_ms: float) -> None:
+        """Cut prompts for this target of gaps between steps."""
+        scheduler = self.core.scheduler
+        scheduler.config = replace(scheduler.config, gap_target_ms=gap_target_ms)
 
     def waited_s(self) -> float:
         """See `CoreBench.waited_s`."""
@@ -236,16 +253,17 @@ def main() -> None:
     """Print a line for each measurement."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lanes", type=int, default=2)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--only", default=PARTS)
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--seconds", type=float, default=215.0)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    is_tiny, lanes = options.device == "cpu", options.lanes
-    config = TINY if is_tiny else LLAMA_8B
+    is_tiny, lanes, parts = options.device == "cpu", options.lanes, options.only.split(",")
+    config = TINY if is_tiny else SHAPES[options.shape]
     if options.layers:
         config = with_layers(config, options.layers)
-    kind = torch.float32 if is_tiny else torch.bfloat16
     devices = [torch.device("cpu") if is_tiny else torch.device("cuda", i) for i in range(lanes)]
     if not is_tiny:
         name = torch.cuda.get_device_name()
@@ -253,34 +271,20 @@ def main() -> None:
     gpu_runner.COMPARED_STEPS = 1
     results = Results()
     program = Program(options.seconds, results)
-    benches: list[LanesBench] = []
-    blocks, step, sequences = (12, 16, 1) if is_tiny else (4_000, 8192, 256)
-
-    def build() -> None:
-        weights = random_weights(config, kind, 0, devices[0])
-        share = sharing(config, lanes)
-        shares: list[Tensors] = [
-            {
-                name: as_dense(share(name, one, lane), kind).to(devices[lane])
-                for name, one in weights.items()
-            }
-            for lane in range(lanes)
-        ]
-        benches.append(LanesBench(config, [weights], devices[:1], blocks, step, sequences))
-        benches.append(LanesBench(config, shares, devices, blocks, step, sequences))
-        for bench in benches:
-            bench.runner.runner.capture_all(sequences)
-
-    if not program.measure("build", build):
+    benches: dict[str, LanesBench] = {}
+    is_large = config.layers == LLAMA_70B.layers
+    build = build_lanes if is_large else build_both
+    if not program.measure("build", lambda: build(benches, config, devices)):
         return
-    one, several = benches
-    lengths, drawn = ((9,), 2) if is_tiny else ((300, 305, 340), 8)
-    if not program.measure(
-        "equality", lambda: check_equality(one, several, config.vocab, lengths, drawn)
-    ):
-        return
+    if "equality" in parts and not is_large:
+        lengths, drawn = ((9,), 2) if is_tiny else ((300, 305, 340), 8)
+        both = benches["one"], benches["lanes"]
+        if not program.measure(
+            "equality", lambda: check_equality(*both, config.vocab, lengths, drawn)
+        ):
+            return
     gpu_runner.COMPARED_STEPS = 64
-    if not is_tiny:
+    if "sums" in parts and not is_tiny:
         program.measure("sums", lambda: time_sums(devices, config.hidden))
     shapes = {
         "1": Workload("1", 1, ((1, 512),)),
@@ -289,41 +293,114 @@ def main() -> None:
     }
     if is_tiny:
         shapes = {"1": Workload("1", 1, ((1, 9),))}
-    output = 2 if is_tiny else 64
-    for name, work in shapes.items():
-        program.measure(f"{name} rows", partial(compare_steps, one, several, work, output, config))
+    if is_large:
+        del shapes["256"]
+    for name, work in shapes.items() if "steps" in parts else ():
+        output = 2 if is_tiny else 64
+        program.measure(f"{name} rows", partial(compare_steps, benches, work, output, config))
     longest = 12 if is_tiny else 8192
-    program.measure("prompt", partial(compare_prompts, one, several, longest, config))
+    for cut, gap_ms in {"in one step": ONE_STEP_MS, "as it is cut": 50.0}.items():
+        if "prompts" in parts:
+            program.measure(
+                f"prompt {cut}", partial(compare_prompts, benches, longest, config, cut, gap_ms)
+            )
     results.write(options.json)
 
 
+def build_both(
+    benches: dict[str, LanesBench], config: Architecture, devices: list[torch.device]
+) -> dict[str, Any]:
+    """Make a core over the first device and one over all, of the same weights, with all graphs;
+    return what the graphs take of each device."""
+    is_tiny, lanes = devices[0].type == "cpu", len(devices)
+    kind = torch.float32 if is_tiny else torch.bfloat16
+    blocks, step, sequences = (12, 16, 1) if is_tiny else (4_000, 8192, 256)
+    weights = random_weights(config, kind, 0, devices[0])
+    share = sharing(config, lanes)
+    shares: list[Tensors] = [
+        {
+            name: as_dense(share(name, one, lane), kind).to(devices[lane])
+            for name, one in weights.items()
+        }
+        for lane in range(lanes)
+    ]
+    benches["one"] = LanesBench(config, [weights], devices[:1], blocks, step, sequences)
+    benches["lanes"] = LanesBench(config, shares, devices, blocks, step, sequences)
+    found: dict[str, Any] = {"measure": "graphs"}
+    found |= {name: capture(bench, devices, sequences) for name, bench in benches.items()}
+    settle()
+    return found
+
+
+def build_lanes(
+    benches: dict[str, LanesBench], config: Architecture, devices: list[torch.device]
+) -> dict[str, Any]:
+    """Make a core over all devices, each with random weights of its own."""
+    own = lane_architecture(config, len(devices))
+    shares = [
+        random_weights(own, torch.bfloat16, lane, device) for lane, device in enumerate(devices)
+    ]
+    benches["lanes"] = LanesBench(config, shares, devices, 3_000, 8192, 64)
+    found = {"measure": "graphs", "lanes": capture(benches["lanes"], devices, 64)}
+    settle()
+    return found
+
+
+def settle() -> None:
+    """Do what the engine's process does before it serves."""
+    FrozenHeap().settle()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def capture(bench: LanesBench, devices: list[torch.device], sequences: int) -> dict[str, Any]:
+    """Capture all graphs; return how many, the seconds, and the MiB that each device then lacks."""
+    is_cuda = devices[0].type == "cuda"
+    began_s = time.perf_counter()
+    free = [torch.cuda.mem_get_info(one)[0] for one in devices if is_cuda]
+    bench.runner.runner.capture_all(sequences)
+    left = [torch.cuda.mem_get_info(one)[0] for one in devices if is_cuda]
+    return {
+        "graphs": bench.runner.runner.graph_count,
+        "seconds": round(time.perf_counter() - began_s, 1),
+        "mib": [(before - after) // 2**20 for before, after in zip(free, left, strict=True)],
+    }
+
+
 def compare_steps(
-    one: LanesBench, several: LanesBench, work: Workload, output: int, config: Architecture
+    benches: dict[str, LanesBench], work: Workload, output: int, config: Architecture
 ) -> dict[str, Any]:
     """Return the steps of a workload on one GPU and on all: the second run, whose prompts are
     cached and whose graphs are captured."""
     prompts = [tuple(t % config.vocab for t in prompt) for prompt in work.prompts(1)]
     line: dict[str, Any] = {"measure": f"step of {work.name} rows, ms"}
-    for name, bench in (("one", one), ("lanes", several)):
+    for name, bench in benches.items():
         bench.run(prompts, work.name.encode(), output)
         found = bench.run(prompts, work.name.encode(), output)
         line |= {name: found["step_ms"], f"{name}: host": found["host_ms"],
                  f"{name}: p95": found["step_ms_p95"]}  # fmt: skip
-    line["ratio"] = round(line["lanes"] / max(line["one"], 1e-9), 3)
-    return line
+    return with_ratio(line)
 
 
 def compare_prompts(
-    one: LanesBench, several: LanesBench, tokens: int, config: Architecture
+    benches: dict[str, LanesBench], tokens: int, config: Architecture, cut: str, gap_ms: float
 ) -> dict[str, Any]:
     """Return the time to the first token of an uncached prompt on one GPU and on all."""
     rng = random.Random(5)
     prompt = tuple(rng.randrange(config.vocab) for _ in range(tokens))
-    line: dict[str, Any] = {"measure": f"first token of a prompt of {tokens}, ms"}
-    for name, bench in (("one", one), ("lanes", several)):
-        times = [bench.run([prompt], b"prompt %d" % i, 1)["first_token_ms"] for i in range(4)]
-        line[name] = statistics.median(times[1:])
-    line["ratio"] = round(line["lanes"] / max(line["one"], 1e-9), 3)
+    line: dict[str, Any] = {"measure": f"first token of a prompt of {tokens} {cut}, ms"}
+    for name, bench in benches.items():
+        bench.aim_at(gap_ms)
+        found = [
+            bench.run([prompt], b"%s %d" % (cut.encode(), i), 1)["first_token_ms"] for i in range(5)
+        ]
+        line |= {name: statistics.median(found[2:]), f"{name}: all": found}
+    return with_ratio(line)
+
+
+def with_ratio(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line with all GPUs' time over one's, where it has both."""
+    if "one" in line:
+        line["ratio"] = round(line["lanes"] / max(line["one"], 1e-9), 3)
     return line
 
 

@@ -1,11 +1,13 @@
 """How fast a GPU's transfer engine moves blocks, and what steps beside it lose.
 
     python -m tests.bench.gpu_moves [--only moves,packed,steps] [--json FILE] [--layers 32]
+    python -m tests.bench.gpu_moves --lanes 2 --only moves,packed
 
 Scattered blocks of Llama-3.1-8B's shape (2 MiB) to host memory, back, and both at once, by how many
 are submitted together; digests included. Packed: GB/s of packed bytes, and of the pool's. Steps:
 W1's decoding steps (`tests.bench.gpu_workloads`) without and with both directions full, in turns;
-then beside offloads to memory that is used for the first time, and so pinned. Random values.
+then beside offloads to memory that is used for the first time, and so pinned. Random values. With
+`--lanes`, so many GPUs share each block.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +31,9 @@ from engine.kv.copy_device import CudaDevice
 from engine.kv.device_packing import gpu_packers_of
 from engine.kv.device_transfer import DeviceTransferEngine
 from engine.kv.format import kv_format
+from engine.kv.storage import KvShards
 from engine.moves import Move, Moved, SlotLayout
+from engine.server.server import SWITCH_INTERVAL_S
 from engine.storage.memory.arena import HostArena
 from tests.bench.gpu_workloads import WORKLOADS, Bench
 from tests.bench.models import BLOCK, LLAMA_8B, random_kv, with_layers
@@ -45,21 +50,22 @@ PAUSE_S = 0.001
 class Rig:
     """Blocks of noise on the device, host memory for as many, and what moves between them."""
 
-    def __init__(self, blocks: int = BLOCKS) -> None:
-        device = torch.device("cuda")
-        form = kv_format(LLAMA_8B, torch.bfloat16, BLOCK)
-        self.kv = random_kv(form, blocks, device)
+    def __init__(self, blocks: int = BLOCKS, lanes: int = 1) -> None:
+        devices = [torch.device("cuda", lane) for lane in range(lanes)]
+        form = kv_format(LLAMA_8B, torch.bfloat16, BLOCK, lanes=lanes)
+        self.kv = KvShards(form, [random_kv(form.shard, blocks, device) for device in devices])
         self.block_bytes = form.block_bytes
         self.arena = HostArena.create(SlotLayout.uniform(blocks, form.block_bytes))
-        self.ended = threading.Semaphore(0)
+        self.left = 0
+        self.lock, self.ended = threading.Lock(), threading.Event()
         self.failed: list[str] = []
         self.packers = gpu_packers_of(self.kv, ("int8c", "int4c"))
         self.engine = DeviceTransferEngine(
             self.kv,
             self.arena,
-            CudaDevice(device),
+            [CudaDevice(device) for device in devices],
             packers=self.packers,
-            on_moved=self.ended.release,
+            on_moved=self.count,
             on_error=lambda move, error: self.failed.append(f"{move.kind}: {error}"),
         )
         self.ids = count(1)
@@ -78,10 +84,11 @@ class Rig:
 
     def run(self, moves: Sequence[Move]) -> tuple[float, list[Moved]]:
         """Submit moves; return the seconds until all have ended, and their outcomes."""
+        self.ended.clear()
+        self.left = len(moves)
         started_s = time.perf_counter()
         self.engine.submit(moves)
-        for _ in moves:
-            self.ended.acquire()
+        self.ended.wait()
         seconds = time.perf_counter() - started_s
         moved = self.engine.poll()
         assert all(one.is_done for one in moved), self.failed[:3]
@@ -113,8 +120,14 @@ class Rig:
         finally:
             is_over.set()
             feeder.join()
-            while self.ended.acquire(blocking=False):
-                pass
+
+    def count(self) -> None:
+        """Count a move that has ended. A waiter that each of them woke would take the GIL from
+        those that move."""
+        with self.lock:
+            self.left -= 1
+            if self.left == 0:
+                self.ended.set()
 
     def close(self) -> None:
         """Release the memory."""
@@ -177,7 +190,7 @@ def measure_packed(rig: Rig) -> Iterator[dict[str, Any]]:
             yield {
                 "part": f"{kind} {name}",
                 "blocks": number,
-                "packed": rate(number * packer.block_bytes, runs),
+                "packed": rate(number * len(rig.kv.shards) * packer.block_bytes, runs),
                 "of the pool": rate(number * rig.block_bytes, runs),
                 "first_s": round(first_s, 2),
             }
@@ -241,11 +254,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="moves,packed,steps")
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--lanes", type=int, default=1)
     options = parser.parse_args()
     wanted = options.only.split(",")
     results = Results()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as the engine's process does
     began_s = time.perf_counter()
-    rig = Rig()
+    rig = Rig(lanes=options.lanes)
     made_s = round(time.perf_counter() - began_s, 2)
     print_line(f"{torch.cuda.get_device_name()}, {rig.block_bytes:,} bytes a block, {made_s} s")
     parts = {

@@ -45,6 +45,10 @@ LLAMA_8B = Architecture(
     family="llama", layers=(Layer(),) * 32, hidden=4096, intermediate=14_336, heads=32, kv_heads=8,
     head_dim=128, vocab=128_256, context=16_384, ropes={"full": Rope(500_000.0, 128)},
 )  # fmt: skip
+LLAMA_70B = Architecture(
+    family="llama", layers=(Layer(),) * 80, hidden=8192, intermediate=28_672, heads=64, kv_heads=8,
+    head_dim=128, vocab=128_256, context=16_384, ropes={"full": Rope(500_000.0, 128)},
+)  # fmt: skip
 LLAMA_1B = Architecture(
     family="llama", layers=(Layer(),) * 16, hidden=2048, intermediate=8192, heads=32, kv_heads=8,
     head_dim=64, vocab=128_256, context=16_384, ropes={"full": Rope(500_000.0, 64)},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.config import LevelsConfig
 from engine.runner import gpu_runner
 from tests.unit.engine.runner.gpu_engine import FAMILIES, Engine, config_of
 from tests.unit.engine.runner.test_lanes import BLOCKS, check_alike, run, wide
@@ -40,6 +41,30 @@ def test_two_gpus_give_what_one_gives(name: str) -> None:
 
     assert steps[0] == steps[1]
     assert engines[1].runner.graph_count == engines[0].runner.graph_count > 0
+    check_alike(*engines)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_levels_below_two_gpus_change_no_answer(name: str) -> None:
+    """Random requests twice over a small pool, whose blocks leave for host memory and come back,
+    under graphs."""
+    config = wide(FAMILIES[name] if name in FAMILIES else config_of(4, 2), 2)
+    levels = LevelsConfig(host_mib=4, host_tokens_min=1)
+    engines = [
+        Engine(2, config=config, blocks=BLOCKS, lanes=2, levels=below) for below in (None, levels)
+    ]
+
+    loaded = 0
+    for engine in engines:
+        with torch.inference_mode():
+            engine.runner.warm_up(engine.limits)
+        for _ in range(2):
+            run(engine, seed=2, count=24)
+            loaded += sum(dict(one.loaded_tokens).get("host", 0) for one in engine.started.values())
+            engine.settle()
+        engine.core.close()
+
+    assert loaded > 0
     check_alike(*engines)
 
 

@@ -168,6 +168,19 @@ class KeptHostMachine(KeptMachine):
     has_disk = False
 
 
+class LanesMachine(LevelsMachine):
+    """The same over two GPUs: a move has a piece of each, and one that failed may have left a slot
+    half written."""
+
+    lanes = 2
+
+
+class KeptLanesMachine(KeptMachine):
+    """The same with host memory that outlives the engine."""
+
+    lanes = 2
+
+
 def prefix_slots(
     namespace: bytes, path: tuple[int, ...], last: int, groups: int = 1
 ) -> tuple[object, ...]:
@@ -185,3 +198,5 @@ TestLevelsMachine = case(LevelsMachine)
 TestHostMachine = case(HostMachine)
 TestKeptMachine = case(KeptMachine)
 TestKeptHostMachine = case(KeptHostMachine)
+TestLanesMachine = case(LanesMachine)
+TestKeptLanesMachine = case(KeptLanesMachine)

@@ -58,14 +58,22 @@ class FakeStream:
         """See `CopyStream`."""
         copy_each(copies, is_load=is_load)
 
+    @property
+    def waiting(self) -> int:
+        """Return the works that were launched and have not run."""
+        return len(self._works)
+
     def run_to(self, position: int) -> None:
-        """Run what was launched, up to here."""
+        """Run what was launched, up to here; nothing of it where the device has an error."""
         assert self.gate.wait(WAIT_S)
-        if self._device.errors:
-            raise self._device.errors.pop()
+        error = self._device.errors.pop() if self._device.errors else None
         while self._ran < position:
-            self._works.popleft()()
+            work = self._works.popleft()
             self._ran += 1
+            if error is None:
+                work()
+        if error is not None:
+            raise error
 
 
 class FakeDevice:

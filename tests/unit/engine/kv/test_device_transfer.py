@@ -319,7 +319,7 @@ def test_no_batch_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         for count in (1, 2, 3, 16, 17, 32):
             for start in (0, 1, 4, 5):
                 packed = room[: count * packer.block_bytes].view(count, -1)
-                packer.pack(ids[start : start + count], packed)
-                packer.unpack(packed, ids[start : start + count])
+                packer.pack(ids[start : start + count], packed, 0)
+                packer.unpack(packed, ids[start : start + count], 0)
 
     assert compiled == []

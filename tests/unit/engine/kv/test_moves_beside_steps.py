@@ -35,7 +35,7 @@ class Pool:
         self.engine = DeviceTransferEngine(
             self.kv,
             self.arena,
-            CudaDevice(self.kv.data.device),
+            [CudaDevice(self.kv.data.device)],
             piece_bytes=PIECE_BYTES,
             on_moved=self.ended.release,
         )

@@ -327,7 +327,7 @@ def test_copies_that_do_not_fit_a_slot_are_refused_at_the_start() -> None:
     with pytest.raises(ValueError, match=f"a block takes {size} bytes"):
         CpuTransferEngine(kv, Slots(size - 64))
     with pytest.raises(ValueError, match=f"a block takes {size} bytes"):
-        DeviceTransferEngine(kv, Slots(size - 64), FakeDevice())
+        DeviceTransferEngine(kv, Slots(size - 64), [FakeDevice()])
 
 
 def test_formats_are_told_with_their_bytes(rig: Rig) -> None:

@@ -15,7 +15,7 @@ from engine.api import Fidelity
 from engine.kv.copy_device import CudaDevice
 from engine.kv.device_transfer import DeviceTransferEngine, PinnableMemory
 from engine.kv.format import kv_format
-from engine.kv.storage import KvStorage
+from engine.kv.storage import KvPool, KvStorage
 from engine.kv.transfer import Bytes, CpuTransferEngine
 from engine.moves import Move, Moved, SlotLayout
 from tests.models import tiny_config
@@ -85,7 +85,7 @@ class HalfPacker:
         self.block_bytes = self.data.shape[1] // 2
         self.unpackable = -1
 
-    def pack(self, block: Any, out: Any) -> Any:
+    def pack(self, block: Any, out: Any, lane: int = 0) -> Any:
         """See `BlockPacker`, and `BatchPacker` for tensors."""
         if isinstance(block, torch.Tensor):
             out.copy_(self.data[block.long(), ::2])
@@ -93,7 +93,9 @@ class HalfPacker:
         out[:] = self.data[block, ::2].numpy()
         return None
 
-    def unpack(self, first: Bytes | torch.Tensor, second: int | torch.Tensor) -> None:
+    def unpack(
+        self, first: Bytes | torch.Tensor, second: int | torch.Tensor, lane: int = 0
+    ) -> None:
         """See `BlockPacker`, and `BatchPacker` for tensors."""
         block = second.long() if isinstance(second, torch.Tensor) else torch.tensor(second)
         whole = torch.zeros_like(self.data[block])
@@ -103,20 +105,23 @@ class HalfPacker:
 
 def engine_of(
     place: Place,
-    kv: KvStorage,
+    kv: KvPool,
     memory: PinnableMemory,
-    fake: FakeDevice,
-    *,
+    *fakes: FakeDevice,
     batch_blocks: int = 2,
     piece_bytes: int = PIECE_BYTES,
     **options: Any,
 ) -> Engine:
-    """Return the transfer engine of a place; that of a device may have the `fake` one."""
+    """Return the transfer engine of a place; those of devices may have the `fakes`."""
     if place == "cpu":
+        assert isinstance(kv, KvStorage)
         return CpuTransferEngine(kv, memory, **options)
-    device = CudaDevice(kv.data.device) if place == "gpu" else fake
-    options |= {"batch_bytes": batch_blocks * kv.format.block_bytes, "piece_bytes": piece_bytes}
-    return DeviceTransferEngine(kv, memory, device, **options)
+    size = batch_blocks * kv.format.shard.block_bytes
+    options |= {"batch_bytes": size, "piece_bytes": piece_bytes}
+    if place == "fake":
+        return DeviceTransferEngine(kv, memory, fakes, **options)
+    devices = [CudaDevice(shard.data.device) for shard in kv.shards]
+    return DeviceTransferEngine(kv, memory, devices, **options)
 
 
 class Rig:

@@ -20,12 +20,13 @@ from engine.api import (
     Request,
     SampledToken,
     Sampling,
+    Started,
     Tokens,
 )
 from engine.attention.batch import make_batch
 from engine.attention.torch_backend import TorchAttention
 from engine.cache import PrefixCache
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LevelsConfig
 from engine.core.constraints import Constraints
 from engine.core.core import Core
 from engine.kv.format import kv_format
@@ -38,6 +39,7 @@ from engine.models.layers import TorchOps
 from engine.plan import BegunSequence, Row, StepPlan
 from engine.runner.gpu_build import assemble
 from engine.runner.warmup import WarmupLimits
+from engine.server.levels_below import build_levels
 from engine.states.sequence_states import SequenceStates
 from engine.weights import Tensors, random_weights
 from kernels.reference_weights import as_dense
@@ -87,7 +89,7 @@ class Engine:
         self, depth: int = 1, heads: tuple[int, int] = (4, 2), blocks: int = 48, seats: int = 8,
         *, dtype: torch.dtype = torch.float32, head_dim: int = 16, step_tokens: int = 64,
         graphs: bool = True, config: Architecture | None = None,
-        kv_dtype: torch.dtype | None = None, lanes: int = 1,
+        kv_dtype: torch.dtype | None = None, lanes: int = 1, levels: LevelsConfig | None = None,
     ) -> None:  # fmt: skip
         self.config = config or config_of(*heads, head_dim)
         self.weights = random_weights(self.config, dtype, 0, DEVICE)
@@ -112,19 +114,22 @@ class Engine:
         )  # fmt: skip
         settings = EngineConfig(
             step_tokens_max=step_tokens, prefill_chunk_tokens_max=step_tokens * 5 // 8,
-            sequences_max=6,
+            sequences_max=6, levels=levels or LevelsConfig(),
         )  # fmt: skip
+        cache = PrefixCache(
+            blocks=blocks, block_size=16, windows=layout.windows,
+            state_blocks=self.runner.state_blocks,
+        )  # fmt: skip
+        self.levels, off = build_levels(cache, settings, pool)
+        assert not off, off
         self.core = Core(
-            PrefixCache(
-                blocks=blocks, block_size=16, windows=layout.windows,
-                state_blocks=self.runner.state_blocks,
-            ),
-            self.runner, settings, FakeClock(),
+            cache, self.runner, settings, FakeClock(), levels=self.levels,
             vocab_size=VOCAB, context_tokens=CONTEXT, pipeline_depth=depth,
             run_up=self.config.run_up,
             constraints=Constraints(PolledGrammars(vocabulary=characters(VOCAB))),
         )  # fmt: skip
         self.drawn: dict[tuple[str, int], list[SampledToken]] = {}
+        self.started: dict[str, Started] = {}
         self.finished: dict[str, Finished] = {}
         self.prompt_logprobs: dict[str, list[SampledToken | None]] = {}
 
@@ -136,11 +141,18 @@ class Engine:
             self.step()
         self.core.cache.check()
 
+    def settle(self) -> None:
+        """Run turns until nothing moves between the levels."""
+        while self.levels is not None and self.levels.is_busy:
+            self.step()
+
     def step(self) -> None:
         """Run one step, and keep what it reports."""
         for event in self.core.step():
             if isinstance(event, Tokens):
                 self.drawn.setdefault((event.request_id, event.index), []).extend(event.tokens)
+            if isinstance(event, Started):
+                self.started[event.request_id] = event
             if isinstance(event, Finished):
                 self.finished[event.request_id] = event
             if isinstance(event, PromptLogprobs):
