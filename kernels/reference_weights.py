@@ -87,6 +87,24 @@ class Packed(Struct, frozen=True, eq=False):
             *(part[..., scales] for part in self.parts[1:]),
         )
 
+    def as_int8(self, group: int) -> Packed:
+        """Return the same values of int4 or int8 as int8 with minima, for each `group` columns, of
+        which a group is a multiple."""
+        codes = self.codes
+        if self.kind == "int4":
+            codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+        return Packed("int8", codes.view(torch.int8), *self._factors(group))
+
+    def in_groups(self, group: int) -> Packed:
+        """Return the same with minima, for each `group` columns, of which a group is a multiple."""
+        return Packed(self.kind, self.codes, *self._factors(group))
+
+    def _factors(self, group: int) -> tuple[torch.Tensor, int, torch.Tensor]:
+        minima = torch.zeros_like(self.scales) if self.minima is None else self.minima
+        each = (part.repeat_interleave(self.group // group, -1) for part in (self.scales, minima))
+        scales, minima = each
+        return scales, group, minima
+
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values, computed in fp32 and rounded once. A matrix of a stack at a time, so
         that scratch is one matrix."""

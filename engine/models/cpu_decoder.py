@@ -26,6 +26,7 @@ from engine.states.cpu_states import CpuStates
 from engine.weights import Weights
 from kernels.cpu import build as cpu
 from kernels.cpu.build import Kernels, compile_library
+from kernels.reference_weights import Packed, as_dense
 
 __all__ = ["CpuDecoder", "Kernels", "c_place", "load_kernels"]
 
@@ -98,26 +99,19 @@ class CpuDecoder:
         self._packer = Packer(kernels)
         self._scratch: dict[str, torch.Tensor] = {}
         top = TensorSource(weights, "")
-        embeddings = top.weight("model.embed_tokens")
+        embeddings, _ = top.joined("model.embed_tokens")
         moe = config.moe
         self._experts = None if moe is None else CpuExperts(config, moe, self._packer)
         self._recurrence = None if states is None else CpuRecurrence(config, states, self._packer)
         width = self._recurrence.width if self._recurrence else config.hidden
         depths = (*_widths(config), self._spec.query_width, width)
-        self._kind = _kind(embeddings.dtype, kernels, depths)
-        places = list(zip(kv.format.group_of_layer, kv.format.row_of_layer, strict=True))
-        tables = {
-            name: (self._packer.keep(cos), self._packer.keep(sin))
-            for name, (cos, sin) in rope_tables(config, context).items()
-        }
-        layers = (cpu.CLayer * len(config.layers))(
-            *(
-                self._layer(weights, index, tables[layer.rope], places[index])
-                for index, layer in enumerate(config.layers)
-            )
-        )
+        dtype = torch.bfloat16 if isinstance(embeddings, Packed) else embeddings.dtype
+        self._kind = _kind(dtype, kernels, depths)
+        layers = self._layers(weights, kv, context)
         # Tied embeddings are read from the panels of the head: one copy of the largest matrix.
         is_tied = "lm_head.weight" not in weights
+        head = embeddings if is_tied else top.joined("lm_head")[0]
+        packed_head = self._packer.head(head, is_tied=is_tied)
         self._model = cpu.CModel(
             layers=len(config.layers),
             hidden=config.hidden,
@@ -146,9 +140,10 @@ class CpuDecoder:
             kv_rows=kv.format.layers,
             gated=cpu.SILU if config.activation == "silu" else cpu.GELU,
             layer=layers,
-            embeddings=None if is_tied else self._packer.keep(embeddings.contiguous()),
+            embeddings=None if is_tied else self._packer.keep(as_dense(embeddings, dtype)),
             norm=self._packer.keep(top.weight("model.norm").float()),
-            head=self._packer.matrix(embeddings if is_tied else top.weight("lm_head")),
+            head=packed_head.matrix,
+            head_packing=packed_head.packing,
             kv=self._packer.keep(kv.data),
         )
 
@@ -204,6 +199,21 @@ class CpuDecoder:
         if self.config.logit_cap:
             out.div_(self.config.logit_cap).tanh_().mul_(self.config.logit_cap)
         return out
+
+    def _layers(self, weights: Weights, kv: KvStorage, context: int) -> ctypes.Array[cpu.CLayer]:
+        """Pack all layers."""
+        config = self.config
+        places = list(zip(kv.format.group_of_layer, kv.format.row_of_layer, strict=True))
+        tables = {
+            name: (self._packer.keep(cos), self._packer.keep(sin))
+            for name, (cos, sin) in rope_tables(config, context).items()
+        }
+        return (cpu.CLayer * len(config.layers))(
+            *(
+                self._layer(weights, index, tables[layer.rope], places[index])
+                for index, layer in enumerate(config.layers)
+            )
+        )
 
     def _layer(
         self, weights: Weights, index: int, table: tuple[int, int], place: tuple[int, int]

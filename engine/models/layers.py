@@ -6,6 +6,7 @@ layers from it. `TorchOps` here is plain torch; `engine.models.gpu_layers` launc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -225,7 +226,11 @@ class TensorSource:
 
 
 def join(weights: list[Weight], dim: int) -> Weight:
-    """Return weights below each other along `dim`; unpacked where they are of unlike kinds."""
+    """Return weights below each other along `dim`; of unlike kinds as int8, or else unpacked."""
+    packed = [w for w in weights if isinstance(w, Packed) and w.kind in ("int4", "int8")]
+    if len(packed) == len(weights) and len({(w.kind, w.group) for w in packed}) > 1:
+        group = math.gcd(*(w.group for w in packed))
+        weights = [w.as_int8(group) for w in packed]
     first, *rest = weights
     if isinstance(first, Packed):
         alike = [w for w in rest if isinstance(w, Packed)]

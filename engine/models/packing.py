@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -21,20 +22,35 @@ from kernels.reference_weights import Packed, Weight, as_dense
 
 def cpu_form(dtype: torch.dtype, kernels: Kernels | None) -> Form:
     """Return the form of weights on a CPU: in `dtype`, but packed ones that the C kernels multiply
-    as they are: experts in MXFP4, and, where the CPU multiplies pairs of bf16, codes of 4 bits in
-    groups of 32."""
+    as they are: experts in MXFP4, and, where the CPU multiplies pairs of bf16, codes of 4 and 8
+    bits in groups of 32, and of 8 bits in groups of 16."""
     has_packed = kernels is not None and dtype == torch.bfloat16
-    has_int4 = has_packed and kernels is not None and kernels.bf16_kind == cpu.DOT
+    has_codes = has_packed and kernels is not None and kernels.bf16_kind == cpu.DOT
 
     def form(name: str, weight: Weight) -> Weight:
-        if isinstance(weight, Packed) and name.endswith("_proj.weight"):
-            is_kept = has_packed and weight.kind == "mxfp4" and ".experts." in name
-            fits = weight.group == cpu.INT4_GROUP and ".shared_expert." not in name
-            if is_kept or (has_int4 and weight.kind == "int4" and fits):
+        is_map = name.endswith("_proj.weight")
+        if isinstance(weight, Packed) and (is_map or name in _HEADS):
+            if weight.kind == "mxfp4" and has_packed and ".experts." in name:
                 return weight
+            if has_codes and ".shared_expert." not in name and (codes := _codes(weight)):
+                return codes
         return as_dense(weight, dtype)
 
     return form
+
+
+def _codes(weight: Packed) -> Packed | None:
+    """Return codes in groups that the C kernels multiply, or None."""
+    if weight.kind not in ("int4", "int8"):
+        return None
+    group = math.gcd(weight.group, 32)
+    if weight.kind == "int8" or group == 16:
+        return weight.as_int8(group) if group >= 16 else None
+    return weight.in_groups(group) if group == 32 else None
+
+
+_HEADS = ("lm_head.weight", "model.embed_tokens.weight")
+"""The head, and embeddings, which may be the head."""
 
 
 class Stack(NamedTuple):
@@ -64,31 +80,41 @@ class Packer:
         return self.keep(self._kernels.pack(weight, columns, self._room(weight, columns)))
 
     def linear(self, source: TensorSource, *parts: str, is_gated: bool = False) -> Stack:
-        """Pack the joined parts; 4 bits stay so.
+        """Pack the joined parts; codes stay so.
 
         `is_gated`: the parts are gate and up, whose panels an activation reads in turns.
         """
         weight, bias = source.joined(*parts)
         columns = interleaved_columns(weight.shape[0] // 2) if is_gated else None
-        if isinstance(weight, Packed):
-            words = self._kernels.pack_int4(weight, columns)
-            packed, packing = self._kept_words([words]), cpu.INT4
-        else:
-            packed, packing = self.matrix(weight, columns), cpu.NOT_PACKED
         kept = None if bias is None else self.keep(padded_bias(bias, columns))
-        return Stack(packed, kept, packing)
+        if isinstance(weight, Packed):
+            return Stack(self.codes(weight, columns), kept, packing_of(weight))
+        return Stack(self.matrix(weight, columns), kept, cpu.NOT_PACKED)
+
+    def codes(self, weight: Packed, columns: torch.Tensor | None = None) -> int:
+        """Pack codes; see `Kernels.pack_codes`. Return their address."""
+        return self._kept_words([self._kernels.pack_codes(weight, columns)])
+
+    def head(self, weight: Weight, *, is_tied: bool) -> Stack:
+        """Pack the head; codes stay so. A tied one is also the embeddings, whose columns are read
+        one by one: no codes of 4 bits."""
+        if not isinstance(weight, Packed):
+            return Stack(self.matrix(weight), None, cpu.NOT_PACKED)
+        if is_tied and weight.kind == "int4":
+            weight = weight.as_int8(weight.group)
+        return Stack(self.codes(weight), None, packing_of(weight))
 
     def stacked(self, source: TensorSource, *parts: str, is_gated: bool = False) -> Stack:
         """Pack matrices of all experts, [E, N, K] each, joined along N: one expert's panels behind
-        another's, and their biases [E, N] likewise. MXFP4 and 4 bits stay so: about a quarter of
-        the memory, and of the time to read it.
+        another's, and their biases [E, N] likewise. MXFP4 and codes stay so: less memory, and
+        less time to read it.
         """
         weights, biases = source.joined(*parts, dim=1)
         columns = interleaved_columns(weights.shape[1] // 2) if is_gated else None
         count, packing, address = weights.shape[0], cpu.NOT_PACKED, None
-        if isinstance(weights, Packed) and weights.kind == "int4":
-            each = (self._kernels.pack_int4(weights.at(i), columns) for i in range(count))
-            address, packing = self._kept_words(list(each)), cpu.INT4
+        if isinstance(weights, Packed) and weights.kind != "mxfp4":
+            each = (self._kernels.pack_codes(weights.at(i), columns) for i in range(count))
+            address, packing = self._kept_words(list(each)), packing_of(weights)
         elif isinstance(weights, Packed):
             small = self._all_mxfp4(weights, columns)
             if small is not None:
@@ -128,6 +154,11 @@ class Packer:
         rows, depth = weight.shape
         padded = padded_columns(rows) if columns is None else len(columns)
         return self._memory.take(copies * padded * depth, weight.dtype)
+
+
+def packing_of(weight: Packed) -> int:
+    """Return how the C kernels name the packing of codes."""
+    return cpu.CODE_PACKINGS[weight.kind, weight.group]
 
 
 def padded_bias(bias: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:

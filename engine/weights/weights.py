@@ -33,7 +33,7 @@ from engine.model_store.tensors import FOLDER_NAMES, GGUF_NAMES, expected_shapes
 from engine.weights.gguf_blocks import PACKED_BLOCKS
 from engine.weights.quantised_folders import PackedReader
 from engine.weights.renaming import Pieces, TensorReader
-from kernels.reference_weights import GROUP, Packed, Weight, as_dense, each
+from kernels.reference_weights import GROUP, Kind, Packed, Weight, as_dense, each
 
 log = logging.getLogger("trunkline.engine")
 
@@ -83,7 +83,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 """Version of names and order of the cached tensors; a file of another version is not read."""
 
 RANDOM = "random:"
@@ -309,7 +309,9 @@ def _joined(tensors: Iterable[tuple[str, torch.Tensor]]) -> Pieces:
             yield whole, Packed("mxfp4", parts[0], parts[1], GROUP)
             parts = []
         elif len(parts) == 3:
-            yield whole, Packed("int4", parts[0], parts[1], GROUP, parts[2])
+            kind: Kind = "int4" if which[0] == "int4" else "int8"
+            group = parts[0].shape[-1] * (2 if kind == "int4" else 1) // parts[1].shape[-1]
+            yield whole, Packed(kind, parts[0], parts[1], group, parts[2])
             parts = []
 
 

@@ -27,7 +27,7 @@ from kernels.reference_weights import Packed
 FOLDER = Path(__file__).parent
 SOURCES = (
     "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_mxfp4.c",
-    "cpu_int4.c", "cpu_experts.c", "cpu_recurrent.c", "cpu_decoder.c", "cpu_kv_formats.c",
+    "cpu_codes.c", "cpu_experts.c", "cpu_recurrent.c", "cpu_decoder.c", "cpu_kv_formats.c",
     "cpu_kv_int8.c",
 )  # fmt: skip
 COMPILERS = ("gcc", "cc", "clang")
@@ -47,7 +47,7 @@ WIDE, PAIRS, DOT, TILES, BYTES = 0, 1, 2, 3, 4
 STORE, ADD, SILU, GELU, CLAMPED = 0, 1, 2, 3, 4
 """Epilogues of a product; see `cpu.h`."""
 
-NOT_PACKED, MXFP4, INT4 = 0, 1, 2
+NOT_PACKED, MXFP4, INT4, INT8, INT8_16 = 0, 1, 2, 3, 4
 """How a product's right-hand side is packed; see `cpu.h`."""
 
 PANEL = 16
@@ -59,8 +59,8 @@ COLUMNS_STEP = 32
 MXFP4_GROUP = 32
 """Values of MXFP4 that share an exponent."""
 
-INT4_GROUP = 32
-"""Values of 4 bits that share a scale and a minimum."""
+CODE_PACKINGS = {("int4", 32): INT4, ("int8", 32): INT8, ("int8", 16): INT8_16}
+"""Packings of codes by kind and group, the values that share a scale and a minimum."""
 
 TILE_DEPTH = 32
 """The number of which the depth of a product of the kind TILES must be a multiple."""
@@ -139,7 +139,7 @@ class CModel(ctypes.Structure):
         *((name, c_int32) for name in (
             "layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab",
             "kind", "kv_kind", "gated", "kv_rows", "q_norm_width", "k_norm_width", "centred",
-            "parallel", "growth_context",
+            "parallel", "growth_context", "head_packing",
         )),
         *((name, c_float) for name in (
             "eps", "stream_eps", "scale", "cap", "growth", "embed_scale",
@@ -266,29 +266,34 @@ class Kernels:
         )
         return packed if is_exact else None
 
-    def pack_int4(self, weight: Packed, columns: torch.Tensor | None = None) -> torch.Tensor:
-        """Return weight [N, K] of int4 in panels of the words that cpu_int4.c describes; scales and
-        minima are rounded to fp16. `columns`: see `pack`."""
+    def pack_codes(self, weight: Packed, columns: torch.Tensor | None = None) -> torch.Tensor:
+        """Return weight [N, K] of one of `CODE_PACKINGS`, with minima, in panels of the words that
+        cpu_codes.c describes; scales and minima are rounded to fp16. `columns`: see `pack`."""
         rows, depth = weight.shape
         columns = (_order(rows) if columns is None else columns).long()
         padded = weight.each(lambda part: part[columns.clamp(min=0)])
         codes, scales, minima = padded.parts
-        codes = torch.stack([codes & 15, codes >> 4], -1).view(len(columns), depth).int()
-        codes[columns < 0], scales, minima = 0, scales.half(), minima.half()
+        scales, minima = scales.half(), minima.half()
         scales[columns < 0], minima[columns < 0] = 0, 0
-        # Of 8 codes, k and k + 1 are at nibbles k / 2 and k / 2 + 4.
-        shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
-        words = (codes.view(-1, PANEL, depth // INT4_GROUP, 4, 8) << shifts).sum(-1).int()
         factors = torch.stack([scales, minima], -1).view(torch.int32)
-        factors = factors.view(-1, PANEL, depth // INT4_GROUP, 1)
-        return torch.cat([factors, words], -1).permute(0, 2, 3, 1).contiguous().flatten()
+        factors = factors.view(-1, PANEL, depth // weight.group, 1).permute(0, 2, 3, 1)
+        if weight.kind == "int8":
+            pairs = codes.view(-1, PANEL, depth // weight.group, weight.group // 2, 2)
+            lines = pairs.permute(0, 2, 3, 1, 4).flatten(2).contiguous().view(torch.int32)
+            words = lines.view(*factors.shape[:2], -1, PANEL)
+        else:
+            codes = torch.stack([codes & 15, codes >> 4], -1).view(len(columns), depth).int()
+            # Of 8 codes, k and k + 1 are at nibbles k / 2 and k / 2 + 4.
+            shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
+            words = (codes.view(-1, PANEL, depth // weight.group, 4, 8) << shifts).sum(-1).int()
+            words = words.permute(0, 2, 3, 1)
+        return torch.cat([factors, words], 2).flatten()
 
     def product(
-        self, a: torch.Tensor, packed: torch.Tensor, out: torch.Tensor, epilogue: int, kind: int
-    ) -> None:
-        """Write a x packed to out, or as `epilogue` says. a [T, K] fp32, out [T, N] fp32; `packed`
-        of bytes is MXFP4, and of words `pack_int4`'s."""
-        packing = {torch.uint8: MXFP4, torch.int32: INT4}.get(packed.dtype, NOT_PACKED)
+        self, a: torch.Tensor, packed: torch.Tensor, out: torch.Tensor, epilogue: int, kind: int,
+        packing: int = NOT_PACKED,
+    ) -> None:  # fmt: skip
+        """Write a x packed to out, or as `epilogue` says. a [T, K] fp32, out [T, N] fp32."""
         rows, depth = a.shape
         pairs = torch.empty(rows * depth // 2, dtype=torch.int32)
         self._c.product(

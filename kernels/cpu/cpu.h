@@ -243,16 +243,17 @@ void pool_run(Pool *pool, Task task, void *arg, int tasks);
 /* -- matrices (cpu_linear.c) ---------------------------------------------------------------- */
 
 enum { STORE = 0, ADD = 1, SILU = 2, GELU = 3, CLAMPED = 4 };
-enum { NOT_PACKED = 0, MXFP4 = 1, INT4 = 2 };
+enum { NOT_PACKED = 0, MXFP4 = 1, INT4 = 2, INT8 = 3, INT8_16 = 4 };
 
 /* STORE: c [rows, columns] = a [rows, depth] x b + bias. ADD: += instead of =. SILU: b's panels are
  * gate and up in turns, and c [rows, columns] = silu(gate) * up; GELU: gelu(gate) * up; CLAMPED:
  * gpt-oss's, of clamped gate and up. b is in the layout of `pack`; `bias` has a value for each of
  * its columns, or is NULL. `pairs`: scratch of rows * depth / 2 words when the kind is DOT or
  * TILES. TILES: depth is a multiple of 32. `packing`: b is in the layout of `pack_mxfp4`, the kind
- * not WIDE, or in that of cpu_int4.c, the kind DOT; else NOT_PACKED. `has_pairs`: what computed a has put it into `pairs`, and a is not read.
- * `c_pairs`: [rows, columns / 2], where the values go as bf16 pairs instead of c; or NULL. Of
- * SILU, GELU and CLAMPED with HAS_DOT; columns are a multiple of PANEL. */
+ * not WIDE, or in one of cpu_codes.c, the kind DOT; else NOT_PACKED. `has_pairs`: what computed a
+ * has put it into `pairs`, and a is not read. `c_pairs`: [rows, columns / 2], where the values go
+ * as bf16 pairs instead of c; or NULL. Of SILU, GELU and CLAMPED with HAS_DOT; columns are a
+ * multiple of PANEL. */
 typedef struct {
     const float *a;
     const uint32_t *b;
@@ -286,20 +287,23 @@ void unpack_mxfp4(const uint32_t *panel, int depth, uint32_t *out);
 void mxfp4_product(const float *a, size_t lda, const uint32_t *b, int rows, int depth, float *out,
                    int width);
 
-/* -- codes of 4 bits (cpu_int4.c); built where HAS_DOT, but the first ------------------------- */
+/* -- codes of 4 and 8 bits (cpu_codes.c); built where HAS_DOT, but the first three ------------ */
 
-size_t int4_words(int depth);
-/* Write the sums of groups of 32 of a [rows][lda] bf16 pairs: [rows][depth / 32]. */
-void int4_sums(const uint32_t *a, size_t lda, int rows, int depth, float *sums);
-size_t int4_unpacked_words(int depth);
-void unpack_int4(const uint32_t *panel, int depth, uint32_t *out);
-#define INT4_ROWS 4 /* up to so many rows are multiplied as codes are unpacked */
+int has_codes(int packing);
+size_t codes_words(int packing, int depth);
+int codes_groups(int packing, int depth);
+/* Write the sums of the groups of a [rows][lda] bf16 pairs: [rows][groups]. */
+void codes_sums(int packing, const uint32_t *a, size_t lda, int rows, int depth, float *sums);
+size_t codes_unpacked_words(int packing, int depth);
+void unpack_codes(int packing, const uint32_t *panel, int depth, uint32_t *out);
+#define CODES_ROWS 4 /* up to so many rows are multiplied as codes are unpacked */
 /* Write to out [rows][64] the product of a and `width` columns at b: 32, or of up to 2 rows 64. */
-void int4_few(const uint32_t *a, size_t lda, const float *sums, const uint32_t *b, int rows,
-              int depth, float *out, int width);
+void codes_few(int packing, const uint32_t *a, size_t lda, const float *sums, const uint32_t *b,
+               int rows, int depth, float *out, int width);
 /* The same of 32 columns and any number of rows, with both panels unpacked at `codes`. */
-void int4_many(const uint32_t *a, size_t lda, const float *sums, const uint32_t *codes, int rows,
-               int depth, float *out);
+void codes_many(int packing, const uint32_t *a, size_t lda, const float *sums,
+                const uint32_t *codes, int rows, int depth, float *out);
+void unpack_column(int packing, const uint32_t *panel, int lane, int depth, float *out);
 
 /* -- AMX tiles (cpu_tiles.c); built where HAS_TILES ------------------------------------------- */
 
@@ -395,6 +399,7 @@ typedef struct {
     int32_t centred;  /* norms of the hidden states take the mean off first */
     int32_t parallel; /* the MLP reads what attention reads */
     int32_t growth_context; /* queries grow by 1 + growth * ln(1 + position / growth_context) */
+    int32_t head_packing;   /* see Product; where `embeddings` is NULL, NOT_PACKED or of 8 bits */
     float eps, stream_eps;  /* of norms; of those that read the hidden states */
     float scale, cap;       /* of the scores s: scale * s, and if cap > 0 cap * tanh(s / cap) */
     float growth, embed_scale;

@@ -71,8 +71,17 @@ static void over_tokens(Pool *pool, Task task, Phase *p) {
         for (int i = 0; i < tasks; i++) task(p, i);
 }
 
-/* Read column `token` of the head's panels: a word of 64-byte lines, one line for each k. */
+/* Read column `token` of the head's panels: a word of 64-byte lines, one line for each k; or its
+ * codes. */
 static void embed_from_head(const Model *m, size_t token, float *to) {
+#if HAS_DOT
+    if (m->head_packing) {
+        const size_t panel = packed_words(m->head_packing, m->kind, m->hidden);
+        unpack_column(m->head_packing, m->head + token / PANEL * panel, (int)(token % PANEL),
+                      m->hidden, to);
+        return;
+    }
+#endif
     const size_t channels = (size_t)m->hidden, lines = m->kind == WIDE ? channels : channels / 2;
     const uint32_t *from = m->head + token / PANEL * PANEL * lines + token % PANEL;
     if (m->kind == WIDE)
@@ -197,5 +206,5 @@ void decoder_forward(Pool *pool, const Model *m, const Work *w) {
 void decoder_logits(Pool *pool, const Model *m, const float *rows_in, float *logits, uint32_t *pairs,
                   int rows) {
     product(pool, &(Product){rows_in, m->head, logits, pairs, rows, m->hidden, m->vocab, m->kind,
-                             STORE});
+                             STORE, .packing = m->head_packing});
 }

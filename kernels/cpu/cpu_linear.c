@@ -19,7 +19,7 @@ static size_t panel_words(const Product *p) {
 
 size_t packed_words(int packing, int kind, int depth) {
     if (packing == MXFP4) return mxfp4_words(depth);
-    if (packing == INT4) return int4_words(depth);
+    if (has_codes(packing)) return codes_words(packing, depth);
     return (size_t)PANEL * (kind == WIDE ? depth : depth / 2);
 }
 
@@ -193,30 +193,33 @@ static void multiply_piece(const Pieces *s, int task) {
     const int tile_rows = HAS_TILES && p->kind == TILES ? ROWS_MAX : TILE_ROWS;
     size_t own = panel_words(p); /* of an unpacked panel */
 #if HAS_DOT
-    if (p->packing == INT4) own = int4_unpacked_words(p->depth);
-    const int groups = p->packing == INT4 ? p->depth / 32 : 1;
-    float sums[p->packing == INT4 ? (row_end - row_first) * groups : 1];
-    if (p->packing == INT4)
-        int4_sums((const uint32_t *)a + row_first * lda, lda, row_end - row_first, p->depth, sums);
+    const int is_coded = has_codes(p->packing);
+    if (is_coded) own = codes_unpacked_words(p->packing, p->depth);
+    const int groups = codes_groups(p->packing, p->depth);
+    float sums[is_coded ? (row_end - row_first) * groups : 1];
+    if (is_coded)
+        codes_sums(p->packing, (const uint32_t *)a + row_first * lda, lda, row_end - row_first,
+                   p->depth, sums);
 #endif
     uint32_t unpacked[p->packing ? 2 * own : 1] ALIGNED;
     for (int column = column_first, width; column < column_end; column += width) {
         const size_t words = packed_words(p->packing, p->kind, p->depth);
         const uint32_t *b = p->b + column / PANEL * words;
 #if HAS_DOT
-        if (p->packing == INT4) {
+        if (is_coded) {
             width = p->rows <= 2 && column + 64 <= column_end ? 64 : WIDTH;
-            if (p->rows <= INT4_ROWS) {
-                int4_few((const uint32_t *)a, lda, sums, b, p->rows, p->depth, out, width);
+            if (p->rows <= CODES_ROWS) {
+                codes_few(p->packing, (const uint32_t *)a, lda, sums, b, p->rows, p->depth, out,
+                          width);
                 finish(p, out, 0, p->rows, column, width);
                 continue;
             }
-            unpack_int4(b, p->depth, unpacked);
-            unpack_int4(b + words, p->depth, unpacked + own);
+            unpack_codes(p->packing, b, p->depth, unpacked);
+            unpack_codes(p->packing, b + words, p->depth, unpacked + own);
             for (int row = row_first, rows; row < row_end; row += rows) {
                 rows = row_end - row < TILE_ROWS ? row_end - row : TILE_ROWS;
-                int4_many((const uint32_t *)a + row * lda, lda, sums + (row - row_first) * groups,
-                          unpacked, rows, p->depth, out);
+                codes_many(p->packing, (const uint32_t *)a + row * lda, lda,
+                           sums + (row - row_first) * groups, unpacked, rows, p->depth, out);
                 finish(p, out, row, rows, column, width);
             }
             continue;

@@ -372,38 +372,46 @@ def test_experts_published_in_mxfp4_stay_so(
 
 
 @pytest.mark.parametrize("moe", [False, True])
-def test_weights_of_4_bits_are_multiplied_as_they_are(moe: bool, kernels: Kernels) -> None:
-    """In a third of the memory: in any slices with the same bits, and near the weights of the file,
-    of which only activations are rounded."""
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_codes_are_multiplied_as_they_are(moe: bool, is_tied: bool, kernels: Kernels) -> None:
+    """In a third to a half of the memory: in any slices with the same bits, and near the weights of
+    the file, of which only activations are rounded. Values have smaller groups than queries and
+    keys, which they are joined with; the head and the embeddings have 8 bits."""
     if kernels.bf16_kind != cpu.DOT:
-        pytest.skip("codes of 4 bits are multiplied where the CPU multiplies pairs of bf16")
+        pytest.skip("codes are multiplied where the CPU multiplies pairs of bf16")
     change = EXTENDED["Qwen 3 MoE"] if moe else {}
-    config = msgspec.structs.replace(SHAPES["GQA"], **change)
+    config = msgspec.structs.replace(SHAPES["GQA"], tie_embeddings=is_tied, **change)
     form = cpu_form(torch.bfloat16, kernels)
-    whole = {n: rounded_to_4_bits(n, t) for n, t in tiny_weights(config).items()}
+    whole = {n: as_codes(n, t) for n, t in tiny_weights(config).items()}
     packed = {n: form(n, weight) for n, weight in whole.items()}
     exact = {n: as_dense(weight, torch.float32) for n, weight in whole.items()}
     expected = logits_of(config, exact, kernels, SLICES[0])
 
     found = logits_of(config, {**packed}, kernels, SLICES[0], torch.bfloat16)
 
-    assert sum(isinstance(weight, Packed) for weight in packed.values()) == 7 * len(config.layers)
+    coded = [name for name, weight in packed.items() if isinstance(weight, Packed)]
+    assert len(coded) == 7 * len(config.layers) + 2 - is_tied
     assert float((found - expected).abs().median() / expected.std()) < 0.05
     for slices in SLICES[1:]:
         again = logits_of(config, {**packed}, kernels, slices, torch.bfloat16)
         assert torch.equal(again, found)
 
 
-def rounded_to_4_bits(name: str, weight: torch.Tensor) -> Weight:
-    """Return a linear map rounded to codes in groups of 32, others as they are."""
-    if not name.endswith("_proj.weight"):
+def as_codes(name: str, weight: torch.Tensor) -> Weight:
+    """Return a linear map, the head or the embeddings rounded to codes, others as they are."""
+    is_byte = name in ("lm_head.weight", "model.embed_tokens.weight") or "v_proj" in name
+    if not is_byte and not name.endswith("_proj.weight"):
         return weight.bfloat16()
-    groups = weight.reshape(*weight.shape[:-1], -1, 32)
+    group, most = (16 if "v_proj" in name else 32), (255 if is_byte else 15)
+    groups = weight.reshape(*weight.shape[:-1], -1, group)
     minima = groups.amin(-1).half().float()
-    scales = ((groups.amax(-1) - minima) / 15).half().float()
-    codes = ((groups - minima[..., None]) / scales[..., None]).round().clamp(0, 15)
-    codes = codes.flatten(-2).to(torch.uint8)
-    return Packed("int4", codes[..., 0::2] | codes[..., 1::2] << 4, scales, 32, minima)
+    scales = ((groups.amax(-1) - minima) / most).half().float()
+    codes = ((groups - minima[..., None]) / scales[..., None]).round().clamp(0, most).flatten(-2)
+    if is_byte:
+        minima = (minima + 128 * scales).half().float()
+        return Packed("int8", (codes - 128).to(torch.int8), scales, group, minima)
+    pairs = codes.to(torch.uint8)
+    return Packed("int4", pairs[..., 0::2] | pairs[..., 1::2] << 4, scales, group, minima)
 
 
 def test_bf16_weights_and_kv_stay_near_dense_computation(kernels: Kernels) -> None:

@@ -159,7 +159,7 @@ def test_load_leaves_no_partial_file(tmp_path: Path) -> None:
         "chat_template.jinja",
         "model_card.json",
         "tokenizer.json",
-        "weights-3-float32.safetensors",
+        "weights-4-float32.safetensors",
     ]
 
 

@@ -13,7 +13,7 @@ import torch
 from engine.models.packing import interleaved_columns
 from kernels import reference
 from kernels.cpu import build as cpu
-from kernels.reference_weights import Packed
+from kernels.reference_weights import Kind, Packed
 
 ROWS = (1, 2, 3, 5, 6, 7, 12, 13, 33, 400)
 SHAPES = ((64, 96), (32, 40), (96, 576), (160, 5000))
@@ -107,7 +107,7 @@ def test_mxfp4_products_are_those_of_the_same_weights_in_bf16(
             a = random(rows, depth, seed=rows)
             out, expected = torch.empty(rows, columns), torch.empty(rows, columns)
 
-            kernels.product(a, small, out, cpu.STORE, kind)
+            kernels.product(a, small, out, cpu.STORE, kind, cpu.MXFP4)
             kernels.product(a, packed, expected, cpu.STORE, kind)
 
             assert torch.equal(out, expected), (kind, rows)
@@ -130,47 +130,56 @@ def test_weights_that_are_no_mxfp4_are_not_packed_as_such(
     assert kernels.pack_mxfp4(torch.zeros(32, 48, dtype=torch.bfloat16)) is None
 
 
-def int4(columns: int, depth: int) -> Packed:
+def coded(kind: Kind, group: int, columns: int, depth: int) -> Packed:
+    """Return random codes, the least and the largest of 8 bits among them."""
     generator = torch.Generator().manual_seed(4)
-    codes = torch.randint(256, (columns, depth // 2), generator=generator, dtype=torch.uint8)
-    scales, minima = torch.rand(2, columns, depth // 32, generator=generator).half().float() / 64
-    return Packed("int4", codes, scales, 32, -minima * 8)
+    codes = torch.randint(256, (columns, depth), generator=generator, dtype=torch.uint8)
+    codes = codes[:, : depth // 2] if kind == "int4" else codes.view(torch.int8)
+    scales, minima = torch.rand(2, columns, depth // group, generator=generator).half().float() / 64
+    return Packed(kind, codes, scales, group, -minima * 8)
 
 
-def has_int4(kernels: cpu.Kernels) -> None:
+def has_codes(kernels: cpu.Kernels) -> None:
     if kernels.bf16_kind != cpu.DOT:
-        pytest.skip("codes of 4 bits are multiplied where the CPU multiplies pairs of bf16")
+        pytest.skip("codes are multiplied where the CPU multiplies pairs of bf16")
 
 
+@pytest.mark.parametrize("packing", cpu.CODE_PACKINGS)
 @pytest.mark.parametrize(("depth", "columns"), [(64, 96), (32, 40), (96, 576), (160, 1000)])
-def test_products_of_4_bits_round_no_weight(kernels: cpu.Kernels, depth: int, columns: int) -> None:
+def test_products_of_codes_round_no_weight(
+    kernels: cpu.Kernels, packing: tuple[Kind, int], depth: int, columns: int
+) -> None:
     """Exact but for the order of fp32 sums, and a row has the same bits in any batch."""
-    has_int4(kernels)
-    weight = int4(columns, depth)
-    packed, exact = kernels.pack_int4(weight), weight.dense(torch.float64)
+    has_codes(kernels)
+    weight, name = coded(*packing, columns, depth), cpu.CODE_PACKINGS[packing]
+    packed, exact = kernels.pack_codes(weight), weight.dense(torch.float64)
     for rows in ROWS:
         a = random(rows, depth, seed=rows)
         out, alone = torch.empty(rows, columns), torch.empty(1, columns)
         expected = a.bfloat16().double() @ exact.T
 
-        kernels.product(a, packed, out, cpu.STORE, cpu.DOT)
-        kernels.product(a[-1:].contiguous(), packed, alone, cpu.STORE, cpu.DOT)
+        kernels.product(a, packed, out, cpu.STORE, cpu.DOT, name)
+        kernels.product(a[-1:].contiguous(), packed, alone, cpu.STORE, cpu.DOT, name)
 
         assert float((out - expected).norm() / expected.norm()) < 1e-5, rows
         assert torch.equal(alone[0], out[-1]), rows
 
 
-def test_codes_of_4_bits_are_packed_in_the_order_that_is_asked_for(kernels: cpu.Kernels) -> None:
+@pytest.mark.parametrize("packing", cpu.CODE_PACKINGS)
+def test_codes_are_packed_in_the_order_that_is_asked_for(
+    kernels: cpu.Kernels, packing: tuple[Kind, int]
+) -> None:
     """Gate and up in turns; a column of -1 is zeros."""
-    has_int4(kernels)
-    weight, a = int4(32, 64), random(3, 64)
+    has_codes(kernels)
+    weight, a = coded(*packing, 32, 64), random(3, 64)
     order = torch.arange(63, -1, -1, dtype=torch.int32) - 32
     order[order < 0] = -1
     out, expected = torch.empty(3, 64), torch.empty(3, 32)
+    name = cpu.CODE_PACKINGS[packing]
 
-    kernels.product(a, kernels.pack_int4(weight, order), out, cpu.STORE, cpu.DOT)
+    kernels.product(a, kernels.pack_codes(weight, order), out, cpu.STORE, cpu.DOT, name)
 
-    kernels.product(a, kernels.pack_int4(weight), expected, cpu.STORE, cpu.DOT)
+    kernels.product(a, kernels.pack_codes(weight), expected, cpu.STORE, cpu.DOT, name)
     assert torch.equal(out[:, :32], expected.flip(1))
     assert not out[:, 32:].any()
 
