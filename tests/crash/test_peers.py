@@ -6,6 +6,7 @@ has come is a hit. Each test has a namespace of its own.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -61,6 +62,23 @@ async def test_a_prefix_is_fetched_and_the_answer_is_the_computed_one(pair: Pair
     assert fetched.tokens == again.tokens == first.tokens
     assert (fetched.started.cached_tokens, fetched.fetched) == (640, 640)
     assert again.fetched == 0
+    assert new(before, await pair.level("e1")) == (40, {})
+
+
+async def test_two_requests_fetch_a_prefix_once(pair: Pair) -> None:
+    """The second waits for the first one's fetch, also when the first is cancelled; both hit."""
+    before = await pair.level("e1")
+    first = await computed(pair, b"once")
+    wanted = [request(name, PROMPT, b"once") for name in "bcd"]
+    asked = [replace(one, peer=pair.peer(one, 640)) for one in wanted]
+    left = pair.engines["e1"].submit(asked[0])
+    both = asyncio.gather(*(pair.ask("e1", one) for one in asked[1:]))
+    await asyncio.sleep(0)  # all are on their way
+    pair.engines["e1"].forget(left.request_id)
+    answers = await both
+
+    assert [one.tokens for one in answers] == [first.tokens] * 2
+    assert min(one.started.cached_tokens for one in answers) == 640
     assert new(before, await pair.level("e1")) == (40, {})
 
 

@@ -2,7 +2,8 @@
 
 What has come has a place as any other copy, so that the request loads it as it would load what it
 had left there itself. Runs come in order, each verified; the first that fails ends the fetch, and
-what is missing is computed. Nothing is fetched into a namespace for a while after an erasure, since
+what is missing is computed. A request that wants what another one's fetch is about to bring waits
+for that one. Nothing is fetched into a namespace for a while after an erasure, since
 the other engine may not have heard of it yet.
 """
 
@@ -12,6 +13,7 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final, Literal
 
 from engine.api import CacheGrant, Namespace, Payer, Peer
@@ -34,10 +36,12 @@ be 40 s old, and another gateway hears of a missed erasure within a minute."""
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A fetch under way. `slots`: those without an outcome yet, in order; `parent`: the last run
-    that has come, or that was known before."""
+    """A fetch under way. `sequence_ids`: those that wait for it; `until_s`: its deadline; `slots`:
+    those without an outcome yet, in order; `parent`: the last run that has come, or that was known
+    before."""
 
-    sequence_id: int
+    sequence_ids: list[int]
+    until_s: float
     namespace: Namespace
     payer: Payer
     epoch: int
@@ -46,7 +50,6 @@ class _Fetch:
     slots: deque[int]
     parent: Node | None
     is_void: bool = False
-    is_left: bool = False
 
 
 class PeerFetching:
@@ -95,6 +98,11 @@ class PeerFetching:
             return 0.0
         form, payer = places.formats.of(namespace), grant.quota.payer or grant.payer
         parent = path[-1] if path else None
+        timeout_s = min(FETCH_S_MAX, max(FETCH_S_MIN, compute_s))
+        wanted = [tuple(tokens[i * size : (i + 1) * size]) for i in range(first, runs)]
+        if (other := self._bringing(namespace, parent, wanted, now_s)) is not None:
+            other.sequence_ids.append(sequence_id)
+            return min(timeout_s, other.until_s - now_s) + GRACE_S
         if parent is not None and parent.host is not None:
             places.hold(parent.host.slot)  # what comes hangs on it
         slots = list[int]()
@@ -111,26 +119,42 @@ class PeerFetching:
         if not slots:
             self._outcomes["no_room"] += 1
             return 0.0
-        last = first + len(slots)
-        wanted = tuple(tokens[: peer.tokens])
-        cut = [tuple(tokens[i * size : (i + 1) * size]) for i in range(first, last)]
-        call_id, timeout_s = self._next_id(), min(FETCH_S_MAX, max(FETCH_S_MIN, compute_s))
-        epoch = places.epochs[namespace]
+        call_id, epoch = self._next_id(), places.epochs[namespace]
         self._open[call_id] = _Fetch(
-            sequence_id, namespace, payer, epoch, form, deque(cut), deque(slots), parent
+            *([sequence_id], now_s + timeout_s, namespace, payer, epoch, form),
+            *(deque(wanted[: len(slots)]), deque(slots), parent),
         )
+        what = namespace, tuple(tokens[: peer.tokens]), first, tuple(slots)
         form_of = places.formats.formats[form]
-        self._peers.fetch(
-            FetchRuns(call_id, peer, namespace, wanted, first, tuple(slots), form_of, timeout_s)
-        )
+        self._peers.fetch(FetchRuns(call_id, peer, *what, form_of, timeout_s))
         return timeout_s + GRACE_S
 
+    def _bringing(
+        self,
+        namespace: Namespace,
+        parent: Node | None,
+        wanted: Sequence[tuple[int, ...]],
+        now_s: float,
+    ) -> _Fetch | None:
+        """Return the fetch under way that is about to bring at least half of the `wanted` runs
+        behind `parent`; None without one. O(fetches + these)."""
+        for one in self._open.values():
+            if one.namespace == namespace and one.parent is parent and now_s < one.until_s:
+                pairs = zip(one.runs, wanted, strict=False)
+                shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                is_live = not one.is_void and one.epoch == self._places.epochs[namespace]
+                if is_live and one.sequence_ids and 2 * shared >= len(wanted):
+                    return one
+        return None
+
     def leave(self, sequence_id: int) -> bool:
-        """Stop the fetch of a sequence that does not wait any more; return whether it had one."""
+        """Stop the fetch of a sequence that does not wait any more, unless others wait for it;
+        return whether it had one."""
         for call_id, one in self._open.items():
-            if one.sequence_id == sequence_id and not one.is_left:
-                one.is_left = True
-                self._peers.stop(call_id)
+            if sequence_id in one.sequence_ids:
+                one.sequence_ids.remove(sequence_id)
+                if not one.sequence_ids:
+                    self._peers.stop(call_id)
                 return True
         return False
 
@@ -157,8 +181,7 @@ class PeerFetching:
             if not one.slots:
                 del self._open[outcome.call_id]
                 self._outcomes[outcome.why] += 1
-                if not one.is_left:
-                    self._ended.append(one.sequence_id)
+                self._ended += one.sequence_ids
 
     def stats(self, loaded_blocks: int, loaded_tokens: int, sent: int) -> LevelStats:
         """Return the statistics of what peers have brought and got (`sent`); `not_loaded`: fetches
