@@ -112,6 +112,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         **MAMBA, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "granite hybrid dense": ("granitemoehybrid", {
         **MAMBA, "num_local_experts": 0, "mamba_d_conv": 3}),
+    "nemotron h": ("nemotron_h", {
+        "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention",
+                              "mlp", "linear_attention"],
+        "num_hidden_layers": 6, "mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 16,
+        "n_groups": 2, "conv_kernel": 4, "head_dim": 32, "time_step_min": 1e-6}),
     "granite 4 dense": ("granitemoehybrid", {
         **MAMBA, "num_local_experts": 0, "layer_types": ["attention"] * 4,
         "position_embedding_type": "rope"}),
@@ -127,7 +132,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 """By name: transformers' model type, and what its config has beyond `BASE`."""
 RECURRENT = (
     "lfm2", "lfm2 moe", "qwen3 next", "qwen3.5", "qwen3.5 moe", "granite hybrid",
-    "granite hybrid dense",
+    "granite hybrid dense", "nemotron h",
 )  # fmt: skip
 """Models with layers that keep a state."""
 
@@ -169,6 +174,8 @@ def sizes_in_c(name: str) -> dict[str, int]:
         heads["head_dim"] = 32
     if name.startswith("qwen3") and name in RECURRENT:
         heads["linear_value_head_dim"] = 48
+    if "mamba_head_dim" in TINY[name][1]:
+        heads["mamba_head_dim"] = 16
     if "mamba_d_state" in TINY[name][1]:
         heads["mamba_d_state"] = 32
     return heads

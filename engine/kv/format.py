@@ -191,7 +191,7 @@ def kv_format(
             f"engine.kv_dtype is int8, which keeps keys and values; {config.family} keeps latents:"
             " expected auto, bf16 or fp32",
         )
-    recurrent = config.recurrent_layers
+    recurrent = config.layers_without_kv
     has_groups = has_groups and not recurrent  # no such model has windows
     groups = deal_groups([layer.window for layer in config.layers]) if has_groups else ()
     return KvFormat(

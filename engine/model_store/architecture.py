@@ -39,14 +39,16 @@ FULL = "full"
 class Layer(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One decoder layer."""
 
-    mixer: Literal["gqa", "mla", "conv", "delta", "mamba"] = "gqa"
+    mixer: Literal["gqa", "mla", "conv", "delta", "mamba", "none"] = "gqa"
     """Grouped-query attention, attention over latents, a gated short convolution, whose state is
-    its last inputs, or the gated delta rule or Mamba-2, whose state is a matrix for each head."""
+    its last inputs, or the gated delta rule or Mamba-2, whose state is a matrix for each head.
+    `none`: the layer is an MLP alone."""
     window: int = 0
     """A query at position p sees keys above p - window; 0: all keys up to p."""
     rope: str = FULL
     """Name of a table in `Architecture.ropes`; empty: no rotation."""
-    ffn: Literal["dense", "moe"] = "dense"
+    ffn: Literal["dense", "moe", "none"] = "dense"
+    """`none`: the layer is a mixer alone."""
 
 
 class Rope(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -232,11 +234,13 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """The output head shares the embedding's weights."""
     norm: Literal["rms", "mean"] = "rms"
     """RMS, or `mean`, which takes the mean off first."""
-    place: Literal["pre", "post", "sandwich", "parallel"] = "pre"
-    """Norms before mixer and MLP, after them, both, or one norm before both side by side."""
+    place: Literal["pre", "post", "sandwich", "parallel", "single"] = "pre"
+    """Norms before mixer and MLP, after them, both, or one norm before both side by side. `single`:
+    a layer has one of both, with a norm before it."""
     qk_norm: Literal["", "head", "whole"] = ""
     """Over each head's channels, or over all heads at once."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
+    """Of gates of MLPs. `relu2`, the square of what is above 0, is of MLPs without a gate."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -270,6 +274,11 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
         return tuple(i for i, la in enumerate(self.layers) if la.mixer in _RECURRENT)
 
     @property
+    def layers_without_kv(self) -> tuple[int, ...]:
+        """Layers that keep no KV: recurrent ones, and those that are an MLP alone. O(layers)."""
+        return tuple(i for i, la in enumerate(self.layers) if la.mixer not in _ATTENTION)
+
+    @property
     def rule(self) -> Delta | Mamba | None:
         """What recurrent layers with a matrix for each head compute."""
         return self.delta or self.mamba
@@ -301,7 +310,7 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
         return self.latent is None and is_foldable and not has_biased_share
 
 
-_RECURRENT = ("conv", "delta", "mamba")
+_RECURRENT, _ATTENTION = ("conv", "delta", "mamba"), ("gqa", "mla")
 _BEFORE, _BETWEEN = "input_layernorm", "post_attention_layernorm"
 _AFTER = ("attention_output_layernorm", "mlp_output_layernorm")
 _LAYER_NORMS = {
@@ -309,6 +318,7 @@ _LAYER_NORMS = {
     "post": _AFTER,
     "sandwich": (_BEFORE, _BETWEEN, *_AFTER),
     "parallel": (_BEFORE,),
+    "single": (_BEFORE,),
 }
 
 
@@ -347,8 +357,13 @@ def check_architecture(
     shortest = min(layer.window for layer in a.layers)
     if shortest < 0:
         raise ModelError("corrupt", f"invalid window of a layer: {shortest}; expected 0 or more")
+    blocks = {(layer.mixer != "none") + (layer.ffn != "none") for layer in a.layers}
+    if blocks != {1 if a.place == "single" else 2}:
+        raise ModelError("corrupt", f"blocks of a layer: {sorted(blocks)}; place is {a.place}")
     if a.moe is not None:
         _check_moe(a.moe)
+        if a.activation == "relu2":
+            raise ModelError("unsupported", "experts without a gate are not computed")
     if a.recurrent_layers:
         _check_recurrence(a)
     return a
@@ -358,7 +373,7 @@ def _check_recurrence(a: Architecture) -> None:
     name = "mamba_d_conv" if a.mamba else "linear_conv_kernel_dim" if a.delta else "conv_L_cache"
     if not 2 <= a.conv_width <= CONV_WIDTH_MAX:
         raise ModelError("corrupt", f"{name}: {a.conv_width}; expected 2 to {CONV_WIDTH_MAX}")
-    if len(a.recurrent_layers) == len(a.layers):
+    if len(a.layers_without_kv) == len(a.layers):
         raise ModelError(
             "unsupported", "no layer has attention; the nearest that runs is lfm2, which mixes both"
         )
@@ -368,7 +383,7 @@ def _check_recurrence(a: Architecture) -> None:
             "recurrent layers beside sliding windows are not supported; the nearest that runs is"
             " lfm2, whose attention reads all tokens",
         )
-    mixers = {layer.mixer for layer in a.layers}
+    mixers = {layer.mixer for layer in a.layers} - {"none"}
     has_rules = {"delta": a.delta is not None, "mamba": a.mamba is not None}
     unlike = any((mixer in mixers) != has_rule for mixer, has_rule in has_rules.items())
     if unlike or len(mixers.intersection(_RECURRENT)) > 1:
@@ -427,3 +442,31 @@ def _check_moe(moe: Moe) -> None:
         raise ModelError(
             "corrupt", f"{moe.top_k} experts a token are more than the kept groups have"
         )
+
+
+_STATES = "the rule of its recurrent layers is not computed; the nearest that runs is"
+_SPARSE = "sparse attention with an index of its own is not supported; the nearest that runs is"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("falcon_h1", "jamba", "bamba"), f"{_STATES} granitemoehybrid"),
+    **dict.fromkeys(("mamba", "mamba2", "rwkv"),
+                    "a model without attention is not supported; the nearest that runs is"
+                    " granitemoehybrid"),
+    "olmo_hybrid": f"{_STATES} qwen3_next",
+    "kimi_linear": "its recurrent layers decay each channel of a key by its own factor, which the"
+    " kernels of the gated delta rule do not; the nearest that runs is qwen3_next",
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), f"{_SPARSE} deepseek_v3"),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text", "gemma3n", "gemma3n_text"),
+        "layers of unlike head sizes and per-layer embeddings are not supported; the nearest that"
+        " runs is gemma3_text",
+    ),
+    **dict.fromkeys(
+        ("llama4", "llama4_text"),
+        "chunked attention is not supported; the nearest that runs is mixtral",
+    ),
+    **dict.fromkeys(
+        ("bert", "roberta", "t5"), "it is no causal decoder; the nearest that runs is llama"
+    ),
+}  # fmt: skip
+"""Why well-known model types do not run, and the nearest that does."""

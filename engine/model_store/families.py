@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from engine.errors import ModelError
 from engine.model_store.architecture import (
     FULL,
+    REFUSED,
     SIZE_NAMES,
     Architecture,
     Delta,
@@ -45,11 +46,12 @@ from engine.model_store.tensors import (
     GRANITE_HYBRID_NAMES,
     LFM2_NAMES,
     MIXTRAL_NAMES,
+    NEMOTRON_H_NAMES,
     SANDWICH_NAMES,
     Names,
 )
 
-Mixer = Literal["gqa", "conv", "delta", "mamba"]
+Mixer = Literal["gqa", "conv", "delta", "mamba", "none"]
 LOCAL = "local"
 """Name of the rotary table of window layers, if they have one of their own."""
 
@@ -89,6 +91,8 @@ def architecture_of(config: Config) -> Architecture:
         raise unsupported_family(kind)
     given = {**family.defaults, **known(config)}
     try:
+        if kinds := given.get("layers_block_type"):
+            given.setdefault("num_hidden_layers", len(kinds))
         for name in ("num_hidden_layers", *SIZE_NAMES.values()):
             size = given.get(name)
             if size is not None and (not isinstance(size, int | float) or size != int(size)):
@@ -139,6 +143,7 @@ def _decoder(
         "kv_heads": int(c.get("num_key_value_heads") or heads),
         "head_dim": _head_dim(c),
         "norm_eps": float(c.get("rms_norm_eps", 1e-6)),
+        "activation": features.get("activation") or _activation(c),
     }
     return Architecture(
         family=str(c["model_type"]),
@@ -149,7 +154,6 @@ def _decoder(
         vocab=int(c["vocab_size"]),
         context=context,
         ropes=ropes or {FULL: read_rope(rope_parameters(c), _head_dim(c))},
-        activation=_activation(c),
         tie_embeddings=bool(c.get("tie_word_embeddings", False)),
         **{**sizes, **features},
     )
@@ -324,9 +328,7 @@ def _mamba_features(c: Config) -> dict[str, Any]:
         raise ModelError("unsupported", f"hidden_act: {c['hidden_act']!r}; expected silu")
     if c.get("mamba_proj_bias"):
         raise ModelError("unsupported", "mamba_proj_bias: True; expected maps without biases")
-    least, most = c.get("time_step_limit") or (0.0, None)
-    if least != 0.0 or (isinstance(most, float) and math.isfinite(most)):
-        raise ModelError("unsupported", f"time_step_limit: {[least, most]}; expected no limit")
+    _check_steps(c)
     heads, inner = int(c["mamba_n_heads"]), int(c["mamba_expand"] * int(c["hidden_size"]))
     given = c.get("mamba_d_head") or "auto"
     head_dim = inner // heads if given == "auto" else int(given)
@@ -343,6 +345,60 @@ def _mamba_features(c: Config) -> dict[str, Any]:
     )
     bias = bool(c.get("mamba_conv_bias", True))
     return {"mamba": mamba, "conv_width": int(c["mamba_d_conv"]), "conv_bias": bias}
+
+
+def _check_steps(c: Config) -> None:
+    least, most = c.get("time_step_limit") or (0.0, None)
+    if least != 0.0 or (isinstance(most, float) and math.isfinite(most)):
+        raise ModelError("unsupported", f"time_step_limit: {[least, most]}; expected no limit")
+
+
+_NEMOTRON_LAYERS: dict[str, Layer] = {
+    "mamba": Layer("mamba", rope="", ffn="none"),
+    "attention": Layer("gqa", rope="", ffn="none"),
+    "mlp": Layer("none", rope="", ffn="dense"),
+}
+_NEMOTRON_KINDS = {
+    "M": "mamba", "*": "attention", "-": "mlp", "E": "moe", "linear_attention": "mamba",
+    "full_attention": "attention",
+}  # fmt: skip
+"""Other names of kinds of layers: of published patterns, and of transformers."""
+
+
+def _nemotron_h(c: Config) -> Architecture:
+    given = c.get("layers_block_type") or list(c["hybrid_override_pattern"])
+    kinds = [_NEMOTRON_KINDS.get(kind, kind) for kind in given]
+    if unknown := sorted(set(kinds) - _NEMOTRON_LAYERS.keys()):
+        raise ModelError(
+            "unsupported",
+            f"unsupported layer type: {unknown[0]!r}; expected mamba, attention or mlp: experts"
+            " without a gate are not computed",
+        )
+    for field, wanted in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
+        if (found := c.get(field, wanted)) != wanted:
+            raise ModelError("unsupported", f"{field}: {found!r}; expected {wanted}")
+    for field in ("use_bias", "mamba_proj_bias"):
+        if c.get(field):
+            raise ModelError("unsupported", f"{field}: True; expected maps without biases")
+    _check_steps(c)
+    mamba = Mamba(
+        heads=int(c["mamba_num_heads"]),
+        head_dim=int(c["mamba_head_dim"]),
+        state_dim=int(c["ssm_state_size"]),
+        groups=int(c["n_groups"]),
+    )
+    rules: dict[str, Any] = {"mamba": mamba, "conv_width": int(c["conv_kernel"])}
+    return _decoder(
+        c,
+        layers=tuple(_NEMOTRON_LAYERS[kind] for kind in kinds),
+        place="single",
+        activation="relu2",
+        norm_eps=float(c.get("layer_norm_epsilon", 1e-5)),
+        mlp_bias=bool(c.get("mlp_bias", False)),
+        conv_bias=bool(c.get("use_conv_bias", True)),
+        **(rules if "mamba" in kinds else {}),
+        **_biases(c),
+    )
 
 
 def _gemma_features(c: Config) -> dict[str, Any]:
@@ -724,6 +780,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(
         "Qwen 3.5, 3.6 MoE", _qwen3_hybrid, folder_names=DELTA_NAMES, defaults=_QWEN_HYBRID
     ),
+    "nemotron_h": Family(
+        "Nemotron-H, Nemotron Nano 2", _nemotron_h, folder_names=NEMOTRON_H_NAMES,
+        defaults={"rope_theta": 10_000.0},
+    ),
     "deepseek_v2": Family(
         "DeepSeek-V2, V2-Lite", _deepseek_v2, "deepseek2", gguf_interleaved=True
     ),
@@ -733,28 +793,3 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family("GLM-4.7-Flash", _deepseek_v3, "deepseek2", gguf_interleaved=True),
 }  # fmt: skip
 """Families by the `model_type` of their config.json."""
-
-_STATES = "the rule of its recurrent layers is not computed; the nearest that runs is"
-_SPARSE = "sparse attention with an index of its own is not supported; the nearest that runs is"
-
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(("falcon_h1", "nemotron_h", "jamba", "bamba"), f"{_STATES} granitemoehybrid"),
-    **dict.fromkeys(("mamba", "mamba2", "rwkv"),
-                    "a model without attention is not supported; the nearest that runs is"
-                    " granitemoehybrid"),
-    "olmo_hybrid": f"{_STATES} qwen3_next",
-    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), f"{_SPARSE} deepseek_v3"),
-    **dict.fromkeys(
-        ("gemma4", "gemma4_text", "gemma3n", "gemma3n_text"),
-        "layers of unlike head sizes and per-layer embeddings are not supported; the nearest that"
-        " runs is gemma3_text",
-    ),
-    **dict.fromkeys(
-        ("llama4", "llama4_text"),
-        "chunked attention is not supported; the nearest that runs is mixtral",
-    ),
-    **dict.fromkeys(
-        ("bert", "roberta", "t5"), "it is no causal decoder; the nearest that runs is llama"
-    ),
-}  # fmt: skip
-"""Why well-known model types do not run, and the nearest that does."""

@@ -120,6 +120,17 @@ GRANITE_HYBRID_NAMES: Names = {
     "shared_mlp.output_linear": one("mlp.shared_expert.down_proj"),
 }
 """Granite 4 with experts or without."""
+NEMOTRON_H_NAMES: Names = {
+    "model.embeddings": one("model.embed_tokens"),
+    "model.norm_f": one("model.norm"),
+    "norm": one("input_layernorm"),
+    "mixer.conv1d": one("mamba.conv"),
+    **{f"mixer.{n}": one(f"mamba.{n}")
+       for n in ("in_proj", "out_proj", "norm", "A_log", "D", "dt_bias")},
+    **{f"mixer.{n}_proj": one(f"self_attn.{n}_proj") for n in "qkvo"},
+    **{f"mixer.{n}_proj": one(f"mlp.{n}_proj") for n in ("up", "down")},
+}  # fmt: skip
+"""Nemotron-H: one block a layer, whatever it is."""
 SANDWICH_NAMES: Names = {
     "post_attention_layernorm": one("attention_output_layernorm"),
     "pre_feedforward_layernorm": one("post_attention_layernorm"),
@@ -196,9 +207,10 @@ def expected_shapes(config: Architecture) -> Shapes:
     """Return the names and shapes of a model's tensors."""
     shapes: Shapes = {"model.embed_tokens.weight": (config.vocab, config.hidden)}
     for index, layer in enumerate(config.layers):
-        mixer = _MIXERS[layer.mixer](config)
-        dense = layer.ffn == "dense"
-        mlp = _mlp(config, "mlp", config.intermediate) if dense else _experts(config)
+        mixer = _MIXERS[layer.mixer](config) if layer.mixer != "none" else {}
+        mlp = _experts(config) if layer.ffn == "moe" else {}
+        if layer.ffn == "dense":
+            mlp = _mlp(config, "mlp", config.intermediate)
         norms = {f"{name}.weight": (config.hidden,) for name in config.layer_norms}
         for name, shape in {**norms, **mixer, **mlp}.items():
             shapes[f"model.layers.{index}.{name}"] = shape
@@ -309,6 +321,8 @@ def _mlp(c: Architecture, name: str, intermediate: int) -> Shapes:
         ("up", intermediate, c.hidden),
         ("down", c.hidden, intermediate),
     ):
+        if part == "gate" and c.activation == "relu2":
+            continue
         shapes[f"{name}.{part}_proj.weight"] = (rows, columns)
         if c.mlp_bias:
             shapes[f"{name}.{part}_proj.bias"] = (rows,)

@@ -32,6 +32,8 @@ __all__ = ["CpuDecoder", "Kernels", "c_place", "load_kernels"]
 
 log = logging.getLogger("trunkline.engine")
 
+_ACTIVATIONS = {"silu": cpu.SILU, "gelu_tanh": cpu.GELU, "relu2": cpu.SQUARED}
+
 
 def load_kernels(config: Architecture, threads: int) -> Kernels | None:
     """Return the C kernels with `threads` threads.
@@ -138,7 +140,7 @@ class CpuDecoder:
             **({} if self._experts is None else self._experts.fields()),
             **({} if self._recurrence is None else self._recurrence.fields()),
             kv_rows=kv.format.layers,
-            gated=cpu.SILU if config.activation == "silu" else cpu.GELU,
+            gated=_ACTIVATIONS[config.activation],
             layer=layers,
             embeddings=None if is_tied else self._packer.keep(as_dense(embeddings, dtype)),
             norm=self._packer.keep(top.weight("model.norm").float()),
@@ -242,22 +244,27 @@ class CpuDecoder:
         )
         reader, output = (["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
                           "self_attn.o_proj")  # fmt: skip
-        if mixer != "gqa":
+        if mixer == "none":
+            reader, layer.mlp_norm = [], layer.attention_norm
+        elif mixer != "gqa":
             assert self._recurrence is not None, "a layer is recurrent, and there are no states"
             reader, output = self._recurrence.maps
             layer.recurrence = ctypes.pointer(self._recurrence.pack(source, index))
         elif config.output_gate:
             layer.gate, layer.gate_bias, layer.gate_packing = linear(source, "self_attn.gate_proj")
-        layer.qkv, layer.qkv_bias, layer.qkv_packing = linear(source, *reader)
-        layer.output, layer.output_bias, layer.output_packing = linear(source, output)
+        if reader:
+            layer.qkv, layer.qkv_bias, layer.qkv_packing = linear(source, *reader)
+            layer.output, layer.output_bias, layer.output_packing = linear(source, output)
         if config.sinks and mixer == "gqa":
             layer.sinks = self._packer.keep(source.tensor("self_attn.sinks").float())
         if config.layers[index].ffn == "dense":
+            is_gated = config.activation != "relu2"
+            parts = ["mlp.gate_proj", "mlp.up_proj"] if is_gated else ["mlp.up_proj"]
             layer.gate_up, layer.gate_up_bias, layer.gate_up_packing = linear(
-                source, "mlp.gate_proj", "mlp.up_proj", is_gated=True
+                source, *parts, is_gated=is_gated
             )
             layer.down, layer.down_bias, layer.down_packing = linear(source, "mlp.down_proj")
-        else:
+        elif config.layers[index].ffn == "moe":
             assert self._experts is not None, "a layer has experts, and the model has no moe"
             layer.experts = ctypes.pointer(self._experts.pack(source))
         return layer

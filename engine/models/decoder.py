@@ -16,7 +16,7 @@ from engine.attention.interface import LayerAttention
 from engine.model_store import Architecture
 from engine.models.attention_block import AttentionBlock
 from engine.models.latent_block import LatentBlock
-from engine.models.layers import Mlp, Ops, PartLinear, Rows, TensorSource, mean_norm
+from engine.models.layers import Mlp, Ops, PartLinear, PlainMlp, Rows, TensorSource, mean_norm
 from engine.models.moe import Experts
 from engine.models.recurrent_blocks import ConvolutionBlock, DeltaBlock, MambaBlock
 from engine.states.interface import States
@@ -109,8 +109,10 @@ class DecoderLayer:
         self.attention_output_norm = norms.get("attention_output_layernorm")
         self.mlp_norm = norms.get("post_attention_layernorm")
         self.mlp_output_norm = norms.get("mlp_output_layernorm")
-        self.mixer: AttentionBlock | LatentBlock | ConvolutionBlock | DeltaBlock | MambaBlock
-        if layer.mixer == "gqa":
+        self.mixer: AttentionBlock | LatentBlock | ConvolutionBlock | DeltaBlock | MambaBlock | None
+        if layer.mixer == "none":
+            self.mixer = None
+        elif layer.mixer == "gqa":
             self.mixer = AttentionBlock(config, source, ops)
         elif layer.mixer == "mla":
             self.mixer = LatentBlock(config, source, ops)
@@ -122,11 +124,13 @@ class DecoderLayer:
                 self.mixer = MambaBlock(config, source, ops, states)
             else:
                 self.mixer = ConvolutionBlock(source, ops, states)
-        self.mlp = (
-            Mlp(source, ops, config.activation, "mlp")
-            if layer.ffn == "dense"
-            else Experts(config, source, ops)
-        )
+        self.mlp: Mlp | PlainMlp | Experts | None = None
+        if layer.ffn == "moe":
+            self.mlp = Experts(config, source, ops)
+        elif layer.ffn == "dense" and config.activation == "relu2":
+            self.mlp = PlainMlp(source, ops, "mlp")
+        elif layer.ffn == "dense" and config.activation != "relu2":
+            self.mlp = Mlp(source, ops, config.activation, "mlp")
 
     def forward(
         self, hidden: Rows, residual: torch.Tensor | None,
@@ -136,6 +140,8 @@ class DecoderLayer:
 
         `hidden` is added to `residual` before each norm.
         """
+        if self.mixer is None or self.mlp is None:
+            return self._forward_single(hidden, residual, attention, output_rows)
         reader = None if self.is_parallel else self.mixer.reader
         hidden, residual = self._enter(hidden, residual, self.attention_norm, reader)
         attended = self.mixer.attend(self.index, hidden, attention)
@@ -147,6 +153,23 @@ class DecoderLayer:
             return mixed + self._leave(self.mlp(hidden), None), residual
         hidden, residual = self._enter(mixed, residual, self.mlp_norm, self.mlp.reader)
         return self._leave(self.mlp(hidden), self.mlp_output_norm), residual
+
+    def _forward_single(
+        self, hidden: Rows, residual: torch.Tensor | None, attention: LayerAttention,
+        output_rows: torch.Tensor | None,
+    ) -> tuple[Rows, torch.Tensor]:  # fmt: skip
+        """Compute a layer that is a mixer or an MLP alone."""
+        if (mixer := self.mixer) is None:
+            assert self.mlp is not None, "a layer has a block"
+            hidden, residual = self._enter(hidden, residual, self.attention_norm, self.mlp.reader)
+            if output_rows is not None:
+                hidden, residual = hidden[output_rows], residual[output_rows]
+            return self._leave(self.mlp(hidden), None), residual
+        hidden, residual = self._enter(hidden, residual, self.attention_norm, mixer.reader)
+        attended = mixer.attend(self.index, hidden, attention)
+        if output_rows is not None:
+            attended, residual = attended[output_rows], residual[output_rows]
+        return self._leave(mixer.output(attended), None), residual
 
     def _enter(
         self, hidden: Rows, residual: torch.Tensor | None, norm: torch.Tensor | None,

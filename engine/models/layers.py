@@ -243,6 +243,18 @@ def join(weights: list[Weight], dim: int) -> Weight:
     return torch.cat([as_dense(w, dtype) for w in weights], dim)
 
 
+class PlainMlp:
+    """An MLP without a gate: down(relu(up(x)) squared)."""
+
+    def __init__(self, source: TensorSource, ops: Ops, name: str) -> None:
+        self.reader = ops.linear(*source.joined(f"{name}.up_proj"))
+        self._down = ops.part_linear(*source.joined(f"{name}.down_proj"))
+
+    def __call__(self, x: Rows) -> Rows:
+        """Return the MLP's output [T, C] of x [T, C], which only `reader` reads."""
+        return self._down(F.relu(self.reader(x)).square())
+
+
 class Mlp:
     """A gated MLP: down(activation(gate(x)) * up(x))."""
 

@@ -21,6 +21,7 @@ class Experts:
     def __init__(self, config: Architecture, source: TensorSource, ops: Ops) -> None:
         moe = config.moe
         assert moe is not None
+        assert config.activation != "relu2", "experts have gates"
         choice_bias = None
         if moe.choose_by_bias:
             choice_bias = source.tensor("mlp.gate.e_score_correction_bias").float()

@@ -62,8 +62,9 @@ _GGUF_IGNORED = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _FOLDER_IGNORED = ("rotary_emb.inv_freq",)
 """Tensors of old folders that are computed from the config."""
 
-_LANGUAGE_PREFIXES = ("model.language_model.", "language_model.model.")
-"""What comes before the names of the text part in folders of models that see, for `model.`."""
+_LANGUAGE_PREFIXES = ("model.language_model.", "language_model.model.", "backbone.")
+"""What comes for `model.` before the names of the text part in folders of models that see, and of
+Nemotron-H."""
 
 _SET_ASIDE = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision)\."

@@ -44,7 +44,7 @@ def has_windows(shape: Architecture) -> bool:
 def kv_bytes_per_token(shape: Architecture, kv_dtype: str) -> int:
     """Return the bytes of one token's keys and values, or latents, in all layers."""
     parts = 2 if shape.latent is None else 1
-    layers = len(shape.layers) - len(shape.recurrent_layers)
+    layers = len(shape.layers) - len(shape.layers_without_kv)
     head_bytes = shape.head_dim * VALUE_BYTES[kv_dtype] + SCALE_BYTES.get(kv_dtype, 0)
     return parts * layers * shape.kv_heads * head_bytes
 

@@ -44,7 +44,7 @@ log = logging.getLogger("trunkline.engine")
 WIDE, PAIRS, DOT, TILES, BYTES = 0, 1, 2, 3, 4
 """Kinds of storage and multiplication; see `cpu.h`. BYTES is only of KV."""
 
-STORE, ADD, SILU, GELU, CLAMPED = 0, 1, 2, 3, 4
+STORE, ADD, SILU, GELU, CLAMPED, SQUARED = 0, 1, 2, 3, 4, 5
 """Epilogues of a product; see `cpu.h`."""
 
 NOT_PACKED, MXFP4, INT4, INT8, INT8_16 = 0, 1, 2, 3, 4

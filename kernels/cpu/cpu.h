@@ -242,18 +242,21 @@ void pool_run(Pool *pool, Task task, void *arg, int tasks);
 
 /* -- matrices (cpu_linear.c) ---------------------------------------------------------------- */
 
-enum { STORE = 0, ADD = 1, SILU = 2, GELU = 3, CLAMPED = 4 };
+enum { STORE = 0, ADD = 1, SILU = 2, GELU = 3, CLAMPED = 4, SQUARED = 5 };
+
+/* Return whether an epilogue reads panels of gate and up in turns. */
+INLINE int is_gated(int epilogue) { return epilogue >= SILU && epilogue <= CLAMPED; }
 enum { NOT_PACKED = 0, MXFP4 = 1, INT4 = 2, INT8 = 3, INT8_16 = 4 };
 
 /* STORE: c [rows, columns] = a [rows, depth] x b + bias. ADD: += instead of =. SILU: b's panels are
  * gate and up in turns, and c [rows, columns] = silu(gate) * up; GELU: gelu(gate) * up; CLAMPED:
- * gpt-oss's, of clamped gate and up. b is in the layout of `pack`; `bias` has a value for each of
- * its columns, or is NULL. `pairs`: scratch of rows * depth / 2 words when the kind is DOT or
- * TILES. TILES: depth is a multiple of 32. `packing`: b is in the layout of `pack_mxfp4`, the kind
- * not WIDE, or in one of cpu_codes.c, the kind DOT; else NOT_PACKED. `has_pairs`: what computed a
- * has put it into `pairs`, and a is not read. `c_pairs`: [rows, columns / 2], where the values go
- * as bf16 pairs instead of c; or NULL. Of SILU, GELU and CLAMPED with HAS_DOT; columns are a
- * multiple of PANEL. */
+ * gpt-oss's, of clamped gate and up. SQUARED: c = (what is above 0) squared. b is in the layout of
+ * `pack`; `bias` has a value for each of its columns, or is NULL. `pairs`: scratch of rows * depth
+ * / 2 words when the kind is DOT or TILES. TILES: depth is a multiple of 32. `packing`: b is in the
+ * layout of `pack_mxfp4`, the kind not WIDE, or in one of cpu_codes.c, the kind DOT; else
+ * NOT_PACKED. `has_pairs`: what computed a has put it into `pairs`, and a is not read. `c_pairs`:
+ * [rows, columns / 2], where the values go as bf16 pairs instead of c; or NULL. Not of STORE and
+ * ADD, with HAS_DOT; columns are a multiple of PANEL. */
 typedef struct {
     const float *a;
     const uint32_t *b;
@@ -393,7 +396,7 @@ typedef struct {
     int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, vocab;
     int32_t kind;    /* of the weights */
     int32_t kv_kind; /* of the KV */
-    int32_t gated;   /* SILU or GELU */
+    int32_t gated;   /* SILU or GELU; SQUARED: MLPs without a gate */
     int32_t kv_rows; /* layers of a KV block */
     int32_t q_norm_width, k_norm_width; /* channels that a norm of queries, of keys takes together */
     int32_t centred;  /* norms of the hidden states take the mean off first */

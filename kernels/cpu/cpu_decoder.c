@@ -153,10 +153,35 @@ static void add_experts(Pool *pool, const Phase *p, const Layer *layer, const fl
     }
 }
 
+/* Add what a layer's mixer makes of x [tokens, hidden] to `hidden`. */
+static void mix(Pool *pool, Phase *p, const Layer *layer, const float *x) {
+    const Model *m = p->m;
+    const Work *w = p->w;
+    const int tokens = p->tokens, channels = m->hidden;
+    const int width = m->heads * m->head_dim, wider = width + 2 * m->kv_heads * m->head_dim;
+    const int is_paired = takes_pairs(m->kind) && layer->attention_norm;
+    product(pool, &(Product){x, layer->qkv, w->qkv, w->pairs, tokens, channels,
+                             layer->recurrence ? m->reader_width : wider, m->kind, STORE,
+                             layer->qkv_bias, .packing = layer->qkv_packing,
+                             .has_pairs = is_paired});
+    if (layer->gate)
+        product(pool, &(Product){x, layer->gate, w->gates, w->pairs, tokens, channels, width,
+                                 m->kind, STORE, layer->gate_bias,
+                                 .packing = layer->gate_packing, .has_pairs = is_paired});
+    if (layer->recurrence) {
+        mix_recurrent(pool, m, w, layer->recurrence);
+    } else {
+        over_tokens(pool, rope_task, p);
+        pool_run(pool, attend_task, p, w->bundles * m->kv_heads);
+    }
+    add_product(pool, p, w->attended, layer->output, layer->output_packing,
+                layer->output_bias, layer->recurrence ? mixer_width(m) : width,
+                layer->attention_output_norm);
+}
+
 /* Write hidden states after the last norm, [tokens, hidden], to w->normed, and the tokens' KV. */
 void decoder_forward(Pool *pool, const Model *m, const Work *w) {
     const int tokens = w->tokens, channels = m->hidden;
-    const int width = m->heads * m->head_dim, wider = width + 2 * m->kv_heads * m->head_dim;
     Phase p = {m, w, w->hidden, NULL, NULL, NULL, 0, tokens};
     /* What a product takes is converted by the task that computes it: a phase of its own would move
      * all of it once more between the cores. */
@@ -165,25 +190,12 @@ void decoder_forward(Pool *pool, const Model *m, const Work *w) {
     embed(m, w);
     for (p.layer = 0; p.layer < m->layers; p.layer++) {
         const Layer *layer = m->layer + p.layer;
-        const float *x = norm_hidden(pool, &p, layer->attention_norm, pairs);
-        const int is_paired = pairs && layer->attention_norm;
-        product(pool, &(Product){x, layer->qkv, w->qkv, w->pairs, tokens, channels,
-                                 layer->recurrence ? m->reader_width : wider, m->kind, STORE,
-                                 layer->qkv_bias, .packing = layer->qkv_packing,
-                                 .has_pairs = is_paired});
-        if (layer->gate)
-            product(pool, &(Product){x, layer->gate, w->gates, w->pairs, tokens, channels, width,
-                                     m->kind, STORE, layer->gate_bias,
-                                     .packing = layer->gate_packing, .has_pairs = is_paired});
-        if (layer->recurrence) {
-            mix_recurrent(pool, m, w, layer->recurrence);
-        } else {
-            over_tokens(pool, rope_task, &p);
-            pool_run(pool, attend_task, &p, w->bundles * m->kv_heads);
+        const float *x = NULL;
+        if (layer->qkv) {
+            x = norm_hidden(pool, &p, layer->attention_norm, pairs);
+            mix(pool, &p, layer, x);
         }
-        add_product(pool, &p, w->attended, layer->output, layer->output_packing,
-                    layer->output_bias, layer->recurrence ? mixer_width(m) : width,
-                    layer->attention_output_norm);
+        if (!layer->down && !layer->experts) continue;
         if (!m->parallel)
             x = norm_hidden(pool, &p, layer->mlp_norm, layer->experts ? NULL : pairs);
         if (layer->experts) {

@@ -145,7 +145,12 @@ static void finish(const Product *p, float *out, int row, int rows, int column, 
         if (p->bias)
             for (int i = 0; i < width; i += LANES)
                 store(out + i, load(out + i) + load(p->bias + column + i));
-        if (p->epilogue >= SILU) {
+        if (p->epilogue == SQUARED)
+            for (int i = 0; i < width; i += LANES) {
+                const vf x = larger_of(load(out + i), (vf){0});
+                store(out + i, x * x);
+            }
+        if (is_gated(p->epilogue)) {
             for (int at = 0; at < width; at += WIDTH) {
                 int first = (column + at) / 2;
                 for (int i = 0; i < PANEL && first < p->columns; i += LANES) {
@@ -169,6 +174,8 @@ static void finish(const Product *p, float *out, int row, int rows, int column, 
         int count = p->columns - column < width ? p->columns - column : width;
         if (p->epilogue == ADD)
             for (int i = 0; i < count; i++) c[column + i] += out[i];
+        else if (p->epilogue == SQUARED && p->c_pairs)
+            to_pairs(out, p->c_pairs + ((size_t)(row + r) * p->columns + column) / 2, count);
         else
             memcpy(c + column, out, (size_t)count * 4);
     }
@@ -273,7 +280,7 @@ static void pairs_task(void *arg, int task) {
 
 static Pieces cut(const Product *p) {
     Pieces s = {p, 0, 64, 1, 1, 0};
-    int columns = p->epilogue >= SILU ? 2 * ((p->columns + PANEL - 1) / PANEL * PANEL) : p->columns;
+    int columns = is_gated(p->epilogue) ? 2 * ((p->columns + PANEL - 1) / PANEL * PANEL) : p->columns;
     s.padded = (columns + WIDTH - 1) / WIDTH * WIDTH;
     const int step = p->kind == TILES ? ROWS_MAX : TILE_ROWS;
     s.rows = CACHED / (takes_pairs(p->kind) ? 2 : 4) / p->depth / step * step;

@@ -90,6 +90,12 @@ TINIES = {
         qk_norm="", conv_bias=True, delta=None, moe=None, output_gate=False,
         mamba=Mamba(8, 16, 12, 2),
     ),
+    "nemotron h": replace(
+        TINY, family="nemotron_h", qk_norm="", conv_bias=True, delta=None, moe=None,
+        output_gate=False, mamba=Mamba(8, 16, 16, 2), place="single", activation="relu2",
+        layers=tuple(Layer(m, rope="", ffn="none" if m != "none" else "dense")
+                     for m in ("mamba", "none", "gqa", "mamba", "none")),
+    ),
 }  # fmt: skip
 
 

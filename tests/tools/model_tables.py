@@ -12,8 +12,9 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from engine.model_store.architecture import REFUSED
 from engine.model_store.catalogue import CATALOGUE
-from engine.model_store.families import FAMILIES, REFUSED
+from engine.model_store.families import FAMILIES
 from engine.model_store.gguf_tokenizer import PRE_TOKENIZERS
 from engine.model_store.parts import END_TOKENS
 

@@ -8,8 +8,15 @@ import msgspec
 import pytest
 
 from engine.errors import ModelError
-from engine.model_store.architecture import Architecture, Latent, Layer, Moe, check_architecture
-from engine.model_store.families import FAMILIES, REFUSED, architecture_of
+from engine.model_store.architecture import (
+    REFUSED,
+    Architecture,
+    Latent,
+    Layer,
+    Moe,
+    check_architecture,
+)
+from engine.model_store.families import FAMILIES, architecture_of
 from tests.models import tiny_config
 from tests.tables import each_row
 
@@ -110,6 +117,8 @@ def test_config_that_would_compute_another_model_is_refused(
         {"layers": ()},
         {"layers": (Layer(rope="absent"),)},
         {"layers": (Layer(window=-1),)},
+        {"layers": (Layer("none"),)},
+        {"place": "single"},
         {"ropes": {"full": {"theta": 0.0, "dim": 16}}},
         {"ropes": {"full": {"theta": 1e4, "dim": 18}}},
         {"ropes": {"full": {"theta": 1e4, "dim": 16, "kind": "divisors", "divisors": [1.0]}}},

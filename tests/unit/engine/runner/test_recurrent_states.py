@@ -218,3 +218,31 @@ def test_other_layers_of_mamba_2_are_refused_by_name(
 
     with pytest.raises(ModelError, match=message):
         check_architecture(architecture_of({**BASE, "model_type": kind, **own, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers_block_type": None, "hybrid_override_pattern": "M-E*M-"}, "layer type: 'moe'"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act: 'silu'; expected relu2"),
+        ({"use_bias": True}, "use_bias: True; expected maps without biases"),
+        ({"layers_block_type": ["mamba", "mlp"] * 3}, "no layer has attention"),
+        ({"num_hidden_layers": 7}, "6 layer types; expected 7"),
+        ({"n_groups": 3}, "expected a multiple of mamba_n_groups, 3"),
+    ],
+)
+def test_other_layers_of_nemotron_h_are_refused_by_name(
+    changes: dict[str, object], message: str
+) -> None:
+    """Published patterns of letters and lists of names say the same."""
+    from engine.model_store.architecture import check_architecture
+    from engine.model_store.families import architecture_of
+    from tests.families import BASE, TINY
+
+    kind, own = TINY["nemotron h"]
+    config = {**BASE, "model_type": kind, **own}
+    letters = {**config, "layers_block_type": None, "hybrid_override_pattern": "M-M*-M"}
+
+    assert check_architecture(architecture_of(letters)) == architecture_of(config)
+    with pytest.raises(ModelError, match=message):
+        check_architecture(architecture_of({**config, **changes}))
