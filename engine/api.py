@@ -795,3 +795,5 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     """The policies that requests may ask for by the configuration."""
     attention_lacks: str = ""
     """Why this engine or model computes none of them; empty if it does."""
+    draft_model: str = ""
+    """The small model that drafts beside it; empty: none."""

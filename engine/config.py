@@ -94,6 +94,8 @@ length would hold few tokens."""
 SPARE_SEATS = 32
 """Places of sequences on a GPU beyond `sequences_max`, for those that begin in the step in which
 others end; one more is for padding. Recurrent layers have a state for each."""
+DRAFT_PLACE_TOKENS, DRAFT_PLACES_MAX = 512, 32
+"""Tokens of KV that a draft model has for each sequence, and most sequences that have some."""
 
 
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,6 +142,9 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     levels: LevelsConfig = LevelsConfig()
     speculation: Literal["auto", "off"] = "auto"
     """Drafts, which change no token; "auto": where they pay."""
+    draft_model: str = ""
+    """A small model of the same tokens that drafts, by name as `model.name`; empty: none. Engines
+    get the folder of the prepared one."""
     attention_policies: tuple[AttentionPolicy, ...] = ()
     """Attention windows that requests may ask for; none by default."""
 
@@ -149,6 +154,16 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"gpus names GPU {twice} twice: {list(self.gpus)}; expected each once")
         if self.gpus and self.device == "cpu":
             raise ValueError('gpus is set, and device is "cpu"; expected "auto" or "cuda"')
+
+    @property
+    def drafting_model(self) -> str:
+        """Return the draft model that is loaded; empty: none."""
+        return self.draft_model if self.speculation == "auto" else ""
+
+    @property
+    def draft_places(self) -> int:
+        """Return how many sequences have KV in a draft model's pool."""
+        return min(self.sequences_max, DRAFT_PLACES_MAX)
 
     def for_device(self, device: str) -> EngineConfig:
         """Return the settings with `gap_target_shared_ms` as it is on this device."""

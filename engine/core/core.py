@@ -52,6 +52,7 @@ from engine.core.stats import EngineStats
 from engine.core.step_drafts import EXPOSED_S, StepDrafts
 from engine.core.timeouts import Timeouts
 from engine.drafts.drafter import Draft, Drafter
+from engine.drafts.model import ModelSource
 from engine.errors import EngineError, EngineUnavailable, InvariantViolation
 from engine.levels.copy_formats import laxest
 from engine.levels.levels import Levels
@@ -92,10 +93,12 @@ class Core:
         attention_lacks: str = "",
         run_up: int = 0,
         draft_step_s: tuple[float, ...] = (),
+        draft_model: ModelSource | None = None,
     ) -> None:
         """`kv_fidelity`: of KV that was never below the device. `attention_lacks`: why the runner
         computes no attention windows, empty if it does. `run_up`: `Architecture.run_up`.
-        `draft_step_s`: see `Drafter`; empty if the runner verifies no drafts.
+        `draft_step_s`: see `Drafter`; empty if the runner verifies no drafts. `draft_model`: a
+        source of drafts beside those that need no model.
         """
         self.cache = cache
         self.runner = runner
@@ -118,7 +121,8 @@ class Core:
         self._smoke_test: ActiveRequest | None = None
         drafter = None
         if len(draft_step_s) > 1 and config.speculation == "auto":
-            drafter = Drafter(draft_step_s, exposed_s=EXPOSED_S if pipeline_depth > 1 else 0.0)
+            exposed_s = EXPOSED_S if pipeline_depth > 1 else 0.0
+            drafter = Drafter(draft_step_s, exposed_s=exposed_s, model=draft_model)
         self.drafts = StepDrafts(
             drafter, self.scheduler, self.constraints, cache, config.step_tokens_max
         )

@@ -65,11 +65,14 @@ class StepDrafts:
     def drained(self, now_s: float) -> None:
         """Note that all steps were collected for the sake of drafts, and the next is planned."""
         self._drained_at_s = now_s
+        if self.drafter is not None:
+            self.drafter.model_s = 0.0
 
     def launched(self, now_s: float) -> None:
         """Learn how long the device has waited for a step that was launched."""
         if self._drained_at_s is not None and self.drafter is not None:
-            self.drafter.times.record_exposed(now_s - self._drained_at_s)
+            waited_s = now_s - self._drained_at_s - self.drafter.model_s
+            self.drafter.times.record_exposed(waited_s)
         self._drained_at_s = None
 
     def add(self, slices: list[Slice], now_s: float) -> tuple[list[Slice], dict[int, Draft]]:
@@ -93,6 +96,8 @@ class StepDrafts:
             draft = found.get(sequence_id)
             if draft is not None:
                 token_ids, masks = self._constraints.follow(piece.sequence, draft.token_ids)
+                if len(token_ids) < len(draft.token_ids):
+                    self.drafter.forbidden(piece.sequence, draft)
                 count = self._room_for(piece, len(token_ids), now_s)
                 if count:
                     token_ids = token_ids[:count]

@@ -8,6 +8,7 @@ no clock. Only `engine.core.step_drafts` calls it.
 
 from __future__ import annotations
 
+import logging
 from collections import abc
 from typing import Final
 
@@ -15,6 +16,7 @@ from msgspec import Struct
 
 from engine.api import DraftCount, Namespace
 from engine.drafts.forced import ForcedSource
+from engine.drafts.model import DEPTH_MAX, ModelSource
 from engine.drafts.ngram import NgramSource
 from engine.drafts.prediction import PredictionSource
 from engine.drafts.source import DraftSource
@@ -22,6 +24,8 @@ from engine.drafts.step_times import StepTimes
 from engine.drafts.suffix import SuffixSource
 from engine.errors import InvariantViolation
 from engine.scheduler.sequence import Sequence
+
+log = logging.getLogger("trunkline.engine")
 
 DRAFTS_MAX: Final = 15
 """Most drafts of a sequence in a step."""
@@ -40,6 +44,13 @@ SLOWER_MAX: Final = 1.05
 """How much longer drafts may make a step that carries prompts, whose first tokens wait for it."""
 REST_TOKENS: Final = 128
 """Sampled tokens after which a source that was too often wrong is tried again."""
+RESTS_MAX: Final = 8
+"""A small model, whose trial takes time, rests twice as long each time, at most so many times
+that."""
+READING_SHARE: Final = 0.5
+"""The part of a step's time for which a small model may read texts before it."""
+READING_STEPS: Final = 16
+"""Steps over which the time is spread in which it reads a text before its first draft."""
 
 
 class Draft(Struct, frozen=True):
@@ -52,11 +63,17 @@ class Draft(Struct, frozen=True):
 class _Trust:
     """How far a sequence's source is trusted, and what it has drafted."""
 
-    __slots__ = ("acceptance", "accepted", "drafted", "rested", "tried")
+    __slots__ = ("acceptance", "accepted", "drafted", "rest_tokens", "rested", "rests", "tried")
 
     def __init__(self) -> None:
-        self.drafted = self.accepted = self.rested = 0
+        self.drafted = self.accepted = self.rested = self.rests = 0
+        self.rest_tokens = REST_TOKENS
         self.forget()
+
+    @property
+    def is_resting(self) -> bool:
+        """Return whether the source was too often wrong of late."""
+        return 0 < self.rested < self.rest_tokens
 
     def forget(self) -> None:
         """Know no more of how often the source is right than before it was tried."""
@@ -71,7 +88,9 @@ class _Trust:
 
 class Drafter:
     """Drafts for sequences. `step_s`, `exposed_s`: see `StepTimes`; steps of more decoding
-    sequences than there are times get none.
+    sequences than there are times get none. `model`: a small model, whose guesses take time.
+
+    `model_s`: seconds that it took in the last call of `propose`.
     """
 
     def __init__(
@@ -79,8 +98,11 @@ class Drafter:
         step_s: abc.Sequence[float],
         sources: abc.Sequence[DraftSource] | None = None,
         exposed_s: float = 0.0,
+        model: ModelSource | None = None,
     ) -> None:
         self.times = StepTimes(step_s, exposed_s)
+        self.model = model
+        self.model_s = 0.0
         self._sources = tuple(
             (ForcedSource(), PredictionSource(), NgramSource(), SuffixSource())
             if sources is None
@@ -94,39 +116,49 @@ class Drafter:
         """Return drafts for the decoding sequences of a step by id; `tokens_max`: most drafts of
         all. `prompt_tokens`: those of the step. O(sequences * sources), some 10 us each.
         """
+        self.model_s = 0.0
         rows, most = len(sequences), min(tokens_max, len(self.times) - len(sequences))
         if not self._may_pay(rows, prompt_tokens, most):
             return {}
-        found: dict[int, Draft] = {}
-        gains: list[tuple[float, int]] = []
-        for sequence in sequences:
-            best = self._best(sequence, most)
-            if best is not None:
-                draft, acceptance = best
-                found[sequence.sequence_id] = draft
-                gains += _gains(sequence, acceptance, len(draft.token_ids))
-        counts = self._how_many(rows, prompt_tokens, sorted(gains, reverse=True)[:most])
+        found = self._found(sequences, most)
+        if self.model is not None and not prompt_tokens:
+            found |= self._guesses(self.model, sequences, found, most)
+        gains = [
+            gain
+            for sequence_id, (draft, acceptance) in found.items()
+            for gain in _gains(sequence_id, acceptance, len(draft.token_ids))
+        ]
+        counts, _ = self._how_many(rows, prompt_tokens, sorted(gains, reverse=True)[:most])
         return {
             sequence_id: Draft(draft.source, draft.token_ids[:count])
-            for sequence_id, draft in found.items()
+            for sequence_id, (draft, _) in found.items()
             if (count := counts.get(sequence_id, 0))
         }
 
     def expects(self, sequences: abc.Sequence[Sequence], tokens_max: int) -> bool:
         """Return whether the next step of decoding sequences is expected to gain by drafts, once
-        the tokens that they have in flight are known. Costs what `propose` does.
+        the tokens that they have in flight are known. Costs what `propose` does, without a model's
+        guesses.
         """
         rows, most = len(sequences), min(tokens_max, len(self.times) - len(sequences))
         if not self._may_pay(rows, 0, most):
             return False
         gains: list[tuple[float, int]] = []
-        for sequence in sequences:
-            ahead = sequence.in_flight
-            best = self._best(sequence, most + ahead)
-            if best is not None:
-                draft, acceptance = best
-                gains += _gains(sequence, acceptance, len(draft.token_ids))[ahead:]
-        return bool(self._how_many(rows, 0, sorted(gains, reverse=True)[:most]))
+        ahead = {sequence.sequence_id: sequence.in_flight for sequence in sequences}
+        found = self._found(sequences, most + max(ahead.values(), default=0))
+        for sequence_id, (draft, acceptance) in found.items():
+            gains += _gains(sequence_id, acceptance, len(draft.token_ids))[ahead[sequence_id] :]
+        counts, _ = self._how_many(rows, 0, sorted(gains, reverse=True)[:most])
+        if not counts and self.model is not None:
+            return bool(self._limits(self.model, sequences, found, most))
+        return bool(counts)
+
+    def _found(
+        self, sequences: abc.Sequence[Sequence], most: int
+    ) -> dict[int, tuple[Draft, float]]:
+        """Return the drafts of each sequence that has some, and how often their source is right."""
+        found = {sequence.sequence_id: self._best(sequence, most) for sequence in sequences}
+        return {sequence_id: best for sequence_id, best in found.items() if best is not None}
 
     def _may_pay(self, rows: int, prompt_tokens: int, most: int) -> bool:
         """Return whether drafts would pay if all were right: sources need not be asked else."""
@@ -142,32 +174,118 @@ class Drafter:
         """Return the drafts that are expected to give most tokens, and how often their source is
         right.
         """
-        request, sequence_id = sequence.parent.request, sequence.sequence_id
-        limit = min(most, DRAFTS_MAX, request.max_tokens - sequence.output_tokens - 1)
-        if limit <= 0 or not request.drafts:
+        limit, sequence_id = min(most, _limit_of(sequence)), sequence.sequence_id
+        if limit <= 0:
             return None
-        if sequence_id not in self._trust:
-            self._trust[sequence_id] = {source.name: _Trust() for source in self._sources}
-            for source in self._sources:
-                source.begin(sequence)
+        trusts = self._trusts(sequence)
         best: tuple[float, Draft, float] | None = None
         for source in self._sources:
-            trust = self._trust[sequence_id][source.name]
-            if trust.rested and trust.rested < REST_TOKENS:
+            trust = trusts[source.name]
+            if trust.is_resting:
                 continue
             token_ids = tuple(source.propose(sequence_id, limit))
             if token_ids:
                 rate = trust.acceptance
-                expected = rate * (1 - rate ** len(token_ids)) / (1 - rate)
+                expected = _expected(rate, len(token_ids))
                 if best is None or expected > best[0]:
                     best = expected, Draft(source.name, token_ids), rate
         return None if best is None else best[1:]
 
+    def _trusts(self, sequence: Sequence) -> dict[str, _Trust]:
+        """Return how far each source is trusted for a sequence, which they take if it is new."""
+        trusts = self._trust.get(sequence.sequence_id)
+        if trusts is None:
+            sources = (*self._sources, *(() if self.model is None else (self.model,)))
+            trusts = {source.name: _Trust() for source in sources}
+            self._trust[sequence.sequence_id] = trusts
+            for source in sources:
+                source.begin(sequence)
+        return trusts
+
+    def _guesses(
+        self,
+        model: ModelSource,
+        sequences: abc.Sequence[Sequence],
+        found: abc.Mapping[int, tuple[Draft, float]],
+        most: int,
+    ) -> dict[int, tuple[Draft, float]]:
+        """Return the drafts of a model for the sequences for which they are expected to pay.
+
+        A model that fails is not asked again.
+        """
+        limits = self._limits(model, sequences, found, most)
+        if not limits:
+            return {}
+        reading = model.tokens_within(READING_SHARE * self.times.seconds(len(sequences)))
+        try:
+            guesses = model.guess(limits, reading)
+        except InvariantViolation:
+            raise
+        except Exception as error:
+            log.warning("draft_model_lost: its step failed (%s)", type(error).__name__)
+            self.model = None
+            return {}
+        self.model_s = model.spent_s
+        return {
+            sequence_id: (
+                Draft(model.name, token_ids),
+                self._trust[sequence_id][model.name].acceptance,
+            )
+            for sequence_id, token_ids in guesses.items()
+        }
+
+    def _limits(
+        self,
+        model: ModelSource,
+        sequences: abc.Sequence[Sequence],
+        found: abc.Mapping[int, tuple[Draft, float]],
+        most: int,
+    ) -> dict[int, int]:
+        """Return how many drafts a model is to guess for each sequence: as deep for all as gives
+        most tokens a second, its own time counted; nothing where that is less than without it.
+        """
+        rows = len(sequences)
+        gains = [
+            gain
+            for sequence_id, (draft, acceptance) in found.items()
+            for gain in _gains(sequence_id, acceptance, len(draft.token_ids))
+        ]
+        _, best = self._how_many(rows, 0, sorted(gains, reverse=True)[:most])
+        able: list[tuple[int, int, float, int, float]] = []
+        for sequence in sequences:
+            limit, sequence_id = min(most, DEPTH_MAX, _limit_of(sequence)), sequence.sequence_id
+            if limit > 0 and not (trust := self._trusts(sequence)[model.name]).is_resting:
+                other = found.get(sequence_id)
+                drafts = 0 if other is None else len(other[0].token_ids)
+                gain = 0.0 if other is None else _expected(other[1], drafts)
+                able.append((sequence_id, limit, trust.acceptance, drafts, gain))
+        chosen: dict[int, int] = {}
+        for depth in range(1, DEPTH_MAX + 1):
+            limits: dict[int, int] = {}
+            expected, tokens = float(rows), rows
+            for sequence_id, limit, acceptance, drafts, gain in able:
+                own = _expected(acceptance, min(depth, limit))
+                if own > gain:
+                    gain, drafts = own, min(depth, limit)
+                    limits[sequence_id] = drafts
+                expected, tokens = expected + gain, tokens + drafts
+            if not limits or tokens - rows > most:
+                break
+            took_s = self.times.seconds(tokens) + self.times.exposed_s
+            took_s += model.seconds(limits, depth, READING_STEPS)
+            if expected / took_s > best:
+                best, chosen = expected / took_s, limits
+        if able and not chosen:
+            model.times.forget()
+        return chosen
+
     def _how_many(
         self, rows: int, prompt_tokens: int, gains: abc.Sequence[tuple[float, int]]
-    ) -> dict[int, int]:
+    ) -> tuple[dict[int, int], float]:
         """Return the drafts of each sequence: of the most likely ones so many that the expected
         tokens a second are highest. A sequence's later drafts are never likelier than its earlier.
+
+        And that rate; without drafts, the one that they would have had to exceed.
         """
         times, tokens = self.times, rows + prompt_tokens
         plain_s = times.seconds(tokens)
@@ -183,7 +301,7 @@ class Drafter:
         counts: dict[int, int] = {}
         for _, sequence_id in gains[:chosen]:
             counts[sequence_id] = counts.get(sequence_id, 0) + 1
-        return counts
+        return counts, best
 
     def note(self, sequence: Sequence, draft: Draft | None, token_ids: abc.Sequence[int]) -> None:
         """Learn the tokens that a step sampled of a sequence, and how well they were drafted."""
@@ -195,7 +313,7 @@ class Drafter:
         for trust in trusts.values():
             if trust.rested:
                 trust.rested += len(token_ids)
-                if trust.rested > REST_TOKENS:
+                if trust.rested > trust.rest_tokens:
                     trust.rested = 0
                     trust.forget()
         if draft is not None:
@@ -212,14 +330,26 @@ class Drafter:
         # An accepted draft that ended the answer saved no step.
         trust.accepted += min(right, max(0, len(token_ids) - 1))
         trust.drafted += len(draft.token_ids)
-        if self._never_pays(trust.acceptance):
-            trust.rested = 1
+        self._rest(trust, draft.source)
 
-    def _never_pays(self, acceptance: float) -> bool:
-        """Return whether one draft beside one row is expected to be no gain, even in a step that
-        overlaps with no other for the sake of other drafts."""
+    def forbidden(self, sequence: Sequence, draft: Draft) -> None:
+        """Learn that a sequence's grammar forbids a draft: it is wrong, and takes no step."""
+        trust = self._trust[sequence.sequence_id][draft.source]
+        trust.learn(False)
+        self._rest(trust, draft.source)
+
+    def _rest(self, trust: _Trust, source: str) -> None:
+        """Let a source rest that is expected to be no gain with one draft beside one row, even in a
+        step that overlaps with no other for the sake of other drafts."""
+        is_model = self.model is not None and source == self.model.name
         one_s, two_s = self.times.seconds(1), self.times.seconds(2)
-        return (1 + acceptance) / two_s < GAIN_MIN / one_s
+        if self.model is not None and is_model:
+            two_s += self.model.times.seconds(1)
+        if (1 + trust.acceptance) / two_s >= GAIN_MIN / one_s:
+            return
+        if trust.rests and is_model:
+            trust.rest_tokens = min(2 * trust.rest_tokens, RESTS_MAX * REST_TOKENS)
+        trust.rested, trust.rests = 1, trust.rests + 1
 
     def counts(self, sequence_id: int) -> tuple[DraftCount, ...]:
         """Return what was drafted for a sequence, by source."""
@@ -234,9 +364,11 @@ class Drafter:
         if self._trust.pop(sequence.sequence_id, None) is not None:
             for source in self._sources:
                 source.end(sequence.sequence_id)
+            if self.model is not None:
+                self.model.end(sequence.sequence_id)
 
     def erase(self, namespace: Namespace) -> None:
-        """Forget what the sources have kept of a namespace."""
+        """Forget what the sources have kept of a namespace. A small model keeps nothing of one."""
         for source in self._sources:
             source.erase(namespace)
 
@@ -244,6 +376,8 @@ class Drafter:
         """Check that only live sequences are known. Raises InvariantViolation. O(sequences)."""
         if unknown := self._trust.keys() - set(live):
             raise InvariantViolation(f"the drafter knows ended sequences {sorted(unknown)}")
+        if self.model is not None:
+            self.model.check(live)
 
 
 def _gain_min(rows: int) -> float:
@@ -251,6 +385,17 @@ def _gain_min(rows: int) -> float:
     return min(GAIN_MAX, GAIN_MIN + GAIN_OF_ROW * (rows - 1))
 
 
-def _gains(sequence: Sequence, acceptance: float, drafts: int) -> list[tuple[float, int]]:
+def _limit_of(sequence: Sequence) -> int:
+    """Return how many drafts a sequence may have in a step: none behind its last token."""
+    request = sequence.parent.request
+    return min(DRAFTS_MAX, request.max_tokens - sequence.output_tokens - 1) * request.drafts
+
+
+def _expected(acceptance: float, drafts: int) -> float:
+    """Return how many of so many drafts are expected to be right, up to the first wrong one."""
+    return acceptance * (1 - acceptance**drafts) / (1 - acceptance)
+
+
+def _gains(sequence_id: int, acceptance: float, drafts: int) -> list[tuple[float, int]]:
     """Return how many tokens each of a sequence's drafts is expected to give, with its id."""
-    return [(acceptance**number, sequence.sequence_id) for number in range(1, drafts + 1)]
+    return [(acceptance**number, sequence_id) for number in range(1, drafts + 1)]

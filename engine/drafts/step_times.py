@@ -70,6 +70,13 @@ class StepTimes:
                 self._least_s[number] = 0.0
                 self._least_s[number] = self.seconds(ends)
 
+    def forget(self) -> None:
+        """Near what was measured at the start, where no step is taken: what seemed too slow once is
+        tried again. O(classes)."""
+        self._of_all += FORGOTTEN * (1 - self._of_all)
+        self._of_class = [factor + FORGOTTEN * (1 - factor) for factor in self._of_class]
+        self._least_s = [0.0] * len(self._least_s)
+
     def record_exposed(self, seconds: float) -> None:
         """Learn how long a device waited for the host before a step."""
         seconds = min(seconds, OUTLIER * self.exposed_s)

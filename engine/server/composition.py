@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.api import EngineInfo
 from engine.cache import PrefixCache
@@ -23,6 +24,10 @@ from engine.grammar.grammar import MaskFiller
 from engine.grammar.sandbox import SandboxSettings
 from engine.model_store import ModelCard, load_card
 from engine.server.links.keeper_link import ListenSettings
+
+if TYPE_CHECKING:
+    from engine.drafts.model import ModelSource
+    from engine.runner.loaded_model import LoadedModel
 
 
 def core_of_model(
@@ -37,19 +42,11 @@ def core_of_model(
     if it may have peers. Takes as long as reading the weights. Raises ModelError.
     """
     show_gpus(config.gpus, os.environ)
-    import torch
-
     from engine.server.levels_below import build_levels
 
     card = load_card(folder)
-    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
-        from engine.runner.gpu_build import build_gpu_runner
-
-        built = build_gpu_runner(card, config)
-    else:
-        from engine.runner.cpu_runner import build_runner
-
-        built = build_runner(card, config)
+    draft = load_card(Path(config.drafting_model)) if config.drafting_model else None
+    built, draft_model = _load(card, draft, config)
     cache = PrefixCache(
         blocks=built.blocks,
         block_size=config.block_size,
@@ -71,6 +68,7 @@ def core_of_model(
         attention_lacks=built.attention_lacks,
         run_up=card.config.run_up,
         draft_step_s=built.draft_step_s,
+        draft_model=draft_model,
     )
     core.engine_stats.levels_off = off
     info = EngineInfo(
@@ -93,8 +91,31 @@ def core_of_model(
         promisable_on_device=core.cache.promisable_on_device,
         attention_policies=config.attention_policies,
         attention_lacks=built.attention_lacks,
+        draft_model="" if draft is None else draft.name,
     )
     return core, info
+
+
+def _load(
+    card: ModelCard, draft: ModelCard | None, config: EngineConfig
+) -> tuple[LoadedModel, ModelSource | None]:
+    """Load a model, and its draft model before it: torch's threads are as the last one needs
+    them."""
+    import torch
+
+    from engine.runner.draft_model import Build, build_draft_model, warn_of_slow
+
+    build: Build
+    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
+        from engine.runner.gpu_build import build_gpu_runner as build
+    else:
+        from engine.runner.cpu_runner import build_runner as build
+    if draft is None:
+        return build(card, config), None
+    source = build_draft_model(card, draft, config, build)
+    built = build(card, config)
+    warn_of_slow(source, draft.name, built.draft_step_s)
+    return built, source
 
 
 def show_gpus(gpus: Sequence[int], environment: MutableMapping[str, str]) -> None:

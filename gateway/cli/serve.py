@@ -32,7 +32,14 @@ from gateway.config import Config, ConfigError, parse_address
 from gateway.config.config_file import ConfigSource, describe
 from gateway.engines.composition import replicas_of_models
 from gateway.engines.memory import lacking_memory
-from gateway.engines.model_files import Progress, Say, found_model, prepared_model, short_name
+from gateway.engines.model_files import (
+    Progress,
+    Say,
+    found_model,
+    prepare_draft_model,
+    prepared_model,
+    short_name,
+)
 from gateway.http.descriptors import raise_descriptor_limit
 from gateway.levels.placement import check_levels, levels_here, lock_disks
 from gateway.observability.logging import LogLines
@@ -225,15 +232,20 @@ def banner(
 
 
 def prepared_models(config: Config, say: Say, progress: Progress) -> list[ModelCard | ModelError]:
-    """Prepare all models that are served, in their order; see `prepared_model`. A fault of another
-    model than the default one is returned in its place: the others serve on."""
+    """Prepare all models that are served, in their order, and their draft models; see
+    `prepared_model`. A fault of another model than the default one is returned in its place: the
+    others serve on."""
     models = config.models_dir
-    default, *others = config.served_models()
-    found: list[ModelCard | ModelError] = [prepared_model(default.source, models, say, progress)]
-    for one in others:
+    found: list[ModelCard | ModelError] = []
+    for one in config.served_models():
         try:
-            found.append(prepared_model(one.source, models, say, progress))
+            card = prepared_model(one.source, models, say, progress)
+            if not one.is_elsewhere:
+                prepare_draft_model(config.engine_of(one), card, models, say, progress)
+            found.append(card)
         except ModelError as error:
+            if not found:
+                raise
             found.append(error)
     return found
 
@@ -285,7 +297,9 @@ def _add_pull(parser: argparse.ArgumentParser) -> None:
 
 def _pull(call: CommandCall) -> CommandResult:
     """Fetch the models, or check that they are here. Raises ModelError."""
-    names = list(dict.fromkeys(one.source for one in call.config.served_models()))
+    served = call.config.served_models()
+    drafts = [call.config.engine_of(one).drafting_model for one in served if not one.is_elsewhere]
+    names = [name for name in dict.fromkeys((*(one.source for one in served), *drafts)) if name]
     paths = {name: str(_pull_one(call, name)) for name in names}
     text = "" if call.options.quiet else "\n".join(paths.values())
     if len(names) == 1:

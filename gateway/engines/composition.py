@@ -16,6 +16,7 @@ from engine.model_store import ModelCard
 from gateway.config import Config, ServedModelSettings
 from gateway.engines.keeper import COMMAND, RESTARTS, EngineKeeper
 from gateway.engines.memory import MemoryPlan, size_host_levels
+from gateway.engines.model_files import with_draft_folder
 from gateway.engines.replicas import Replicas
 from gateway.levels.placement import engine_config, with_host_mib
 from gateway.processes.child_process import Report, RestartPolicy
@@ -71,6 +72,7 @@ def replicas_of_models(
         own = config.engine_of(settings)
         if settings.name in host_mib:
             own = _sized(own, host_mib[settings.name], plan, report)
+        own = with_draft_folder(own, config.models_dir)
         engine = engine_config(config, own, "" if is_alone else settings.name)
         found.append(own_engine(Path(card.folder), engine, report))
     return found
@@ -83,7 +85,7 @@ def engine_settings(config: Config, log: Report) -> EngineConfig:
     own = config.engine_of(settings)
     if settings.name in host_mib:
         own = _sized(own, host_mib[settings.name], plan, log)
-    return engine_config(config, own)
+    return engine_config(config, with_draft_folder(own, config.models_dir))
 
 
 def _sized(

@@ -15,7 +15,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from engine.config import EngineConfig
+from engine.config import DRAFT_PLACE_TOKENS, EngineConfig, WeightsKind
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, resolve
 from gateway.config import Config, ServedModelSettings
@@ -161,7 +161,9 @@ def plan_device_memories(config: Config) -> list[DevicePlan]:
     default = 0 if any(engine.gpus for _, engine in here) else None
     for one, engine in here:
         gpus = engine.gpus or (default,)
-        weights_mib, kv_mib = _weights_mib(config, one, engine), _kv_mib(engine)
+        weights_mib = _weights_mib(config, one.source, engine.weights)
+        weights_mib += _weights_mib(config, engine.drafting_model, "auto")
+        kv_mib = _kv_mib(engine) + _draft_kv_mib(config, engine)
         part = DeviceShare(one.name, -(-weights_mib // len(gpus)), -(-kv_mib // len(gpus)))
         for gpu in gpus:
             shares.setdefault(gpu, []).append(part)
@@ -220,7 +222,9 @@ def _host_share(config: Config, model: ServedModelSettings) -> ModelMemory:
         most = _pool_mib(config, model, engine) * (HOST_LEVEL_POOLS if is_on_device else 1)
     if is_on_device:
         return ModelMemory(model.name, 0, 0, own, most)
-    return ModelMemory(model.name, _file_mib(config, model), _kv_mib(engine), own, most)
+    model_mib = _file_mib(config, model.source) + _file_mib(config, engine.drafting_model)
+    kv_mib = _kv_mib(engine) + _draft_kv_mib(config, engine)
+    return ModelMemory(model.name, model_mib, kv_mib, own, most)
 
 
 def _pool_mib(config: Config, model: ServedModelSettings, engine: EngineConfig) -> int:
@@ -239,20 +243,31 @@ def _kv_mib(engine: EngineConfig) -> int:
     return 0 if engine.kv_blocks else engine.kv_memory_mib
 
 
-def _weights_mib(config: Config, model: ServedModelSettings, engine: EngineConfig) -> int:
+def _draft_kv_mib(config: Config, engine: EngineConfig) -> int:
+    """Return the memory of a draft model's pool; nothing before the model is prepared."""
+    card = find_card(engine.drafting_model, config.models_dir) if engine.drafting_model else None
+    if card is None:
+        return 0
+    tokens = engine.draft_places * DRAFT_PLACE_TOKENS
+    return tokens * kv_bytes_per_token(card.config, "auto") // 2**20
+
+
+def _weights_mib(config: Config, name: str, kind: WeightsKind) -> int:
     """Return the memory of a model's weights on a device: by its card once it has been prepared,
-    before that the size of its files, which may hold fewer bits."""
-    file_mib = _file_mib(config, model)
-    card = find_card(model.source, config.models_dir)
-    return file_mib if card is None else device_weights_mib(card, engine.weights, file_mib)
+    before that the size of its files, which may hold fewer bits. `name` "": no model."""
+    file_mib = _file_mib(config, name)
+    card = find_card(name, config.models_dir) if name else None
+    return file_mib if card is None else device_weights_mib(card, kind, file_mib)
 
 
-def _file_mib(config: Config, model: ServedModelSettings) -> int:
+def _file_mib(config: Config, name: str) -> int:
+    if not name:
+        return 0
     try:
-        source = resolve(model.source, config.models_dir)
+        source = resolve(name, config.models_dir)
     except ModelError:
         # A built-in model is fetched at the first start; another takes no memory, as it fails.
-        return CATALOGUE[model.source].size // 2**20 if model.source in CATALOGUE else 0
+        return CATALOGUE[name].size // 2**20 if name in CATALOGUE else 0
     files = [source] if source.is_file() else [f for f in source.rglob("*") if f.is_file()]
     return sum(file.stat().st_size for file in files) // 2**20
 

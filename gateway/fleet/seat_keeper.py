@@ -26,7 +26,7 @@ from engine.errors import EngineError
 from gateway.config import Config, ConfigError, load_config
 from gateway.config.fleet import ReplicaAddress
 from gateway.engines.keeper import ListeningSocket
-from gateway.engines.model_files import prepared_model
+from gateway.engines.model_files import prepare_draft_model, prepared_model
 from gateway.fleet.errors import FleetError
 from gateway.fleet.keeping import KeptEngine, keep_engine, open_listener
 from gateway.fleet.seats import KeeperReport, KeeperState, Seat
@@ -128,11 +128,13 @@ class SeatKeeper:
         with ExitStack() as opened:
             lock_disks(config, levels, opened)
             source = config.served_models()[0].source
-            card = prepared_model(
-                *(source, config.models_dir),
+            files = (
+                config.models_dir,
                 lambda line: log("model", {"text": line}),
                 lambda done, total: None,
             )
+            card = prepared_model(source, *files)
+            prepare_draft_model(config.engine_of(config.served_models()[0]), card, *files)
             end = opened.enter_context(closing(self._listen()))
             port: int = end.getsockname()[1]
             self._address = str(ReplicaAddress("", self._host, port)).removeprefix("=")

@@ -130,6 +130,7 @@ class AnalyticsHandlers:
                     self._gateway.authenticator.floor_blocks() * model.quota_scale
                 ),
                 "floor_blocks_max": info.floor_blocks_max,
+                **({"draft_model": info.draft_model} if info.draft_model else {}),
             }
         return engine
 

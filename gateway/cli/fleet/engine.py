@@ -27,7 +27,7 @@ from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.config import Config, parse_address
 from gateway.config.fleet import is_fleet_name
 from gateway.engines.keeper import ListeningSocket
-from gateway.engines.model_files import prepared_model
+from gateway.engines.model_files import prepare_draft_model, prepared_model
 from gateway.fleet.keeping import KeptEngine, drain_mark, keep_engine, open_listener
 from gateway.http.descriptors import raise_descriptor_limit
 from gateway.levels.placement import check_levels, lock_disks
@@ -85,7 +85,9 @@ def _serve(call: CommandCall) -> None:
     with ExitStack() as opened:
         lock_disks(config, levels, opened)
         source = config.served_models()[0].source
-        card = prepared_model(source, config.models_dir, call.say, partial(call.show, "model"))
+        files = config.models_dir, call.say, partial(call.show, "model")
+        card = prepared_model(source, *files)
+        prepare_draft_model(config.engine_of(config.served_models()[0]), card, *files)
         host, port = parse_address(options.listen, "--listen")
         try:
             end = opened.enter_context(closing(open_listener(host, port)))

@@ -61,7 +61,8 @@ function OneEngine({ engine }) {
     .filter(([name, v]) => typeof v === "number" && !NO_FIGURES.includes(name));
   return html`<${Tiles}>
       <${Tile} label="Engine" value=${engine.ready ? "ready" : engine.state ?? "not ready"}
-        note=${engine.model ?? ""} tone=${engine.ready ? "" : "alarm"} />
+        note=${[engine.model, engine.draft_model && `drafts by ${engine.draft_model}`]
+          .filter(Boolean).join("; ")} tone=${engine.ready ? "" : "alarm"} />
       <${Tile} label="Requests" value=${`${count(engine.running)} / ${count(engine.waiting)}`}
         unit="running / waiting" note=${`${number(1)(engine.steps_per_s)} steps per second while busy`} />
       <${Tile} label="Prefill" value=${about(engine.prefill_tokens_per_s)} unit="tokens per second"

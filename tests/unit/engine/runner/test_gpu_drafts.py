@@ -13,6 +13,8 @@ import torch
 
 from engine.api import CacheGrant, Grammar, Request, Sampling
 from engine.drafts.drafter import Drafter
+from engine.drafts.model import ModelSource
+from engine.drafts.step_times import StepTimes
 from engine.plan import BegunSequence, Row, StepPlan
 from engine.runner.gpu_runner import right_draws
 from tests.checkers import FREE_DRAFTS
@@ -151,3 +153,26 @@ def test_times_are_measured_only_where_a_device_tells_them() -> None:
     assert times == () or list(times) == sorted(times)
     assert not engine.kv.data[0].any()
     assert np.count_nonzero(engine.runner.last_tokens.cpu().numpy()) == 0
+
+
+def test_a_model_on_the_gpu_drafts_for_itself() -> None:
+    """Two of its steps are in flight at once, and the next token stays on the device."""
+    plain, engine, small = Engine(1), Engine(2, seats=16), Engine(1, blocks=64)
+    source = ModelSource(
+        small.runner, StepTimes((1e-6,) * 16), lambda: 0.0,
+        places=2, vocab_size=VOCAB, block_size=16,
+    )  # fmt: skip
+    engine.core.drafts.drafter = Drafter(FREE_DRAFTS[:16], [], model=source)
+    wanted = [
+        Request(name, tokens, 10, CacheGrant(b"n"), Sampling(temperature=0))
+        for name, tokens in (("short", (5, 9, 2)), ("long", tuple(range(40))))
+    ]
+    for one in (plain, engine):
+        one.run(*wanted)
+
+    for name in ("short", "long"):
+        assert engine.output(name, 0) == plain.output(name, 0)
+    counts = [count for final in engine.finished.values() for count in final.usage.drafts]
+    drafted = sum(count.drafted for count in counts)
+    assert drafted - sum(count.accepted for count in counts) <= 1
+    assert drafted > 10

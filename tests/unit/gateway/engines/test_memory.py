@@ -23,6 +23,7 @@ from gateway.engines.memory import (
     plan_memory,
     size_host_levels,
 )
+from tests.models import prepared, tiny_config
 
 
 @pytest.fixture
@@ -68,6 +69,24 @@ def test_host_levels_are_part_of_it(config: Config, monkeypatch: pytest.MonkeyPa
     said = lacking_memory(replace(config, engine=engine, models=models))
 
     assert "57 for the host levels of the cache" in said
+
+
+def test_a_draft_model_is_part_of_it(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files, and once it is prepared its pool: 512 tokens for each of at most 32 sequences."""
+    card = prepared(Path(config.data_dir) / "models", tiny_config(layers=8, head_dim=64, heads=8))
+    weights_mib = sum(file.stat().st_size for file in Path(card.source).rglob("*")) // 2**20
+    kv_mib = 32 * 512 * (8 * 2 * 2 * 64 * 2) // 2**20
+    set_free(monkeypatch, 1)
+    engine = {"draft_model": card.source, "kv_memory_mib": 700}
+    drafting = ServedModelSettings("big", config.models[0].path, engine=engine)
+    off = ServedModelSettings("big", drafting.path, engine={**engine, "speculation": "off"})
+    told = [
+        lacking_memory(replace(config, models=(one, config.models[1]))) for one in (drafting, off)
+    ]
+
+    assert f"{3 + weights_mib} for big, {700 + kv_mib} for big's KV" in told[0]
+    assert "3 for big, 700 for big's KV" in told[1]
+    assert kv_mib > 0
 
 
 def test_only_several_models_are_checked(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
