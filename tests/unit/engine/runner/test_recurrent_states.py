@@ -130,7 +130,7 @@ def test_hits_change_no_token_of_a_model_with_states(
     A crowded pool holds one long sequence and little more, a few states where these are kept.
     """
     crowded = 16 if card.config.run_up else 44
-    busy, output = side_by_side(card, seed, crowded if is_crowded else 200, kernels)
+    busy, output = side_by_side(card, seed, crowded if is_crowded else 400, kernels)
 
     stats = busy.core.stats()
     assert stats.evicted_blocks_total if is_crowded else stats.cached_tokens_total
