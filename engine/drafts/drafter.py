@@ -49,8 +49,9 @@ RESTS_MAX: Final = 8
 that."""
 READING_SHARE: Final = 0.5
 """The part of a step's time for which a small model may read texts before it."""
-READING_STEPS: Final = 16
-"""Steps over which the time is spread in which it reads a text before its first draft."""
+READING_STEPS: Final = 4
+"""Steps over which the time is spread in which it reads a text before its first draft: it may be
+wrong as soon as it has read."""
 
 
 class Draft(Struct, frozen=True):
