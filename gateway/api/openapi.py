@@ -98,7 +98,7 @@ def _schemas(routes: Iterable[Route]) -> _Schemas:
         )
         by_struct.update(zip(chosen, made, strict=True))
         components |= _camel(parts) if is_camel else parts
-    return _Schemas(by_struct, components)
+    return _Schemas(by_struct, _ecma(components))
 
 
 def _shape(one: Route) -> ErrorShape:
@@ -118,6 +118,20 @@ def _camel(schema: Any) -> Any:
         }
         renamed["required"] = [_camel_name(name) for name in schema.get("required", [])]
     return renamed
+
+
+def _ecma(schema: Any) -> Any:
+    """Return a schema whose patterns end as JavaScript writes it, where `\\Z` is a letter."""
+    if isinstance(schema, list):
+        return [_ecma(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value.replace(r"\Z", "$")
+        if name == "pattern" and isinstance(value, str)
+        else _ecma(value)
+        for name, value in schema.items()
+    }
 
 
 def _camel_name(name: str) -> str:

@@ -138,8 +138,10 @@ INLINE vf gated(int epilogue, vf gate, vf up) {
     return gate / (1.0f + exp_of(-at_gate)) * up;
 }
 
-/* Write `out` [rows][64], of which `width` columns are computed, to c by the epilogue. */
-static void finish(const Product *p, float *out, int row, int rows, int column, int width) {
+/* Write `out` [rows][64], of which `width` columns are computed, to c by the epilogue. Inside its
+ * caller it would take registers from loops of products. */
+__attribute__((noinline)) static void finish(const Product *p, float *out, int row, int rows,
+                                             int column, int width) {
     for (int r = 0; r < rows; r++, out += 64) {
         float *c = p->c + (size_t)(row + r) * p->columns;
         if (p->bias)

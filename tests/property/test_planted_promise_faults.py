@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import pytest
@@ -182,7 +183,7 @@ RARE = (
         PrefixCache,
         "suspend",
         room_given_up,
-        partial(schedules.test_a_preempted_request_keeps_what_it_was_promised, 1, False),
+        partial(unwrap(schedules.test_a_preempted_request_keeps_what_it_was_promised), 1, False),
     ),
     RarePlant(
         LeaseManager,

@@ -468,6 +468,30 @@ string) else value | string %}
 {%- endif %}
 """
 
+_NEMOTRON = """
+{%- set given = messages[0].role == 'system' -%}
+<SPECIAL_10>System
+{{ messages[0].content | trim if given else '' }}
+{%- for m in (messages[1:] if given else messages) %}
+{%- if m.role == 'assistant' %}
+<SPECIAL_11>Assistant
+{% if '</think>' in m.content %}{{ (m.content.split('</think>') | last).strip() }}
+{%- else %}{{ m.content }}{% endif %}
+{%- for call in m.tool_calls or [] %}
+<TOOLCALL>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
+{%- endfor %}
+{%- elif m.content is string %}
+<SPECIAL_11>{{ 'Tool' if m.role == 'tool' else 'User' }}
+{{ m.content }}
+{%- else %}
+<SPECIAL_11>User
+{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+<SPECIAL_11>Assistant
+{% endif %}"""
+
 FAMILY_TEMPLATES = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
@@ -496,6 +520,7 @@ FAMILY_TEMPLATES = {
     "qwen3_next": _QWEN,
     "qwen3_5_text": _QWEN_XML,
     "qwen3_5_moe_text": _QWEN_XML,
+    "nemotron_h": _NEMOTRON,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
 }
