@@ -2,8 +2,8 @@
 
 Its keys and values lie in a pool of its own, in *places* of 512 tokens, one for each sequence that
 it drafts for. Nothing there is found, promised, copied or billed. It reads the first token of a
-text and the last 255, not the whole prompt: what it reads is little work whatever was cached of the
-prompt, and a wrong guess changes no token. A place that is full begins anew in the same way.
+text and the last 255, not the whole prompt. So a long cached prompt costs it no more than a short
+one, and a wrong guess changes no token. A place that is full begins anew in the same way.
 
 It knows a `Runner` and no tensor. Only `engine.drafts.drafter` calls it, once for all sequences of
 a step: each further token is a step of the small model, of all sequences together.

@@ -130,7 +130,7 @@ NEMOTRON_H_NAMES: Names = {
     **{f"mixer.{n}_proj": one(f"self_attn.{n}_proj") for n in "qkvo"},
     **{f"mixer.{n}_proj": one(f"mlp.{n}_proj") for n in ("up", "down")},
 }  # fmt: skip
-"""Nemotron-H: one block a layer, whatever it is."""
+"""Nemotron-H: each layer is one block: Mamba-2, attention or an MLP."""
 SANDWICH_NAMES: Names = {
     "post_attention_layernorm": one("attention_output_layernorm"),
     "pre_feedforward_layernorm": one("post_attention_layernorm"),

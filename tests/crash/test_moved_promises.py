@@ -36,7 +36,7 @@ def fail_on_blocking_calls() -> None:
 
 
 def kill_at(patch: pytest.MonkeyPatch, replica: Replica, kind: type) -> None:
-    """Kill an engine's process when it says a message of a kind, which nobody hears any more."""
+    """Kill an engine's process when it sends a message of a kind, before anybody gets it."""
     engine = replica.engine
     assert isinstance(engine, SocketEngine)
     assert engine.info is not None
