@@ -34,7 +34,6 @@ LONGER_FUNCTIONS: dict[str, str] = {
 LARGER_FOLDERS: dict[str, str] = {
     "gateway/api": "one group of routes per file, named as in their paths",
     "gateway/api/admin": "one group of routes per file, named as in their paths",
-    "gateway/dialects/openai": "three endpoints, what they share, and what is stored of one",
     "kernels/cpu": "eleven C files and their header are compiled as one library",
 }
 """Product folders with more than `FOLDER_FILES_MAX` source files, each with its reason."""

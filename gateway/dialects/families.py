@@ -14,9 +14,11 @@ from gateway.dialects.anthropic.family import FAMILY as ANTHROPIC
 from gateway.dialects.canonical import Call, RequestMetadata
 from gateway.dialects.gemini import cached_contents
 from gateway.dialects.gemini.family import FAMILY as GEMINI
-from gateway.dialects.openai import conversations, embeddings, responses, stored_items, tokenizer
+from gateway.dialects.openai import embeddings, tokenizer
 from gateway.dialects.openai.family import FAMILY as OPENAI
 from gateway.dialects.openai.family import PLAIN
+from gateway.dialects.openai.responses import conversations, stored_items
+from gateway.dialects.openai.responses import dialect as responses
 from gateway.dialects.protocol import ApiFamily, Endpoint
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal

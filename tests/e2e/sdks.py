@@ -11,7 +11,8 @@ from openai import AsyncOpenAI
 
 from gateway.dialects.anthropic import messages
 from gateway.dialects.gemini import generate_content
-from gateway.dialects.openai import chat, responses
+from gateway.dialects.openai import chat
+from gateway.dialects.openai.responses import dialect as responses
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
 MORE: Any = {"ignore_eos": True, "seed": 7}

@@ -28,7 +28,7 @@ from gateway.dialects.canonical import (
 from gateway.dialects.gemini import generate_content as gemini
 from gateway.dialects.openai import chat as openai_chat
 from gateway.dialects.openai import completions as openai_completions
-from gateway.dialects.openai import responses as openai_responses
+from gateway.dialects.openai.responses import dialect as openai_responses
 from gateway.dialects.protocol import Dialect
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import check_golden, streamed

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gateway.config import ResponsesConfig
-from gateway.dialects.openai.hosted_items import KINDS
+from gateway.dialects.openai.responses.hosted_items import KINDS
 from gateway.ledger import response_writer
 from gateway.ledger.metering import LedgerReservation
 from tenancy.accounts.keys import create_key

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from gateway.dialects.openai import chat, completions, responses, wire
+from gateway.dialects.openai import chat, completions, wire
+from gateway.dialects.openai.responses import dialect as responses
 from gateway.dialects.protocol import ApiFamily, Dialect, Endpoint, ListedModel
 from gateway.retention_classes import CacheProfile
 

@@ -11,7 +11,8 @@ from msgspec import Struct
 from gateway.dialects.anthropic import messages
 from gateway.dialects.canonical import Call, Delta, Reply, RequestMetadata
 from gateway.dialects.gemini import generate_content
-from gateway.dialects.openai import chat, completions, responses
+from gateway.dialects.openai import chat, completions
+from gateway.dialects.openai.responses import dialect as responses
 from gateway.dialects.protocol import Dialect
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Refusal

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from gateway.dialects.anthropic import wire as anthropic
 from gateway.dialects.canonical import Call
 from gateway.dialects.gemini import wire as gemini
-from gateway.dialects.openai import chat, completions, responses
+from gateway.dialects.openai import chat, completions
+from gateway.dialects.openai.responses import dialect as responses
 from gateway.errors import Kind
 from tests.golden.transcripts import DOCUMENT, outcome, refusal_of
 from tests.tables import each_row

@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import response_input_item, response_item, response_output_item
 
 from gateway.dialects.canonical import Call
-from gateway.dialects.openai.hosted_items import KINDS, REFUSED
+from gateway.dialects.openai.responses.hosted_items import KINDS, REFUSED
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
 from tests.unit.gateway.dialects.requests import RESPONSES

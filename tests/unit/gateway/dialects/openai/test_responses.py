@@ -22,7 +22,7 @@ from gateway.dialects.canonical import (
     ToolCall,
     ToolChoice,
 )
-from gateway.dialects.openai import responses as openai_responses
+from gateway.dialects.openai.responses import dialect as openai_responses
 from gateway.dialects.tolerance import Mode
 from gateway.errors import Kind, Refusal
 from tests.tables import each_row

@@ -21,7 +21,7 @@ from gateway.dialects.canonical import (
     Text,
     UsageRecord,
 )
-from gateway.dialects.openai import responses as openai_responses
+from gateway.dialects.openai.responses import dialect as openai_responses
 from gateway.errors import Kind, Refusal
 from tests.golden.transcripts import SCRIPT, check_golden, named_events, streamed
 from tests.tables import each_row

@@ -1,7 +1,7 @@
 """Conversations of OpenAI's API: parse what creates and changes them, encode what lists show.
 
 Functions are pure; `gateway.api.conversations` calls them. The items of a conversation are those of
-responses (`openai.responses_prompt`), and a request appends its input and its output to the
+responses (`openai.responses.prompt`), and a request appends its input and its output to the
 conversation that it names.
 """
 
@@ -14,8 +14,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from gateway.dialects.canonical import StoredItem
-from gateway.dialects.openai import stored_items, wire
-from gateway.dialects.openai.responses_prompt import check_items
+from gateway.dialects.openai import wire
+from gateway.dialects.openai.responses import stored_items
+from gateway.dialects.openai.responses.prompt import check_items
 from gateway.dialects.tolerance import Mode, Tolerance
 from gateway.dialects.validation import encode_json
 

@@ -1,8 +1,9 @@
 """Stored items of OpenAI's responses: as lists show them, and as requests refer to them.
 
-Functions are pure; `gateway.api.stored_responses` and `openai.responses` call them. An item's id is
-made of its response's id and its index (`msg_<response>_0` of the output, `msg_<response>_i0` of
-the input), so it is the same each time and names the response that holds the item.
+Functions are pure; `gateway.api.stored_responses` and `openai.responses.dialect` call them. An
+item's id is made of its response's id and its index (`msg_<response>_0` of the output,
+`msg_<response>_i0` of the input), so it is the same each time and names the response that holds the
+item.
 """
 
 from __future__ import annotations

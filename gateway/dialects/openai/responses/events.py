@@ -2,7 +2,7 @@
 
 A response is a list of items: text goes into a message item, thoughts into a reasoning item, each
 call is a separate item, and one item is open at a time. A unary answer is the response in the last
-event of the stream. `openai.responses` makes an encoder for each answer.
+event of the stream. `openai.responses.dialect` makes an encoder for each answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gateway.dialects.canonical import (
     UsageRecord,
 )
 from gateway.dialects.openai import tools, wire
-from gateway.dialects.openai.conversations import named_items
+from gateway.dialects.openai.responses.conversations import named_items
 from gateway.errors import Kind, Refusal
 
 Event = dict[str, Any]

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gateway.dialects.canonical import TOOLS_MAX, Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.openai import cache, tools, wire
-from gateway.dialects.openai.hosted_items import plain_items, unsupported_item
+from gateway.dialects.openai.responses.hosted_items import plain_items, unsupported_item
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import convert, invalid_field, json_type, shown
 

@@ -2,7 +2,7 @@
 
 A request with `previous_response_id`, a conversation or an `item_reference` is parsed twice: the
 second time with the earlier items, which `gateway.generation.stored_responses` loads. Functions are
-pure: `openai.responses_events` encodes the answers, and `openai.family` binds the dialect to
+pure: `openai.responses.events` encodes the answers, and `openai.family` binds the dialect to
 paths.
 """
 
@@ -28,10 +28,11 @@ from gateway.dialects.canonical import (
     ThreadDirectives,
     digest_of,
 )
-from gateway.dialects.openai import cache, constraints, stored_items, tools, wire
-from gateway.dialects.openai import responses_prompt as items
+from gateway.dialects.openai import cache, constraints, tools, wire
 from gateway.dialects.openai.reasoning import thinking_of
-from gateway.dialects.openai.responses_events import ResponsesEncoder
+from gateway.dialects.openai.responses import prompt as items
+from gateway.dialects.openai.responses import stored_items
+from gateway.dialects.openai.responses.events import ResponsesEncoder
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import convert, encode_json, invalid_field, json_text
 from gateway.errors import Kind, Refusal

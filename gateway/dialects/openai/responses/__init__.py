@@ -1,0 +1,1 @@
+"""OpenAI's responses, the conversations that they belong to, and what is stored of both."""
