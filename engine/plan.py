@@ -159,6 +159,9 @@ class StepResult(Struct, frozen=True):
     elapsed_s: float = 0.0
     """Seconds that the device took, without the time in which it waited for earlier steps or for
     the host; 0 if that is not measured."""
+    waited_s: float = 0.0
+    """Seconds that the device was idle before it, since the step before; 0 if that is not
+    measured."""
 
 
 class Runner(Protocol):

@@ -35,7 +35,8 @@ from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner, classes_for, la
 Int32 = npt.NDArray[np.int32]
 
 REPLAN_EVERY = 64
-"""Steps after which an unchanged batch is planned anew: its sequences' own keys have grown."""
+"""Steps after which an unchanged batch is planned anew, and tokens: its sequences' own keys have
+grown."""
 
 PART_ROWS = 65_536
 """Rows times parts that the scratch memory holds."""
@@ -127,7 +128,7 @@ class GpuAttention:
         """The same attention on other GPUs, with as many heads: what is planned here is loaded
         there, too."""
         self._key: object = None
-        self._age = 0
+        self._age, self._starts = 0, np.zeros(0, np.int32)
 
     @property
     def work(self) -> WorkList:
@@ -150,22 +151,24 @@ class GpuAttention:
 
         `members`: the sequence ids of the batch. `rows`, `starts`, `seats`: per sequence, query
         tokens, first position and seat. `padded_rows`: rows of the launch. `windowed`: the plan's
-        rows, where some are under attention windows. While a decoding batch, its seats, its groups
-        and the blocks that its windows begin with stay the same, the last work lists are returned
-        again.
-        O(rows + tiles) otherwise.
+        rows, where some are under attention windows. While a batch, its tokens (one each, or with
+        as many drafts as before), its seats, its groups and the blocks that its windows begin with
+        stay the same, and it has grown little, the last work lists are returned again: the last
+        span of each sequence reads keys up to its length on the GPU. O(rows + tiles) otherwise.
         """
-        is_decoding = bool((rows == 1).all())
         slices, floors = None, b""
         if windowed:
             slices = self._windowed_slices(windowed, seats * self.stride)
             assert slices.floors is not None, "made with floors"
             floors = slices.floors.tobytes()
         # Preempted together, sequences may come back in each other's seats.
-        key = (members, seats.tobytes(), groups, padded_rows, floors) if is_decoding else None
+        key = members, rows.tobytes(), seats.tobytes(), groups, padded_rows, floors
         self._age += 1
-        if key is not None and key == self._key and self._age < REPLAN_EVERY and self.plan:
-            return self.plan
+        if key == self._key and self._age < REPLAN_EVERY and self.plan:
+            grown = starts - self._starts
+            may_keep = not windowed or int(rows.max()) == 1  # longer rows are cut at blocks
+            if may_keep and int(grown.min()) >= 0 and int(grown.max()) < REPLAN_EVERY:
+                return self.plan
         flat = [(g.first_row, g.end_row, g.first_block, g.end_block) for g in groups]
         shared = np.array(flat, np.int32).reshape(-1, 4)
         whole = Slices(rows, starts, (seats * self.stride).astype(np.int32))
@@ -178,7 +181,7 @@ class GpuAttention:
         for one in (self, *self.beside):
             one.load(plans, padded_rows, may_grow=bool(windowed))
         self.plan = plans[self.windows[0]]
-        self._key, self._age = key, 0
+        self._key, self._age, self._starts = key, 0, starts
         return self.plan
 
     def load(self, plans: dict[int, HostPlan], padded_rows: int, *, may_grow: bool) -> None:
@@ -226,8 +229,9 @@ class GpuAttention:
         return all(self._works[window] is self._lists[window] for window in self.windows)
 
     def update_tables(self, indices: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Write block ids into the flat tables, at `indices` (seat * stride + table entry)."""
-        self.tables[indices] = blocks
+        """Write block ids, int32, into the flat tables, at `indices`, int64 (seat * stride + table
+        entry)."""
+        self.tables.index_put_((indices,), blocks)
 
     def attend(
         self,

@@ -6,12 +6,16 @@ fills them.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec import Struct
 
 from engine.attention.gpu_backend import GpuAttention
 from engine.sampling.gpu_sampler import DRAW_COLUMNS
 from engine.states.step_runs import RUN_SECTIONS, StepRuns, step_runs
+
+Int32 = npt.NDArray[np.int32]
 
 
 class StepShape(Struct, frozen=True):
@@ -68,6 +72,7 @@ class StepInputs:
         self.runs = self._sections[len(self._names) :]
         self.host_draws = self.pinned.numpy()[sections:].reshape(draws, DRAW_COLUMNS)
         self._copied = torch.cuda.Event() if is_cuda else None
+        self._stream = torch.cuda.current_stream(device) if is_cuda else None
 
     def wait(self) -> None:
         """Wait until the last copy has read the host buffer."""
@@ -78,7 +83,7 @@ class StepInputs:
         """Copy the host buffer to the GPU, ordered before later launches on the stream."""
         self.device.copy_(self.pinned, non_blocking=True)
         if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self.device.device))
+            self._copied.record(self._stream)
 
     def section(self, name: str, rows: int) -> torch.Tensor:
         """Return the first `rows` entries of a section on the GPU, as a view."""
@@ -88,6 +93,34 @@ class StepInputs:
         """Return the runs of a step's rows, of up to so many seats."""
         lists = self.runs if shape.causal else None
         return step_runs(self.section("seats", shape.rows), seats, lists)
+
+
+class TableEntries:
+    """Sends new entries of block tables to a GPU, through a pinned buffer that grows as needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_cuda = device, device.type == "cuda"
+        self._host = self._there = torch.zeros(0, dtype=torch.int32)
+        self._copied = torch.cuda.Event() if self._is_cuda else None
+        self._stream = torch.cuda.current_stream(device) if self._is_cuda else None
+
+    def send(self, indices: Int32, blocks: Int32) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return indices, int64, and block ids, int32, on the GPU, once the copy is done; valid
+        until the next call. Waits until the copy before has read the buffer."""
+        count = len(indices)
+        if self._copied is not None:
+            self._copied.synchronize()
+        if 3 * count > len(self._host):
+            size = 3 << (count - 1).bit_length()
+            self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._is_cuda)
+            self._there = torch.zeros(size, dtype=torch.int32, device=self._device)
+        host, there = self._host.numpy(), self._there[: 3 * count]
+        host[: 2 * count].view(np.int64)[:] = indices
+        host[2 * count : 3 * count] = blocks
+        there.copy_(self._host[: 3 * count], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(self._stream)
+        return there[: 2 * count].view(torch.int64), there[2 * count :]
 
 
 class StepAttention:

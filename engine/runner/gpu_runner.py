@@ -70,6 +70,9 @@ needs.
 Without shared prefixes: rows of one part, rows of several. With shared prefixes: each launch order.
 """
 
+DRAWS_MIN = 64
+"""Logits rows of steps with prompts, at least: those of few sequences with their drafts."""
+
 MIXED_CLASSES = (0, 1, 2)
 """Tile classes of a step with prompts; those of few rows have no wide tiles, whose empty launches
 would cost 1 to 6 % of the step."""
@@ -93,28 +96,42 @@ _sequence_ids, _samples = attrgetter("sequence_id"), attrgetter("samples")
 _drafts, _silent = attrgetter("drafts"), attrgetter("silent")
 
 
+class _ResultBuffer:
+    """A pinned host buffer for a step's results, and events on the device before its computation
+    and after the copy of its results; none on the CPU."""
+
+    def __init__(self, results: torch.Tensor, is_cuda: bool) -> None:
+        self.results = results
+        self.events: tuple[torch.cuda.Event, ...] = ()
+        if is_cuda:
+            self.events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.events[1].record()
+
+
 @dataclass(slots=True)
 class _LaunchedStep:
-    """A launched step: its draws, the host buffer for their results, events on the device before
-    its computation and after the copy of its results, prompt logprobs by sequence, and drafts by
-    sequence."""
+    """A launched step: its draws, where their results come, prompt logprobs by sequence, and drafts
+    by sequence."""
 
     step: int
     draws: Draws | None = None
-    results: torch.Tensor | None = None
-    began: torch.cuda.Event | None = None
-    copied: torch.cuda.Event | None = None
+    buffer: _ResultBuffer | None = None
+    before: _ResultBuffer | None = None
+    """That of the step before."""
     prompt_logprobs: dict[int, tuple[SampledToken, ...]] = field(default_factory=dict)
     drafts: dict[int, Sequence[int]] = field(default_factory=dict)
     others: list[torch.Tensor] = field(default_factory=list)
     """The tokens of the lanes behind the first, where they are compared."""
 
-    def wait(self) -> float:
-        """Wait for the results; return the seconds that the device took, 0 without a GPU."""
-        if self.began is None or self.copied is None:
-            return 0.0
-        self.copied.synchronize()
-        return float(self.began.elapsed_time(self.copied)) / 1000
+    def wait(self) -> tuple[float, float]:
+        """Wait for the results; return the seconds that the device took, and those that it had
+        waited for the launch. 0 without a GPU."""
+        if self.buffer is None or self.before is None or not self.buffer.events:
+            return 0.0, 0.0
+        began, copied = self.buffer.events
+        copied.synchronize()
+        waited_ms = self.before.events[1].elapsed_time(began)
+        return began.elapsed_time(copied) / 1e3, waited_ms / 1e3
 
 
 class GpuRunner:
@@ -137,6 +154,7 @@ class GpuRunner:
         devices = [one.data.device for _, one in shares]
         self.graphs_on = graphs
         self._is_cuda = devices[0].type == "cuda"
+        self._stream = torch.cuda.current_stream(devices[0]) if self._is_cuda else None
         self._crew, self._check_lanes = crew or Crew(devices[:1]), check_lanes
         self.block_size = kv.format.block_size
         self._context, self.states = context, states
@@ -149,7 +167,7 @@ class GpuRunner:
         self.attention.beside = tuple(attentions[1:])
         self._mixed_buckets = MIXED_BUCKETS + (LANE_BUCKETS if len(shares) > 1 else ())
         sequences = seats - SPARE_SEATS if seats > SPARE_SEATS else seats
-        self._draws_max = _bucket(sequences, BUCKETS) or sequences
+        self._draws_max = max(DRAWS_MIN, _bucket(sequences, BUCKETS) or sequences)
         draws = max(self._draws_max, seats)
         self.sampler = GpuSampler(
             vocab or model.config.vocab, devices[0], slots=seats, rows=draws, beside=devices[1:]
@@ -165,7 +183,11 @@ class GpuRunner:
             )
         ]
         self._padding_seat = seats
-        self._result_buffers = [self.sampler.host_results() for _ in range(RESULT_BUFFERS)]
+        self._padding_row = np.array([[0], [0], [-1], [1], [seats]], np.int32)
+        """As `StepInputs.SECTIONS` has them: a row that writes no KV."""
+        self._result_buffers = [
+            _ResultBuffer(self.sampler.host_results(), self._is_cuda) for _ in range(RESULT_BUFFERS)
+        ]
         ahead = 0 if states is None else TILE_KEYS_MAX // self.block_size
         self._seats = Seats(seats, self.attention.stride, groups, ahead)
         self._in_flight: deque[_LaunchedStep] = deque()
@@ -217,11 +239,11 @@ class GpuRunner:
         """
         launched = self._in_flight.popleft()
         pairs: list[tuple[int, SampledToken]] = []
-        elapsed_s = launched.wait()
+        elapsed_s, waited_s = launched.wait()
         self._check_lanes()
         self._compare_lanes(launched)
-        if launched.draws is not None and launched.results is not None:
-            tokens = self.sampler.results(launched.draws, launched.results)
+        if launched.draws is not None and launched.buffer is not None:
+            tokens = self.sampler.results(launched.draws, launched.buffer.results)
             pairs = list(zip(launched.draws.drawing, tokens, strict=True))
         sampled: TokensBySequence = {s: (token,) for s, token in pairs if token.token_id >= 0}
         failed = {s: FAILURES[token.token_id] for s, token in pairs if token.token_id < 0}
@@ -241,6 +263,7 @@ class GpuRunner:
             prompt_logprobs=launched.prompt_logprobs,
             failed=failed,
             elapsed_s=elapsed_s,
+            waited_s=waited_s,
         )
 
     def warm_up(self, limits: WarmupLimits) -> None:
@@ -356,7 +379,7 @@ class GpuRunner:
             self.inputs.host_draws, drawing, plan.masks,
             _logit_rows(rows) if is_scored else None, offsets, draft_masks,
         )  # fmt: skip
-        launched = _LaunchedStep(plan.step, draws, began=self._timed_event(), drafts=drafts)
+        launched = self._begin(plan.step, draws, drafts)
         for lane in self._lanes:
             lane.inputs.send()
         if is_scored:
@@ -429,34 +452,31 @@ class GpuRunner:
         """Copy new block table entries to the GPU."""
         entries = self._seats.new_entries(step.rows, step.seats)
         if entries is not None:
-            both = torch.from_numpy(np.stack(entries))
-            both = both.pin_memory() if self._is_cuda else both
             for lane in self._lanes:
-                there = both.to(lane.kv.data.device, non_blocking=True)
-                lane.attention.update_tables(there[0].long(), there[1])
+                with self._crew.on(lane.number):
+                    lane.attention.update_tables(*lane.entries.send(*entries))
 
     def _fill_rows(self, step: StepRows, width: int) -> None:
         """Lay out the rows in the pinned buffer; padding rows up to `width` write no KV."""
         for lane in self._lanes:
             lane.inputs.wait()
-        token_ids, positions, slots, lengths, seat_of = self.inputs.host[:5]
-        beside = self.inputs.host_slots
-        total, size = step.total, self.block_size
+        host, total = self.inputs.host, step.total
         at, seats = step.positions()
-        step.write_token_ids(token_ids[:total])
-        positions[:total] = at
-        lengths[:total] = at + 1
-        seat_of[:total] = seats
-        for table, section in zip(self._seats.tables, (slots, *beside), strict=True):
-            section[:total] = table[seats, at // size] * size + at % size
+        block, offset = np.divmod(at, self.block_size)
+        step.write_token_ids(host[0, :total])
+        host[1, :total] = at
+        np.add(at, 1, out=host[3, :total])
+        host[4, :total] = seats
+        host[:5, total:width] = self._padding_row
+        for table, section in zip(
+            self._seats.tables, (host[2], *self.inputs.host_slots), strict=True
+        ):
+            section[:total] = table[seats, block] * self.block_size + offset
             section[total:width] = -1
             if self.states is not None:
                 _silence(step.rows, section)
         if self.states is not None and total > len(step.rows):
             fill_runs(self.inputs.host_runs, step.counts)
-        for section, value in ((token_ids, 0), (positions, 0), (lengths, 1)):
-            section[total:width] = value
-        seat_of[total:width] = self._padding_seat
 
     def _fill_draws(
         self, rows: Sequence[Row], counts: np.ndarray, drawing: list[int], width: int
@@ -535,20 +555,20 @@ class GpuRunner:
 
     def _start_copy(self, launched: _LaunchedStep, draws: Draws) -> None:
         """Start copying the sampled tokens and their logprobs to the host."""
-        self._buffer_index = (self._buffer_index + 1) % RESULT_BUFFERS
-        launched.results = self._result_buffers[self._buffer_index]
-        self.sampler.copy_results(draws, self._lanes[0].sampled, launched.results)
-        launched.copied = self._timed_event()
+        assert launched.buffer is not None, "made when it was launched"
+        self.sampler.copy_results(draws, self._lanes[0].sampled, launched.buffer.results)
+        if self._is_cuda:
+            launched.buffer.events[1].record(self._stream)
         if len(self._lanes) > 1 and launched.step % COMPARED_STEPS == 0:
             count = len(draws.drawing)
             launched.others = [lane.sampled[:count].clone() for lane in self._lanes[1:]]
 
     def _compare_lanes(self, launched: _LaunchedStep) -> None:
         """Raise RuntimeError if lanes have drawn unlike tokens."""
-        if launched.results is None:
+        if launched.buffer is None or not launched.others:
             return
         for number, tokens in enumerate(launched.others, 1):
-            found, first = tokens.tolist(), launched.results[: len(tokens)].tolist()
+            found, first = tokens.tolist(), launched.buffer.results[: len(tokens)].tolist()
             if found != first:
                 row = next(
                     i for i, pair in enumerate(zip(found, first, strict=True)) if len(set(pair)) > 1
@@ -558,14 +578,14 @@ class GpuRunner:
                     f" {row} of step {launched.step}: their sums differ"
                 )
 
-    def _timed_event(self) -> torch.cuda.Event | None:
-        """Return an event that the first lane reaches after all that was launched; None on the
-        CPU."""
-        if not self._is_cuda:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _begin(self, step: int, draws: Draws, drafts: dict[int, Sequence[int]]) -> _LaunchedStep:
+        """Return a step whose inputs are about to be sent."""
+        before = self._result_buffers[self._buffer_index]
+        self._buffer_index = (self._buffer_index + 1) % RESULT_BUFFERS
+        buffer = self._result_buffers[self._buffer_index]
+        if self._is_cuda:
+            buffer.events[0].record(self._stream)
+        return _LaunchedStep(step, draws, buffer, before, drafts=drafts)
 
     def _score(
         self, launched: _LaunchedStep, rows: Sequence[Row], shape: StepShape

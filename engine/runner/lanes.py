@@ -16,7 +16,7 @@ from engine.attention.interface import LayerAttention
 from engine.kv.storage import KvStorage
 from engine.models.interface import Model
 from engine.runner.cuda_graphs import CudaGraphs
-from engine.runner.gpu_inputs import StepAttention, StepInputs, StepShape
+from engine.runner.gpu_inputs import StepAttention, StepInputs, StepShape, TableEntries
 from engine.sampling.gpu_sampler import GpuSampler
 from engine.states.gpu_states import GpuStates
 
@@ -38,7 +38,7 @@ class Lane:
         # One entry more than seats: padding rows of a batch write their token there.
         self.last_tokens = torch.zeros(seats + 1, dtype=torch.int32, device=device)
         self.sampled = torch.zeros(inputs.width, dtype=torch.int32, device=device)
-        self.graphs = CudaGraphs()
+        self.graphs, self.entries = CudaGraphs(), TableEntries(device)
 
     def forward(self, shape: StepShape, output_rows: torch.Tensor | None) -> torch.Tensor:
         """Return the hidden states of a step's rows, or of `output_rows` of them."""

@@ -121,6 +121,8 @@ class GpuSampler:
         self._free_slots = list(range(slots - 1, -1, -1))
         self._parameters = np.zeros((slots, COLUMNS), np.int32)
         self._report_tops: list[int | None] = [None] * slots
+        self._extra: set[int] = set()
+        """Slots whose rows need more than `draw`, masks apart."""
         self._rows = rows
         words = -(-vocab_size // 32)
         self._host_masks = torch.zeros((rows, words), dtype=torch.int32, pin_memory=self._is_cuda)
@@ -145,6 +147,8 @@ class GpuSampler:
         row = self._parameters[slot]
         row[:] = _parameters(begun, seed, slot, self._vocab_size)
         self._report_tops[slot] = sampling.logprobs
+        is_extra = row[kernels.FLAGS.value] & (kernels.ADJUSTED.value | kernels.REPORTS.value)
+        (self._extra.add if is_extra else self._extra.discard)(slot)
         if row[kernels.FLAGS.value] & kernels.PENALISED.value:
             counts = _counts(begun, self._vocab_size)
             self._send(counts, [own.counts[slot] for own in self._lanes])
@@ -160,6 +164,7 @@ class GpuSampler:
         slot = self._slots.pop(sequence_id, None)
         if slot is not None:
             self._free_slots.append(slot)
+            self._extra.discard(slot)
 
     def _send(self, values: npt.NDArray[np.generic], targets: Sequence[torch.Tensor]) -> None:
         source = torch.from_numpy(values)
@@ -194,9 +199,12 @@ class GpuSampler:
         host_table[count:] = 0
         self._parameters[slots, kernels.POSITION.value] += 1
         table[:, kernels.SOURCE.value] = np.arange(count) if source_rows is None else source_rows
-        given = [masks.get(sequence_id) for sequence_id in drawing] if masks else []
         if offsets is not None:
             table[:, kernels.POSITION.value] += offsets
+        if not masks and not self._extra:
+            return Draws(drawing)
+        given = [masks.get(sequence_id) for sequence_id in drawing] if masks else []
+        if offsets is not None:
             for row in np.flatnonzero(offsets).tolist() if masks else ():
                 behind = (draft_masks or {}).get(drawing[row])
                 given[row] = behind[offsets[row] - 1] if behind else None
@@ -288,7 +296,7 @@ class GpuSampler:
 
     def results(self, draws: Draws, host: torch.Tensor) -> list[SampledToken]:
         """Return the tokens that `copy_results` has copied, one per draw."""
-        drawn = host[: len(draws.drawing)].tolist()
+        drawn = host.numpy()[: len(draws.drawing)].tolist()
         tokens = [SampledToken(token_id) for token_id in drawn]
         if draws.reporting:
             reported = [(drawn[i], top) for i, top in draws.reporting]

@@ -356,7 +356,9 @@ class WorkList:
         self._host = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(total, dtype=torch.int32, device=device)
         self._view = self._host.numpy()
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        is_cuda = device.type == "cuda"
+        self._copied = torch.cuda.Event() if is_cuda else None
+        self._stream = torch.cuda.current_stream(device) if is_cuda else None
 
     def load(self, plan: HostPlan) -> None:
         """Write a plan to the host buffer and copy it without a wait, on its device's stream.
@@ -382,7 +384,7 @@ class WorkList:
             self._view[begin:end] = work.tiles.reshape(-1)
         self._device[:end].copy_(self._host[:end], non_blocking=True)
         if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._device.device))
+            self._copied.record(self._stream)
 
     @property
     def parts_of_row(self) -> torch.Tensor:

@@ -362,11 +362,12 @@ class _Cutter:
         keys.
         """
         one = self.slices.rows == 1
-        at = np.flatnonzero(one)
-        if len(at):
-            self._own_decode(at, first_key[at], spans[at], base[at])
-        for i in np.flatnonzero(~one).tolist():
-            self._own_slice(i, int(first_key[i]), int(spans[i]), int(base[i]))
+        for at, add in (
+            (one.nonzero()[0], self._own_decode),
+            ((~one).nonzero()[0], self._own_slices),
+        ):
+            if len(at):
+                add(at, first_key[at], spans[at], base[at])
 
     def _own_decode(
         self, at: npt.NDArray[np.intp], first_key: Int32, spans: Int32, base: Int32
@@ -390,17 +391,31 @@ class _Cutter:
         table[:, 7] = starts[which] - begin
         self._arrays.setdefault(self.planner.small.name, []).append(table)
 
-    def _own_slice(self, i: int, first: int, spans: int, base: int) -> None:
-        start, rows = int(self.slices.starts[i]), int(self.slices.rows[i])
-        config = self.class_of(rows)
-        width = int(self._prefill_width(start - first, spans)) if spans > 1 else 0
-        for k in range(spans):
-            begin = first + k * width
-            keys = -1 if k == spans - 1 else min(width, start - begin)
-            offset = self.offsets[i] + begin // self.planner.block_size
-            direct = int(base + spans == 1)
-            span = (self.row_edges[i], rows, offset, begin, keys, base + k, direct, start - begin)
-            self.add(config, *span)
+    def _own_slices(
+        self, at: npt.NDArray[np.intp], first_key: Int32, spans: Int32, base: Int32
+    ) -> None:
+        """Add the own keys of the slices `at` of several rows; the other arguments are only
+        theirs."""
+        p, starts, rows = self.planner, self.slices.starts[at], self.slices.rows[at]
+        which = np.repeat(np.arange(len(at)), spans)
+        k = np.arange(len(which)) - (np.cumsum(spans) - spans)[which]
+        width = self._prefill_width(starts - first_key, spans)[which]
+        table = np.empty((len(which), 8), np.int32)
+        begin = first_key[which] + k * width
+        before = starts[which] - begin
+        table[:, 0] = self.first_row[at][which]
+        table[:, 1] = rows[which]
+        table[:, 2] = self.slices.table_offsets[at][which] + begin // p.block_size
+        table[:, 3] = begin
+        table[:, 4] = np.where(k == spans[which] - 1, -1, np.minimum(width, before))
+        table[:, 5] = base[which] + k
+        table[:, 6] = (base + spans == 1)[which]
+        table[:, 7] = before
+        configs = [self.class_of(count) for count in rows.tolist()]
+        for config in p.classes:
+            chosen = np.array([one is config for one in configs])[which]
+            if chosen.any():
+                self._arrays.setdefault(config.name, []).append(table[chosen])
 
     def class_of(self, rows: int) -> TileConfig:
         """Return the tile class for a slice's own keys, by its number of rows."""

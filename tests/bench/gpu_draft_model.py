@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from engine.drafts.model import ModelSource
 from engine.drafts.step_times import StepTimes
 from engine.server.composition import core_of_model
 from tests.bench.device import describe
-from tests.bench.gpu_drafts import DraftBench
+from tests.bench.gpu_drafts import DraftBench, measure
 from tests.bench.models import BLOCK, LLAMA_1B, LLAMA_8B
 from tests.bench.results import Results, print_line
 from tests.models import prepared, tiny_config
@@ -111,34 +110,7 @@ def main() -> None:
             "draft_ms": {size: round(source.times.seconds(size) * 1e3, 3) for size in sizes},
         }
     )
-    for rows in ROWS:
-        bench.set_drafter((), [])
-        bench.runner.right = None
-        bench.decode(rows, f"cold{rows}-")
-        plain = [bench.decode(rows, f"plain{rows}-{run}-") for run in range(RUNS)]
-        for right in ACCEPTANCE:
-            bench.runner.right = right
-            runs, exposed_s = [], 0.0
-            for run in range(RUNS):
-                bench.core.drafts.drafter = drafter = Drafter(times, [], EXPOSED_S, source)
-                runs.append(bench.decode(rows, f"{right}-{rows}-{run}-"))
-                exposed_s = drafter.times.exposed_s
-            bench.runner.right = None
-            bench.set_drafter((), [])
-            plain.append(bench.decode(rows, f"again{rows}-{right}-"))
-            base = statistics.median(one["tok_s"] for one in plain)
-            ratios = sorted(one["tok_s"] / base for one in runs)
-            results.add(
-                {
-                    "rows": rows,
-                    "acceptance": right,
-                    "plain_tok_s": round(base, 1),
-                    "ratios": [round(one, 3) for one in ratios],
-                    "tokens_a_step": round(runs[-1]["tokens_a_step"], 3),
-                    "draft_ms": round(source.times.seconds(rows) * 1e3, 3),
-                    "exposed_ms": round(exposed_s * 1e3, 3),
-                }
-            )
+    measure(bench, results, ROWS, ACCEPTANCE, RUNS, lambda: Drafter(times, [], EXPOSED_S, source))
     results.write(options.json)
 
 

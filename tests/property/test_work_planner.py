@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from engine.attention.gpu_backend import REPLAN_EVERY
 from engine.runner.gpu_runner import BUCKETS, DECODE_KINDS, MIXED_BUCKETS
 from kernels.gpu.work_list import CLASSES, Slices, WorkPlanner
 from tests.unit.kernels.gpu.plan_checker import Int32, check_plan, random_forest, seven_levels
@@ -82,3 +83,17 @@ def test_every_group_size_has_tiles_in_every_class(group: int) -> None:
 
     assert all(planner.rows_per_tile(config) >= 1 for config in CLASSES)
     assert group <= planner.padded_heads < 2 * group
+
+
+@settings(max_examples=150)
+@given(forests(), planners(), st.integers(0, 2**32))
+def test_plan_stays_right_while_its_slices_grow_little(
+    forest: tuple[Slices, Int32], planner: WorkPlanner, seed: int
+) -> None:
+    """As `GpuAttention` keeps it: with as many rows of each slice, further back in its text."""
+    slices, groups = forest
+    plan = planner.plan(slices, groups)
+    grown = np.random.default_rng(seed).integers(0, REPLAN_EVERY, len(slices.starts))
+    starts = slices.starts + grown.astype(np.int32)
+
+    check_plan(plan, Slices(slices.rows, starts, slices.table_offsets), planner, groups)

@@ -155,6 +155,15 @@ def test_times_are_measured_only_where_a_device_tells_them() -> None:
     assert np.count_nonzero(engine.runner.last_tokens.cpu().numpy()) == 0
 
 
+def test_few_sequences_have_room_for_their_drafts() -> None:
+    """A step of four streams may verify as many drafts as one of many: each is a row of logits."""
+    shapes = Engine(1, seats=4).runner.graph_shapes(4)
+
+    assert {shape.rows: shape.draws for shape in shapes if shape.causal} == {
+        16: 16, 32: 32, 48: 48, 64: 64, 96: 64, 128: 64,
+    }  # fmt: skip
+
+
 def test_a_model_on_the_gpu_drafts_for_itself() -> None:
     """Two of its steps are in flight at once, and the next token stays on the device."""
     plain, engine, small = Engine(1), Engine(2, seats=16), Engine(1, blocks=64)
