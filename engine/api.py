@@ -34,6 +34,7 @@ Payer = bytes
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+EngineRole = Literal["any", "prefill", "decode"]
 LevelName = Literal["device", "host", "disk", "remote", "peer"]
 """Where copies of blocks lie; `peer`: in another engine of the model."""
 LEVELS_BELOW: Final[tuple[LevelName, ...]] = ("host", "disk", "remote", "peer")
@@ -327,8 +328,8 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
     peer: Peer | None = None
     """Who has more of the prompt than this engine is said to have: it may be fetched from there."""
     adopts: bool = False
-    """It takes promises over from another engine, and is no client's: it renews no other, counts as
-    abandoned, and keeps nothing where the same was erased here lately."""
+    """It is no client's: it takes promises over from an engine, or computes a prompt for one. It
+    renews no other, counts as abandoned, keeps nothing where the same was erased here lately."""
 
     @property
     def sent_tokens(self) -> int:
@@ -782,8 +783,7 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     device: str
     pid: Count
     promisable_blocks: Count = 0
-    """The most that promises and floors together may take, on the lowest level that keeps
-    promises."""
+    """The most that promises and floors may take, on the lowest level that keeps promises."""
     kv_windows: tuple[Count, ...] = ()
     """The windows of the KV groups beside the first, in tokens: `block_size` tokens take a block in
     each of them as well."""
@@ -797,3 +797,4 @@ class EngineInfo(Struct, frozen=True, forbid_unknown_fields=True):
     """Why this engine or model computes none of them; empty if it does."""
     draft_model: str = ""
     """The small model that drafts beside it; empty: none."""
+    role: EngineRole = "any"

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from engine.api import AttentionPolicy
+from engine.api import AttentionPolicy, EngineRole
 
 Positive = Annotated[int, Meta(ge=1)]
 
@@ -147,6 +147,8 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     get the folder of the prepared one."""
     attention_policies: tuple[AttentionPolicy, ...] = ()
     """Attention windows that requests may ask for; none by default."""
+    role: EngineRole = "any"
+    """What gateways use it for, where a model has several engines."""
 
     def __post_init__(self) -> None:
         if len(set(self.gpus)) < len(self.gpus):

@@ -44,7 +44,7 @@ from engine.statistics import CacheNews, LoadReport, Stats
 from engine.strides import PrefixChanges
 from engine.wire import FRAME_BYTES_MAX, FrameError, encode_frame, frame_body, read_body
 
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 STEP_FRAME_BYTES = 2**20
 """Bytes above which a step's messages leave in several frames: the gateway decodes a frame at once,
 in about 15 ms for this many bytes."""

@@ -56,6 +56,7 @@ def _flags(options: argparse.Namespace) -> dict[str, object]:
         "server.listen": getattr(options, "listen", None),
         "admin.listen": getattr(options, "admin_listen", None),
         "engine.device": getattr(options, "device", None),
+        "engine.role": getattr(options, "role", None),
         "model.name": getattr(options, "model", None),
     }
     return {path: value for path, value in flags.items() if value is not None}

@@ -166,6 +166,7 @@ def test_counters_of_alerts_exist_at_zero() -> None:
     of an alert is exposed at 0 from the start."""
     metrics = Metrics(10)
     metrics.promises.by_class = {"1h": dict.fromkeys(OUTCOMES, 0) | {"running": 0}}
+    metrics.prompts_apart.set(0, "m", "apart")  # as for each model that is served
     queried = re.findall(r"increase\((\w+)\{(\w+)=\"(\w+)\"\}", RULES.read_text())
     exposed = [
         (sample.name, *label, sample.value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import chain
 from typing import Final, Protocol
 
@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from engine.api import (
     Cancel,
     Command,
+    Ending,
     EndSample,
     Event,
     Finished,
@@ -121,9 +122,11 @@ class RequestStream(AsyncIterator[Event]):
         self._began_s = time.monotonic() if may_move else 0.0
         self._first_s: float | None = None
         self._has_started = self._has_ended = False
-        self._started_moves = 0  # of them before the `Started` that the reader has seen
         self._resumed_tokens = 0  # output that the present engine was given
-        self._started_again: Started | None = None  # on the present engine
+        self._started_here: Started | None = None  # on the present engine
+        self.join: Callable[[Started], Started] | None = None
+        """Returns how the request began at all, by how it began at the engine that answers: another
+        one has computed its prompt."""
         self._ended_at: EndSample | None = None
         self._connection = connection
         self._events: list[Event] = []
@@ -178,15 +181,16 @@ class RequestStream(AsyncIterator[Event]):
                 self._first_s = time.monotonic() - self._began_s
             self._output_ids += [token.token_id for token in event.tokens]
         elif isinstance(event, Started):
+            self._started_here = event
             if self._has_started:
-                self._started_again = event
                 return None
-            self._has_started, self._started_moves = True, self.moves
+            self._has_started = True
+            return event if self.join is None else self.join(event)
         elif isinstance(event, SampleEnded):
             if self._has_ended:
                 return None
             self._has_ended = True
-        elif isinstance(event, Finished) and self.moves and event.code not in MOVE_LOST:
+        elif isinstance(event, Finished) and self._is_of_several and event.code not in MOVE_LOST:
             usage = event.usage
             if self._has_started:
                 prompt, cached = self._prompt_tokens, self._cached_tokens
@@ -199,6 +203,10 @@ class RequestStream(AsyncIterator[Event]):
                 )
             return replace(event, usage=usage)
         return event
+
+    @property
+    def _is_of_several(self) -> bool:
+        return self.moves > 0 or self.join is not None
 
     def continuation(self, request: Request) -> Request | None:
         """Return the request that goes on where this stream is, on another engine; None if it may
@@ -218,9 +226,9 @@ class RequestStream(AsyncIterator[Event]):
     def move(self, connection: StreamTransport) -> None:
         """Go on over a connection to which the continuation was submitted."""
         self._connection = connection
-        self.moves += 1
+        self.moves += bool(self.epoch)  # else it had none
         self._resumed_tokens = len(self._output_ids or ())
-        self._started_again = None
+        self._started_here = None
         if self._ended_at is not None:  # the engine before was lost before it knew
             connection.post(self._ended_at)
 
@@ -232,21 +240,29 @@ class RequestStream(AsyncIterator[Event]):
     @property
     def correction(self) -> tuple[int, int, int]:
         """Return what its entry has more of prompt, cached and output tokens than the present
-        engine has counted: the part of engines before it, or all of a request that the engine
-        counts as abandoned. Zeros for any other stream that never moved."""
+        engine has counted, or less, below 0: the part of engines before it, what it fetched of a
+        prompt that another one computed, or all of a request that the engine counts as abandoned.
+        Zeros for any other stream that never moved."""
         if self._is_abandoned:
             return self._prompt_tokens, self._cached_tokens, self._output_tokens
-        if not self._has_started or self._started_moves == self.moves:
+        if not self._has_started:
             return 0, 0, 0
-        again = self._started_again
-        prompt, cached = (0, 0) if again is None else (again.prompt_tokens, again.cached_tokens)
+        here = self._started_here
+        prompt, cached = (0, 0) if here is None else (here.prompt_tokens, here.cached_tokens)
         return self._prompt_tokens - prompt, self._cached_tokens - cached, self._resumed_tokens
 
     def _lacks_output(self, end: Finished) -> bool:
         return bool(self._prompt_entries) or self._output_tokens < end.usage.output_tokens
 
-    def fail(self, code: str, message: str, *, is_abandoned: bool = False) -> None:
-        """End the stream as failed, with the usage seen so far: the engine's own is not known.
+    def fail(
+        self,
+        code: str,
+        message: str,
+        *,
+        is_abandoned: bool = False,
+        ending: Ending = "failed",
+    ) -> None:
+        """End the stream, with the usage seen so far: the engine's own is not known.
 
         `is_abandoned`: an engine that lives on counts the request apart.
         """
@@ -257,7 +273,7 @@ class RequestStream(AsyncIterator[Event]):
             computed_tokens=self._prompt_tokens - self._cached_tokens,
             output_tokens=self._output_tokens,
         )
-        self.push(Finished(self.request_id, "failed", seen, code, message))
+        self.push(Finished(self.request_id, ending, seen, code, message))
 
     @property
     def output_tokens(self) -> int:

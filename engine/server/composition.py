@@ -92,6 +92,7 @@ def core_of_model(
         attention_policies=config.attention_policies,
         attention_lacks=built.attention_lacks,
         draft_model="" if draft is None else draft.name,
+        role=config.role,
     )
     return core, info
 

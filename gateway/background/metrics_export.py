@@ -7,6 +7,7 @@ which sends the same metrics every `metrics.interval_s`.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from msgspec.structs import asdict
 from prometheus_client.core import Metric
 
 from gateway.context import Context
+from gateway.engines.apart.prompts_apart import OUTCOMES as APART_OUTCOMES
 from gateway.observability.metrics import EngineState
 from gateway.periodic_task import PeriodicTask
 
@@ -51,7 +53,14 @@ async def refresh_metrics(gateway: Context) -> None:
     )
     metrics.replica_facts.clear()
     metrics.routed_tokens.clear()
+    metrics.replica_roles.clear()
     for one in models:
+        for outcome in APART_OUTCOMES:
+            count = one.replicas.apart.outcomes[outcome]
+            metrics.prompts_apart.set(count, one.name, outcome)
+        roles = Counter(of.role for of in one.replicas if of.name and of.ready())
+        for role, number in roles.items():
+            metrics.replica_roles.labels(one.name, role).set(number)
         for of in one.replicas:
             if (facts := one.replicas.chooser.facts_of(of)) is not None:
                 metrics.replica_facts.set(facts.received, one.name, of.name)

@@ -17,6 +17,7 @@ VARIABLE_OF_SHARED = "VALKEY_PASSWORD"
 VARIABLES = {"TRUNKLINE_FLEET_NAME": "fleet.name", "TRUNKLINE_FLEET_TLS": "fleet.tls"}
 """Environment variables of gateways that share a file, and the key paths that they set."""
 RoutingPolicy = Literal["time", "round_robin"]
+PromptsApart = Literal["auto", "off"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 
 
@@ -49,6 +50,9 @@ class FleetConfig(Struct, frozen=True, forbid_unknown_fields=True):
     shared: str = ""
     """rediss://USER@HOST:PORT/NUMBER, or unix:///PATH, of the Valkey in which the gateways of a
     database share their limits, without a password. Without it each has them for itself."""
+    prompts_apart: PromptsApart = "off"
+    """`auto`: a long prompt is computed by another engine than its answer, where that is predicted
+    to cost less in all; `off`: never, and engines' roles say nothing."""
 
 
 class ReplicaAddress(Struct, frozen=True):

@@ -112,7 +112,8 @@ def _elsewhere(
     name = config.fleet.name if process is None else f"{config.fleet.name}/{process}"
     folder = config.fleet_folder
     tls_context(folder, is_server=False)
-    return FleetReplicas(card.digest, settings, FleetIdentity(name, folder, start), report)
+    identity, is_apart = FleetIdentity(name, folder, start), config.fleet.prompts_apart == "auto"
+    return FleetReplicas(card.digest, settings, identity, report, prompts_apart=is_apart)
 
 
 def _report(log: Report, model: str, event: str, facts: dict[str, object]) -> None:

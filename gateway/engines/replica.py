@@ -12,7 +12,7 @@ from functools import partial
 from math import inf
 from typing import Final, Literal, Protocol
 
-from engine.api import EngineInfo, Request
+from engine.api import EngineInfo, EngineRole, Request
 from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.client import Engine, EngineConnection
 from engine.client.namespace_stats import NamespaceTable
@@ -101,6 +101,11 @@ class Replica:
         return None if self.engine is None else self.engine.info
 
     @property
+    def role(self) -> EngineRole:
+        """What its keeper says that it is for."""
+        return "any" if self.info is None else self.info.role
+
+    @property
     def stats(self) -> Stats:
         """The latest heartbeat; without an engine that of the last one."""
         return self._last_stats if self.engine is None else self.engine.stats
@@ -129,6 +134,7 @@ class Replica:
             "name": self.name,
             "state": self.state,
             "reason": self.reason,
+            "role": self.role,
             "epoch": None if info is None else info.epoch,
             "losses": 0 if self.link is None else self.link.restarts,
             "running": stats.running,

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final
 
 from msgspec import Struct
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from engine.api import Clock, Request, Retention, Started
 from engine.client.client import EngineConnection
@@ -67,7 +67,8 @@ class RoutedTokens(Struct):
 
 
 class ReplicaRoute(Struct, frozen=True):
-    """A choice for a request, and what it rests on."""
+    """A choice for a request, and what it rests on. `prompt`: where its prompt is computed, if that
+    is another replica."""
 
     choice: RouteChoice
     replica: Replica
@@ -75,6 +76,7 @@ class ReplicaRoute(Struct, frozen=True):
     found: Found
     found_tokens: int
     """Those that are expected on the device; at least one token is computed."""
+    prompt: ReplicaRoute | None = None
 
 
 class ReplicaFacts:
@@ -113,11 +115,15 @@ class ReplicaChooser:
         clock: Clock,
         report: Report = lambda event, facts: None,
         policy: RoutingPolicy = "time",
+        *,
+        has_roles: bool = False,
     ) -> None:
+        """`has_roles`: replicas are what their keepers say; else each does all."""
         self.recent = RecentChoices()
         self.asked_anew = 0
         """How often a replica was asked for its prefixes anew, since too many were wrong."""
         self._clock, self._report, self._policy = clock, report, policy
+        self._has_roles = has_roles
         self._directory = PrefixDirectory()
         self._facts: dict[Replica, ReplicaFacts] = {}
         self._predicted: dict[str, tuple[ReplicaFacts, int, int | None]] = {}
@@ -142,20 +148,28 @@ class ReplicaChooser:
         if facts is not None:
             self._directory.clear(facts.number)
 
-    def route(self, replicas: Sequence[Replica], request: Request) -> ReplicaRoute | None:
+    def route(
+        self, replicas: Sequence[Replica], request: Request, *, may_part: bool = False
+    ) -> ReplicaRoute | None:
         """Return the best of `replicas` for a request; None if none of them may take it. It changes
-        nothing. Cost: that of the prompt's digests, and see `gateway.routing`."""
+        nothing. `may_part`: another one may compute its prompt. Cost: that of the prompt's digests,
+        and see `gateway.routing`."""
         asked = self._ask(replicas, request)
         if asked is None:
             return None
         wanted, states, found = asked
+        wanted = replace(wanted, may_part=may_part)
         choice = choose(wanted, states, found, self._policy, self._sent)
-        chosen = next((one for one in replicas if one.name == choice.replica), None)
-        if chosen is None:
-            return None
-        hit = found.get(self._facts[chosen].number, Found())
-        found_tokens = min(hit.device, len(request.tokens) - 1)
-        return ReplicaRoute(choice, chosen, wanted.digests, hit, found_tokens)
+
+        def at(name: str | None, prompt: ReplicaRoute | None = None) -> ReplicaRoute | None:
+            chosen = next((one for one in replicas if one.name == name), None)
+            if chosen is None:
+                return None
+            hit = found.get(self._facts[chosen].number, Found())
+            known = min(hit.device, len(request.tokens) - 1)
+            return ReplicaRoute(choice, chosen, wanted.digests, hit, known, prompt)
+
+        return at(choice.replica, None if choice.pair is None else at(choice.pair.prompt_at))
 
     def homes(self, replicas: Sequence[Replica], request: Request) -> list[Replica]:
         """Return those of `replicas` that may take over the promises that a request asks for, the
@@ -257,6 +271,7 @@ class ReplicaChooser:
             bytes_per_token=kv_bytes // size,
             load=facts.load,
             may_send=replica.state == "draining" and replica.engine is not None,
+            role=replica.role if self._has_roles else "any",
         )
 
     def _take(self, replica: Replica, facts: ReplicaFacts, message: Facts | Started) -> None:

@@ -37,6 +37,7 @@ from engine.errors import EngineError, EngineUnavailable
 from engine.protocol import pack_tokens
 from engine.statistics import NamespaceStats, Stats
 from gateway.config.fleet import RoutingPolicy
+from gateway.engines.apart.prompts_apart import PromptsApart, prompt_request
 from gateway.engines.crash_suspects import CrashSuspects
 from gateway.engines.replica import Replica
 from gateway.engines.replica_choice import ReplicaChooser, ReplicaRoute
@@ -71,16 +72,20 @@ class Replicas:
         clock: Clock = time.monotonic,
         policy: RoutingPolicy = "time",
         wall_s: Clock = lambda: time.time_ns() / 1e9,
+        *,
+        prompts_apart: bool = False,
     ) -> None:
-        """Begin without replicas; see `add`. `wall_s`: the machine's clock, for tickets."""
+        """Begin without replicas; see `add`. `wall_s`: the machine's clock, for tickets.
+        `prompts_apart`: one replica may compute the prompt that another one answers."""
         self._members: list[Replica] = []
         self._report = report
         self._clock = clock
         self._suspects = CrashSuspects(clock)
-        self.chooser = ReplicaChooser(clock, report, policy)
+        self.chooser = ReplicaChooser(clock, report, policy, has_roles=prompts_apart)
         self.peer_key = secrets.token_bytes(KEY_BYTES)
         """Signs what engines may fetch from each other; each engine gets it."""
         self._wall_s = wall_s
+        self.apart = PromptsApart(clock, is_on=prompts_apart)
         self.moved = 0
         """Number of requests that went on at another replica."""
         self.gate: Callable[[Replica], None] | None = None
@@ -157,13 +162,17 @@ class Replicas:
 
     async def close(self) -> None:
         """End all links; every open stream ends."""
+        self.apart.close()
         await asyncio.gather(*(one.close() for one in self._members))
 
     # -- one of them --------------------------------------------------------------------------
 
-    def _route(self, request: Request) -> tuple[Replica, ReplicaRoute | None]:
+    def _route(
+        self, request: Request, *, may_part: bool = False
+    ) -> tuple[Replica, ReplicaRoute | None]:
         """Return the replica for a request, the one with the least predicted seconds, and how it
-        was chosen where there are several. Raises EngineUnavailable while none is ready."""
+        was chosen where there are several. `may_part`: another one may compute its prompt. Raises
+        EngineUnavailable while none is ready."""
         ready = [one for one in self._members if one.ready()]
         if not ready:
             code = "draining" if any(one.is_draining for one in self._members) else "not_ready"
@@ -172,12 +181,14 @@ class Replicas:
             raise EngineUnavailable(code, "The engine does not accept requests now.")
         route = None
         if len(self._members) > 1:
-            route = self.chooser.route(self._members, request)
+            route = self.chooser.route(self._members, request, may_part=may_part)
         return (ready[0], None) if route is None else (route.replica, route)
 
     def _preferred(self, but: Replica | None = None) -> list[Replica]:
         """Return the ready replicas, `but` that one: those that rest only if all do."""
         ready = [one for one in self._members if one is not but and one.ready()]
+        if self.apart.is_on:
+            ready = [one for one in ready if one.role != "prefill"] or ready
         if len(ready) < 2:
             return ready
         now_s = self._clock()
@@ -186,29 +197,100 @@ class Replicas:
     def submit(self, request: Request, *, may_move: bool = True) -> RequestStream:
         """Submit a request to the replica that is chosen. `may_move`: another one may finish it, if
         that one is lost. Raises EngineUnavailable, or RequestRefused if it must not be retried."""
-        replica, route = self._route(request)
+        may_move = len(self._members) > 1 and may_move and _can_move(request)
+        isolated = self._suspects.isolate(request)
+        may_part = may_move and self.apart.may_part(isolated)
+        replica, route = self._route(request, may_part=may_part)
         engine = replica.running()
         if not isinstance(engine, EngineConnection):
-            return engine.submit(self._suspects.isolate(request))
+            return engine.submit(isolated)
         if engine.done_in_isolation:
             self._suspects.clear(engine.done_in_isolation)
             engine.done_in_isolation.clear()
-        may_move = len(self._members) > 1 and may_move and _can_move(request)
-        if route is not None:
-            peer = self._peer_of(route, request)
-            known = route.found_tokens if peer is None else peer.tokens
-            request = replace(request, expected_cached_tokens=known, peer=peer)
-        stream = engine.submit(self._suspects.isolate(request), may_move=may_move)
-        if route is not None:
-            self.chooser.add_sent(route, request, engine.submitted)
+            isolated = self._suspects.isolate(request)
+        if route is None:
+            return engine.submit(isolated, may_move=may_move)
+        if route.prompt is not None and (parted := self._part(isolated, route, route.prompt)):
+            return parted
+        return self._send(isolated, engine, route, self._peer_of(route, request), may_move=may_move)
+
+    def _send(
+        self,
+        request: Request,
+        engine: EngineConnection,
+        route: ReplicaRoute,
+        peer: Peer | None,
+        stream: RequestStream | None = None,
+        *,
+        may_move: bool = True,
+    ) -> RequestStream:
+        """Submit a request where its route says, and count it there. `stream`: that of a request
+        whose prompt was computed apart."""
+        known = route.found_tokens if peer is None else peer.tokens
+        request = replace(request, expected_cached_tokens=known, peer=peer)
+        stream = engine.submit(request, stream, may_move=may_move)
+        self.chooser.add_sent(route, request, engine.submitted)
         return stream
+
+    # -- prompts that another replica computes --------------------------------------------------
+
+    def _part(
+        self, request: Request, route: ReplicaRoute, there: ReplicaRoute
+    ) -> RequestStream | None:
+        """Have the prompt of a request computed `there`; return the request's stream, None if that
+        replica does not take it."""
+        engine, pair = there.replica.engine, route.choice.pair
+        if not isinstance(engine, EngineConnection) or pair is None:
+            return None
+        source = self._named(pair.peer)
+        peer = None
+        if source is not None:
+            peer = self._ticket_at(source, there.replica, request, pair.peer_tokens)
+        try:
+            wanted = prompt_request(request, there.found_tokens)
+            prompt = self._send(wanted, engine, there, peer, may_move=False)
+        except EngineError:
+            self.apart.outcomes["busy"] += 1
+            return None
+
+        def go_on(request: Request, stream: RequestStream, is_there: bool) -> None:
+            self._answer(request, stream, route, there.replica if is_there else None)
+
+        return self.apart.begin(request, pair, prompt, engine, go_on)
+
+    def _answer(
+        self,
+        request: Request,
+        stream: RequestStream,
+        route: ReplicaRoute,
+        source: Replica | None,
+    ) -> None:
+        """Submit a request to the replica that answers, or to another one if that is gone. `source`
+        has computed its prompt, or a part of it. Its stream fails if there is none."""
+        try:
+            engine, peer = route.replica.engine, None
+            if not isinstance(engine, EngineConnection) or not engine.ready():
+                replica, other = self._route(request)
+                engine = replica.running()
+                assert isinstance(engine, EngineConnection), "those that part are elsewhere"
+                if other is None:
+                    engine.submit(request, stream)
+                    return
+                route = other
+            if source is not None and source is not route.replica:
+                peer = self._ticket_at(source, route.replica, request, len(request.tokens))
+            self._send(request, engine, route, peer, stream)
+        except EngineError as error:
+            stream.fail(error.code, error.message, is_abandoned=True)
+
+    def _named(self, name: str) -> Replica | None:
+        return next((one for one in self._members if name and one.name == name), None)
 
     def _peer_of(self, route: ReplicaRoute, request: Request) -> Peer | None:
         """Return the replica from which the chosen one is to fetch a prefix, with a ticket for it;
         None where computing is faster. O(tokens)."""
         cost = route.choice.cost
-        other = None if cost is None or not cost.peer else cost.peer
-        found = next((one for one in self._members if one.name == other), None)
+        found = None if cost is None else self._named(cost.peer)
         if cost is None or found is None:
             return None
         return self._ticket_at(found, route.replica, request, cost.peer_tokens)
@@ -364,6 +446,7 @@ class Replicas:
         self, namespace: Namespace, *, lease_id: str | None = None
     ) -> tuple[Erased, frozenset[str]]:
         """Erase cached KV in all of them; see `engine.api.Erase` and `_ask_all`."""
+        self.apart.note_erasure(namespace)
         found, away = await self._ask_all(lambda engine: engine.erase(namespace, lease_id=lease_id))
         return found[0] if len(found) == 1 else _sum_erased(found), away
 

@@ -176,6 +176,8 @@ def seat_config(seat: Seat) -> Config:
     flags: dict[str, object] = {"data_dir": seat.data_dir}
     if seat.model:
         flags["model.name"] = seat.model
+    if seat.role is not None:
+        flags["engine.role"] = seat.role
     file = Path(seat.config_file) if seat.config_file else None
     config, _ = load_config(file, os.environ, flags)
     own = configured_dir(config).absolute() / seat.name

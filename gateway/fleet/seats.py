@@ -12,6 +12,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from engine.api import EngineRole
 from gateway.config.fleet import is_fleet_name
 from gateway.fleet.errors import FleetError
 
@@ -30,6 +31,8 @@ class Seat(Struct, frozen=True):
     model: str = ""
     ports: tuple[int, int] = (7443, 7506)
     """The first and the last port that it may listen on."""
+    role: EngineRole | None = None
+    """What gateways use it for; None: what the host's configuration says."""
 
 
 class RayNode(Struct, frozen=True):

@@ -352,6 +352,19 @@ class Metrics:
         self.shared_degraded = gauge("shared_degraded", help_text)
         help_text = "Soft budgets exceeded in their present windows."
         self._soft_budgets = gauge("soft_budgets_passed", help_text, "tenant")
+        self._make_fleet_metrics(counter, gauge)
+        self.ledger_restarts = counter("ledger_restarts", "Restarts of the ledger process.")
+        help_text = "Blocks inserted into the prefix tree."
+        self.inserted_blocks = counter("inserted_blocks", help_text)
+        self.encoder = _EncoderMetrics(make)
+        self.process, self.money = own(_ProcessMetrics()), own(_MoneyMetrics())
+        self.promises, self.levels = own(_PromiseMetrics()), own(LevelMetrics())
+        self._engine = own(_EngineMetrics())
+
+    def _make_fleet_metrics(
+        self, counter: Callable[..., LabelledCounter], gauge: Callable[..., Gauge]
+    ) -> None:
+        """Make those of engines elsewhere."""
         help_text = "1 if an engine elsewhere takes requests of a model."
         self._replica_ready = gauge("replica_ready", help_text, "model", "replica")
         self.replica_facts = counter(
@@ -361,13 +374,10 @@ class Metrics:
         help_text += " predicted to be cached, and missing of these."
         self.routed_tokens = counter("routed_tokens", help_text, "model", "replica", "kind")
         self.promise_moves = counter("promise_moves", "Moves of promises.", "model", "outcome")
-        self.ledger_restarts = counter("ledger_restarts", "Restarts of the ledger process.")
-        help_text = "Blocks inserted into the prefix tree."
-        self.inserted_blocks = counter("inserted_blocks", help_text)
-        self.encoder = _EncoderMetrics(make)
-        self.process, self.money = own(_ProcessMetrics()), own(_MoneyMetrics())
-        self.promises, self.levels = own(_PromiseMetrics()), own(LevelMetrics())
-        self._engine = own(_EngineMetrics())
+        help_text = "Long prompts that another engine was to compute than the one that answers."
+        self.prompts_apart = counter("prompts_apart", help_text, "model", "outcome")
+        help_text = "Engines elsewhere that take requests, by what they are for."
+        self.replica_roles = gauge("replica_roles", help_text, "model", "role")
 
     def count_epoch(self, epoch: str, prompt: int, cached: int, output: int) -> None:
         """Count the tokens of a request by the engine epoch that computed them."""

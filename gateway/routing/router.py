@@ -10,7 +10,18 @@ from typing import Literal
 
 from msgspec import Struct
 
+from engine.api import EngineRole
 from gateway.routing.load import ReplicaLoad
+from gateway.routing.pairs import (
+    APART_FACTOR,
+    APART_TOKENS_MIN,
+    HELD_S_MAX,
+    HELD_WEIGHT,
+    AnswerSide,
+    PairCost,
+    PromptSide,
+    best_pair,
+)
 from gateway.routing.prefix_directory import Found
 
 TIE_S = 0.005
@@ -22,7 +33,9 @@ PEER_FACTOR = 1.2
 EXPLAINED = 1000
 
 Policy = Literal["time", "round_robin"]
-Reason = Literal["not ready", "failed a request", "not a home of this tenant", "no room"]
+Reason = Literal[
+    "not ready", "failed a request", "not a home of this tenant", "no room", "computes prompts"
+]
 
 
 class ReplicaState(Struct):
@@ -42,6 +55,7 @@ class ReplicaState(Struct):
     displaced_weight: float = 2.0
     may_send: bool = False
     """It drains: others may still fetch from it."""
+    role: EngineRole = "any"
 
 
 class RouteRequest(Struct, frozen=True):
@@ -55,6 +69,8 @@ class RouteRequest(Struct, frozen=True):
     digests: Sequence[bytes]
     lease_blocks: int = 0
     homes: frozenset[str] | None = None
+    may_part: bool = False
+    """Its prompt may be computed on another replica than its answer."""
 
 
 class Cost(Struct, frozen=True):
@@ -79,7 +95,8 @@ class Cost(Struct, frozen=True):
 
 class RouteChoice(Struct, frozen=True):
     """Why a request went where it went: ids and terms, no tokens. `replica` None: none may take it,
-    and `retry_after_s` is the least wait of those that may later.
+    and `retry_after_s` is the least wait of those that may later. `pair`: the replica that computes
+    the prompt for `replica`, None where it does so itself.
     """
 
     request_id: str
@@ -88,6 +105,7 @@ class RouteChoice(Struct, frozen=True):
     costs: tuple[Cost, ...]
     refused: dict[str, Reason]
     retry_after_s: float | None = None
+    pair: PairCost | None = None
 
     @property
     def cost(self) -> Cost | None:
@@ -108,6 +126,9 @@ def choose(
     reasons = {replica.name: _refuse(request, replica) for replica in replicas}
     able = [replica for replica in replicas if reasons[replica.name] is None]
     able = able or [r for r in replicas if reasons[r.name] == "failed a request"]
+    both = able
+    able = [replica for replica in able if replica.role != "prefill"] or able
+    reasons |= {one.name: "computes prompts" for one in both if one not in able}
     taken = {replica.name for replica in able}
     refused = {name: why for name, why in reasons.items() if why is not None and name not in taken}
     able = _with_lease_room(request, able)
@@ -128,7 +149,11 @@ def choose(
             if len(near) == 1
             else max(near, key=lambda cost: _weight(request, cost.replica))
         )
-    return RouteChoice(request.id, policy, chosen.replica, tuple(costs), refused)
+    pair = None
+    if policy == "time" and request.may_part and len(both) > 1:
+        pair = _pair(request, both, able, found, costs, peers)
+    answers_at = chosen.replica if pair is None else pair.replica
+    return RouteChoice(request.id, policy, answers_at, tuple(costs), refused, pair=pair)
 
 
 def rank_homes(
@@ -144,6 +169,7 @@ def rank_homes(
         return has_room, have.device + have.below, _weight(request, replica.name)
 
     able = [one for one in replicas if _refuse(request, one) in (None, "failed a request")]
+    able = [one for one in able if one.role != "prefill"] or able
     return [one.name for one in sorted(able, key=rank, reverse=True)]
 
 
@@ -205,6 +231,59 @@ def _peers(
         and replica.load.report.peer_bytes_per_s
     ]
     return nlargest(2, able, key=lambda one: (one[0], -one[1].load.wait_s))
+
+
+def _pair(
+    request: RouteRequest,
+    both: Sequence[ReplicaState],
+    able: Sequence[ReplicaState],
+    found: Mapping[int, Found],
+    costs: Sequence[Cost],
+    peers: Sequence[tuple[int, ReplicaState]],
+) -> PairCost | None:
+    """Return the pair that is predicted to beat each single replica of `able`; None without one.
+    `both`: those that may compute the prompt or answer. O(replicas)."""
+    known = max((have.device + have.below for have in found.values()), default=0)
+    if request.prompt_tokens - known < APART_TOKENS_MIN:
+        return None
+    by_name, single = {one.name: one for one in both}, {cost.replica: cost for cost in costs}
+    singles = [cost.total_s + _held_s(by_name[name], cost) for name, cost in single.items()]
+    prompts, answers = [], []
+    for replica in both:
+        if not replica.load.report.peer_bytes_per_s:
+            continue
+        have = found.get(replica.number, _NOTHING)
+        cost = single.get(replica.name) or _cost(request, replica, have, peers)
+        if replica.role != "decode":
+            own_s = cost.wait_s + cost.fill_s + cost.displaced_s
+            held_s, peer = _held_s(replica, cost), (cost.peer, cost.peer_tokens)
+            prompts.append(PromptSide(replica.name, own_s, held_s, *peer))
+        if replica.role != "prefill" and replica in able:
+            answers.append(_answer_side(request, replica, have, cost))
+    pair = best_pair(prompts, answers)
+    return pair if pair and APART_FACTOR * pair.total_s < min(singles) else None
+
+
+def _held_s(replica: ReplicaState, cost: Cost) -> float:
+    """Return what the answers on a replica lose to a prompt, weighted."""
+    rows = 0 if replica.role == "prefill" else replica.load.rows
+    return min(HELD_S_MAX, HELD_WEIGHT * rows * cost.fill_s)
+
+
+def _answer_side(
+    request: RouteRequest, replica: ReplicaState, found: Found, cost: Cost
+) -> AnswerSide:
+    here = min(found.device + found.below, request.prompt_tokens - 1)
+    lacking = request.prompt_tokens - here
+    rest = min(lacking, replica.block_tokens)
+    rate = replica.load.report.peer_bytes_per_s
+    return AnswerSide(
+        replica.name,
+        cost.wait_s,
+        PEER_S + lacking * replica.bytes_per_token / rate,
+        rest / replica.load.prefill_tokens_per_s,
+        cost.decode_s,
+    )
 
 
 def _cost(

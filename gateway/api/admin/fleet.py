@@ -19,6 +19,7 @@ from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.request_context import STATE
 from gateway.http.route_table import Route
+from gateway.routing.pairs import PairCost
 from gateway.routing.router import EXPLAINED, Cost, RouteChoice
 
 CHOICES = 100
@@ -47,6 +48,20 @@ class CostAnswer(Struct, frozen=True):
     peer_tokens: int
 
 
+class PairAnswer(Struct, frozen=True):
+    """The predicted seconds of a request whose prompt is computed at `prompt_at`: until that is
+    done, of the fetch, until the answer begins, of the answer, and what answers there lose to the
+    prompt."""
+
+    prompt_at: str
+    total_s: float
+    prompt_s: float
+    fetch_s: float
+    start_s: float
+    decode_s: float
+    held_s: float
+
+
 class ChoiceAnswer(Struct, frozen=True):
     """Where a request went. `refused`: replicas that could not take it, with why."""
 
@@ -56,6 +71,8 @@ class ChoiceAnswer(Struct, frozen=True):
     replica: str | None
     costs: list[CostAnswer]
     refused: dict[str, str]
+    pair: PairAnswer | None = None
+    """Set where another replica computes the prompt."""
 
 
 class TenantThere(Struct):
@@ -84,6 +101,8 @@ class FleetModel(Struct, frozen=True):
     replicas: list[dict[str, Any]]
     moved_requests: int
     prefixes_asked_anew: int
+    prompts_apart: dict[str, int]
+    """Prompts that another engine was to compute than the one that answers, by outcome."""
     tenants: list[FleetTenant]
     has_more_tenants: bool
     choices: list[ChoiceAnswer]
@@ -144,6 +163,7 @@ async def _model(model: ServedModel, name_of: NameOf) -> FleetModel:
         ],
         moved_requests=replicas.moved,
         prefixes_asked_anew=replicas.chooser.asked_anew,
+        prompts_apart={str(name): count for name, count in replicas.apart.outcomes.items()},
         tenants=[
             FleetTenant(name_of(tenant_id), _tokens(there), there)
             for tenant_id, there in largest[:TENANTS]
@@ -192,8 +212,14 @@ def _choice(model: str, choice: RouteChoice, most: int | None = None) -> ChoiceA
     ]
     refused = {name: str(why) for name, why in choice.refused.items()}
     return ChoiceAnswer(
-        choice.request_id, model, choice.policy, choice.replica, [*map(_cost, kept)], refused
+        *(choice.request_id, model, choice.policy, choice.replica, [*map(_cost, kept)], refused),
+        pair=None if choice.pair is None else _pair(choice.pair),
     )
+
+
+def _pair(pair: PairCost) -> PairAnswer:
+    seconds = pair.prompt_s, pair.fetch_s, pair.start_s, pair.decode_s, pair.held_s
+    return PairAnswer(pair.prompt_at, round(pair.total_s, 6), *(round(one, 6) for one in seconds))
 
 
 def _cost(cost: Cost) -> CostAnswer:

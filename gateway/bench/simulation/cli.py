@@ -16,7 +16,7 @@ from gateway.bench.report import columns
 from gateway.bench.simulation.engine_shape import SHAPES, EngineShape
 from gateway.bench.simulation.faults import FORM, Fault, parse_fault
 from gateway.bench.simulation.figures import PolicyFigures, figures_of
-from gateway.bench.simulation.policies import MODELS, OURS, POLICIES
+from gateway.bench.simulation.policies import APART, MODELS, OURS, POLICIES
 from gateway.bench.simulation.simulation import SimulatedFleet, Simulation
 from gateway.bench.simulation.traffic import (
     SimulatedRequest,
@@ -72,7 +72,7 @@ class SimulationReport(Struct, frozen=True):
 
 HEADING = (
     *("policy", "hits", "first p50 s", "p90", "p99", "under 2 s", "gap p99 ms"),
-    *("imbalance", "done", "moved", "not served"),
+    *("imbalance", "done", "moved", "apart", "not served"),
 )
 
 
@@ -93,6 +93,10 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         "--report-ms", type=_not_negative, default=50.0,
         help="least time between two reports of an engine's queue (default: 50)",
     )  # fmt: skip
+    text = f"so many replicas compute long prompts for the others, by policy {APART} (default: 0)"
+    parser.add_argument("--prefill", type=_prefill, default=0, metavar="N", help=text)
+    text = "GB a second at which a replica fetches prefixes of others (default: 0, none)"
+    parser.add_argument("--fetch-gb-s", type=_not_negative, default=0.0, metavar="GB", help=text)
     _add_shape(parser)
     _add_tenants(parser)
 
@@ -135,7 +139,12 @@ def run_simulate(options: argparse.Namespace, show: Show) -> SimulationReport:
     """Run the traffic by each policy, one after the other. Blocks. Raises BenchError."""
     faults = [parse_fault(text, options.replicas) for text in options.fault]
     shape = _shape(options)
-    fleet = SimulatedFleet(options.replicas, shape, options.block_tokens, options.report_ms / 1e3)
+    if options.prefill >= options.replicas:
+        raise BenchError(
+            f"--prefill {options.prefill} of {options.replicas}: none is left to answer"
+        )
+    what = options.replicas, shape, options.block_tokens, options.report_ms / 1e3
+    fleet = SimulatedFleet(*what, options.prefill, options.fetch_gb_s * 1e9)
     name, requests = _traffic(options)
     with _without_collector():
         found = [_run(policy, requests, fleet, faults, show) for policy in options.policy]
@@ -162,7 +171,7 @@ def _run(
     run = Simulation(requests, fleet, POLICIES[policy], faults)
     run.run(lambda done: show(policy, done, len(requests)))
     run.check()
-    return figures_of(policy, run.outcomes, run.gaps, run.busy_s, run.computed_tokens)
+    return figures_of(*(policy, run.outcomes, run.gaps, run.busy_s, run.computed_tokens), run.apart)
 
 
 def _traffic(options: argparse.Namespace) -> tuple[str, list[SimulatedRequest]]:
@@ -228,6 +237,7 @@ def _row(one: PolicyFigures) -> tuple[str, ...]:
         _shown(one.imbalance, 2),
         str(one.done),
         str(one.moved),
+        str(one.apart),
         str(one.too_long + one.no_replica),
     )
 
@@ -250,6 +260,10 @@ def _replicas(text: str) -> int:
     if number > MAX_REPLICAS:
         raise argparse.ArgumentTypeError(f"{text}: expected at most {MAX_REPLICAS}")
     return number
+
+
+def _prefill(text: str) -> int:
+    return 0 if text == "0" else _replicas(text)
 
 
 def _count(text: str) -> int:

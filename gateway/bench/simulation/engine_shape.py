@@ -39,6 +39,7 @@ class EngineShape(Struct, frozen=True):
     step_tokens_max: int = 2048
     gap_target_s: float = 0.05
     gap_target_shared_s: float = 0.012
+    kv_bytes_per_token: int = 131_072
 
     def seconds(self, work: StepWork) -> float:
         """Return the seconds of a step, by these constants."""
@@ -52,7 +53,9 @@ class EngineShape(Struct, frozen=True):
 
 SHAPES = {
     "8b": EngineShape("8b", 820_000, 24_700.0, 0.006, 0.000035),
-    "cpu": EngineShape("cpu", 23_000, 900.0, 0.012, 0.004, gap_target_shared_s=0.05),
+    "cpu": EngineShape(
+        "cpu", 23_000, 900.0, 0.012, 0.004, gap_target_shared_s=0.05, kv_bytes_per_token=46_080
+    ),
 }
 """`8b`: a model of 8B parameters in bf16 on a GPU of the H200's size. `cpu`: one of 135M parameters
 on two cores."""

@@ -129,6 +129,8 @@ class PolicyFigures(Struct, frozen=True):
     no_replica: int
     moved: int
     """Requests that went on at another replica, or at another life of theirs."""
+    apart: int
+    """Requests whose prompt was computed on another replica than the answer."""
     prompt_tokens: int
     cached_tokens: int
     hits: float | None
@@ -152,6 +154,7 @@ def figures_of(
     gaps: GapCounts,
     busy_s: Sequence[float],
     computed_tokens: int,
+    apart: int = 0,
 ) -> PolicyFigures:
     """Return the figures of a run that has ended. O(n log n)."""
     done = [one for one in outcomes if one.ending == "done"]
@@ -171,6 +174,7 @@ def figures_of(
         too_long=endings["too_long"],
         no_replica=endings["no_replica"],
         moved=sum(one.sent > 1 for one in outcomes),
+        apart=apart,
         prompt_tokens=prompt,
         cached_tokens=cached,
         hits=_rounded(cached / prompt) if prompt else None,

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from zlib import crc32
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from gateway.routing.prefix_directory import Found
-from gateway.routing.router import ReplicaState, RouteRequest, choose
+from gateway.routing.router import ReplicaState, RouteChoice, RouteRequest, choose
 
 COUNTED_BLOCK = 16
 """Tokens of a block, to those who count in blocks."""
@@ -57,7 +58,7 @@ class RouteView(Struct, frozen=True):
     turn: int = 0
 
 
-Rule = Callable[[RouteView], ReplicaView]
+Rule = Callable[[RouteView], ReplicaView | RouteChoice]
 
 
 class RoutingPolicy(Struct, frozen=True):
@@ -68,11 +69,17 @@ class RoutingPolicy(Struct, frozen=True):
     knows_loads: bool = False
     """The exact ones; ours has reports."""
     knows_sent: bool = False
+    has_roles: bool = False
+    """Replicas have the roles that the fleet names; else each does all."""
 
 
-def _seconds(view: RouteView) -> ReplicaView:
-    choice = choose(view.request, [one.state for one in view.replicas], view.found)
-    return _named(view, choice.replica)
+def _seconds(view: RouteView) -> RouteChoice:
+    return choose(view.request, [one.state for one in view.replicas], view.found)
+
+
+def _apart(view: RouteView) -> RouteChoice:
+    request = replace(view.request, may_part=True)
+    return choose(request, [one.state for one in view.replicas], view.found)
 
 
 def _conductor(view: RouteView) -> ReplicaView:
@@ -81,7 +88,7 @@ def _conductor(view: RouteView) -> ReplicaView:
     if not choice.costs:
         return view.replicas[0]
     best = min(choice.costs, key=lambda one: (one.wait_s + one.fill_s, one.replica))
-    return _named(view, best.replica)
+    return named(view.replicas, best.replica)
 
 
 def _round_robin(view: RouteView) -> ReplicaView:
@@ -134,9 +141,10 @@ def _sglang(view: RouteView) -> ReplicaView:
     return min(view.replicas, key=lambda one: (one.sent_strides, _tie(view, one)))
 
 
-OURS = "seconds"
+OURS, APART = "seconds", "apart"
 POLICIES: Mapping[str, RoutingPolicy] = {
     OURS: RoutingPolicy(_seconds, knows_prefixes=True),
+    APART: RoutingPolicy(_apart, knows_prefixes=True, has_roles=True),
     "round-robin": RoutingPolicy(_round_robin),
     "least-requests": RoutingPolicy(_least_requests, knows_loads=True),
     "llm-d": RoutingPolicy(_llm_d, knows_prefixes=True, knows_loads=True),
@@ -144,12 +152,13 @@ POLICIES: Mapping[str, RoutingPolicy] = {
     "sglang": RoutingPolicy(_sglang, knows_loads=True, knows_sent=True),
     "conductor": RoutingPolicy(_conductor, knows_prefixes=True),
 }
-"""Policies by name. All but the first three are models of other routers."""
+"""Policies by name. All but the first four are models of other routers."""
 MODELS = ("llm-d", "dynamo", "sglang", "conductor")
 
 
-def _named(view: RouteView, name: str | None) -> ReplicaView:
-    return next((one for one in view.replicas if one.state.name == name), view.replicas[0])
+def named(replicas: Sequence[ReplicaView], name: str | None) -> ReplicaView:
+    """Return a replica by its name; the first one for none."""
+    return next((one for one in replicas if one.state.name == name), replicas[0])
 
 
 def _tie(view: RouteView, one: ReplicaView) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from engine.api import Namespace, Quota
@@ -38,18 +38,24 @@ class SimulatedSequence:
 
     `computed`: tokens whose KV is in place. `answered`: tokens of the answer so far. `waiting`:
     what it counts in the engine's waiting tokens. `followers`: those that wait for its prefix, each
-    with the tokens it waits for.
+    with the tokens it waits for. `fetched`: tokens of its prompt that have come from another
+    engine. `answer_tokens`: of its answer here; `then`: what follows a prompt that is computed for
+    another engine; `is_parted`: it is the answer to such a one.
     """
 
     __slots__ = (
+        "answer_tokens",
         "answered",
         "cached_tokens",
         "computed",
+        "fetched",
         "followers",
+        "is_parted",
         "order",
         "request",
         "stretches",
         "table",
+        "then",
         "tokens",
         "waiting",
     )
@@ -64,13 +70,17 @@ class SimulatedSequence:
         self.computed = 0
         self.cached_tokens = 0
         self.waiting = 0
+        self.fetched = 0
+        self.is_parted = False
+        self.answer_tokens = request.answer_tokens
+        self.then: Callable[[], None] | None = None
         self.table: BlockTable | None = None
         self.followers: list[tuple[int, SimulatedSequence]] = []
 
     @property
     def kv_tokens(self) -> int:
         """Return the tokens whose KV is there at its end: the last one is never read."""
-        return self.request.prompt_tokens + self.request.answer_tokens - 1
+        return self.request.prompt_tokens + self.answer_tokens - 1
 
 
 class StepEvents:
@@ -207,7 +217,7 @@ class SimulatedEngine:
             *(sequence for _, sequence in self._queue),
         ]
         for last, _, sequence in self._decoding:
-            sequence.answered = sequence.request.answer_tokens - (last - self._step)
+            sequence.answered = sequence.answer_tokens - (last - self._step)
         lost += [follower for one in self._prefilling for _, follower in one.followers]
         lost.sort(key=lambda sequence: sequence.order)
         return [SimulatedSequence(sequence.request, sequence.answered) for sequence in lost]
@@ -263,7 +273,7 @@ class SimulatedEngine:
         assert self._pinned_tokens == sum(one.kv_tokens for one in live)
         assert self._following == sum(len(one.followers) for one in live)
         assert self._context == sum(
-            one.request.prompt_tokens + one.request.answer_tokens - (last - self._step)
+            one.request.prompt_tokens + one.answer_tokens - (last - self._step)
             for last, _, one in self._decoding
         )
         waiting = [*self._prefilling, *(sequence for _, sequence in self._queue)]
@@ -320,7 +330,11 @@ class SimulatedEngine:
             assert self._prefilling or self._decoding, "a sequence that fits runs alone"
             return False
         sequence.table, sequence.computed = table, table.kv_tokens
-        sequence.cached_tokens = min(table.kv_tokens, sequence.request.prompt_tokens)
+        fetched = sequence.fetched // cache.block_size * cache.block_size
+        if fetched > sequence.computed:
+            sequence.computed = fetched
+            cache.commit(table, sequence.tokens, fetched, now_s)
+        sequence.cached_tokens = min(sequence.computed, sequence.request.prompt_tokens)
         self._count_waiting(sequence, len(sequence.tokens) - sequence.computed)
         self._pinned_tokens += sequence.kv_tokens
         return True
@@ -364,14 +378,14 @@ class SimulatedEngine:
         self._prefilling.remove(sequence)
         sequence.answered += 1
         events.first.append(sequence)
-        left = sequence.request.answer_tokens - sequence.answered
+        left = sequence.answer_tokens - sequence.answered
         self._context += len(sequence.tokens) + 1
         heapq.heappush(self._decoding, (self._step + left, sequence.order, sequence))
 
     def _end(self, sequence: SimulatedSequence, now_s: float, events: StepEvents) -> None:
         table, request = sequence.table, sequence.request
         assert table is not None, "only a sequence that has begun ends"
-        missing = request.prompt_tokens + request.answer_tokens - len(sequence.tokens)
+        missing = request.prompt_tokens + sequence.answer_tokens - len(sequence.tokens)
         sequence.tokens += [request.answer[0]] * missing
         self._context -= len(sequence.tokens)
         self._pinned_tokens -= sequence.kv_tokens

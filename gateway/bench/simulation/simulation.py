@@ -15,6 +15,7 @@ from itertools import count
 
 from msgspec import Struct
 
+from engine.api import EngineRole
 from gateway.bench.simulation.engine_shape import EngineShape, fit_step_cost
 from gateway.bench.simulation.faults import Fault
 from gateway.bench.simulation.figures import GapCounts, RequestOutcome
@@ -24,9 +25,10 @@ from gateway.bench.simulation.simulated_engine import (
     SimulatedSequence,
     StepEvents,
 )
-from gateway.bench.simulation.simulated_gateway import SimulatedGateway
+from gateway.bench.simulation.simulated_gateway import SimulatedGateway, SimulatedRoute
 from gateway.bench.simulation.stretch_strides import StretchStrides
 from gateway.bench.simulation.traffic import SimulatedRequest
+from gateway.routing.router import PEER_S
 
 NODES_TOLD_MAX = 1 << 30
 """An engine tells all that a step has changed at once."""
@@ -42,6 +44,18 @@ class SimulatedFleet(Struct, frozen=True):
     block_tokens: int
     report_s: float = 0.0
     """The least time between two reports of an engine; 0: one after each step."""
+    prefill: int = 0
+    """So many of them, the first ones, compute long prompts for the others, by policies that know
+    of roles; 0: each does all."""
+    fetch_bytes_per_s: float = 0.0
+    """At which each of them fetches prefixes of others, one after the other; 0: none does."""
+
+    @property
+    def roles(self) -> list[EngineRole]:
+        """What each of them is for."""
+        first: list[EngineRole] = ["prefill"] * self.prefill
+        rest: EngineRole = "decode" if first else "any"
+        return [*first, *[rest] * (self.replicas - self.prefill)]
 
 
 class Simulation:
@@ -69,7 +83,13 @@ class Simulation:
         self._cost = fit_step_cost(fleet.shape)
         numbers = range(fleet.replicas)
         self._engines = [self._new_engine() for _ in numbers]
-        self._gateway = SimulatedGateway(policy, self._engines)
+        self._gateway = SimulatedGateway(
+            policy, self._engines, fleet.roles, fleet.fetch_bytes_per_s
+        )
+        self._fetched_s = [0.0] * fleet.replicas
+        """When the last fetch of each replica ends."""
+        self.apart = 0
+        """Requests whose prompt was computed on another replica."""
         self._turns = [0] * fleet.replicas
         """Of each replica, the number of its last event: a step's end or begin. Earlier ones count
         no more: the step was shortened, or the replica has died."""
@@ -151,9 +171,57 @@ class Simulation:
         chosen = self._gateway.choose(name, tokens, digests, self.now_s)
         if chosen is None:
             self._waiting.append(sequence)
+        elif chosen.prompt is None:
+            self.outcomes[request.number].send(chosen.number)
+            self._send_or_fetch(sequence, chosen)
+        else:
+            self._part(sequence, chosen, chosen.prompt, digests)
+
+    def _part(
+        self,
+        sequence: SimulatedSequence,
+        route: SimulatedRoute,
+        prompt: SimulatedRoute,
+        digests: list[bytes],
+    ) -> None:
+        """Have a prompt computed on one replica, then fetched and answered on another."""
+        first = SimulatedSequence(sequence.request, sequence.answered)
+        first.answer_tokens = sequence.answered + 1  # its last token, which nobody gets
+        self.apart += 1
+
+        def go_on() -> None:
+            if not self._is_ready(route.number):
+                self._route(sequence)
+                return
+            self.outcomes[sequence.request.number].send(route.number)
+            sequence.is_parted, name = True, str(sequence.request.number)
+            self._gateway.add_sent(route, name, len(sequence.tokens), digests, self.now_s)
+            self._send_or_fetch(sequence, route)
+
+        first.then = go_on
+        self._send_or_fetch(first, prompt)
+
+    def _send_or_fetch(self, sequence: SimulatedSequence, route: SimulatedRoute) -> None:
+        """Send a sequence to its replica, when that has fetched what it is to fetch."""
+        number, lacking = route.number, route.fetched_tokens - route.expected_tokens
+        if lacking <= 0:
+            self._send(sequence, number, route.expected_tokens)
             return
-        number, expected_tokens = chosen
-        self.outcomes[request.number].send(number)
+        begins_s = max(self.now_s, self._fetched_s[number])
+        size = lacking * self._fleet.shape.kv_bytes_per_token
+        self._fetched_s[number] = begins_s + size / self._fleet.fetch_bytes_per_s
+        sequence.fetched = route.fetched_tokens
+        engine = self._engines[number]
+
+        def arrive() -> None:
+            if self._engines[number] is engine and self._is_ready(number):
+                self._send(sequence, number, route.fetched_tokens)
+            else:  # it died meanwhile, and what it had fetched
+                self._route(SimulatedSequence(sequence.request, sequence.answered))
+
+        self._add(self._fetched_s[number] + PEER_S, REQUEST_ARRIVES, arrive)
+
+    def _send(self, sequence: SimulatedSequence, number: int, expected_tokens: int) -> None:
         engine = self._engines[number]
         engine.submit(sequence, expected_tokens, self.now_s)
         if engine.is_idle:
@@ -172,8 +240,12 @@ class Simulation:
         engine, events = self._engines[number], StepEvents()
         ends_s = engine.begin_step(self.now_s, events)
         for sequence in events.begun:
-            self.outcomes[sequence.request.number].begin(sequence.cached_tokens)
-            self._tell(number, partial(self._gateway.take_started, str(sequence.request.number)))
+            name = str(sequence.request.number)
+            if sequence.then is not None:
+                name += "/prompt"
+            if not sequence.is_parted:
+                self.outcomes[sequence.request.number].begin(sequence.cached_tokens)
+            self._tell(number, partial(self._gateway.take_started, name))
         if ends_s is not None:
             self._await_step(number, ends_s)
 
@@ -188,10 +260,15 @@ class Simulation:
         engine, events = self._engines[number], StepEvents()
         engine.end_step(self.now_s, events)
         for sequence in events.first:
+            if sequence.then is not None:
+                continue
             gap_s = self.outcomes[sequence.request.number].answer(self.now_s)
             if gap_s is not None:
                 self.gaps.add(gap_s, 1)
         for sequence in events.ended:
+            if sequence.then is not None:
+                self._add(self.now_s, REQUEST_ARRIVES, sequence.then)
+                continue
             self.outcomes[sequence.request.number].end("done", self.now_s)
         if self._policy.knows_prefixes:
             watch = engine.cache.strides
@@ -270,8 +347,11 @@ class Simulation:
         self._dead[number] = False
         self._set_ready(number)
 
+    def _is_ready(self, number: int) -> bool:
+        return not self._dead[number] and not self._draining[number]
+
     def _set_ready(self, number: int) -> None:
-        is_ready = not self._dead[number] and not self._draining[number]
+        is_ready = self._is_ready(number)
         self._gateway.set_ready(number, is_ready=is_ready)
         if is_ready:
             waiting, self._waiting = self._waiting, []

@@ -17,7 +17,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
+from engine.api import EngineRole
 from engine.client.tls_files import tls_context
 from engine.signals import handle_signals
 from gateway.cli.addresses import check_address
@@ -49,6 +51,8 @@ def _add_actions(command: argparse.ArgumentParser) -> None:
     text = "its certificate (default: fleet/engine-NAME in the data directory)"
     serve.add_argument("--tls", type=Path, metavar="DIR", help=text)
     serve.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    text = "what gateways use it for (default: engine.role)"
+    serve.add_argument("--role", choices=get_args(EngineRole), help=text)
     for action in ("drain", "undrain"):
         actions[action].add_argument("name", help="the name of an engine kept on this host")
 

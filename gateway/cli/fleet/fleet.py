@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 from urllib.parse import quote
 
 import msgspec
 from msgspec.structs import replace
 
+from engine.api import EngineRole
 from engine.signals import handle_signals
 from gateway.cli.addresses import ask_admin
 from gateway.cli.arguments import add_actions
@@ -91,6 +92,8 @@ def _add_actions(command: argparse.ArgumentParser) -> None:
     up.add_argument("--tls", default="", metavar="DIR", help=text)
     text = "that an engine may listen on (default: 7443-7506)"
     up.add_argument("--ports", default="7443-7506", metavar="FIRST-LAST", help=text)
+    text = "what gateways use them for (default: engine.role on their hosts)"
+    up.add_argument("--role", choices=get_args(EngineRole), help=text)
     actions["down"].add_argument("name", nargs="?", help="one engine (default: all)")
     watch, wanted = actions["watch"], actions["wanted"]
     watch.add_argument("--file", type=Path, required=True, metavar="FILE", help="replicas_file")
@@ -133,6 +136,11 @@ def explain(config: Config, request_id: str) -> CommandResult:
     ]
     text = f"{request_id} of {found['model']} went to {found['replica']} ({found['policy']})\n"
     text += table_text(rows, right=tuple(NUMBERS))
+    if pair := found.get("pair"):
+        text += (
+            f"\nits prompt was computed at {pair['prompt_at']}: {pair['prompt_s']:.3f} s, fetched"
+            f" {pair['fetch_s']:.3f}, begun {pair['start_s']:.3f}, answered {pair['decode_s']:.3f}"
+        )
     for name, why in found["refused"].items():
         text += f"\n{name}: {why}"
     return CommandResult(text, found)
@@ -187,6 +195,7 @@ def _up(call: CommandCall) -> CommandResult:
         tls=_host_path(options.tls, "--tls"),
         model=options.model or "",
         ports=parse_ports(options.ports),
+        role=options.role,
     )
     with _connected(call) as cluster:
         nodes = cluster.nodes()

@@ -48,12 +48,24 @@ function OneModel({ model }) {
         note=${waits.length ? `${inMs(Math.max(...waits))} at the replica with most to do` : ""} />
       <${Tile} label="Moved" value=${count(model.moved_requests)} unit="requests"
         note=${`finished elsewhere; prefixes asked anew: ${count(model.prefixes_asked_anew)}`} />
+      ${apartOf(model)}
     <//>
     <div class="grid">
       <${Replicas} rows=${replicas} />
       <${Tenants} model=${model} />
       <${Choices} rows=${model.choices} count=${replicas.length} />
     </div>`;
+}
+
+// Return a tile of the prompts that one engine computes for another, where there are any or engines
+// with roles.
+function apartOf({ prompts_apart: outcomes, replicas }) {
+  const ends = Object.entries(outcomes).filter(([, number]) => number);
+  if (!ends.length && replicas.every((one) => one.role === "any")) return null;
+  const others = ends.filter(([name]) => name !== "apart")
+    .map(([name, number]) => `${name.replace("_", " ")} ${count(number)}`);
+  return html`<${Tile} label="Apart" value=${count(outcomes.apart ?? 0)} unit="prompts"
+    note=${others.join(", ") || "computed by another engine than the answer"} />`;
 }
 
 function Replicas({ rows }) {
@@ -64,6 +76,7 @@ function Replicas({ rows }) {
       first=${ROWS_FIRST} columns=${[column.text("replica", "name"),
         column.text("state", "state", { show: (row) =>
           html`<${Chip} tone=${TONES[row.state] ?? "warn"}>${row.state}<//>` }),
+        ...(rows.some((row) => row.role !== "any") ? [column.text("role", "role")] : []),
         column.figure("wait", "wait_s", inMs), column.figure("rows"),
         column.figure("prompt tokens", (row) => row.routed_tokens?.prompt, about),
         { head: "found", get: found, show: (row) => html`<${Bar} part=${found(row)} />` },
@@ -158,7 +171,8 @@ function Choices({ rows, count: several }) {
 const tokensAt = (cost) => (cost ? cost.device_tokens + cost.below_tokens : null);
 
 // Return why a request went where it went, in seconds.
-function why({ replica, policy, costs, refused }) {
+function why({ replica, policy, costs, refused, pair }) {
+  if (pair) return `${pair.prompt_at} computed the prompt in ${inMs(pair.prompt_s)}`;
   const own = costs.find((one) => one.replica === replica);
   const [next] = costs.filter((one) => one.replica !== replica);
   if (!own) return "no replica could take it";

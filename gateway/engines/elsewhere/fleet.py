@@ -25,10 +25,17 @@ class FleetReplicas(Replicas):
     """The replicas of a model whose engines are elsewhere."""
 
     def __init__(
-        self, digest: str, settings: ReplicaSettings, identity: FleetIdentity, report: Report
+        self,
+        digest: str,
+        settings: ReplicaSettings,
+        identity: FleetIdentity,
+        report: Report,
+        *,
+        prompts_apart: bool = False,
     ) -> None:
-        """`digest`: of the model's files here; what an engine serves begins with it."""
-        super().__init__(report, policy=settings.routing)
+        """`digest`: of the model's files here; what an engine serves begins with it.
+        `prompts_apart`: see `Replicas`."""
+        super().__init__(report, policy=settings.routing, prompts_apart=prompts_apart)
         self._digest, self._settings, self._identity = digest, settings, identity
         self._dialers: dict[ReplicaAddress, tuple[Replica, EngineDialer]] = {}
         self._names: dict[str, Replica] = {}

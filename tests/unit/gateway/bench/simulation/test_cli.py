@@ -29,7 +29,16 @@ def test_policies_stand_side_by_side() -> None:
     lines = report.text().splitlines()
 
     assert names == [
-        *("seconds", "round-robin", "least-requests", "llm-d", "dynamo", "sglang", "conductor")
+        *(
+            "seconds",
+            "apart",
+            "round-robin",
+            "least-requests",
+            "llm-d",
+            "dynamo",
+            "sglang",
+            "conductor",
+        )
     ]
     assert [line.split()[0] for line in lines if line.split()[:1] in [[n] for n in names]] == names
     assert "fault kill@1-2:r1" in lines

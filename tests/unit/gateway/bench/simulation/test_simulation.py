@@ -45,6 +45,42 @@ def test_predicted_seconds_find_more_and_answer_sooner_than_turns() -> None:
     assert (ours.first_token_p90_s or 9) < (turns.first_token_p90_s or 0)
 
 
+def parted(*faults: str, gb_s: float, prefill: int = 1) -> tuple[Simulation, PolicyFigures]:
+    """Run four replicas with long questions, whose prompts may be computed apart."""
+    traffic = replace(BUSY, per_s=4.0, question_tokens=6_000, answer_tokens=400, requests=100)
+    fleet = SimulatedFleet(4, replace(SHAPE, kv_tokens=200_000), 128, 0.05, prefill, gb_s * 1e9)
+    wanted = [parse_fault(text, 4) for text in faults]
+    run = Simulation(draw_tenants(traffic, 1), fleet, POLICIES["apart"], wanted)
+    run.run()
+    run.check()
+    of = figures_of("apart", run.outcomes, run.gaps, run.busy_s, run.computed_tokens, run.apart)
+    return run, of
+
+
+def test_prompts_apart_spare_answers_and_cost_first_tokens() -> None:
+    """A quarter of the gaps had a prompt in them. Over a slow link, and where each replica does
+    all, nothing is parted."""
+    run, apart = parted(gb_s=20.0)
+    slow, together = parted(gb_s=0.5)
+    _, equal = parted(gb_s=20.0, prefill=0)
+    long_s = [one.percentile(75) or 0 for one in (run.gaps, slow.gaps)]
+
+    assert apart.apart > 20
+    assert (together.apart, equal.apart) == (0, 0)
+    assert 2 * long_s[0] < long_s[1]
+    assert apart.done == together.done == 100
+    assert all(one.replica != 0 for one in run.outcomes)
+
+
+def test_a_replica_that_dies_with_a_prompt_costs_no_answer() -> None:
+    """Nor does one that was to answer."""
+    for victim in ("r0", "r2"):
+        run, figures = parted(f"kill@8-9:{victim}", gb_s=20.0)
+
+        assert figures.done == 100
+        assert run.apart > 10
+
+
 def test_requests_of_a_killed_replica_go_on_elsewhere() -> None:
     run, figures = simulated("seconds", "kill@3:r0")
     moved = [one for one in run.outcomes if one.sent > 1]

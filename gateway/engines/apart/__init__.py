@@ -1,0 +1,1 @@
+"""Prompts that one replica computes for the answer of another."""
