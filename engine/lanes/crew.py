@@ -22,17 +22,20 @@ T = TypeVar("T")
 MEET_TIMEOUT_S = 30.0
 """The longest that a lane's thread waits for the others: the time that they take to launch a layer,
 or, at their first launches, to compile its kernels."""
+MEET_TIMEOUT_CPU_S = 300.0
+"""The same without GPUs, where the others compute the layer meanwhile, one after another."""
 
 
 class Crew:
     """Runs work on all lanes. One thread calls `run`; a crew of one lane has no thread."""
 
-    def __init__(self, devices: Sequence[torch.device], timeout_s: float = MEET_TIMEOUT_S) -> None:
-        """`devices`: of the lanes, in order; all of one type."""
+    def __init__(self, devices: Sequence[torch.device], timeout_s: float = 0.0) -> None:
+        """`devices`: of the lanes, in order; all of one type. `timeout_s`: of a meeting; 0: as the
+        devices need."""
         self.devices = tuple(devices)
         lanes = len(self.devices)
         self._is_cuda = self.devices[0].type == "cuda"
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s or (MEET_TIMEOUT_S if self._is_cuda else MEET_TIMEOUT_CPU_S)
         self._barrier = threading.Barrier(lanes)
         self._turn = threading.Lock()
         self._events: list[list[torch.cuda.Event]] = []

@@ -6,11 +6,13 @@ layer. `engine.runner.gpu_build` passes the result to `engine.weights.load_share
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from engine.errors import ModelError
 from engine.model_store import Architecture
-from engine.model_store.tensors import cut_of, lacks_lanes
+from engine.model_store.tensors import cut_of, lacks_lanes, sections_of
 from engine.weights import Share
 from kernels.reference_weights import Packed, Weight, each
 
@@ -34,21 +36,23 @@ def sharing(config: Architecture, lanes: int) -> Share:
             return each(weight, torch.zeros_like) if lane else weight
         if cut == "inputs":
             return _columns(weight, lane, lanes)
-        return each(weight, lambda part: _rows(part, lane, lanes, is_matrix=_is_matrix(name)))
+        dim = -2 if name.endswith(".weight") and len(weight.shape) > 1 else -1
+        sizes = sections_of(config, name) if cut == "sections" else (weight.shape[dim],)
+        return each(weight, lambda part: _rows(part, lane, lanes, dim, sizes))
 
     return share
 
 
-def _is_matrix(name: str) -> bool:
-    """Return whether a tensor's outputs are its last dimension but one: biases have no other."""
-    return name.endswith(".weight")
-
-
-def _rows(part: torch.Tensor, lane: int, lanes: int, *, is_matrix: bool) -> torch.Tensor:
-    """Return a lane's outputs of a matrix [..., N, K], or of biases [..., N]."""
-    dim = -2 if is_matrix else -1
-    own = part.shape[dim] // lanes
-    return part.narrow(dim, lane * own, own).clone(memory_format=torch.contiguous_format)
+def _rows(
+    part: torch.Tensor, lane: int, lanes: int, dim: int, sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return a lane's outputs of a matrix [..., N, K], whose dimension `dim` is -2, or of values
+    [..., N]: an even part of each of the sections of these sizes."""
+    found = [
+        one.narrow(dim, lane * (size // lanes), size // lanes)
+        for one, size in zip(torch.split(part, list(sizes), dim), sizes, strict=True)
+    ]
+    return torch.cat(found, dim)
 
 
 def _columns(weight: Weight, lane: int, lanes: int) -> Weight:

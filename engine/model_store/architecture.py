@@ -265,6 +265,8 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """Inputs that an output of a short convolution reads, its own among them."""
     conv_bias: bool = False
     """Short convolutions have biases, and so have the linear maps of those that are a mixer."""
+    conv_channels: int = 0
+    """Channels of short convolutions that are a mixer; 0: `hidden`, of which a lane has a part."""
     interleaved: bool = False
     norms_less_one: bool = False
 
@@ -282,6 +284,11 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     def rule(self) -> Delta | Mamba | None:
         """What recurrent layers with a matrix for each head compute."""
         return self.delta or self.mamba
+
+    @property
+    def convolved(self) -> int:
+        """Channels of a short convolution."""
+        return self.conv_channels or self.hidden if self.rule is None else self.rule.channels
 
     @property
     def run_up(self) -> int:

@@ -264,9 +264,9 @@ def _latent_attention(c: Architecture) -> Shapes:
 
 def _convolution(c: Architecture) -> Shapes:
     shapes: Shapes = {
-        "conv.in_proj.weight": (3 * c.hidden, c.hidden),
-        "conv.conv.weight": (c.hidden, c.conv_width),
-        "conv.out_proj.weight": (c.hidden, c.hidden),
+        "conv.in_proj.weight": (3 * c.convolved, c.hidden),
+        "conv.conv.weight": (c.convolved, c.conv_width),
+        "conv.out_proj.weight": (c.hidden, c.convolved),
     }
     if c.conv_bias:
         shapes.update({name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()})
@@ -355,26 +355,34 @@ def _experts(c: Architecture) -> Shapes:
 
 # --- lanes ------------------------------------------------------------------------------------
 
-Cut = Literal["outputs", "inputs", "first", "whole"]
+Cut = Literal["outputs", "sections", "inputs", "first", "whole"]
 """How lanes share a tensor. `outputs`: each has as many rows of a matrix, and of its bias;
-`inputs`: as many columns, so that the map's result is a part of a sum; `first`: the first lane has
-it and the others have zeros, since it is added to such a sum; `whole`: each has all of it."""
+`sections`: as many of each of the parts in `sections_of`; `inputs`: as many columns, so that the
+map's result is a part of a sum; `first`: the first lane has it and the others have zeros, since it
+is added to such a sum; `whole`: each has all of it."""
 
+_SECTIONS = frozenset({"conv.in_proj", "linear_attn.conv", "mamba.in_proj", "mamba.conv"})
 _OUTPUTS = frozenset(
     {
-        "model.embed_tokens", "lm_head", "self_attn.sinks",
+        "model.embed_tokens", "lm_head", "self_attn.sinks", "conv.conv",
         *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "gate")),
+        *(f"linear_attn.{name}_proj" for name in ("q", "k", "v", "z", "b", "a")),
+        "linear_attn.A_log", "linear_attn.dt",
+        *(f"mamba.{name}" for name in ("A_log", "dt", "D", "norm")),
         *(f"mlp.{place}{name}_proj" for place in ("", "experts.", "shared_expert.")
           for name in ("gate", "up")),
     }
 )  # fmt: skip
 _INPUTS = frozenset(
-    {"self_attn.o_proj", *(f"mlp.{place}down_proj" for place in ("", "experts.", "shared_expert."))}
-)
+    {
+        "self_attn.o_proj", *(f"{mixer}.out_proj" for mixer in ("conv", "linear_attn", "mamba")),
+        *(f"mlp.{place}down_proj" for place in ("", "experts.", "shared_expert.")),
+    }
+)  # fmt: skip
 _WHOLE = frozenset(
     {
         "model.norm", "self_attn.q_norm", "self_attn.k_norm", "mlp.gate", "mlp.shared_expert_gate",
-        "mlp.gate.e_score_correction", "input_layernorm",
+        "mlp.gate.e_score_correction", "linear_attn.norm", "input_layernorm",
         "post_attention_layernorm", "attention_output_layernorm", "mlp_output_layernorm",
     }
 )  # fmt: skip
@@ -383,17 +391,29 @@ _WHOLE = frozenset(
 def cut_of(name: str) -> Cut:
     """Return how lanes share a tensor. Raises KeyError for one that no model of several lanes has:
     see `lacks_lanes`."""
-    layer, stem = name.startswith("model.layers."), name
-    if layer:
-        stem = name.split(".", 3)[3]
+    stem = name.split(".", 3)[3] if name.startswith("model.layers.") else name
     stem = stem.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias")
     if stem in _OUTPUTS:
         return "outputs"
+    if stem in _SECTIONS:
+        return "sections"
     if stem in _INPUTS:
         return "first" if name.endswith(".bias") else "inputs"
     if stem in _WHOLE:
         return "whole"
     raise KeyError(name)
+
+
+def sections_of(config: Architecture, name: str) -> tuple[int, ...]:
+    """Return the rows of each section of a tensor whose cut is `sections`: gates, inputs, and what
+    heads read or write beside them."""
+    if (mamba := config.mamba) is not None:
+        written = mamba.groups * mamba.state_dim
+        convolved = (mamba.inner, written, written)
+        return (mamba.inner, *convolved, mamba.heads) if ".in_proj." in name else convolved
+    if (delta := config.delta) is not None:
+        return delta.keys, delta.keys, delta.values
+    return (config.convolved,) * 3
 
 
 def lane_architecture(config: Architecture, lanes: int) -> Architecture:
@@ -405,9 +425,16 @@ def lane_architecture(config: Architecture, lanes: int) -> Architecture:
     if moe is not None:
         middle, shared = moe.intermediate // lanes, moe.shared_intermediate // lanes
         moe = replace(moe, intermediate=middle, shared_intermediate=shared)
+    delta, mamba = config.delta, config.mamba
+    if delta is not None:
+        keys, values = delta.key_heads // lanes, delta.value_heads // lanes
+        delta = replace(delta, key_heads=keys, value_heads=values)
+    if mamba is not None:
+        mamba = replace(mamba, heads=mamba.heads // lanes, groups=mamba.groups // lanes)
     return replace(
         config, heads=config.heads // lanes, kv_heads=config.kv_heads // lanes,
         intermediate=config.intermediate // lanes, vocab=config.vocab // lanes, moe=moe,
+        delta=delta, mamba=mamba, conv_channels=config.convolved // lanes,
     )  # fmt: skip
 
 
@@ -417,11 +444,17 @@ def lacks_lanes(config: Architecture, lanes: int) -> str:
         return ""
     if config.latent is not None:
         return f"{config.family} keeps latents, which all heads read"
-    if config.recurrent_layers:
-        return f"{config.family} has recurrent layers, whose states GPUs do not share"
     if config.qk_norm == "whole":
         return f"{config.family} norms over all queries at once"
+    if (mamba := config.mamba) is not None and mamba.groups == 1:
+        return f"{config.family} norms over all heads of a recurrent layer at once"
     sizes = {"num_key_value_heads": config.kv_heads, "num_attention_heads": config.heads}
+    if config.mamba is not None:
+        sizes["mamba_n_groups"] = config.mamba.groups
+    if config.delta is not None:
+        sizes["linear_num_key_heads"] = config.delta.key_heads
+    if any(layer.mixer == "conv" for layer in config.layers):
+        sizes["hidden_size"] = config.hidden
     if any(layer.ffn == "dense" for layer in config.layers):
         sizes["intermediate_size"] = config.intermediate
     if config.moe is not None:

@@ -28,7 +28,7 @@ class ConvolutionBlock:
         self._states = states
         self.reader = ops.linear(*source.joined("conv.in_proj"))
         self._taps, self._bias = source.whole("conv.conv")
-        self.output = ops.linear(*source.joined("conv.out_proj"))
+        self.output = ops.part_linear(*source.joined("conv.out_proj"))
 
     def attend(self, layer: int, x: Rows, attention: LayerAttention) -> torch.Tensor:
         """Return the gated convolution, [T, C], before the output map. Only `reader` reads x."""
@@ -54,7 +54,7 @@ class DeltaBlock:
         self._rate = source.tensor("linear_attn.A_log").float().exp()
         self._dt_bias = source.tensor("linear_attn.dt_bias").float()
         self._norm = source.weight("linear_attn.norm")
-        self.output = ops.linear(*source.joined("linear_attn.out_proj"))
+        self.output = ops.part_linear(*source.joined("linear_attn.out_proj"))
 
     def attend(self, layer: int, x: Rows, attention: LayerAttention) -> torch.Tensor:
         """Return what the heads read, normed and gated, [T, H * V], before the output projection.
@@ -88,7 +88,7 @@ class MambaBlock:
         self._dt_bias = source.tensor("mamba.dt_bias").float()
         self._through = source.tensor("mamba.D").float()
         self._norm = source.weight("mamba.norm")
-        self.output = ops.linear(*source.joined("mamba.out_proj"))
+        self.output = ops.part_linear(*source.joined("mamba.out_proj"))
 
     def attend(self, layer: int, x: Rows, attention: LayerAttention) -> torch.Tensor:
         """Return what the heads read, gated and normed, [T, H * P], before the output projection.

@@ -111,9 +111,10 @@ def states_of(model: Architecture, config: EngineConfig, form: KvFormat) -> int:
     blocks. Raises ModelError `no_memory` where they leave no room for a kept one."""
     if not model.recurrent_layers:
         return 0
-    layout = StateLayout(model, torch.bfloat16)
-    taken = (config.sequences_max + SPARE_SEATS + 1) * layout.bytes
-    kept = 0 if model.run_up else blocks_of_state(layout, form.block_bytes)
+    lanes = max(1, len(config.gpus))
+    layout = StateLayout(lane_architecture(model, lanes), torch.bfloat16)
+    taken = (config.sequences_max + SPARE_SEATS + 1) * layout.bytes * lanes
+    kept = 0 if model.run_up else blocks_of_state(layout, form.shard.block_bytes)
     check_room_for_states(model, kept, form, config, taken)
     return taken
 
@@ -143,13 +144,15 @@ def assemble(
     limits: dict[str, Any] = {
         "context": context, "seats": seats, "tokens_max": tokens_max, "graphs": graphs,
     }  # fmt: skip
+    own = lane_architecture(config, lanes)
+    states = [
+        GpuStates(own, dtype, shard.data.device, seats, shard.data.view(torch.uint8).flatten(1))
+        for shard in (shards if config.recurrent_layers else ())
+    ]
+    limits["states"] = states
     if lanes == 1:
-        states = None
-        if config.recurrent_layers:
-            pool = shards[0].data.view(torch.uint8).flatten(1)
-            states = GpuStates(config, dtype, devices[0], seats, pool)
-        model = DecoderModel(config, weights[0], GpuOps(), states)
-        return GpuRunner(model, shards[0], **limits, states=states), shards[0]
+        model = DecoderModel(config, weights[0], GpuOps(), *states)
+        return GpuRunner(model, shards[0], **limits), shards[0]
     crew = Crew(devices)
     size = ExchangeSize(
         max(tokens_max, seats), config.hidden, max(seats, SCORED_ROWS), config.vocab // lanes
@@ -157,10 +160,9 @@ def assemble(
     found = exchanges(crew, size, dtype)
     if devices[0].type == "cuda":
         check_exchanges(crew, found)
-    own = lane_architecture(config, lanes)
     models = [
-        DecoderModel(own, share, LaneOps(exchange))
-        for share, exchange in zip(weights, found, strict=True)
+        DecoderModel(own, share, LaneOps(exchange), kept)
+        for share, exchange, kept in zip(weights, found, states or (None,) * lanes, strict=True)
     ]
     (first, *beside) = zip(models, shards, strict=True)
 

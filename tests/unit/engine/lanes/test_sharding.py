@@ -12,18 +12,19 @@ from engine.errors import ModelError
 from engine.lanes.sharding import sharing
 from engine.model_store import Architecture, expected_shapes
 from engine.model_store.families import architecture_of
-from engine.model_store.tensors import cut_of, lacks_lanes, lane_architecture
+from engine.model_store.tensors import cut_of, lacks_lanes, lane_architecture, sections_of
 from engine.weights import random_weights
 from kernels.reference_weights import Packed, as_dense, to_fp8, to_int4, to_mxfp4
-from tests.families import BASE, RECURRENT, TINY
+from tests.families import BASE, TINY
 from tests.models import tiny_config
 
 LATENT = ("deepseek v2", "deepseek v3", "glm4 moe lite")
 WHOLE_NORMS = ("olmo2", "olmo3")
-REFUSED = (*RECURRENT, *LATENT, *WHOLE_NORMS)
+REFUSED = (*LATENT, *WHOLE_NORMS)
 WIDE = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128, "rope_theta": 1e4,
-    "linear_conv_kernel_dim": 4, "mamba_d_head": 32,
+    "linear_conv_kernel_dim": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "mamba_d_head": 32, "mamba_n_groups": 4, "n_groups": 4,
 }  # fmt: skip
 
 
@@ -63,8 +64,14 @@ def test_the_shares_of_a_tensor_are_its_values(name: str) -> None:
         elif cut == "first":
             assert torch.equal(shares[0] + shares[1], tensor)
         else:
-            dim = -1 if cut == "inputs" or not tensor_name.endswith("weight") else -2
-            assert torch.equal(torch.cat(shares, dim), tensor), tensor_name
+            is_matrix = tensor_name.endswith("weight") and tensor.dim() > 1
+            dim = -1 if cut == "inputs" or not is_matrix else -2
+            sizes = [tensor.shape[dim] // lanes]
+            if cut == "sections":
+                sizes = [size // lanes for size in sections_of(config, tensor_name)]
+            found = zip(*(torch.split(one, sizes, dim) for one in shares), strict=True)
+            sides = [torch.cat(parts, dim) for parts in found]
+            assert torch.equal(torch.cat(sides, dim), tensor), tensor_name
         if cut != "whole":
             assert all(one.is_contiguous() for one in shares)
             own = tensor.untyped_storage().data_ptr()
@@ -102,6 +109,18 @@ def test_heads_that_lanes_cannot_share_are_refused(
     lanes: int, changes: dict[str, Any], reason: str
 ) -> None:
     assert lacks_lanes(tiny_config(**changes), lanes).startswith(reason)
+
+
+def test_recurrent_heads_that_lanes_cannot_share_are_refused() -> None:
+    """A norm over all heads of a layer would be a sum over lanes, so groups are dealt out whole."""
+    granite, qwen = architecture("granite hybrid"), architecture("qwen3 next")
+    assert granite.mamba is not None
+    one_group = replace(granite, mamba=replace(granite.mamba, groups=1))
+
+    assert lacks_lanes(granite, 2) == ""
+    assert "norms over all heads of a recurrent layer at once" in lacks_lanes(one_group, 2)
+    assert lacks_lanes(replace(granite, kv_heads=8), 8).startswith("mamba_n_groups is 4, which 8")
+    assert lacks_lanes(replace(qwen, kv_heads=8), 8).startswith("linear_num_key_heads is 4")
 
 
 def test_a_vocabulary_that_lanes_cannot_share_is_refused() -> None:

@@ -43,7 +43,12 @@ def every_step_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wide(config: Architecture, lanes: int) -> Architecture:
     """Return a shape whose heads so many lanes can share."""
-    return structs.replace(config, heads=2 * lanes, kv_heads=lanes, hidden=32)
+    delta, mamba = config.delta, config.mamba
+    return structs.replace(
+        config, heads=2 * lanes, kv_heads=lanes, hidden=32,
+        delta=delta and structs.replace(delta, key_heads=lanes, value_heads=2 * lanes),
+        mamba=mamba and structs.replace(mamba, heads=2 * lanes, groups=lanes),
+    )  # fmt: skip
 
 
 SAMPLINGS = (
@@ -109,6 +114,10 @@ CASES = [
     *(
         pytest.param(name, 2, 4, marks=pytest.mark.nightly)
         for name in ("gemma2", "attention of gpt-oss", "cohere2", "granite", "ministral3")
+    ),
+    *(
+        pytest.param(name, 2, 4, marks=pytest.mark.nightly)
+        for name in ("lfm2", "qwen3_next", "granite hybrid")
     ),
 ]
 """Family, lanes, and requests: in the interpreter a request takes half a minute."""
