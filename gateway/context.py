@@ -95,6 +95,11 @@ class Context:
         """Whether the gateway accepts requests now."""
         return self.obstacle() is None
 
+    def count_broken_promises(self) -> int:
+        """Return the promises that were broken since its start. O(promises)."""
+        counts = self.contracts.promises.by_class(self.clock())
+        return sum(one["broken"] for one in counts.values())
+
     def obstacle(self) -> Obstacle | None:
         """Return what keeps the gateway from accepting requests now, or None.
 

@@ -29,6 +29,8 @@ class PromptContext(Struct, frozen=True, array_like=True, gc=False):
     """The digest of its beginning, the same under every model."""
     quota_scale: float = 1.0
     """What a tenant's floor and ceiling are multiplied by in the model's cache."""
+    is_broken_by_death: bool = False
+    """It read a promise that ended with its engine."""
 
 
 class CompletedPrompt(Struct, frozen=True, array_like=True, gc=False):

@@ -91,15 +91,17 @@ class PromptFindings:
         """Return the causes that a prompt adds to: first the one that costs, if any, which is that
         of the request; then the legitimate ones, and those of sums.
 
-        What the request shows comes before what the contract says, and that before what only the
-        comparison with earlier prompts (`reuse`) shows.
+        A promise that a death broke comes first, since the operator pays for it. What the request
+        shows comes before what the contract says, and that before what only the comparison with
+        earlier prompts (`reuse`) shows.
         """
         record = completed.record
         make = partial(
             MissCause, context.request_id, completed.tenant_id, completed.model, at_ms=at_ms
         )
         waste = (
-            _change(make, record, reuse)
+            _broken_promise(make, record, context)
+            or _change(make, record, reuse)
             or _contract_waste(make, completed, reuse)
             or _other_key(make, record, reuse)
         )
@@ -127,6 +129,8 @@ class PromptFindings:
                 facts |= self._working_set(waste, reuse, context.quota_scale)
             case "below_minimum":
                 facts["min_tokens"] = context.min_tokens
+            case "promise_broken":
+                return waste  # its tokens were charged as read
             case _:
                 pass
         facts |= _charged_as_written(record, waste.wasted_tokens)
@@ -143,6 +147,13 @@ class PromptFindings:
             return {}
         lost.add(reuse.known_digest)
         return {WORKING_SET: math.ceil(reuse.known / scale)}
+
+
+def _broken_promise(make: Make, record: UsageRecord, context: PromptContext) -> MissCause | None:
+    """Return the promised tokens that went with an engine, or None. The place is their class."""
+    if not context.is_broken_by_death:
+        return None
+    return make("promise_broken", next(iter(record.read), ""), record.recomputed_promised)
 
 
 def _contract_waste(make: Make, completed: CompletedPrompt, reuse: PromptReuse) -> MissCause | None:

@@ -145,7 +145,7 @@ def admin_routes(of: Services) -> tuple[Route, ...]:
         *AnalyticsHandlers(gateway, of.sampling, of.erasure).routes(),
         *findings.routes(reports, of.findings, wall),
         *history.routes(store, reports, of.sampling, wall),
-        *fleet.routes(served, of.name_of),
+        *fleet.routes(served, of.name_of, gateway.count_broken_promises),
         *levels.routes(served, gateway.usage, config, of.reload, of.name_of, wall),
         *requests.routes(reports, of.sampling, of.findings, wall),
         *webhooks.routes(reports, of.webhooks, changes),

@@ -263,6 +263,8 @@ class Contract:
         """Of the engine that computes the call; "" where the model has one."""
         self._is_written = False
         self._missed = ""
+        self.is_broken_by_death = False
+        """Whether it reads a promise that ended with its engine."""
         self.missed_segment = ""
         self.grants: tuple[LeaseGrant, ...] = ()
         self.fidelity = scope.fidelity
@@ -337,6 +339,7 @@ class Contract:
             self._manager.promises.count_grants(self._scope.tenant_id, grants)
         if self._read_entry is not None and self._record.recomputed_promised:
             self._manager.promises.record_broken(self._read_entry, now_s)
+            self.is_broken_by_death = not self._manager.is_alive(self._read_entry.epoch)
         for tokens, entry in terms.candidates:
             if tokens <= read and entry.is_live(now_s):
                 self._manager.entries.renew(entry, self._started_s)

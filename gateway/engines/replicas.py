@@ -88,6 +88,8 @@ class Replicas:
         self.apart = PromptsApart(clock, is_on=prompts_apart)
         self.moved = 0
         """Number of requests that went on at another replica."""
+        self.promise_moves = Counter[str]()
+        """How moves of promises between them have ended, by outcome."""
         self.gate: Callable[[Replica], None] | None = None
         """Called when an engine elsewhere is there, before it takes requests."""
         self.drains: Callable[[Replica, EngineConnection], None] = lambda _, engine: engine.let_go()

@@ -23,7 +23,8 @@ SHORT_CHANGE_SHARE = 0.03
 the extent is known less exactly."""
 
 NOT_SERVED = "not_served"
-ONE_TIME = frozenset({"restarted", "model_changed", "template_changed"})
+PROMISE_BROKEN = "promise_broken"
+ONE_TIME = frozenset({"restarted", PROMISE_BROKEN, "model_changed", "template_changed"})
 """Causes that end by themselves: their cost does not return every month."""
 LEGITIMATE = frozenset({"new_conversation"})
 """Causes that cost what they must."""
@@ -33,6 +34,8 @@ OF_REQUESTS = frozenset(
 """Causes that the tenant's requests show, and that it can cure by itself."""
 WITHOUT_TOKENS = frozenset({NOT_SERVED})
 """Causes of requests that were refused: nothing was computed, and nothing charged."""
+NOT_CHARGED = frozenset({PROMISE_BROKEN})
+"""Causes that the operator pays: the tokens were charged as if they had been read."""
 OF_HARDWARE = frozenset({"damaged"})
 """Causes that a healthy machine does not have: they count from the second time on."""
 
@@ -342,6 +345,23 @@ PLAIN: Mapping[str, CauseWords] = {
 }
 """The words of causes that need no decision, with names of `_fill` in braces."""
 
+
+def _promise_broken(facts: CauseFacts) -> CauseWords:
+    kept = (
+        "Let what is promised outlast its engine: a disk below it, or host memory"
+        " (engine.levels.host_keeps_promises); a second replica, to which trunkline engine drain"
+        " moves promises while it has room; or a remote store that replicas share."
+    )
+    return CauseWords(
+        "A promise ended with its engine",
+        f"prefixes promised in the class {facts.place or '5m'} were lost with an engine"
+        f" {facts.share}",
+        "Expect nothing to change in the requests: they were charged as reads."
+        if facts.is_own
+        else kept,
+    )
+
+
 DECIDED: Mapping[str, Callable[[CauseFacts], CauseWords]] = {
     "system_changes": _system,
     "tools_changed": _tools,
@@ -351,6 +371,7 @@ DECIDED: Mapping[str, Callable[[CauseFacts], CauseWords]] = {
     "damaged": _damaged,
     "level_failed": _level_failed,
     "below_minimum": _below,
+    PROMISE_BROKEN: _promise_broken,
     WRITTEN_NEVER_READ: _never_read,
     NOT_SERVED: _not_served,
 }

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from gateway.analytics.prompt_findings import KEPT_BY, READ_BACK
 from gateway.findings.causes import (
     LEGITIMATE,
+    NOT_CHARGED,
     NOT_SERVED,
     OF_HARDWARE,
     OF_REQUESTS,
@@ -212,7 +213,8 @@ def _finding(
     """Return what it costs in a month, in pico-dollars, and the finding."""
     words = describe(one.cause, facts)
     cost = waste_cost(one.cause, one.wasted_tokens, one.facts, card)
-    cost = min(cost, total.charge_pico) if total.charge_pico else cost
+    if total.charge_pico and one.cause not in NOT_CHARGED:
+        cost = min(cost, total.charge_pico)
     month = 1.0 if one.cause in ONE_TIME else MONTH_MS / observed_ms
     is_legitimate = one.cause in LEGITIMATE
     cost = 0 if is_legitimate else cost
@@ -296,7 +298,9 @@ def _sentence(tenant: str, words: CauseWords, one: FindingCount, cost: int, of_c
         much = "more than their input price was paid for nothing"
     elif written:
         much = f"{much}, {written:,} of them charged as written"
-    if cost:
+    if one.cause in NOT_CHARGED:
+        much += f", about ${dollars(cost)} not charged for them" if cost else ""
+    elif cost:
         much = f"{much}, about ${dollars(cost)} of ${dollars(of_cost)}"
     return f"{tenant}: {words.what}: {much}."
 

@@ -161,6 +161,7 @@ class Outcome:
                         tools=digests_of(prepared.call.prompts[number].tools),
                         head=head_of(prepared.call.prompts[number]),
                         quota_scale=prepared.model.quota_scale,
+                        is_broken_by_death=contract.is_broken_by_death,
                     ),
                 )
             )

@@ -103,23 +103,29 @@ class FleetModel(Struct, frozen=True):
     prefixes_asked_anew: int
     prompts_apart: dict[str, int]
     """Prompts that another engine was to compute than the one that answers, by outcome."""
+    promise_moves: dict[str, int]
+    """How moves of promises off engines that drain, or are gone, have ended, by outcome."""
     tenants: list[FleetTenant]
     has_more_tenants: bool
     choices: list[ChoiceAnswer]
 
 
 class FleetAnswer(Struct, frozen=True):
-    """The models that have engines elsewhere."""
+    """The models that have engines elsewhere. `broken_promises`: those of this gateway that were
+    broken since its start, in all models."""
 
     models: list[FleetModel]
+    broken_promises: int
 
 
-def routes(models: ServedModels, name_of: NameOf) -> tuple[Route, ...]:
-    """Return the routes of engines elsewhere."""
+def routes(
+    models: ServedModels, name_of: NameOf, count_broken: Callable[[], int]
+) -> tuple[Route, ...]:
+    """Return the routes of engines elsewhere. `count_broken`: the promises that were broken."""
 
     async def fleet(request: web.BaseRequest) -> object:
         found = [one for one in models if any(replica.name for replica in one.replicas)]
-        return FleetAnswer([await _model(one, name_of) for one in found])
+        return FleetAnswer([await _model(one, name_of) for one in found], count_broken())
 
     async def choice(request: web.BaseRequest) -> object:
         request_id = request[STATE].parameters["request_id"]
@@ -164,6 +170,7 @@ async def _model(model: ServedModel, name_of: NameOf) -> FleetModel:
         moved_requests=replicas.moved,
         prefixes_asked_anew=replicas.chooser.asked_anew,
         prompts_apart={str(name): count for name, count in replicas.apart.outcomes.items()},
+        promise_moves=dict(replicas.promise_moves),
         tenants=[
             FleetTenant(name_of(tenant_id), _tokens(there), there)
             for tenant_id, there in largest[:TENANTS]

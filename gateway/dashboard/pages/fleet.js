@@ -30,10 +30,10 @@ export function Fleet() {
   }
   return models.map((model) => html`
     ${models.length > 1 && html`<h2>${model.model}</h2>`}
-    <${OneModel} key=${model.model} model=${model} />`);
+    <${OneModel} key=${model.model} model=${model} broken=${now.data.broken_promises} />`);
 }
 
-function OneModel({ model }) {
+function OneModel({ model, broken }) {
   const { replicas } = model, ready = replicas.filter((one) => one.state === "ready");
   const waits = ready.map((one) => one.wait_s ?? 0);
   const prompt = sumOf(replicas, (one) => one.routed_tokens?.prompt);
@@ -49,6 +49,9 @@ function OneModel({ model }) {
       <${Tile} label="Moved" value=${count(model.moved_requests)} unit="requests"
         note=${`finished elsewhere; prefixes asked anew: ${count(model.prefixes_asked_anew)}`} />
       ${apartOf(model)}
+      <${Tile} label="Promises broken" value=${count(broken)} tone=${broken ? "alarm" : ""}
+        note=${`moved ${count(model.promise_moves.moved ?? 0)}, restored ${
+          count(model.promise_moves.found ?? 0)} after a death`} />
     <//>
     <div class="grid">
       <${Replicas} rows=${replicas} />

@@ -133,11 +133,15 @@ class PromiseMoves:
             if of is not None and any(one.is_elsewhere for one in of.replicas):
                 outcome = await self._find(of, entry)
                 outcomes[outcome] += 1
-                self._count(of.name, "found" if outcome == "moved" else outcome)
+                self._note_end(of, "found" if outcome == "moved" else outcome)
         self._live, self._gone = live, gone
         self._due_at_s = min(gone.values(), default=now_s + RETRY_S)
         if outcomes["moved"]:
             self._log("promises_found", dict(outcomes.items()))
+
+    def _note_end(self, model: ServedModel, outcome: Outcome) -> None:
+        model.replicas.promise_moves[outcome] += 1
+        self._count(model.name, outcome)
 
     # -- an engine that drains ------------------------------------------------------------------
 
@@ -201,7 +205,7 @@ class PromiseMoves:
             for entry in left:
                 outcome = await self._move(model, source, engine, entry)
                 outcomes[outcome] += 1
-                self._count(model.name, outcome)
+                self._note_end(model, outcome)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(MOVES_MAX):

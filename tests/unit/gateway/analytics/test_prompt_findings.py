@@ -45,6 +45,7 @@ class Prompts:
         cached: int = 0,
         read: int | None = None,
         write: dict[str, int] | None = None,
+        broken: int = 0,
         after_s: float = 10.0,
         tenant_id: int = 1,
         model: str = "m",
@@ -58,7 +59,7 @@ class Prompts:
             Boundary(220, "messages[0]"),
         )
         read = cached if read is None else read
-        record = UsageRecord(220, {"5m": read} if read else {}, write or {}, 0, 1, cached)
+        record = UsageRecord(220, {"5m": read} if read else {}, write or {}, 0, 1, cached, broken)
         facts: dict[str, Any] = {
             "request_id": f"r{self.now_s:g}",
             "namespace": b"n",
@@ -242,3 +243,16 @@ def test_counts_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aggregates, "COUNTS_MAX", 1)
 
     assert set(Prompts().ask()) == {NEW_CONVERSATION}
+
+
+def test_a_promise_that_a_death_broke_is_its_own_cause(prompts: Prompts) -> None:
+    """Its tokens were charged as read, so none counts as written. One that another fault broke is
+    that fault's."""
+    found = prompts.ask(read=200, broken=184, write={"5m": 20}, is_broken_by_death=True, epoch="f")
+    other = prompts.ask(read=200, broken=184, level_miss="damaged", losses={"evicted_pressure": 1})
+
+    assert set(found) == {"promise_broken"}
+    cause = found["promise_broken"]
+    assert (cause.place, cause.requests, cause.wasted_tokens) == ("5m", 1, 184)
+    assert cause.facts == {}
+    assert "promise_broken" not in other

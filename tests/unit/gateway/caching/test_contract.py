@@ -209,6 +209,20 @@ def test_broken_promise_is_billed_as_read_and_counted() -> None:
 
     assert (record.read, record.fresh, record.physical_cached) == ({"5m": 20}, 10, 0)
     assert record.recomputed_promised == 20
+    assert not world.last.is_broken_by_death
+
+
+def test_a_promise_that_ended_with_its_engine_says_so() -> None:
+    """A finding tells the operator what would have kept it."""
+    world = World()
+    world.run("abc", {2: "5m"})
+    world.there.clear()
+    world.epoch = "second"
+
+    record = world.run("abc", {2: "5m"})
+
+    assert record.recomputed_promised == 20
+    assert world.last.is_broken_by_death
 
 
 def test_broken_promise_is_written_again_if_not_honoured() -> None:

@@ -78,6 +78,8 @@ def routed(gateway: GatewayFixture) -> None:
     home.beat()
     replicas.add("e2")
     replicas.submit(request(1, 1))
+    replicas.apart.outcomes["apart"] += 2
+    replicas.promise_moves["found"] += 1
 
 
 async def test_the_fleet_is_shown_with_its_choices(gateway: GatewayFixture) -> None:
@@ -91,6 +93,9 @@ async def test_the_fleet_is_shown_with_its_choices(gateway: GatewayFixture) -> N
     unknown, error = await admin.ask("GET", "/admin/v1/fleet/choices/none")
 
     assert (model["model"], model["prefixes_asked_anew"]) == (gateway.model, 0)
+    assert (model["prompts_apart"], model["promise_moves"]) == ({"apart": 2}, {"found": 1})
+    assert seen["broken_promises"] == 0
+    assert {one["role"] for one in model["replicas"]} == {"any"}
     told = {one["name"]: one.get("device_prefix_tokens") for one in model["replicas"]}
     assert sorted(told) == ["e0", "e1", "e2"]
     assert told[newest["replica"]] == PREFIX

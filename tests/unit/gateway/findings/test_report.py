@@ -230,6 +230,7 @@ def test_order_is_by_saving_and_legitimate_ones_are_last(books: Books) -> None:
         ("prompt_changes", 4, 9_000, False),
         ("prompt_changes", 5, 2_500, True),
         ("restarted", 1, 100, True),
+        ("promise_broken", 1, 100, True),
         ("damaged", 1, 9_000, False),
         ("damaged", 2, 100, True),
         ("level_failed", 3, 2_400, False),
@@ -330,3 +331,20 @@ def test_unknown_tenant_is_an_error(books: Books) -> None:
 )
 def test_dollars_have_the_decimals_that_matter(pico: int, shown: str) -> None:
     assert dollars(pico) == shown
+
+
+def test_a_broken_promise_costs_the_operator_what_was_not_charged(books: Books) -> None:
+    """Once, not every month; also where that is more than all that the tenant was charged. It says
+    what would have kept it, and to the tenant that it need not change anything."""
+    books.use("ada", 3, 10_000, cached=10_000)
+    books.count("ada", "promise_broken", 1, 9_000, place="1h")
+
+    (found,) = books.find()
+    (own,) = books.find("ada", is_own=True)
+    assert found["of_cost_usd"] == "0.0030"
+    assert found["cost_usd"] == found["saving_usd_month"] == "0.0081"  # 9,000 at 0.9 micro-dollars
+    assert "class 1h were lost with an engine in 1 of 3 requests" in found["sentence"]
+    assert "about $0.0081 not charged for them" in found["sentence"]
+    for cure in ("disk", "host memory", "second replica", "drain", "store"):
+        assert cure in found["advice"]
+    assert "charged as reads" in own["advice"]
