@@ -31,6 +31,9 @@ class RemoteConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The longest that any call of it may take."""
     tokens_min: Positive = 1024
     """The shortest prefix that is loaded from it."""
+    shared: bool = False
+    """All replicas of the model with this address and master key read what each has put there; it
+    holds extra copies of what their disks have."""
 
 
 class LevelsConfig(Struct, frozen=True, forbid_unknown_fields=True):

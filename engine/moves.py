@@ -257,11 +257,17 @@ class Stored(Struct, frozen=True, tag="stored"):
 
 
 class Look(Struct, frozen=True, tag="look"):
-    """Find the longest stored prefix of `tokens`. The outcome is one `Looked`."""
+    """Find the longest stored prefix of `tokens`. The outcome is one `Looked`.
+
+    `shared`: a store that replicas share is asked, too, for copies in this format; where it must be
+    read first, the answer waits `shared_s` for that at most.
+    """
 
     call_id: Count
     namespace: Namespace
     tokens: tuple[int, ...]
+    shared: SlotFormat | None = None
+    shared_s: float = 0.0
 
 
 class StoredRun(Struct, frozen=True):
@@ -276,10 +282,14 @@ class StoredRun(Struct, frozen=True):
 
 
 class Looked(Struct, frozen=True, tag="looked"):
-    """The records of consecutive runs from the first. Tokens were compared from the root."""
+    """The records of consecutive runs from the first. Tokens were compared from the root.
+
+    `shared_runs`: how many runs behind them a shared store is known to have.
+    """
 
     call_id: Count
     runs: tuple[StoredRun, ...]
+    shared_runs: Count = 0
 
 
 class Fetch(Struct, frozen=True, tag="fetch"):
@@ -385,15 +395,26 @@ class EraseStored(Struct, frozen=True, tag="erase_stored"):
     tokens: tuple[int, ...] | None = None
 
 
+class SharedErased(Struct, frozen=True):
+    """What an erasure has deleted in a shared store. `code`: why not all, in words; empty if all is
+    gone."""
+
+    objects: Count = 0
+    bytes: Count = 0
+    code: str = ""
+
+
 class StoredErased(Struct, frozen=True, tag="stored_erased"):
     """What an erasure took from the disk. `code` is not empty where it failed. `is_shredded`: the
-    key of what was named is destroyed, so that no copy of it opens again, wherever it is."""
+    key of what was named is destroyed, so that no copy of it opens again, wherever it is. `shared`:
+    what a shared store has deleted, whose keys are not destroyed; None without one."""
 
     call_id: Count
     records: Count = 0
     bytes: Count = 0
     code: str = ""
     is_shredded: bool = False
+    shared: SharedErased | None = None
 
 
 class SetStoredQuotas(Struct, frozen=True, tag="set_stored_quotas"):
@@ -411,7 +432,8 @@ class KeepHere(Struct, frozen=True, tag="keep_here"):
 
 class RemoteStats(Struct, frozen=True):
     """The remote store in the storage's heartbeat. `capacity_bytes`: 0 without a bound.
-    `pending_erasures`: objects whose records are gone, and which it has not deleted yet."""
+    `pending_erasures`: objects whose records are gone, and which it has not deleted yet.
+    `written_bytes_total`: of what was put into a shared store."""
 
     state: Literal["open", "full", "off"]
     reason: str = ""
@@ -425,6 +447,7 @@ class RemoteStats(Struct, frozen=True):
     dropped_total: Count = 0
     pending_erasures: Count = 0
     read_bytes_per_s: float = 0.0
+    written_bytes_total: Count = 0
 
 
 class StorageStats(Struct, frozen=True, tag="storage_stats"):
@@ -452,10 +475,65 @@ class StorageStats(Struct, frozen=True, tag="storage_stats"):
     remote: RemoteStats | None = None
 
 
+# -- peers ---------------------------------------------------------------------------------------
+
+PeerMiss = Literal["", "busy", "refused", "lacking", "late", "lost", "damaged", "stopped"]
+"""Why a run was not fetched from another engine: too many fetches at a time; it refuses; it has not
+all; not before the deadline; the connection ended; other bytes than were sent; it was stopped."""
+
+
+class FetchRuns(Struct, frozen=True, tag="fetch_runs"):
+    """Fetch copies of the last runs of `tokens`, from run `first` on, from another engine into
+    slots of one format; `peer` None: from a shared store. The outcomes are a `FetchedRun` for each,
+    in order, after `timeout_s` at the latest; with the first that fails all behind it do. The
+    caller holds the slots till then.
+    """
+
+    call_id: Count
+    peer: Peer | None
+    namespace: Namespace
+    tokens: tuple[int, ...]
+    first: Count
+    slots: tuple[int, ...]
+    form: SlotFormat
+    timeout_s: float
+
+
+class FetchedRun(Struct, frozen=True, tag="fetched_run"):
+    """The outcome for the next run of a `FetchRuns`: its slot is full of verified bytes with the
+    digest `check`, or `why` not. `limit_s`: as in `StoredRun`; `seconds`: that it took.
+    """
+
+    call_id: Count
+    why: PeerMiss = ""
+    check: bytes = b""
+    limit_s: float | None = None
+    seconds: float = 0.0
+
+
+class StopFetch(Struct, frozen=True, tag="stop_fetch"):
+    """Have a `FetchRuns` fail soon. No outcome of its own."""
+
+    call_id: Count
+
+
+# -- the ports of both ---------------------------------------------------------------------------
+
 StorageCommand = (
-    StoreRuns | Look | Fetch | Renew | Recall | EraseStored | SetStoredQuotas | KeepHere
+    StoreRuns
+    | Look
+    | Fetch
+    | FetchRuns
+    | StopFetch
+    | Renew
+    | Recall
+    | EraseStored
+    | SetStoredQuotas
+    | KeepHere
 )
-StorageOutcome = Stored | Looked | Fetched | Renewed | Recalled | StoredErased | StorageStats
+StorageOutcome = (
+    Stored | Looked | Fetched | FetchedRun | Renewed | Recalled | StoredErased | StorageStats
+)
 
 
 class Storage(Protocol):
@@ -479,41 +557,6 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Let the process finish what it was given, and leave it."""
-
-
-# -- peers ---------------------------------------------------------------------------------------
-
-PeerMiss = Literal["", "busy", "refused", "lacking", "late", "lost", "damaged", "stopped"]
-"""Why a run was not fetched from another engine: too many fetches at a time; it refuses; it has not
-all; not before the deadline; the connection ended; other bytes than were sent; it was stopped."""
-
-
-class FetchRuns(Struct, frozen=True):
-    """Fetch copies of the last runs of `tokens`, from run `first` on, from another engine into
-    slots of one format. The outcomes are a `FetchedRun` for each, in order, after `timeout_s` at
-    the latest; with the first that fails all behind it do. The caller holds the slots till then.
-    """
-
-    call_id: Count
-    peer: Peer
-    namespace: Namespace
-    tokens: tuple[int, ...]
-    first: Count
-    slots: tuple[int, ...]
-    form: SlotFormat
-    timeout_s: float
-
-
-class FetchedRun(Struct, frozen=True):
-    """The outcome for the next run of a `FetchRuns`: its slot is full of verified bytes with the
-    digest `check`, or `why` not. `limit_s`: as in `StoredRun`; `seconds`: that it took.
-    """
-
-    call_id: Count
-    why: PeerMiss = ""
-    check: bytes = b""
-    limit_s: float | None = None
-    seconds: float = 0.0
 
 
 class Peers(Protocol):

@@ -19,6 +19,7 @@ from engine.moves import (
     EraseStored,
     Fetch,
     Fetched,
+    FetchRuns,
     KeepHere,
     Look,
     Looked,
@@ -31,6 +32,7 @@ from engine.moves import (
     Renewed,
     SetStoredQuotas,
     SlotFormat,
+    StopFetch,
     StorageCommand,
     StorageOutcome,
     StorageStats,
@@ -117,6 +119,8 @@ class MemoryStorage:
         match command:
             case StoreRuns():
                 return [self._store(command)]
+            case FetchRuns() | StopFetch():
+                return [*failures_of(command)]
             case Look():
                 return [self._look(command)]
             case Fetch():

@@ -60,7 +60,6 @@ class Erasures:
         else:
             self._waiting[waits_for] = (erased, answer)
 
-    def _finish(self, waits_for: int, disk: LevelErased | None) -> None:
+    def _finish(self, waits_for: int, below: tuple[LevelErased, ...]) -> None:
         erased, answer = self._waiting.pop(waits_for)
-        levels = erased.levels if disk is None else (*erased.levels, disk)
-        answer(replace(erased, levels=levels))
+        answer(replace(erased, levels=(*erased.levels, *below)))

@@ -167,7 +167,7 @@ class EngineStats:
             preemptions_total=scheduler.preemptions,
             steps_per_s=1 / self._step_s if self._step_s > 0 else 0.0,
             prefill_tokens_per_s=self._prefill_per_s,
-            levels=self.levels_off if levels is None else levels.stats(),
+            levels=(*(() if levels is None else levels.stats()), *self.levels_off),
             loading=0 if loading is None else len(loading),
             changed=tuple(
                 _namespace_stats(cache.use(name), live, running, levels) for name in names

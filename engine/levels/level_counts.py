@@ -15,6 +15,7 @@ from engine.levels.disk.disk_level import DiskLevel
 from engine.levels.load_choice import LevelPace, LoadChoice, NotLoaded
 from engine.levels.loads import Loads
 from engine.levels.offloading import Offloading
+from engine.levels.peers.fetching import PeerFetching
 from engine.levels.places import RunPlaces
 from engine.levels.restarts.recovery import DropReason, Recovery
 from engine.moves import RemoteStats
@@ -138,9 +139,15 @@ class LevelCounts:
             copies=disk.copies,
         )
 
-    def of_remote(self, remote: RemoteStats) -> LevelStats:
-        """Return the statistics of the remote store. O(1)."""
+    def of_remote(self, remote: RemoteStats, fetching: PeerFetching | None = None) -> LevelStats:
+        """Return the statistics of the remote store; `fetching`: from one that replicas share."""
         loads, pace = self._loads, self._paces["remote"]
+        chosen, declined = self.chosen["remote"], self.declined["remote"]
+        not_loaded = self._why("remote")
+        if fetching is not None:
+            pace, not_loaded = fetching.pace, fetching.misses
+            declined = sum(not_loaded.get(why, 0) for why in ("no_room", "slower", "paused"))
+            chosen = fetching.begun_total - declined
         return LevelStats(
             name="remote",
             state=remote.state,
@@ -157,8 +164,9 @@ class LevelCounts:
             loaded_tokens_total=self.loaded_tokens["remote"],
             regret_s_total=pace.regret_s,
             bytes_per_s=remote.read_bytes_per_s or pace.bytes_per_s,
-            chosen_total=self.chosen["remote"],
-            declined_total=self.declined["remote"],
-            not_loaded=self._why("remote"),
+            written_bytes_total=remote.written_bytes_total,
+            chosen_total=chosen,
+            declined_total=declined,
+            not_loaded=not_loaded,
             pending_erasures=remote.pending_erasures,
         )

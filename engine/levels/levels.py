@@ -36,6 +36,7 @@ from engine.levels.load_choice import LoadChoice, choose_load, first_paces
 from engine.levels.loads import Load, LoadPlan, Loads
 from engine.levels.offloading import Offloading
 from engine.levels.peers.fetching import PeerFetching
+from engine.levels.peers.shared_store import SharedStore
 from engine.levels.peers.sharing import Sharing
 from engine.levels.places import RunPlaces, level_of
 from engine.levels.promise_terms import told_terms
@@ -45,6 +46,7 @@ from engine.levels.window_copies import WindowCopies
 from engine.moves import (
     EraseStored,
     Fetched,
+    FetchedRun,
     Peers,
     Renew,
     Storage,
@@ -62,6 +64,8 @@ finds them on host."""
 STUCK_S: Final = 10.0
 """Seconds without an outcome after which nothing waits for moves any more. Of the time between two
 turns one second counts: the machine may have paused."""
+SHARED_LOOK_PART: Final = 0.75
+"""Of the wait for a look, the part for which its answer waits for a shared store."""
 WIPED_BYTES_A_TURN: Final = 4 * 2**20
 """Bytes of host memory that a turn wipes, in about a millisecond."""
 ERASED_TURNS: Final = 4
@@ -97,7 +101,9 @@ class Levels:
         self.config = config
         self.cache = cache
         self.places = RunPlaces(cache, transfer.layout, transfer.formats, wipe)
-        self.on_erased: Callable[[int, LevelErased | None], None] = lambda call_id, erased: None
+        self.on_erased: Callable[[int, tuple[LevelErased, ...]], None] = lambda call_id, erased: (
+            None
+        )
         self._transfer = transfer
         self._close_memory = close_memory
         self._last_id = 0
@@ -121,14 +127,21 @@ class Levels:
         else:
             cache.attach(self)
         self._erasures: dict[int, Namespace] = {}  # that the storage has to answer
-        self._dropping: dict[int, tuple[Namespace, LevelErased | None]] = {}
+        self._dropping: dict[int, tuple[Namespace, tuple[LevelErased, ...]]] = {}
         self.counts = LevelCounts(self.loads, self.paces)
+        self._shared: SharedStore | None = None
+        self._shared_fetching: PeerFetching | None = None
+        if storage is not None and config.remote.shared and not self.windows.is_on:
+            self._shared = SharedStore(storage)
+            parts = cache, self.places, self._shared
+            tokens_min = config.remote.tokens_min
+            self._shared_fetching = PeerFetching(*parts, self._next_id, tokens_min, "remote")
         self.fetching: PeerFetching | None = None
         self.sharing: Sharing | None = None
         if peers is not None and view is not None and not self.windows.is_on:
-            parts = cache, self.places
-            self.fetching = PeerFetching(*parts, peers, self._next_id, config.host_tokens_min)
-            self.sharing = Sharing(*parts, self.offloading, view)
+            own = cache, self.places
+            self.fetching = PeerFetching(*own, peers, self._next_id, config.host_tokens_min)
+            self.sharing = Sharing(*own, self.offloading, view)
         self._now_s = self._before_s = self.places.now_s = now_s
         self._silent_s = 0.0
         self._wiped_a_turn = max(1, WIPED_BYTES_A_TURN // max(1, transfer.formats[OWN].slot_bytes))
@@ -144,6 +157,16 @@ class Levels:
         """Return whether the disk may know prefixes of a namespace. O(1)."""
         return self._disk is not None and self._disk.storage.has_records(namespace)
 
+    def may_know(self, grant: CacheGrant) -> bool:
+        """Return whether a look may find anything for a request, on disk or in a shared store.
+        O(1)."""
+        return self._is_shared(grant) or self.has_records(grant.namespace)
+
+    def _is_shared(self, grant: CacheGrant) -> bool:
+        """Return whether a request may find copies of its namespace in a shared store."""
+        is_let = grant.at_rest == self.at_rest(grant.namespace) == "remote"
+        return self._shared is not None and is_let
+
     @property
     def is_disk_lost(self) -> bool:
         """Return whether the disk is off and was heard of."""
@@ -153,11 +176,40 @@ class Levels:
         """Ask the disk for a longer prefix of a request's `tokens`, of which the device has `here`;
         return whether it is worth waiting for."""
         looks = None if self._disk is None else self._disk.looks
-        if looks is None or not looks.is_worth_it(grant.namespace, tokens, here, self._now_s):
+        if looks is None:
+            return False
+        is_shared, what = self._is_shared(grant), (grant.namespace, tokens, here, self._now_s)
+        least = None if self.has_records(grant.namespace) else self.config.remote.tokens_min
+        if not looks.is_worth_it(*what, least):
             return False
         self._note_grant(grant)
-        looks.ask(sequence_id, grant, tokens)
+        if is_shared:
+            form = self.places.formats.formats[self.places.formats.of(grant.namespace)]
+            wait_s = SHARED_LOOK_PART * self.config.look_ms / 1000
+            looks.ask(sequence_id, grant, tokens, form, wait_s)
+        else:
+            looks.ask(sequence_id, grant, tokens)
         return True
+
+    def fetch_shared(
+        self,
+        sequence_id: int,
+        grant: CacheGrant,
+        tokens: Sequence[int],
+        compute_s: Callable[[int, int], float],
+    ) -> float:
+        """Begin to fetch what a look has found in a shared store; return the seconds that it is
+        worth waiting for, 0 where nothing is begun. `compute_s`: as for `plan`."""
+        if self._shared_fetching is None or self._disk is None:
+            return 0.0
+        there = self._disk.looks.take_offer(sequence_id)
+        if not there:
+            return 0.0
+        size = self.cache.block_size
+        here = len(self.places.match(grant.namespace, tokens, self._now_s)) * size
+        seconds = compute_s(here, max(0, there - here))
+        what = sequence_id, grant, tokens, there, None, seconds
+        return self._shared_fetching.begin(*what, self._now_s)
 
     def fetch(
         self,
@@ -173,15 +225,20 @@ class Levels:
         if self.fetching is None:
             return 0.0
         self._note_grant(grant)
-        return self.fetching.begin(sequence_id, grant, tokens, peer, compute_s, self._now_s)
+        what = sequence_id, grant, tokens, peer.tokens, peer, compute_s
+        return self.fetching.begin(*what, self._now_s)
 
     def leave_fetch(self, sequence_id: int) -> bool:
         """Stop the fetch of a sequence that does not wait any more; return whether it had one."""
-        return self.fetching is not None and self.fetching.leave(sequence_id)
+        return any(one.leave(sequence_id) for one in self._fetchings)
 
     def take_fetched(self) -> list[int]:
         """Return the sequences whose fetch has ended since the last call."""
-        return [] if self.fetching is None else self.fetching.take_ended()
+        return [one for fetching in self._fetchings for one in fetching.take_ended()]
+
+    @property
+    def _fetchings(self) -> list[PeerFetching]:
+        return [one for one in (self.fetching, self._shared_fetching) if one is not None]
 
     def take_looked(self) -> list[int]:
         """Return the sequences whose look has been answered since the last call."""
@@ -272,8 +329,8 @@ class Levels:
                     self._silent_s = 0.0
                 self._take(self._disk, outcome)
             self._disk.notice_absence(passed_s)
-        if self.fetching is not None:
-            self.fetching.turn(now_s)
+        for fetching in self._fetchings:
+            fetching.turn(now_s)
         if self.promises is not None:
             self.promises.turn(now_s)
         else:
@@ -312,7 +369,7 @@ class Levels:
             or bool(self._erasures)
             or (self._disk is not None and self._disk.is_busy)
             or self._is_recovering
-            or bool(self.fetching or self.sharing)
+            or bool(self.fetching or self.sharing or self._shared_fetching)
             or (self.places.remains.soiled > 0 and not self.places.accounts.is_closed)
             or (self.promises is not None and self.promises.renewals > 0)
         )
@@ -334,8 +391,8 @@ class Levels:
             self._store_recovered()
         places.epochs[namespace] += 1
         self.loads.void(namespace)
-        if self.fetching is not None:
-            self.fetching.erase(namespace, self._now_s)
+        for fetching in self._fetchings:
+            fetching.erase(namespace, self._now_s)
         if not is_part:
             self._lossy.pop(namespace, None)
         blocks, size = places.host_blocks.get(namespace, 0), self.host_bytes(namespace)
@@ -349,7 +406,7 @@ class Levels:
             return on_device, erased, None
         call_id = self._next_id()
         if self._disk is None:
-            self._dropping[call_id] = namespace, None
+            self._dropping[call_id] = namespace, ()
             return on_device, erased, call_id
         self._disk.recall.erasing()
         self._erasures[call_id] = namespace
@@ -421,7 +478,9 @@ class Levels:
             return (host, *others)
         disk = counts.of_disk(self._disk, len(self._erasures))
         remote = self._disk.stats.remote
-        below = (host, disk) if remote is None else (host, disk, counts.of_remote(remote))
+        below: tuple[LevelStats, ...] = (host, disk)
+        if remote is not None:
+            below = (host, disk, counts.of_remote(remote, self._shared_fetching))
         return (*below, *others)
 
     def check(self) -> None:
@@ -551,12 +610,13 @@ class Levels:
     def _take(self, disk: DiskLevel, outcome: StorageOutcome) -> None:
         if isinstance(outcome, Fetched):
             self.loads.fetched_one(outcome)
+        elif isinstance(outcome, FetchedRun):
+            if self._shared is not None:
+                self._shared.take(outcome)
         elif not isinstance(outcome, StoredErased):
             disk.take(outcome, self._now_s)
         elif (namespace := self._erasures.pop(outcome.call_id, None)) is not None:
-            erased = LevelErased(
-                "disk", outcome.records, outcome.bytes, outcome.code, outcome.is_shredded
-            )
+            erased = _erased_below(outcome)
             if self._is_dropping(namespace):  # host memory has something of it still
                 self._dropping[outcome.call_id] = namespace, erased
             else:
@@ -661,3 +721,12 @@ class Levels:
         if load.loaded == len(load.pieces):
             took_s = max(0.0, self._before_s - load.began_s)
             self.paces[load.level].record_load(took_s, load.plan.choice.compute_s, now_s)
+
+
+def _erased_below(outcome: StoredErased) -> tuple[LevelErased, ...]:
+    """Return what an erasure took from the disk, and from a shared store if there is one."""
+    size, shared = outcome.bytes, outcome.shared
+    disk = LevelErased("disk", outcome.records, size, outcome.code, outcome.is_shredded)
+    if shared is None:
+        return (disk,)
+    return disk, LevelErased("remote", shared.objects, shared.bytes, shared.code)

@@ -50,7 +50,7 @@ class _State(Enum):
 @dataclass(slots=True, eq=False, repr=False)
 class _Piece:
     """One run of a load: its node, the level it comes from, its slot and the format of that, the
-    blocks it fills. `is_fetched`: another engine has just sent it to host memory.
+    blocks it fills. `source`: where it has just been fetched from to host memory.
     """
 
     node: Node
@@ -60,7 +60,7 @@ class _Piece:
     block: int
     beside: tuple[int, ...]
     check: bytes
-    is_fetched: bool = False
+    source: LevelName | None = None
     is_damaged: bool = False
     state: _State = field(init=False)
 
@@ -135,7 +135,7 @@ class Load:
     def tokens_by_level(self, run_tokens: int) -> tuple[tuple[LevelName, int], ...]:
         """Return the tokens that it brought, by the level they were on."""
         loaded = self.pieces[: self.loaded]
-        counts = Counter[LevelName]("peer" if one.is_fetched else one.level for one in loaded)
+        counts = Counter[LevelName](one.source or one.level for one in loaded)
         return tuple((name, counts[name] * run_tokens) for name in LEVELS_BELOW if counts[name])
 
     def forms(self) -> set[int]:
@@ -241,7 +241,7 @@ class Loads:
             if place is not None:
                 blocks = self._targets(table, index, has_windows=place.has_windows)
                 check = self._check_of(place)
-                what = place.slot, place.form, *blocks, check, place.is_fetched
+                what = place.slot, place.form, *blocks, check, place.source
                 pieces.append(_Piece(node, "host", *what))
                 continue
             record, slot = node.record, None
@@ -427,9 +427,9 @@ class Loads:
         load.is_ended, load.loaded = True, loaded
         load.ready.clear()
         for piece in load.pieces[:loaded]:
-            self.loaded_blocks["peer" if piece.is_fetched else piece.level] += 1
+            self.loaded_blocks[piece.source or piece.level] += 1
             if piece.node.host is not None:
-                piece.node.host.is_fetched = False
+                piece.node.host.source = None
         for piece in load.pieces[loaded:]:
             if piece.state is _State.READY:  # it was never begun
                 piece.state = _State.FAILED

@@ -107,15 +107,17 @@ class RunPlaces:
         self._cache.promises.extend_limit(node, limit_at_s, self.now_s, is_new=is_new)
         return node
 
-    def give(self, node: Node, slot: int, check: bytes = b"", *, is_fetched: bool = False) -> None:
+    def give(
+        self, node: Node, slot: int, check: bytes = b"", *, source: LevelName | None = None
+    ) -> None:
         """Let a node have a held slot, full of its bytes; the hold becomes the node's. One that it
-        had before is given up. `is_fetched`: another engine has sent them. O(log nodes).
+        had before is given up. `source`: where they were fetched from. O(log nodes).
         """
         was_copied = node.is_copied
         self._take_back(node)
         self._place(node, slot, check)
         assert node.host is not None, "it has just got one"
-        node.host.is_fetched = is_fetched
+        node.host.source = source
         self._count_copied(node, was_copied=was_copied)
         if self.notes is not None:
             self.notes.given(node)

@@ -61,8 +61,8 @@ class Loading:
         grant, peer = request.grant, request.peer
         if not grant.read or request.prompt_logprobs is not None:
             return False
-        has_records = levels.has_records(grant.namespace)
-        if peer is None and not has_records:
+        may_know = levels.may_know(grant)
+        if peer is None and not may_know:
             return False
         tokens = tuple(sequence.findable_tokens(self._cache.block_size))
         here = self._cache.find(grant.namespace, tokens, now_s).cached_tokens
@@ -70,7 +70,7 @@ class Loading:
         if peer is not None and peer.tokens > here:
             compute_s = self._step_cost.seconds_of_slice(here, peer.tokens - here)
             wait_s = levels.fetch(number, grant, tokens, peer, compute_s)
-        if not wait_s and has_records and levels.look(number, grant, tokens, here):
+        if not wait_s and may_know and levels.look(number, grant, tokens, here):
             wait_s = levels.config.look_ms / 1000
         if wait_s:
             self.looking[number] = (sequence, wait_s, None)
@@ -232,7 +232,8 @@ class Loading:
         ones.
         """
         for sequence_id in self.levels.take_looked():
-            self._end_look(sequence_id, is_answered=not self.levels.is_disk_lost)
+            if not self._fetch_shared(sequence_id):
+                self._end_look(sequence_id, is_answered=not self.levels.is_disk_lost)
         for sequence_id in self.levels.take_fetched():
             self._end_look(sequence_id, is_answered=True)
         for sequence_id, (sequence, wait_s, until_s) in list(self.looking.items()):
@@ -241,6 +242,20 @@ class Loading:
             elif now_s >= until_s:
                 is_fetch = self.levels.leave_fetch(sequence_id)
                 self._end_look(sequence_id, is_answered=is_fetch)
+
+    def _fetch_shared(self, sequence_id: int) -> bool:
+        """Let a sequence whose look has found more in a shared store wait for that; return whether
+        it does."""
+        found = self.looking.get(sequence_id)
+        if found is None:
+            return False
+        sequence, seconds = found[0], self._step_cost.seconds_of_slice
+        tokens = tuple(sequence.findable_tokens(self._cache.block_size))
+        grant = sequence.parent.request.grant
+        wait_s = self.levels.fetch_shared(sequence_id, grant, tokens, seconds)
+        if wait_s:
+            self.looking[sequence_id] = (sequence, wait_s, None)
+        return bool(wait_s)
 
     def _end_look(self, sequence_id: int, *, is_answered: bool) -> None:
         """Queue a sequence after its look, or fetch. Without an answer the disk may have all."""

@@ -10,9 +10,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from engine.api import LevelName
 from engine.cache import PrefixCache
-from engine.config import EngineConfig, LevelsConfig
+from engine.config import EngineConfig, LevelsConfig, RemoteConfig
 from engine.kv.copy_device import CudaDevice
 from engine.kv.device_packing import gpu_packers_of
 from engine.kv.device_transfer import DeviceTransferEngine
@@ -99,9 +101,15 @@ def build_levels(
     generation = 0 if kept is None else kept.generation
     transfer = _transfer_engine(kv, arena)
     storage = None
+    off: tuple[LevelStats, ...] = ()
+    if wanted.remote.shared and cache.windows.windows:
+        reason = "shared copies of models with attention windows differ from run to run"
+        off = (LevelStats("remote", "off", reason),)
+        wanted = replace(wanted, remote=RemoteConfig())
     if wanted.disk_gib > 0:
         run_tokens = config.block_size
-        storage = StorageClient(disk_settings(wanted, arena, sizes, run_tokens, generation))
+        what = wanted, arena, sizes, run_tokens, generation, model_digest
+        storage = StorageClient(disk_settings(*what))
     peers = None
     if listen is not None:
         peers = PeerFetches(listen.name, listen.tls, model_digest, arena.view)
@@ -117,7 +125,7 @@ def build_levels(
         peers=peers,
         view=arena.view,
     )
-    return levels, ()
+    return levels, off
 
 
 def _transfer_engine(kv: KvPool, arena: HostArena) -> TransferEngine:

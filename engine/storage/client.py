@@ -27,8 +27,11 @@ from engine.moves import (
     EraseStored,
     Fetch,
     Fetched,
+    FetchedRun,
+    FetchRuns,
     KeepHere,
     SetStoredQuotas,
+    StopFetch,
     StorageCommand,
     StorageOutcome,
     StorageStats,
@@ -101,9 +104,11 @@ def disk_settings(
     slot_sizes: Sequence[int],
     run_tokens: int = 16,
     generation: int = 0,
+    model_digest: str = "",
 ) -> DiskSettings:
     """Return the settings of a storage process for an engine's configuration. `slot_sizes`: the
-    bytes of copies, by format; `generation`: of this engine among those that had the arena."""
+    bytes of copies, by format; `generation`: of this engine among those that had the arena;
+    `model_digest`: what decides the bytes of copies."""
     return DiskSettings(
         dir=config.dir,
         disk_bytes=int(config.disk_gib * GIB),
@@ -117,6 +122,7 @@ def disk_settings(
         seal=seal_settings(config),
         remote=remote_settings(config.remote),
         generation=generation,
+        model_digest=model_digest,
     )
 
 
@@ -176,7 +182,7 @@ class StorageClient:
                 if isinstance(command, EraseStored) and self._wire is not None:
                     self._transmit(frame)  # made up for when the disk is back
                 return
-            if not isinstance(command, SetStoredQuotas | KeepHere):
+            if not isinstance(command, SetStoredQuotas | KeepHere | StopFetch):
                 self._open[command.call_id] = command
             self._transmit(frame)
 
@@ -280,6 +286,13 @@ class StorageClient:
                     if left:
                         self._open[message.call_id] = replace(command, record_ids=tuple(left))
                     else:
+                        del self._open[message.call_id]
+            case FetchedRun():
+                command = self._open.get(message.call_id)
+                if isinstance(command, FetchRuns):
+                    self._outcomes.append(message)
+                    self._open[message.call_id] = replace(command, slots=command.slots[1:])
+                    if len(command.slots) == 1:
                         del self._open[message.call_id]
             case _:
                 if self._open.pop(message.call_id, None) is not None:

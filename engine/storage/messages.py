@@ -25,6 +25,8 @@ from engine.moves import (
     EraseStored,
     Fetch,
     Fetched,
+    FetchedRun,
+    FetchRuns,
     KeepHere,
     Look,
     Looked,
@@ -34,6 +36,7 @@ from engine.moves import (
     Renewed,
     SetStoredQuotas,
     SlotLayout,
+    StopFetch,
     StorageCommand,
     StorageOutcome,
     Stored,
@@ -45,7 +48,7 @@ from engine.storage.sealing.unlocking import SealSettings
 from engine.wire import Decoder
 
 NAMESPACES_PER_FRAME = 4_096
-STORAGE_VERSION = 3
+STORAGE_VERSION = 4
 """Version of these messages: both ends come from one installation."""
 
 
@@ -77,6 +80,8 @@ class DiskSettings(Struct, frozen=True, tag="disk_settings", forbid_unknown_fiel
     """Where the master key is; None for a plain store."""
     remote: RemoteSettings | None = None
     """Only beside `seal`."""
+    model_digest: str = ""
+    """All that decides the bytes of copies: of a shared store other replicas have the same."""
     generation: Count = 0
     """The number of the engine among those that had this arena."""
     version: int = STORAGE_VERSION
@@ -116,11 +121,14 @@ def failures_of(command: StorageCommand) -> Iterator[StorageOutcome]:
         case Fetch():
             for record_id in command.record_ids:
                 yield Fetched(command.call_id, record_id, False)
+        case FetchRuns():
+            for _ in command.slots:
+                yield FetchedRun(command.call_id, "lost")
         case EraseStored():
             yield StoredErased(command.call_id, code="closed")
         case Renew():
             yield Renewed(command.call_id, code="closed")
         case Recall():
             yield Recalled(command.call_id, code="closed")
-        case SetStoredQuotas() | KeepHere():
+        case SetStoredQuotas() | KeepHere() | StopFetch():
             pass

@@ -43,9 +43,11 @@ from engine.storage.index.promise_rows import PromiseRows
 from engine.storage.index.remote_rows import REMOTE, level_of
 from engine.storage.plans import PlannedRead, PlannedStore
 from engine.storage.reader import RecordReader
-from engine.storage.remote.copies import PUT_PART, RemoteCopies
+from engine.storage.remote.copies import PUT_PART, LentParts, RemoteCopies
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.room import RemoteRoom
+from engine.storage.remote.shared_copies import SharedCopies
+from engine.storage.remote.shared_reads import SharedReads, SharedSpaces
 from engine.storage.sealing.seals import Seals
 from engine.storage.slabs.record import place_bytes_of
 from engine.storage.slabs.slabs import DiskCalls, Place, SlabFiles
@@ -90,7 +92,8 @@ class StoreClock:
 
 class DiskStore:
     """An open store. `writer`: of records, `reader`: of their bytes, `slabs`: of their places;
-    `quotas`: who may have how much, `usage`: who has; `remote`: None without a remote store.
+    `quotas`: who may have how much, `usage`: who has; `remote`: None without a remote store,
+    `shared`: the same if replicas share it.
     """
 
     def __init__(
@@ -113,7 +116,9 @@ class DiskStore:
         """
         self._settings, self._calls, self._uptime_s = settings, calls, uptime_s
         self._seals = seals
+        self._view = view
         self.remote: RemoteCopies | None = None
+        self.shared: SharedCopies | None = None
         self._promised: dict[int, int] = {}
         self._noted_ms = self._count_promised_at_ms = 0
         self.fetched_total = self.expired_total = self.damaged_total = 0
@@ -178,19 +183,27 @@ class DiskStore:
 
     def _remote_copies(self, link: RemoteLink) -> RemoteCopies:
         assert self._seals is not None, "only a sealed store has copies elsewhere"
-        return RemoteCopies(
+        settings, name = self._settings, self._seals.store_name
+        lent = LentParts(
             self._index,
             self.slabs,
             self.reader,
             link,
-            store_name=self._seals.store_name,
-            room=RemoteRoom(self._settings.remote_bytes, self.quotas),
+            store_name=name,
+            room=RemoteRoom(settings.remote_bytes, self.quotas),
             give_up_place=self._give_up_place,
             cold=self._space.order.next_dropped,
             drop=self._drop,
             now_ms=self.clock.now_ms,
             uptime_s=self._uptime_s,
         )
+        if not settings.shared_model:
+            return RemoteCopies(lent)
+        spaces = SharedSpaces(self._seals, settings.shared_model)
+        clocks = self.clock.now_ms, self._uptime_s
+        reads = SharedReads(link, spaces, name, settings.run_tokens, self._view, *clocks)
+        self.shared = SharedCopies(lent, spaces, reads, self.usage.keep, self.usage.let_go)
+        return self.shared
 
     def close(self) -> None:
         """Write down what is in memory alone, and close the files. Safe to repeat."""
@@ -326,8 +339,11 @@ class DiskStore:
                     self._index.lengthen(record_id, limit_ms, promise_ms)
                 self._index.add_leases(scope, record_id, command.lease_ids)
             self._promises.set(set(command.record_ids).difference(gone), command.terms)
-        if promise_ms and self.remote is not None:
-            self.remote.want(command.record_ids)
+        if self.remote is not None:
+            if promise_ms:
+                self.remote.want(command.record_ids)
+            if limit_ms:
+                self.remote.renewed(command.namespace)
         return Renewed(command.call_id, tuple(gone))
 
     def recall(self, command: Recall) -> Recalled:
@@ -350,6 +366,9 @@ class DiskStore:
         is_all = command.lease_id is None and not command.tokens
         seals = self._seals if is_all else None
         rows, before = list[RecordRow](), self.usage.used_bytes
+        if self.remote is not None:
+            with self._index.file.change():
+                self.remote.erasing(command.namespace)
         if scope is not None:
             with self._index.file.change():
                 rows = self._drop_rows(self._tops_to_erase(scope, command))

@@ -53,11 +53,13 @@ CALLS_IN_FLIGHT_MAX = 32
 
 class ErasedLevelAnswer(Struct, frozen=True):
     """What an erasure took from a level. `shredded`: gone, and the key with which it was sealed is
-    destroyed. `pending`: the level has not confirmed it yet; the server tries again each minute."""
+    destroyed. `pending`: the level has not confirmed it yet, and `why`, if that is known; the
+    server tries again each minute."""
 
     blocks: int
     bytes: int
     state: Literal["gone", "shredded", "pending"]
+    why: str
 
 
 class ReceiptAnswer(Struct, frozen=True):
@@ -358,7 +360,8 @@ def levels_of(erased: Erased, block_bytes: int) -> dict[str, ErasedLevel]:
     for one in erased.levels:
         state: ErasedState = "shredded" if one.is_shredded else "gone"
         state = "pending" if one.code else state
-        found = add_levels(found, {one.level: ErasedLevel(one.blocks, one.bytes, state)})
+        why = one.code if one.level == "remote" else ""
+        found = add_levels(found, {one.level: ErasedLevel(one.blocks, one.bytes, state, why)})
     return found
 
 

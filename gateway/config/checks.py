@@ -211,6 +211,11 @@ def _check_remote(levels: LevelsConfig, at: Callable[[str], str]) -> None:
             key = at(f"engine.levels.remote.{name}")
             raise ConfigError(f"{key}: {value}; expected a finite number")
     if not remote.url:
+        if remote.shared:
+            raise ConfigError(
+                f"{at('engine.levels.remote.shared')}: true without engine.levels.remote.url;"
+                " expected the address that all replicas of the model have"
+            )
         return
     if problem := check_remote_url(remote.url):
         raise ConfigError(f"{at('engine.levels.remote.url')}: {problem}")

@@ -39,6 +39,8 @@ class ErasedLevel(Struct, frozen=True, forbid_unknown_fields=True):
     state: ErasedState = "gone"
     """`gone`, no later start finds it; `shredded`, that, and the key with which it was sealed is
     destroyed, so that no backup of it opens; `pending`, the level could not confirm it yet."""
+    why: str = ""
+    """Of `pending`: what the level said."""
 
 
 _Levels = dict[str, ErasedLevel]
@@ -201,11 +203,10 @@ def add_levels(
         states: list[ErasedState] = [one.state for one in each]
         if is_final:
             states = [more[name].state if name in more else "gone"]
-        sums[name] = ErasedLevel(
-            sum(one.blocks for one in each),
-            sum(one.bytes for one in each),
-            max(states, key=STATES.index),
-        )
+        state = max(states, key=STATES.index)
+        whys = [one.why for one in reversed(each) if one.why] if state == "pending" else []
+        sizes = sum(one.blocks for one in each), sum(one.bytes for one in each)
+        sums[name] = ErasedLevel(*sizes, state, whys[0] if whys else "")
     return sums
 
 

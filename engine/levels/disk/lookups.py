@@ -12,7 +12,7 @@ from engine.api import FIDELITIES, CacheGrant, Namespace
 from engine.cache.tree.prefix_tree import Node
 from engine.levels.places import RunPlaces
 from engine.levels.promises import KeptPromises
-from engine.moves import Look, Looked, Storage, StoredRun
+from engine.moves import Look, Looked, SlotFormat, Storage, StoredRun
 
 
 class DiskLookups:
@@ -33,28 +33,50 @@ class DiskLookups:
         self._next_id = next_id
         self._tokens_min = tokens_min
         self._asked: dict[int, tuple[int, CacheGrant, Sequence[int], int]] = {}
+        self._offers: dict[int, int] = {}
         self._answered: list[int] = []
 
     def __len__(self) -> int:
         return len(self._asked)
 
     def is_worth_it(
-        self, namespace: Namespace, tokens: Sequence[int], here: int, now_s: float
+        self,
+        namespace: Namespace,
+        tokens: Sequence[int],
+        here: int,
+        now_s: float,
+        tokens_min: int | None = None,
     ) -> bool:
         """Return whether the disk may have enough of a prompt beyond what the device (`here`) and
-        the known copies have. O(its runs).
+        the known copies have. `tokens_min`: what is enough, if not what it is for a disk. O(its
+        runs).
         """
         size = self._places.run_tokens
         known = len(self._places.match(namespace, tokens, now_s)) * size
-        return _whole(tokens, size) - max(here, known) >= self._tokens_min
+        least = self._tokens_min if tokens_min is None else tokens_min
+        return _whole(tokens, size) - max(here, known) >= least
 
-    def ask(self, sequence_id: int, grant: CacheGrant, tokens: Sequence[int]) -> None:
-        """Ask the disk for the longest prefix of a request's `tokens` that it has."""
+    def ask(
+        self,
+        sequence_id: int,
+        grant: CacheGrant,
+        tokens: Sequence[int],
+        shared: SlotFormat | None = None,
+        shared_s: float = 0.0,
+    ) -> None:
+        """Ask the disk for the longest prefix of a request's `tokens` that it has. `shared`,
+        `shared_s`: as in `Look`."""
         call_id = self._next_id()
         epoch = self._places.epochs[grant.namespace]
         self._asked[call_id] = (sequence_id, grant, tokens, epoch)
         whole = _whole(tokens, self._places.run_tokens)
-        self._storage.send(Look(call_id, grant.namespace, tuple(tokens[:whole])))
+        wanted = tuple(tokens[:whole])
+        self._storage.send(Look(call_id, grant.namespace, wanted, shared, shared_s))
+
+    def take_offer(self, sequence_id: int) -> int:
+        """Return how many tokens of a sequence's prompt the disk and a shared store have together,
+        as its look has found; 0 where the shared store has no more."""
+        return self._offers.pop(sequence_id, 0)
 
     def take_answered(self) -> list[int]:
         """Return the sequences whose look has been answered since the last call."""
@@ -73,6 +95,9 @@ class DiskLookups:
             return
         parent: Node | None = None
         promised, until_s = list[Node](), list[float]()
+        if outcome.shared_runs:
+            runs_there = len(outcome.runs) + outcome.shared_runs
+            self._offers[sequence_id] = runs_there * places.run_tokens
         runs = zip(*[iter(tokens)] * places.run_tokens, strict=False)
         for own, run in zip(runs, outcome.runs, strict=False):
             form = self._format_of(namespace, run)

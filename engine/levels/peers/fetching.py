@@ -1,4 +1,5 @@
-"""Fetches: prefixes that another engine has, brought into slots of host memory for one request.
+"""Fetches: prefixes that another engine has, or a store that replicas share, brought into slots of
+host memory for one request.
 
 What has come has a place as any other copy, so that the request loads it as it would load what it
 had left there itself. Runs come in order, each verified; the first that fails ends the fetch, and
@@ -27,6 +28,10 @@ from engine.statistics import LevelStats
 FETCH_S_MIN: Final = 0.25
 FETCH_S_MAX: Final = 10.0
 """A fetch may take what computing its tokens is predicted to take, within these."""
+NotFetched = Literal["no_room", "slower", "paused"]
+"""Why none was begun: no slots; computing is predicted to be faster; fetches had lost time."""
+GETS: Final = 8
+"""Runs that a shared store brings side by side."""
 GRACE_S: Final = 0.05
 """A request waits so much longer than its fetch, whose end says more."""
 ERASED_S: Final = 120.0
@@ -49,11 +54,16 @@ class _Fetch:
     runs: deque[tuple[int, ...]]
     slots: deque[int]
     parent: Node | None
+    compute_s: float
+    began_s: float
     is_void: bool = False
 
 
 class PeerFetching:
-    """All fetches of one engine. `pace`: the measured one."""
+    """All fetches of one engine, from its peers or from a shared store. `pace`: the measured one.
+
+    Whether a peer is worth asking its gateway has judged; for a shared store the pace says so here.
+    """
 
     def __init__(
         self,
@@ -62,16 +72,19 @@ class PeerFetching:
         peers: Peers,
         next_id: Callable[[], int],
         tokens_min: int,
+        source: Literal["peer", "remote"] = "peer",
     ) -> None:
-        """`tokens_min`: the least tokens for which a peer is asked."""
+        """`tokens_min`: the least tokens for which a peer is asked; `source`: what it is."""
         self._cache, self._places, self._peers = cache, places, peers
         self._next_id, self._tokens_min = next_id, tokens_min
-        self.pace = LevelPace("peer", [one.slot_bytes for one in places.formats.formats])
+        self._source: Final = source
+        sizes = [one.slot_bytes for one in places.formats.formats]
+        self.pace = LevelPace(source, sizes, GETS if source == "remote" else 1)
         self._open: dict[int, _Fetch] = {}
         self._ended: list[int] = []
         self._erased_at_s: OrderedDict[Namespace, float] = OrderedDict()
         self._fetched = 0
-        self._outcomes = Counter[PeerMiss | Literal["no_room"]]()
+        self._outcomes = Counter[PeerMiss | NotFetched]()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -81,23 +94,27 @@ class PeerFetching:
         sequence_id: int,
         grant: CacheGrant,
         tokens: Sequence[int],
-        peer: Peer,
+        there: int,
+        peer: Peer | None,
         compute_s: float,
         now_s: float,
     ) -> float:
-        """Begin to fetch what a peer has of a request's `tokens` and no level has here; return the
-        seconds that it is worth waiting for, 0 where nothing is begun. `compute_s`: predicted
-        seconds to compute it. O(runs).
+        """Begin to fetch what a peer, or the shared store, has of a request's `tokens` and no level
+        has here; return the seconds that it is worth waiting for, 0 where nothing is begun.
+        `there`: the tokens that it has; `compute_s`: predicted seconds to compute them. O(runs).
         """
         size, places, namespace = self._places.run_tokens, self._places, grant.namespace
         path = places.match(namespace, tokens, now_s)
-        runs, first = min(peer.tokens, len(tokens) - 1) // size, len(path)
+        runs, first = min(there, len(tokens) - 1) // size, len(path)
         if (runs - first) * size < self._tokens_min or not (grant.read and grant.write):
             return 0.0
         if now_s - self._erased_at_s.get(namespace, -math.inf) < ERASED_S:
             return 0.0
         form, payer = places.formats.of(namespace), grant.quota.payer or grant.payer
         parent = path[-1] if path else None
+        if (why := self._why_not(runs - first, form, compute_s, now_s)) is not None:
+            self._outcomes[why] += 1
+            return 0.0
         timeout_s = min(FETCH_S_MAX, max(FETCH_S_MIN, compute_s))
         wanted = [tuple(tokens[i * size : (i + 1) * size]) for i in range(first, runs)]
         if (other := self._bringing(namespace, parent, wanted, now_s)) is not None:
@@ -122,12 +139,20 @@ class PeerFetching:
         call_id, epoch = self._next_id(), places.epochs[namespace]
         self._open[call_id] = _Fetch(
             *([sequence_id], now_s + timeout_s, namespace, payer, epoch, form),
-            *(deque(wanted[: len(slots)]), deque(slots), parent),
+            *(deque(wanted[: len(slots)]), deque(slots), parent, compute_s, now_s),
         )
-        what = namespace, tuple(tokens[: peer.tokens]), first, tuple(slots)
+        what = namespace, tuple(tokens[:there]), first, tuple(slots)
         form_of = places.formats.formats[form]
         self._peers.fetch(FetchRuns(call_id, peer, *what, form_of, timeout_s))
         return timeout_s + GRACE_S
+
+    def _why_not(self, blocks: int, form: int, compute_s: float, now_s: float) -> NotFetched | None:
+        """Return why a shared store is not asked for so many blocks; None if it is."""
+        if self._source == "peer":
+            return None
+        if not self.pace.is_open(now_s):
+            return "paused"
+        return "slower" if self.pace.seconds(blocks, form) > compute_s else None
 
     def _bringing(
         self,
@@ -181,24 +206,36 @@ class PeerFetching:
             if not one.slots:
                 del self._open[outcome.call_id]
                 self._outcomes[outcome.why] += 1
+                if self._source == "remote" and not one.is_void:
+                    self.pace.record_load(now_s - one.began_s, one.compute_s, now_s)
                 self._ended += one.sequence_ids
 
     def stats(self, loaded_blocks: int, loaded_tokens: int, sent: int) -> LevelStats:
         """Return the statistics of what peers have brought and got (`sent`); `not_loaded`: fetches
-        that ended before all had come, by why."""
+        that ended before all had come, or were not begun, by why."""
         return LevelStats(
             "peer",
             "open",
             loaded_total=loaded_blocks,
             stored_total=sent,
             fetched_total=self._fetched,
-            failed_total=sum(count for why, count in self._outcomes.items() if why),
+            failed_total=sum(self.misses.values()),
             damaged_total=self._outcomes["damaged"],
             loaded_tokens_total=loaded_tokens,
             bytes_per_s=self.pace.bytes_per_s,
             chosen_total=self._outcomes.total(),
-            not_loaded={why: count for why, count in self._outcomes.items() if why},
+            not_loaded=self.misses,
         )
+
+    @property
+    def misses(self) -> dict[str, int]:
+        """Return the fetches that ended before all had come, or were not begun, by why."""
+        return {why: count for why, count in self._outcomes.items() if why}
+
+    @property
+    def begun_total(self) -> int:
+        """Return the fetches that have ended, or were not begun."""
+        return self._outcomes.total()
 
     def close(self) -> None:
         """End all fetches: no slot is written any more."""
@@ -218,7 +255,7 @@ class PeerFetching:
         node = self._cache.add_run(one.namespace, one.payer, parent, run)
         is_new = node.block < 0 and not node.is_copied
         if node.host is None:
-            places.give(node, slot, outcome.check, is_fetched=True)
+            places.give(node, slot, outcome.check, source=self._source)
         else:
             places.release(slot)
         limit_at_s = math.inf if outcome.limit_s is None else now_s + outcome.limit_s

@@ -19,7 +19,7 @@ from typing import Final
 
 import xxhash
 
-from engine.api import Clock
+from engine.api import Clock, Peer
 from engine.client.tls_files import holder_of, tls_context
 from engine.errors import EngineError
 from engine.moves import FetchedRun, FetchRuns, PeerMiss
@@ -64,7 +64,8 @@ class PeerFetches:
 
     def fetch(self, command: FetchRuns) -> None:
         """See `Peers`. Starts a thread."""
-        one = _Fetch(self, command)
+        assert command.peer is not None, "shared stores are of the storage process"
+        one = _Fetch(self, command, command.peer)
         with self._lock:
             if len(self._open) >= FETCHES_MAX:
                 self._outcomes += [FetchedRun(command.call_id, "busy")] * len(command.slots)
@@ -122,16 +123,17 @@ class PeerFetches:
         """Return the time by which deadlines count."""
         return self._clock()
 
-    def _open_connection(self, command: FetchRuns, end: socket.socket) -> ssl.SSLSocket:
+    def _open_connection(self, one: _Fetch, end: socket.socket) -> ssl.SSLSocket:
         """Return a connection that has asked for what is wanted. Raises OSError, EngineError."""
+        command, peer = one.command, one.peer
         context = tls_context(self._tls, is_server=False)
         wire = context.wrap_socket(end, server_hostname="engine")
-        if holder_of(wire.getpeercert()) != f"engine/{command.peer.name}":
+        if holder_of(wire.getpeercert()) != f"engine/{peer.name}":
             wire.close()
             raise EngineError("unauthorized", "another engine answers there")
         tokens = pack_tokens(command.tokens)
         wanted = PeerWant(
-            *(self._model_digest, command.namespace, tokens, command.peer.ticket, command.first),
+            *(self._model_digest, command.namespace, tokens, peer.ticket, command.first),
             *(command.form.name, command.form.slot_bytes),
         )
         hello = Hello(PROTOCOL_VERSION, role="peer", name=self._name, wanted=wanted)
@@ -142,8 +144,8 @@ class PeerFetches:
 class _Fetch:
     """One fetch, with its thread. `done`: runs that have come."""
 
-    def __init__(self, owner: PeerFetches, command: FetchRuns) -> None:
-        self.command, self.done = command, 0
+    def __init__(self, owner: PeerFetches, command: FetchRuns, peer: Peer) -> None:
+        self.command, self.peer, self.done = command, peer, 0
         self.thread = threading.Thread(target=owner.run, args=(self,), name="peer", daemon=True)
         self._owner = owner
         self._until_s = owner.now_s() + command.timeout_s
@@ -158,15 +160,14 @@ class _Fetch:
                 socket.socket.shutdown(end, socket.SHUT_RDWR)
 
     def read_all(
-        self, open_connection: Callable[[FetchRuns, socket.socket], ssl.SSLSocket]
+        self, open_connection: Callable[[_Fetch, socket.socket], ssl.SSLSocket]
     ) -> PeerMiss:
         """Read all runs; return why some are missing."""
-        command = self.command
         try:
-            address = command.peer.host, command.peer.port
+            address = self.peer.host, self.peer.port
             with (
                 socket.create_connection(address, timeout=self._left_s()) as end,
-                open_connection(command, end) as wire,
+                open_connection(self, end) as wire,
             ):
                 self._end = wire
                 return self._read_runs(wire)

@@ -46,6 +46,15 @@ create trigger if not exists leaving_of_deleted after delete on scopes
 """
 
 
+class Tombstone(NamedTuple):
+    """An object to delete, or with a name that ends at a slash, all below that. `since_ms`: 0 where
+    it was not dated yet."""
+
+    name: str
+    namespace: Namespace
+    since_ms: int
+
+
 class RemoteSums(NamedTuple):
     """What the remote store holds, and what is still to be deleted there. `used`: bytes by payer's
     id."""
@@ -156,6 +165,56 @@ class RemoteRows:
         )
         self._file.all("delete from objects where rec_id=?", record_id)
 
+    # -- a shared store -------------------------------------------------------------------------
+
+    def stored_without(self, limit: int) -> list[RecordId]:
+        """Return records on disk that have no object and may have one, the newest first.
+        O(records)."""
+        return self._file.column(
+            "select rec_id from records where slab <> -1"
+            " and rec_id not in (select rec_id from objects)"
+            " and scope_id in (select scope_id from leaving) order by rec_id desc limit ?",
+            limit,
+        )
+
+    def objects_of(self, scope_id: int, limit: int) -> list[tuple[str, int, int, int]]:
+        """Return name, payload bytes, fidelity and limit of a scope's objects, the newest first.
+        O(the scope's records)."""
+        return self._file.all(
+            "select name, payload_bytes, fidelity, limit_ms from objects join records"
+            " using (rec_id) where scope_id=? order by rec_id desc limit ?",
+            scope_id,
+            limit,
+        )
+
+    def has_objects(self, scope_id: int) -> bool:
+        """Return whether a record of a scope has an object."""
+        sql = "select 1 from objects join records using (rec_id) where scope_id=? limit 1"
+        return self._file.one(sql, scope_id) is not None
+
+    def scopes_with_objects(self) -> list[int]:
+        """Return the ids of scopes with objects. O(objects)."""
+        return self._file.column(
+            "select distinct scope_id from objects join records using (rec_id)"
+        )
+
+    def forget_objects(self, scope_id: int) -> None:
+        """Let no record of a scope have an object: all that lies there is deleted as a whole."""
+        self._file.all(
+            "delete from objects where rec_id in (select rec_id from records where scope_id=?)",
+            scope_id,
+        )
+
+    def others_scheme(self, pattern: str, *, is_shared: bool) -> list[RecordId]:
+        """Return the records whose object has a name of a store that is shared, by a pattern, where
+        this one is not, or the other way round. O(objects)."""
+        sql = "select rec_id from objects where (name glob ?) <> ?"
+        return self._file.column(sql, pattern, int(is_shared))
+
+    def remote_alone(self) -> list[RecordId]:
+        """Return the records without a place on disk. O(records)."""
+        return self._file.column("select rec_id from records where slab = -1")
+
     # -- tombstones -----------------------------------------------------------------------------
 
     def date_tombstones(self, now_ms: int) -> None:
@@ -172,6 +231,24 @@ class RemoteRows:
         sql = "select name from tombstones order by since_ms limit ?"
         found = self._file.column(sql, limit + len(without))
         return [name for name in found if name not in without][:limit]
+
+    def oldest_tombstones(self, limit: int) -> list[Tombstone]:
+        """Return tombstones, the oldest first."""
+        sql = "select name, namespace, since_ms from tombstones order by since_ms limit ?"
+        return [Tombstone(*one) for one in self._file.all(sql, limit)]
+
+    def namespaces_to_clear(self) -> list[Namespace]:
+        """Return the namespaces of which all is to be deleted. O(tombstones)."""
+        return self._file.column("select namespace from tombstones where name glob '*/'")
+
+    def end_tombstones_below(self, folder: str) -> None:
+        """Forget the tombstone of a folder, which ends at a slash, and those of what was in it."""
+        self._file.all("delete from tombstones where substr(name, 1, ?) = ?", len(folder), folder)
+
+    def has_tombstone(self, names: Collection[str]) -> bool:
+        """Return whether one of these names is to be deleted. O(these log n)."""
+        sql = "select 1 from tombstones where name=?"
+        return any(self._file.one(sql, name) is not None for name in names)
 
     def is_pending(self, namespace: Namespace) -> bool:
         """Return whether an object of a namespace is still to be deleted. O(log n)."""

@@ -13,34 +13,29 @@ from msgspec import Struct
 
 from engine.api import Count
 from engine.config import RemoteConfig
-from engine.errors import EngineError
-from engine.storage.remote.objects import FolderObjects, RemoteStore
+from engine.storage.remote.objects import FolderObjects, RemoteRefused, RemoteStore
 
 SCHEMES = ("file", "s3", "gs", "az")
 CLOUD_EXTRA = "a remote store needs the extra `remote`: pip install 'trunkline[remote]'"
 
 
-class RemoteRefused(EngineError):
-    """An address of a remote store that cannot be used. The message quotes no secret."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__("storage", message)
-
-
 class RemoteSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """The remote store below the disk: its address, its bound (0: none), and how long any call of
-    it may take. Credentials come from the environment."""
+    """The remote store below the disk: its address, its bound (0: none), how long any call of it
+    may take, and whether replicas share it. Credentials come from the environment."""
 
     url: str
     bytes_max: Count = 0
     timeout_s: float = 2.0
+    is_shared: bool = False
 
 
 def remote_settings(config: RemoteConfig) -> RemoteSettings | None:
     """Return the remote store's address and bounds; None without one."""
     if not config.url:
         return None
-    return RemoteSettings(config.url, int(config.gib * 2**30), config.timeout_ms / 1_000)
+    return RemoteSettings(
+        config.url, int(config.gib * 2**30), config.timeout_ms / 1_000, config.shared
+    )
 
 
 def check_remote_url(url: str) -> str:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import from_url
 
 from engine.storage.remote.objects import ObjectMissing, RemoteFailed
@@ -20,6 +20,10 @@ from engine.storage.remote.objects import ObjectMissing, RemoteFailed
 PAGE = 1_000
 TEXT_MAX = 200
 _ADDRESS = re.compile(r"https?://[^\s,;]{0,2000}")
+
+
+class _ObjectExists(RemoteFailed):
+    """There is an object of this name already."""
 
 
 class CloudObjects:
@@ -42,6 +46,15 @@ class CloudObjects:
         with _failures():
             obstore.put(self._store, name, data, use_multipart=False)
 
+    def put_new(self, name: str, data: memoryview) -> bool:
+        """See `RemoteStore`."""
+        try:
+            with _failures():
+                obstore.put(self._store, name, data, mode="create", use_multipart=False)
+        except _ObjectExists:
+            return False
+        return True
+
     def get(self, name: str, bytes_max: int) -> memoryview:
         """See `RemoteStore`."""
         with _failures():
@@ -55,6 +68,20 @@ class CloudObjects:
         except ObjectMissing:  # some clouds say so: each alone
             for name in names if len(names) > 1 else ():
                 self.delete([name])
+
+    def clear(self, prefix: str, limit: int) -> tuple[int, int]:
+        """See `RemoteStore`."""
+        found: list[str] = []
+        size = 0
+        with _failures():
+            for page in obstore.list(self._store, prefix, chunk_size=min(limit, PAGE)):
+                found += [one["path"] for one in page]
+                size += sum(one["size"] for one in page)
+                if len(found) >= limit:
+                    break
+        if found:
+            self.delete(found)
+        return len(found), size
 
     def names(self, prefix: str, limit: int) -> list[str]:
         """See `RemoteStore`."""
@@ -75,6 +102,8 @@ def _failures() -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise ObjectMissing("no such object") from error
+    except (AlreadyExistsError, PreconditionError) as error:
+        raise _ObjectExists("there is an object of this name") from error
     except (BaseError, OSError, ValueError) as error:
         first = _ADDRESS.sub("", str(error).split("\n", 1)[0])[:TEXT_MAX]
         raise RemoteFailed(f"{type(error).__name__}: {' '.join(first.split())}") from error

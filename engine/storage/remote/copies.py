@@ -12,11 +12,12 @@ dropped, and what does not come back in time is a miss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from engine.api import Namespace, Payer
-from engine.moves import RecordId, RemoteStats
+from engine.moves import RecordId, RemoteStats, SharedErased
 from engine.storage.index.index import RecordIndex, RecordRow
 from engine.storage.index.remote_rows import (
     PADDING_BYTES_MAX,
@@ -26,7 +27,7 @@ from engine.storage.index.remote_rows import (
 )
 from engine.storage.plans import PlannedRead, PlannedStore
 from engine.storage.reader import RecordReader
-from engine.storage.remote.link import RemoteLink
+from engine.storage.remote.link import RemoteLink, Work
 from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteStore
 from engine.storage.remote.room import RemoteRoom
 from engine.storage.slabs.record import HEADER_BYTES, DamagedRecord
@@ -35,6 +36,8 @@ from engine.storage.slabs.slabs import SlabFiles
 PUT_PART = 0.85
 """Part of the disk above which unpromised records are put, before they have to be dropped."""
 PUTS_MAX = 8
+SHARED_PATTERN = "*/o/*"
+"""The names of objects in shared stores, and no other ones."""
 COLD_MAX = 64
 """Records that are looked at for the next puts: some may not leave the machine."""
 DELETES_MAX = 256
@@ -46,30 +49,39 @@ COUNT_MS = 5_000
 """Milliseconds between two counts of the objects."""
 
 
-class RemoteCopies:
-    """The remote part of one open store. One thread uses it."""
+@dataclass(frozen=True)
+class LentParts:
+    """What a store on disk lends its remote part."""
 
-    def __init__(
-        self,
-        index: RecordIndex,
-        slabs: SlabFiles,
-        reader: RecordReader,
-        link: RemoteLink,
-        *,
-        store_name: str,
-        room: RemoteRoom,
-        give_up_place: Callable[[RecordRow], None],
-        cold: Callable[[int], Iterable[RecordId]],
-        drop: Callable[[list[RecordId]], int],
-        now_ms: Callable[[], int],
-        uptime_s: Callable[[], float],
-    ) -> None:
-        """`give_up_place`: of a record on disk. `cold`: records that are dropped next for room."""
-        self.rows = rows = RemoteRows(index.file)
-        self._index, self._slabs, self._reader, self._link = index, slabs, reader, link
-        self._store_name, self._room = store_name, room
-        self._give_up_place = give_up_place
-        self._cold, self._drop, self._now_ms, self._uptime_s = cold, drop, now_ms, uptime_s
+    index: RecordIndex
+    slabs: SlabFiles
+    reader: RecordReader
+    link: RemoteLink
+    store_name: str
+    room: RemoteRoom
+    give_up_place: Callable[[RecordRow], None]
+    """Of a record on disk."""
+    cold: Callable[[int], Iterable[RecordId]]
+    """Records that are dropped next for room."""
+    drop: Callable[[list[RecordId]], int]
+    now_ms: Callable[[], int]
+    uptime_s: Callable[[], float]
+
+
+class RemoteCopies:
+    """The remote part of one open store. One thread uses it.
+
+    `is_shared`: other owners put and fetch the same objects; an erasure waits for its deletions.
+    """
+
+    is_shared = False
+
+    def __init__(self, lent: LentParts) -> None:
+        self.rows = RemoteRows(lent.index.file)
+        self._index, self._slabs, self._reader = lent.index, lent.slabs, lent.reader
+        self._link, self._store_name, self._room = lent.link, lent.store_name, lent.room
+        self._give_up_place, self._cold, self._drop = lent.give_up_place, lent.cold, lent.drop
+        self._now_ms, self._uptime_s = lent.now_ms, lent.uptime_s
         # By payer; the payer whose turn is next comes first.
         self._wanted: dict[Payer, dict[RecordId, None]] = {}
         self._kept_here: set[Namespace] = set()
@@ -80,13 +92,26 @@ class RemoteCopies:
         self.put_total = self.fetched_total = self.damaged_total = self.dropped_total = 0
         self._read_bytes, self._read_s = 0, 0.0
         self._count_at_ms = 0
+        self._leave_other_scheme()
         self._count()
-        self.want(rows.promised_without(now_ms(), WANTED_MAX))
+        self.want(self._first_wanted())
+
+    def _leave_other_scheme(self) -> None:
+        """Give up what was put while the store was shared, and now is not, or the other way."""
+        with self._index.file.change():
+            if self.is_shared:
+                self._drop(self.rows.remote_alone())
+            for one in self.rows.others_scheme(SHARED_PATTERN, is_shared=self.is_shared):
+                self.rows.give_up_object(one)
 
     @property
     def is_open(self) -> bool:
         """Whether the store answers, as far as is known."""
         return self._link.is_open
+
+    def _first_wanted(self) -> list[RecordId]:
+        """Return the records that have no object yet and should."""
+        return self.rows.promised_without(self._now_ms(), WANTED_MAX)
 
     def may_fetch(self, record_id: RecordId) -> bool:
         """Return whether the store answers for the payer of a record, as far as is known. O(log
@@ -118,7 +143,11 @@ class RemoteCopies:
                 self.rows.let_leave(scope.scope_id)
             else:
                 self.rows.keep_here(scope.scope_id)
-        self.want(run.record_id for one in stores for run in one.runs if run.run.promise_s)
+        self.want(self._wanted_of(stores))
+
+    def _wanted_of(self, stores: Sequence[PlannedStore]) -> list[RecordId]:
+        """Return the records of stores that get an object at once."""
+        return [run.record_id for one in stores for run in one.runs if run.run.promise_s]
 
     def keep_here(self, namespaces: Iterable[Namespace]) -> None:
         """Put nothing more of these namespaces, also where a store under way says that they may
@@ -180,7 +209,7 @@ class RemoteCopies:
         if now_ms >= self._count_at_ms:
             self._count()
         with self._index.file.change():
-            self.rows.date_tombstones(now_ms)
+            self.rows.date_tombstones(now_ms - 1)
         if not self._link.is_open:
             return
         self._delete_some()
@@ -253,9 +282,11 @@ class RemoteCopies:
         if not self.is_open or not self.rows.may_leave(row.scope_id):
             return False
         payer = self._payer(row)
-        name = object_name(self._store_name, record_id, row.scope_id)
+        name = self._name_of(row)
         if name in self._putting or name in self._writing:
             return True
+        if not self._may_begin(row, name):
+            return False
         if not (self._may_put(payer) and self._room.take(payer, row.place_bytes)):
             if not is_cold:
                 self.want([record_id])
@@ -268,8 +299,20 @@ class RemoteCopies:
         self._writing.add(name)
         self._slabs.hold(row.place)
         ended = partial(self._put_ended, row, name, is_cold)
-        self._link.run(payer, partial(self._put, row, name), ended)
+        self._link.run(payer, self._work_of(row, name), ended)
         return True
+
+    def _name_of(self, row: RecordRow) -> str:
+        """Return the name of the object that a record gets."""
+        return object_name(self._store_name, row.record_id, row.scope_id)
+
+    def _may_begin(self, row: RecordRow, name: str) -> bool:
+        """Return whether an object of this name may be put now."""
+        return True
+
+    def _work_of(self, row: RecordRow, name: str) -> Work:
+        """Return what puts a record's object, in another thread."""
+        return partial(self._put, row, name)
 
     def _put(self, row: RecordRow, name: str, store: RemoteStore) -> None:
         """Copy a place's bytes to an object. For another thread."""
@@ -326,6 +369,18 @@ class RemoteCopies:
                 self._count_at_ms = 0
         finally:
             then()
+
+    def renewed(self, namespace: Namespace) -> None:
+        """Note that limits of a namespace's records have moved."""
+
+    def erasing(self, namespace: Namespace) -> None:
+        """Note that something of a namespace is erased. In the caller's transaction, before its
+        rows go."""
+
+    def take_erased(self, namespace: Namespace) -> SharedErased | None:
+        """Return what a shared store has deleted for an erasure that is settled; None for a store
+        of this disk alone."""
+        return None
 
     def settle(self, namespace: Namespace, then: Callable[[], None]) -> None:
         """Delete what an erasure in a namespace has left; call `then` when that is done, or has

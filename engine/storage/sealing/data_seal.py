@@ -92,11 +92,11 @@ class DataSeal:
         self._salt = os.urandom(SALT_BYTES)
         self._counter = count(1)
         self._derived = lru_cache(DERIVED_KEPT)(self._derive_cipher)
-        self._rows = AESSIV(_derive(data_key, b"", b"trunkline rows", 64))
-        self.digest_key = _derive(data_key, b"", b"trunkline digests", 32)
+        self._rows = AESSIV(derive(data_key, b"", b"trunkline rows", 64))
+        self.digest_key = derive(data_key, b"", b"trunkline digests", 32)
 
     def _derive_cipher(self, salt: bytes) -> AESGCM:
-        return AESGCM(_derive(self._data_key, salt, b"trunkline records", 32))
+        return AESGCM(derive(self._data_key, salt, b"trunkline records", 32))
 
     # -- rows: one thread -----------------------------------------------------------------------
 
@@ -193,5 +193,6 @@ def _padded(text: bytes) -> bytes:
     return body.ljust(HEADER_BYTES - _CHECK.size, b"\0") + check
 
 
-def _derive(key: bytes, salt: bytes, purpose: bytes, length: int) -> bytes:
+def derive(key: bytes, salt: bytes, purpose: bytes, length: int) -> bytes:
+    """Return a key of `length` bytes for one purpose (HKDF)."""
     return HKDF(SHA256(), length, salt or None, purpose).derive(key)

@@ -7,7 +7,8 @@ This module imports no cryptography, which is an optional package.
 
 from __future__ import annotations
 
-from typing import Protocol
+import hmac
+from typing import NamedTuple, Protocol
 
 from engine.api import Namespace
 from engine.errors import EngineError
@@ -47,8 +48,27 @@ class RecordSeal(Protocol):
         call. Raises DamagedRecord unless both are what this seal has sealed together."""
 
 
+class SharedNamespace(NamedTuple):
+    """A namespace in a shared store: what all replicas with its master key derive alike.
+
+    `folder`: where its objects lie, which tells nothing of it; `seal`: of these objects.
+    """
+
+    folder: str
+    name_key: bytes
+    seal: RecordSeal
+
+    def name(self, parent: bytes, run: bytes) -> bytes:
+        """Return the name of a packed run below the run of name `parent`, b"" for none: 32 bytes.
+        About 1 us."""
+        return hmac.digest(self.name_key, parent + run, "sha256")
+
+
 class Seals(Protocol):
     """The seals of a store, by namespace."""
+
+    def shared(self, model_digest: str, namespace: Namespace) -> SharedNamespace:
+        """Return a model's namespace in a shared store; each call draws another salt."""
 
     def seal_of(self, namespace: Namespace) -> RecordSeal | None:
         """Return the seal of a namespace; None if its key was destroyed, or never made."""

@@ -15,7 +15,7 @@ import apsw
 from msgspec import Struct
 
 from engine.config import LevelsConfig
-from engine.storage.sealing.master_key import read_key, read_key_file
+from engine.storage.sealing.master_key import MasterKey, read_key, read_key_file
 from engine.storage.sealing.seals import KEYS_NAME, SealRefused, Seals
 
 EXTRA = "sealed copies need the extra `sealed`: pip install 'trunkline[sealed]'"
@@ -51,6 +51,15 @@ def store_name_of(folder: Path) -> str:
 def can_seal() -> bool:
     """Return whether the package that seals is installed."""
     return find_spec("cryptography") is not None
+
+
+def shared_proof(master: MasterKey) -> bytes:
+    """Return what a shared store says of its master key: equal only for equal keys. The key is not
+    known from it. Needs the package that seals."""
+    from engine.storage.sealing.data_seal import derive
+
+    mac = derive(master.secret, b"", b"trunkline shared proof", 32).hex()
+    return f"trunkline shared store 1\n{master.fingerprint}\n{mac}\n".encode()
 
 
 def unlock(folder: Path, settings: SealSettings, environment: Mapping[str, str]) -> Seals:

@@ -109,15 +109,22 @@ class StoredErasures:
     def _settle(self, store: DiskStore, command: EraseStored, receipt: StoredErased) -> None:
         """Answer an erasure, after objects of it were deleted, or could not be in time."""
         remote, namespace = store.remote, command.namespace
-        is_owed = remote is not None and not receipt.is_shredded and _has_objects(remote, namespace)
+        has_own_key = remote is None or not remote.is_shared
+        is_owed = remote is not None and _has_objects(remote, namespace)
+        is_owed = is_owed and not (receipt.is_shredded and has_own_key)
         if not is_owed:
             self._send(receipt)
         if remote is None:
             return
 
         def then() -> None:
-            if is_owed:
-                is_left = _has_objects(remote, namespace)
+            if not is_owed:
+                return
+            told, is_left = remote.take_erased(namespace), _has_objects(remote, namespace)
+            if told is not None:
+                code = told.code or "pending" if is_left else ""
+                self._send(replace(receipt, shared=replace(told, code=code)))
+            else:
                 self._send(replace(receipt, code="pending") if is_left else receipt)
 
         try:

@@ -24,11 +24,13 @@ from engine.moves import (
     EraseStored,
     Fetch,
     Fetched,
+    FetchRuns,
     KeepHere,
     Look,
     Recall,
     Renew,
     SetStoredQuotas,
+    StopFetch,
     StorageCommand,
     StorageStats,
     Stored,
@@ -47,8 +49,9 @@ from engine.storage.messages import (
 )
 from engine.storage.plans import PlannedRead
 from engine.storage.remote.link import RemoteLink
-from engine.storage.remote.objects import RemoteStore
-from engine.storage.sealing.unlocking import unlock
+from engine.storage.remote.objects import RemoteFailed, RemoteStore, check_proof
+from engine.storage.sealing.master_key import read_key
+from engine.storage.sealing.unlocking import shared_proof, unlock
 from engine.storage.service.erasures import StoredErasures
 from engine.storage.service.log_sync import LogSync
 from engine.storage.service.store_queue import StoreQueue
@@ -95,7 +98,10 @@ class StorageService:
         self._link: RemoteLink | None = None
         if (remote := settings.remote) is not None and settings.seal is not None:
             opened = partial(open_remote, remote.url, remote.timeout_s)
+            if remote.is_shared:
+                opened = partial(self._open_shared, opened)
             self._link = RemoteLink(opened, monotonic_s, remote.timeout_s, log)
+        self._proof = b""  # of the master key; known before the link is used
         self._lock: FolderLock | None = None
         self._store: DiskStore | None = None
         self._dying: DiskStore | None = None  # lost, and still read or written by a thread
@@ -132,7 +138,7 @@ class StorageService:
             fds = [self._io.wake_fd, *([self._wire.fileno()] if until_s is None else ())]
             if self._link is not None:
                 fds.append(self._link.wake_fd)
-            ready, _, _ = select.select(fds, [], [], self._settings.heartbeat_s / 2)
+            ready, _, _ = select.select(fds, [], [], self._pause_s)
             if self._wire.fileno() in ready:
                 try:
                     data = self._wire.recv(READ_BYTES)
@@ -147,6 +153,10 @@ class StorageService:
                 self._guard(then)
             if self._link is not None:
                 self._turn_link(self._link)
+            if self._store is not None and (shared := self._store.shared) is not None:
+                shared.reads.tick()
+                for outcome in shared.reads.take_told():
+                    self._send(outcome)
             self._guard(self._erasures.turn)
             self._guard(self._start_batch)
             self._bury()
@@ -155,6 +165,15 @@ class StorageService:
                 tick_at_s = now_s + TICK_S
                 self._guard(self._tick)
             self._send_heartbeat_if_due()
+
+    @property
+    def _pause_s(self) -> float:
+        """Return how long the loop may wait for something to happen."""
+        usual_s = self._settings.heartbeat_s / 2
+        if self._store is None or self._store.shared is None:
+            return usual_s
+        next_s = self._store.shared.reads.next_s
+        return usual_s if next_s is None else min(usual_s, max(0.0, next_s - self._uptime_s()))
 
     def _turn_link(self, link: RemoteLink) -> None:
         """Take what the remote store has done, and fail what is late."""
@@ -242,6 +261,10 @@ class StorageService:
         settings, seals = self._settings, None
         if settings.seal is not None:
             seals = unlock(folder, settings.seal, self._environment)
+            if self._shared_model:
+                seal = settings.seal
+                master = read_key(seal.key_file, seal.key_env, self._environment)
+                self._proof = shared_proof(master)
             if seals.rewrapped:
                 self._log("levels_rewrapped", keys=seals.rewrapped)
         try:
@@ -255,6 +278,7 @@ class StorageService:
                     run_tokens=settings.run_tokens,
                     spare_bytes=settings.spare_bytes,
                     remote_bytes=0 if settings.remote is None else settings.remote.bytes_max,
+                    shared_model=self._shared_model,
                 ),
                 self._arena.view,
                 self._wall_ms,
@@ -268,6 +292,20 @@ class StorageService:
             if seals is not None:
                 seals.close()
             raise
+
+    @property
+    def _shared_model(self) -> str:
+        remote = self._settings.remote
+        return self._settings.model_digest if remote is not None and remote.is_shared else ""
+
+    def _open_shared(self, opened: Callable[[], RemoteStore]) -> RemoteStore:
+        """Return a shared store, unless it is of another master key. For another thread. Raises
+        RemoteFailed, EngineError."""
+        if not (proof := self._proof):
+            raise RemoteFailed("the disk is not open")
+        store = opened()
+        check_proof(store, proof)
+        return store
 
     def _pause(self, seconds: float) -> None:
         self._reason = "waiting for the folder's last owner to end"
@@ -321,6 +359,13 @@ class StorageService:
         match message:
             case Look() | Fetch() | Renew() | Recall():
                 self._ask(store, message)
+            case FetchRuns() if store.shared is not None:
+                store.shared.reads.fetch(message)
+            case FetchRuns():
+                self._refuse(message)
+            case StopFetch():
+                if store.shared is not None:
+                    store.shared.reads.stop(message.call_id)
             case StoreRuns():
                 self._queue.add(message)
             case EraseStored():
@@ -336,6 +381,8 @@ class StorageService:
         plans: list[PlannedRead | Fetched] = []
         try:
             match message:
+                case Look() if store.shared is not None:
+                    store.shared.reads.look(message, store.look(message), self._send)
                 case Look():
                     self._send(store.look(message))
                 case Fetch():

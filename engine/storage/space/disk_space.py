@@ -49,6 +49,8 @@ class StoreSettings:
     """Left to others on its file system."""
     remote_bytes: int = 0
     """In the remote store; 0: without a bound."""
+    shared_model: str = ""
+    """The digest of the model whose replicas share the remote store; empty: it is this disk's."""
 
     def __post_init__(self) -> None:
         """Cut slabs so that each size may have some of its own."""

@@ -94,6 +94,7 @@ class DiskUsage:
         self.records = 0
         self.by_fidelity = [[0, 0] for _ in FIDELITIES]  # records and bytes
         self.by_namespace: dict[Namespace, int] = {}
+        self._kept: set[Namespace] = set()
         self._gained: dict[Namespace, None] = {}
         self._lost: dict[Namespace, None] = {}
 
@@ -135,9 +136,27 @@ class DiskUsage:
                 self._gained[namespace] = None
                 self._lost.pop(namespace, None)
             self.by_namespace[namespace] = total
-        elif self.by_namespace.pop(namespace, None) is not None:
+        elif self.by_namespace.pop(namespace, None) is not None and namespace not in self._kept:
             self._lost[namespace] = None
             self._gained.pop(namespace, None)
+
+    def keep(self, namespace: Namespace) -> None:
+        """Count a namespace as held also without records: a remote store may have some of it."""
+        self._kept.add(namespace)
+        self._lost.pop(namespace, None)
+        if namespace not in self.by_namespace:
+            self._gained[namespace] = None
+
+    def is_kept(self, namespace: Namespace) -> bool:
+        """Return whether a namespace counts as held also without records."""
+        return namespace in self._kept
+
+    def let_go(self, namespace: Namespace) -> None:
+        """Count a namespace only by its records again."""
+        if namespace in self._kept and namespace not in self.by_namespace:
+            self._lost[namespace] = None
+            self._gained.pop(namespace, None)
+        self._kept.discard(namespace)
 
     def sums(self) -> tuple[object, ...]:
         """Return all sums, to compare them with those of a recount."""

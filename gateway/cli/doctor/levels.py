@@ -12,8 +12,9 @@ from engine.config import LevelsConfig
 from engine.errors import EngineError
 from engine.storage.folder import doubt_about, type_of_file_system
 from engine.storage.remote.address import open_remote
-from engine.storage.remote.objects import RemoteFailed
+from engine.storage.remote.objects import RemoteFailed, RemoteStore, check_proof
 from engine.storage.sealing.master_key import read_key
+from engine.storage.sealing.unlocking import shared_proof
 from gateway.cli.doctor.check import Check
 from gateway.config import Config, ServedModelSettings
 from gateway.engines.device_memory import runs_on_device
@@ -91,18 +92,36 @@ def _check_seal(config: Config) -> list[Check]:
 
 
 def _check_remote(levels: LevelsConfig) -> list[Check]:
-    """Ask the remote store for its names, and time the answer."""
+    """Ask the remote store for its names, and time the answer; one that replicas share is written
+    and read, and its master key compared."""
     remote, name = levels.remote, "remote level"
     if not remote.url:
         return []
     began_s = time.perf_counter()
     try:
-        open_remote(remote.url, remote.timeout_ms / 1_000).names("probe/", 1)
+        store = open_remote(remote.url, remote.timeout_ms / 1_000)
+        store.names("probe/", 1)
+        shared = _try_shared(levels, store) if remote.shared else ""
     except (RemoteFailed, EngineError) as error:
         fix = "check engine.levels.remote.url, the network, and the credentials in the environment"
         return [Check(name, False, f"{remote.url}: {error}", fix)]
     took_ms = 1_000 * (time.perf_counter() - began_s)
-    return [Check(name, True, f"{remote.url} answers in {took_ms:.0f} ms")]
+    return [Check(name, True, f"{remote.url} answers in {took_ms:.0f} ms{shared}")]
+
+
+def _try_shared(levels: LevelsConfig, store: RemoteStore) -> str:
+    """Write, read and delete an object in a shared store; return what its master key is. Raises
+    RemoteFailed, EngineError."""
+    probe, sent = f"probe/{os.urandom(8).hex()}", b"trunkline doctor"
+    if not store.put_new(probe, memoryview(sent)):
+        raise RemoteFailed("it did not take a new object")
+    found = bytes(store.get(probe, len(sent)))
+    store.delete([probe])
+    if found != sent:
+        raise RemoteFailed("it returned other bytes than were written")
+    key = read_key(levels.key_file, levels.key_env, os.environ)
+    is_known = check_proof(store, shared_proof(key), may_make=False)
+    return f", shared under key {key.fingerprint}{'' if is_known else ', empty until now'}"
 
 
 def _check_remote_tenants(config: Config) -> list[Check]:

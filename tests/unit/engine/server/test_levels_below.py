@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,6 +200,17 @@ def test_levels_that_cannot_be_had_are_off_with_a_reason() -> None:
 
     assert not is_on
     assert off[0].reason == "1024 slots of 1024 bytes; expected at least 1600"
+
+
+def test_a_shared_store_of_a_model_with_windows_is_off_by_name(tmp_path: Path) -> None:
+    """Its copies differ from run to run; the disk serves."""
+    far = RemoteConfig(f"file://{tmp_path}/far", shared=True)
+    wanted = LevelsConfig(host_mib=1, disk_gib=0.1, dir=str(tmp_path / "disk"), remote=far)
+    is_on, off = built(wanted, groups=2)
+
+    assert is_on
+    assert [(one.name, one.state) for one in off] == [("remote", "off")]
+    assert "attention windows" in off[0].reason
 
 
 def test_failed_moves_are_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,12 +13,15 @@ from engine.moves import (
     EraseStored,
     Fetch,
     Fetched,
+    FetchRuns,
     KeepHere,
     Look,
     Recall,
     Renew,
     SetStoredQuotas,
+    SharedErased,
     SlotLayout,
+    StopFetch,
     StorageCommand,
     StorageOutcome,
     StoreRuns,
@@ -72,8 +75,19 @@ class LocalStorage:
             self._outcomes += failures_of(command)
             return
         match command:
+            case Look() if self.store.shared is not None:
+                here = self.store.look(command)
+                self.store.shared.reads.look(command, here, self._outcomes.append)
+                self.pump()
             case Look():
                 self._outcomes.append(self.store.look(command))
+            case FetchRuns():
+                assert self.store.shared is not None
+                self.store.shared.reads.fetch(command)
+                self.pump()
+            case StopFetch():
+                assert self.store.shared is not None
+                self.store.shared.reads.stop(command.call_id)
             case Fetch():
                 for plan in self.store.plan_fetch(command):
                     if isinstance(plan, Fetched):
@@ -97,9 +111,14 @@ class LocalStorage:
                 receipt, _ = self.store.erase(command)
                 self.wipe()
                 if (far := self.store.remote) is not None:
-                    far.settle(command.namespace, lambda: None)
+                    told = list[SharedErased | None]()
+                    far.settle(
+                        command.namespace, lambda: told.append(far.take_erased(command.namespace))
+                    )
                     self.pump()
-                    if far.rows.is_pending(command.namespace) and not receipt.is_shredded:
+                    receipt = replace(receipt, shared=told[0] if told else None)
+                    is_left = far.rows.is_pending(command.namespace)
+                    if is_left and not receipt.is_shredded and not far.is_shared:
                         receipt = replace(receipt, code="pending")
                 self._outcomes.append(receipt)
             case SetStoredQuotas():
@@ -123,6 +142,8 @@ class LocalStorage:
         if self.link is not None:
             self.link.tick()
             self.pump()
+        if self.store.shared is not None:
+            self.store.shared.reads.tick()
         self.store.maintain()
         self.pump()
 
@@ -134,6 +155,8 @@ class LocalStorage:
 
     def poll(self) -> list[StorageOutcome]:
         """See `Storage`."""
+        if not self._is_closed and (shared := self.store.shared) is not None:
+            self._outcomes += shared.reads.take_told()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -181,8 +204,10 @@ class LocalRig(StorageRig):
         master: MasterKey | None = None,
         remote: RemoteStore | None = None,
         remote_bytes: int = 0,
+        shared_model: str = "",
     ) -> None:
-        """`master`: the master key of a sealed store; `remote`: its remote store."""
+        """`master`: the master key of a sealed store; `remote`: its remote store; `shared_model`:
+        the model whose replicas share it."""
         self.master, self.remote = master, remote
         folder.mkdir(mode=0o700, exist_ok=True)
         self.faults = FastCalls()
@@ -196,10 +221,12 @@ class LocalRig(StorageRig):
             run_tokens=RUN,
             spare_bytes=0,
             remote_bytes=remote_bytes,
+            shared_model=shared_model,
         )
         arena = HostArena.create(SlotLayout.uniform(SLOTS, slot_bytes))
         self.clock = clock or FakeClock(10_000.0)
         self.wall_offset_s = 0.0
+        self.seals: KeyRing | None = None
         self.local = self.open(arena)
         super().__init__(self.local, arena, self.clock, self.local.poll)
 
@@ -208,7 +235,7 @@ class LocalRig(StorageRig):
         seals = None
         if self.master is not None:
             may_make = not any(self.folder.glob("index.db"))
-            seals = KeyRing(self.folder, self.master, may_make=may_make)
+            seals = self.seals = KeyRing(self.folder, self.master, may_make=may_make)
         link, remote = None, self.remote
         if remote is not None:
             link = RemoteLink(lambda: remote, self.clock, TIMEOUT_S)

@@ -33,6 +33,14 @@ class FaultyObjects(Gates):
         self._check("put")
         self.objects[name] = bytes(data)
 
+    def put_new(self, name: str, data: memoryview) -> bool:
+        """See `RemoteStore`."""
+        self._check("put")
+        if name in self.objects:
+            return False
+        self.objects[name] = bytes(data)
+        return True
+
     def get(self, name: str, bytes_max: int) -> memoryview:
         """See `RemoteStore`."""
         self._check("get")
@@ -45,6 +53,12 @@ class FaultyObjects(Gates):
         self._check("delete")
         for name in names:
             self.objects.pop(name, None)
+
+    def clear(self, prefix: str, limit: int) -> tuple[int, int]:
+        """See `RemoteStore`."""
+        self._check("clear")
+        found = [name for name in self.objects if name.startswith(prefix)][:limit]
+        return len(found), sum(len(self.objects.pop(name)) for name in found)
 
     def names(self, prefix: str, limit: int) -> list[str]:
         """See `RemoteStore`."""

@@ -306,6 +306,7 @@ class DiskRig(StorageRig):
         remote: RemoteSettings | None = None,
         objects: RemoteStore | None = None,
         is_real: bool = False,
+        model_digest: str = "",
     ) -> None:
         """`objects`: the remote store, instead of the one at the address of `remote`. `is_real`: a
         process of its own, with the clock of the machine."""
@@ -325,6 +326,7 @@ class DiskRig(StorageRig):
             spare_bytes=spare_bytes,
             seal=seal,
             remote=remote,
+            model_digest=model_digest,
         )
         self.faults = FailingCalls()
         self.processes: list[StorageProcess] = []

@@ -82,6 +82,19 @@ def test_objects_are_put_read_listed_and_deleted(store: RemoteStore) -> None:
         store.get("one/00/01", 10)
 
 
+def test_an_object_is_put_once_and_a_prefix_is_cleared(store: RemoteStore) -> None:
+    """Of two owners one has put it; what lies beside the prefix stays."""
+    assert store.put_new("shared/o/1", memoryview(b"first"))
+    assert not store.put_new("shared/o/1", memoryview(b"second"))
+    assert bytes(store.get("shared/o/1", 10)) == b"first"
+    store.put("shared/m/1", memoryview(b"third"))
+    store.put("beside/o/1", memoryview(b"fourth"))
+    assert store.clear("shared/", 9) == (2, 10)
+    assert store.clear("shared/", 9) == (0, 0)
+    assert store.names("beside/", 9) == ["beside/o/1"]
+    store.delete(["beside/o/1"])
+
+
 def test_a_bucket_that_is_not_there_and_a_server_that_is_away(
     store: RemoteStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from engine.storage.remote.address import open_remote
+from engine.storage.remote.objects import check_proof
 from engine.storage.sealing.master_key import MasterKey, make_key_file, read_key_file
 from engine.storage.sealing.seals import KEYS_NAME
+from engine.storage.sealing.unlocking import shared_proof
 from gateway.__main__ import main
 from tests.tables import each_row
 from tests.unit.engine.storage.local_storage import LocalRig
@@ -120,6 +123,10 @@ def test_a_master_key_is_replaced(run: Run, config: Path, tmp_path: Path) -> Non
             'seal = true\nkey_env = "A"\nremote = { url = "http://b" }\n',
             "engine.levels.remote.url: scheme 'http'; expected one of file, s3, gs, az",
         ),
+        (
+            "remote = { shared = true }\n",
+            "engine.levels.remote.shared: true without engine.levels.remote.url",
+        ),
         ('remote = { url = "s3://b", gib = inf }\n', "expected a finite number"),
         ('remote = { url = "s3://b", timeout_ms = 0 }\n', "engine.levels.remote.timeout_ms"),
         ('remote = { bucket = "b" }\n', "bucket"),
@@ -185,6 +192,27 @@ def test_doctor_asks_the_remote_store(run: Run, config: Path, tmp_path: Path) ->
     assert not (tmp_path / "far").exists()
     assert not away["ok"]
     assert "does not exist" in away["found"]
+
+
+def test_doctor_compares_the_master_key_of_a_shared_store(
+    run: Run, config: Path, tmp_path: Path
+) -> None:
+    """It writes and reads an object, and leaves none; another key is refused by name."""
+    key = make_key_file(tmp_path / "key")
+    far = f"file://{tmp_path}/far"
+    config.write_text(f'{config.read_text()}remote = {{ url = "{far}", shared = true }}\n')
+    empty = doctor(run)["remote level"]
+    left = [path for path in (tmp_path / "far").rglob("*") if path.is_file()]
+    other = MasterKey(bytes(32))
+    check_proof(open_remote(far, 5.0), shared_proof(other))
+    refused = doctor(run)["remote level"]
+
+    assert empty["ok"]
+    assert f"shared under key {key.fingerprint}, empty until now" in empty["found"]
+    assert left == []
+    assert not refused["ok"]
+    assert key.fingerprint in refused["found"]
+    assert other.fingerprint in refused["found"]
 
 
 def doctor(run: Run) -> dict[str, dict[str, Any]]:
