@@ -267,11 +267,12 @@ class Replicas:
         route: ReplicaRoute,
         source: Replica | None,
     ) -> None:
-        """Submit a request to the replica that answers, or to another one if that is gone. `source`
-        has computed its prompt, or a part of it. Its stream fails if there is none."""
+        """Submit a request to the replica that answers, or to another one if that is gone, or back
+        and not admitted. A gateway that drains lets it go on. `source` has computed its prompt, or
+        a part of it. Its stream fails if there is none."""
         try:
-            engine, peer = route.replica.engine, None
-            if not isinstance(engine, EngineConnection) or not engine.ready():
+            engine, peer, is_back = route.replica.engine, None, route.replica.is_held_back
+            if not isinstance(engine, EngineConnection) or not engine.ready() or is_back:
                 replica, other = self._route(request)
                 engine = replica.running()
                 assert isinstance(engine, EngineConnection), "those that part are elsewhere"

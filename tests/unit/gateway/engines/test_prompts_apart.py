@@ -270,6 +270,36 @@ async def test_another_engine_answers_if_the_chosen_one_is_lost() -> None:
     assert stream.correction == (0, 1_024 - 7_999, 1)
 
 
+async def test_an_engine_that_is_held_back_answers_nothing() -> None:
+    """It has come back meanwhile, and has erasures to carry out first."""
+    world = World()
+    stream = world.submit()
+    replica = next(one for one in world.replicas if one.name == "d")
+    replica.hold_back("erases what it missed")
+    world.begin("p", "r/prompt")
+    world.end("p", "r/prompt")
+    await settle()
+    world.answer("d2", cached=7_984, fetched=7_984)
+    await whole(stream)
+
+    assert world.sent("d") == []
+
+
+async def test_a_gateway_that_drains_lets_it_be_answered() -> None:
+    """It takes no new requests, and this one is not new."""
+    world = World()
+    stream = world.submit()
+    for replica in world.replicas:
+        replica.is_draining = True
+    world.begin("p", "r/prompt")
+    world.end("p", "r/prompt")
+    await settle()
+    world.answer("d", cached=7_984, fetched=7_984)
+    _, end = await whole(stream)
+
+    assert end.ending == "done"
+
+
 async def test_the_engine_of_the_prompt_answers_if_it_is_the_last() -> None:
     """It finds what it has computed for this very request: that is no hit either."""
     world = World()
