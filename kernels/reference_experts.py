@@ -22,7 +22,11 @@ CLAMP, SHARPNESS = 7.0, 1.702
 
 
 class Routing(NamedTuple):
-    """How a router's logits become experts and weights; see `engine.model_store.Moe`."""
+    """How a router's logits become experts and weights; see `engine.model_store.Moe`.
+
+    `shared`: each token takes a further expert, the last one: with a weight of 1 (`add`), or with
+    the sigmoid of a further logit (`gated`).
+    """
 
     top_k: int
     score: Score = "softmax"
@@ -30,6 +34,12 @@ class Routing(NamedTuple):
     scale: float = 1.0
     groups: int = 1
     groups_kept: int = 1
+    shared: Literal["", "add", "gated"] = ""
+
+    @property
+    def choices(self) -> int:
+        """Experts of a token."""
+        return self.top_k + bool(self.shared)
 
 
 class Block(NamedTuple):
@@ -43,11 +53,14 @@ class Block(NamedTuple):
 def route(
     logits: torch.Tensor, routing: Routing, choice_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each token's experts in ascending order and their weights, both [T, k].
+    """Return each token's experts in ascending order and their weights, both [T, choices].
 
-    logits [T, E] fp32; choice_bias [E] fp32 is added for the choice and not for the weight. Of
-    equal scores the first is taken.
+    logits [T, E] fp32, or one more; choice_bias [E] fp32 is added for the choice and not for the
+    weight. Of equal scores the first is taken.
     """
+    gate = logits[:, -1:]
+    if routing.shared == "gated":
+        logits = logits[:, :-1]
     if routing.score == "chosen_softmax":
         best, experts = _top(logits, routing.top_k)
         weights = best.softmax(-1)
@@ -62,7 +75,12 @@ def route(
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = weights * routing.scale
     experts, order = experts.sort(dim=-1)
-    return experts, weights.gather(1, order)
+    weights = weights.gather(1, order)
+    if routing.shared:
+        last = torch.full_like(experts[:, :1], logits.shape[1])
+        own = gate.sigmoid() if routing.shared == "gated" else torch.ones_like(gate)
+        experts, weights = torch.cat([experts, last], 1), torch.cat([weights, own], 1)
+    return experts, weights
 
 
 def sort_pairs(experts: torch.Tensor, block_size: int) -> tuple[torch.Tensor, list[Block]]:

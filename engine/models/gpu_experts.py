@@ -27,6 +27,7 @@ class GpuExperts:
     ) -> None:
         self.routing = routing
         self.activation = activation
+        self.count = weights.gate.shape[0]
         self.router, self.router_bias = weights.router, weights.router_bias
         self.choice_bias = weights.choice_bias
         gate_up_bias = None
@@ -43,13 +44,13 @@ class GpuExperts:
             router_logits(x, self.router), routing, self.router_bias, self.choice_bias
         )
         tile = experts.tile_of(len(x), self.gate_up.kind)
-        order, blocks = experts.sort_pairs(ids, len(self.router), tile.pairs)
+        order, blocks = experts.sort_pairs(ids, self.count, tile.pairs)
         hidden = experts.expert_product(
-            rows_for(x, self.gate_up), self.gate_up, order, blocks, routing.top_k, tile,
+            rows_for(x, self.gate_up), self.gate_up, order, blocks, routing.choices, tile,
             dtype=x.dtype, activation=self.activation,
         )  # fmt: skip
         found = experts.expert_product(
-            rows_for(hidden, self.down), self.down, order, blocks, routing.top_k, tile,
+            rows_for(hidden, self.down), self.down, order, blocks, routing.choices, tile,
             dtype=x.dtype,
         )  # fmt: skip
         return experts.add_experts(found, weights, shared)

@@ -36,7 +36,7 @@ class ExpertWeights(NamedTuple):
     Takes no part in a step: operations copy what they need in their own layout.
     """
 
-    router: torch.Tensor  # [E, C]
+    router: torch.Tensor  # [E, C]; with a shared expert, the last one, a row less if it is added
     router_bias: torch.Tensor | None  # [E]
     choice_bias: torch.Tensor | None  # [E] fp32, added to the scores for the choice alone
     gate: Weight  # [E, I, C]
@@ -217,6 +217,10 @@ class TensorSource:
         ]
         weight = join(matrices, dim) if len(matrices) > 1 else matrices[0]
         return weight, torch.cat(biases, dim) if biases else None
+
+    def peek(self, name: str) -> Weight | None:
+        """Return a tensor that stays, or None without one."""
+        return self._weights.get(f"{self._prefix}{name}")
 
     def whole(self, part: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the weight of a part that is never packed, and its bias if it has one."""

@@ -31,6 +31,7 @@ SHORT_TOKENS_MAX = 512
 """Most tokens of a step whose routing and sorting leave most multiprocessors idle."""
 
 SCORES = {"softmax": 0, "sigmoid": 1, "chosen_softmax": 2}
+SHARED = {"": 0, "add": 1, "gated": 2}
 ACTIVATIONS: dict[str, int] = {"": 0, "silu": 1, "clamped": 2, "gelu_tanh": 3}
 
 
@@ -96,9 +97,11 @@ def route_kernel(
     logits, router_bias, choice_bias, ids_out, weights_out, scale,
     E: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr,
     KEPT: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, SCORE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BY_BIAS: tl.constexpr, RENORMALISE: tl.constexpr, WAITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BY_BIAS: tl.constexpr, RENORMALISE: tl.constexpr, SHARED: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
-    """One token a program. Experts lie in GROUPS_P x SIZE_P places, groups of E / GROUPS each."""
+    """One token a program. Experts lie in GROUPS_P x SIZE_P places, groups of E / GROUPS each.
+    SHARED: 1: one more expert has a weight of 1, 2: the sigmoid of one more logit."""
     if WAITS:
         gdc_wait()
     row = tl.program_id(0)
@@ -108,7 +111,9 @@ def route_kernel(
     group, member = place // SIZE_P, place % SIZE_P
     live = (group < GROUPS) & (member < SIZE)
     e = group * SIZE + member
-    x = tl.load(logits + row * E + e, mask=live, other=float("-inf"))
+    COLUMNS: tl.constexpr = TOP_K + (SHARED > 0)
+    logits += row * (E + (SHARED == 2))
+    x = tl.load(logits + e, mask=live, other=float("-inf"))
     if HAS_BIAS:
         x += tl.load(router_bias + e, mask=live, other=0.0).to(tl.float32)
     if SCORE == 0:
@@ -155,21 +160,28 @@ def route_kernel(
             weights = weights / (tl.sum(weights, 0) + 1e-20)
         weights = weights * scale
     rank = tl.sum((ids[None, :] < ids[:, None]).to(tl.int32), 1)
-    tl.store(ids_out + row * TOP_K + rank, ids, mask=j < TOP_K)
-    tl.store(weights_out + row * TOP_K + rank, weights, mask=j < TOP_K)
+    tl.store(ids_out + row * COLUMNS + rank, ids, mask=j < TOP_K)
+    tl.store(weights_out + row * COLUMNS + rank, weights, mask=j < TOP_K)
+    if SHARED:
+        own = 1.0
+        if SHARED == 2:
+            own = 1.0 / (1.0 + tl.exp(-tl.load(logits + E)))
+        tl.store(ids_out + row * COLUMNS + TOP_K, E)
+        tl.store(weights_out + row * COLUMNS + TOP_K, own)
 
 
 def route(
     logits: torch.Tensor, routing: Routing, router_bias: torch.Tensor | None,
     choice_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return each token's experts in ascending order, int32, and their weights, fp32: [T, k] both.
+    """Return each token's experts in ascending order, int32, and their weights, fp32: both
+    [T, choices].
 
-    logits [T, E] fp32, without the router's bias [E]; choice_bias [E] fp32. A NaN is the least of
-    all scores, so that a token of NaN has experts too, and its weights are NaN.
+    logits [T, E] fp32, or one more, without the router's bias [E]; choice_bias [E] fp32. A NaN is
+    the least of all scores, so that a token of NaN has experts too, and its weights are NaN.
     """
-    tokens, experts = logits.shape
-    ids = torch.empty(tokens, routing.top_k, dtype=torch.int32, device=logits.device)
+    tokens, experts = len(logits), logits.shape[1] - (routing.shared == "gated")
+    ids = torch.empty(tokens, routing.choices, dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(ids, dtype=torch.float32)
     if tokens:
         pdl = _after_short(logits, tokens)
@@ -180,7 +192,8 @@ def route(
             SIZE_P=triton.next_power_of_2(experts // routing.groups), KEPT=routing.groups_kept,
             TOP_K=routing.top_k, TOP_P=triton.next_power_of_2(routing.top_k),
             SCORE=SCORES[routing.score], HAS_BIAS=router_bias is not None,
-            BY_BIAS=choice_bias is not None, RENORMALISE=routing.renormalise, WAITS=bool(pdl),
+            BY_BIAS=choice_bias is not None, RENORMALISE=routing.renormalise,
+            SHARED=SHARED[routing.shared], WAITS=bool(pdl),
             num_warps=1 if experts <= 128 else 4, **pdl,
         )  # fmt: skip
     return ids, weights

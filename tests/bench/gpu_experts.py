@@ -130,7 +130,8 @@ class LayerBench:
         inputs = self.inputs(rows)
         chosen = [len(set(self.routed(x)[0].flatten().tolist())) for x in inputs]
         moved = sum(chosen) / INPUTS * self.expert_bytes
-        work = 6.0 * rows * self.moe.top_k * self.config.hidden * self.moe.intermediate
+        choices = self.kernels.routing.choices
+        work = 6.0 * rows * choices * self.config.hidden * self.moe.intermediate
         flops *= 2 if self.kind == 2 else 1
         tile = experts.tile_of(rows, self.kind)
 
@@ -138,7 +139,7 @@ class LayerBench:
             x: torch.Tensor,
         ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
             ids, weights = self.routed(x)
-            return experts.sort_pairs(ids, self.moe.experts, tile.pairs), weights
+            return experts.sort_pairs(ids, self.kernels.count, tile.pairs), weights
 
         lists, weights = zip(*map(route_and_sort, inputs), strict=True)
         hidden = [self.first(x, both, tile) for x, both in zip(inputs, lists, strict=True)]
@@ -158,7 +159,7 @@ class LayerBench:
         }  # fmt: skip
 
     def first(self, x: torch.Tensor, pairs: Sorted, tile: Tile) -> torch.Tensor:
-        kernels, k = self.kernels, self.moe.top_k
+        kernels, k = self.kernels, self.kernels.routing.choices
         return experts.expert_product(
             rows_for(x, kernels.gate_up), kernels.gate_up, *pairs, k, tile, dtype=x.dtype,
             activation=kernels.activation,
@@ -167,7 +168,12 @@ class LayerBench:
     def second(self, hidden: torch.Tensor, pairs: Sorted, tile: Tile) -> torch.Tensor:
         down = self.kernels.down
         return experts.expert_product(
-            rows_for(hidden, down), down, *pairs, self.moe.top_k, tile, dtype=hidden.dtype
+            rows_for(hidden, down),
+            down,
+            *pairs,
+            self.kernels.routing.choices,
+            tile,
+            dtype=hidden.dtype,
         )
 
     def error(self, x: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ import torch
 from engine.model_store import Architecture, Layer
 from engine.model_store.architecture import Moe
 from engine.models.gpu_layers import GpuOps
-from engine.models.layers import Ops, TensorSource, TorchOps
+from engine.models.layers import Mlp, Ops, TensorSource, TorchOps
 from engine.models.moe import Experts
 from engine.weights import Tensors, Weights, random_weights
 from kernels.reference_weights import Weight, to_fp8, to_mxfp4
@@ -101,3 +101,25 @@ def test_one_graph_computes_every_choice_of_experts() -> None:
 
             expected = experts_of(config, weights, TorchOps())(x)
             assert distance(out, expected) <= ERROR_MAX
+
+
+@pytest.mark.parametrize("kind", ["Qwen2-MoE", "DeepSeek-V3"])
+@pytest.mark.parametrize("ops", [TorchOps(), GpuOps()], ids=["torch", "kernels"])
+def test_a_shared_mlp_of_an_experts_size_is_added_as_any_other(kind: str, ops: Ops) -> None:
+    """It is computed as one more expert; alone and added it gives the same."""
+    moe = KINDS[kind]
+    config, routed = config_of(moe), config_of(msgspec.structs.replace(moe, shared=""))
+    weights = weights_of(config)
+    x = rows(config, 7, 3)
+    shared = Mlp(
+        TensorSource({**weights}, "model.layers.0."), TorchOps(), "silu", "mlp.shared_expert"
+    )(x)
+    if moe.shared == "gated":
+        gate = weights["model.layers.0.mlp.shared_expert_gate.weight"]
+        shared = shared * torch.sigmoid(x @ gate.T)
+
+    found = experts_of(config, weights, ops)(x)
+
+    expected = experts_of(routed, weights, TorchOps())(x) + shared
+    assert distance(found, expected) <= ERROR_MAX
+    assert distance(found, expected - shared) > 0.1

@@ -49,6 +49,8 @@ ROUTINGS: dict[str, tuple[int, Routing, bool]] = {
     "DeepSeek-V2": (160, Routing(6, renormalise=False, scale=16.0, groups=8, groups_kept=3), False),
     "DeepSeek-V3": (256, Routing(8, "sigmoid", scale=2.5, groups=8, groups_kept=4), True),
     "one expert": (1, Routing(1), False),
+    "Qwen3-Next": (64, Routing(10, shared="gated"), False),
+    "GLM-4.5-Air": (128, Routing(8, "sigmoid", scale=2.5, shared="add"), True),
 }
 """Experts, routing, and whether a bias changes the choice."""
 
@@ -62,7 +64,7 @@ def logits_of(tokens: int, count: int, seed: int = 0) -> torch.Tensor:
 def test_tokens_take_the_reference_s_experts(name: str) -> None:
     """Ties included: another expert's output would be another answer."""
     count, routing, by_bias = ROUTINGS[name]
-    logits = logits_of(11, count)
+    logits = logits_of(11, count + (routing.shared == "gated"))
     choice_bias = (rand(count, seed=1) * 4).round() / 4 if by_bias else None
     expected, expected_weights = reference_experts.route(logits, routing, choice_bias)
 
@@ -89,17 +91,17 @@ def test_the_router_s_bias_is_part_of_the_weight() -> None:
 def test_a_token_of_nan_has_experts_of_its_own(name: str) -> None:
     """A place outside the experts would be read and written; its neighbours are as without it."""
     count, routing, by_bias = ROUTINGS[name]
-    logits = logits_of(3, count)
+    logits = logits_of(3, count + (routing.shared == "gated"))
     choice_bias = torch.zeros(count, device=DEVICE) if by_bias else None
     alone, alone_weights = experts.route(logits, routing, None, choice_bias)
     logits[1] = float("nan")
 
     ids, weights = experts.route(logits, routing, None, choice_bias)
 
-    assert len(set(ids[1].tolist())) == routing.top_k
+    assert len(set(ids[1].tolist())) == routing.choices
     assert int(ids[1].min()) >= 0
-    assert int(ids[1].max()) < count
-    assert bool(weights[1].isnan().all())
+    assert int(ids[1].max()) < count + bool(routing.shared)
+    assert bool(weights[1, : routing.top_k].isnan().all())
     assert ids[::2].tolist() == alone[::2].tolist()
     torch.testing.assert_close(weights[::2], alone_weights[::2], rtol=0, atol=0)
 
