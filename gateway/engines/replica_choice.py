@@ -240,6 +240,7 @@ class ReplicaChooser:
             output_tokens=min(request.max_tokens * request.samples, OUTPUT_TOKENS_MAX),
             digests=digests,
             lease_blocks=-(-max(leased, default=0) // info.block_size),
+            lease_id=next((one.lease_id for one in grant.leases), ""),
         )
         self._directory.expire_sent(self._clock())
         numbers = sum(1 << state.number for state in states)

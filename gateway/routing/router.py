@@ -60,7 +60,7 @@ class ReplicaState(Struct):
 
 class RouteRequest(Struct, frozen=True):
     """A request to be routed. `lease_blocks`: what its leases would promise. `homes`: the names of
-    the replicas that a strict tenant's requests go to; None: all.
+    the replicas that a strict tenant's requests go to; None: all. `lease_id`: of its first lease.
     """
 
     id: str
@@ -69,6 +69,7 @@ class RouteRequest(Struct, frozen=True):
     digests: Sequence[bytes]
     lease_blocks: int = 0
     homes: frozenset[str] | None = None
+    lease_id: str = ""
     may_part: bool = False
     """Its prompt may be computed on another replica than its answer."""
 
@@ -323,5 +324,5 @@ def _cost(
 
 
 def _weight(request: RouteRequest, name: str) -> bytes:
-    first = request.digests[0] if request.digests else request.id.encode()
+    first = request.digests[0] if request.digests else (request.lease_id or request.id).encode()
     return blake2b(first + name.encode(), digest_size=8).digest()

@@ -26,6 +26,7 @@ from engine.api import (
     GetStats,
     Held,
     HeldTokens,
+    LetGo,
     Peek,
     Peeked,
     Quota,
@@ -430,3 +431,26 @@ def test_failed_loading_is_kept_and_ends_the_thread() -> None:
     assert service.stopped.wait(DEADLINE_S)
     assert isinstance(service.failure, OSError)
     assert service.info is None
+
+
+@pytest.mark.parametrize("is_let_go", [True, False])
+def test_a_drained_engine_waits_for_gateways_until_its_deadline(is_let_go: bool) -> None:
+    """One that moves promises is waited for, until it lets go, or the drain's time is over: a
+    gateway that hangs keeps no host from being upgraded."""
+    clock = FakeClock()
+    with running(clock=clock) as service:
+        sink = RecordingSink()
+        service.join(sink, moves=True)
+        service.post(sink, Drain(30.0))
+        for call_id, later_s in enumerate((29.0, 0.5, 0.0), 1):  # each answer is a turn of its own
+            service.post(sink, Peek(call_id, b"n", (1, 2, 3)))
+            sink.until(Peeked, call_id=call_id)
+            clock.advance(later_s)
+        stayed = not service.stopped.is_set()
+        if is_let_go:
+            service.post(sink, LetGo())
+        else:
+            clock.advance(1.5)
+
+        assert stayed
+        assert service.stopped.wait(DEADLINE_S)

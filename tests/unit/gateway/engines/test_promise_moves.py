@@ -247,3 +247,61 @@ async def test_a_promise_that_nobody_else_has_is_broken(renderer: Renderer) -> N
         assert world.named(entry) == "e0"
         assert world.ends == {"lacking": 1}
         assert (counts["broken"], counts["kept"]) == (1, 0)
+
+
+class OtherGateway(PromiseBooks):
+    """Another gateway's books, over connections of its own to the engines of a world."""
+
+    def __init__(self, renderer: Renderer, world: World) -> None:
+        self.there = {name: engine.beside() for name, engine in world.engines.items()}
+        replicas = Replicas()
+        self.members = {name: replicas.add(name, one) for name, one in self.there.items()}
+        super().__init__(renderer, replicas, world.time)
+
+    def _new_id(self) -> str:
+        return f"other-{super()._new_id()}"
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_two_gateways_that_move_one_lease_agree_on_its_holder(
+    renderer: Renderer, others: int
+) -> None:
+    """Both have read and written the same prefix, and are told at once that its engine drains. All
+    gateways find the same home, so whoever comes second finds it there."""
+    names = ("e0", "e1", "e2")[: 2 + others]
+    async with world_of(renderer, *names) as world:
+        entry = await world.promise("e0")
+        other = OtherGateway(renderer, world)
+        twin = await other.write(other.members["e0"], PROMPT, 37)
+        other.members["e0"].state = "draining"
+        other.members["e0"].begin_move(other.there["e0"])
+        await world.drain("e0")
+        await other.emptied()
+        holders = await world.holders()
+        await other.moves.close()
+        for engine in other.there.values():
+            await engine.close()
+
+    assert holders == [world.named(entry)] == [world.named(twin)]
+    assert holders != ["e0"]
+
+
+async def test_an_erasure_that_is_owed_is_carried_out_when_the_engine_is_back(
+    renderer: Renderer,
+) -> None:
+    """It was lost before it could be told; its disk promises the prefix still, until then."""
+    async with world_of(renderer, "e0", "e1") as world:
+        entry = await world.promise("e0")
+        world.engines["e0"].dies_at = Erase
+        world.members["e0"].begin_move(world.engines["e0"])
+        await world.emptied()
+        before = await world.holders()
+        await world.moves.look()
+        away = await world.holders()
+        back = world.members["e0"].engine = world.engines["e0"].beside()
+        await world.moves.look()
+        after = await world.holders()
+        await back.close()
+
+    assert world.named(entry) == "e1"
+    assert (before, away, after) == (["e0", "e1"], ["e0", "e1"], ["e1"])

@@ -196,3 +196,16 @@ def test_no_peer_has_less_than_the_replica_itself() -> None:
     costs = {cost.replica: cost for cost in choose(REQUEST, states, found).costs}
     assert costs["e1"].peer == ""
     assert (costs["e0"].peer, costs["e0"].peer_tokens) == ("e1", 2048)
+
+
+def test_gateways_find_one_home_for_a_prefix_shorter_than_a_stride() -> None:
+    """Their requests have ids of their own, and the lease has one."""
+    states = [replica(number) for number in range(8)]
+    homes = {
+        tuple(
+            rank_homes(RouteRequest(f"r{number}", 40, 0, [], lease_id="of the prefix"), states, {})
+        )
+        for number in range(20)
+    }
+
+    assert len(homes) == 1
