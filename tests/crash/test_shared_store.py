@@ -112,3 +112,18 @@ async def test_a_new_replica_starts_warm_and_an_erasure_reaches_both(tmp_path: P
         assert files(tmp_path) == []
         cold = await pair.ask("e1", request("d", PROMPT))
         assert (cold.tokens, cold.started.cached_tokens) == (first.tokens, 0)
+
+
+async def test_what_a_killed_engine_has_put_serves_the_other(tmp_path: Path) -> None:
+    """Its objects and its manifest stay; when it is back it puts nothing again."""
+    async with sharing(tmp_path) as pair:
+        first = await put(pair, tmp_path)
+        before = sorted(files(tmp_path))
+        await pair.kept["e0"].kill()
+        warm = await pair.ask("e1", request("b", PROMPT))
+        assert (warm.tokens, fetched(warm)) == (first.tokens, 688)
+        await pair.kept["e0"].pid()
+        await pair.join("e0")
+        back = await until(pair, "e0", lambda level: level.state == "open")
+        assert back.stored_total == 0
+        assert sorted(files(tmp_path)) == before

@@ -345,6 +345,13 @@ class SharedReads:
         for one in [one for one in self._fetches.values() if now_s >= one.until_s]:
             self._fail(one, "late")
 
+    def fail_all(self) -> None:
+        """End all fetches, and answer all looks with what is known: the disk is lost."""
+        for known in self._known.values():
+            self._answer(known, lambda until_s: True)
+        for one in list(self._fetches.values()):
+            self._fail(one, "lost")
+
     def take_told(self) -> list[FetchedRun]:
         """Return the outcomes of fetches since the last call."""
         told, self._told = self._told, []

@@ -50,6 +50,7 @@ from engine.storage.messages import (
 from engine.storage.plans import PlannedRead
 from engine.storage.remote.link import RemoteLink
 from engine.storage.remote.objects import RemoteFailed, RemoteStore, check_proof
+from engine.storage.remote.shared_reads import SharedReads
 from engine.storage.sealing.master_key import read_key
 from engine.storage.sealing.unlocking import shared_proof, unlock
 from engine.storage.service.erasures import StoredErasures
@@ -155,8 +156,7 @@ class StorageService:
                 self._turn_link(self._link)
             if self._store is not None and (shared := self._store.shared) is not None:
                 shared.reads.tick()
-                for outcome in shared.reads.take_told():
-                    self._send(outcome)
+                self._tell_fetched(shared.reads)
             self._guard(self._erasures.turn)
             self._guard(self._start_batch)
             self._bury()
@@ -165,6 +165,10 @@ class StorageService:
                 tick_at_s = now_s + TICK_S
                 self._guard(self._tick)
             self._send_heartbeat_if_due()
+
+    def _tell_fetched(self, reads: SharedReads) -> None:
+        for outcome in reads.take_told():
+            self._send(outcome)
 
     @property
     def _pause_s(self) -> float:
@@ -322,6 +326,9 @@ class StorageService:
         if self._store is None:
             return
         self._log("levels_lost", reason=reason)
+        if (shared := self._store.shared) is not None:
+            shared.reads.fail_all()
+            self._tell_fetched(shared.reads)
         self._store, self._dying = None, self._store
         self._queue.fail_all("closed")
         self._erasures.lost()

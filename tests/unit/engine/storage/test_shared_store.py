@@ -327,7 +327,7 @@ def test_a_fetch_that_is_stopped_or_late_has_all_its_outcomes(
     assert other.offered(LONG) == RUNS
     shared = other.disk.shared
     assert shared is not None
-    for end in ("stopped", "late"):
+    for end in ("stopped", "late", "lost"):
         objects.shut("get")
         command = FetchRuns(other.call_id(), None, A, LONG, 0, tuple(range(RUNS)), OWN, 1.0)
         for slot in command.slots:
@@ -336,9 +336,11 @@ def test_a_fetch_that_is_stopped_or_late_has_all_its_outcomes(
         objects.await_call()
         if end == "stopped":
             other.storage.send(StopFetch(command.call_id))
-        else:
+        elif end == "late":
             other.clock.advance(2.0)
             shared.reads.tick()
+        else:
+            shared.reads.fail_all()
         found = other.storage.poll()
         objects.open_all()
         other.local.pump()
