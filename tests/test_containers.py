@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -348,6 +349,23 @@ def test_probes_of_the_engines_look_for_the_keeper_s_mark() -> None:
     assert mark == (MARKS, SERVES)
 
 
+@each_row("prefill", [0, 1])
+def test_engines_get_roles_by_their_numbers(prefill: int) -> None:
+    """The script says them; without roles the image's own command runs."""
+    text = rendered((*VALUES["engines"], f"engines.prefill={prefill}"))
+    script = re.search(r"command:\n +- sh\n +- -c\n +- \|\n((?: {14,}.*\n)+)", text)
+
+    assert ('prompts_apart = "auto"' in text) == bool(prefill)
+    assert (script is not None) == bool(prefill)
+    for number, role in enumerate(("prefill", "decode", "decode") if script else ()):
+        assert script is not None
+        told = script[1].replace("exec trunkline", "echo")
+        shell = ["sh", "-c", textwrap.dedent(told), "trunkline", "engine", "serve"]
+        pod = {"POD_NAME": f"demo-trunkline-engine-{number}"}
+        said = subprocess.run(shell, env=pod, capture_output=True, text=True, check=True).stdout
+        assert said == f"engine serve --role {role}\n"
+
+
 REFUSED = {
     "two gateways on one file": (("replicas=2",), "needs `database`"),
     "two gateways of engines on one file": (("replicas=2", "engines.replicas=2"), "`database`"),
@@ -356,6 +374,7 @@ REFUSED = {
     "a misspelt value of engines": (("engines.replica=2",), "replica"),
     "more engines than a router has": (("engines.replicas=65",), "65"),
     "less than none": (("engines.replicas=-1",), "-1"),
+    "no engine that answers": (("engines.replicas=2", "engines.prefill=2"), "engines.prefill"),
     "engines in words": (("engines.replicas=two",), "replicas"),
     "another kind of issuer": (("engines.issuer.kind=Vault",), "kind"),
     "no time to drain": (("engines.drainTimeoutSeconds=-1",), "drainTimeoutSeconds"),

@@ -350,7 +350,8 @@ def _promise_broken(facts: CauseFacts) -> CauseWords:
     kept = (
         "Let what is promised outlast its engine: a disk below it, or host memory"
         " (engine.levels.host_keeps_promises); a second replica, to which trunkline engine drain"
-        " moves promises while it has room; or a remote store that replicas share."
+        " moves promises while it has room; or a store that replicas share"
+        " (engine.levels.remote.shared)."
     )
     return CauseWords(
         "A promise ended with its engine",

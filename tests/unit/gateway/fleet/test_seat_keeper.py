@@ -66,6 +66,19 @@ def test_engines_of_one_host_have_folders_of_their_own(tmp_path: Path) -> None:
     assert first.data == second.data
 
 
+def test_a_seat_says_its_role_or_its_host_does(tmp_path: Path) -> None:
+    """As with the model."""
+    file = tmp_path / "host.toml"
+    file.write_text('[engine]\nrole = "decode"\n')
+    data = str(tmp_path / "data")
+    found = [
+        seat_config(Seat("e0", data, str(file), role=role)).engine.role
+        for role in (None, "prefill", "any")
+    ]
+
+    assert found == ["decode", "prefill", "any"]
+
+
 def test_a_range_without_a_free_port_is_the_reason(tmp_path: Path) -> None:
     """It names the range and the address."""
     from tests.models import write_folder
