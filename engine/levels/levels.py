@@ -191,19 +191,23 @@ class Levels:
             looks.ask(sequence_id, grant, tokens)
         return True
 
+    def take_offer(self, sequence_id: int) -> int:
+        """Return how many tokens of a prompt the disk and a shared store have together, as an
+        answered look has found; 0 where a shared store has no more. Once for each look."""
+        return 0 if self._disk is None else self._disk.looks.take_offer(sequence_id)
+
     def fetch_shared(
         self,
         sequence_id: int,
         grant: CacheGrant,
         tokens: Sequence[int],
+        there: int,
         compute_s: Callable[[int, int], float],
     ) -> float:
         """Begin to fetch what a look has found in a shared store; return the seconds that it is
-        worth waiting for, 0 where nothing is begun. `compute_s`: as for `plan`."""
-        if self._shared_fetching is None or self._disk is None:
-            return 0.0
-        there = self._disk.looks.take_offer(sequence_id)
-        if not there:
+        worth waiting for, 0 where nothing is begun. `there`: what `take_offer` has said;
+        `compute_s`: as for `plan`."""
+        if self._shared_fetching is None:
             return 0.0
         size = self.cache.block_size
         here = len(self.places.match(grant.namespace, tokens, self._now_s)) * size

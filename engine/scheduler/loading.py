@@ -246,13 +246,13 @@ class Loading:
     def _fetch_shared(self, sequence_id: int) -> bool:
         """Let a sequence whose look has found more in a shared store wait for that; return whether
         it does."""
-        found = self.looking.get(sequence_id)
-        if found is None:
+        there, found = self.levels.take_offer(sequence_id), self.looking.get(sequence_id)
+        if not there or found is None:
             return False
         sequence, seconds = found[0], self._step_cost.seconds_of_slice
         tokens = tuple(sequence.findable_tokens(self._cache.block_size))
         grant = sequence.parent.request.grant
-        wait_s = self.levels.fetch_shared(sequence_id, grant, tokens, seconds)
+        wait_s = self.levels.fetch_shared(sequence_id, grant, tokens, there, seconds)
         if wait_s:
             self.looking[sequence_id] = (sequence, wait_s, None)
         return bool(wait_s)

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
 
-from engine.moves import FetchedRun, FetchRuns, Look, Looked, SharedErased, SlotFormat
+from engine.moves import (
+    FetchedRun,
+    FetchRuns,
+    Look,
+    Looked,
+    RemoteStats,
+    SharedErased,
+    SlotFormat,
+)
+from engine.storage.remote.address import RemoteSettings, open_remote
 from engine.storage.remote.objects import RemoteStore
 from engine.storage.remote.shared_objects import manifest_path, object_path, open_manifest
 from engine.storage.sealing.master_key import MasterKey
 from engine.storage.sealing.seals import SharedNamespace
 from tests.fakes import FakeClock
-from tests.unit.engine.storage.local_storage import LocalRig
+from tests.unit.engine.storage.local_storage import LocalRig, write_key
 from tests.unit.engine.storage.remote_faults import FaultyObjects
-from tests.unit.engine.storage.storage_rig import RUN, SLOT_BYTES, SLOTS, A, content_of
+from tests.unit.engine.storage.storage_rig import (
+    LONG,
+    RUN,
+    SLOT_BYTES,
+    SLOTS,
+    A,
+    DiskRig,
+    content_of,
+)
 
 MASTER = MasterKey(bytes(range(32)))
 MODEL = "model-fp32-4"
@@ -127,3 +144,52 @@ def owners_of(
     finally:
         for one in owners:
             one.close()
+
+
+def await_remote(rig: DiskRig, is_so: Callable[[RemoteStats], bool]) -> RemoteStats:
+    """Wait for a heartbeat that says so of the remote store."""
+    while (stats := rig.await_stats()).remote is None or not is_so(stats.remote):
+        pass
+    return stats.remote
+
+
+def check_processes(folder: Path, url: str, *, is_real: bool = False) -> None:
+    """Share a store between two storage processes: one stores, the other one fetches, both erase.
+    `is_real`: as for `DiskRig`."""
+    key, rigs = write_key(folder / "key", MASTER), list[DiskRig]()
+    remote, runs = RemoteSettings(url, timeout_s=60.0, is_shared=True), len(LONG) // RUN
+    store = open_remote(url, 60.0)
+    try:
+        for name in ("one", "other"):
+            rig = DiskRig(
+                folder / name,
+                FakeClock(1_000.0),
+                seal=key,
+                remote=remote,
+                is_real=is_real,
+                model_digest=MODEL,
+            )
+            rigs.append(rig)
+            await_remote(rig, lambda stats: stats.state == "open")
+        one, other = rigs
+        one.store(A, LONG)
+        while not [name for name in store.names("", 99) if "/m/" in name]:
+            one.clock.advance(1.0)
+            one.await_stats()
+        look = Look(other.call_id(), A, LONG, OWN, 60.0)
+        assert other.ask(look, Looked).shared_runs == runs
+        slots = tuple(range(runs))
+        fetch = FetchRuns(other.call_id(), None, A, LONG, 0, slots, OWN, 60.0)
+        other.storage.send(fetch)
+        found = other.answers(fetch.call_id, runs)
+        assert [one.why for one in found if isinstance(one, FetchedRun)] == [""] * runs
+        for number in slots:
+            assert other.arena.view(number, SLOT_BYTES) == content_of(A, LONG[: (number + 1) * RUN])
+        told = [rig.erase(A).shared for rig in rigs]
+        assert [one and one.code for one in told] == ["", ""]
+        assert told[0] is not None
+        assert told[0].objects == runs + 1
+        assert store.names("", 99) == ["proof"]
+    finally:
+        for rig in rigs:
+            rig.close()

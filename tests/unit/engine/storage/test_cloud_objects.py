@@ -17,6 +17,7 @@ from engine.storage.remote.objects import ObjectMissing, RemoteFailed, RemoteSto
 from engine.storage.slabs.record import pack_run
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.local_storage import write_key
+from tests.unit.engine.storage.shared_rig import check_processes
 from tests.unit.engine.storage.storage_rig import LONG, RUN, A, DiskRig, content_of
 from tests.unit.engine.storage.test_remote_store import MASTER, await_objects
 
@@ -93,6 +94,12 @@ def test_an_object_is_put_once_and_a_prefix_is_cleared(store: RemoteStore) -> No
     assert store.clear("shared/", 9) == (0, 0)
     assert store.names("beside/", 9) == ["beside/o/1"]
     store.delete(["beside/o/1"])
+
+
+@pytest.mark.usefixtures("store")
+def test_processes_share_a_bucket_and_an_erasure_empties_it(tmp_path: Path) -> None:
+    """As they share a folder."""
+    check_processes(tmp_path, "s3://bucket/shared-by-two")
 
 
 def test_a_bucket_that_is_not_there_and_a_server_that_is_away(

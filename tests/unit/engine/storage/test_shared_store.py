@@ -14,7 +14,6 @@ from engine.moves import (
     FetchRuns,
     Look,
     Looked,
-    RemoteStats,
     SlotFormat,
     StopFetch,
 )
@@ -25,16 +24,16 @@ from engine.storage.sealing.unlocking import shared_proof
 from tests.fakes import FakeClock
 from tests.unit.engine.storage.local_storage import write_key
 from tests.unit.engine.storage.remote_faults import FaultyObjects
-from tests.unit.engine.storage.shared_rig import MASTER, MODEL, OWN, Owner, owners_of
-from tests.unit.engine.storage.storage_rig import (
-    LONG,
-    RUN,
-    SLOT_BYTES,
-    A,
-    B,
-    DiskRig,
-    content_of,
+from tests.unit.engine.storage.shared_rig import (
+    MASTER,
+    MODEL,
+    OWN,
+    Owner,
+    await_remote,
+    check_processes,
+    owners_of,
 )
+from tests.unit.engine.storage.storage_rig import LONG, RUN, SLOT_BYTES, A, B, DiskRig
 
 RUNS = len(LONG) // RUN
 Lie = Callable[[str, bytes], bytes]
@@ -398,46 +397,7 @@ def test_a_store_that_was_private_is_left_and_comes_back_as_shared(
 @pytest.mark.parametrize("is_real", [False, True])
 def test_processes_share_a_folder_and_an_erasure_empties_it(tmp_path: Path, is_real: bool) -> None:
     """The whole way over storage processes and their wire."""
-    key = write_key(tmp_path / "key", MASTER)
-    remote = RemoteSettings(f"file://{tmp_path}/far", timeout_s=60.0, is_shared=True)
-    rigs = list[DiskRig]()
-    try:
-        for name in ("one", "other"):
-            clock = FakeClock(1_000.0)
-            rig = DiskRig(
-                tmp_path / name,
-                clock,
-                seal=key,
-                remote=remote,
-                is_real=is_real,
-                model_digest=MODEL,
-            )
-            rigs.append(rig)
-        one, other = rigs
-        await_remote(one, lambda stats: stats.state == "open")
-        await_remote(other, lambda stats: stats.state == "open")
-        one.store(A, LONG)
-        while not list((tmp_path / "far").glob("*/m/*")):
-            one.clock.advance(1.0)
-            one.await_stats()
-        look = Look(other.call_id(), A, LONG, OWN, 60.0)
-        assert other.ask(look, Looked).shared_runs == RUNS
-        slots = tuple(range(RUNS))
-        fetch = FetchRuns(other.call_id(), None, A, LONG, 0, slots, OWN, 60.0)
-        other.storage.send(fetch)
-        found = other.answers(fetch.call_id, RUNS)
-        assert [one.why for one in found if isinstance(one, FetchedRun)] == [""] * RUNS
-        for number in slots:
-            assert other.arena.view(number, SLOT_BYTES) == content_of(A, LONG[: (number + 1) * RUN])
-        told = [rig.erase(A).shared for rig in rigs]
-        assert [one and one.code for one in told] == ["", ""]
-        assert told[0] is not None
-        assert told[0].objects == RUNS + 1
-        left = [path.name for path in (tmp_path / "far").rglob("*") if path.is_file()]
-        assert left == ["proof"]
-    finally:
-        for rig in rigs:
-            rig.close()
+    check_processes(tmp_path, f"file://{tmp_path}/far", is_real=is_real)
 
 
 def test_another_master_key_is_refused_by_name_and_the_disk_serves(tmp_path: Path) -> None:
@@ -458,10 +418,3 @@ def test_another_master_key_is_refused_by_name_and_the_disk_serves(tmp_path: Pat
         fetch = FetchRuns(rig.call_id(), None, A, LONG, 0, (0,), OWN, 60.0)
         rig.storage.send(fetch)
         assert rig.answers(fetch.call_id) == [FetchedRun(fetch.call_id, "lost")]
-
-
-def await_remote(rig: DiskRig, is_so: Callable[[RemoteStats], bool]) -> RemoteStats:
-    """Wait for a heartbeat that says so of the remote store."""
-    while (stats := rig.await_stats()).remote is None or not is_so(stats.remote):
-        pass
-    return stats.remote
