@@ -352,7 +352,7 @@ class Core:
         if self.drafts.must_collect(self._in_flight):
             while self._in_flight:
                 self._collect()
-            self.drafts.drained(self.clock())
+            self.drafts.drained()
         now_s = self.clock()
         self._prepare(now_s)
         # A step of an isolated request, and the step after it, must not overlap with others.
@@ -398,7 +398,7 @@ class Core:
         except Exception as error:
             self._fail_step(in_flight, error)
             return False
-        self.drafts.launched(self.clock())
+        self.drafts.launched(in_flight)
         self._in_flight.append(in_flight)
         self._planner.fork(in_flight)
         return True
@@ -455,7 +455,7 @@ class Core:
             self._count_barren_step()
         computed = self._commit_slices(in_flight, result, now_s)
         self._accept_tokens(in_flight, result, now_s)
-        self.drafts.record(in_flight, result.elapsed_s)
+        self.drafts.record(in_flight, result)
         self.engine_stats.record_step(
             in_flight.launched_at_s,
             now_s,

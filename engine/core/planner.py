@@ -46,6 +46,9 @@ class InFlightStep:
     """The slices after which samples part."""
     drafts: dict[int, Draft] = field(default_factory=dict)
     """Of the sequences that have some, by id."""
+    guessed_s: float | None = None
+    """Seconds that a small model guessed for it, where it was planned behind all others for the
+    sake of drafts."""
     copy_targets: list[Sequence] = field(default_factory=list)
     """Sequences without a row whose pending copy runs with the step."""
 

@@ -18,6 +18,7 @@ from engine.cache import PrefixCache
 from engine.core.constraints import Constraints
 from engine.core.planner import InFlightStep
 from engine.drafts.drafter import Draft, Drafter
+from engine.plan import StepResult
 from engine.scheduler.scheduler import Scheduler, Slice
 from engine.scheduler.sequence import Sequence
 
@@ -45,13 +46,13 @@ class StepDrafts:
         self._constraints = constraints
         self._cache = cache
         self._tokens_max = tokens_max
-        self._drained_at_s: float | None = None
+        self._is_drained = False
 
     def must_collect(self, in_flight: abc.Sequence[InFlightStep]) -> bool:
         """Return whether the steps in flight are to be collected before the next one is planned:
         one has drafts, or the next one is expected to have some. O(running).
         """
-        self._drained_at_s = None
+        self._is_drained = False
         if self.drafter is None or not in_flight:
             return False
         if in_flight[-1].drafts:
@@ -62,18 +63,17 @@ class StepDrafts:
         waiting = [sequence for sequence in running if sequence.length < sequence.length_max]
         return self.drafter.expects(waiting, self._tokens_max - len(waiting))
 
-    def drained(self, now_s: float) -> None:
+    def drained(self) -> None:
         """Note that all steps were collected for the sake of drafts, and the next is planned."""
-        self._drained_at_s = now_s
+        self._is_drained = True
         if self.drafter is not None:
             self.drafter.model_s = 0.0
 
-    def launched(self, now_s: float) -> None:
-        """Learn how long the device has waited for a step that was launched."""
-        if self._drained_at_s is not None and self.drafter is not None:
-            waited_s = now_s - self._drained_at_s - self.drafter.model_s
-            self.drafter.times.record_exposed(waited_s)
-        self._drained_at_s = None
+    def launched(self, in_flight: InFlightStep) -> None:
+        """Note in a step that was launched whether the device has waited for it."""
+        if self._is_drained and self.drafter is not None:
+            in_flight.guessed_s = self.drafter.model_s
+        self._is_drained = False
 
     def add(self, slices: list[Slice], now_s: float) -> tuple[list[Slice], dict[int, Draft]]:
         """Return the slices of a step with the drafts that pay, and these by sequence.
@@ -133,13 +133,17 @@ class StepDrafts:
             self._cache.commit(table, sequence.tokens, end, now_s)
             self._scheduler.prefix_sharing.resume_reached(sequence)
 
-    def record(self, in_flight: InFlightStep, elapsed_s: float) -> None:
-        """Learn what a step of decoding rows took on the device; 0 if that was not measured."""
-        if self.drafter is None or not elapsed_s:
+    def record(self, in_flight: InFlightStep, result: StepResult) -> None:
+        """Learn what a step of decoding rows took on the device, and how long the device waited for
+        the host before it; nothing if that was not measured."""
+        if self.drafter is None or not result.elapsed_s:
             return
+        if in_flight.guessed_s is not None:
+            self.drafter.times.record_exposed(result.waited_s - in_flight.guessed_s)
         rows = in_flight.slices[: in_flight.rows]
         if all(piece.count == 1 and not piece.silent for piece in rows):
-            self.drafter.times.record(sum(1 + len(piece.drafts) for piece in rows), elapsed_s)
+            tokens = sum(1 + len(piece.drafts) for piece in rows)
+            self.drafter.times.record(tokens, result.elapsed_s)
 
     def end(self, sequence: Sequence) -> None:
         """Count a sequence's drafts for its request, and forget it."""

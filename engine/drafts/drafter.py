@@ -2,19 +2,19 @@
 
 A draft pays where the tokens that a step is expected to give grow by more than its time. The time
 is that of steps by their tokens (`step_times`); how often a source is right is counted for each
-sequence alone, so that no tenant's answers change another's steps. It knows no block, no step and
-no clock. Only `engine.core.step_drafts` calls it.
+sequence alone, and of a small model for each client, so that no tenant's answers change another's
+steps. It knows no block, no step and no clock. Only `engine.core.step_drafts` calls it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import abc
+from collections import OrderedDict, abc
 from typing import Final
 
 from msgspec import Struct
 
-from engine.api import DraftCount, Namespace
+from engine.api import DraftCount, Namespace, Payer
 from engine.drafts.forced import ForcedSource
 from engine.drafts.model import DEPTH_MAX, ModelSource
 from engine.drafts.ngram import NgramSource
@@ -44,14 +44,37 @@ SLOWER_MAX: Final = 1.05
 """How much longer drafts may make a step that carries prompts, whose first tokens wait for it."""
 REST_TOKENS: Final = 128
 """Sampled tokens after which a source that was too often wrong is tried again."""
-RESTS_MAX: Final = 8
-"""A small model, whose trial takes time, rests twice as long each time, at most so many times
-that."""
-READING_SHARE: Final = 0.5
+READING_SHARE: Final = 1.0
 """The part of a step's time for which a small model may read texts before it."""
-READING_STEPS: Final = 4
-"""Steps over which the time is spread in which it reads a text before its first draft: it may be
-wrong as soon as it has read."""
+READING_STEPS: Final = 16
+"""Steps over which the time is spread in which it reads a text before its first draft. A sequence
+with fewer tokens to come is not read."""
+FIRST_TRIALS: Final = 2
+"""Sequences at once that a small model drafts for while nobody knows how often it is right for
+their client. The others wait for what it finds there: to read a text takes half a step."""
+TRIAL_DEPTH: Final = 2
+"""Most drafts of each of these in a step."""
+KNOWN_DRAFTS: Final = 6
+"""Drafts after which that is known, of a client and of a sequence."""
+MODEL_ROWS_MAX: Final = 8
+"""Most sequences of a step for which a small model is asked. Their texts are read one after the
+other, and meanwhile the step of all is longer: with 16 and 32 that took up to a quarter more than
+its drafts saved."""
+CLIENT_WEIGHT_MIN: Final = 0.02
+"""Of the latest draft in a client's mean, which several sequences feed."""
+HOPELESS: Final = 0.35
+"""It is known, too, that a source is wrong where its mean is less than this: two wrong ones at
+first."""
+HOPED: Final = 0.8
+"""How often it must be right to be worth these trials: where that would not pay, there are none."""
+HOPED_GAIN: Final = 1.07
+"""By how much more than other drafts they must then pay."""
+FORGOTTEN_TOKENS: Final = 4096
+"""Tokens without its drafts after which what is known of a client is forgotten; each time after
+twice as many, at most after `FORGOTTEN_MAX`."""
+FORGOTTEN_MAX: Final = 32_768
+CLIENTS_MAX: Final = 1024
+"""Clients of whom it is known; of more, the one that was served longest ago is forgotten."""
 
 
 class Draft(Struct, frozen=True):
@@ -61,20 +84,69 @@ class Draft(Struct, frozen=True):
     token_ids: tuple[int, ...]
 
 
-class _Trust:
-    """How far a sequence's source is trusted, and what it has drafted."""
+class _Client:
+    """How often a small model is right for the sequences of a client in a namespace."""
 
-    __slots__ = ("acceptance", "accepted", "drafted", "rest_tokens", "rested", "rests", "tried")
+    __slots__ = ("acceptance", "forgotten_tokens", "idle_tokens", "tried")
 
     def __init__(self) -> None:
-        self.drafted = self.accepted = self.rested = self.rests = 0
-        self.rest_tokens = REST_TOKENS
+        self.forgotten_tokens = FORGOTTEN_TOKENS
+        self.forget()
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether it was tried often enough."""
+        return self.tried >= PRIOR_DRAFTS + KNOWN_DRAFTS or self.acceptance < HOPELESS
+
+    def forget(self) -> None:
+        """Know nothing."""
+        self.acceptance, self.tried, self.idle_tokens = ACCEPTANCE_PRIOR, PRIOR_DRAFTS, 0
+
+    def learn(self, is_right: bool) -> None:
+        """Learn whether a draft was right."""
+        self.idle_tokens, self.tried = 0, self.tried + 1
+        weight = max(CLIENT_WEIGHT_MIN, 1 / self.tried)
+        self.acceptance = min(0.99, self.acceptance + weight * (is_right - self.acceptance))
+
+    def went_on(self, tokens: int) -> None:
+        """Note tokens that came without its drafts: after many it is tried again, and then after
+        twice as many."""
+        self.idle_tokens += tokens
+        if self.idle_tokens > self.forgotten_tokens and self.is_known:
+            self.forgotten_tokens = min(FORGOTTEN_MAX, 2 * self.forgotten_tokens)
+            self.forget()
+
+
+class _Trust:
+    """How far a sequence's source is trusted, and what it has drafted. `client`: what is known of
+    others, of a small model."""
+
+    __slots__ = (
+        "acceptance", "accepted", "client", "drafted", "rested", "tried",
+    )  # fmt: skip
+
+    def __init__(self, client: _Client | None = None) -> None:
+        self.drafted = self.accepted = self.rested = 0
+        self.client = client
         self.forget()
 
     @property
     def is_resting(self) -> bool:
         """Return whether the source was too often wrong of late."""
-        return 0 < self.rested < self.rest_tokens
+        return 0 < self.rested < REST_TOKENS
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether the source was tried often enough for this sequence."""
+        return self.tried >= PRIOR_DRAFTS + KNOWN_DRAFTS
+
+    @property
+    def expected(self) -> float:
+        """Return how often the source is expected to be right: until that is known of the sequence,
+        as often as for others of its client."""
+        if self.client is not None and self.client.is_known and not self.is_known:
+            return self.client.acceptance
+        return self.acceptance
 
     def forget(self) -> None:
         """Know no more of how often the source is right than before it was tried."""
@@ -85,6 +157,22 @@ class _Trust:
         self.tried += 1
         weight = max(WEIGHT_MIN, 1 / self.tried)
         self.acceptance = min(0.99, self.acceptance + weight * (is_right - self.acceptance))
+        if self.client is not None:
+            self.client.learn(is_right)
+
+
+class _Able(Struct, frozen=True):
+    """A sequence that a small model may draft for: at most `limit` tokens, each expected to be
+    right with `acceptance`. `waits`: for what others of its client find. `drafts`: those that
+    another source has for it, of which `gain` are expected to be right."""
+
+    sequence_id: int
+    limit: int
+    acceptance: float
+    is_trial: bool
+    waits: bool
+    drafts: int
+    gain: float
 
 
 class Drafter:
@@ -110,6 +198,7 @@ class Drafter:
             else sources
         )
         self._trust: dict[int, dict[str, _Trust]] = {}
+        self._clients: OrderedDict[tuple[Namespace, Payer], _Client] = OrderedDict()
 
     def propose(
         self, sequences: abc.Sequence[Sequence], tokens_max: int, prompt_tokens: int = 0
@@ -121,15 +210,17 @@ class Drafter:
         rows, most = len(sequences), min(tokens_max, len(self.times) - len(sequences))
         if not self._may_pay(rows, prompt_tokens, most):
             return {}
-        found = self._found(sequences, most)
+        found, guesses = self._found(sequences, most), {}
         if self.model is not None and not prompt_tokens:
-            found |= self._guesses(self.model, sequences, found, most)
+            guesses = self._guesses(self.model, sequences, found, most)
+            found |= guesses
         gains = [
             gain
             for sequence_id, (draft, acceptance) in found.items()
             for gain in _gains(sequence_id, acceptance, len(draft.token_ids))
         ]
-        counts, _ = self._how_many(rows, prompt_tokens, sorted(gains, reverse=True)[:most])
+        gains = sorted(gains, reverse=True)[:most]
+        counts, _ = self._how_many(rows, prompt_tokens, gains, has_waited=bool(guesses))
         return {
             sequence_id: Draft(draft.source, draft.token_ids[:count])
             for sequence_id, (draft, _) in found.items()
@@ -196,12 +287,24 @@ class Drafter:
         """Return how far each source is trusted for a sequence, which they take if it is new."""
         trusts = self._trust.get(sequence.sequence_id)
         if trusts is None:
-            sources = (*self._sources, *(() if self.model is None else (self.model,)))
-            trusts = {source.name: _Trust() for source in sources}
+            trusts = {source.name: _Trust() for source in self._sources}
             self._trust[sequence.sequence_id] = trusts
-            for source in sources:
+            for source in self._sources:
                 source.begin(sequence)
+            if self.model is not None:
+                trusts[self.model.name] = _Trust(self._client(sequence))
+                self.model.begin(sequence)
         return trusts
+
+    def _client(self, sequence: Sequence) -> _Client:
+        """Return what is known of a sequence's client. Tenants that share a namespace are two."""
+        grant = sequence.parent.request.grant
+        key = grant.namespace, grant.payer
+        client = self._clients.setdefault(key, _Client())
+        self._clients.move_to_end(key)
+        if len(self._clients) > CLIENTS_MAX:
+            self._clients.popitem(last=False)
+        return client
 
     def _guesses(
         self,
@@ -230,7 +333,7 @@ class Drafter:
         return {
             sequence_id: (
                 Draft(model.name, token_ids),
-                self._trust[sequence_id][model.name].acceptance,
+                self._trust[sequence_id][model.name].expected,
             )
             for sequence_id, token_ids in guesses.items()
         }
@@ -246,52 +349,96 @@ class Drafter:
         most tokens a second, its own time counted; nothing where that is less than without it.
         """
         rows = len(sequences)
+        if rows > MODEL_ROWS_MAX:
+            return {}
         gains = [
             gain
             for sequence_id, (draft, acceptance) in found.items()
             for gain in _gains(sequence_id, acceptance, len(draft.token_ids))
         ]
-        _, best = self._how_many(rows, 0, sorted(gains, reverse=True)[:most])
-        able: list[tuple[int, int, float, int, float]] = []
-        for sequence in sequences:
-            limit, sequence_id = min(most, DEPTH_MAX, _limit_of(sequence)), sequence.sequence_id
-            if limit > 0 and not (trust := self._trusts(sequence)[model.name]).is_resting:
-                other = found.get(sequence_id)
-                drafts = 0 if other is None else len(other[0].token_ids)
-                gain = 0.0 if other is None else _expected(other[1], drafts)
-                able.append((sequence_id, limit, trust.acceptance, drafts, gain))
+        best = rows / self.times.seconds(rows) * GAIN_MIN
+        if gains:
+            _, other = self._how_many(rows, 0, sorted(gains, reverse=True)[:most])
+            best = max(best, other)
+        able = self._able(model, sequences, found, most)
+        if any(one.is_trial for one in able):
+            best *= HOPED_GAIN
+        one_s, reading_s = model.seconds([one.sequence_id for one in able])
+        waited_s = self.times.exposed_s + reading_s / READING_STEPS
         chosen: dict[int, int] = {}
         for depth in range(1, DEPTH_MAX + 1):
             limits: dict[int, int] = {}
             expected, tokens = float(rows), rows
-            for sequence_id, limit, acceptance, drafts, gain in able:
-                own = _expected(acceptance, min(depth, limit))
+            for one in able:
+                drafts, gain = one.drafts, one.gain
+                own = _expected(one.acceptance, min(depth, one.limit))
                 if own > gain:
-                    gain, drafts = own, min(depth, limit)
-                    limits[sequence_id] = drafts
+                    gain, drafts = own, min(depth, one.limit)
+                    if not one.waits:
+                        limits[one.sequence_id] = drafts
                 expected, tokens = expected + gain, tokens + drafts
             if not limits or tokens - rows > most:
                 break
-            took_s = self.times.seconds(tokens) + self.times.exposed_s
-            took_s += model.seconds(limits, depth, READING_STEPS)
-            if expected / took_s > best:
-                best, chosen = expected / took_s, limits
+            rate = expected / (self.times.seconds(tokens) + waited_s + depth * one_s)
+            if rate > best:
+                best, chosen = rate, limits
+            elif chosen:
+                break  # what further drafts add is less and less
         if able and not chosen:
             model.times.forget()
         return chosen
 
+    def _able(
+        self,
+        model: ModelSource,
+        sequences: abc.Sequence[Sequence],
+        found: abc.Mapping[int, tuple[Draft, float]],
+        most: int,
+    ) -> list[_Able]:
+        """Return the sequences that a model may draft for. Of clients that nobody knows, some try
+        it, as if it were as good as one hopes, and the others wait."""
+        able: list[_Able] = []
+        trials = 0
+        for sequence in sequences:
+            sequence_id = sequence.sequence_id
+            trust = self._trusts(sequence)[model.name]
+            limit = min(most, DEPTH_MAX, _limit_of(sequence))
+            to_come = sequence.parent.request.max_tokens - sequence.output_tokens
+            if limit <= 0:
+                continue
+            if to_come < READING_STEPS <= model.unread(sequence_id):
+                continue
+            is_trial = trust.client is not None and not trust.client.is_known
+            trials += is_trial
+            draft, rate = found.get(sequence_id, (None, 0.0))
+            drafts = 0 if draft is None else len(draft.token_ids)
+            acceptance = HOPED if is_trial else trust.expected
+            waits = is_trial and trials > FIRST_TRIALS
+            limit = min(limit, TRIAL_DEPTH) if is_trial else limit
+            gain = _expected(rate, drafts)
+            able.append(_Able(sequence_id, limit, acceptance, is_trial, waits, drafts, gain))
+        return able
+
     def _how_many(
-        self, rows: int, prompt_tokens: int, gains: abc.Sequence[tuple[float, int]]
+        self,
+        rows: int,
+        prompt_tokens: int,
+        gains: abc.Sequence[tuple[float, int]],
+        *,
+        has_waited: bool = False,
     ) -> tuple[dict[int, int], float]:
         """Return the drafts of each sequence: of the most likely ones so many that the expected
         tokens a second are highest. A sequence's later drafts are never likelier than its earlier.
 
-        And that rate; without drafts, the one that they would have had to exceed.
+        And that rate; without drafts, the one that they would have had to exceed. `has_waited`: the
+        device waits for this step in any case, since a model has guessed.
         """
         times, tokens = self.times, rows + prompt_tokens
         plain_s = times.seconds(tokens)
         longest_s = plain_s * SLOWER_MAX if prompt_tokens else float("inf")
         expected, best, chosen = float(rows), rows / plain_s * _gain_min(rows), 0
+        if has_waited:
+            best = rows / (plain_s + times.exposed_s)
         for number, (gain, _) in enumerate(gains, 1):
             expected += gain
             drafted_s = times.seconds(tokens + number) + times.exposed_s
@@ -314,11 +461,14 @@ class Drafter:
         for trust in trusts.values():
             if trust.rested:
                 trust.rested += len(token_ids)
-                if trust.rested > trust.rest_tokens:
+                if trust.rested > REST_TOKENS:
                     trust.rested = 0
                     trust.forget()
         if draft is not None:
             self._learn(trusts[draft.source], draft, token_ids)
+        model = None if self.model is None else trusts[self.model.name].client
+        if model is not None and (draft is None or trusts[draft.source].client is None):
+            model.went_on(len(token_ids))
 
     def _learn(self, trust: _Trust, draft: Draft, token_ids: abc.Sequence[int]) -> None:
         right = 0
@@ -331,26 +481,25 @@ class Drafter:
         # An accepted draft that ended the answer saved no step.
         trust.accepted += min(right, max(0, len(token_ids) - 1))
         trust.drafted += len(draft.token_ids)
-        self._rest(trust, draft.source)
+        self._rest(trust)
 
     def forbidden(self, sequence: Sequence, draft: Draft) -> None:
         """Learn that a sequence's grammar forbids a draft: it is wrong, and takes no step."""
         trust = self._trust[sequence.sequence_id][draft.source]
         trust.learn(False)
-        self._rest(trust, draft.source)
+        self._rest(trust)
 
-    def _rest(self, trust: _Trust, source: str) -> None:
+    def _rest(self, trust: _Trust) -> None:
         """Let a source rest that is expected to be no gain with one draft beside one row, even in a
-        step that overlaps with no other for the sake of other drafts."""
-        is_model = self.model is not None and source == self.model.name
-        one_s, two_s = self.times.seconds(1), self.times.seconds(2)
-        if self.model is not None and is_model:
-            two_s += self.model.times.seconds(1)
-        if (1 + trust.acceptance) / two_s >= GAIN_MIN / one_s:
-            return
-        if trust.rests and is_model:
-            trust.rest_tokens = min(2 * trust.rest_tokens, RESTS_MAX * REST_TOKENS)
-        trust.rested, trust.rests = 1, trust.rests + 1
+        step that overlaps with no other for the sake of other drafts.
+
+        A small model is asked for all sequences of a step or for none: for one it only forgets what
+        it was long ago.
+        """
+        if trust.client is not None or (1 + trust.acceptance) / self.times.seconds(2) < (
+            GAIN_MIN / self.times.seconds(1)
+        ):
+            trust.rested = 1
 
     def counts(self, sequence_id: int) -> tuple[DraftCount, ...]:
         """Return what was drafted for a sequence, by source."""
@@ -372,6 +521,8 @@ class Drafter:
         """Forget what the sources have kept of a namespace. A small model keeps nothing of one."""
         for source in self._sources:
             source.erase(namespace)
+        for key in [key for key in self._clients if key[0] == namespace]:
+            self._clients.pop(key).forget()
 
     def check(self, live: abc.Collection[int]) -> None:
         """Check that only live sequences are known. Raises InvariantViolation. O(sequences)."""

@@ -139,18 +139,20 @@ class ModelSource:
     def erase(self, namespace: Namespace) -> None:
         """Do nothing: what a sequence has in the pool ends with it."""
 
-    def seconds(self, sequence_ids: abc.Collection[int], depth: int, steps: int) -> float:
-        """Return how long it takes to guess so many drafts of each; what was not read of their
-        texts is read in the time of `steps` such guesses. O(sequences).
-        """
-        rows = len(sequence_ids)
-        unread = 0
-        for sequence_id in sequence_ids:
-            place, length = self._of.get(sequence_id), len(self._live[sequence_id].tokens)
-            unread += min(length - (0 if place is None else place.end), READ_TOKENS) - 1
+    def seconds(self, sequence_ids: abc.Collection[int]) -> tuple[float, float]:
+        """Return how long it takes to guess one draft of each, and to read before that what was not
+        read of their texts. O(sequences)."""
+        rows = max(1, len(sequence_ids))
         one_s = self.times.seconds(rows)
-        reading_s = self.times.seconds(rows + unread) - one_s if unread > 0 else 0.0
-        return depth * one_s + reading_s / steps
+        slices, rest = divmod(sum(map(self.unread, sequence_ids)), READ_TOKENS)
+        reading_s = slices * (self.times.seconds(rows + READ_TOKENS) - one_s)
+        return one_s, reading_s + self.times.seconds(rows + rest) - one_s
+
+    def unread(self, sequence_id: int) -> int:
+        """Return how many tokens of a sequence are read before its next drafts, the last one apart.
+        O(1)."""
+        place, length = self._of.get(sequence_id), len(self._live[sequence_id].tokens)
+        return max(0, min(length - (0 if place is None else place.end), READ_TOKENS) - 1)
 
     def tokens_within(self, seconds: float) -> int:
         """Return how many tokens a step of about that time computes, at most those that a place

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from engine.api import CacheGrant, Request
-from engine.config import DRAFT_PLACE_TOKENS, EngineConfig
+from engine.config import DRAFT_PLACE_TOKENS, DRAFT_PLACES_MAX, EngineConfig
 from engine.drafts.model import DEPTH_MAX, READ_TOKENS, ModelSource
 from engine.drafts.step_times import StepTimes
 from engine.errors import ModelError
@@ -27,7 +27,7 @@ log = logging.getLogger("trunkline.engine")
 SLOW_SHARE = 0.5
 """Of a step of the model: a draft model whose steps take more pays little, however right it is."""
 
-TIMED_GUESSES = 3
+TIMED_GUESSES, TIMED_READINGS = 3, 2
 """At the start; the last one counts."""
 
 Build = Callable[[ModelCard, EngineConfig], LoadedModel]
@@ -71,17 +71,27 @@ def build_draft_model(
 
 
 def count_host_time(source: ModelSource, step_s: tuple[float, ...]) -> None:
-    """Have the times of a source's steps include the host's part, which a device does not tell: by
-    some guesses of a text of one token. `step_s`: as measured on the device."""
+    """Have the times of a source's steps include the host's part, which a device does not tell, and
+    those that read texts: by some guesses of a text of one token and of one that is read whole.
+    `step_s`: as measured on the device."""
     table = RequestTable()
-    request = Request("", (0,), DEPTH_MAX, CacheGrant(b""))
-    sequence = table.add_sequence(table.add(request, 0.0))
-    source.begin(sequence)
-    for _ in range(TIMED_GUESSES):
-        source.guess({sequence.sequence_id: DEPTH_MAX}, READ_TOKENS)
-    source.end(sequence.sequence_id)
-    host_s = max(0.0, source.spent_s / DEPTH_MAX - step_s[0])
-    source.times = StepTimes([one_s + host_s for one_s in step_s])
+
+    def guess(tokens: int, depth: int, times: int) -> float:
+        for _ in range(times):
+            request = Request("", (0,) * tokens, DEPTH_MAX, CacheGrant(b""))
+            sequence = table.add_sequence(table.add(request, 0.0))
+            source.begin(sequence)
+            source.guess({sequence.sequence_id: depth}, READ_TOKENS)
+            source.end(sequence.sequence_id)
+            table.remove(sequence.parent)
+        return source.spent_s
+
+    host_s = max(0.0, guess(1, DEPTH_MAX, TIMED_GUESSES) / DEPTH_MAX - step_s[0])
+    read_s = guess(READ_TOKENS, 1, TIMED_READINGS)
+    steps = [one_s + host_s for one_s in step_s[: READ_TOKENS - 1]]
+    a_token_s = max(0.0, read_s - steps[-1]) / (READ_TOKENS - len(steps))
+    more = range(1, READ_TOKENS + DRAFT_PLACES_MAX - len(steps) + 1)
+    source.times = StepTimes([*steps, *(steps[-1] + count * a_token_s for count in more)])
 
 
 def lacking_for_drafts(card: ModelCard, draft: ModelCard, config: EngineConfig) -> str:

@@ -130,6 +130,31 @@ def test_a_right_oracle_saves_steps_and_a_wrong_one_costs_none(depth: int) -> No
     assert steps[0.0] <= steps[None]
 
 
+@pytest.mark.parametrize("right", [0.9, None])
+def test_what_a_device_waits_before_drafts_is_learnt_from_the_device(right: float | None) -> None:
+    """Not from the host's clock, which tells nothing of when a step ended. A step without drafts
+    waits for nothing of theirs."""
+    world = make_world(2, draft_right=right)
+    drafter = Drafter(FREE_DRAFTS, [], exposed_s=0.001) if right is None else _drafter(world)
+    world.core.drafts.drafter, drafter.times.exposed_s = drafter, 0.001
+    collect = world.runner.collect
+    world.runner.collect = lambda: structs.replace(  # type: ignore[method-assign]
+        collect(), elapsed_s=1.0, waited_s=0.003
+    )
+    run(world, ask(max_tokens=30))
+
+    if right is None:
+        assert drafter.times.exposed_s == 0.001
+    else:
+        assert drafter.times.exposed_s == pytest.approx(0.003, rel=0.35)
+
+
+def _drafter(world: World) -> Drafter:
+    drafter = world.core.drafts.drafter
+    assert drafter is not None
+    return drafter
+
+
 def test_a_request_may_refuse_drafts() -> None:
     """Its steps are those of an engine without speculation."""
     world = make_world(1, draft_right=1.0)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from engine.api import CacheGrant, DraftCount, Request
+from engine.api import CacheGrant, DraftCount, Quota, Request
 from engine.config import DRAFT_PLACE_TOKENS
-from engine.drafts.drafter import Drafter
+from engine.drafts.drafter import FORGOTTEN_TOKENS, MODEL_ROWS_MAX, Drafter
 from engine.drafts.model import DEPTH_MAX, READ_TOKENS
 from engine.errors import InvariantViolation
 from engine.scheduler.request_table import RequestTable
@@ -16,6 +16,7 @@ from engine.scheduler.sequence import Sequence
 from tests.small_model import SmallModel, Text
 
 VOCAB = 50
+GRANT = CacheGrant(b"a")
 
 
 def follows(text: Text) -> int:
@@ -29,11 +30,13 @@ class Streams:
     def __init__(self, model: SmallModel) -> None:
         self.model, self.table = model, RequestTable()
 
-    def begin(self, prompt: int = 5, *, max_tokens: int = 9_000) -> Sequence:
+    def begin(
+        self, prompt: int = 5, *, max_tokens: int = 9_000, grant: CacheGrant = GRANT
+    ) -> Sequence:
         chance = random.Random(prompt)
         tokens = tuple(chance.randrange(VOCAB) for _ in range(prompt))
         name = str(len(self.table))
-        request = Request(name, tokens, max_tokens, CacheGrant(b"a"))
+        request = Request(name, tokens, max_tokens, grant)
         sequence = self.table.add_sequence(self.table.add(request, 0.0))
         self.model.source.begin(sequence)
         return sequence
@@ -174,18 +177,25 @@ def taken_s(model: SmallModel | None, answers: list[int]) -> tuple[float, list[D
     seconds, counts = 0.0, list[DraftCount]()
     for answer in answers:
         sequence = streams.begin(600, max_tokens=answer)
-        while sequence.output_tokens < answer:
-            draft = drafter.propose([sequence], 64).get(sequence.sequence_id)
-            guess = () if draft is None else draft.token_ids
-            right = 0
-            text = tuple(sequence.tokens)
-            while right < len(guess) and guess[right] == follows((*text, *guess[:right])):
-                right += 1
-            drafter.note(sequence, draft, say(sequence, right + 1))
-            seconds += STEP_S[len(guess)]
+        seconds += write(drafter, sequence)
         counts += drafter.counts(sequence.sequence_id)
         drafter.end(sequence)
     return seconds + (0.0 if model is None else model.clock.now_s), counts
+
+
+def write(drafter: Drafter, sequence: Sequence) -> float:
+    """Let a sequence write its answer; return the seconds that the steps take."""
+    seconds, answer = 0.0, sequence.parent.request.max_tokens
+    while sequence.output_tokens < answer:
+        draft = drafter.propose([sequence], 64).get(sequence.sequence_id)
+        guess = () if draft is None else draft.token_ids
+        right = 0
+        text = tuple(sequence.tokens)
+        while right < len(guess) and guess[right] == follows((*text, *guess[:right])):
+            right += 1
+        drafter.note(sequence, draft, say(sequence, right + 1))
+        seconds += STEP_S[len(guess)]
+    return seconds
 
 
 def small(right: float, share: float) -> SmallModel:
@@ -225,6 +235,71 @@ def test_a_model_that_is_as_slow_is_not_asked() -> None:
 
     assert with_s == pytest.approx(without_s)
     assert (model.steps, counts) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("grant", "is_read"),
+    [
+        (GRANT, False),
+        (CacheGrant(b"other"), True),
+        (CacheGrant(b"a", Quota(payer=b"another tenant")), True),
+    ],
+    ids=["the same client", "another namespace", "another tenant in it"],
+)
+def test_a_client_for_whom_it_is_wrong_has_no_further_text_read(
+    grant: CacheGrant, is_read: bool
+) -> None:
+    """What it costs one client tells nothing of another."""
+    model = small(0.0, 0.1)
+    streams, drafter = Streams(model), Drafter(STEP_S, [], model=model.source)
+    write(drafter, streams.begin(300, max_tokens=100))
+    before = model.read_tokens
+
+    write(drafter, streams.begin(310, max_tokens=100, grant=grant))
+
+    assert (model.read_tokens > before) == is_read
+
+
+@pytest.mark.parametrize("way", ["erasure", "many tokens"])
+def test_what_is_known_of_a_client_is_forgotten(way: str) -> None:
+    """With the namespace, and where it was long ago: what it writes may be another text by now."""
+    model = small(0.0, 0.1)
+    streams, drafter = Streams(model), Drafter(STEP_S, [], model=model.source)
+    write(drafter, streams.begin(300, max_tokens=100))
+    before = model.read_tokens
+    if way == "erasure":
+        drafter.erase(b"a")
+
+    write(drafter, streams.begin(310, max_tokens=100 if way == "erasure" else FORGOTTEN_TOKENS))
+
+    assert model.read_tokens > before
+
+
+def test_of_many_texts_of_a_client_that_nobody_knows_two_are_tried() -> None:
+    """To read all of them would take several steps' time, for drafts that may all be wrong."""
+    model = small(0.8, 0.1)
+    streams, drafter = Streams(model), Drafter(STEP_S, [], model=model.source)
+    batch = [streams.begin(100 + place) for place in range(4)]
+    first = drafter.propose(batch, 64)
+    for sequence in batch:
+        drafter.note(sequence, first.get(sequence.sequence_id), say(sequence, 3))
+    second = drafter.propose(batch, 64)
+    for sequence in batch:
+        drafter.note(sequence, second.get(sequence.sequence_id), say(sequence, 3))
+
+    assert set(first) == set(second) == {one.sequence_id for one in batch[:2]}
+    assert set(drafter.propose(batch, 64)) == {one.sequence_id for one in batch}
+
+
+def test_a_large_batch_is_not_read() -> None:
+    """With so many texts to read, even a model that is always right would save too little."""
+    model = small(1.0, 0.1)
+    streams, drafter = Streams(model), Drafter(STEP_S, [], model=model.source)
+    batch = [streams.begin(100 + place) for place in range(MODEL_ROWS_MAX + 1)]
+
+    assert drafter.propose(batch, 64) == {}
+    assert model.read_tokens == 0
+    assert drafter.propose(batch[1:], 64) != {}
 
 
 def test_a_model_that_fails_is_not_asked_again() -> None:

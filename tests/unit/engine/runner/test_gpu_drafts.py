@@ -173,7 +173,7 @@ def test_a_model_on_the_gpu_drafts_for_itself() -> None:
     )  # fmt: skip
     engine.core.drafts.drafter = Drafter(FREE_DRAFTS[:16], [], model=source)
     wanted = [
-        Request(name, tokens, 10, CacheGrant(b"n"), Sampling(temperature=0))
+        Request(name, tokens, 20, CacheGrant(b"n"), Sampling(temperature=0))
         for name, tokens in (("short", (5, 9, 2)), ("long", tuple(range(40))))
     ]
     for one in (plain, engine):
