@@ -90,6 +90,7 @@ def _with_shared(w: ExpertWeights, source: TensorSource, *, is_gated: bool) -> E
     if is_gated:
         gate, _ = source.whole(f"{SHARED}_gate")
         router = torch.cat([router, gate])
-    return w._replace(
-        router=router, gate=more(w.gate, "gate"), up=more(w.up, "up"), down=more(w.down, "down")
+    gate_up = more(w.gate, "gate"), None, more(w.up, "up"), None
+    return ExpertWeights(
+        router, w.router_bias, w.choice_bias, *gate_up, more(w.down, "down"), w.down_bias
     )

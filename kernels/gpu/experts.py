@@ -93,6 +93,21 @@ def _best(scores, is_taken, e, NONE: tl.constexpr):
 
 
 @triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _scaled(weights, scale, SCORE: tl.constexpr, RENORMALISE: tl.constexpr):
+    if SCORE == 2:
+        weights = tl.exp(weights - tl.max(weights, 0))
+        return weights / tl.sum(weights, 0)
+    if RENORMALISE:
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
+    return weights * scale
+
+
+@triton.jit
 def route_kernel(
     logits, router_bias, choice_bias, ids_out, weights_out, scale,
     E: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr,
@@ -120,7 +135,7 @@ def route_kernel(
         shifted = tl.exp(x - tl.max(x, 0))
         scores = shifted / tl.sum(shifted, 0)
     elif SCORE == 1:
-        scores = 1.0 / (1.0 + tl.exp(-x))
+        scores = _sigmoid(x)
     else:
         scores = x
     choice = scores
@@ -152,20 +167,12 @@ def route_kernel(
         is_taken = is_taken | mine
         ids = tl.where(j == i, at, ids)
         weights = tl.where(j == i, tl.sum(tl.where(mine, scores, 0.0), 0), weights)
-    if SCORE == 2:
-        weights = tl.exp(weights - tl.max(weights, 0))
-        weights = weights / tl.sum(weights, 0)
-    else:
-        if RENORMALISE:
-            weights = weights / (tl.sum(weights, 0) + 1e-20)
-        weights = weights * scale
+    weights = _scaled(weights, scale, SCORE, RENORMALISE)
     rank = tl.sum((ids[None, :] < ids[:, None]).to(tl.int32), 1)
     tl.store(ids_out + row * COLUMNS + rank, ids, mask=j < TOP_K)
     tl.store(weights_out + row * COLUMNS + rank, weights, mask=j < TOP_K)
     if SHARED:
-        own = 1.0
-        if SHARED == 2:
-            own = 1.0 / (1.0 + tl.exp(-tl.load(logits + E)))
+        own = 1.0 if SHARED == 1 else _sigmoid(tl.load(logits + E))
         tl.store(ids_out + row * COLUMNS + TOP_K, E)
         tl.store(weights_out + row * COLUMNS + TOP_K, own)
 
