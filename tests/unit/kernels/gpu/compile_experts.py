@@ -87,6 +87,18 @@ def compile_int4(tokens: int, group: int, split: int) -> dict[str, Any]:
     return compiled(kernel, name, Tile(*tile), types, constants, ("N", "K", "span"))
 
 
+def compile_routing(shared: int) -> dict[str, Any]:
+    """Compile the routing of 128 experts, of which a token takes 8, and a shared one if so."""
+    constants: dict[str, Any] = {
+        "E": 128, "GROUPS": 1, "GROUPS_P": 1, "SIZE_P": 128, "KEPT": 1, "TOP_K": 8, "TOP_P": 8,
+        "SCORE": 1, "HAS_BIAS": False, "BY_BIAS": True, "RENORMALISE": True, "SHARED": shared,
+        "WAITS": True,
+    }  # fmt: skip
+    types = {**POINTERS, "scale": "fp32"}
+    name, one_warp = f"routing, shared {shared}", Tile(1, 1, 1, 1, 1)
+    return compiled(experts.route_kernel, name, one_warp, types, constants, ())
+
+
 def compiled(
     kernel: Any, name: str, tile: Tile, types: dict[str, str], constants: dict[str, Any],
     sizes: tuple[str, ...],
@@ -114,6 +126,8 @@ def main() -> None:
     for tokens in (16, 32, 64):
         for group in (32, 128):
             sys.stdout.write(json.dumps(compile_int4(tokens, group, 4)) + "\n")
+    for shared in experts.SHARED.values():
+        sys.stdout.write(json.dumps(compile_routing(shared)) + "\n")
 
 
 if __name__ == "__main__":

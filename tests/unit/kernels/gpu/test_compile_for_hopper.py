@@ -166,8 +166,11 @@ def test_products_of_experts_fit_their_multiprocessor() -> None:
     """Weights enter the matrix units from registers or shared memory, fetched ahead, unspilled."""
     reports = reports_of(EXPERTS)
 
-    assert len(reports) == 38
-    for report in reports:
+    routing = [one for one in reports if one["name"].startswith("routing")]
+    products = [one for one in reports if one not in routing]
+    assert (len(products), len(routing)) == (38, 3)
+    assert all(one["spills"] == 0 for one in routing)
+    for report in products:
         most = next((n for name, n in PRODUCT_SPILLS.items() if report["name"].startswith(name)), 0)
         assert report["spills"] <= most, report
         assert report["shared_bytes"] <= SHARED_BYTES_MAX, report
