@@ -43,6 +43,11 @@ create trigger if not exists leaving_of_deleted after delete on scopes
     begin
         delete from leaving where scope_id = old.scope_id;
     end;
+create table if not exists once_leaving(scope_id integer primary key) strict;
+create trigger if not exists once_leaving_of_deleted after delete on scopes
+    begin
+        delete from once_leaving where scope_id = old.scope_id;
+    end;
 """
 
 
@@ -77,10 +82,16 @@ class RemoteRows:
     def let_leave(self, scope_id: int) -> None:
         """Note that records of a scope may be put."""
         self._file.all("insert or ignore into leaving values(?)", scope_id)
+        self._file.all("insert or ignore into once_leaving values(?)", scope_id)
 
     def keep_here(self, scope_id: int) -> None:
         """Note that records of a scope may not be put."""
         self._file.all("delete from leaving where scope_id=?", scope_id)
+
+    def was_let_leave(self, scope_id: int) -> bool:
+        """Return whether records of a scope may be put, or might once. O(log scopes)."""
+        sql = "select 1 from leaving where scope_id=?1 union select 1 from once_leaving where"
+        return self._file.one(f"{sql} scope_id=?1", scope_id) is not None
 
     def may_leave(self, scope_id: int) -> bool:
         """Return whether records of a scope may be put. O(log scopes)."""

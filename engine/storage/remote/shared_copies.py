@@ -305,8 +305,8 @@ class SharedCopies(RemoteCopies):
         scope = self._index.names.scope(namespace)
         if scope is not None:
             number = scope.scope_id
-            if not (self.rows.may_leave(number) or self.rows.has_objects(number)):
-                return  # none of its replicas has put anything
+            if not (self.rows.was_let_leave(number) or self.rows.has_objects(number)):
+                return  # no replica has put anything
             self.rows.forget_objects(number)
         folder = f"{self._spaces.of(namespace).folder}/"
         self.rows.begin_put(folder, namespace, self._now_ms())

@@ -12,6 +12,7 @@ from engine.moves import (
     EraseStored,
     FetchedRun,
     FetchRuns,
+    KeepHere,
     Look,
     Looked,
     SlotFormat,
@@ -231,6 +232,23 @@ def test_an_erasure_deletes_all_of_the_namespace_and_brings_nothing_back(
     one.store(A, LONG)
     one.settle()
     assert other.offered(LONG) == RUNS
+
+
+def test_an_erasure_reaches_what_went_before_the_namespace_had_to_stay(
+    two: list[Owner], objects: FaultyObjects
+) -> None:
+    """Also what another owner has put, which may be gone by now."""
+    one, other = two
+    one.store(A, LONG)
+    one.settle()
+    other.store(A, LONG)
+    other.settle()
+    other.storage.send(KeepHere((A,)))
+    other.settle()
+
+    other.erased_shared()
+
+    assert runs_in(objects) == []
 
 
 def test_an_erasure_that_the_store_does_not_answer_is_pending_and_made_up_for(
