@@ -284,6 +284,7 @@ class Gateway:
             gateway=self.context,
             serving=Serving(self.context, self.limits),
             erasure=self.erasure,
+            missed=self.missed,
             sampling=self.sampling,
             findings=self._finding_store,
             webhooks=self.webhooks,

@@ -47,6 +47,7 @@ from gateway.background.config_reload import ConfigReload
 from gateway.background.erasure import CacheErasure
 from gateway.background.history_sampling import HistorySampling
 from gateway.background.metrics_export import refresh_metrics
+from gateway.background.missed_erasures import MissedErasures
 from gateway.background.webhooks import WebhookSender
 from gateway.context import Context
 from gateway.findings.finding_store import FindingStore
@@ -75,6 +76,7 @@ class Services:
     gateway: Context
     serving: Serving
     erasure: CacheErasure
+    missed: MissedErasures
     sampling: HistorySampling
     findings: FindingStore
     webhooks: WebhookSender
@@ -145,7 +147,7 @@ def admin_routes(of: Services) -> tuple[Route, ...]:
         *AnalyticsHandlers(gateway, of.sampling, of.erasure).routes(),
         *findings.routes(reports, of.findings, wall),
         *history.routes(store, reports, of.sampling, wall),
-        *fleet.routes(served, of.name_of, gateway.count_broken_promises),
+        *fleet.routes(served, of.name_of, gateway.count_broken_promises, of.missed, changes),
         *levels.routes(served, gateway.usage, config, of.reload, of.name_of, wall),
         *requests.routes(reports, of.sampling, of.findings, wall),
         *webhooks.routes(reports, of.webhooks, changes),

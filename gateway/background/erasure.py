@@ -65,7 +65,8 @@ class ErasedLevelAnswer(Struct, frozen=True):
 class ReceiptAnswer(Struct, frozen=True):
     """The receipt of an erasure. `at`: RFC 3339. `levels`: by name; null in old receipts.
     `pending_at`: the engines elsewhere that were away: each carries it out before it takes requests
-    again. `completed_at`: when all engines and levels had; null until then."""
+    again. `forgotten_at`: those that an administrator has forgotten before. `completed_at`: when
+    all engines and levels had; null until then."""
 
     receipt_id: str
     at: str
@@ -73,6 +74,7 @@ class ReceiptAnswer(Struct, frozen=True):
     blocks: int
     levels: dict[str, ErasedLevelAnswer] | None
     pending_at: list[str]
+    forgotten_at: list[str]
     completed_at: str | None
     embeddings: int
     namespaces: int
@@ -387,6 +389,7 @@ def receipt_body(receipt: ErasureReceipt) -> dict[str, Any]:
         "blocks": receipt.blocks,
         "levels": receipt.levels,
         "pending_at": list(receipt.pending_at),
+        "forgotten_at": list(receipt.forgotten_at),
         "completed_at": None
         if receipt.completed_ms is None
         else json_api.instant(receipt.completed_ms),

@@ -38,11 +38,13 @@ from tenancy.accounts.erasure_receipts import (
     MissedErasure,
     add_levels,
     confirm_replica,
+    forget_replica,
     list_missed,
     list_uncompleted,
     note_erased_until,
 )
 from tenancy.errors import StoreError
+from tenancy.storage.audit_log import Actor
 from tenancy.storage.interface import Store
 from tenancy.types import WallClock
 
@@ -121,6 +123,16 @@ class MissedErasures:
         self._hold_back_named(named)
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=ROUND_S)
+
+    async def forget(self, name: str, by: Actor) -> int:
+        """Have no receipt wait for an engine elsewhere that is away for good; return how many did.
+        Raises ValueError if it is there, and StoreError."""
+        if any(one.name == name and one.engine is not None for one in self._elsewhere()):
+            raise ValueError(f"engine {name} is connected")
+        found, completed = await asyncio.to_thread(forget_replica, self._store, name, by)
+        self._metrics.pending_receipts -= completed
+        self._log("engine_forgotten", {"replica": name, "receipts": found})
+        return found
 
     # -- internals ----------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ def check_address(address: str, setting: str) -> None:
         raise AddressError(found, fix.format(setting=setting)) from error
 
 
-def ask_admin(config: Config, path: str) -> Any:
+def ask_admin(config: Config, path: str, method: str = "GET") -> Any:
     """Return the admin listener's answer, asked with the administrator's key of the data directory.
 
     Raises CommandError.
@@ -59,7 +59,7 @@ def ask_admin(config: Config, path: str) -> Any:
         ) from error
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:
-        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
+        connection.request(method, path, headers={"Authorization": f"Bearer {key}"})
         answer = connection.getresponse()
         body = json.loads(answer.read())
     except (OSError, http.client.HTTPException, ValueError) as error:

@@ -68,6 +68,9 @@ class ErasureReceipt(Struct, frozen=True):
     """The engines elsewhere, by name, that were away and have not carried it out yet."""
     completed_ms: int | None = None
     """When all engines and levels had confirmed it; None until then."""
+    forgotten_at: tuple[str, ...] = ()
+    """The engines elsewhere, by name, that an administrator has forgotten before they had carried
+    it out: see `forget_replica`."""
 
 
 class MissedErasure(Struct, frozen=True):
@@ -100,7 +103,8 @@ def write_receipt(store: Store, receipt: ErasureReceipt, by: Actor | None = None
     row = {
         **structs.asdict(receipt),
         "levels": _encode(receipt.levels),
-        "pending_at": msgspec.json.encode(receipt.pending_at).decode(),
+        "pending_at": _encode(receipt.pending_at),
+        "forgotten_at": _encode(receipt.forgotten_at),
     }
     beyond = receipt.tenant_id, ALL_ROWS, RECEIPTS_MAX
     with store.change() as db:
@@ -176,7 +180,7 @@ def _confirm(
         receipt = _receipt(found[0])
         levels = add_levels(receipt.levels, more, is_final=is_final)
         pending_at = [name for name in receipt.pending_at if name != replica]
-        is_completed = not pending_at and all(one.state != "pending" for one in levels.values())
+        is_completed = _is_completed(levels, pending_at)
         device = more.get("device", ErasedLevel(0, 0))
         db.execute(
             "update erasures set blocks = blocks + ?, levels = ?, pending_at = ?, completed_ms = ?"
@@ -184,12 +188,43 @@ def _confirm(
             (
                 device.blocks,
                 _encode(levels),
-                msgspec.json.encode(pending_at).decode(),
+                _encode(pending_at),
                 now if is_completed else None,
                 receipt_id,
             ),
         )
     return int(is_completed)
+
+
+def forget_replica(store: Store, replica: str, by: Actor) -> tuple[int, int]:
+    """Note that an engine elsewhere will never come back: no receipt waits for it any more, and
+    those that did say so. Returns how many these were, and how many are completed by it. An engine
+    of the same name that comes counts as never seen. Raises StoreError."""
+    with store.change() as db:
+        rows = db.rows(f"select {_COLUMNS} from erasures where completed_ms is null", ())
+        found = [one for one in map(_receipt, rows) if replica in one.pending_at]
+        completed = 0
+        for receipt in found:
+            pending_at = [name for name in receipt.pending_at if name != replica]
+            is_completed = _is_completed(receipt.levels, pending_at)
+            completed += is_completed
+            db.execute(
+                "update erasures set pending_at = ?, forgotten_at = ?, completed_ms = ?"
+                " where receipt_id = ?",
+                (
+                    _encode(pending_at),
+                    _encode([*receipt.forgotten_at, replica]),
+                    by.at_ms if is_completed else None,
+                    receipt.receipt_id,
+                ),
+            )
+        db.execute("delete from erased_until where replica = ?", (replica,))
+        record(db, by, "fleet.forget", f"engine:{replica}", after={"receipts": len(found)})
+    return len(found), completed
+
+
+def _is_completed(levels: _Levels, pending_at: Sequence[str]) -> bool:
+    return not pending_at and all(one.state != "pending" for one in levels.values())
 
 
 def add_levels(
@@ -239,14 +274,16 @@ def note_erased_until(store: Store, replicas: Sequence[str], until_ms: int) -> N
 
 
 def _receipt(row: Row) -> ErasureReceipt:
-    *facts, levels, embeddings, pending_at, completed_ms = row
+    *facts, levels, embeddings, pending_at, completed_ms, forgotten_at = row
     told = msgspec.json.decode(levels, type=_Levels)
-    return ErasureReceipt(*(*facts, told, embeddings, _names(pending_at), completed_ms))
+    return ErasureReceipt(
+        *(*facts, told, embeddings, _names(pending_at), completed_ms, _names(forgotten_at))
+    )
 
 
 def _names(encoded: str) -> tuple[str, ...]:
     return msgspec.json.decode(encoded, type=tuple[str, ...])
 
 
-def _encode(levels: _Levels) -> str:
-    return msgspec.json.encode(levels).decode()
+def _encode(value: _Levels | Sequence[str]) -> str:
+    return msgspec.json.encode(value).decode()

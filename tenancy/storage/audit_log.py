@@ -26,7 +26,7 @@ ACTIONS = (
     *("key.create", "key.change", "key.rotate", "key.revoke", "key.declare"),
     *("shared_scope.set", "shared_scope.remove", "shared_scope.declare"),
     *("rate_card.add", "budget.set", "ledger.adjust", "ledger.close", "ledger.restore"),
-    *("cache.erase", "webhook.test"),
+    *("cache.erase", "fleet.forget", "webhook.test"),
 )
 """Every action that is recorded."""
 _ENCODE = msgspec.json.Encoder(order="sorted").encode

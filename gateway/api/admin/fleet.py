@@ -11,7 +11,10 @@ from typing import Any
 from aiohttp import web
 from msgspec import Struct
 
+from gateway.api.admin.audit import ChangeLog
+from gateway.background.missed_erasures import MissedErasures
 from gateway.caching.namespaces import owner_of
+from gateway.config.fleet import is_fleet_name
 from gateway.engines.replica import Replica
 from gateway.engines.replicas import Replicas
 from gateway.engines.served_models import ServedModel, ServedModels
@@ -118,8 +121,19 @@ class FleetAnswer(Struct, frozen=True):
     broken_promises: int
 
 
+class EngineForgotten(Struct, frozen=True):
+    """An engine elsewhere that no erasure waits for any more, and how many receipts did."""
+
+    engine: str
+    receipts: int
+
+
 def routes(
-    models: ServedModels, name_of: NameOf, count_broken: Callable[[], int]
+    models: ServedModels,
+    name_of: NameOf,
+    count_broken: Callable[[], int],
+    missed: MissedErasures,
+    changes: ChangeLog,
 ) -> tuple[Route, ...]:
     """Return the routes of engines elsewhere. `count_broken`: the promises that were broken."""
 
@@ -138,7 +152,20 @@ def routes(
         )
         raise Refusal(Kind.NOT_FOUND, "request_unknown", message, param="request_id")
 
+    async def forget(request: web.BaseRequest) -> object:
+        name = request[STATE].parameters["name"]
+        if not is_fleet_name(name):
+            message = f"{name[:80]!r} is no engine's name; expected letters, digits, dots, hyphens."
+            raise Refusal(Kind.BAD, "bad_name", message, param="name")
+        try:
+            receipts = await missed.forget(name, changes.actor(request))
+        except ValueError as error:
+            message = f"{error}; expected one that never comes back: take it off the list first."
+            raise Refusal(Kind.CONFLICT, "engine_connected", message, param="name") from error
+        return EngineForgotten(name, receipts)
+
     route, path = json_api.route, "/admin/v1/fleet"
+    gone, forgets = f"DELETE {path}/engines/{{name}}", "Forget an engine that never comes back."
     what, text = f"GET {path}/choices/{{request_id}}", "Say why a request went to its engine."
     return (
         route(
@@ -146,6 +173,7 @@ def routes(
             answer=FleetAnswer,
         ),
         route(what, "admin:read", text, choice, answer=ChoiceAnswer),
+        route(gone, "admin:tenants", forgets, forget, answer=EngineForgotten),
     )
 
 

@@ -64,11 +64,13 @@ def _add_actions(command: argparse.ArgumentParser) -> None:
         "watch": "Keep a gateway's replicas_file up to date.",
         "wanted": "Say how many engines the load of the last minutes asks for.",
         "explain": "Say why a request went to its engine: predicted seconds, by engine and term.",
+        "forget": "Have no erasure wait for an engine that never comes back, with its disk.",
     }
     actions = add_actions(command, texts)
     init, up = actions["init"], actions["up"]
     text = "one of the last 1,000 requests of its model"
     actions["explain"].add_argument("request_id", metavar="ID", help=text)
+    actions["forget"].add_argument("name", help="engine whose disk is destroyed")
     init.add_argument(
         "--dir", type=Path, metavar="DIR", help="default: fleet in the data directory"
     )
@@ -143,6 +145,14 @@ def explain(config: Config, request_id: str) -> CommandResult:
         )
     for name, why in found["refused"].items():
         text += f"\n{name}: {why}"
+    return CommandResult(text, found)
+
+
+def forget(config: Config, name: str) -> CommandResult:
+    """Have the running server forget an engine. Raises CommandError."""
+    path = f"/admin/v1/fleet/engines/{quote(name, safe='')}"
+    found = ask_admin(config, path, "DELETE")
+    text = f"{name} is forgotten: {found['receipts']} receipts waited for it"
     return CommandResult(text, found)
 
 
@@ -317,6 +327,7 @@ def _scrape(address: str) -> GatewayCounts:
 
 _ACTIONS: Mapping[str, Callable[[CommandCall], CommandResult]] = {
     "explain": lambda call: explain(call.config, call.options.request_id),
+    "forget": lambda call: forget(call.config, call.options.name),
     "init": _init,
     "up": _up,
     "status": _status,

@@ -88,6 +88,25 @@ async def test_an_erasure_names_the_engine_that_is_away(world: World) -> None:
     assert world.gateway.gateway.context.metrics.levels.pending_receipts == 0
 
 
+async def test_an_engine_that_never_comes_back_is_forgotten(world: World) -> None:
+    """No receipt waits for it; one that is there is not forgotten, and it comes back with
+    nothing that was erased."""
+    admin, path = AdminClient(world.gateway), "/admin/v1/fleet/engines/e1"
+    refused = await admin.ask("DELETE", path)
+    world.leave()
+    await world.erase()
+    told = await admin.ask("DELETE", path)
+    receipt, metrics = world.receipt(), world.gateway.gateway.context.metrics
+    await world.come_back()
+
+    assert (refused[0], refused[1]["error"]["code"]) == (409, "engine_connected")
+    assert told == (200, {"engine": "e1", "receipts": 1})
+    assert (receipt.pending_at, receipt.forgotten_at) == ((), ("e1",))
+    assert receipt.completed_ms is not None
+    assert metrics.levels.pending_receipts == 0
+    assert await world.ask() == 0
+
+
 async def test_an_engine_that_comes_back_serves_nothing_that_was_erased(world: World) -> None:
     """It takes no request before; a neighbour's prefix is there still."""
     world.leave()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -13,6 +15,7 @@ from tenancy.accounts.erasure_receipts import (
     confirm_levels,
     confirm_replica,
     digest_namespaces,
+    forget_replica,
     list_missed,
     list_receipts,
     list_uncompleted,
@@ -21,6 +24,7 @@ from tenancy.accounts.erasure_receipts import (
 )
 from tenancy.accounts.tenants import create_tenant
 from tenancy.errors import BadName, StoreError
+from tenancy.storage.audit_log import Actor
 from tenancy.storage.interface import Store
 from tests.unit.tenancy.conftest import Wall
 
@@ -132,3 +136,31 @@ def test_a_receipt_is_complete_when_engines_and_levels_have_confirmed(
     assert steps == [0, 0, 0, 1, 1, 0]
     assert (found.pending_at, found.completed_ms, found.blocks) == ((), 8, 19)
     assert found.levels == {"device": ErasedLevel(19, 76), "disk": ErasedLevel(5, 20)}
+
+
+def test_no_receipt_waits_for_an_engine_that_is_forgotten(store: Store, wall: Wall) -> None:
+    """They say so; one that waits for another engine or a level goes on, and the engine, if it
+    comes again, has missed all."""
+    ada = create_tenant(store, wall, "ada").tenant_id
+    waiting = {"device": ErasedLevel(1, 4), "disk": ErasedLevel(0, 0, "pending")}
+    receipts: list[dict[str, Any]] = [
+        {"pending_at": ("e1",)},
+        {"pending_at": ("e1", "e2")},
+        {"pending_at": ("e1",), "levels": waiting},
+        {"completed_ms": 4},
+    ]
+    for number, changes in enumerate(receipts):
+        write_receipt(store, replace(receipt(number, ada, number + 1), **changes))
+    note_erased_until(store, ["e1"], 9 * OVERLAP_MS)
+
+    told = (
+        forget_replica(store, "e1", Actor("command", "root", 8)),
+        forget_replica(store, "e1", Actor("command", "root", 9)),
+    )
+    found = {one.receipt_id: one for one in list_receipts(store, ada)}
+
+    assert told == ((3, 1), (0, 0))
+    assert [found[f"r{i}"].pending_at for i in range(4)] == [(), ("e2",), (), ()]
+    assert [found[f"r{i}"].forgotten_at for i in range(4)] == [("e1",)] * 3 + [()]
+    assert [found[f"r{i}"].completed_ms for i in range(4)] == [8, None, None, 4]
+    assert len(missed(store, "e1")) == 4

@@ -12,7 +12,7 @@ from tenancy.accounting.webhook_outbox import WebhookEvent, put_event
 from tenancy.accounts import keys, tenants
 from tenancy.accounts.declared_tenants import DeclaredTenant, reconcile
 from tenancy.accounts.deletion import delete_tenant
-from tenancy.accounts.erasure_receipts import ErasureReceipt, write_receipt
+from tenancy.accounts.erasure_receipts import ErasureReceipt, forget_replica, write_receipt
 from tenancy.accounts.shared_scopes import ScopeTerms, remove_scope, set_scope
 from tenancy.errors import BadName, ConstraintBroken
 from tenancy.ledger.adjustments import Adjustment, adjust
@@ -58,6 +58,7 @@ def change_everything(store: Store, wall: Wall) -> list[str]:
     add_card(store, wall, RateCard("std", input=1_000_000), BY)
     set_budget(store, Budget(1, "day", hard_micros=10**9), BY)
     write_receipt(store, ErasureReceipt("r", 1, 7, 1, "workspace lab", 2, "digest", 3), BY)
+    forget_replica(store, "e1", BY)
     ledger = Ledger(store, wall)
     ledger.settle(structs.replace(used("r1", wall()), model="m")).result(60)
     ledger.close()

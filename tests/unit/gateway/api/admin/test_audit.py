@@ -47,6 +47,10 @@ CHANGES: Mapping[str, tuple[tuple[str, str, Any], str]] = {
         ("PUT", "/admin/v1/tenants/ada/budgets", {"window": "day", "hard_micros": 5}),
         "budget.set",
     ),
+    "DELETE /admin/v1/fleet/engines/{name}": (
+        ("DELETE", "/admin/v1/fleet/engines/e7", None),
+        "fleet.forget",
+    ),
     "POST /admin/v1/erase": (("POST", "/admin/v1/erase", {"tenant": "ada"}), "cache.erase"),
     "POST /admin/v1/webhooks/{name}/test": (
         ("POST", "/admin/v1/webhooks/ops/test", None),
