@@ -118,9 +118,7 @@ async def test_processes_share_a_port_and_one_that_dies_touches_neither_engine_n
                 await ask(server, session, max_tokens=2)
             shares = [await answered(session, admin) for admin in admins.values()]
             first = group.latest("gateway_started")[0]["pid"]
-            with closing(open_store(database, Path(), {})) as store:
-                await until(lambda: len(counting(store)) == PROCESSES)
-                dying = {one for one in counting(store) if "/0/" in one}
+            dying = await gateways_of_first(database)
             long = [
                 asyncio.create_task(ask(server, session, max_tokens=400, stream=True))
                 for _ in range(16)
@@ -169,6 +167,13 @@ async def test_processes_share_a_port_and_one_that_dies_touches_neither_engine_n
 
 
 GATEWAYS = "select distinct gateway from engine_epochs"
+
+
+async def gateways_of_first(database: str) -> set[str]:
+    """Return how the first process is named in the books, once both are."""
+    with closing(open_store(database, Path(), {})) as store:
+        await until(lambda: len(counting(store)) == PROCESSES)
+        return {one for one in counting(store) if "/0/" in one}
 
 
 def counting(store: Store) -> set[str]:
