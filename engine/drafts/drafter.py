@@ -50,8 +50,8 @@ READING_STEPS: Final = 16
 """Steps over which the time is spread in which it reads a text before its first draft. A sequence
 with fewer tokens to come is not read."""
 FIRST_TRIALS: Final = 2
-"""Sequences at once that a small model drafts for while nobody knows how often it is right for
-their client. The others wait for what it finds there: to read a text takes half a step."""
+"""Sequences of unknown clients that a small model drafts for at a time. The others wait until it is
+known how often the model is right for their client: to read a text takes half a step."""
 TRIAL_DEPTH: Final = 2
 """Most drafts of each of these in a step."""
 KNOWN_DRAFTS: Final = 6
@@ -121,9 +121,7 @@ class _Trust:
     """How far a sequence's source is trusted, and what it has drafted. `client`: what is known of
     others, of a small model."""
 
-    __slots__ = (
-        "acceptance", "accepted", "client", "drafted", "rested", "tried",
-    )  # fmt: skip
+    __slots__ = ("acceptance", "accepted", "client", "drafted", "rested", "tried")
 
     def __init__(self, client: _Client | None = None) -> None:
         self.drafted = self.accepted = self.rested = 0
@@ -395,8 +393,8 @@ class Drafter:
         found: abc.Mapping[int, tuple[Draft, float]],
         most: int,
     ) -> list[_Able]:
-        """Return the sequences that a model may draft for. Of clients that nobody knows, some try
-        it, as if it were as good as one hopes, and the others wait."""
+        """Return the sequences that a model may draft for. Some sequences of unknown clients try
+        it, as if it were right `HOPED` of the time; the others wait."""
         able: list[_Able] = []
         trials = 0
         for sequence in sequences:

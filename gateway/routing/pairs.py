@@ -18,16 +18,14 @@ APART_FACTOR = 1.2
 """A pair must be predicted to be so many times as fast as a single replica."""
 PROMPTS_MAX = 4
 """Replicas that are looked at for the prompt: those that would be done with it first."""
-HELD_WEIGHT = 1.0
-"""What a second costs in which a row waits for another request's prompt, in seconds of the request
-itself."""
 HELD_S_MAX = 0.5
-"""The most that this counts for: so much later a first token may come for it."""
+"""A second in which a row waits for another request's prompt counts as one of the request itself,
+all of them as so many at most: so much later a first token may come for it."""
 
 
 class PromptSide(Struct, frozen=True):
     """A replica that may compute the prompt. `own_s`: wait and fill; `held_s`: what its rows lose
-    meanwhile, weighted. `peer`: where it fetches the first `peer_tokens` itself, "" for none."""
+    meanwhile. `peer`: where it fetches the first `peer_tokens` itself, "" for none."""
 
     replica: str
     own_s: float

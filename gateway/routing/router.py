@@ -16,7 +16,6 @@ from gateway.routing.pairs import (
     APART_FACTOR,
     APART_TOKENS_MIN,
     HELD_S_MAX,
-    HELD_WEIGHT,
     AnswerSide,
     PairCost,
     PromptSide,
@@ -266,9 +265,9 @@ def _pair(
 
 
 def _held_s(replica: ReplicaState, cost: Cost) -> float:
-    """Return what the answers on a replica lose to a prompt, weighted."""
+    """Return what the answers on a replica lose to a prompt."""
     rows = 0 if replica.role == "prefill" else replica.load.rows
-    return min(HELD_S_MAX, HELD_WEIGHT * rows * cost.fill_s)
+    return min(HELD_S_MAX, rows * cost.fill_s)
 
 
 def _answer_side(
