@@ -436,16 +436,16 @@ UNPROMISED = RetentionClass(0, 300, "request_start")
 """A class whose blocks may be evicted."""
 
 
-async def push_out(findings: Findings, number: int) -> None:
+async def push_out(findings: Findings, number: int, loser: str = "ada") -> None:
     """Fill the pool with two prompts of another tenant that run at once, and wait until a heartbeat
-    has told what they evicted: not what was evicted for ada before."""
+    has told what they evicted of the loser: not what was evicted for the loser before."""
     gateway = findings.gateway
     tenants = list_tenants(gateway.store)
-    ada = next(one.tenant_id for one in tenants if one.name == "ada")
+    lost_by = next(one.tenant_id for one in tenants if one.name == loser)
 
     def evicted() -> int:
         found = gateway.engine.cache_events.evictions_by_taker()
-        return sum(blocks for (whose, _), blocks in found.items() if owner_of(whose) == ada)
+        return sum(blocks for (whose, _), blocks in found.items() if owner_of(whose) == lost_by)
 
     before = evicted()
     running = gateway.gateway.context.running

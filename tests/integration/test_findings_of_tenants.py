@@ -180,7 +180,7 @@ async def evicted(client: Client) -> None:
     """Another tenant's long prompts come between two requests."""
     for n in range(6):
         await client.send(Turns((client.question(),), 2 * client.system))
-        await push_out(client.findings, n)
+        await push_out(client.findings, n, client.name)
         await client.gateway.quiet()
 
 
