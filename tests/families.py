@@ -47,12 +47,14 @@ DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 24, "head_dim": 32,
 }  # fmt: skip
+GRANITE = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}  # fmt: skip
 MAMBA = {
     "layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_heads": 8,
     "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_expand": 2,
-    "mamba_d_conv": 4, "embedding_multiplier": 3.0, "attention_multiplier": 0.3,
-    "residual_multiplier": 0.4, "logits_scaling": 2.0, "shared_intermediate_size": 80,
-    "tie_word_embeddings": True,
+    "mamba_d_conv": 4, "shared_intermediate_size": 80, "tie_word_embeddings": True, **GRANITE,
 }  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
@@ -82,9 +84,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": LONG, "head_dim": None, "original_max_position_embeddings": 64}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
     "olmo2": ("olmo2", {}),
-    "granite": ("granite", {
-        "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4,
-        "logits_scaling": 2.0}),
+    "granite": ("granite", GRANITE),
     "gemma": ("gemma", {"head_dim": 24}),
     "glm4": ("glm4", {"head_dim": 16, "attention_bias": True}),
     "gemma2": ("gemma2", {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 8}),
@@ -107,7 +107,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         **DELTA, **EXPERTS, "shared_expert_intermediate_size": 48, "norm_topk_prob": True}),
     "qwen3.5": ("qwen3_5_text", DELTA),
     "qwen3.5 moe": ("qwen3_5_moe_text", {
-        **DELTA, **EXPERTS, "shared_expert_intermediate_size": 48}),
+        **DELTA, **EXPERTS, "shared_expert_intermediate_size": 48,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"]}),
+    "granite moe": ("granitemoe", {**GRANITE, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "granite moe shared": ("granitemoeshared", {
+        **GRANITE, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 80}),
     "granite hybrid": ("granitemoehybrid", {
         **MAMBA, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "granite hybrid dense": ("granitemoehybrid", {
@@ -197,7 +202,9 @@ GGUF_NAMES = {
     "mixtral": "llama", "qwen2 moe": "qwen2moe", "qwen3 moe": "qwen3moe", "glm4 moe": "glm4moe",
     "lfm2": "lfm2", "lfm2 moe": "lfm2moe", "deepseek v2": "deepseek2", "deepseek v3": "deepseek2",
     "glm4 moe lite": "deepseek2", "granite hybrid": "granitehybrid",
-    "granite hybrid dense": "granitehybrid",
+    "granite hybrid dense": "granitehybrid", "granite moe": "granitemoe",
+    "granite moe shared": "granitemoe", "qwen3 next": "qwen3next", "qwen3.5": "qwen35",
+    "qwen3.5 moe": "qwen35moe", "nemotron h": "nemotron_h",
 }  # fmt: skip
 PERMUTED = (
     "llama",
@@ -209,6 +216,8 @@ PERMUTED = (
     "mixtral",
     "granite hybrid",
     "granite hybrid dense",
+    "granite moe",
+    "granite moe shared",
 )
 """Models whose GGUF files hold q and k by neighbours, which transformers' folders do not."""
 
@@ -219,7 +228,7 @@ def write_gguf(name: str, model: Any, folder: Path, path: Path) -> Path:
     writer = gguf.GGUFWriter(path, arch)
     _add_metadata(writer, name, model.config.to_dict())
     known = next(enum for enum, text in gguf.MODEL_ARCH_NAMES.items() if text == arch)
-    names = gguf.get_tensor_name_map(known, BASE["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(known, model.config.num_hidden_layers)
     for tensor_name, array in _published(name, folder, model.config):
         stem, _, kind = tensor_name.rpartition(".")
         found = names.get_name(stem)
@@ -256,7 +265,10 @@ def _published(name: str, folder: Path, config: Any) -> Iterator[tuple[str, np.n
 
 
 def _converted(name: str, full: str, a: np.ndarray, c: Any) -> Iterator[tuple[str, np.ndarray]]:
-    if name.startswith("gemma") and full.endswith("norm.weight"):
+    if "linear_attn." in full:
+        yield from _converted_delta(name, full, a, c)
+        return
+    if name.startswith(("gemma", "qwen3 next", "qwen3.5")) and full.endswith("norm.weight"):
         a = a + 1
     if full.endswith("e_score_correction_bias"):
         full = full.replace("correction_bias", "correction.bias")
@@ -268,7 +280,7 @@ def _converted(name: str, full: str, a: np.ndarray, c: Any) -> Iterator[tuple[st
         heads = c.num_attention_heads if "q_proj" in full else c.num_key_value_heads
         halves = a.reshape(heads, 2, len(a) // heads // 2, *a.shape[1:])
         a = halves.swapaxes(1, 2).reshape(a.shape)
-    if ".mamba." in full:
+    if ".mamba." in full or ".mixer." in full:
         yield _converted_mamba(full, a, c)
     elif "input_linear" in full or "output_linear" in full:
         yield from _converted_granite(full, a, c)
@@ -297,8 +309,43 @@ def _converted_mamba(full: str, a: np.ndarray, c: Any) -> tuple[str, np.ndarray]
     if full.endswith("conv1d.weight"):
         a = a[:, 0]
     if full.endswith("norm.weight"):
-        a = a.reshape(c.mamba_n_groups, -1)
+        a = a.reshape(getattr(c, "mamba_n_groups", None) or c.n_groups, -1)
     return full.replace("dt_bias", "dt_proj.bias"), a
+
+
+def _converted_delta(
+    name: str, full: str, a: np.ndarray, c: Any
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a tensor of the gated delta rule; in Qwen3.5's files heads of values lie in turns over
+    those of keys."""
+    keys, values = c.linear_num_key_heads, c.linear_num_value_heads
+    key_rows, width = keys * c.linear_key_head_dim, c.linear_value_head_dim
+    if full.endswith("A_log"):
+        a = -np.exp(a)
+    if full.endswith("conv1d.weight"):
+        a = a[:, 0]
+    if "in_proj_qkvz" in full:
+        heads = a.reshape(keys, -1, a.shape[-1])
+        ends = np.cumsum([c.linear_key_head_dim] * 2 + [values // keys * width])
+        *qkv, z = (one.reshape(-1, a.shape[-1]) for one in np.split(heads, ends, axis=1))
+        yield full.replace("in_proj_qkvz", "in_proj_qkv"), np.concatenate(qkv)
+        yield full.replace("in_proj_qkvz", "in_proj_z"), z
+        return
+    if name != "qwen3 next" and not full.endswith("norm.weight"):
+        if "out_proj" in full:
+            a = _in_turns(a.T, keys, values).T
+        else:
+            own = 2 * key_rows if "qkv" in full or "conv1d" in full else 0
+            a = np.concatenate([a[:own], _in_turns(a[own:], keys, values)])
+    if full.endswith("A_log"):
+        full = f"{full}."
+    yield full.replace("dt_bias", "dt_proj.bias"), a
+
+
+def _in_turns(rows: np.ndarray, keys: int, values: int) -> np.ndarray:
+    """Return rows by heads of values with the first of each head of keys, then the second."""
+    heads = rows.reshape(keys, values // keys, -1, *rows.shape[1:])
+    return heads.swapaxes(0, 1).reshape(rows.shape)
 
 
 def _converted_granite(full: str, a: np.ndarray, c: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -317,14 +364,15 @@ def _converted_granite(full: str, a: np.ndarray, c: Any) -> Iterator[tuple[str, 
 
 def _add_metadata(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> None:
     """Write what converters write; what a config lacks is left out."""
-    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_block_count(c.get("num_hidden_layers") or len(c["layers_block_type"]))
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
-    writer.add_feed_forward_length(c["intermediate_size"])
+    if name != "qwen3.5 moe":
+        writer.add_feed_forward_length(_mlp_sizes(c))
     writer.add_head_count(c["num_attention_heads"])
     writer.add_vocab_size(c["vocab_size"])
     head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
-    eps = c.get("rms_norm_eps", c.get("norm_eps"))
+    eps = c.get("rms_norm_eps", c.get("norm_eps", c.get("layer_norm_epsilon")))
     if eps is not None:
         writer.add_layer_norm_rms_eps(eps)
     else:
@@ -332,12 +380,15 @@ def _add_metadata(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> None
     if "kv_lora_rank" in c:
         _add_latent(writer, c)
     else:
-        writer.add_head_count_kv(_kv_heads(writer, c))
+        writer.add_head_count_kv(_kv_heads(writer, name, c))
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
         share = {"glm4": 0.5, "glm4 moe": 0.5, "phi3": 0.75}.get(name, 1.0)
+        if name.startswith(("qwen3 next", "qwen3.5")):
+            share = 0.25
         writer.add_rope_dimension_count(int(head_dim * share))
-    _add_rope(writer, name, c.get("rope_parameters") or {})
+    if c.get("rope_parameters"):
+        _add_rope(writer, name, c["rope_parameters"])
     _add_experts(writer, name, c)
     added: dict[str, Any] = {
         "sliding_window": writer.add_sliding_window,
@@ -361,22 +412,49 @@ def _add_metadata(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> None
     writer.add_token_merges(MERGES)
 
 
-def _kv_heads(writer: gguf.GGUFWriter, c: dict[str, Any]) -> int | list[int]:
+def _kv_heads(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> int | list[int]:
     """Return the KV heads; of models with recurrent layers, whose sizes are added, layer by
     layer."""
     if "conv_L_cache" in c:
         writer.add_shortconv_l_cache(c["conv_L_cache"])
-    elif "mamba_n_heads" in c:
-        writer.add_ssm_conv_kernel(c["mamba_d_conv"])
-        writer.add_ssm_state_size(c["mamba_d_state"])
-        writer.add_ssm_group_count(c["mamba_n_groups"])
-        writer.add_ssm_inner_size(c["mamba_n_heads"] * c["mamba_d_head"])
-        writer.add_ssm_time_step_rank(c["mamba_n_heads"])
+    fields = next((fields for fields in _RECURRENT_FIELDS if fields[0] in c), None)
+    if fields is not None:
+        heads, each, state, groups, width = (c[field] for field in fields)
+        writer.add_ssm_conv_kernel(width)
+        writer.add_ssm_state_size(state)
+        writer.add_ssm_group_count(groups)
+        writer.add_ssm_inner_size(heads * each)
+        writer.add_ssm_time_step_rank(heads)
+    if "position_embedding_type" in c:
         writer.add_rope_scaling_finetuned(c["position_embedding_type"] == "rope")
-    else:
+    if name == "qwen3.5 moe":
+        writer.add_full_attention_interval(4)
+    elif "linear_num_key_heads" in c:
+        writer.add_key_value(
+            f"{writer.arch}.attention.recurrent_layers",
+            [kind == "linear_attention" for kind in c["layer_types"]],
+            gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.BOOL,
+        )  # fmt: skip
+    if "linear_num_key_heads" in c or (fields is None and "conv_L_cache" not in c):
         return int(c["num_key_value_heads"])
-    kinds = c["layer_types"]
+    kinds = c.get("layers_block_type") or c["layer_types"]
     return [c["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds]
+
+
+_RECURRENT_FIELDS = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
+    ("linear_num_value_heads", "linear_value_head_dim", "linear_key_head_dim",
+     "linear_num_key_heads", "linear_conv_kernel_dim"),
+)  # fmt: skip
+"""Fields of configs for heads, their channels, a state's size, groups and inputs."""
+
+
+def _mlp_sizes(c: dict[str, Any]) -> int | list[int]:
+    """Return the MLPs' size; of models with layers of one block, layer by layer."""
+    size = int(c["intermediate_size"])
+    kinds = c.get("layers_block_type")
+    return [size if kind == "mlp" else 0 for kind in kinds] if kinds else size
 
 
 def _add_latent(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
@@ -412,7 +490,7 @@ def _add_experts(writer: gguf.GGUFWriter, name: str, c: dict[str, Any]) -> None:
     if shared:
         writer.add_expert_shared_feed_forward_length(shared)
     count = c.get("num_experts") or c.get("n_routed_experts") or c.get("num_local_experts")
-    if not count:
+    if not count or name == "nemotron h":
         return
     writer.add_expert_count(count)
     writer.add_expert_used_count(c["num_experts_per_tok"])

@@ -215,8 +215,10 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     (beta, original context): queries at position p are multiplied by 1 + beta * ln(1 + floor(p /
     original)).
 
-    Two fields say how the files hold weights, which the loader undoes: `interleaved` (neighbouring
-    channels rotate, not halves of a head) and `norms_less_one` (norm weights minus 1).
+    Three fields say how files hold weights, which the loader undoes: `interleaved` (neighbouring
+    channels rotate, not halves of a head), `norms_less_one` (norm weights minus 1) and
+    `values_in_turns` (of the delta rule's heads of values, the first of each head of keys, then the
+    second of each, and so on).
     """
 
     family: str
@@ -269,6 +271,7 @@ class Architecture(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """Channels of short convolutions that are a mixer; 0: `hidden`, of which a lane has a part."""
     interleaved: bool = False
     norms_less_one: bool = False
+    values_in_turns: bool = False
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

@@ -28,8 +28,10 @@ _LATENT = ("deepseek_v2", "deepseek_v3")
 """Families with latent attention."""
 
 _CONVOLUTIONS = ("lfm2", "lfm2_moe")
-_HYBRIDS = (*_CONVOLUTIONS, "granitemoehybrid")
-"""Families in which a layer without KV heads is recurrent: a short convolution, or Mamba-2."""
+_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families with the gated delta rule."""
+_HYBRIDS = (*_CONVOLUTIONS, *_DELTA, "granitemoehybrid", "nemotron_h")
+"""Families in which sizes of attention and of MLPs are 0 in layers that have none."""
 
 _FIELDS = {
     "num_hidden_layers": "block_count",
@@ -66,14 +68,12 @@ _FIELDS = {
 """Metadata keys, behind the architecture's name, by the field of config.json."""
 
 _REQUIRED = (
-    *("block_count", "embedding_length", "feed_forward_length", "attention.head_count"),
-    "context_length",
+    *("block_count", "embedding_length", "attention.head_count", "context_length"),
+    ("feed_forward_length", "expert_feed_forward_length"),
 )
+"""Keys without which a file is damaged, or several of which one is needed."""
 
 _REFUSED_NAMES = {
-    "qwen3next": "qwen3_next",
-    "qwen35": "qwen3_5_text",
-    "qwen35moe": "qwen3_5_moe_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "falcon-h1": "falcon_h1",
@@ -127,14 +127,16 @@ def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:
     name = header.string("general.architecture") or ""
     family = _family(name, header)
     names = {tensor.name for tensor in header.tensors}
+    in_layers = {one.split(".", 2)[-1] for one in names if one.startswith("blk.")}
     config = {
         field: _number(path, f"{name}.{key}", _values(family, header, f"{name}.{key}"))
         for field, key in _FIELDS.items()
         if f"{name}.{key}" in header.metadata
     }
-    for key in _REQUIRED:
-        if f"{name}.{key}" not in header.metadata:
-            raise ModelError("corrupt", f"{path} has no metadata key {name}.{key}")
+    for required in _REQUIRED:
+        keys = (required,) if isinstance(required, str) else required
+        if not any(f"{name}.{key}" in header.metadata for key in keys):
+            raise ModelError("corrupt", f"{path} has no metadata key {name}.{keys[0]}")
     drafting = header.integer(f"{name}.nextn_predict_layers") or 0
     experts = header.integer(f"{name}.expert_count")
     config.update(
@@ -142,10 +144,11 @@ def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:
         num_hidden_layers=int(config["num_hidden_layers"]) - drafting,
         vocab_size=header.integer(f"{name}.vocab_size") or tokens,
         tie_word_embeddings="output.weight" not in names,
-        attention_bias="blk.0.attn_q.bias" in names or "blk.0.attn_qkv.bias" in names,
-        qkv_bias="blk.0.attn_q.bias" in names,
-        mlp_bias="blk.0.ffn_up.bias" in names,
-        use_qk_norm="blk.0.attn_q_norm.weight" in names,
+        attention_bias=bool({"attn_q.bias", "attn_qkv.bias"} & in_layers),
+        qkv_bias="attn_q.bias" in in_layers,
+        mlp_bias="ffn_up.bias" in in_layers,
+        use_qk_norm="attn_q_norm.weight" in in_layers,
+        conv_bias="ssm_conv1d.bias" in in_layers,
         n_routed_experts=experts,
         num_experts=experts,
         num_local_experts=experts,
@@ -157,9 +160,13 @@ def _architecture(path: Path, header: GgufHeader, tokens: int) -> Architecture:
     except ModelError as error:
         message = error.message.replace("config.json", str(path))
         raise ModelError(error.code, message) from error
-    interleaved = FAMILIES[family].gguf_interleaved
     # In these files norm weights hold the factor itself.
-    return msgspec.structs.replace(architecture, interleaved=interleaved, norms_less_one=False)
+    return msgspec.structs.replace(
+        architecture,
+        interleaved=FAMILIES[family].gguf_interleaved,
+        values_in_turns=FAMILIES[family].gguf_values_in_turns,
+        norms_less_one=False,
+    )
 
 
 def _size_names(name: str) -> dict[str, str]:
@@ -186,8 +193,9 @@ def _family(name: str, header: GgufHeader) -> str:
 def _values(family: str, header: GgufHeader, key: str) -> Value:
     """Return a number of the metadata, or those of the layers that have one."""
     value = header.metadata[key]
-    if family in _HYBRIDS and key.endswith(".head_count_kv") and isinstance(value, list):
-        return [heads for heads in value if heads] or value
+    is_by_layer = key.endswith((".head_count_kv", ".feed_forward_length"))
+    if family in _HYBRIDS and is_by_layer and isinstance(value, list):
+        return [size for size in value if size] or value
     return value
 
 
@@ -224,12 +232,7 @@ def _add_features(config: dict[str, Any], header: GgufHeader, name: str) -> None
     if family in ("gemma2", "gemma3_text"):
         config["query_pre_attn_scalar"] = _gemma_scalar(family, config, layers, heads, head_dim)
     if family in _HYBRIDS:
-        kv_heads = header.metadata.get(f"{name}.attention.head_count_kv")
-        per_layer = kv_heads if isinstance(kv_heads, list) else [kv_heads] * layers
-        recurrent = "conv" if family in _CONVOLUTIONS else "mamba"
-        config["layer_types"] = ["full_attention" if n else recurrent for n in per_layer[:layers]]
-    if family == "granitemoehybrid":
-        _add_mamba(config, header, name)
+        _add_recurrence(config, header, name)
     if family in _CONVOLUTIONS:
         config["conv_L_cache"] = header.integer(f"{name}.shortconv.l_cache") or 0
         config["norm_eps"] = config.get("rms_norm_eps")
@@ -245,24 +248,54 @@ def _add_features(config: dict[str, Any], header: GgufHeader, name: str) -> None
         config["rope_scaling"]["llama_4_scaling_beta"] = beta or 0.0
 
 
-def _add_mamba(config: dict[str, Any], header: GgufHeader, name: str) -> None:
-    """Add the fields of layers of Mamba-2, whose heads are in the metadata as a rank."""
-    inner = header.integer(f"{name}.ssm.inner_size") or 0
-    heads = header.integer(f"{name}.ssm.time_step_rank") or 0
-    is_rotating = header.metadata.get(f"{name}.rope.scaling.finetuned") is True
-    config.update(
-        mamba_n_heads=heads,
-        mamba_d_head=inner // max(1, heads),
-        mamba_expand=inner / max(1, int(config["hidden_size"])),
-        mamba_d_state=header.integer(f"{name}.ssm.state_size") or 0,
-        mamba_n_groups=header.integer(f"{name}.ssm.group_count") or 0,
-        mamba_d_conv=header.integer(f"{name}.ssm.conv_kernel") or 0,
-        mamba_conv_bias=any(one.name.endswith("ssm_conv1d.bias") for one in header.tensors),
-        position_embedding_type="rope" if is_rotating else "nope",
-        shared_intermediate_size=config.get(
-            "shared_expert_intermediate_size", config.get("intermediate_size")
-        ),
+def _add_recurrence(config: dict[str, Any], header: GgufHeader, name: str) -> None:
+    """Add the kinds of layers, and the sizes of recurrent ones, whose heads are in the metadata as
+    a rank."""
+    family, layers = config["model_type"], int(config["num_hidden_layers"])
+    told = header.metadata.get(f"{name}.attention.recurrent_layers")
+    sizes = header.metadata.get(f"{name}.attention.head_count_kv")
+    every = header.integer(f"{name}.full_attention_interval") or 4
+    if isinstance(told, list):
+        is_attention = [not one for one in told[:layers]]
+    elif isinstance(sizes, list):
+        is_attention = [bool(one) for one in sizes[:layers]]
+    else:
+        is_attention = [family not in _DELTA or (i + 1) % every == 0 for i in range(layers)]
+    recurrent = "linear_attention" if family in _DELTA else "mamba"
+    kinds = ["full_attention" if one else recurrent for one in is_attention]
+    inner, state, groups, heads, width = (
+        header.integer(f"{name}.ssm.{key}") or 0
+        for key in ("inner_size", "state_size", "group_count", "time_step_rank", "conv_kernel")
     )
+    each = inner // max(1, heads)
+    if family in _CONVOLUTIONS:
+        kinds = ["full_attention" if one else "conv" for one in is_attention]
+    elif family in _DELTA:
+        config.update(
+            linear_num_key_heads=groups, linear_num_value_heads=heads, linear_key_head_dim=state,
+            linear_value_head_dim=each, linear_conv_kernel_dim=width,
+        )  # fmt: skip
+    elif family == "nemotron_h":
+        mlps = header.metadata.get(f"{name}.feed_forward_length")
+        for i, size in enumerate(mlps[:layers] if isinstance(mlps, list) else ()):
+            kinds[i] = "mlp" if size else kinds[i]
+        config.update(
+            layers_block_type=kinds, mamba_num_heads=heads, mamba_head_dim=each, n_groups=groups,
+            ssm_state_size=state, conv_kernel=width, use_conv_bias=config["conv_bias"],
+            layer_norm_epsilon=config.get("rms_norm_eps"),
+        )  # fmt: skip
+    else:
+        is_rotating = header.metadata.get(f"{name}.rope.scaling.finetuned") is True
+        config.update(
+            mamba_n_heads=heads, mamba_d_head=each, mamba_d_state=state, mamba_n_groups=groups,
+            mamba_d_conv=width, mamba_conv_bias=config["conv_bias"],
+            mamba_expand=inner / max(1, int(config["hidden_size"])),
+            position_embedding_type="rope" if is_rotating else "nope",
+            shared_intermediate_size=config.get(
+                "shared_expert_intermediate_size", config.get("intermediate_size")
+            ),
+        )  # fmt: skip
+    config["layer_types"] = kinds
 
 
 def _gemma_scalar(

@@ -194,6 +194,22 @@ GGUF_MAMBA_NAMES: Names = {
     "ssm_norm": one("mamba.norm"),
     "ssm_out": one("mamba.out_proj"),
 }
+GGUF_DELTA_NAMES: Names = {
+    "post_attention_norm": one("post_attention_layernorm"),
+    "attn_q": Source(("self_attn.q_proj", "self_attn.gate_proj"), "rows_by_head"),
+    "attn_qkv": Source(_DELTA[:3]),
+    "attn_gate": one("linear_attn.z_proj"),
+    "ssm_in": Source(_DELTA, "rows_by_key_head"),
+    "ssm_ba": Source(("linear_attn.b_proj", "linear_attn.a_proj"), "rows_by_key_head"),
+    "ssm_beta": one("linear_attn.b_proj"),
+    "ssm_alpha": one("linear_attn.a_proj"),
+    "ssm_conv1d": one("linear_attn.conv"),
+    "ssm_a": one("linear_attn.A_log", "decay"),
+    "ssm_dt": one("linear_attn.dt_bias"),
+    "ssm_norm": one("linear_attn.norm"),
+    "ssm_out": one("linear_attn.out_proj"),
+}
+"""Qwen3-Next, of which early files have `ssm_in` for queries to gates, and Qwen3.5."""
 GGUF_FUSED_NAMES: Names = {"ffn_up": GATE_UP}
 """Phi-3 and GLM-4: gate and up in one tensor."""
 GGUF_NORM_NAMES: Names = {"post_attention_norm": one("post_attention_layernorm")}

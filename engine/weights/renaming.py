@@ -1,8 +1,9 @@
 """Turns tensors of published files into the engine's: renamed, split, stacked and reordered.
 
-A family's tables (`engine.model_store.tensors`) say what each tensor of a file holds. Two
+A family's tables (`engine.model_store.tensors`) say what each tensor of a file holds. Three
 orders are settled here, so that no kernel knows them: rotating channels lie as rotation by halves
-of the whole head reads them, and norm weights hold the factor itself. It reads no file.
+of the whole head reads them, the delta rule's heads of values lie by the heads of keys that they
+belong to, and norm weights hold the factor itself. It reads no file.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from engine.errors import ModelError
 from engine.model_store import Architecture
-from engine.model_store.architecture import Latent
+from engine.model_store.architecture import Delta, Latent
 from engine.model_store.tensors import Names, Source, expected_shapes
 from kernels.reference_weights import Packed, Weight, each
 
@@ -169,8 +170,10 @@ class TensorReader:
         yield name, tensor.to(torch.float32 if name.endswith(WIDE_NAMES) else self._dtype)
 
     def _ordered(self, name: str, tensor: Weight) -> Weight:
-        """Return rows of q and k with their rotating channels where the kernels expect them."""
+        """Return a tensor with its channels and heads where the kernels expect them."""
         config = self._config
+        if config.values_in_turns and config.delta is not None and "linear_attn." in name:
+            return _values_by_key_head(name.rpartition("linear_attn.")[2], config.delta, tensor)
         part = name.rpartition("self_attn.")[2].rpartition(".")[0]
         if config.latent is not None:
             return self._ordered_latents(part, config.latent, tensor)
@@ -208,6 +211,34 @@ def head_order(head_dim: int, rotating: int, *, interleaved: bool) -> torch.Tens
         turning = torch.cat([turning[0::2], turning[1::2]])
     (first, second), (third, fourth) = turning.chunk(2), still.tensor_split(2)
     return torch.cat([first, third, second, fourth])
+
+
+def _values_by_key_head(part: str, delta: Delta, tensor: Weight) -> Weight:
+    """Return a tensor whose heads of values lie in turns over the heads of keys with those of one
+    head of keys side by side. Packed columns are unpacked where a head cuts a group of them."""
+    order = torch.arange(delta.value_heads).view(-1, delta.key_heads).T.reshape(-1)
+    if part.startswith("norm"):
+        return tensor
+    if part.startswith("out_proj"):
+        if isinstance(tensor, Packed) and any(p.shape[-1] % len(order) for p in tensor.parts):
+            tensor = tensor.dense(torch.float32)
+        if isinstance(tensor, Packed):
+            return tensor.with_parts(*(_columns_in(order, part) for part in tensor.parts))
+        return _columns_in(order, tensor)
+    keys = 2 * delta.keys if part.startswith("conv") else 0
+    if part.startswith(("q_proj", "k_proj")):
+        keys = tensor.shape[0]
+    return each(tensor, lambda rows: torch.cat([rows[:keys], _heads_in(order, rows[keys:])]))
+
+
+def _heads_in(order: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of as many heads as `order` has with the heads in this order."""
+    return rows.reshape(len(order), -1)[order].reshape(rows.shape) if len(rows) else rows
+
+
+def _columns_in(order: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return columns of as many heads as `order` has with the heads in this order."""
+    return columns.reshape(len(columns), len(order), -1)[:, order].reshape(columns.shape)
 
 
 def _reordered(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

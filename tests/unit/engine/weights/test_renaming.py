@@ -11,8 +11,14 @@ import torch
 
 from engine.errors import ModelError
 from engine.model_store import Architecture, Layer, Rope
-from engine.model_store.architecture import Latent, Moe
-from engine.model_store.tensors import FOLDER_NAMES, GPT_OSS_NAMES, MIXTRAL_NAMES, Names
+from engine.model_store.architecture import Delta, Latent, Moe
+from engine.model_store.tensors import (
+    FOLDER_NAMES,
+    GGUF_DELTA_NAMES,
+    GPT_OSS_NAMES,
+    MIXTRAL_NAMES,
+    Names,
+)
 from engine.weights import random_weights
 from engine.weights.renaming import TensorReader, head_order
 from kernels.reference import rotate
@@ -161,3 +167,23 @@ def test_heads_of_latents_are_split() -> None:
 
     assert torch.equal(found[f"{LAYER}self_attn.k_b_proj.weight"][1], matrix[10:14])
     assert torch.equal(found[f"{LAYER}self_attn.v_b_proj.weight"][1], matrix[14:20])
+
+
+@each_row("group", [8, 32])
+def test_packed_columns_of_values_lie_by_their_keys(group: int) -> None:
+    """Qwen3.5's GGUF files: heads of values in turns over two heads of keys. A group that two heads
+    share is unpacked."""
+    delta = Delta(key_heads=2, value_heads=6, key_dim=16, value_dim=16)
+    config = msgspec.structs.replace(
+        tiny_config(layers=1), layers=(Layer("delta"),), delta=delta, conv_width=4,
+        values_in_turns=True,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(256, (64, 48), dtype=torch.uint8, generator=generator)
+    scales, minima = torch.randn(2, 64, 96 // group, generator=generator)
+    packed = Packed("int4", codes, scales, group, minima)
+
+    found = read(config, {"ssm_out.weight": packed}, GGUF_DELTA_NAMES)
+
+    heads = packed.dense(torch.float32).view(64, 6, 16)[:, [0, 2, 4, 1, 3, 5]]
+    assert torch.equal(found[f"{LAYER}linear_attn.out_proj.weight"], heads.reshape(64, 96))

@@ -506,6 +506,8 @@ FAMILY_TEMPLATES = {
     "olmo2": _TURNS,
     "olmo3": _QWEN,
     "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE,
     "granitemoehybrid": _GRANITE_4,
     "gemma": _GEMMA,
     "gemma2": _GEMMA,
