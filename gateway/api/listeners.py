@@ -147,7 +147,9 @@ def admin_routes(of: Services) -> tuple[Route, ...]:
         *AnalyticsHandlers(gateway, of.sampling, of.erasure).routes(),
         *findings.routes(reports, of.findings, wall),
         *history.routes(store, reports, of.sampling, wall),
-        *fleet.routes(served, of.name_of, gateway.count_broken_promises, of.missed, changes),
+        *fleet.routes(
+            *(served, of.name_of, gateway.count_broken_promises, of.missed, changes, reports)
+        ),
         *levels.routes(served, gateway.usage, config, of.reload, of.name_of, wall),
         *requests.routes(reports, of.sampling, of.findings, wall),
         *webhooks.routes(reports, of.webhooks, changes),

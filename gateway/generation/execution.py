@@ -296,8 +296,10 @@ class Execution:
         """Submit all prompts of the call or none."""
         streams: list[RequestStream] = []
         try:
-            submit, is_alone = self._prepared.model.replicas.submit, len(self._requests) == 1
+            replicas, is_alone = self._prepared.model.replicas, len(self._requests) == 1
+            submit = replicas.submit
             streams.extend(submit(request, may_move=is_alone) for request in self._requests)
+            self._state.choice = replicas.chooser.recent.get(self._state.request_id)
         except EngineError:
             for stream in streams:
                 await stream.aclose()

@@ -26,6 +26,7 @@ from gateway.observability.ended_requests import EndedRequests
 from gateway.observability.logging import RefusalLines
 from gateway.observability.metrics import Metrics, cache_outcome
 from gateway.observability.tracing import CompletedRequest, Tracer
+from gateway.routing.router import RouteChoice, pack_choice
 from tenancy.history.request_records import RequestRecord
 from tenancy.limits import Reservation
 from tenancy.types import Fidelity, Identity, WallClock
@@ -127,6 +128,8 @@ class RequestState(Struct):
     missed_tokens: int = 0
     segments: tuple[Boundary, ...] = ()
     """The parts of a single prompt."""
+    choice: RouteChoice | None = None
+    """Why a single prompt went to its engine, where there are several."""
     headers: dict[str, str] = {}
     """Headers that are added to any response."""
     parameters: dict[str, str] = {}
@@ -227,6 +230,7 @@ def record_of(state: RequestState, status: int, total_s: float) -> RequestRecord
         read_fidelity=state.read_fidelity,
         load_s=state.load_s if state.load_level else None,
         attention=state.attention,
+        choice=b"" if state.choice is None else pack_choice(state.choice),
     )
 
 

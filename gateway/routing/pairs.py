@@ -46,7 +46,7 @@ class AnswerSide(Struct, frozen=True):
     decode_s: float
 
 
-class PairCost(Struct, frozen=True):
+class PairCost(Struct, frozen=True, array_like=True):
     """The predicted seconds of a request whose prompt is computed at `prompt_at`, until its answer
     is whole at `replica`. `start_s`: until the answer begins, once the prompt is fetched. `peer`:
     see `PromptSide`."""

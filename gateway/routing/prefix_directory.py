@@ -19,7 +19,7 @@ _ALL = (1 << MAX_REPLICAS) - 1
 Level = Literal["device", "below"]
 
 
-class Found(Struct, frozen=True, gc=False):
+class Found(Struct, frozen=True, gc=False, array_like=True):
     """Tokens after which a prompt can resume: `device` on the device, `below` more below it."""
 
     device: int = 0

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from heapq import nlargest
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, msgpack, structs
 
 from engine.api import EngineRole
 from gateway.routing.load import ReplicaLoad
@@ -30,6 +30,8 @@ PEER_S = 0.02
 PEER_FACTOR = 1.2
 """Fetching must be predicted to be faster than computing by this."""
 EXPLAINED = 1000
+RECORDED_COSTS = 4
+"""Costs that the record of a request has: the least, and that of the chosen replica."""
 
 Policy = Literal["time", "round_robin"]
 Reason = Literal[
@@ -73,7 +75,7 @@ class RouteRequest(Struct, frozen=True):
     """Its prompt may be computed on another replica than its answer."""
 
 
-class Cost(Struct, frozen=True):
+class Cost(Struct, frozen=True, array_like=True):
     """The predicted seconds of a request on a replica, and what was found there. `peer`: the
     replica from which it would fetch the first `peer_tokens`, "" for none.
     """
@@ -93,7 +95,7 @@ class Cost(Struct, frozen=True):
         return self.wait_s + self.fill_s + self.displaced_s + self.decode_s
 
 
-class RouteChoice(Struct, frozen=True):
+class RouteChoice(Struct, frozen=True, array_like=True):
     """Why a request went where it went: ids and terms, no tokens. `replica` None: none may take it,
     and `retry_after_s` is the least wait of those that may later. `pair`: the replica that computes
     the prompt for `replica`, None where it does so itself.
@@ -111,6 +113,16 @@ class RouteChoice(Struct, frozen=True):
     def cost(self) -> Cost | None:
         """The cost of the replica that was chosen."""
         return next((one for one in self.costs if one.replica == self.replica), None)
+
+    def least(self, count: int) -> RouteChoice:
+        """Return it with its `count` least costs, in order; that of the chosen replica stays."""
+        ranked = sorted(self.costs, key=lambda cost: cost.total_s)
+        kept = [
+            cost
+            for place, cost in enumerate(ranked)
+            if place < count or cost.replica == self.replica
+        ]
+        return structs.replace(self, costs=tuple(kept))
 
 
 def choose(
@@ -171,6 +183,16 @@ def rank_homes(
     able = [one for one in replicas if _refuse(request, one) in (None, "failed a request")]
     able = [one for one in able if one.role != "prefill"] or able
     return [one.name for one in sorted(able, key=rank, reverse=True)]
+
+
+def pack_choice(choice: RouteChoice) -> bytes:
+    """Return a choice for the record of its request, with its least costs: 100 to 400 bytes."""
+    return msgpack.encode(choice.least(RECORDED_COSTS))
+
+
+def unpack_choice(packed: bytes) -> RouteChoice:
+    """Return the choice of a record. Raises msgspec.MsgspecError."""
+    return msgpack.decode(packed, type=RouteChoice)
 
 
 class RecentChoices:

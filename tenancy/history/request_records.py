@@ -77,6 +77,9 @@ class RequestRecord(Struct, frozen=True, array_like=True, gc=False):
     """The attention window that it ran under, as "window=W;sinks=S"; "" for all tokens."""
     part_tokens: dict[str, int] = {}
     """By tier of the prompt."""
+    choice: bytes = b""
+    """Why it went to its engine, as the gateway's router packs it; empty: not chosen, or several
+    prompts."""
 
 
 class RequestFilter(Struct, frozen=True):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -22,8 +23,10 @@ from gateway.errors import Kind, Refusal
 from gateway.http import json_api
 from gateway.http.request_context import STATE
 from gateway.http.route_table import Route
+from gateway.ledger.query_pool import QueryPool
 from gateway.routing.pairs import PairCost
-from gateway.routing.router import EXPLAINED, Cost, RouteChoice
+from gateway.routing.router import EXPLAINED, Cost, RouteChoice, unpack_choice
+from tenancy.history.request_records import find_request
 
 CHOICES = 100
 """Choices that a list has of each model."""
@@ -134,6 +137,7 @@ def routes(
     count_broken: Callable[[], int],
     missed: MissedErasures,
     changes: ChangeLog,
+    reports: QueryPool,
 ) -> tuple[Route, ...]:
     """Return the routes of engines elsewhere. `count_broken`: the promises that were broken."""
 
@@ -146,9 +150,14 @@ def routes(
         for one in models:
             if (found := one.replicas.chooser.recent.get(request_id)) is not None:
                 return _choice(one.name, found)
+        ended = await reports.ask(partial(find_request, request_id=request_id))
+        record = None if ended is None else ended.record
+        if record is not None and record.choice:
+            return _choice(record.model, unpack_choice(record.choice))
         message = (
             f"No choice of {request_id[:80]!r} is known; expected one of the last {EXPLAINED:,}"
-            " requests of a model with several engines."
+            " requests here of a model with several engines, or one of another gateway that has"
+            " ended, some seconds ago, and has a record."
         )
         raise Refusal(Kind.NOT_FOUND, "request_unknown", message, param="request_id")
 
@@ -239,12 +248,7 @@ def _tokens(there: dict[str, TenantThere]) -> int:
 
 def _choice(model: str, choice: RouteChoice, most: int | None = None) -> ChoiceAnswer:
     """Return a choice as answers show it; `most`: only so many costs, the chosen one among them."""
-    costs = sorted(choice.costs, key=lambda cost: cost.total_s)
-    kept = [
-        cost
-        for place, cost in enumerate(costs)
-        if most is None or place < most or cost.replica == choice.replica
-    ]
+    kept = choice.least(len(choice.costs) if most is None else most).costs
     refused = {name: str(why) for name, why in choice.refused.items()}
     return ChoiceAnswer(
         *(choice.request_id, model, choice.policy, choice.replica, [*map(_cost, kept)], refused),

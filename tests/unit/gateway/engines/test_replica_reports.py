@@ -11,6 +11,11 @@ from gateway.cli.fleet.fleet import explain
 from gateway.cli.result import CommandError, CommandResult
 from gateway.config import AdminConfig, Config
 from gateway.engines.replicas import Replicas
+from gateway.http.request_context import RequestState, record_of
+from gateway.routing.pairs import PairCost
+from gateway.routing.prefix_directory import Found
+from gateway.routing.router import Cost, RouteChoice
+from tenancy.history.request_records import write_records
 from tests.fakes import FakeClock
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.engines.test_replica_choice import (
@@ -108,6 +113,29 @@ async def test_the_fleet_is_shown_with_its_choices(gateway: GatewayFixture) -> N
     assert abs(best["total_s"] - terms) < 1e-5
     assert unknown == 404
     assert "expected one of the last 1,000" in error["error"]["message"]
+
+
+async def test_a_choice_of_another_gateway_is_explained_from_its_record(
+    gateway: GatewayFixture,
+) -> None:
+    """As that gateway told it, with the least costs."""
+    admin = AdminClient(gateway)
+    costs = tuple(Cost(f"e{n}", Found(128 * n, n), 0.5, 8 - n, 0.25, 0.125) for n in range(8))
+    pair = PairCost("e5", "e6", 1.0, 0.5, 0.25, 2.0, 0.125)
+    there = RouteChoice("there", "time", "e1", costs, {"e9": "no room"}, pair=pair)
+    state = RequestState("there", 0.0, model=gateway.model, is_generation=True)
+    state.choice = there
+    records = [record_of(state, 200, 1.0), record_of(RequestState("alone", 0.0), 200, 1.0)]
+    await asyncio.to_thread(write_records, gateway.store, records)
+    status, told = await admin.ask("GET", "/admin/v1/fleet/choices/there")
+    unknown, _ = await admin.ask("GET", "/admin/v1/fleet/choices/alone")
+
+    assert (status, told["model"], told["replica"]) == (200, gateway.model, "e1")
+    assert [one["replica"] for one in told["costs"]] == ["e7", "e6", "e5", "e4", "e1"]
+    assert (told["costs"][4]["device_tokens"], told["costs"][4]["below_tokens"]) == (128, 1)
+    assert (told["costs"][4]["total_s"], told["refused"]) == (7.875, {"e9": "no room"})
+    assert (told["pair"]["prompt_at"], told["pair"]["total_s"]) == ("e5", 3.875)
+    assert unknown == 404
 
 
 async def test_a_choice_is_explained_on_the_command_line(
