@@ -90,7 +90,7 @@ sim: setup             ## seeded simulation; make sim SEED=7
 
 crash: setup           ## the ledger killed at every system call, 2,000 power cuts, servers and their processes killed; minutes
 	CRASH=long $(BIN)/python -m pytest -rP -o faulthandler_timeout=0 tests/crash/test_ledger_crash.py tests/crash/test_power_cut.py tests/crash/test_postgres_crash.py \
-		tests/crash/test_process_deaths.py tests/crash/test_replicated_server.py tests/crash/test_storage_crash.py tests/crash/test_storage_power_cut.py \
+		tests/crash/test_process_deaths.py tests/crash/test_gateway_deaths.py tests/crash/test_replicated_server.py tests/crash/test_storage_crash.py tests/crash/test_storage_power_cut.py \
 		tests/crash/test_storage_process.py
 
 attacks: setup         ## every attack on a server of ours, one after another, beside a quiet tenant; minutes

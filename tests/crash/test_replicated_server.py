@@ -25,6 +25,7 @@ import pytest
 from aiohttp import ClientError, ClientSession
 from msgspec.structs import replace
 
+from engine.config import EngineConfig
 from engine.model_store import ModelCard
 from tests.crash import quick_engine
 from tests.crash.fleet import CONFIG, KeptReplica, gateway_settings
@@ -41,19 +42,27 @@ NAMES = ("e0", "e1")
 LENGTHS = (1, 40, 150, 400)
 SEEDS = (None, 7)
 COMMAND = (sys.executable, "-m", quick_engine.__name__)
+QUICK_CONFIG = replace(CONFIG, heartbeat_s=0.2)
 
 pytestmark = [pytest.mark.slow, pytest.mark.crash, pytest.mark.timeout(BUDGET_S + 600)]
 
 
 @asynccontextmanager
-async def kept_engines(card: ModelCard) -> AsyncIterator[dict[str, KeptReplica]]:
-    """Start engines of a model under keepers."""
+async def kept_engines(
+    card: ModelCard,
+    config: EngineConfig = QUICK_CONFIG,
+    command: tuple[str, ...] = COMMAND,
+    disks: Path | None = None,
+) -> AsyncIterator[dict[str, KeptReplica]]:
+    """Start engines of a model under keepers. `disks`: where each has a folder for its disk."""
     async with AsyncExitStack() as opened:
         kept = {}
-        config = replace(CONFIG, heartbeat_s=0.2)
         for name in NAMES:
+            own = config
+            if disks is not None:
+                own = replace(config, levels=replace(config.levels, dir=str(disks / name)))
             one = kept[name] = KeptReplica(
-                name, "", config=config, model=Path(card.folder), command=COMMAND
+                name, "", config=own, model=Path(card.folder), command=command
             )
             opened.push_async_callback(one.close)
             one.keeper.start()
