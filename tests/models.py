@@ -129,10 +129,14 @@ def write_gguf(
     seed: int = 0,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     weights: Tensors | None = None,
+    shard_tensors: int = 0,
 ) -> Path:
-    """Write a GGUF file of the same model, its matrices in `kind`. Returns its path."""
+    """Write a GGUF file of the same model, its matrices in `kind`, or shards of so many tensors,
+    the first of none. Returns its path, or the first shard's."""
     config = config or tiny_config()
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(
+        path, "llama", split_max_tensors=shard_tensors, small_first_shard=bool(shard_tensors)
+    )
     _add_metadata(writer, config)
     for name, tensor in (weights or tiny_weights(config, seed)).items():
         array = tensor.to(torch.float32).numpy()
@@ -151,7 +155,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"), default=path)
 
 
 def prepared(tmp: Path, config: Architecture | None = None, *, seed: int = 0) -> ModelCard:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("gateway", "engine", "tenancy")
 
 REPEATING = {
+    "engine/model_store/gguf_header.py": "matched whole against the name of an operator's file",
     "engine/weights/renaming.py": "names of tensors in a model's files",
     "engine/weights/weights.py": "names of tensors in a model's files",
     "gateway/api/openapi.py": "declared paths",

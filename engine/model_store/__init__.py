@@ -8,6 +8,7 @@ from engine.model_store.catalogue import (
     DEFAULT_MODEL,
     pull,
     resolve,
+    size_mib,
 )
 from engine.model_store.prepare import prepare
 from engine.model_store.tensors import expected_shapes
@@ -26,4 +27,5 @@ __all__ = [
     "prepare",
     "pull",
     "resolve",
+    "size_mib",
 ]

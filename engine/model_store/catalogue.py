@@ -23,6 +23,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from engine.errors import ModelError
+from engine.model_store.gguf_header import gguf_shards
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in total (0: unknown)."""
@@ -136,11 +137,12 @@ def resolve(name: str, models_dir: Path) -> Path:
     path = Path(name).expanduser()
     fetched = models_dir / name.replace("/", "--")
     try:
-        if path.is_file() or (path / "config.json").is_file():
+        if (path / "config.json").is_file():
             return path.resolve()
-        inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
-        if len(inside) == 1:
-            return inside[0].resolve()
+        inside = sorted(path.glob("*.gguf")) if path.is_dir() else [path] * path.is_file()
+        if inside and len(shards := gguf_shards(inside[0])) == len({*inside, *shards}):
+            # A link's own name says which shard it is.
+            return inside[0].resolve() if len(shards) == 1 else shards[0].absolute()
         if (fetched / "config.json").is_file():
             return fetched
     except OSError as error:
@@ -158,6 +160,12 @@ def resolve(name: str, models_dir: Path) -> Path:
         f" config.json; {hint}a model of Hugging Face's hub has to be pulled first, by its id:"
         f" trunkline pull {hub_id}",
     )
+
+
+def size_mib(source: Path) -> int:
+    """Return the size of a model's file with all its shards, or of everything in its folder."""
+    files = gguf_shards(source) if source.is_file() else source.rglob("*")
+    return sum(file.stat().st_size for file in files if file.is_file()) // 2**20
 
 
 def pull(name: str, models_dir: Path, progress: Progress, *, verify: bool = False) -> Path:

@@ -16,7 +16,7 @@ import msgspec
 from engine.errors import ModelError
 from engine.model_store.architecture import SIZE_NAMES, Architecture
 from engine.model_store.families import FAMILIES, architecture_of, unsupported_family
-from engine.model_store.gguf_header import GgufHeader, TensorInfo, Value, read_header
+from engine.model_store.gguf_header import GgufHeader, TensorInfo, Value, gguf_shards, read_header
 from engine.model_store.gguf_tokenizer import special_ids, tokenizer_json, tokenizer_warnings
 from engine.model_store.parts import END_TOKENS, ModelParts, choose_template
 
@@ -349,7 +349,7 @@ def _divisors(path: Path, tensor: TensorInfo) -> tuple[float, ...]:
             f"{path}: {tensor.name} has shape {tensor.shape} and type {tensor.type_id}; expected"
             " a row of 32-bit floats",
         )
-    with path.open("rb") as file:
+    with gguf_shards(path)[tensor.shard].open("rb") as file:
         file.seek(tensor.offset)
         data = file.read(4 * count)
     if len(data) != 4 * count:

@@ -9,6 +9,7 @@ allocation. The format is GGUF versions 2 and 3, little-endian (ggml's docs/gguf
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from pathlib import Path
 
@@ -39,18 +40,23 @@ _VALUES_MAX = 1 << 24
 """Most values in all arrays together: a list takes ten times its size in the file."""
 
 
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""Name of a shard of a split file, as llama.cpp names them: counted from 1, of how many."""
+
+
 class TensorInfo(Struct, frozen=True):
     """One tensor. `shape` as GGUF writes it, fastest dimension first. `offset` in bytes from the
-    start of the file."""
+    start of its shard."""
 
     name: str
     shape: tuple[int, ...]
     type_id: int
     offset: int
+    shard: int = 0
 
 
 class GgufHeader(Struct, frozen=True):
-    """Metadata and tensor table."""
+    """Metadata and tensor table of a file, or of all its shards."""
 
     metadata: dict[str, Value]
     tensors: tuple[TensorInfo, ...]
@@ -151,9 +157,53 @@ class _Cursor:
         return [self.value(kind, depth + 1) for _ in range(count)]
 
 
+def gguf_shards(path: Path) -> tuple[Path, ...]:
+    """Return the files that a GGUF file consists of by its name: itself, or the shards of the split
+    file to which it belongs. Raises ModelError `not_found` for a shard that is missing."""
+    named = _SHARD.fullmatch(path.name)
+    if named is None:
+        return (path,)
+    stem, count = named[1], int(named[3])
+    shards = [path.with_name(f"{stem}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+    missing = [one.name for one in shards if not one.is_file()]
+    if missing or not shards:
+        raise ModelError(
+            "not_found", f"{path} is one of {count} shards; expected {', '.join(missing[:3])} too"
+        )
+    return tuple(shards)
+
+
+def shard_stem(path: Path) -> str:
+    """Return the name of a GGUF file without its ending and without a shard's number."""
+    named = _SHARD.fullmatch(path.name)
+    return path.stem if named is None else named[1]
+
+
 def read_header(path: Path) -> GgufHeader:
-    """Read a file's metadata and tensor table. Raises ModelError: not_found, corrupt or
-    unsupported."""
+    """Read metadata and tensor table of a file, or of all shards of a split one: the metadata is
+    the first shard's. Raises ModelError: not_found, corrupt or unsupported."""
+    shards = gguf_shards(path)
+    first, *others = (_read_shard(one) for one in shards)
+    count = first.integer("split.count") or 1
+    if count != len(shards):
+        raise ModelError(
+            "corrupt",
+            f"{path} is one of {count} shards; expected files named NAME-00001-of-{count:05}.gguf",
+        )
+    tensors = list(first.tensors)
+    for shard, header in enumerate(others, 1):
+        tensors += (msgspec.structs.replace(one, shard=shard) for one in header.tensors)
+    total = first.integer("split.tensors.count")
+    if len({one.name for one in tensors}) < len(tensors) or total not in (None, len(tensors)):
+        raise ModelError(
+            "corrupt",
+            f"{path}: its {len(shards)} shards have {len(tensors)} tensors; expected {total}, each"
+            " once",
+        )
+    return GgufHeader(first.metadata, tuple(tensors))
+
+
+def _read_shard(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return parse_header(data)

@@ -23,6 +23,7 @@ from engine.errors import ModelError
 from engine.model_store.architecture import check_architecture
 from engine.model_store.card import ModelCard, load_card
 from engine.model_store.gguf import read_gguf
+from engine.model_store.gguf_header import gguf_shards
 from engine.model_store.huggingface import read_folder
 from engine.model_store.parts import ModelParts
 
@@ -155,9 +156,9 @@ def _check(parts: ModelParts, source: Path) -> None:
 
 def _check_files(source: Path) -> None:
     """Refuse what would block its reader, such as a pipe, or never end, such as a device."""
-    found = [source] if not source.is_dir() else source.iterdir()
+    found = source.iterdir() if source.is_dir() else gguf_shards(source)
     for path in found:
-        is_read = path == source or path.suffix in _DIGESTED_SUFFIXES
+        is_read = not source.is_dir() or path.suffix in _DIGESTED_SUFFIXES
         if is_read and not path.is_file() and not path.is_dir():
             raise ModelError("corrupt", f"{path} is not a regular file.")
 
@@ -256,7 +257,7 @@ def content_digest(source: Path, models_dir: Path) -> str:
     size and time stay the same. Raises OSError.
     """
     if source.is_file():
-        paths = [source]
+        paths = list(gguf_shards(source))
     else:
         paths = sorted(
             p for p in source.iterdir() if p.is_file() and p.suffix in _DIGESTED_SUFFIXES

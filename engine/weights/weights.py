@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from engine.errors import ModelError
 from engine.model_store import Architecture, ModelCard
 from engine.model_store.families import FAMILIES
-from engine.model_store.gguf_header import TensorInfo, read_header
+from engine.model_store.gguf_header import TensorInfo, gguf_shards, read_header
 from engine.model_store.tensors import FOLDER_NAMES, GGUF_NAMES, expected_shapes
 from engine.weights.gguf_blocks import PACKED_BLOCKS
 from engine.weights.quantised_folders import PackedReader
@@ -343,7 +343,7 @@ def _save(path: Path, weights: dict[str, Weight]) -> None:
 def _read_gguf(path: Path, config: Architecture, dtype: torch.dtype) -> Pieces:
     """Yield the model's tensors from a GGUF file."""
     header = read_header(path)
-    data = np.memmap(path, mode="r", dtype=np.uint8)
+    shards = [(one, np.memmap(one, mode="r", dtype=np.uint8)) for one in gguf_shards(path)]
     names = {**GGUF_NAMES, **FAMILIES[config.family].gguf_names}
     reader = TensorReader(config, names, dtype)
     for info in header.tensors:
@@ -355,7 +355,7 @@ def _read_gguf(path: Path, config: Architecture, dtype: torch.dtype) -> Pieces:
         if _is_draft_layer(layer, config):
             continue
         name = rest if layer else f"{_GGUF_TOP.get(stem, stem)}.{kind}"
-        yield from reader.take(layer, name, _from_gguf(path, data, info))
+        yield from reader.take(layer, name, _from_gguf(*shards[info.shard], info))
 
 
 def _from_gguf(path: Path, data: np.memmap, info: TensorInfo) -> Weight:

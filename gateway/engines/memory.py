@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from engine.config import DRAFT_PLACE_TOKENS, EngineConfig, WeightsKind
 from engine.errors import ModelError
-from engine.model_store import CATALOGUE, resolve
+from engine.model_store import CATALOGUE, resolve, size_mib
 from gateway.config import Config, ServedModelSettings
 from gateway.engines.device_memory import (
     DevicePlan,
@@ -268,8 +268,7 @@ def _file_mib(config: Config, name: str) -> int:
     except ModelError:
         # A built-in model is fetched at the first start; another takes no memory, as it fails.
         return CATALOGUE[name].size // 2**20 if name in CATALOGUE else 0
-    files = [source] if source.is_file() else [f for f in source.rglob("*") if f.is_file()]
-    return sum(file.stat().st_size for file in files) // 2**20
+    return size_mib(source)
 
 
 def available_memory_mib(meminfo: Path, *cgroups: Path) -> int | None:

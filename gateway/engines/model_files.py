@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, ModelCard, prepare, pull, resolve
+from engine.model_store.gguf_header import shard_stem
 from gateway.config import ConfigError
 from gateway.levels.model_cost import find_card
 
@@ -107,7 +108,7 @@ def short_name(name: str, source: Path) -> str:
     """Return the name of a model by that of its source."""
     if name in CATALOGUE:
         return name
-    return source.stem if source.is_file() else source.name
+    return shard_stem(source) if source.is_file() else source.name
 
 
 def found_model(name: str, models: Path, say: Say, progress: Progress) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.model_store import ModelCard, load_card
+from engine.model_store import ModelCard, load_card, size_mib
 from engine.model_store.tensors import lacks_lanes
 from gateway.cli.arguments import UsageError
 from gateway.cli.doctor.check import Check
@@ -95,7 +95,7 @@ def _plan(call: CommandCall) -> CommandResult:
     rows: Table = []
     words: list[str] = []
     for card in _cards(config):
-        found = plan_lanes(card, config.engine, free_mib, _file_mib(Path(card.source)))
+        found = plan_lanes(card, config.engine, free_mib, size_mib(Path(card.source)))
         rows += found
         words.append(f"{card.name}: {advice_of(found, len(free_mib))}")
     if not rows:
@@ -137,11 +137,6 @@ def _cards(config: Config) -> list[ModelCard]:
     return sorted(found, key=lambda card: card.name)
 
 
-def _file_mib(source: Path) -> int:
-    files = [source] if source.is_file() else [f for f in source.rglob("*") if f.is_file()]
-    return sum(file.stat().st_size for file in files) // 2**20
-
-
 def check_gpus(config: Config) -> list[Check]:
     """Return a finding for each prepared model over several GPUs."""
     found = []
@@ -169,7 +164,7 @@ def _replicas_advice(card: ModelCard, engine: EngineConfig) -> str | None:
     total = [one.total_mib for one in memory if one is not None]
     if len(total) < len(engine.gpus):
         return None
-    rows = plan_lanes(card, engine, total, _file_mib(Path(card.source)))
+    rows = plan_lanes(card, engine, total, size_mib(Path(card.source)))
     advice = advice_of(rows, len(total))
     return advice if "replicas" in advice else None
 

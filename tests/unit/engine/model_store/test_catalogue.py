@@ -7,15 +7,19 @@ import hashlib
 import sys
 import types
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from engine.errors import ModelError
-from engine.model_store import CATALOGUE, DEFAULT_MODEL, pull, resolve
+from engine.model_store import CATALOGUE, DEFAULT_MODEL, prepare, pull, resolve, size_mib
 from engine.model_store.catalogue import PackagedModel, WheelMember
+from engine.weights import load_weights
+from gateway.engines.model_files import short_name
 from tests.models import write_folder, write_gguf
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
@@ -260,3 +264,52 @@ def test_missing_built_in_model_names_pull_command(tmp_path: Path) -> None:
     """The message contains the command to run."""
     with pytest.raises(ModelError, match=f"trunkline pull {DEFAULT_MODEL}"):
         resolve(DEFAULT_MODEL, tmp_path)
+
+
+def test_a_split_file_is_one_model_by_any_shard_link_or_folder(tmp_path: Path) -> None:
+    """llama.cpp's shards, of which the first has the metadata alone. A cache of a hub has links."""
+    whole = write_gguf(tmp_path / "whole.gguf")
+    (tmp_path / "own").mkdir()
+    first = write_gguf(tmp_path / "own" / "Tiny-F32.gguf", shard_tensors=7)
+    shards = sorted(first.parent.iterdir())
+    links = tmp_path / "links"
+    links.mkdir()
+    for number, shard in enumerate(shards):
+        (tmp_path / f"blob{number}").symlink_to(shard)
+        (links / shard.name).symlink_to(tmp_path / f"blob{number}")
+    names = [str(one) for one in (*shards, first.parent)]
+
+    found = {resolve(name, tmp_path) for name in names}
+    linked = resolve(str(links), tmp_path)
+    cards = [prepare("tiny", path, tmp_path) for path in (whole, first, linked)]
+
+    assert len(shards) > 2
+    assert found == {first}
+    assert short_name(str(first), first) == "Tiny-F32"
+    assert size_mib(first) == sum(one.stat().st_size for one in shards) // 2**20
+    assert cards[1].digest == cards[2].digest
+    expected = load_weights(cards[0], torch.float32)
+    for card in cards[1:]:
+        weights = load_weights(card, torch.float32)
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda shards: shards[1].unlink(), "is one of 4 shards; expected Tiny-00002-of-00004"),
+        (lambda shards: shards[2].write_bytes(shards[1].read_bytes()), "each once"),
+        (lambda shards: shards[0].rename(shards[0].with_name("a.gguf")), "files named NAME-00001"),
+    ],
+    ids=["missing", "twice", "renamed"],
+)
+def test_shards_that_do_not_belong_together_are_refused(
+    change: Callable[[list[Path]], object], message: str, tmp_path: Path
+) -> None:
+    first = write_gguf(tmp_path / "Tiny.gguf", shard_tensors=7)
+    change(sorted(tmp_path.iterdir()))
+    given = first if first.exists() else tmp_path / "a.gguf"
+
+    with pytest.raises(ModelError, match=message):
+        prepare("tiny", resolve(str(given), tmp_path), tmp_path)
