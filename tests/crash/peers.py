@@ -86,14 +86,17 @@ class Pair:
 
 @asynccontextmanager
 async def pair_of(
-    model: ModelCard, config: EngineConfig = CONFIG, **more: Any
+    model: ModelCard,
+    config: EngineConfig = CONFIG,
+    command: tuple[str, ...] = COMMAND,
+    **more: Any,
 ) -> AsyncIterator[Pair]:
     """Start two engines of a prepared model. `more`: other settings of e1."""
     pair = Pair(model.digest)
     try:
         for name in ("e0", "e1"):
             own = replace(config, **more) if name == "e1" else config
-            kept = KeptReplica(name, "", config=own, model=Path(model.folder), command=COMMAND)
+            kept = KeptReplica(name, "", config=own, model=Path(model.folder), command=command)
             pair.kept[name] = kept
             kept.keeper.start()
         for name in pair.kept:

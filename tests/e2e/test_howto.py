@@ -60,6 +60,12 @@ PRINTED = {
         r"^ok +disk level seal +key [0-9a-f]{8} of .*/levels\.key",
         r"/levels: 0 keys wrapped anew",
     ),
+    "shared-store": (
+        r"/shared\.key has the new key [0-9a-f]{8}",
+        r"^disk +open +4\.0 GiB",
+        r"^remote +open ",
+        r'"remote":\{"blocks":\d+.*"state":"gone"',
+    ),
     "several-gpus": (r": 2 replicas with a GPU each", r"engine\.gpus .*0,1"),
     "systemd": (r'"ready"', r"\btl-"),
     "tls": (r"server\.hosts .*llm\.example\.org", r'"ready"'),
@@ -101,8 +107,8 @@ ASKED = {
 
 
 STOPPED = (
-    *("another-model", "disk", "gpu", "remote-store", "sealed-disk", "several-gpus", "systemd"),
-    *("two-gpus", "two-models"),
+    *("another-model", "disk", "gpu", "remote-store", "sealed-disk", "several-gpus"),
+    *("shared-store", "systemd", "two-gpus", "two-models"),
 )
 """Pages that begin without a server."""
 BEFORE = {"sealed-disk": ("disk",), "remote-store": ("disk", "sealed-disk")}
