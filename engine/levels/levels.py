@@ -141,7 +141,7 @@ class Levels:
         if peers is not None and view is not None and not self.windows.is_on:
             own = cache, self.places
             self.fetching = PeerFetching(*own, peers, self._next_id, config.host_tokens_min)
-            self.sharing = Sharing(*own, self.offloading, view)
+            self.sharing = Sharing(*own, self.offloading, view, self.paces["host"])
         self._now_s = self._before_s = self.places.now_s = now_s
         self._silent_s = 0.0
         self._wiped_a_turn = max(1, WIPED_BYTES_A_TURN // max(1, transfer.formats[OWN].slot_bytes))
@@ -312,11 +312,18 @@ class Levels:
 
     # -- turns --------------------------------------------------------------------------------
 
-    def turn(self, now_s: float, running: Iterable[BlockTable], collected: int) -> None:
+    def turn(
+        self,
+        now_s: float,
+        running: Iterable[BlockTable],
+        collected: int,
+        *,
+        is_running: bool = False,
+    ) -> None:
         """Take the outcomes that have come, and begin what is wanted next.
 
         `running`: the tables of running sequences, those that would be preempted first in front.
-        `collected`: the last step that was collected.
+        `collected`: the last step that was collected. `is_running`: whether any sequence runs.
         """
         passed_s = min(1.0, max(0.0, now_s - self._now_s))
         self._silent_s += passed_s
@@ -346,7 +353,7 @@ class Levels:
         if moves:
             self._transfer.submit(moves)
         if self.sharing is not None:
-            self.sharing.turn(now_s)
+            self.sharing.turn(now_s, is_running=is_running)
         if self._disk is not None:
             self._disk.store(now_s)
         if self.places.notes is not None:

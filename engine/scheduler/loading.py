@@ -177,7 +177,7 @@ class Loading:
         # Nothing is copied for running sequences while none can go on: that would have no end.
         tables = _tables(running) if launched != self._launched else ()
         self._launched, self._now_s = launched, now_s
-        self.levels.turn(now_s, tables, collected)
+        self.levels.turn(now_s, tables, collected, is_running=len(running) > 0)
         self._end_looks(now_s)
         placed = {load: load.placed for load in self._loading}
         for load in self.levels.loads.take_parts():

@@ -1,8 +1,9 @@
 """Sharing: what other engines ask of this one's prefixes is copied to host memory and sent.
 
 Tokens are compared in the tree, never digests. Copies are held while they are sent, a few at a
-time; what only the device has is offloaded first. A share ends after `SHARE_S`, and where the next
-run is gone, as after an erasure.
+time; what only the device has is offloaded shortly before. While sequences run here, all shares
+together send `RUNNING_PART` of the bytes that host memory is read at. A share ends after `SHARE_S`,
+and where the next run is gone, as after an erasure.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Final
 
 from engine.cache import PrefixCache
 from engine.cache.tree.prefix_tree import Node, whole_runs
+from engine.levels.load_choice import LevelPace
 from engine.levels.offloading import Offloading
 from engine.levels.places import RunPlaces
 from engine.moves import RunReader, ShareRuns
@@ -25,15 +27,23 @@ SHARES_MAX: Final = 8
 """Engines that are served at a time."""
 UNSENT_MAX: Final = 8
 """Copies of a share that are held and not sent yet."""
+AHEAD: Final = 2 * UNSENT_MAX
+"""Runs of a share that are copied off the device before it is their turn."""
+RUNNING_PART: Final = 0.1
+"""The part of the bandwidth of copies that shares may take while sequences run."""
+BURST_S: Final = 0.1
+"""What has not been sent for so long may be sent at once."""
 
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """`path`: the runs still to send; `unsent`: the slots that are held, in order."""
+    """`path`: the runs still to send; `asked`: how many of them are to be copied off the device;
+    `unsent`: the slots that are held, in order."""
 
     format: str
     until_s: float
     path: deque[Node]
+    asked: int = 0
     unsent: deque[int] = field(default_factory=deque)
     is_ended: bool = False
 
@@ -47,9 +57,13 @@ class Sharing:
         places: RunPlaces,
         offloading: Offloading,
         view: Callable[[int, int], memoryview],
+        pace: LevelPace,
     ) -> None:
-        """`view` returns the bytes of a slot of a size."""
+        """`view` returns the bytes of a slot of a size. `pace`: of copies from host memory."""
         self._cache, self._places, self._offloading, self._view = cache, places, offloading, view
+        self._pace, self._now_s = pace, 0.0
+        self._room = math.inf
+        """The bytes that may be sent now; below 0 after a copy that was larger."""
         self._shares: dict[RunReader, _Share] = {}
         self.sent = 0
 
@@ -66,8 +80,6 @@ class Sharing:
         if len(self._shares) >= SHARES_MAX or len(path) <= wanted.first:
             reader.end("busy" if len(path) > wanted.first else "lacking")
             return
-        if not path[-1].is_copied:
-            self._offloading.promised(path[-1], ())
         share = _Share(wanted.format, now_s + SHARE_S, path=deque(path[wanted.first :]))
         self._shares[reader] = share
         self._send(reader, share, now_s)
@@ -85,8 +97,13 @@ class Sharing:
             share.is_ended = True
             self._forget(reader, share)
 
-    def turn(self, now_s: float) -> None:
-        """Send what may be sent now. O(shares, these)."""
+    def turn(self, now_s: float, *, is_running: bool) -> None:
+        """Send what may be sent now. `is_running`: sequences are. O(shares, these)."""
+        passed_s, room, self._now_s = now_s - self._now_s, self._room, now_s
+        self._room = math.inf
+        if is_running:
+            rate = RUNNING_PART * self._pace.bytes_per_s
+            self._room = min(rate * BURST_S, room + rate * passed_s)
         for reader, share in list(self._shares.items()):
             self._send(reader, share, now_s)
 
@@ -96,7 +113,8 @@ class Sharing:
         why: str | None = None
         if now_s >= share.until_s:
             why = "late"
-        while why is None and share.path and len(share.unsent) < UNSENT_MAX:
+        while why is None and share.path and len(share.unsent) < UNSENT_MAX and self._room > 0:
+            self._copy_ahead(share)
             node = share.path[0]
             if node.host is None:
                 if self._may_come(node):
@@ -106,6 +124,7 @@ class Sharing:
                 why = "lacking"
             else:
                 share.path.popleft()
+                share.asked -= 1
                 self._send_one(reader, share, node, now_s)
         if why is None and not share.path:
             why = ""
@@ -113,6 +132,15 @@ class Sharing:
             share.is_ended = True
             reader.end(why)
             self._forget(reader, share)
+
+    def _copy_ahead(self, share: _Share) -> None:
+        """Have the next runs copied off the device, half of `AHEAD` at a time."""
+        if share.asked > AHEAD // 2 or share.asked >= len(share.path):
+            return
+        share.asked = min(AHEAD, len(share.path))
+        last = share.path[share.asked - 1]
+        if not last.is_copied:
+            self._offloading.promised(last, ())
 
     def _may_come(self, node: Node) -> bool:
         """Return whether a copy of a node that is on the device is under way."""
@@ -127,6 +155,7 @@ class Sharing:
         self.sent += 1
         limit_s = None if node.limit_at_s == math.inf else max(0.0, node.limit_at_s - now_s)
         size = self._places.format_of(place.slot).slot_bytes
+        self._room -= size
         reader.take(place.check, limit_s, self._view(place.slot, size))
 
     def _forget(self, reader: RunReader, share: _Share) -> None:

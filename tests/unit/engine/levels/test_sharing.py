@@ -1,0 +1,71 @@
+"""What other engines ask for takes a bounded part of the bandwidth while sequences run here."""
+
+from __future__ import annotations
+
+import random
+
+from engine.api import CacheGrant, Quota, Request, Sampling
+from engine.levels.peers.sharing import RUNNING_PART
+from engine.moves import ShareRuns
+from tests.fake_levels import Weather
+from tests.property.test_peers import SIZE, Side, pair_of, rest
+
+PROMPT = tuple(random.Random(3).randrange(3) for _ in range(24))
+RUNS = len(PROMPT) // SIZE
+COPIES_PER_S, STEP_S = 10.0, 0.25
+
+
+class Reader:
+    """Counts what it gets."""
+
+    def __init__(self) -> None:
+        self.came = self.unsent = 0
+        self.why: str | None = None
+
+    def take(self, check: bytes, limit_s: float | None, content: memoryview) -> None:
+        self.came += 1
+        self.unsent += 1
+
+    def end(self, why: str) -> None:
+        self.why = why
+
+
+def step(side: Side, reader: Reader) -> None:
+    """Let time pass, and all that came leave."""
+    side.world.clock.advance(STEP_S)
+    side.world.step()
+    while reader.unsent:
+        reader.unsent -= 1
+        side.sharing().told_sent(reader)
+
+
+def asked(name: str, namespace: bytes, prompt: tuple[int, ...], tokens: int) -> Request:
+    grant = CacheGrant(namespace, Quota(payer=b"p"))
+    return Request(name, prompt, tokens, grant, Sampling(temperature=0))
+
+
+def test_shares_take_a_tenth_of_the_bandwidth_while_sequences_run() -> None:
+    """And whatever there is when none runs, in the same share."""
+    sides = source, _ = pair_of(random.Random(1), Weather(polls_max=1, fails=0.0))
+    source.world.submit(asked("a", b"a", PROMPT, 1))
+    rest(sides)
+    pace, reader = source.levels().paces["host"], Reader()
+    pace.block_s[:] = [1 / COPIES_PER_S] * len(pace.block_s)
+    source.world.submit(asked("b", b"b", PROMPT[:2], 20))
+    step(source, reader)
+    names = source.levels().places.formats
+    form = names.formats[names.of(b"a")].name
+    source.sharing().begin(ShareRuns(b"a", PROMPT, 0, form), reader, source.world.clock())
+    began_s, sent = source.world.clock(), list[tuple[float, int]]()
+    while len(source.world.core.scheduler.running):
+        step(source, reader)
+        sent.append((source.world.clock() - began_s, reader.came))
+    came = reader.came
+    while reader.why is None:
+        step(source, reader)
+
+    rate = RUNNING_PART * COPIES_PER_S
+    assert all(count <= passed_s * rate + 1 for passed_s, count in sent)
+    assert 1 < came < RUNS
+    assert sent[-1][0] * rate - 2 <= came, "the part is used"
+    assert (reader.why, reader.came) == ("", RUNS)
