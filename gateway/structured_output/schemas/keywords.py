@@ -23,6 +23,7 @@ from gateway.structured_output.output_check import (
     SchemaCheck,
 )
 from gateway.structured_output.schemas.endless import find_endless
+from gateway.structured_output.schemas.engine_forms import beside_cycles, unite_disjoint
 from gateway.structured_output.schemas.lark import BOUNDS, DEFINITIONS, is_exact, is_number
 from gateway.structured_output.schemas.patterns import find_patterns, translate_pattern
 
@@ -61,6 +62,12 @@ _UNENFORCEABLE: Final = frozenset(
     | {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
 )
 """Keywords that no grammar can hold an answer to."""
+_EMPTY_SAYS_NOTHING: Final = frozenset(
+    {"propertyNames", "dependentRequired", "dependentSchemas", "dependencies"}
+    | {"unevaluatedProperties", "unevaluatedItems"}
+)
+"""Those of them that exclude no value if they are true or an empty object."""
+_EXCLUSIVE: Final = (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum"))
 _CONSTRAINTS: Final = _NAMED | _LISTS | _SCHEMAS | _COUNTS | _TEXTS | _OTHERS | _UNENFORCEABLE
 """Every keyword that may constrain a value, or holds what others refer to."""
 _UNSATISFIABLE = re.compile("Unsatisfiable schema|No text satisfies")
@@ -137,8 +144,16 @@ class _Preparation:
     def prepare(self) -> dict[str, Any]:
         """Return the whole schema. Raises Refusal."""
         found = self._schema(self._root, ())
-        for user, steps in () if self._references.has_resources else self._users:
+        if self._references.has_resources:
+            return found
+        for user, steps in self._users:
             user["$ref"] = self._pointer(found, user["$ref"], steps)
+        for user, steps, name in list(beside_cycles(found, self._users)):
+            if self._strict:
+                problem = "it stands beside a $ref to a schema that contains itself; omit it"
+                raise keyword_refusal(self._path, (*steps[:-1], name), problem)
+            del user[name]
+        unite_disjoint(found)
         return found
 
     def _pointer(self, found: dict[str, Any], reference: str, steps: tuple[str, ...]) -> str:
@@ -165,7 +180,7 @@ class _Preparation:
         old one would take the meaning of newer keywords. Raises Refusal."""
         found: dict[str, Any] = {}
         self._places[id(schema)] = steps
-        for name, value in schema.items():
+        for name, value in _with_bounds(schema).items():
             if value is None and name != "const":
                 continue
             if name in DEFINITIONS and not self._references.has_resources:
@@ -197,6 +212,10 @@ class _Preparation:
         """Return the value of a keyword, prepared; `_NOTHING` if it constrains nothing. Raises
         Refusal."""
         if name == "uniqueItems" and value is False:
+            return _NOTHING
+        if name in _EMPTY_SAYS_NOTHING and (value is True or value == {}):
+            return _NOTHING
+        if name == "propertyNames" and value == {"type": "string"}:  # as every name is
             return _NOTHING
         if self._strict and name in _UNENFORCEABLE:
             problem = "no grammar can hold an answer to this keyword; omit it, or omit strict"
@@ -278,6 +297,18 @@ class _Preparation:
     def _wrong(self, steps: tuple[str, ...], value: Any, expected: str) -> Refusal:
         shown = json.dumps(value, default=str)[:64]
         return keyword_refusal(self._path, steps, f"invalid value {shown}; expected {expected}")
+
+
+def _with_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema in which no bound is exclusive by a boolean, as drafts before 6 and OpenAPI
+    3.0 write it."""
+    for exclusive, bound in _EXCLUSIVE:
+        if isinstance(schema.get(exclusive), bool) and is_number(schema.get(bound)):
+            found = {name: value for name, value in schema.items() if name != exclusive}
+            if schema[exclusive]:
+                found[exclusive] = found.pop(bound)
+            schema = found
+    return schema
 
 
 def _is_enforceable(multiple: int | float | Decimal) -> bool:

@@ -305,7 +305,7 @@ def test_a_count_of_64_bits_is_no_bound(name: str) -> None:
         ({"not": {"type": "null"}}, "not"),
         ({"multipleOf": 3, "minimum": ID}, "multipleOf"),
         ({"const": ID, "type": "string"}, "const"),
-        ({"oneOf": [{"const": ID}]}, "oneOf"),
+        ({"oneOf": [{"const": ID}, {"type": "number"}]}, "oneOf"),
         ({"$ref": "#/$defs/none"}, "$ref"),
         ({"$ref": "#none"}, "$ref"),
         ({"$ref": "https://example.com/row.json"}, "$ref"),
