@@ -2,7 +2,8 @@
 
 Every segment and tool is a `TemplatePart`: text of some message, a call's arguments, or a tool. For
 templates that support no tools (`tool_styles.FALLBACK`) tools, calls and results become text, and
-the template sees plain messages. The module knows no template source and no tokens.
+the template sees plain messages. If it has no system message either, the text of one begins the
+first user message. The module knows no template source and no tokens.
 """
 
 from __future__ import annotations
@@ -117,10 +118,21 @@ def template_tool(tool: Tool) -> TemplateTool:
 
 
 def build_template_input(
-    prompt: Prompt, style: ToolStyle, thinking: ThinkingFormat = NO_THINKING
+    prompt: Prompt,
+    style: ToolStyle,
+    thinking: ThinkingFormat = NO_THINKING,
+    *,
+    has_system: bool = True,
 ) -> TemplateInput:
-    """Build the template's input from a chat. O(segments + tools). Raises Refusal for a schema."""
-    maker = _NativeToolBuilder(prompt) if style.is_native else _TextToolBuilder(prompt)
+    """Build the template's input from a chat. O(segments + tools). Raises Refusal for a schema.
+
+    `has_system`: whether the template takes a system message; one that writes tools itself has to.
+    """
+    maker = (
+        _NativeToolBuilder(prompt)
+        if style.is_native
+        else _TextToolBuilder(prompt, has_system=has_system)
+    )
     tools = tuple(map(template_tool, prompt.tools))
     maker.tools(prompt.tools, tools)
     for turn in groupby(enumerate(prompt.segments), key=_message_key):
@@ -211,10 +223,13 @@ class _NativeToolBuilder(_InputBuilder):
 class _TextToolBuilder(_InputBuilder):
     """Builds the input of templates that support no tools: everything is text in messages."""
 
-    def __init__(self, prompt: Prompt) -> None:
+    def __init__(self, prompt: Prompt, *, has_system: bool) -> None:
         super().__init__(prompt)
+        self._system_role = "system" if has_system else "user"
         self._after_result = False
         self._has_turns = False
+        self._is_head = True
+        """Whether nothing but tools and system messages came so far."""
         self._parts: list[list[int]] = []
         """The parts of each message; those of the last one may still grow."""
         self._thoughts: list[int] = []
@@ -228,7 +243,7 @@ class _TextToolBuilder(_InputBuilder):
             line = "\n" + json.dumps(written, ensure_ascii=False)
             parts.append(self.part(line, _tool_boundary(tool)))
         parts.append(self.part(_TOOLS_RULES))
-        self._append(TemplateMessage("system"), parts)
+        self._append(TemplateMessage(self._system_role), parts)
 
     def turn(self, segments: Sequence[tuple[int, Segment]]) -> None:
         """Add a message, or extend the last one: a tool result and the user text after it share
@@ -236,6 +251,8 @@ class _TextToolBuilder(_InputBuilder):
         first = segments[0][1]
         is_result = first.role == "tool"
         role = "user" if is_result else _role(first)
+        is_system = self._is_head and role == "system"
+        role = self._system_role if is_system else role
         parts = [self.part("<tool_response>\n")] if is_result else []
         ends_line, self._thoughts = True, []
         for number, segment in segments:
@@ -254,13 +271,21 @@ class _TextToolBuilder(_InputBuilder):
             parts.append(self.part("\n</tool_response>"))
         if self._after_result and role == "user":
             self._join("\n", parts)
-        elif len(self.messages) == 1 and role == "system" and not self._has_turns:
+        elif self._belongs_to_head(role):
             self._join("\n\n", parts)
         else:
             name = None if is_result else first.name
             thoughts = tuple(self._thoughts)
             self._append(TemplateMessage(role, name=name, thoughts=thoughts), parts)
         self._after_result, self._has_turns = is_result, True
+        self._is_head = is_system
+
+    def _belongs_to_head(self, role: str) -> bool:
+        """Return whether the next message continues the first: the system message that of the
+        tools, and the first user message both, if the template takes no system message."""
+        if not (self._is_head and self.messages and role == self._system_role):
+            return False
+        return role == "user" or not self._has_turns
 
     def finished(self) -> tuple[TemplateMessage, ...]:
         """Return the messages with their parts; no turn follows."""

@@ -111,6 +111,7 @@ class Renderer:
         self.tool_style: ToolStyle = detect_style(source, self._template.variables)
         self.thinking: ThinkingFormat = detect_thinking(source, self._template.variables)
         self._token_texts = self.tokenizer.special_texts()
+        self._has_system = self.tool_style.is_native or self._shows_system()
         self._offsets = ToolOffsets(self._run_template, frozenset(self._token_texts.values()))
         self._shapes: OwnerCache[_ShapeKey, tuple[ChatShape | None]] = OwnerCache(
             SHAPES_SEGMENTS_MAX
@@ -213,6 +214,23 @@ class Renderer:
                 new += len(segment.call.arguments)
         return new
 
+    def _shows_system(self) -> bool:
+        """Return whether the template writes a system message: Gemma 2's refuses one, and others
+        drop it. One that renders no message of a user either says nothing."""
+        messages = [
+            {"role": "system", "content": "said-by-system"},
+            {"role": "user", "content": "u"},
+        ]
+        render = partial(self._apply, tools=None, opens_turn=True, variables=())
+        try:
+            render(messages[1:])
+        except Refusal:
+            return True
+        try:
+            return "said-by-system" in render(messages)
+        except Refusal:
+            return False
+
     # -- client text that must not occur --------------------------------------------------------
 
     def _check_tools(self, prompt: Prompt, template_input: TemplateInput) -> None:
@@ -253,6 +271,8 @@ class Renderer:
         if prompt.tools or len(segments) > SHAPE_SEGMENTS_MAX or self._template.has_captures:
             return None
         if not all(map(_is_plain, segments)):
+            return None
+        if not self._has_system and any(s.role in ("system", "developer") for s in segments):
             return None
         bare = tuple([(s.role, s.path, s.name, s.message, s.retention) for s in segments])
         wanted = prompt.thinking if self.thinking.kind != "none" else DEFAULT_THINKING
@@ -310,7 +330,9 @@ class Renderer:
 
     def _render_full(self, prompt: Prompt, owner: int, encode: Encode) -> tuple[Rendered, str]:
         """Return the rendered prompt, and its text as the template writes it."""
-        template_input = build_template_input(prompt, self.tool_style, self.thinking)
+        template_input = build_template_input(
+            prompt, self.tool_style, self.thinking, has_system=self._has_system
+        )
         variables = (*template_input.variables, *self._template.date_variables())
         template_input = replace(template_input, variables=variables)
         self._check_tools(prompt, template_input)

@@ -176,6 +176,21 @@ HARMONY = """
 """
 """Writes channels and the effort, and drops the thoughts of earlier answers."""
 
+GEMMA2 = """
+{%- if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}
+{%- for message in messages %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}
+{%- endif %}
+{{- '<|im_start|>' + message.role + '\n' + message.content | trim + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+DROPPING = GEMMA2.replace(
+    "{{ raise_exception('no system role') }}", "{% set messages = messages[1:] %}"
+)
+
 
 def with_template(
     card: ModelCard, template: str, folder: Path, calendar: Calendar | None = None

@@ -33,6 +33,8 @@ SOURCES = {
     "llama3": chat_templates.LLAMA3,
     "mistral": chat_templates.MISTRAL,
     "iterating": chat_templates.ITERATING,
+    "gemma2": chat_templates.GEMMA2,
+    "dropping": chat_templates.DROPPING,
 }
 Make = Callable[[str], Renderer]
 
@@ -449,3 +451,28 @@ def test_prompts_of_a_day_begin_alike_and_the_next_day_is_told(
     assert [text_of(renderer, one.token_ids)[:11] for one in tomorrow] == ["29 Nov 2026"] * 2
     ends = [[boundary.tokens for boundary in one.boundaries] for one in (morning[1], tomorrow[1])]
     assert ends[0] == ends[1] == sorted(set(ends[0]))
+
+
+@each_row("family", ["gemma2", "dropping"])
+def test_without_a_system_message_its_text_begins_the_first_question(
+    make: Make, family: str
+) -> None:
+    """Gemma 2's template refuses one, and with it each request with tools; others drop it."""
+    renderer = make(family)
+    system = said("system", "Be brief", 0, retention="5m")
+    bare = renderer.render(Prompt((system, *chat()[1:])))
+    tooled = renderer.render(Prompt((system, *chat()[1:]), tools=TOOLS))
+
+    assert spoken(renderer, bare).startswith(
+        "user\nBe brief\n\nHi<|im_end|>\n<|im_start|>assistant"
+    )
+    assert spoken(renderer, tooled).startswith("user\nYou can call functions.")
+    assert spoken(renderer, tooled).endswith(spoken(renderer, bare).removeprefix("user\n"))
+    assert bare.boundaries[0].retention == "5m"
+    head = Rendered(bare.token_ids[: bare.boundaries[0].tokens])
+    assert spoken(renderer, head) == "user\nBe brief"
+
+
+def spoken(renderer: Renderer, rendered: Rendered) -> str:
+    """Return the prompt's text from the first role on."""
+    return text_of(renderer, rendered.token_ids).partition("<|im_start|>")[2]
