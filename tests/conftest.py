@@ -182,6 +182,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         if any(item.path.is_relative_to(path) for path in KERNEL_TESTS):
             item.add_marker("kernels")
+        if item.path.name.startswith("test_dashboard"):
+            item.add_marker("dashboard")
         if any(item.path.is_relative_to(path) for path in PLANTED_TESTS):
             item.add_marker("planted")
         if _needs_postgres(item):

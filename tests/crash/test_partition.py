@@ -75,7 +75,9 @@ async def test_frames_a_byte_at_a_time_are_frames() -> None:
     assert fleet.told("replica_lost") == []
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 4))]
+)
 async def test_a_network_of_all_moods_changes_no_answer(seed: int) -> None:
     """Pieces of any size, pauses, and connections that are cut, under load."""
     async with fleet_of("e0", "e1", "e2", proxied=("e0", "e1", "e2"), seed=seed) as fleet:

@@ -95,7 +95,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path, None)
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.nightly)])
 def either(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     postgres = request.param == "postgres"
     return Place(tmp_path, request.getfixturevalue("postgres_server") if postgres else None)

@@ -29,7 +29,7 @@ from tests.models import tiny_config, write_folder
 from tests.ports import free_ports
 from tests.server_process import Server, serve_command, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.crash]
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 PATIENCE_S = 120.0
 NODES = ("127.0.0.2", "127.0.0.3")

@@ -66,7 +66,7 @@ def commits_beyond_its_window(original: Any) -> Any:
 @planted(
     Plant(AttentionMachine, BlockWindow, "first_read", block_of_the_window_left_out),
     Plant(AttentionMachine, StepPlanner, "plan", window_ignored),
-    Plant(AttentionMachine, Sequence, "findable_tokens", finds_beyond_its_window),
+    Plant(AttentionMachine, Sequence, "findable_tokens", finds_beyond_its_window, seed=5),
     Plant(AttentionMachine, AttentionWindows, "advance", block_let_go_too_early),
     Plant(AttentionMachine, AttentionWindows, "advance", never_let_go),
     Plant(AttentionMachine, PrefixCache, "commit", commits_beyond_its_window),

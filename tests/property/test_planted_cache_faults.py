@@ -79,12 +79,12 @@ def room_given_to_others(original: Any) -> Any:
 
 @pytest.mark.slow
 @planted(
-    Plant(CacheMachine, PrefixCache, "expire", expired_still_found),
-    Plant(CacheMachine, BlockManager, "set_promise", promise_not_kept),
-    Plant(CacheMachine, BlockManager, "shortage", ceiling_ignored),
-    Plant(CacheMachine, PrefixCache, "erase", erasure_removes_nothing),
-    Plant(CacheMachine, BlockManager, "add_copy", no_copy_for_a_partial_hit),
-    Plant(CacheMachine, PrefixCache, "_may_write", writer_commits_after_an_erasure),
+    Plant(CacheMachine, PrefixCache, "expire", expired_still_found, seed=1),
+    Plant(CacheMachine, BlockManager, "set_promise", promise_not_kept, seed=1),
+    Plant(CacheMachine, BlockManager, "shortage", ceiling_ignored, seed=3),
+    Plant(CacheMachine, PrefixCache, "erase", erasure_removes_nothing, seed=6),
+    Plant(CacheMachine, BlockManager, "add_copy", no_copy_for_a_partial_hit, seed=1),
+    Plant(CacheMachine, PrefixCache, "_may_write", writer_commits_after_an_erasure, seed=8),
     Plant(WindowMachine, WindowGroups, "first_kept", window_let_go_too_early),
     Plant(WindowMachine, WindowGroups, "standing", hit_over_a_tombstone),
     Plant(WindowMachine, LeaseManager, "_extend_windows", window_not_promised),

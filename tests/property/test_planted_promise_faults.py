@@ -143,16 +143,16 @@ def moved_down_before_its_end(original: Any) -> Any:
 
 @pytest.mark.slow
 @planted(
-    Plant(PromisesMachine, BlockPromises, "lapse_promises", never_ended),
+    Plant(PromisesMachine, BlockPromises, "lapse_promises", never_ended, seed=4),
     Plant(PromisesMachine, NamespaceAccount, "add_promise", not_charged),
     Plant(HostPromisesMachine, HostAccounts, "update", copies_dropped_for_room),
-    Plant(HostPromisesMachine, BlockPromises, "_bind", not_bound),
-    Plant(HostPromisesMachine, BlockManager, "insert", not_come_back),
-    Plant(RestartedMachine, KeptPromises, "take_over", nothing_recalled),
-    Plant(RestartedHostMachine, KeptPromises, "take_over", nothing_recalled),
-    Plant(RestartedMachine, storing, "told_terms", terms_forgotten),
-    Plant(RestartedMachine, PromiseRecall, "erasing", stale_page_taken),
-    Plant(RestartedHostMachine, BlockPromises, "take_over", not_taken_over),
+    Plant(HostPromisesMachine, BlockPromises, "_bind", not_bound, seed=4),
+    Plant(HostPromisesMachine, BlockManager, "insert", not_come_back, seed=7),
+    Plant(RestartedMachine, KeptPromises, "take_over", nothing_recalled, seed=7),
+    Plant(RestartedHostMachine, KeptPromises, "take_over", nothing_recalled, seed=7),
+    Plant(RestartedMachine, storing, "told_terms", terms_forgotten, seed=7),
+    Plant(RestartedMachine, PromiseRecall, "erasing", stale_page_taken, seed=2),
+    Plant(RestartedHostMachine, BlockPromises, "take_over", not_taken_over, seed=7),
 )
 def test_a_planted_promise_fault_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that misses this fault proves nothing when it passes."""

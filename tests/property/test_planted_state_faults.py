@@ -71,10 +71,10 @@ def promised_state_evicted(original: Any) -> Any:
 
 
 CAUGHT = (
-    Plant(StateEngineMachine, State, "is_whole", broken_state_found),
-    Plant(StateEngineMachine, StateManager, "cut", state_ignored),
-    Plant(StateEngineMachine, StateManager, "pin", state_not_pinned),
-    Plant(StateEngineMachine, StateManager, "keep", kept_where_no_step_ends),
+    Plant(StateEngineMachine, State, "is_whole", broken_state_found, seed=12),
+    Plant(StateEngineMachine, StateManager, "cut", state_ignored, seed=3),
+    Plant(StateEngineMachine, StateManager, "pin", state_not_pinned, seed=7),
+    Plant(StateEngineMachine, StateManager, "keep", kept_where_no_step_ends, seed=7),
 )
 RARE = (
     RarePlant(Scheduler, "_keep_state", kept_after_a_further_step,

@@ -106,11 +106,11 @@ def a_part_moves_down(original: Any) -> Any:
 
 @pytest.mark.slow
 @planted(
-    Plant(WindowLevelsMachine, WindowCopies, "standing", ends_anywhere),
-    Plant(WindowLevelsMachine, MovedBlocks, "settle", never_settled),
-    Plant(WindowLevelsMachine, MovedBlocks, "hold", too_few_held),
+    Plant(WindowLevelsMachine, WindowCopies, "standing", ends_anywhere, seed=2),
+    Plant(WindowLevelsMachine, MovedBlocks, "settle", never_settled, seed=2),
+    Plant(WindowLevelsMachine, MovedBlocks, "hold", too_few_held, seed=1),
     Plant(WindowLevelsMachine, WindowCopies, "blocks_of", wrong_group),
-    Plant(WindowLevelsMachine, WindowManager, "commit", holes_committed),
+    Plant(WindowLevelsMachine, WindowManager, "commit", holes_committed, seed=3),
     Plant(WindowHostPromisesMachine, NamespaceAccount, "add_promise", windows_not_charged),
     Plant(WindowHostPromisesMachine, BlockManager, "fill", windows_not_come_back),
     Plant(WindowHostPromisesMachine, window_promises, "first_promised", a_part_moves_down),

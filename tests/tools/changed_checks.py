@@ -37,6 +37,7 @@ FILES: dict[str, tuple[str, ...]] = {
         *("tests/unit/kernels/", "tests/unit/engine/encoder/", "tests/unit/engine/models/"),
         *("tests/unit/engine/runner/", "tests/unit/engine/sampling/", "tests/families.py"),
     ),
+    "compiled": ("kernels/", "tests/unit/kernels/"),
     "planted": (
         *("engine/cache/", "engine/core/", "engine/levels/", "engine/scheduler/"),
         *("engine/storage/", "engine/moves.py", "engine/plan.py", "tests/property/", "tests/sim/"),
@@ -45,13 +46,22 @@ FILES: dict[str, tuple[str, ...]] = {
     "crash": (
         *("tenancy/ledger/", "tenancy/storage/", "tenancy/accounting/", "engine/storage/"),
         *("engine/server/", "engine/client/", "gateway/ledger/", "gateway/engines/"),
-        *("gateway/fleet", "gateway/cli/fleet/", "gateway/processes/"),
-        *("tests/crash/", "tests/e2e/ray_cluster.py", "tests/e2e/test_ray.py"),
+        *("gateway/fleet", "gateway/cli/fleet/", "gateway/processes/", "tests/crash/"),
+    ),
+    "ray": (
+        "gateway/fleet/",
+        "gateway/cli/fleet/",
+        "tests/e2e/ray_cluster.py",
+        "tests/e2e/test_ray",
+    ),
+    "dashboard": (
+        *("gateway/analytics/", "gateway/api/admin/", "gateway/dashboard/", "gateway/findings/"),
+        *("tests/e2e/browser.py", "tests/e2e/dashboard_", "tests/e2e/test_dashboard"),
     ),
 }
 """The checks by name, each with how the names of files begin that it depends on beside
 `DEPENDENCIES`. Those of `MARKERS` are slow tests with this marker, the others targets of make."""
-MARKERS = ("kernels", "planted", "crash")
+MARKERS = ("kernels", "compiled", "planted", "crash", "ray", "dashboard")
 
 
 def checks_of(changed: Iterable[str]) -> list[str]:

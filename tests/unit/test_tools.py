@@ -38,6 +38,8 @@ def test_a_test_file_selects_itself_and_prose_selects_nothing_more() -> None:
     [
         (["README.md", "gateway/app.py"], []),
         (["deploy/helm/values.yaml", "engine/runner/runner.py"], ["linters", "kernels"]),
+        (["kernels/gpu/experts.py"], ["kernels", "compiled"]),
+        (["gateway/fleet/keeper.py"], ["crash", "ray"]),
         (["engine/storage/remote/objects.py"], ["buckets", "planted", "crash"]),
         (["constraints.txt"], list(FILES)),
         ([], list(FILES)),
@@ -65,9 +67,9 @@ def test_commits_pushed_together_are_compared_together() -> None:
 
 
 def test_slow_tests_run_where_what_they_depend_on_changed() -> None:
-    some = marks_of(["kernels", "linters"])
+    some = marks_of(["kernels", "linters", "crash", "ray"])
 
-    assert some == "not (nightly or slow and (attacks or planted or crash))"
+    assert some == "not (nightly or slow and (attacks or compiled or planted or dashboard))"
     assert marks_of(FILES) == "not (nightly or slow and (attacks))"
 
 

@@ -17,7 +17,6 @@ from engine.model_store import Architecture
 from engine.plan import Row
 from kernels.gpu.work_list import Slices, WorkPlanner
 from tests.unit.engine.runner.gpu_engine import (
-    CONTEXT,
     ERROR_MAX,
     FAMILIES,
     IN_INTERPRETER,
@@ -55,23 +54,21 @@ def check_logprobs(engine: Engine, asked: Request) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_rows_read_their_sinks_and_their_window(depth: int) -> None:
     """Slices, hits and decoding across a block's end, beside plain rows that share a prefix."""
     engine = engine_of(depth, blocks=60)
     sampling = Sampling(temperature=0, logprobs=0)
-    shared = tokens_of(1, 70)
+    shared = tokens_of(1, 36)
     asked = [
-        replace(request("w", shared + tokens_of(2, 50), sampling, count=20), attention=WINDOW),
+        replace(request("w", shared + tokens_of(2, 34), sampling, count=12), attention=WINDOW),
         replace(request("x", shared + tokens_of(3, 9), sampling, samples=2), attention=WINDOW),
-        replace(
-            request("y", tokens_of(4, 90), sampling, count=4), attention=AttentionWindow(16, 0)
-        ),
+        replace(request("y", tokens_of(4, 50), sampling), attention=AttentionWindow(16, 0)),
         request("p", shared + tokens_of(5, 3), sampling),
-        request("q", shared + tokens_of(6, 20), sampling),
+        request("q", shared + tokens_of(6, 5), sampling),
     ]
     engine.run(*asked)
-    again = [replace(one, request_id=f"{one.request_id} again") for one in asked[:4]]
+    again = [replace(one, request_id=f"{one.request_id} again") for one in asked[:2]]
     engine.run(*again)
 
     for one in (*asked, *again):
@@ -79,7 +76,7 @@ def test_rows_read_their_sinks_and_their_window(depth: int) -> None:
     assert engine.finished["w again"].usage.cached_tokens == 64
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_layers_with_windows_of_their_own_keep_them() -> None:
     """As Gemma 3 has them: the request's window is that of the layers that read everything."""
     engine = engine_of(2, 120, FAMILIES["gemma3"])
@@ -98,10 +95,10 @@ def test_layers_with_windows_of_their_own_keep_them() -> None:
 @pytest.mark.slow
 def test_a_pool_smaller_than_the_sequence_is_enough() -> None:
     """Blocks behind the window go to the sequence's own end while its table still names them."""
-    engine = engine_of(2, blocks=12)
+    engine = engine_of(2, blocks=8)
     sampling = Sampling(temperature=0, logprobs=0)
-    prompt = tokens_of(7, CONTEXT - 30)
-    asked = replace(request("long", prompt, sampling, count=20), attention=WINDOW)
+    prompt = tokens_of(7, 120)
+    asked = replace(request("long", prompt, sampling, count=10), attention=WINDOW)
     engine.run(asked)
 
     assert engine.finished["long"].ending == "done"

@@ -116,7 +116,7 @@ def assert_same(expected: Sequence[SampledToken], got: Sequence[SampledToken]) -
     ("vocab", "spread"),
     [
         (VOCAB, 3.0),
-        pytest.param(9_000, 0.3, marks=pytest.mark.slow),
+        pytest.param(9_000, 0.3, marks=pytest.mark.nightly),
         pytest.param(9_000, 4.0, marks=pytest.mark.slow),
     ],
 )
@@ -148,15 +148,15 @@ def test_result_does_not_depend_on_batch() -> None:
     "filters",
     [
         {"top_k": 5_000},
-        pytest.param({"top_p": 0.5}, marks=pytest.mark.slow),
-        pytest.param({"min_p": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"top_p": 0.5}, marks=pytest.mark.nightly),
+        pytest.param({"min_p": 0.5}, marks=pytest.mark.nightly),
     ],
 )
 def test_more_ties_than_candidates(filters: dict[str, Any]) -> None:
     """All logits are equal: the filters keep the lowest ids, wherever the draw falls."""
     vocab = 3 * CANDIDATES
-    batch = Batch([Sampling(seed=seed, **filters) for seed in range(8)], vocab)
-    logits = torch.zeros(8, vocab)
+    batch = Batch([Sampling(seed=seed, **filters) for seed in range(3)], vocab)
+    logits = torch.zeros(3, vocab)
 
     assert_same(batch.expected(logits), batch.drawn(logits))
 
@@ -249,7 +249,7 @@ def test_infinite_logits_share_the_draw(filters: dict[str, Any], others: str) ->
     assert {token.token_id for token in got} == {17, 211}
 
 
-@pytest.mark.parametrize("vocab", [VOCAB, pytest.param(9_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vocab", [VOCAB, pytest.param(9_000, marks=pytest.mark.nightly)])
 def test_masks_apply_to_their_own_rows(vocab: int) -> None:
     """Every kind, with a mask on every second row; forbidden tokens are never drawn."""
     batch = Batch(tuple(KINDS.values()), vocab)

@@ -14,7 +14,7 @@ import pytest
 import triton
 from triton.experimental import gluon
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.compiled]
 
 ROOT = Path(__file__).parents[4]
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

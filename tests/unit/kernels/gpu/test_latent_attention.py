@@ -74,7 +74,7 @@ def attend(case: Case, *, side_by_side: bool = False, latent: int = LATENT) -> t
     ("tree", "heads"),
     [(MIXED, 16), ("three levels", 16), ("one prefix", 20), ("no sharing, ragged", 4),
      pytest.param("a long prompt from nothing", 16, marks=pytest.mark.slow),
-     pytest.param("short suffixes on a shared prefix", 32, marks=pytest.mark.slow)],
+     pytest.param("short suffixes on a shared prefix", 32, marks=pytest.mark.nightly)],
 )  # fmt: skip
 def test_latents_equal_float64_attention(tree: str, heads: int) -> None:
     """For any sharing, any cut of the keys, and heads of one or several groups."""

@@ -223,13 +223,15 @@ RULES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize(
-    "tree",
+    ("tree", "rule"),
     [
-        pytest.param("no sharing, ragged", marks=pytest.mark.nightly),
-        pytest.param("three levels", marks=pytest.mark.nightly),
-        MIXED,
+        pytest.param(
+            tree, rule, id=f"{name}-{tree}", marks=nightly_unless(tree == MIXED and is_one)
+        )
+        for tree in ("no sharing, ragged", "three levels", MIXED)
+        for name, rule in RULES.items()
+        for is_one in [name in ("a window of one key", "sinks", "heads of 256", "all")]
     ],
 )
 def test_rules_of_families_equal_the_reference(
@@ -260,7 +262,13 @@ INT8_CASES: dict[str, tuple[str, tuple[int, int, int], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", INT8_CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=nightly_unless(n.startswith(("a prompt", "a window"))))
+        for n in INT8_CASES
+    ],
+)
 def test_attention_over_int8_equals_the_reference(name: str) -> None:
     """A key's scale multiplies its scores, a value's its probabilities, and no other's."""
     tree, (heads, kv_heads, d), given = INT8_CASES[name]
@@ -320,10 +328,10 @@ def test_the_first_key_of_a_window_counts_and_the_one_before_does_not() -> None:
 @pytest.mark.parametrize(
     ("tree", "window"),
     [
-        ("no sharing, ragged", 24),
         (MIXED, 24),
-        ("one prefix", 67),
-        ("three levels", 100),
+        pytest.param("no sharing, ragged", 24, marks=pytest.mark.nightly),
+        pytest.param("one prefix", 67, marks=pytest.mark.nightly),
+        pytest.param("three levels", 100, marks=pytest.mark.nightly),
     ],
 )
 def test_blocks_behind_the_window_change_no_bit(tree: str, window: int) -> None:
@@ -368,7 +376,7 @@ def test_rows_that_share_a_window_read_it_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "tree", [pytest.param("no sharing, ragged", marks=pytest.mark.slow), MIXED]
+    "tree", [pytest.param("no sharing, ragged", marks=pytest.mark.nightly), MIXED]
 )
 def test_slots_behind_sequence_end_change_no_bit(tree: str) -> None:
     """Tiles read whole runs of slots, also of blocks of other sequences, with any finite values."""
@@ -385,7 +393,9 @@ def test_slots_behind_sequence_end_change_no_bit(tree: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tree", ["one prefix", "three levels"])
+@pytest.mark.parametrize(
+    "tree", [pytest.param("one prefix", marks=pytest.mark.nightly), "three levels"]
+)
 def test_side_by_side_classes_change_no_bit(tree: str) -> None:
     """A queue decides which program takes a unit, and when, not what the unit adds up."""
     levels, slices = TREES[tree]
