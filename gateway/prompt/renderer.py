@@ -217,7 +217,7 @@ class Renderer:
     def _shows_system(self) -> bool:
         """Return whether the template writes a system message: Gemma 2's refuses one, and others
         drop it. One that renders no message of a user either says nothing."""
-        messages = [
+        messages: list[dict[str, object]] = [
             {"role": "system", "content": "said-by-system"},
             {"role": "user", "content": "u"},
         ]

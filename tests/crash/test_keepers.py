@@ -83,16 +83,14 @@ async def until_all(server: Server, count: int) -> None:
             await asyncio.sleep(0.05)
 
 
-async def through(load: CheckedLoad, fault: Callable[[], object]) -> list[str]:
-    """Return the answers of streams during which something is done."""
+async def through(kept: Hosts, load: CheckedLoad, fault: Callable[[], object]) -> list[str]:
+    """Return the answers of streams during which something is done. A hold is there before the
+    first token; an engine tells of running sequences once a second, when all may have ended."""
     streams = [
         asyncio.create_task(load.ask(number, TOKENS, None, is_streamed=True))
         for number in range(STREAMS)
     ]
-    running = "trunkline_running_requests"
-    async with asyncio.timeout(START_S), ClientSession() as session:
-        while not await count_of(load.server, session, running):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: kept.place.has_holds(STREAMS))
     fault()
     return await asyncio.gather(*streams)
 
@@ -107,17 +105,17 @@ async def test_keepers_that_are_killed_stopped_or_drained_cut_no_stream(tmp_path
         try:
             await until_all(server, 2)
             load = CheckedLoad(server)
-            whole = await through(load, lambda: None)
-            killed = await through(load, kept.processes["e0"].kill)
+            whole = await through(kept, load, lambda: None)
+            killed = await through(kept, load, kept.processes["e0"].kill)
             await until_all(server, 1)
             kept.start("e0")
             await until_all(server, 2)
-            stopped = await through(load, kept.processes["e1"].terminate)
+            stopped = await through(kept, load, kept.processes["e1"].terminate)
             status = await asyncio.to_thread(kept.processes["e1"].wait, START_S)
             kept.start("e1")
             await until_all(server, 2)
             drain = kept.command("e0", "drain", "e0")
-            drained = await through(load, lambda: subprocess.run(drain, check=True))
+            drained = await through(kept, load, lambda: subprocess.run(drain, check=True))
             await until_all(server, 1)
             await until(lambda: kept.says("e0", "engine_drained") == 1)
             undrain = kept.command("e0", "undrain", "e0")

@@ -462,7 +462,7 @@ def test_a_block_that_held_a_state_is_read_as_kv_without_it(
         held.update(block for copy in plan.keeps for block in copy.blocks)
 
     monkeypatch.setattr(engine.runner, "launch", launch_and_note)
-    for name, tokens in (("short", 24), ("long", 42), ("short again", 20)):
+    for name, tokens in (("short", 40), ("long", 58), ("short again", 36)):
         engine.run(request(name, tokens_of(0, tokens), count=2))
         assert held, "a state was kept"
         engine.kv.data[sorted(held)] = float("nan")

@@ -128,8 +128,8 @@ def counted_renderings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_chats_of_one_shape_are_rendered_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names and roles are part of the shape."""
-    runs = counted_renderings(monkeypatch)
     renderer = make(NAMING)
+    runs = counted_renderings(monkeypatch)
     for text in ("a", "b", "c"):
         renderer.render(chat(text))
     alike = len(runs)
