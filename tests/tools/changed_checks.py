@@ -56,6 +56,7 @@ FILES: dict[str, tuple[str, ...]] = {
     ),
     "dashboard": (
         *("gateway/analytics/", "gateway/api/admin/", "gateway/dashboard/", "gateway/findings/"),
+        "gateway/observability/",
         *("tests/e2e/browser.py", "tests/e2e/dashboard_", "tests/e2e/test_dashboard"),
     ),
 }
