@@ -45,7 +45,7 @@ def asked(name: str, namespace: bytes, prompt: tuple[int, ...], tokens: int) -> 
 
 
 def test_shares_take_a_tenth_of_the_bandwidth_while_sequences_run() -> None:
-    """And whatever there is when none runs, in the same share."""
+    """When none runs any more, the rest of the same share is sent without a bound."""
     sides = source, _ = pair_of(random.Random(1), Weather(polls_max=1, fails=0.0))
     source.world.submit(asked("a", b"a", PROMPT, 1))
     rest(sides)
