@@ -217,7 +217,7 @@ def _values_by_key_head(part: str, delta: Delta, tensor: Weight) -> Weight:
     """Return a tensor whose heads of values lie in turns over the heads of keys with those of one
     head of keys side by side. Packed columns are unpacked where a head cuts a group of them."""
     order = torch.arange(delta.value_heads).view(-1, delta.key_heads).T.reshape(-1)
-    if part.startswith("norm"):
+    if part.startswith(("norm", "q_proj", "k_proj")):
         return tensor
     if part.startswith("out_proj"):
         if isinstance(tensor, Packed) and any(p.shape[-1] % len(order) for p in tensor.parts):
@@ -226,14 +226,12 @@ def _values_by_key_head(part: str, delta: Delta, tensor: Weight) -> Weight:
             return tensor.with_parts(*(_columns_in(order, part) for part in tensor.parts))
         return _columns_in(order, tensor)
     keys = 2 * delta.keys if part.startswith("conv") else 0
-    if part.startswith(("q_proj", "k_proj")):
-        keys = tensor.shape[0]
     return each(tensor, lambda rows: torch.cat([rows[:keys], _heads_in(order, rows[keys:])]))
 
 
 def _heads_in(order: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return rows of as many heads as `order` has with the heads in this order."""
-    return rows.reshape(len(order), -1)[order].reshape(rows.shape) if len(rows) else rows
+    return rows.reshape(len(order), -1)[order].reshape(rows.shape)
 
 
 def _columns_in(order: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
