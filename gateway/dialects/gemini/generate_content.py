@@ -157,24 +157,31 @@ def _take_hints(fields: wire.GenerateBody, tolerance: Tolerance) -> None:
     settings = fields.generation_config
     tolerance.take_hint("serviceTier", fields.service_tier, wire.SERVICE_TIERS)
     tolerance.take_hint("store", fields.store, (False,))
-    tolerance.take_hint("generationConfig.mediaResolution", settings.media_resolution)
+    resolution = settings.media_resolution
+    unset = ("MEDIA_RESOLUTION_UNSPECIFIED",)
+    tolerance.take_hint("generationConfig.mediaResolution", resolution, unset)
     civic = settings.enable_enhanced_civic_answers
     tolerance.take_hint("generationConfig.enableEnhancedCivicAnswers", civic, (False,))
-    if settings.thinking_config not in (wire.ThinkingConfig(), _NO_THINKING):
+    if settings.thinking_config not in _NO_THINKING:
         tolerance.ignore("generationConfig.thinkingConfig")
     for name, value in (("safetySettings", fields.safety_settings), ("labels", fields.labels)):
         if value:
             tolerance.ignore(name)
 
 
-_NO_THINKING = wire.ThinkingConfig(thinking_budget=0)
+_NO_LEVEL = "THINKING_LEVEL_UNSPECIFIED"
+_NO_THINKING = (
+    wire.ThinkingConfig(),
+    wire.ThinkingConfig(thinking_budget=0),
+    wire.ThinkingConfig(thinking_level=_NO_LEVEL),
+)
 
 
 def _thinking(wanted: wire.ThinkingConfig) -> Thinking:
     """Return what the request asks for. A negative budget leaves it to the model."""
-    budget = wanted.thinking_budget
+    budget, level = wanted.thinking_budget, wanted.thinking_level or ""
     return Thinking(
-        effort=(wanted.thinking_level or "").lower(),
+        effort="" if level == _NO_LEVEL else level.lower(),
         budget_tokens=budget if budget is not None and budget >= 0 else None,
         is_shown=wanted.include_thoughts,
     )
@@ -196,6 +203,9 @@ def _sampling(settings: wire.GenerationConfig) -> Sampling:
 
 
 def _format(settings: wire.GenerationConfig) -> OutputFormat:
+    text = settings.response_format[0].text if settings.response_format else None
+    if text is not None:
+        return _text_format(settings, text)
     schema = lowercase_types(settings.response_json_schema)
     path = "generationConfig.responseJsonSchema"
     if settings.response_schema is not None and schema is not None:
@@ -216,6 +226,25 @@ def _format(settings: wire.GenerationConfig) -> OutputFormat:
     # responseSchema has a closed set of keywords; unknown ones in responseJsonSchema are ignored.
     is_strict = settings.response_schema is not None
     return OutputFormat("json_schema", json_text(schema), path, is_strict)
+
+
+def _text_format(settings: wire.GenerationConfig, text: wire.TextFormat) -> OutputFormat:
+    """Return the format that `responseFormat` says, the new name of the MIME type and schema."""
+    path = "generationConfig.responseFormat"
+    for name in ("response_mime_type", "response_schema", "response_json_schema"):
+        if getattr(settings, name):
+            problem = f"{wire.to_camel_case(name)} is set too; expected only one of the two."
+            raise invalid_field(path, problem)
+    schema, path = lowercase_types(text.schema), f"{path}[0].text.schema"
+    mime_type = text.mime_type.lower().replace("_", "/")
+    if mime_type == "text/x.enum":
+        return _choice(schema, path)
+    if schema is None:
+        return OutputFormat("json_object" if mime_type == "application/json" else "text")
+    if mime_type == "text/plain":
+        problem = "'text/plain' has no schema; expected 'application/json'."
+        raise invalid_field("generationConfig.responseFormat[0].text.mimeType", problem)
+    return OutputFormat("json_schema", json_text(schema), path, strict=False)
 
 
 def _choice(schema: Any, path: str) -> OutputFormat:

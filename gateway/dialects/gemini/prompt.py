@@ -30,6 +30,9 @@ _NO_TEXT = (
 )
 """Fields of a part that are no text of its own."""
 
+_AT_ONCE = ("WHEN_IDLE", "SCHEDULING_UNSPECIFIED")
+"""Schedulings of a result that the model reads as it does here: in the next answer."""
+
 
 def prompt_of(fields: wire.PromptFields, tolerance: Tolerance, *, needs_contents: bool) -> Prompt:
     """Return tools, system instruction and contents in API order.
@@ -47,9 +50,10 @@ def prompt_of(fields: wire.PromptFields, tolerance: Tolerance, *, needs_contents
     if needs_contents and not fields.contents:
         problem = "the list is empty or missing; expected at least one content."
         raise invalid_field("contents", problem, "missing_required_parameter")
-    reader = _ContentsReader(has_system=len(segments) > 0, is_strict=tolerance.is_strict)
+    reader = _ContentsReader(has_system=len(segments) > 0, tolerance=tolerance)
     segments += reader.read(fields.contents)
     config = (fields.tool_config or wire.ToolConfig()).function_calling_config
+    _take_hints(fields, tolerance)
     tools = _tools(fields.tools, is_strict=config.mode == "VALIDATED")
     is_auto = config.mode != "ANY" and not config.allowed_function_names
     tolerance.leave_out_tools(_hosted(fields.tools), may_call_others=bool(tools) and is_auto)
@@ -80,10 +84,10 @@ class _ContentsReader:
     the SDK's chats keep each chunk of a stream as a separate content.
     """
 
-    def __init__(self, *, has_system: bool, is_strict: bool) -> None:
-        """`is_strict`: parts of Google's own tools, and inline texts, are refused."""
+    def __init__(self, *, has_system: bool, tolerance: Tolerance) -> None:
+        """If it is strict, parts of Google's own tools, and inline texts, are refused."""
         self._message = int(has_system) - 1
-        self._is_strict = is_strict
+        self._tolerance = tolerance
         self._calls = 0
         self._pending: dict[int, str] = {}
         """The ids of the calls without a result, by number."""
@@ -128,7 +132,7 @@ class _ContentsReader:
         return segments
 
     def _segment(self, part: wire.Part, role: str, path: str) -> Segment | None:
-        if not self._is_strict:
+        if not self._tolerance.is_strict:
             part = plain_part(part)
         if part.function_call is not None:
             if role != "model":
@@ -156,6 +160,12 @@ class _ContentsReader:
 
         One that is there twice under its id counts once: so Gemini CLI sends a resumed session.
         """
+        above = f"{path}.functionResponse"
+        if result.parts:
+            problem = "unsupported: the model reads only the text of response."
+            raise invalid_field(f"{above}.parts", problem, "unsupported_parameter")
+        self._tolerance.take_hint(f"{above}.willContinue", result.will_continue, (False,))
+        self._tolerance.take_hint(f"{above}.scheduling", result.scheduling, _AT_ONCE)
         text = json_text(result.response)
         numbers = self._by_id[result.id] if result.id else self._by_name[result.name]
         while numbers:
@@ -186,6 +196,21 @@ def _only_text(part: wire.Part, path: str) -> str:
         problem = "the part has no text; expected text, functionCall or functionResponse."
         raise invalid_field(path, problem)
     return part.text
+
+
+def _take_hints(fields: wire.PromptFields, tolerance: Tolerance) -> None:
+    """Note how Google's own tools and its live sessions would run. Raises Refusal if strict."""
+    config = fields.tool_config or wire.ToolConfig()
+    shows_hosted = config.include_server_side_tool_invocations
+    tolerance.take_hint("toolConfig.includeServerSideToolInvocations", shows_hosted, (False,))
+    tolerance.take_hint("toolConfig.retrievalConfig", config.retrieval_config)
+    calling, path = config.function_calling_config, "toolConfig.functionCallingConfig"
+    streams_arguments = calling.stream_function_call_arguments
+    tolerance.take_hint(f"{path}.streamFunctionCallArguments", streams_arguments, (False,))
+    for number, tool in enumerate(fields.tools):
+        for index, declared in enumerate(tool.function_declarations):
+            path = f"tools[{number}].functionDeclarations[{index}].behavior"
+            tolerance.take_hint(path, declared.behavior, ("BLOCKING", "UNSPECIFIED"))
 
 
 def _hosted(fields: Sequence[wire.GeminiToolField]) -> dict[str, str]:

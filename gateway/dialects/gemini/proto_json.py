@@ -21,10 +21,28 @@ TYPES: Final = (
 )
 """The types of a schema, by number."""
 
+_SCHEDULINGS: Final = ("SCHEDULING_UNSPECIFIED", "SILENT", "WHEN_IDLE", "INTERRUPT")
+_BEHAVIORS: Final = ("UNSPECIFIED", "BLOCKING", "NON_BLOCKING")
+_RESOLUTIONS: Final = tuple(
+    f"MEDIA_RESOLUTION_{name}" for name in ("UNSPECIFIED", "LOW", "MEDIUM", "HIGH")
+)
+_LEVELS: Final = ("THINKING_LEVEL_UNSPECIFIED", "LOW", "MEDIUM", "HIGH", "MINIMAL")
+_TIERS: Final = ("unspecified", "standard", "flex", "priority")
+_HOSTED_TOOLS: Final = (
+    *("TOOL_TYPE_UNSPECIFIED", "GOOGLE_SEARCH_WEB", "GOOGLE_SEARCH_IMAGE", "URL_CONTEXT"),
+    *("GOOGLE_MAPS", "FILE_SEARCH"),
+)
+
 ENUMS: Final[Mapping[str, Sequence[str]]] = {
     "mode": _MODES,
     "response_modalities": _MODALITIES,
     "type": TYPES,
+    "scheduling": _SCHEDULINGS,
+    "behavior": _BEHAVIORS,
+    "media_resolution": _RESOLUTIONS,
+    "thinking_level": _LEVELS,
+    "service_tier": _TIERS,
+    "tool_type": _HOSTED_TOOLS,
 }
 """The values of the enums by number, by field."""
 

@@ -52,6 +52,9 @@ class FunctionResponse(Struct, frozen=True):
     name: Name
     response: dict[str, Any] = {}
     id: str = ""
+    will_continue: bool = False
+    scheduling: Annotated[str, Meta(max_length=64)] = ""
+    parts: list[Any] = []
 
 
 class ExecutableCode(Struct, frozen=True):
@@ -130,7 +133,7 @@ class FunctionDeclaration(Struct, frozen=True):
     parameters_json_schema: dict[str, Any] | None = None
     response: Any = None
     response_json_schema: Any = None
-    behavior: Any = None
+    behavior: Annotated[str, Meta(max_length=64)] = ""
 
 
 class GeminiToolField(Struct, frozen=True):
@@ -152,14 +155,16 @@ class GeminiToolField(Struct, frozen=True):
 class FunctionCalling(Struct, frozen=True):
     mode: Literal["MODE_UNSPECIFIED", "AUTO", "ANY", "NONE", "VALIDATED"] = "AUTO"
     allowed_function_names: list[Name] = []
+    stream_function_call_arguments: bool = False
 
 
 class ToolConfig(Struct, frozen=True):
     function_calling_config: FunctionCalling = FunctionCalling()
     retrieval_config: Any = None
+    include_server_side_tool_invocations: bool = False
 
 
-SERVICE_TIERS = ("", "standard", "SERVICE_TIER_UNSPECIFIED")
+SERVICE_TIERS = ("", "standard", "unspecified", "SERVICE_TIER_UNSPECIFIED")
 """Tiers that the server has; any other tier is served as the standard one."""
 
 
@@ -167,6 +172,23 @@ class ThinkingConfig(Struct, frozen=True):
     thinking_budget: int | None = None
     include_thoughts: bool = False
     thinking_level: str | None = None
+
+
+MimeType = Literal["", "text/plain", "application/json", "text/x.enum"]
+
+
+class TextFormat(Struct, frozen=True):
+    mime_type: MimeType | Literal["TEXT_PLAIN", "APPLICATION_JSON"] = ""
+    schema: Any = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    """One kind of output; this server has texts."""
+
+    text: TextFormat | None = None
+    audio: None = None
+    image: None = None
+    video: None = None
 
 
 class GenerationConfig(Struct, frozen=True):
@@ -184,12 +206,13 @@ class GenerationConfig(Struct, frozen=True):
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    response_mime_type: Literal["", "text/plain", "application/json", "text/x.enum"] = ""
+    response_mime_type: MimeType = ""
     response_schema: dict[str, Any] | None = None
     response_json_schema: Any = None
+    response_format: Annotated[list[ResponseFormat], Meta(max_length=1)] = []
     response_modalities: list[Literal["TEXT"]] | None = None
     thinking_config: ThinkingConfig = ThinkingConfig()
-    media_resolution: Any = None
+    media_resolution: Annotated[str, Meta(max_length=64)] = ""
     speech_config: None = None
     enable_enhanced_civic_answers: bool | None = None
     image_config: None = None
@@ -257,13 +280,16 @@ _READERS: dict[type[inspect.Type], Callable[[Any], Any]] = {
 }
 
 
+_ENUM_TYPES = (inspect.LiteralType, inspect.StrType)
+
+
 def _shape(found: inspect.Type, name: str) -> Any:
     for alternative in alternatives(found):
         if isinstance(alternative, inspect.StructType):
             return _shape_of(alternative.cls)
         if isinstance(alternative, inspect.ListType):
             return [_shape(alternative.item_type, name)]
-        if isinstance(alternative, inspect.LiteralType) and name in proto_json.ENUMS:
+        if isinstance(alternative, _ENUM_TYPES) and name in proto_json.ENUMS:
             return partial(proto_json.read_enum, names=proto_json.ENUMS[name])
         if type(alternative) in _READERS:
             return _READERS[type(alternative)]

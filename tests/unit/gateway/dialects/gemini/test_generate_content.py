@@ -35,6 +35,8 @@ WEATHER = {
 
 parse, refused = GEMINI.parse, GEMINI.refused
 
+FORMAT = "generationConfig.responseFormat"
+
 
 def test_contents_become_messages_in_order() -> None:
     """The system instruction comes first."""
@@ -254,6 +256,67 @@ def test_mime_type_and_schema_set_the_output_format() -> None:
     )
 
 
+def test_response_format_is_the_new_name_of_mime_type_and_schema() -> None:
+    """A list with one text format, or that format itself, in either case."""
+    schema = {"type": "OBJECT", "properties": {"a": {"type": "STRING"}}}
+    text = {"mimeType": "application/json", "schema": schema}
+    old = parse(
+        generationConfig={"responseMimeType": "application/json", "responseJsonSchema": schema}
+    ).prompts[0]
+
+    for sent in ([{"text": text}], {"text": text}, [{"text": {"schema": schema}}]):
+        found = parse(generationConfig={"responseFormat": sent}).prompts[0].output_format
+        path = "generationConfig.responseFormat[0].text.schema"
+        assert found == structs.replace(old.output_format, path=path)
+    plain = parse(generationConfig={"response_format": [{"text": {"mime_type": "text/plain"}}]})
+    assert plain.prompts[0].output_format == OutputFormat()
+
+
+CALLED = {"role": "model", "parts": [{"functionCall": {"name": "weather", "args": {}}}]}
+
+
+def result_with(**fields: Any) -> dict[str, Any]:
+    """Return contents with a result that has more fields."""
+    result = {"functionResponse": {"name": "weather", "response": {}, **fields}}
+    question = {"role": "user", "parts": [{"text": "?"}]}
+    return {"contents": [question, CALLED, {"role": "user", "parts": [result]}]}
+
+
+@each_row(
+    ("fields", "named"),
+    [
+        (result_with(willContinue=False, scheduling="WHEN_IDLE", parts=[]), ()),
+        (result_with(willContinue=True), ("contents[].parts[].functionResponse.willContinue",)),
+        (result_with(scheduling="SILENT"), ("contents[].parts[].functionResponse.scheduling",)),
+        ({"toolConfig": {"includeServerSideToolInvocations": False}}, ()),
+        (
+            {"toolConfig": {"include_server_side_tool_invocations": True}},
+            ("toolConfig.includeServerSideToolInvocations",),
+        ),
+        (
+            {"toolConfig": {"retrievalConfig": {"languageCode": "de"}}},
+            ("toolConfig.retrievalConfig",),
+        ),
+        (
+            {
+                "toolConfig": {"functionCallingConfig": {"streamFunctionCallArguments": True}},
+                "tools": [{"functionDeclarations": [{"name": "f", "behavior": "NON_BLOCKING"}]}],
+            },
+            (
+                "toolConfig.functionCallingConfig.streamFunctionCallArguments"[:48],
+                "tools[].functionDeclarations[].behavior",
+            ),
+        ),
+    ],
+)
+def test_how_live_sessions_run_tools_is_a_hint(fields: Any, named: Any) -> None:
+    """Google ignores it outside of them, and what asks for nothing is not named. Google's clients
+    send it in every mode but the strict one, which refuses it."""
+    assert parse(**fields).ignored == named
+    if named:
+        assert refused("strict", **fields).code in ("unsupported_parameter", "invalid_value")
+
+
 def test_last_model_content_is_a_prefill() -> None:
     """The answer continues its text."""
     call = parse(contents=[{"parts": [{"text": "a"}]}, {"role": "model", "parts": [{"text": "b"}]}])
@@ -290,6 +353,29 @@ def test_accepts_cached_content_name_without_collection() -> None:
         (
             {"generationConfig": {"responseSchema": {"type": "STRING"}}},
             "generationConfig.responseMimeType",
+        ),
+        ({"generationConfig": {"responseFormat": [{"audio": {}}]}}, FORMAT + "[0].audio"),
+        ({"generationConfig": {"responseFormat": [{}, {}]}}, FORMAT),
+        (
+            {
+                "generationConfig": {
+                    "responseFormat": [{"text": {}}],
+                    "responseMimeType": "application/json",
+                }
+            },
+            FORMAT,
+        ),
+        (
+            {
+                "generationConfig": {
+                    "responseFormat": [{"text": {"mimeType": "text/plain", "schema": {}}}]
+                }
+            },
+            FORMAT + "[0].text.mimeType",
+        ),
+        (
+            result_with(parts=[{"inlineData": {}}]),
+            "contents[2].parts[0].functionResponse.parts",
         ),
         ({"tools": [{"googleSearch": {}}]}, "tools[0].googleSearch"),
         (

@@ -20,6 +20,21 @@ CALL = {"functionCall": {"name": "f", "args": {"n": "1"}}}
 RESULT = {"functionResponse": {"name": "f", "response": {"n": 1.0}}}
 
 
+CALLED = {"role": "model", "parts": [CALL]}
+
+
+def answered(**fields: Any) -> dict[str, Any]:
+    return {"parts": [{"functionResponse": {**RESULT["functionResponse"], **fields}}]}
+
+
+def hosted_call(kind: Any) -> dict[str, Any]:
+    return {"role": "model", "parts": [{"toolCall": {"toolType": kind, "args": {}}}]}
+
+
+def hosted_response(kind: Any) -> dict[str, Any]:
+    return {"role": "model", "parts": [{"toolResponse": {"toolType": kind, "response": {}}}]}
+
+
 def config(**settings: Any) -> dict[str, Any]:
     return {"generationConfig": settings}
 
@@ -72,6 +87,36 @@ def answer_schema(**schema: Any) -> dict[str, Any]:
         (
             config(thinkingConfig={"thinkingBudget": "0"}),
             config(thinkingConfig={"thinkingBudget": 0}),
+        ),
+        *(
+            (config(thinkingConfig={"thinkingLevel": n}), config(thinkingConfig=level))
+            for n, name in enumerate(("LOW", "MEDIUM", "HIGH", "MINIMAL"), 1)
+            for level in ({"thinkingLevel": name}, {"thinking_level": str(n)})
+        ),
+        (config(thinkingConfig={"thinkingLevel": 0}), {}),
+        (config(mediaResolution=3), config(mediaResolution="MEDIA_RESOLUTION_HIGH")),
+        (config(mediaResolution=0), {}),
+        ({"serviceTier": 1}, {"serviceTier": "standard"}),
+        ({"serviceTier": 3}, {"serviceTier": "priority"}),
+        (
+            {"tools": [{"functionDeclarations": [{**DECLARED, "behavior": 1}]}]},
+            {"tools": [{"functionDeclarations": [DECLARED]}]},
+        ),
+        (
+            {"contents": [USER, hosted_call(3), hosted_response("3")]},
+            {"contents": [USER, hosted_call("URL_CONTEXT"), hosted_response("URL_CONTEXT")]},
+        ),
+        (
+            {"contents": [USER, CALLED, answered(scheduling=2, willContinue="false")]},
+            {"contents": [USER, CALLED, answered()]},
+        ),
+        (
+            {"contents": [USER, CALLED, answered(scheduling=3)]},
+            {"contents": [USER, CALLED, answered(scheduling="INTERRUPT")]},
+        ),
+        (
+            config(responseFormat={"text": {"mimeType": "APPLICATION_JSON"}}),
+            config(responseMimeType="application/json"),
         ),
         (config(temperature=None, thinkingConfig=None, stopSequences=None), {}),
         ({"tools": None, "toolConfig": None, "safetySettings": None, "labels": None}, {}),
