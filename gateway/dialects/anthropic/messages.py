@@ -153,8 +153,10 @@ def _take_hints(fields: wire.Body, tolerance: Tolerance) -> None:
         raise invalid_field("thinking.type", problem, "unsupported_parameter")
     if thinking is not None and thinking.type != "disabled":
         tolerance.ignore("thinking")
-    if fields.output_config is not None and fields.output_config.effort is not None:
-        tolerance.ignore("output_config.effort")
+    if fields.output_config is not None:
+        if fields.output_config.effort is not None:
+            tolerance.ignore("output_config.effort")
+        tolerance.take_hint("output_config.task_budget", fields.output_config.task_budget)
     tolerance.take_hint("service_tier", fields.service_tier, wire.SERVICE_TIERS)
     tolerance.take_hint("speed", fields.speed, ("standard",))
 

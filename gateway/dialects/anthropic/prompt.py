@@ -28,7 +28,7 @@ SERVER_TOOL = (
 )
 REFUSED_BLOCKS: Mapping[str, str] = {
     "image": TEXT_ONLY,
-    "tool_reference": SERVER_TOOL,
+    "tool_reference": "expected in the content of a tool_result, and not in the strict mode.",
     "browser_state": SERVER_TOOL,
     "compaction": "this server compacts no conversations; expected the messages themselves.",
     "tool_addition": "tools cannot change within messages; declare them in tools.",
@@ -138,16 +138,12 @@ class _MessagesReader:
         self._tolerance.leave_out_tools(others, may_call_others=bool(self._tools) and is_auto)
 
     def _tool(self, field: dict[str, Any], path: str) -> None:
-        if field.get("defer_loading") is True:
-            problem = (
-                "unsupported value true: tools cannot be loaded later; expected false, or a client"
-                " that does not search for tools (Claude Code: ENABLE_TOOL_SEARCH=false)."
-            )
-            raise invalid_field(f"{path}.defer_loading", problem, "unsupported_parameter")
         if self._tolerance.is_lenient:
             field = self._tolerance.prune(field, wire.MessagesToolField, path)
         found = convert(field, wire.MessagesToolField, path)
         self._tolerance.take_hint(f"{path}.input_examples", found.input_examples)
+        self._tolerance.take_hint(f"{path}.defer_loading", found.defer_loading, (False,))
+        self._callers(found.allowed_callers, f"{path}.allowed_callers")
         if found.input_schema.get("type") != "object":
             kind = found.input_schema.get("type")
             problem = f"unsupported schema type {shown(kind)}; expected 'object'."
@@ -168,6 +164,17 @@ class _MessagesReader:
             )
         )
         self._breakpoints.add(self._position, path, found.cache_control)
+
+    def _callers(self, callers: Sequence[str] | None, path: str) -> None:
+        """Note callers beside the model. Raises Refusal if the model is none of them."""
+        if callers and "direct" not in callers:
+            problem = (
+                f"{shown(callers)} leaves out the model, and this server runs no code that could"
+                " call the tool; expected 'direct' among them."
+            )
+            raise invalid_field(path, problem, "unsupported_parameter")
+        for caller in callers or ():
+            self._tolerance.take_hint(path, caller, ("direct",))
 
     def _choice(self) -> ToolChoice:
         field = self._body.tool_choice
@@ -391,6 +398,7 @@ class _MessagesReader:
         if isinstance(content, list):
             for number, part in enumerate(content):
                 part_path = f"{path}.content[{number}]"
+                part = self._found_tool(part, part_path)
                 found = _block(part, part_path, "a tool result", self._tolerance)
                 assert isinstance(found, wire.TextBlock), "a tool result holds only text blocks"
                 if not found.text and found.cache_control is not None:
@@ -400,6 +408,18 @@ class _MessagesReader:
         else:
             parts.append((wire.TextBlock(content or ""), path))
         self._result_parts(block, path, parts or [(wire.TextBlock(""), path)])
+
+    def _found_tool(self, part: dict[str, Any], path: str) -> dict[str, Any]:
+        """Return a reference to a tool, which a client's search found, as a text block: the tool
+        is in the prompt already. Other parts stay. Raises Refusal for a tool that is not."""
+        if part.get("type") != "tool_reference" or self._tolerance.is_strict:
+            return part
+        found = convert(part, wire.ToolReferenceBlock, path)
+        if found.tool_name not in self._tool_names:
+            problem = f"unknown tool {found.tool_name!r}; expected the name of a tool in tools."
+            raise invalid_field(f"{path}.tool_name", problem)
+        control = part.get("cache_control")
+        return {"type": "text", "text": found.tool_name, "cache_control": control}
 
     def _result_parts(
         self, block: wire.ToolResultBlock, path: str, parts: Sequence[tuple[wire.TextBlock, str]]

@@ -20,7 +20,8 @@ from gateway.errors import TOO_LONG, Kind, Refusal
 Text = Annotated[str, Meta(max_length=10_000_000)]
 Short = Annotated[str, Meta(max_length=512)]
 Name = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}\Z")]
-CallId = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,256}\Z")]
+CallId = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,65536}\Z")]
+"""Proxies write what their provider wants back, such as a signature, into the id of a call."""
 StopText = Annotated[str, Meta(min_length=1, max_length=1_000)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 MESSAGES_MAX = 10_000
@@ -95,6 +96,12 @@ class ToolResultBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False)
     toolset_name: None = None
 
 
+class ToolReferenceBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    tool_name: Name
+    type: str = "tool_reference"
+    cache_control: CacheControl | None = None
+
+
 class ThinkingBlock(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     thinking: Text
     signature: Text = ""
@@ -124,10 +131,10 @@ class MessagesToolField(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
     strict: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
     input_examples: list[Any] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Annotated[list[Short], Meta(max_length=64)] | None = None
 
 
 class ToolChoiceField(Struct, frozen=True, forbid_unknown_fields=True):
@@ -147,9 +154,18 @@ class Format(Struct, frozen=True, forbid_unknown_fields=True):
     schema: dict[str, Any]
 
 
+class TaskBudget(Struct, frozen=True, forbid_unknown_fields=True):
+    """Tokens of a whole task, which the hosted API tells the model."""
+
+    type: Literal["tokens"]
+    total: Annotated[int, Meta(ge=0, le=2**53)]
+    remaining: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+
+
 class OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
     effort: Short | None = None
     format: Format | None = None
+    task_budget: TaskBudget | None = None
 
 
 class Metadata(Struct, frozen=True, forbid_unknown_fields=True):

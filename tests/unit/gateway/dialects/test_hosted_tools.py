@@ -104,12 +104,54 @@ def test_custom_tool_stays_a_refusal_that_names_the_way_out(endpoint: Any) -> No
     assert endpoint.parse("lenient", tools=[function, tool]).ignored == ("tools.custom",)
 
 
-def test_deferred_tool_stays_a_refusal_that_names_the_way_out() -> None:
-    """A search that its client runs would find tools that the prompt already holds."""
-    refusal = MESSAGES.refused(tools=[{**FUNCTION["messages"], "defer_loading": True}])
+@each_row(
+    ("fields", "named"),
+    [
+        ({"defer_loading": True}, ("tools[].defer_loading",)),
+        ({"defer_loading": False, "allowed_callers": ["direct"]}, ()),
+        ({"allowed_callers": []}, ()),
+        ({"allowed_callers": ["direct", "code_execution_20260120"]}, ("tools[].allowed_callers",)),
+    ],
+)
+def test_a_tool_that_is_to_be_loaded_or_called_otherwise_is_an_ordinary_one(
+    fields: Any, named: Any
+) -> None:
+    """Nothing here could load it later, and a model that sees it can do all that was asked."""
+    search = {"type": "tool_search_tool_regex_20251119", "name": "search"}
+    plain = FUNCTION["messages"]
+    call = MESSAGES.parse(tools=[{**plain, **fields}])
+    hosted = MESSAGES.parse(tools=[search, {**plain, **fields}])
 
-    assert refusal.param == "tools[0].defer_loading"
-    assert "ENABLE_TOOL_SEARCH" in refusal.message
+    assert (call.prompts, call.ignored) == (MESSAGES.parse(tools=[plain]).prompts, named)
+    assert hosted.ignored == (*named, "tools.tool_search_tool_regex_20251119")
+    if named:
+        assert MESSAGES.refused("strict", tools=[{**plain, **fields}]).param == named[0].replace(
+            "[]", "[0]"
+        )
+
+
+FOUND = {"type": "tool_reference", "tool_name": "clock"}
+
+
+def searched(*found: Any) -> list[Any]:
+    """Return the messages of a search that its client ran."""
+    use = {"type": "tool_use", "id": "t", "name": "search", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": list(found)}
+    turns = [("user", "?"), ("assistant", [use]), ("user", [result])]
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def test_what_a_clients_search_found_is_told_by_name() -> None:
+    """The model has the definition before its eyes; a breakpoint stays."""
+    deferred = {**FUNCTION["messages"], "defer_loading": True}
+    marked = {**FOUND, "cache_control": {"type": "ephemeral"}}
+    found = MESSAGES.parse(tools=[deferred], messages=searched(marked)).prompts[0].segments[-1]
+
+    assert (found.role, found.text, found.retention) == ("tool", "clock", "5m?")
+    refusal = MESSAGES.refused(tools=[deferred], messages=searched({**FOUND, "tool_name": "x"}))
+    assert refusal.param == "messages[2].content[0].content[0].tool_name"
+    assert "'x'" in refusal.message
+    assert MESSAGES.refused("strict", messages=searched(FOUND)).code == "unsupported_parameter"
 
 
 def test_breakpoint_behind_a_tool_that_is_left_out_stays() -> None:

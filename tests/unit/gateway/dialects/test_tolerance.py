@@ -89,6 +89,11 @@ def test_an_unknown_field_is_refused_unless_lenient(endpoint: Endpoint) -> None:
         ("messages", {"thinking": {"type": "disabled"}, "speed": "standard"}, ""),
         ("messages", {"speed": "fast", "service_tier": "x"}, "service_tier speed"),
         ("messages", {"output_config": {"effort": "newest"}}, "output_config.effort"),
+        (
+            "messages",
+            {"output_config": {"task_budget": {"type": "tokens", "total": 20_000}}},
+            "output_config.task_budget",
+        ),
         ("messages", {"metadata": {"user_id": "u", "trace": "t"}}, "metadata.trace"),
         (
             "messages",

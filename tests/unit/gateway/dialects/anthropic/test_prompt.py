@@ -334,7 +334,12 @@ def test_refuses_unsupported_block_by_name(kind: str) -> None:
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema", "missing"),
         ({"tools": [{**WEATHER, "input_schema": {}}]}, "tools[0].input_schema.type", "'object'"),
         ({"tools": [{"type": "web_search_20250305"}]}, "tools[0].type", "web_search_20250305"),
-        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading", "true"),
+        ({"tools": [{**WEATHER, "defer_loading": 1}]}, "tools[0].defer_loading", "bool"),
+        (
+            {"tools": [{**WEATHER, "allowed_callers": ["code_execution_20260120"]}]},
+            "tools[0].allowed_callers",
+            "expected 'direct' among them",
+        ),
         ({"tools": [{**WEATHER, "x": 1}]}, "tools[0].x", "unknown field `x`"),
     ],
 )
