@@ -152,7 +152,7 @@ class _Compilation:
 
 
 class GrammarCompiler:
-    """A `GrammarSource` with threads. It loads nothing before the first grammar is submitted."""
+    """A `GrammarSource` with threads. Without `load` it reads nothing before the first grammar."""
 
     def __init__(self, settings: SandboxSettings, clock: Clock) -> None:
         self._settings = settings
@@ -169,6 +169,14 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._loading = threading.Lock()
         self._is_closed = False
+
+    def load(self) -> None:
+        """Read the model's tokens now instead of for the first grammar, where nothing else may
+        stand still: the library holds the interpreter's lock meanwhile, about a second for 100,000
+        tokens. A tokenizer that cannot be read is the first grammar's refusal.
+        """
+        with suppress(ValueError, OSError):
+            self._load()
 
     # -- the engine's thread --------------------------------------------------------------------
 

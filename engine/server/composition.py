@@ -62,7 +62,7 @@ def core_of_model(
         vocab_size=card.config.vocab,
         context_tokens=built.context,
         pipeline_depth=built.pipeline_depth,
-        constraints=_constraints(card, config),
+        constraints=_constraints(card, config, is_elsewhere=listen is not None),
         levels=levels,
         kv_fidelity=built.kv_format.fidelity,
         attention_lacks=built.attention_lacks,
@@ -146,8 +146,12 @@ def _digest(card: ModelCard, config: EngineConfig, kv_format: str) -> str:
     return f"{card.digest}-{kv_format}-{config.block_size}{weights}"
 
 
-def _constraints(card: ModelCard, config: EngineConfig) -> Constraints:
-    """Build the grammar compiler; it costs nothing before the first grammar."""
+def _constraints(card: ModelCard, config: EngineConfig, *, is_elsewhere: bool) -> Constraints:
+    """Build the grammar compiler. It costs nothing before the first grammar, unless gateways would
+    take an engine for lost that stands still for two seconds."""
     settings = SandboxSettings(str(card.tokenizer_path), card.config.vocab, card.stop_token_ids)
     threads = config.threads or os.cpu_count() or 1
-    return Constraints(GrammarCompiler(settings, time.monotonic), MaskFiller(min(threads, 8)))
+    compiler = GrammarCompiler(settings, time.monotonic)
+    if is_elsewhere:
+        compiler.load()
+    return Constraints(compiler, MaskFiller(min(threads, 8)))

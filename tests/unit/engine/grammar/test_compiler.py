@@ -89,6 +89,18 @@ def test_a_machine_without_room_for_a_process_refuses_for_now(
     assert isinstance(outcome_of(compiler, "late", GOOD), CompiledGrammar)
 
 
+def test_a_tokenizer_that_cannot_be_read_early_is_the_first_grammars_refusal(
+    compiler: GrammarCompiler, tmp_path: Path
+) -> None:
+    """The engine serves what needs no grammar."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    compiler.load()
+    refusal = outcome_of(compiler, "a", GOOD)
+
+    assert isinstance(refusal, RequestRefused)
+    assert refusal.code == "grammar_unsupported"
+
+
 def test_a_machine_without_room_for_a_thread_refuses_for_now(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
