@@ -32,6 +32,7 @@ REASONING_HINTS = frozenset(
     {
         *("reasoning", "reasoning_effort", "reasoning_format", "reasoning_split", "verbosity"),
         *("thinking", "thinking_budget", "thinking_config", "enable_thinking", "think", "effort"),
+        "thinking_token_budget",
         *("include_reasoning", "separate_reasoning", "stream_reasoning", "preserve_thinking"),
     }
 )
@@ -41,6 +42,7 @@ THINKING_FIELDS = frozenset(
     {
         *("reasoning_effort", "reasoning", "thinking", "thinking_budget", "enable_thinking"),
         *("think", "include_reasoning", "reasoning.effort", "output_config.effort"),
+        "thinking_token_budget",
         *("chat_template_kwargs.enable_thinking", "chat_template_kwargs.thinking"),
         *("chat_template_kwargs.reasoning_effort", "chat_template_kwargs.thinking_budget"),
         "generationConfig.thinkingConfig",
@@ -53,7 +55,7 @@ SERVICE_HINTS = frozenset(
         *("service_tier", "speed", "store", "truncation", "prediction"),
         *("keep_alive", "num_ctx", "num_gpu", "num_thread", "num_batch", "num_keep", "n_keep"),
         *("cache_prompt", "id_slot", "slot_id", "timings_per_token", "return_progress"),
-        *("guided_decoding_backend", "guided_whitespace_pattern"),
+        *("guided_decoding_backend", "guided_whitespace_pattern", "stream_interval"),
         *("provider", "route", "models", "transforms", "usage", "caching", "betas"),
         *("enable_enhanced_civic_answers", "media_resolution", "safety_settings"),
         *("routing_config", "model_selection_config", "model_armor_config"),

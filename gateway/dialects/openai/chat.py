@@ -43,6 +43,7 @@ REFUSED_FIELDS = {
     "web_search_options": "web search is not supported; omit it.",
     "moderation": "this server has no moderation; omit it.",
     "continue_final_message": "the answer is always a new message; expected false.",
+    "add_special_tokens": "the chat template writes all special tokens; expected false.",
     "reasoning_effort": "the model has no reasoning; expected 'none'.",
     "verbosity": "the model has no verbosity setting; omit it.",
     "best_of": "this field belongs to /v1/completions; expected n.",
@@ -53,9 +54,11 @@ REFUSED_FIELDS = {
 
 NEUTRAL_VALUES = {
     **wire.NEUTRAL_VALUES,
-    "continue_final_message": False,
-    "reasoning_effort": "none",
-    "echo": False,
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "reasoning_effort": ("none",),
+    "best_of": (1,),
+    "echo": (False,),
 }
 """Values at which a refused field has no effect and is accepted."""
 
@@ -164,8 +167,6 @@ class ChatDialect(wire.OpenAIDialect):
         if fields.top_logprobs is not None and not fields.logprobs:
             problem = "only allowed when logprobs is true."
             raise invalid_field("top_logprobs", problem)
-        if fields.max_tokens == 0:
-            raise invalid_field("max_tokens", "Expected `int` >= 1; received 0.")
         prompt, directives = prompt_of(fields, tolerance)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         return Call(

@@ -75,7 +75,7 @@ class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: wire.Text | list[Part] | None = None
     name: wire.Short | None = None
-    tool_call_id: wire.Short | None = None
+    tool_call_id: tools.CallId | None = None
     tool_calls: Annotated[list[MessageToolCall], Meta(max_length=tools.TOOLS_MAX)] | None = None
     function_call: None = None
     audio: None = None

@@ -61,6 +61,7 @@ RULES = wire.FieldRules(
 
 class CompletionBody(wire.GenerationFields, frozen=True, kw_only=True):
     prompt: Any = "<|endoftext|>"
+    max_tokens: Annotated[int, Meta(le=2**31)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -95,8 +96,9 @@ class CompletionDialect(wire.OpenAIDialect):
         reported = fields.logprobs
         logprobs = 0 if reported is None and samples > choices else reported
         max_tokens = 16 if fields.max_tokens is None else fields.max_tokens
-        if max_tokens == 0 and not fields.echo:
-            problem = "Expected `int` >= 1 unless echo is true; received 0."
+        if max_tokens < (0 if fields.echo else 1):
+            least = "0" if fields.echo else "1 unless echo is true"
+            problem = f"Expected `int` >= {least}; received {max_tokens}."
             raise invalid_field("max_tokens", problem)
         base = wire.generation(fields, max_tokens=max_tokens, logprobs=logprobs, samples=samples)
         return Call(

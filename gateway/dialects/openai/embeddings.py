@@ -30,7 +30,7 @@ RULES = wire.FieldRules(
         "normalize": "vectors have length 1; omit it.",
         "input_type": "the model embeds queries and documents alike; omit it.",
     },
-    neutral={"add_special_tokens": True, "normalize": True},
+    neutral={"add_special_tokens": (True,), "normalize": (True,)},
 )
 
 

@@ -23,14 +23,15 @@ def thinking_of(hints: Mapping[str, Any]) -> Thinking:
 
     Read are `reasoning_effort`; `reasoning` with `effort`, `max_tokens`, `enabled` and `exclude`;
     `thinking`, true or false, or an object with `type` and `budget_tokens`; `enable_thinking`,
-    `think`, `thinking_budget`, `include_reasoning`; and the same in `chat_template_kwargs`.
+    `think`, `thinking_budget`, vLLM's `thinking_token_budget`, `include_reasoning`; and the same in
+    `chat_template_kwargs`.
     """
     flat = {**_object(hints.get("chat_template_kwargs")), **hints}
     reasoning, thinking = _object(flat.get("reasoning")), _object(flat.get("thinking"))
     effort = flat.get("reasoning_effort") or reasoning.get("effort")
     budgets = (
-        *(flat.get("thinking_budget"), thinking.get("budget_tokens")),
-        reasoning.get("max_tokens"),
+        *(flat.get("thinking_budget"), flat.get("thinking_token_budget")),
+        *(thinking.get("budget_tokens"), reasoning.get("max_tokens")),
     )
     switches = [flat.get(name) for name in _SWITCHES] + [reasoning.get("enabled")]
     is_on = next((value for value in switches if isinstance(value, bool)), None)

@@ -21,7 +21,8 @@ TOOLS_MAX = 128
 
 Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+\Z")]
 Described = Annotated[str, Meta(max_length=100_000)]
-CallId = Annotated[str, Meta(min_length=1, max_length=512)]
+CallId = Annotated[str, Meta(min_length=1, max_length=65_536)]
+"""Proxies write what their provider wants back, such as a signature, into the id of a call."""
 Arguments = Annotated[str, Meta(max_length=10_000_000)]
 
 CUSTOM = "custom"

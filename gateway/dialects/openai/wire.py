@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -94,14 +95,40 @@ SERVICE_TIERS = ("auto", "default")
 RECORD_FIELDS = frozenset({"request_id", "rid", "session_id", "safety_identifier"})
 """Records of a request that every endpoint takes in every mode. They do not change the answer."""
 
-NEUTRAL_VALUES: Mapping[str, object] = {
-    "use_beam_search": False,
-    "early_stopping": False,
-    "include_stop_str_in_output": False,
-    "skip_special_tokens": True,
-    "return_token_ids": False,
+NEUTRAL_VALUES: Mapping[str, Sequence[object]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1.0, 1),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "return_token_ids": (False,),
+    "documents": ([],),
+    "chat_template_kwargs": ({},),
+    "logits_processors": ([],),
 }
 """Values at which a refused field has no effect and is accepted; clients send such defaults."""
+
+OTHER_SETTINGS: Mapping[str, Sequence[object]] = {
+    # vLLM
+    **dict.fromkeys(("prompt_logprobs", "logprob_token_ids", "allowed_token_ids"), ()),
+    **dict.fromkeys(("bad_words", "media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"), ()),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "repetition_detection"), ()),
+    **dict.fromkeys(("watermarking", "return_tokens_as_token_ids"), (False,)),
+    **dict.fromkeys(("return_token_offsets", "return_prompt_text"), (False,)),
+    "truncation_side": ("left", "right"),
+    "routed_experts_prompt_start": (0,),
+    "return_mm_kwargs": (True, False),
+    # SGLang
+    **dict.fromkeys(("stop_regex", "lora_path", "custom_logit_processor", "custom_params"), ()),
+    **dict.fromkeys(("no_stop_trim", "return_hidden_states", "return_routed_experts"), (False,)),
+    # llama.cpp and those that took its samplers
+    **dict.fromkeys(("typical_p", "tfs_z"), (1.0, 1)),
+    **dict.fromkeys(("xtc_probability", "dry_multiplier", "dynatemp_range", "top_a"), (0.0, 0)),
+    **dict.fromkeys(("mirostat", "mirostat_mode", "n_probs"), (0,)),
+}
+"""Settings of other engines that this one does not have, with the values at which they do nothing:
+clients send them as defaults. Null and empty values do nothing either."""
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=Struct)
@@ -135,8 +162,8 @@ class FieldRules(Struct, frozen=True, kw_only=True):
 
     refused: Mapping[str, str] = {}
     """Fields that cannot be honoured, with the reason."""
-    neutral: Mapping[str, object] = {}
-    """Their values without effect, which are accepted."""
+    neutral: Mapping[str, Sequence[object]] = {}
+    """Values without effect, which are accepted, of refused fields and of those of no list."""
     records: frozenset[str] = RECORD_FIELDS
     """Fields that are ignored in every mode."""
     aliases: Mapping[str, str] = {}
@@ -215,7 +242,7 @@ class GenerationFields(SamplingFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=4)] | None = None
-    max_tokens: Annotated[int, Meta(ge=0, le=2**31)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31)] | None = None
 
 
 def decode(
@@ -265,16 +292,22 @@ def _known_fields(
         if name in rules.aliases and not is_strict:
             _apply_alias(fields, name, value, rules)
         elif name in rules.records or (name in HINTS and not is_strict):
-            if not asks_nothing(value) and not _is_neutral(value, rules.neutral.get(name)):
+            if not asks_nothing(value) and not _is_neutral(value, rules.neutral.get(name, ())):
                 tolerance.ignore(name)
         elif name in rules.refused:
             if name in rules.switches and not is_strict and _are_hints(value):
                 for switch in value:
                     tolerance.ignore(f"{name}.{switch}")
-            elif not _is_neutral(value, rules.neutral.get(name)):
+            elif not _is_neutral(value, rules.neutral.get(name, ())):
                 raise invalid_field(name, rules.refused[name], "unsupported_parameter")
+        elif name in OTHER_SETTINGS and _does_nothing(value, OTHER_SETTINGS[name]):
+            continue
         elif tolerance.is_lenient:
             tolerance.ignore(name)
+        elif name in OTHER_SETTINGS:
+            expected = json.dumps(next(iter(OTHER_SETTINGS[name]), None))
+            problem = f"this setting of another engine is not supported; expected {expected}."
+            raise invalid_field(name, problem, "unsupported_parameter")
         else:
             raise unknown_field(name, known)
     return fields
@@ -311,8 +344,12 @@ def _known(kind: type[Struct]) -> set[str]:
     return {field.encode_name for field in msgspec.structs.fields(kind)}
 
 
-def _is_neutral(value: object, neutral: object) -> bool:
-    return value is None or (type(value) is type(neutral) and value == neutral)
+def _is_neutral(value: object, neutral: Sequence[object]) -> bool:
+    return value is None or any(type(value) is type(one) and value == one for one in neutral)
+
+
+def _does_nothing(value: object, neutral: Sequence[object]) -> bool:
+    return asks_nothing(value) or _is_neutral(value, neutral)
 
 
 def sampling(fields: SamplingFields, logprobs: int | None) -> Sampling:

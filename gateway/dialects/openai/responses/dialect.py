@@ -45,7 +45,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 MAX_OUTPUT_TOKENS = f"{wire.CHAT_FIELD} Expected max_output_tokens."
 REFUSED_FIELDS = {
-    **{name: why for name, why in wire.REFUSED_FIELDS.items() if name != "truncate_prompt_tokens"},
+    **wire.REFUSED_FIELDS,
     "background": "background responses are not supported; expected false.",
     "prompt": "this server stores no prompts; send instructions and input.",
     "context_management": "this server compacts no contexts; send the items as input.",
@@ -57,12 +57,22 @@ REFUSED_FIELDS = {
     "max_completion_tokens": MAX_OUTPUT_TOKENS,
     "response_format": f"{wire.CHAT_FIELD} Expected text.format.",
     "n": f"{wire.CHAT_FIELD} Expected 1.",
+    "best_of": "this field belongs to /v1/completions. Expected 1.",
+    "echo": "this field belongs to /v1/completions. Expected false.",
     "stop": wire.CHAT_FIELD,
     "logprobs": f"{wire.CHAT_FIELD} Expected include with {LOGPROBS!r}.",
 }
 """Fields that responses cannot honour, with the reason."""
 
-NEUTRAL_VALUES = {**wire.NEUTRAL_VALUES, "background": False, "n": 1}
+NEUTRAL_VALUES = {
+    **wire.NEUTRAL_VALUES,
+    "background": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "stop": ([],),
+    "logprobs": (False,),
+}
 """Values at which a refused field has no effect and is accepted."""
 
 RULES = wire.FieldRules(

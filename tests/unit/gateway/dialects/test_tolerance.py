@@ -128,6 +128,157 @@ def test_hints_are_accepted_and_named_in_each_dialect(
     assert ENDPOINTS[name].parse(**fields).ignored == tuple(ignored.split())
 
 
+VLLM: dict[str, Any] = {
+    "use_beam_search": False,
+    "best_of": 1,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "stop_token_ids": [],
+    "include_stop_str_in_output": False,
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "min_p": 0.0,
+    "top_k": 0,
+    "repetition_penalty": 1.0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "truncation_side": None,
+    "prompt_logprobs": None,
+    "allowed_token_ids": None,
+    "bad_words": [],
+    "echo": False,
+    "return_tokens_as_token_ids": None,
+    "return_token_ids": None,
+    "return_token_offsets": False,
+    "return_prompt_text": None,
+    "routed_experts_prompt_start": 0,
+    "priority": 0,
+    "kv_transfer_params": None,
+    "vllm_xargs": None,
+    "repetition_detection": None,
+    "stream_interval": None,
+    "thinking_token_budget": None,
+    "structured_outputs": None,
+}
+"""The defaults of vLLM's requests that OpenAI's have not."""
+VLLM_CHAT: dict[str, Any] = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "add_special_tokens": False,
+    "documents": None,
+    "chat_template": None,
+    "chat_template_kwargs": None,
+    "media_io_kwargs": None,
+    "mm_processor_kwargs": None,
+    "include_reasoning": True,
+}
+SAMPLERS: dict[str, Any] = {
+    "no_stop_trim": False,
+    "return_hidden_states": False,
+    "stop_regex": None,
+    "lora_path": None,
+    "custom_params": {},
+    "typical_p": 1.0,
+    "tfs_z": 1,
+    "xtc_probability": 0.0,
+    "dry_multiplier": 0,
+    "dynatemp_range": 0.0,
+    "mirostat": 0,
+}
+"""SGLang's and llama.cpp's defaults."""
+
+
+@each_row(
+    ("name", "defaults"),
+    [
+        ("chat", {**VLLM, **VLLM_CHAT, **SAMPLERS}),
+        ("completions", {**VLLM, **SAMPLERS}),
+        ("responses", {**VLLM, **SAMPLERS}),
+    ],
+)
+def test_defaults_of_other_engines_do_nothing(name: str, defaults: dict[str, Any]) -> None:
+    """Clients made for them send every field that they know."""
+    endpoint = ENDPOINTS[name]
+    plain = endpoint.parse()
+
+    assert endpoint.parse(**defaults) == endpoint.parse(
+        **{key: defaults[key] for key in ("include_reasoning",) if key in defaults}
+    )
+    assert endpoint.parse(**defaults).generation == plain.generation
+
+
+@each_row(
+    ("field", "value", "says"),
+    [
+        ("length_penalty", 0.8, "beam search"),
+        ("typical_p", 0.9, "expected 1.0"),
+        ("mirostat", 2, "expected 0"),
+        ("bad_words", ["x"], "expected null"),
+        ("allowed_token_ids", [1], "expected null"),
+        ("no_stop_trim", True, "expected false"),
+        ("mirostat", False, "expected 0"),
+    ],
+)
+def test_a_setting_of_another_engine_that_does_something_is_named(
+    field: str, value: Any, says: str
+) -> None:
+    """The answer would look as if it were honoured."""
+    for name in ("chat", "completions", "responses"):
+        refusal = ENDPOINTS[name].refused(**{field: value})
+
+        assert (refusal.param, refusal.code) == (field, "unsupported_parameter")
+        assert says in refusal.message
+    assert field == "length_penalty" or CHAT.parse("lenient", **{field: value}).ignored == (field,)
+
+
+LONG_ID = "c" * 4_000
+LONG_IDS: dict[str, dict[str, Any]] = {
+    "chat": {
+        "messages": [
+            HI,
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": LONG_ID, "type": "function", "function": {"name": "f", "arguments": ""}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": LONG_ID, "content": "1"},
+        ]
+    },
+    "responses": {
+        "input": [
+            {"type": "function_call", "call_id": LONG_ID, "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": LONG_ID, "output": "1"},
+        ]
+    },
+    "messages": {
+        "messages": [
+            HI,
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": LONG_ID, "name": "f", "input": {}}],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": LONG_ID}]},
+        ]
+    },
+    "gemini": {
+        "contents": [
+            {"role": "model", "parts": [{"functionCall": {"name": "f", "id": LONG_ID}}]},
+            {"parts": [{"functionResponse": {"name": "f", "id": LONG_ID}}]},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", sorted(LONG_IDS))
+def test_ids_of_calls_may_be_long(name: str) -> None:
+    """Proxies write a provider's signature, of some thousand characters, into them."""
+    result = ENDPOINTS[name].parse(**LONG_IDS[name]).prompts[0].segments[-1]
+
+    assert (result.role, result.answers) == ("tool", LONG_ID)
+
+
 ANSWERS: dict[str, dict[str, Any]] = {
     "chat": {
         "messages": [

@@ -109,6 +109,8 @@ def test_best_of_samples_more_than_it_returns() -> None:
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"n": 1, "best_of": 2, "stream": True}, "best_of"),
         ({"best_of": 21}, "best_of"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": True}, "logprobs"),
         ({"stop": ["a"] * 5}, "stop"),
