@@ -191,6 +191,14 @@ def _check_head(request: web.BaseRequest, settings: ServerConfig) -> str:
     if headers.get("Expect", "100-continue").lower() != "100-continue":
         message = "Unsupported Expect header; expected 100-continue."
         raise Refusal(Kind.EXPECTATION, "unsupported_expectation", message)
+    if "Transfer-Encoding" in headers:
+        transfer = ", ".join(headers.getall("Transfer-Encoding")).strip().lower()
+        if transfer != "chunked":
+            message = (
+                f"Unsupported Transfer-Encoding: {transfer[:64]!r}; expected chunked. A compressed"
+                " body is told by Content-Encoding: gzip."
+            )
+            raise Refusal(Kind.MEDIA, "unsupported_encoding", message)
     coding = ""
     if "Content-Encoding" in headers:
         coding = ", ".join(headers.getall("Content-Encoding")).strip().lower()

@@ -23,10 +23,24 @@ PATTERNS_CHARS_MAX = 32_768
 _GROUPS = ("(?<=", "(?<!", "(?=", "(?!", "(?>", "(?P=")
 """Openings of groups that an automaton cannot match."""
 
-_TRANSLATIONS = {r"\Z": r"\z", r"\0": r"\x00"}
-"""Python's end of text (`\\Z` is the letter Z in ECMAScript), and NUL."""
+_TRANSLATIONS = {
+    r"\Z": r"\z",
+    r"\0": r"\x00",
+    r"\<": "<",
+    r"\>": ">",
+    "{": r"\{",
+    "[]": r"[^\s\S]",
+    "[^]": r"[\s\S]",
+}
+"""Python's end of text (`\\Z` is the letter Z in ECMAScript), NUL, what the grammar engine reads as
+ends of a word, a brace that repeats nothing, and the classes of no character and of all."""
 
-_IN_CLASS = re.compile(r"\\.|\[|&&|--|~~", re.DOTALL)
+_CONTROL = re.compile(r"\\c[A-Za-z]")
+"""An ASCII control character by its letter."""
+_BRACED = re.compile(r"\\[pPux]\{[^{}]{0,64}\}")
+"""An escape that ends with a brace."""
+
+_IN_CLASS = re.compile(r"\\c[A-Za-z]|\\.|\[|&&|--|~~", re.DOTALL)
 """Pieces of a character class that the grammar engine reads differently: a bracket begins a nested
 class, and the pairs are set operations."""
 
@@ -87,7 +101,9 @@ def split_pattern(pattern: str) -> Iterator[tuple[str, bool]]:
     while at < length:
         char, end = pattern[at], at
         if char == "\\" and at + 1 < length:
-            end = at + (3 if pattern.startswith("k<", at + 1) else 2)
+            whole = _CONTROL.match(pattern, at) or _BRACED.match(pattern, at)
+            is_long = pattern.startswith("k<", at + 1)
+            end = whole.end() if whole else at + (3 if is_long else 2)
         elif char == "[" and has_classes:
             end = _end_of_class(pattern, at)
             # A class that never closes leaves no later bracket that does.
@@ -118,14 +134,15 @@ def _end_of_class(pattern: str, start: int) -> int:
 
 
 def _end_of_possessive(pattern: str, start: int) -> int:
-    """Return the offset after the possessive quantifier that begins at `start`, or `start`."""
+    """Return the offset after the possessive quantifier, or the brace that is a character, that
+    begins at `start`; `start` if none does. `{,3}` repeats in Python alone and stays."""
     at = start + 1
     if pattern[start] == "{":
         at = _skip_digits(pattern, at)
         if pattern.startswith(",", at):
             at = _skip_digits(pattern, at + 1)
         if not pattern.startswith("}", at):
-            return start
+            return start + (not pattern.startswith(",", start + 1))
         at += 1
     return at + 1 if pattern.startswith("+", at) else start
 
@@ -211,14 +228,22 @@ def _fraction(places: int) -> str:
 def _translate_piece(piece: str, next_char: str) -> str:
     if piece == r"\0" and next_char.isdigit():
         return piece  # an octal escape in some dialects only
-    if piece.startswith("["):
+    if _CONTROL.fullmatch(piece):
+        return _translate_control(piece)
+    if piece.startswith("[") and piece not in _TRANSLATIONS:
         start = 2 if piece.startswith("[^") else 1
         return piece[:start] + _IN_CLASS.sub(_translate_class_piece, piece[start:-1]) + "]"
     return _TRANSLATIONS.get(piece, piece)
 
 
+def _translate_control(piece: str) -> str:
+    return f"\\x{ord(piece[-1]) % 32:02x}"
+
+
 def _translate_class_piece(found: re.Match[str]) -> str:
     piece = found[0]
+    if len(piece) == 3:
+        return _translate_control(piece)
     if piece == r"\b":
         return r"\x08"
     if piece == "--":  # a range that ends or begins with a hyphen

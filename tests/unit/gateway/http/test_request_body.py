@@ -183,6 +183,19 @@ async def test_repeated_content_encoding_header_is_refused(gateway: GatewayFixtu
     await gateway.check_quiet()
 
 
+@each_row("coding", ["gzip, chunked", "GZIP,chunked", "deflate, chunked"])
+async def test_a_coding_of_the_transfer_is_named(gateway: GatewayFixture, coding: str) -> None:
+    """The compressed bytes would be told as malformed JSON."""
+    body = gzip.compress(json.dumps(gateway.chat()).encode())
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    answer = await gateway.raw(gateway.post(CHAT, chunked, f"Transfer-Encoding: {coding}"))
+
+    assert status_of(answer) == 415
+    assert b"expected chunked" in answer
+    assert b"Content-Encoding: gzip" in answer
+    await gateway.check_quiet()
+
+
 async def test_invalid_chunk_size_gets_400(gateway: GatewayFixture) -> None:
     """A5: the chunk size is not a number."""
     data = gateway.post(
