@@ -1,6 +1,6 @@
 """How a model thinks before it answers: found out from its chat template, split off its output.
 
-A template that names `<think>` belongs to a model that writes its thoughts between tags; one that
+A template that names tags of thoughts belongs to a model that writes them around its own; one that
 names channels belongs to harmony (gpt-oss). The variables of a template show how thinking is turned
 on and off. The module knows no requests, no events and no tokens: `gateway.prompt.renderer` passes
 the variables, `grammars` holds an answer behind its thoughts, and `gateway.generation.choice` has
@@ -73,19 +73,28 @@ HARMONY_MARKERS = (
 )
 NO_THINKING = ThinkingFormat()
 
+_TAGS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+"""The tags of Qwen3 and many others, Seed-OSS, MiniMax-M3, Magistral, and Command A Reasoning."""
+
 
 def detect_thinking(source: str, variables: frozenset[str]) -> ThinkingFormat:
     """Return the format of a template, from its source and its variables. O(source)."""
     if "<|channel|>" in source and "<|message|>" in source:
         history = "thinking" if ".thinking" in source else ""
         return ThinkingFormat("harmony", reads_effort=True, history=history)
-    if "<think>" not in source and "</think>" not in source:
+    tags = next((pair for pair in _TAGS if any(tag in source for tag in pair)), None)
+    if tags is None:
         return NO_THINKING
     switches = [name for name in ("enable_thinking", "thinking") if name in variables]
     return ThinkingFormat(
         "tags",
-        "<think>",
-        "</think>",
+        *tags,
         switch=switches[0] if switches else "",
         reads_effort="reasoning_effort" in variables,
         history="reasoning_content" if "reasoning_content" in source else "",

@@ -62,6 +62,25 @@ def test_format_is_found_in_the_template(
     assert detect_thinking(source, variables) == expected
 
 
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [
+        ("<seed:think>", "</seed:think>"),
+        ("<mm:think>", "</mm:think>"),
+        ("[THINK]", "[/THINK]"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ],
+)
+def test_other_tags_are_found_and_split(opening: str, closing: str) -> None:
+    """In the answer they would stand as text. One tag in the template is enough."""
+    style = ThinkingFormat("tags", opening, closing)
+    splitter = ThinkingSplitter(style, is_open=False)
+
+    for source in (f"{{{{ '{opening}' }}}}", f"{{{{ text.split('{closing}') }}}}"):
+        assert detect_thinking(source, frozenset()) == style
+    assert split_whole(splitter, f"{opening}hm{closing}\nYes", [3]) == ("hm", "Yes")
+
+
 @each_row(
     ("wanted", "variables", "budget"),
     [
