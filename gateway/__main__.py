@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import json
 import os
 import shutil
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    _print_any_character()
     try:
         options = build_parser(given[:1]).parse_args(given)
         if options.version:
@@ -47,6 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(1, _reason(error))
     except KeyboardInterrupt:
         return _fail(130, "interrupted")
+
+
+def _print_any_character() -> None:
+    """Let output that cannot hold a character write its number: a label may have any."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _flags(options: argparse.Namespace) -> dict[str, object]:

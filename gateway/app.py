@@ -47,7 +47,7 @@ from gateway.background.webhooks import (
 )
 from gateway.caching import ContractManager
 from gateway.caching.promise_store import PromiseStore
-from gateway.config import Config, ConfigError, parse_address
+from gateway.config import Config, ConfigError, format_address, parse_address
 from gateway.config.config_file import ConfigSource
 from gateway.config.fleet import VARIABLE_OF_SHARED
 from gateway.context import Context, Log
@@ -266,7 +266,7 @@ class Gateway:
             )
             self.listeners.append(listener)
             bound_host, bound_port = await listener.open(host, port, is_shared=shares)
-            urls.append(f"http://{bound_host}:{bound_port}")
+            urls.append(f"http://{format_address(bound_host, bound_port)}")
         for task in self._tasks:
             task.start()
         return urls

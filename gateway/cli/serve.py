@@ -28,7 +28,7 @@ from gateway.cli.database import (
     prepare_data_dir,
 )
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
-from gateway.config import Config, ConfigError, parse_address
+from gateway.config import Config, ConfigError, format_address, parse_address
 from gateway.config.config_file import ConfigSource, describe
 from gateway.engines.composition import replicas_of_models
 from gateway.engines.memory import lacking_memory
@@ -121,8 +121,7 @@ async def keep_group(
     host, port = parse_address(config.server.listen, "server.listen")
     admin = parse_address(config.admin.listen, "admin.listen")
     with closing(log), closing(reserve_port(host, port)) as reserved:
-        listen = f"[{host}]" if ":" in host else host
-        address = f"{listen}:{reserved.getsockname()[1]}"
+        address = format_address(host, reserved.getsockname()[1])
         group = ProcessGroup(member_commands(argv, address, admin, config.server.processes), log)
 
         def end() -> None:

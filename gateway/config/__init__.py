@@ -33,6 +33,7 @@ from gateway.config.tables import (
     WebhookEventType,
     WebhookFormat,
 )
+from gateway.config.web_addresses import format_address
 
 __all__ = [
     "ANY_NAME",
@@ -57,6 +58,7 @@ __all__ = [
     "WebhookFormat",
     "check_web_address",
     "effective",
+    "format_address",
     "is_model_name",
     "load_config",
     "parse_address",

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from gateway.config.web_addresses import format_address
+
 VARIABLE_OF_SHARED = "VALKEY_PASSWORD"
 """The environment variable with the password of `fleet.shared`."""
 VARIABLES = {"TRUNKLINE_FLEET_NAME": "fleet.name", "TRUNKLINE_FLEET_TLS": "fleet.tls"}
@@ -63,8 +65,8 @@ class ReplicaAddress(Struct, frozen=True):
     port: int
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.name}={host}:{self.port}" if self.name else f"{host}:{self.port}"
+        address = format_address(self.host, self.port)
+        return f"{self.name}={address}" if self.name else address
 
 
 def is_fleet_name(name: str) -> bool:

@@ -11,6 +11,11 @@ _ORIGIN = re.compile(
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
+def format_address(host: str, port: int) -> str:
+    """Return HOST:PORT, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_web_address(text: str) -> bool:
     """Return whether a text is an address of HTTP or HTTPS, with a host."""
     try:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from gateway.config import Config, ConfigError
+from gateway.config import Config, ConfigError, format_address
 from gateway.processes.child_process import ChildProcess, Report, RestartPolicy
 from gateway.processes.member import Announcement, read_announcement
 from tenancy.storage.backends import is_server
@@ -142,7 +142,7 @@ def member_commands(
     return [
         [
             *(sys.executable, "-m", "gateway", *argv, "--listen", listen),
-            *("--admin-listen", f"{host}:{port + number if port else 0}"),
+            *("--admin-listen", format_address(host, port + number if port else 0)),
             *("--process", str(number)),
         ]
         for number in range(count)

@@ -26,7 +26,7 @@ from gateway.cli.addresses import check_address
 from gateway.cli.arguments import add_actions
 from gateway.cli.database import prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
-from gateway.config import Config, parse_address
+from gateway.config import Config, format_address, parse_address
 from gateway.config.fleet import is_fleet_name
 from gateway.engines.keeper import ListeningSocket
 from gateway.engines.model_files import prepare_draft_model, prepared_model
@@ -96,7 +96,8 @@ def _serve(call: CommandCall) -> None:
         try:
             end = opened.enter_context(closing(open_listener(host, port)))
         except OSError as error:
-            raise CommandError(f"--listen: {host}:{port}: {error.strerror}") from error
+            address = format_address(host, port)
+            raise CommandError(f"--listen: {address}: {error.strerror}") from error
         listening = ListeningSocket(end.fileno(), options.name, tls)
         call.say(f"engine {options.name} of {card.name} at {options.listen}; certificate: {tls}")
         asyncio.run(_keep(config, Path(card.folder), listening))

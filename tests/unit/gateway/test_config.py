@@ -13,6 +13,7 @@ from gateway.config import (
     Config,
     ConfigError,
     effective,
+    format_address,
     load_config,
     parse_address,
 )
@@ -242,6 +243,7 @@ def test_unreadable_file_is_named_with_the_reason(tmp_path: Path, kind: str) -> 
 def test_parses_host_and_port(text: str, address: tuple[str, int]) -> None:
     """Brackets enclose an IPv6 address; port 0 is any free port."""
     assert parse_address(text, "x") == address
+    assert format_address(*address) == text
 
 
 def test_paths_are_inside_the_data_directory() -> None:

@@ -502,6 +502,23 @@ def test_closed_pipe_is_not_an_error(data: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_character_that_output_cannot_hold_is_written_by_number(run: Run, data: Path) -> None:
+    """Labels have any character; terminals and pipes of other locales do not."""
+    data_of(run, "tenant", "create", "ada")
+    data_of(run, "key", "create", "--tenant", "ada", "--label", "Jörg 日")
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", "key", "list", "--data-dir", str(data)],
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        check=False,
+        timeout=60,
+    )
+
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "Jörg \\u65e5".encode("latin-1") in done.stdout
+
+
 def test_audit_lists_and_exports_changes(run: Run, tmp_path: Path) -> None:
     """By the user that ran each command; an export has all of them."""
     data_of(run, "tenant", "create", "ada")

@@ -62,3 +62,4 @@ def test_each_process_has_an_admin_listener_of_its_own() -> None:
     ]
     assert second[-3:] == ["127.0.0.1:8082", "--process", "1"]
     assert second[1:5] == ["-m", "gateway", "serve", "m"]
+    assert "[::1]:80" in member_commands([], "[::1]:80", ("::1", 80), 1)[0][-4:]
