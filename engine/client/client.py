@@ -203,9 +203,12 @@ class EngineConnection(ABC):
         return self._is_draining
 
     @property
-    def has_moved_here(self) -> bool:
-        """Return whether a request runs here that began at another engine. O(requests)."""
-        return any(stream.moves for stream in self._streams.values())
+    def has_foreign_hold(self) -> bool:
+        """Return whether a request runs here whose hold names another engine: it has moved here, or
+        is one of several prompts of a call. O(requests)."""
+        own = "" if self.info is None else self.info.epoch
+        streams = self._streams.values()
+        return any(one.moves or one.hold_epoch not in ("", own) for one in streams)
 
     def has_request(self, request_id: str) -> bool:
         """Return whether a request has not ended here."""

@@ -116,6 +116,8 @@ class RequestStream(AsyncIterator[Event]):
         self.request_id = request_id
         self.epoch = ""
         """Of the engine that computes it now."""
+        self.hold_epoch = ""
+        """That of its hold in the ledger, if it has one; whoever submits it says so."""
         self.moves = 0
         """How often it went on over another connection."""
         self._output_ids: list[int] | None = [] if may_move else None

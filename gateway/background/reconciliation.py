@@ -96,8 +96,8 @@ class Reconciler:
                     stats = await replica.running().get_stats()
             except (EngineError, TimeoutError):
                 return
-            if replica.has_moved_here:
-                return  # the hold of such a request is another epoch's
+            if replica.has_foreign_hold:
+                return
             totals = self._totals(info.epoch, stats, at_ms, is_last=is_last)
             with suppress(LedgerUnavailable):
                 await self._ledger.write(totals)

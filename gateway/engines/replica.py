@@ -232,6 +232,6 @@ class Replica:
         return now_s < self._rest_until_s
 
     @property
-    def has_moved_here(self) -> bool:
-        """Whether a request runs here that began at another replica."""
-        return isinstance(self.engine, EngineConnection) and self.engine.has_moved_here
+    def has_foreign_hold(self) -> bool:
+        """Whether a request runs here whose hold names another replica's engine."""
+        return isinstance(self.engine, EngineConnection) and self.engine.has_foreign_hold

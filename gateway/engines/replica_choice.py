@@ -128,6 +128,9 @@ class ReplicaChooser:
         self._facts: dict[Replica, ReplicaFacts] = {}
         self._predicted: dict[str, tuple[ReplicaFacts, int, int | None]] = {}
         self._sent = 0
+        self._digested: tuple[Request, Sequence[bytes]] | None = None
+        """The digests of the request that was routed last, until it is sent: its hold asks first
+        where it would go."""
 
     def watch(self, replica: Replica, engine: EngineConnection) -> None:
         """Follow what a replica's engine tells, from nothing. The 65th replica is not followed, and
@@ -183,6 +186,7 @@ class ReplicaChooser:
         waits there, and what it writes is present there soon."""
         facts = self._facts[route.replica]
         self._sent += 1
+        self._digested = None
         self.recent.add(route.choice)
         device = route.found_tokens
         facts.load.add_sent(number, len(request.tokens) - device)
@@ -230,7 +234,7 @@ class ReplicaChooser:
         if info is None:
             return None
         grant = request.grant
-        digests = stride_digests(grant.namespace, request.tokens)
+        digests = self._digests_of(request)
         if request.attention is not None:
             digests = digests[: request.attention.shared_tokens(info.block_size) // STRIDE_TOKENS]
         leased = [one.tokens for one in grant.leases if _promises(one.retention)]
@@ -246,6 +250,11 @@ class ReplicaChooser:
         numbers = sum(1 << state.number for state in states)
         found = self._directory.find(digests, numbers) if grant.read else {}
         return wanted, states, found
+
+    def _digests_of(self, request: Request) -> Sequence[bytes]:
+        if self._digested is None or self._digested[0] is not request:
+            self._digested = request, stride_digests(request.grant.namespace, request.tokens)
+        return self._digested[1]
 
     def _facts_of(self, replica: Replica) -> ReplicaFacts | None:
         """Return what is known of a replica, None if no bit is left for it."""

@@ -196,6 +196,13 @@ class Replicas:
         now_s = self._clock()
         return [one for one in ready if not one.rests(now_s)] or ready
 
+    def likely_epoch(self, request: Request) -> str:
+        """Return the epoch of the engine that a request would go to now. Raises EngineUnavailable.
+        Nothing is sent, and no choice noted."""
+        replica, _ = self._route(request)
+        info = replica.running().info
+        return "" if info is None else info.epoch
+
     def submit(self, request: Request, *, may_move: bool = True) -> RequestStream:
         """Submit a request to the replica that is chosen. `may_move`: another one may finish it, if
         that one is lost. Raises EngineUnavailable, or RequestRefused if it must not be retried."""

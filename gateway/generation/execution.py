@@ -255,7 +255,10 @@ class Execution:
             prepared.scope.namespace,
             leases,
         )
+        replicas = prepared.model.replicas
         state.epoch = now.info.epoch
+        if len(replicas) > 1:
+            state.epoch = replicas.likely_epoch(self._requests[0])
         most = rate_limits.estimate(self._requests, 0)
         hold = LedgerReservation(
             gateway.ledger,
@@ -265,7 +268,7 @@ class Execution:
             prepared.model.name,
             most=most,
             dialect=self._dialect.name,
-            epoch=now.info.epoch,
+            epoch=state.epoch,
             claim=self._delivery.claim,
         )
         user = prepared.call.client_user
@@ -299,6 +302,8 @@ class Execution:
             replicas, is_alone = self._prepared.model.replicas, len(self._requests) == 1
             submit = replicas.submit
             streams.extend(submit(request, may_move=is_alone) for request in self._requests)
+            for stream in streams:
+                stream.hold_epoch = self._state.epoch
             self._state.choice = replicas.chooser.recent.get(self._state.request_id)
         except EngineError:
             for stream in streams:

@@ -9,7 +9,8 @@ requests that still run. The module knows no HTTP; `gateway.generation.generatio
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Protocol, TypeVar
@@ -96,8 +97,7 @@ class OutputStream:
         self._records: list[UsageRecord] | None = None
         self.format_violations = 0
         self.tokens_seen = 0
-        self.unneeded_tokens = 0
-        """Tokens generated after a stop string, before the engine stopped."""
+        self._unneeded: list[int] = []  # tokens after a stop string, before the engine stopped
         self.first_token_s: float | None = None
         self.ending = "cancelled"
 
@@ -121,6 +121,7 @@ class OutputStream:
             self._buffered.append([[] for _ in row] if self._is_ranked else [])
             self._started.append(None)
             self.usages.append(Usage())
+            self._unneeded.append(0)
 
     async def batches(self, idle_s: float | None = None) -> AsyncGenerator[list[Delta] | None]:
         """Yield deltas as the engine steps: each list, possibly empty, can be written at once.
@@ -160,12 +161,22 @@ class OutputStream:
         return self._streams[0].epoch if self._streams else ""
 
     @property
-    def uncounted(self) -> tuple[int, int, int]:
-        """What the call's usage has more of prompt, cached and output tokens than the engine has
-        counted for it; below 0 for less."""
-        parts = [(0, 0, 0), *(stream.correction for stream in self._streams)]
-        prompt, cached, output = (sum(part) for part in zip(*parts, strict=True))
-        return prompt, cached, output - self.unneeded_tokens
+    def uncounted(self) -> dict[str, tuple[int, int, int]]:
+        """By the epoch of an engine, what the call's entry, under `epoch`, has more of prompt,
+        cached and output tokens than that engine has counted; below 0 for less. Prompts of one call
+        may be computed by several engines."""
+        found: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+        for prompt, stream in enumerate(self._streams):
+            tokens, cached, output = stream.correction
+            more = tokens, cached, output - self._unneeded[prompt]
+            if stream.epoch != self.epoch:
+                record = self.records_so_far()[prompt]
+                entered = record.total_in, record.physical_cached, record.out
+                _add(found[stream.epoch], (a - b for a, b in zip(more, entered, strict=True)))
+                more = entered
+            if any(more):
+                _add(found[self.epoch], more)
+        return {epoch: (counts[0], counts[1], counts[2]) for epoch, counts in found.items()}
 
     @property
     def is_over(self) -> bool:
@@ -294,7 +305,7 @@ class OutputStream:
         # not depend on that race.
         needed = sum(map(_tokens, self._choices[prompt]))
         if needed < event.usage.output_tokens:
-            self.unneeded_tokens += event.usage.output_tokens - needed
+            self._unneeded[prompt] += event.usage.output_tokens - needed
             self.usages[prompt] = replace(event.usage, output_tokens=needed)
 
     def _begin(self, prompt: int, event: Started) -> list[Delta]:
@@ -396,6 +407,10 @@ class OutputStream:
                 self.first_token_s = at_s
         self._records = self.records_so_far()
         return [*deltas, End(sum_usage(self._records))]
+
+
+def _add(counts: list[int], more: Iterable[int]) -> None:
+    counts[:] = map(sum, zip(counts, more, strict=True))
 
 
 def _partial_usage(started: Started, output_tokens: int) -> Usage:

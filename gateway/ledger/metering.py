@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from gateway.dialects.canonical import UsageRecord
 from gateway.ledger.interface import LedgerClient
 from tenancy.errors import BadPrice, BudgetExceeded, IdempotencyConflict
-from tenancy.ledger.engine_counts import NO_COUNTS, Counts
+from tenancy.ledger.engine_counts import Counts
 from tenancy.ledger.idempotency import Claim, ReplayRecord
 from tenancy.ledger.transactions import Hold, NamedEntry
 from tenancy.limits import NO_DEMAND, Demand
@@ -81,11 +81,12 @@ class LedgerReservation:
         replay: ReplayRecord | None = None,
         *,
         epoch: str = "",
-        uncounted: Counts = NO_COUNTS,
+        uncounted: Mapping[str, Counts] | None = None,
     ) -> asyncio.Future[None]:
         """Write the entry and, for an idempotent request, the response to keep. A second call does
         nothing. `epoch`: of the engine that has finished the request, if that is another one.
-        `uncounted`: what the record has more of tokens than that engine has counted.
+        `uncounted`: by epoch, what the record has more of tokens than that engine has counted; ""
+        is the hold's.
 
         The future is done when the entry is durable; a caller may work meanwhile, and a cancelled
         caller has settled, too. The future raises LedgerUnavailable: then the response must not be
@@ -112,6 +113,7 @@ class LedgerReservation:
             epoch=epoch or hold.epoch,
             **record.counts().fields(),
         )
-        is_plain = hold.claim is None and not any(uncounted)
-        item = entry if is_plain else NamedEntry(entry, replay, uncounted)
-        return self._ledger.write(item)
+        if hold.claim is None and not uncounted:
+            return self._ledger.write(entry)
+        more = {epoch or hold.epoch: counts for epoch, counts in (uncounted or {}).items()}
+        return self._ledger.write(NamedEntry(entry, replay, more))

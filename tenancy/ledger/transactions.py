@@ -15,7 +15,6 @@ from tenancy.errors import BadPrice, LedgerUnavailable, TenancyError
 from tenancy.ledger.aggregates import max_of
 from tenancy.ledger.engine_counts import (
     INTERRUPTED,
-    NO_COUNTS,
     Counts,
     EngineTotals,
     EpochCorrections,
@@ -75,9 +74,9 @@ class NamedEntry(Struct, frozen=True, tag="named_entry"):
 
     entry: UsageEntry
     replay: ReplayRecord | None = None
-    uncounted: Counts = NO_COUNTS
-    """What it has more of tokens than the engine counted; below 0 for less. It is no part of the
-    entry: `engine_counts` keeps the sums."""
+    uncounted: dict[str, Counts] = {}
+    """By the epoch of an engine: what it has more of tokens than that one counted; below 0 for
+    less. It is no part of the entry: `engine_counts` keeps the sums."""
 
 
 class StorageReading(Struct, frozen=True):
@@ -236,7 +235,8 @@ class _Batch:
             entry = item.entry
             if self._settle(entry):
                 gateway = INTERRUPTED if entry.ending == INTERRUPTED else self._state.gateway
-                self._corrections.add(entry.epoch, gateway, item.uncounted)
+                for epoch, more in item.uncounted.items():
+                    self._corrections.add(epoch, gateway, more)
             self._names.settle(item.entry.request_id, item.replay)
         elif isinstance(item, StorageReadings):
             self._store_readings(item)

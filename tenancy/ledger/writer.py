@@ -213,7 +213,7 @@ def closed(hold: Row, now_ms: int) -> NamedEntry:
     has counted nothing of the entry."""
     entry = interrupted(hold, now_ms)
     counts = entry.prompt_tokens, entry.physical_cached_tokens, entry.output_tokens
-    return NamedEntry(entry, uncounted=counts)
+    return NamedEntry(entry, uncounted={entry.epoch: counts})
 
 
 def _not_written(code: str, error: Exception) -> LedgerUnavailable:

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,4 +181,33 @@ async def test_killed_engines_cut_no_answer_and_bill_none_twice(
     assert status == 0
     assert place.entries() == {name: ("done", count) for name, count in load.entered.items()}
     assert moved
+    place.check()
+
+
+async def test_prompts_of_one_call_over_both_engines_have_whole_books(
+    model: Path, card: ModelCard, tmp_path: Path
+) -> None:
+    """Each engine counts its prompts, and the call has one entry."""
+    place = Place(tmp_path, None)
+    async with kept_engines(card) as kept:
+        place.settings.write_text(gateway_settings({name: one.port for name, one in kept.items()}))
+        starting = run_server(model, place.data, place.settings)
+        server = await asyncio.to_thread(starting.__enter__)
+        try:
+            async with ClientSession(headers={"Authorization": f"Bearer {server.key}"}) as session:
+                await until_all_serve(server, session, 0)
+                prompts = [f"{number} " * 60 for number in range(8)]
+                body = {"model": "tiny", "prompt": prompts, "max_tokens": 20, "ignore_eos": True}
+                async with session.post(f"{server.url}/v1/completions", json=body) as response:
+                    answer = await response.json()
+            status = await ended(server)
+        finally:
+            await asyncio.to_thread(starting.__exit__, None, None, None)
+
+    assert answer["usage"]["completion_tokens"] == 8 * 20
+    assert status == 0
+    with closing(place.look()) as store:
+        counted = store.query("select count(*) from engine_epochs where output_tokens > 0")
+    assert counted == [(2,)]
+    assert [tokens for _, tokens in place.entries().values()] == [8 * 20]
     place.check()

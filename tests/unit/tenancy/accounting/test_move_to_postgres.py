@@ -95,7 +95,7 @@ def file(path: Path, wall: Wall) -> Iterator[SqliteStore]:
             begin_ledger_epoch(db, wall(), "marked")
         ledger.hold(Hold("n", 1, 1, "m", 1, claim=Claim("n", bytes(32), 9))).result(PATIENCE_S)
         kept = ReplayRecord(10**15, 10**6, ReplayedResponse("head", b"\0body"))
-        ledger.settle(NamedEntry(used("n", wall()), kept, (0, 0, -1))).result(PATIENCE_S)
+        ledger.settle(NamedEntry(used("n", wall()), kept, {"e": (0, 0, -1)})).result(PATIENCE_S)
         readings = StorageReadings("e1", wall(), (StorageReading(1, "5m", 7),))
         ledger.write(readings).result(PATIENCE_S)
         totals = EngineTotals("e1", wall(), 10, 0, 1, 10, 0, 1, is_ended=True)

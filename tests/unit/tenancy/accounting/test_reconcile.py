@@ -145,7 +145,7 @@ class Town:
             self.metrics[gateway] += entered
             self.now_ms += 1
             entry = self.entry(name, entered)
-            self.write(gateway, NamedEntry(entry, uncounted=(entered - tokens, 0, 0)))
+            self.write(gateway, NamedEntry(entry, uncounted={"e": (entered - tokens, 0, 0)}))
 
     def leave(self, gateway: int) -> None:
         """The oldest request loses its connection, and ends elsewhere."""
@@ -204,7 +204,7 @@ class Town:
         for (name,) in self.store.query("select request_id from holds"):
             if name not in running:
                 dead = structs.replace(self.entry(name, 1), ending="interrupted")
-                self.write(0, NamedEntry(dead, uncounted=(1, 0, 0)))
+                self.write(0, NamedEntry(dead, uncounted={"e": (1, 0, 0)}))
 
     def settle(self) -> None:
         """Both gateways learn of the deaths, and each tells all of them."""
