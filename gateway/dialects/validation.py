@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import operator
 import re
 import sys
 from codecs import BOM_UTF8
@@ -131,10 +132,18 @@ def invalid_field(path: str, problem: str, code: str = "invalid_value") -> Refus
 
 
 def convert(value: Any, kind: type[T], above: str) -> T:
-    """Convert `value` to `kind`. Raises Refusal that names the path below `above`."""
+    """Convert `value` to `kind`; a null counts as omitted where `kind` has a default.
+
+    Raises Refusal that names the path below `above`.
+    """
     try:
         return msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
+        if "got `null`" in str(error):
+            declared: Any = kind
+            kept = _without_nulls(value, _type_info(declared))
+            if kept is not value:
+                return convert(kept, kind, above)
         message, _, steps = str(error).partition(" - at `$")
         steps = steps.rstrip("`")
         path = steps.replace("[...]", "")
@@ -158,6 +167,35 @@ def convert(value: Any, kind: type[T], above: str) -> T:
     except (RecursionError, OverflowError):
         message = "A number is out of range, or a value is nested too deeply."
         raise Refusal(Kind.BAD, "invalid_value", message) from None
+
+
+def _without_nulls(value: Any, found: inspect.Type) -> Any:
+    """Return `value` without the nulls of optional fields; the same object if it has none.
+    O(values)."""
+    if isinstance(value, list):
+        items = next(
+            (one for one in alternatives(found) if isinstance(one, inspect.ListType)), None
+        )
+        if items is None:
+            return value
+        kept = [_without_nulls(one, items.item_type) for one in value]
+        return value if all(map(operator.is_, kept, value)) else kept
+    if not isinstance(value, dict):
+        return value
+    for struct in alternatives(found):
+        if not isinstance(struct, inspect.StructType):
+            continue
+        if struct.tag_field is not None and value.get(struct.tag_field) != struct.tag:
+            continue
+        fields = {field.encode_name: field for field in struct.fields}
+        put = {
+            name: _without_nulls(one, fields[name].type) if name in fields else one
+            for name, one in value.items()
+            if one is not None or name not in fields or fields[name].required
+        }
+        is_same = len(put) == len(value) and all(map(operator.is_, put.values(), value.values()))
+        return value if is_same else put
+    return value
 
 
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")

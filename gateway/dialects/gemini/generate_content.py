@@ -188,7 +188,7 @@ def _thinking(wanted: wire.ThinkingConfig) -> Thinking:
 
 
 def _sampling(settings: wire.GenerationConfig) -> Sampling:
-    if settings.logprobs is not None and not settings.response_logprobs:
+    if settings.logprobs and not settings.response_logprobs:
         problem = "only allowed when responseLogprobs is true."
         raise invalid_field("generationConfig.logprobs", problem)
     return Sampling(

@@ -68,7 +68,10 @@ def read_bool(value: Any) -> Any:
 
 
 def read_enum(value: Any, names: Sequence[str]) -> Any:
-    """Return the name of an enum's number; the value itself if it has none."""
+    """Return the name of an enum's number, or the name that a text is in any case; the value itself
+    if it has none."""
+    if isinstance(value, str) and value not in names:
+        value = next((name for name in names if name.lower() == value.lower()), value)
     number = read_int(value)
     is_number = isinstance(number, int) and not isinstance(number, bool)
     return names[number] if is_number and 0 <= number < len(names) else value

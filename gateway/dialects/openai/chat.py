@@ -164,7 +164,7 @@ class ChatDialect(wire.OpenAIDialect):
                 f" {fields.max_completion_tokens}; expected only one of the two."
             )
             raise invalid_field("max_tokens", problem)
-        if fields.top_logprobs is not None and not fields.logprobs:
+        if fields.top_logprobs and not fields.logprobs:
             problem = "only allowed when logprobs is true."
             raise invalid_field("top_logprobs", problem)
         prompt, directives = prompt_of(fields, tolerance)

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from gateway.dialects.canonical import TOOLS_MAX, Segment, Tool, ToolCall, ToolChoice
 from gateway.dialects.openai import cache, tools, wire
 from gateway.dialects.openai.responses.hosted_items import plain_items, unsupported_item
+from gateway.dialects.openai.responses.stored_items import kind_of
 from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import convert, invalid_field, json_type, shown
 
@@ -301,7 +302,7 @@ def segments_of(
 def _place(item: dict[str, Any]) -> tools.HistoryPlace:
     """Return what an item, which may be invalid, is in the order of calls and results."""
     call_id = item.get("call_id")
-    match item.get("type", "message"):
+    match kind_of(item):
         case "function_call" if isinstance(call_id, str):
             return tools.HistoryPlace((call_id,), continues=True)
         case "function_call_output" if isinstance(call_id, str):
@@ -329,7 +330,7 @@ class _ItemsReader:
 
     def read(self, item: dict[str, Any], path: str) -> None:
         """Append the segments of one item. Raises Refusal."""
-        match item.get("type", "message"):
+        match kind_of(item):
             case "message":
                 is_answer = item.get("role") == "assistant"
                 self._message(self._convert(item, MessageItem, path, is_answer=is_answer), path)

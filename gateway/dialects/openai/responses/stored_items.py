@@ -82,6 +82,11 @@ def list_of(items: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any
     }
 
 
+def kind_of(item: dict[str, Any]) -> Any:
+    """Return an item's type; it is a message if it has none."""
+    return "message" if item.get("type") is None else item["type"]
+
+
 def shown_input(response_id: str, items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the input items of a response with ids, types, states and content parts."""
     suffix = response_id.removeprefix("resp_")
@@ -90,7 +95,7 @@ def shown_input(response_id: str, items: Sequence[dict[str, Any]]) -> list[dict[
 
 def shown_item(item: dict[str, Any], suffix: str) -> dict[str, Any]:
     """Return an item with an id that ends with `suffix`, its type, its state and content parts."""
-    kind = item.get("type", "message")
+    kind = kind_of(item)
     shown = {
         "id": f"{_ID_PREFIXES.get(kind, 'item')}_{suffix}",
         "type": kind,
@@ -167,7 +172,7 @@ def _stored(item_id: str, stored: Mapping[str, dict[str, Any]]) -> dict[str, Any
     """Return the item of this id. An input item is stored without the id that it is shown with."""
     item = stored.get(item_id)
     if item is not None:
-        own = item.get("id") or _ID_PREFIXES.get(item.get("type", "message"), "item")
+        own = item.get("id") or _ID_PREFIXES.get(kind_of(item), "item")
         if item_id in (own, f"{own}_{item_id.partition('_')[2]}"):
             return item
     raise item_not_found(item_id)

@@ -29,6 +29,18 @@ from tests.unit.gateway.dialects.requests import (
 MESSAGE_CHARS_MAX = 1_000
 
 
+RESULT = [{"role": "tool", "tool_call_id": "c", "content": "1"}]
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of JSON without its null members."""
+    if isinstance(value, list):
+        return [without_nulls(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: without_nulls(one) for name, one in value.items() if one is not None}
+
+
 class Fields(NamedTuple):
     """The fields that an endpoint reads, refuses and records.
 
@@ -166,6 +178,29 @@ def test_refuses_unsupported_field_by_name(endpoint: Endpoint, name: str) -> Non
     assert (refusal.code, refusal.param) == ("unsupported_parameter", name)
     assert refusal.message.startswith(f"{name}: ")
     assert endpoint.parse(**{name: None}) == endpoint.parse()
+
+
+HI = {"role": "user", "content": "hi"}
+CALLED = {"id": "c", "function": {"name": "f", "arguments": None}, "type": None}
+THOUGHT = {"type": "thinking", "thinking": "hm", "signature": None}
+
+
+@each_row(
+    ("endpoint", "fields"),
+    [
+        (CHAT, {"stream": True, "stream_options": {"include_usage": None}}),
+        (CHAT, {"messages": [HI, {"role": "assistant", "tool_calls": [CALLED]}, *RESULT]}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": None}}]}),
+        (RESPONSES, {"stream": True, "stream_options": {"include_obfuscation": None}}),
+        (RESPONSES, {"input": [{**HI, "type": None}]}),
+        (MESSAGES, {"messages": [HI, {"role": "assistant", "content": [THOUGHT]}, HI]}),
+        (MESSAGES, {"context_management": {"edits": None}}),
+        (GEMINI, {"generationConfig": {"responseModalities": None, "thinkingConfig": None}}),
+    ],
+)
+def test_a_null_counts_as_omitted_at_any_depth(endpoint: Endpoint, fields: dict[str, Any]) -> None:
+    """Typed clients write every field that they have."""
+    assert endpoint.parse(**fields).prompts == endpoint.parse(**without_nulls(fields)).prompts
 
 
 @every_endpoint

@@ -94,6 +94,11 @@ def answer_schema(**schema: Any) -> dict[str, Any]:
             for level in ({"thinkingLevel": name}, {"thinking_level": str(n)})
         ),
         (config(thinkingConfig={"thinkingLevel": 0}), {}),
+        (config(responseModalities=["Text"]), config(responseModalities=["TEXT"])),
+        (
+            {"toolConfig": {"functionCallingConfig": {"mode": "none"}}},
+            {"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
+        ),
         (config(mediaResolution=3), config(mediaResolution="MEDIA_RESOLUTION_HIGH")),
         (config(mediaResolution=0), {}),
         ({"serviceTier": 1}, {"serviceTier": "standard"}),
