@@ -50,6 +50,7 @@ from engine.client.cache_event_totals import CacheEventTotals
 from engine.client.frame_wire import FrameWire
 from engine.client.namespace_stats import NamespaceTable
 from engine.client.request_stream import RequestStream
+from engine.client.step_pace import StepPace
 from engine.client.tls_wire import TlsWire
 from engine.errors import (
     DIED_MESSAGE,
@@ -201,6 +202,11 @@ class EngineConnection(ABC):
     def is_draining(self) -> bool:
         """Return whether it takes no requests any more."""
         return self._is_draining
+
+    @property
+    def is_stuck(self) -> bool:
+        """Return whether its step takes many times as long as the longest of late."""
+        return False
 
     @property
     def has_foreign_hold(self) -> bool:
@@ -458,6 +464,15 @@ class SocketEngine(EngineConnection):
         self._welcome: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.last_frame_s = self._loop.time()
+        self._pace = StepPace(self.last_frame_s) if isinstance(wire, TlsWire) else None
+        """None beside its gateway: there is no other engine to ask."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """See `EngineConnection.is_stuck`."""
+        if self._pace is None or not self._streams:
+            return False
+        return self._pace.is_stuck(self._loop.time())
 
     @classmethod
     async def connect(cls, wire: socket.socket | TlsWire, hello: Hello) -> SocketEngine:
@@ -496,6 +511,8 @@ class SocketEngine(EngineConnection):
             self._loop.call_soon(self._send)
         self._unsent.append(encode(command))
         if len(self._streams) < 2:
+            if self._pace is not None and isinstance(command, Submit):
+                self._pace.begin(self._loop.time())
             self._send()
 
     def _send(self) -> None:
@@ -522,6 +539,8 @@ class SocketEngine(EngineConnection):
             message = read_downward(body)
             if isinstance(message, Frame) and self.info is not None:
                 self._check_number(message.number)
+                if self._pace is not None and message.messages and self._streams:
+                    self._pace.note(self.last_frame_s)
                 self.receive(message.messages)
             elif isinstance(message, Rejected) and self.info is not None:
                 self._is_draining = True

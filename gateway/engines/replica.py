@@ -229,7 +229,12 @@ class Replica:
 
     def rests(self, now_s: float) -> bool:
         """Return whether others should get requests first."""
-        return now_s < self._rest_until_s
+        return now_s < self._rest_until_s or self.is_stuck
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its engine's step takes many times as long as the longest of late."""
+        return isinstance(self.engine, EngineConnection) and self.engine.is_stuck
 
     @property
     def has_foreign_hold(self) -> bool:

@@ -281,6 +281,7 @@ class ReplicaChooser:
             bytes_per_token=kv_bytes // size,
             load=facts.load,
             may_send=replica.state == "draining" and replica.engine is not None,
+            is_stuck=replica.is_stuck,
             role=replica.role if self._has_roles else "any",
         )
 

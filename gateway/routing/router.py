@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from heapq import nlargest
-from typing import Literal
+from typing import Final, Literal
 
 from msgspec import Struct, msgpack, structs
 
@@ -35,8 +35,15 @@ RECORDED_COSTS = 4
 
 Policy = Literal["time", "round_robin"]
 Reason = Literal[
-    "not ready", "failed a request", "not a home of this tenant", "no room", "computes prompts"
+    "not ready",
+    "failed a request",
+    "stuck in a step",
+    "not a home of this tenant",
+    "no room",
+    "computes prompts",
 ]
+RESTING: Final = ("failed a request", "stuck in a step")
+"""Reasons that do not count where no other replica may take the request."""
 
 
 class ReplicaState(Struct):
@@ -57,6 +64,8 @@ class ReplicaState(Struct):
     may_send: bool = False
     """It drains: others may still fetch from it."""
     role: EngineRole = "any"
+    is_stuck: bool = False
+    """Its step takes many times as long as the longest of late."""
 
 
 class RouteRequest(Struct, frozen=True):
@@ -137,7 +146,7 @@ def choose(
     """
     reasons = {replica.name: _refuse(request, replica) for replica in replicas}
     able = [replica for replica in replicas if reasons[replica.name] is None]
-    able = able or [r for r in replicas if reasons[r.name] == "failed a request"]
+    able = able or [r for r in replicas if reasons[r.name] in RESTING]
     both = able
     able = [replica for replica in able if replica.role != "prefill"] or able
     reasons |= {one.name: "computes prompts" for one in both if one not in able}
@@ -180,7 +189,7 @@ def rank_homes(
         has_room = replica.load.report.promisable_blocks >= request.lease_blocks
         return has_room, have.device + have.below, _weight(request, replica.name)
 
-    able = [one for one in replicas if _refuse(request, one) in (None, "failed a request")]
+    able = [one for one in replicas if _refuse(request, one) in (None, *RESTING)]
     able = [one for one in able if one.role != "prefill"] or able
     return [one.name for one in sorted(able, key=rank, reverse=True)]
 
@@ -227,6 +236,8 @@ def _refuse(request: RouteRequest, replica: ReplicaState) -> Reason | None:
         return "not a home of this tenant"
     if request.prompt_tokens + request.output_tokens > replica.max_sequence_tokens:
         return "no room"
+    if replica.is_stuck:
+        return "stuck in a step"
     return "failed a request" if replica.is_resting else None
 
 

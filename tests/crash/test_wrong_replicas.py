@@ -23,7 +23,7 @@ from engine.statistics import Stats
 from engine.wire import FRAME_BYTES_MAX
 from gateway.config.fleet import ReplicaSettings
 from tests.crash.false_engine import fake_info, false_engine
-from tests.crash.fleet import CONFIG, Fleet, Proxy, fleet_of
+from tests.crash.fleet import CONFIG, PATIENCE_S, Fleet, Proxy, fleet_of
 from tests.crash.test_replicas import GREEDY, LONG, PROMPT, ids, request, rest, until
 from tests.fakes import solo_output
 from tests.unit.engine.server.fake_engine_process import VOCAB
@@ -195,9 +195,31 @@ async def test_a_stuck_step_is_ended_by_its_keeper_and_the_request_goes_on() -> 
     assert "e1" not in [one["replica"] for one in fleet.told("replica_lost")]
 
 
+async def test_an_engine_that_is_stuck_in_a_step_gets_no_further_request() -> None:
+    """Long before its keeper ends it, and although its connection is awake."""
+    async with fleet_of("e0", "e1", faults={"e0": "hang"}) as fleet:
+        streams: list[RequestStream] = []
+        while not streams or await fleet.serving(streams[-1].request_id) != "e0":
+            streams.append(fleet.replicas.submit(other_prompt(len(streams))))
+        async with asyncio.timeout(PATIENCE_S):
+            while not fleet.replica("e0").is_stuck:  # noqa: ASYNC110 (nothing tells it)
+                await asyncio.sleep(0.02)
+        later = [fleet.replicas.submit(other_prompt(100 + number)) for number in range(8)]
+        served = {await fleet.serving(stream.request_id) for stream in later}
+        answers = [ids(await rest(stream)) for stream in later]
+        await fleet.kept["e0"].kill()
+        events = [ids(await rest(stream)) for stream in streams]
+
+    assert served == {"e1"}
+    for number, answer in [*enumerate(events), *enumerate(answers, 100)]:
+        assert answer == solo_output(other_prompt(number).tokens, GREEDY, 0, 8, VOCAB)
+
+
 def other_prompt(number: int) -> Any:
     """Return a request whose prompt shares nothing with those of other numbers."""
-    return replace(request(f"r{number}", 8), tokens=tuple(range(number + 1, number + 40)))
+    return replace(
+        request(f"r{number}", 8), tokens=tuple((number + n) % VOCAB for n in range(1, 40))
+    )
 
 
 # -- where the replicas are ------------------------------------------------------------------------

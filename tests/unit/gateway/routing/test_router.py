@@ -109,6 +109,15 @@ def test_hard_rules_come_before_seconds() -> None:
     assert choose(strict, [replica(0), busy], {}).replica == "e9"
 
 
+def test_a_stuck_replica_gets_a_request_only_if_there_is_no_other() -> None:
+    """Its keeper kills it after a minute at the earliest."""
+    stuck = msgspec.structs.replace(replica(0), is_stuck=True)
+    found = {0: Found(device=3968)}
+    choice = choose(REQUEST, [stuck, replica(1, waiting_tokens=20_000)], found)
+    assert (choice.replica, choice.refused) == ("e1", {"e0": "stuck in a step"})
+    assert choose(REQUEST, [stuck, replica(1, is_ready=False)], found).replica == "e0"
+
+
 def test_a_resting_replica_serves_when_it_is_the_only_one() -> None:
     """Two failures in a row must not close a model that has one replica left."""
     choice = choose(REQUEST, [replica(0, is_ready=False), replica(1, is_resting=True)], {})
