@@ -58,6 +58,7 @@ NEUTRAL_VALUES = {
     "add_special_tokens": (False,),
     "reasoning_effort": ("none",),
     "best_of": (1,),
+    "functions": ([],),
     "echo": (False,),
 }
 """Values at which a refused field has no effect and is accepted."""

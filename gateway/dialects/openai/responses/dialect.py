@@ -67,6 +67,7 @@ REFUSED_FIELDS = {
 NEUTRAL_VALUES = {
     **wire.NEUTRAL_VALUES,
     "background": (False,),
+    "context_management": ([],),
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),

@@ -112,6 +112,7 @@ def test_accepts_fields_at_their_defaults() -> None:
         "previous_response_id": None,
         "conversation": None,
         "max_tool_calls": 3,
+        "context_management": [],
         "metadata": {"a": "b"},
         "safety_identifier": "s",
         "text": {"format": {"type": "text"}},
