@@ -30,7 +30,14 @@ from kernels.gpu.latent_attention import (
     rope_latent_write,
 )
 from kernels.gpu.tree_attention import PartialOutputs, WorkList, tree_attention
-from kernels.gpu.work_list import HostPlan, Slices, WorkPlanner, classes_for, latent_planner
+from kernels.gpu.work_list import (
+    HostPlan,
+    Slices,
+    WorkPlanner,
+    classes_for,
+    latent_planner,
+    wide_rows_min_prompts,
+)
 
 Int32 = npt.NDArray[np.int32]
 
@@ -112,6 +119,7 @@ class GpuAttention:
                 block_size=kv.format.block_size,
                 multiprocessors=multiprocessors,
                 classes=classes_for(spec.head_dim),
+                wide_rows_min_prompts=wide_rows_min_prompts(spec.head_dim),
                 part_rows=rows,
             )
         tiles = self.planner.tiles_max(tokens_max)

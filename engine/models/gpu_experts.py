@@ -15,6 +15,9 @@ from kernels.gpu.products import Fp8, Fp8Rows, fp8_of, round_rows
 from kernels.reference_experts import ExpertActivation, Routing
 from kernels.reference_weights import Packed, Weight, panels
 
+ROUTER_ROWS = 8
+"""Of a router's matrix a multiple."""
+
 
 class GpuExperts:
     """The experts of a layer.
@@ -28,7 +31,10 @@ class GpuExperts:
         self.routing = routing
         self.activation = activation
         self.count = weights.gate.shape[0]
-        self.router, self.router_bias = weights.router, weights.router_bias
+        self._router_rows = len(weights.router)
+        # Whole multiples of 16 bytes: products of other widths take several times as long.
+        self.router = F.pad(weights.router, (0, 0, 0, -self._router_rows % ROUTER_ROWS))
+        self.router_bias = weights.router_bias
         self.choice_bias = weights.choice_bias
         gate_up_bias = None
         if weights.gate_bias is not None and weights.up_bias is not None:
@@ -40,9 +46,8 @@ class GpuExperts:
         """Return the sum of the tokens' experts, and of `shared`, [T, C] of x [T, C]."""
         routing = self.routing
         x = x.contiguous()
-        ids, weights = experts.route(
-            router_logits(x, self.router), routing, self.router_bias, self.choice_bias
-        )
+        logits = router_logits(x, self.router)[:, : self._router_rows]
+        ids, weights = experts.route(logits, routing, self.router_bias, self.choice_bias)
         tile = experts.tile_of(len(x), self.gate_up.kind)
         order, blocks = experts.sort_pairs(ids, self.count, tile.pairs)
         hidden = experts.expert_product(

@@ -109,7 +109,7 @@ def _scaled(weights, scale, SCORE: tl.constexpr, RENORMALISE: tl.constexpr):
 
 @triton.jit
 def route_kernel(
-    logits, router_bias, choice_bias, ids_out, weights_out, scale,
+    logits, router_bias, choice_bias, ids_out, weights_out, stride, scale,
     E: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr,
     KEPT: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, SCORE: tl.constexpr,
     HAS_BIAS: tl.constexpr, BY_BIAS: tl.constexpr, RENORMALISE: tl.constexpr, SHARED: tl.constexpr,
@@ -127,7 +127,7 @@ def route_kernel(
     live = (group < GROUPS) & (member < SIZE)
     e = group * SIZE + member
     COLUMNS: tl.constexpr = TOP_K + (SHARED > 0)
-    logits += row * (E + (SHARED == 2))
+    logits += row * stride
     x = tl.load(logits + e, mask=live, other=float("-inf"))
     if HAS_BIAS:
         x += tl.load(router_bias + e, mask=live, other=0.0).to(tl.float32)
@@ -184,8 +184,9 @@ def route(
     """Return each token's experts in ascending order, int32, and their weights, fp32: both
     [T, choices].
 
-    logits [T, E] fp32, or one more, without the router's bias [E]; choice_bias [E] fp32. A NaN is
-    the least of all scores, so that a token of NaN has experts too, and its weights are NaN.
+    logits [T, E] fp32, or one more, rows of any stride, without the router's bias [E]; choice_bias
+    [E] fp32. A NaN is the least of all scores, so that a token of NaN has experts too, and its
+    weights are NaN.
     """
     tokens, experts = len(logits), logits.shape[1] - (routing.shared == "gated")
     ids = torch.empty(tokens, routing.choices, dtype=torch.int32, device=logits.device)
@@ -194,7 +195,8 @@ def route(
         pdl = _after_short(logits, tokens)
         route_kernel[(tokens,)](
             logits, logits if router_bias is None else router_bias,
-            logits if choice_bias is None else choice_bias, ids, weights, routing.scale,
+            logits if choice_bias is None else choice_bias, ids, weights, logits.stride(0),
+            routing.scale,
             E=experts, GROUPS=routing.groups, GROUPS_P=triton.next_power_of_2(routing.groups),
             SIZE_P=triton.next_power_of_2(experts // routing.groups), KEPT=routing.groups_kept,
             TOP_K=routing.top_k, TOP_P=triton.next_power_of_2(routing.top_k),

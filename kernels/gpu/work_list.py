@@ -83,6 +83,12 @@ def classes_for(head_dim: int) -> tuple[TileConfig, TileConfig, TileConfig]:
     return CLASSES if head_dim <= 128 else CLASSES_256
 
 
+def wide_rows_min_prompts(head_dim: int) -> int:
+    """Return from how many rows a step with prompts takes wide tiles: of wider heads sooner, since
+    a multiprocessor holds one big tile of theirs."""
+    return 2_049 if head_dim <= 128 else 1_025
+
+
 LATENT_CLASSES = (WIDE_LATENT, BIG_LATENT, SMALL_LATENT)
 """The same for latents. Their accumulators leave no room for more than 64 vectors, so wide tiles
 are big ones, and `latent_planner` takes none."""

@@ -2,6 +2,7 @@
 
     --parts kernels,tokens,layer,restore,step,prompt   what is measured
     --layers 20                                        of Qwen3.5-35B-A3B's 40
+    --step-tokens 2048                                 of a prompt in a step, as engines have it
     --device cpu                                       tiny, with TRITON_INTERPRET=1
 
 `kernels` compares each kernel with its twin in fp64 on new random inputs, at Qwen3.5-35B-A3B's and
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -69,6 +71,8 @@ ERROR_MAX = 2e-2
 LOGPROB_ERROR_MAX = 0.05
 VARIANTS = ((16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (128, 8))
 """Value channels and warps of a program in a run of one row."""
+RUNS = 7
+"""Of a prompt."""
 SEATS_TIMED = 128
 """States that a graph goes through, so that none is found in the cache."""
 
@@ -440,11 +444,11 @@ def prompt_rate(bench: HybridBench, tokens: int) -> dict[str, Any]:
     chance = random.Random(8)
     ids = tuple(chance.randrange(bench.config.vocab) for _ in range(tokens))
     bench.run([ids[::-1]], b"first", 1)
-    took_ms = [bench.run([ids], b"p%d" % i, 1)["first_token_ms"] for i in range(3)]
+    took_ms = [bench.run([ids], b"p%d" % i, 1)["first_token_ms"] for i in range(RUNS)]
     flops = 2 * active_weights(bench.config, bench) * tokens
     return {
         "prompt_of": bench.config.family, "tokens": tokens, "ms": sorted(took_ms),
-        "tflop_s": float(f"{flops / min(took_ms) / 1e9:.4g}"),
+        "tflop_s": float(f"{flops / statistics.median(took_ms) / 1e9:.4g}"),
     }  # fmt: skip
 
 
@@ -454,6 +458,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--step-tokens", type=int, default=EngineConfig().step_tokens_max)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
     device, parts, results = torch.device(options.device), options.parts.split(","), Results()
@@ -469,7 +474,7 @@ def main() -> None:
     for name in TINIES if "tokens" in parts else ():
         results.add(compare_tokens(name, device))
     if "step" in parts or "prompt" in parts:
-        whole(parts, shape, device, rate, results)
+        whole(parts, shape, device, rate, options.step_tokens, results)
     results.write(options.json)
 
 
@@ -496,12 +501,16 @@ def by_layer(parts: list[str], device: torch.device, rate: float, results: Resul
 
 
 def whole(
-    parts: list[str], shape: Architecture, device: torch.device, rate: float, results: Results
-) -> None:
+    parts: list[str], shape: Architecture, device: torch.device, rate: float, step_tokens: int,
+    results: Results,
+) -> None:  # fmt: skip
     """Time steps and prompts of a model, and a dense model's prompt."""
     is_gpu = device.type == "cuda"
     longest, sequences = (8192, 64) if is_gpu else (20, 2)
-    make = partial(HybridBench, device=device, rate=rate, sequences=sequences, step_tokens=longest)
+    make = partial(
+        HybridBench, device=device, rate=rate, sequences=sequences,
+        step_tokens=min(step_tokens, longest),
+    )  # fmt: skip
     bench = make(shape, blocks=12_000 if is_gpu else 200)
     for rows in (1, sequences) if "step" in parts else ():
         results.add(steps(bench, rows, 448 if is_gpu else 4, 64 if is_gpu else 2))

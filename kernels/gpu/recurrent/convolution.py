@@ -12,54 +12,54 @@ import triton.language as tl
 
 from kernels.gpu.recurrent.step import StepRuns, sigmoid
 
-COLUMNS = 256
-"""Channels of a program."""
+COLUMNS, ROWS, WARPS = 256, 8, 4
+"""Channels of a program, its rows in a step with prompts, and its warps."""
 
 
 @triton.jit
 def _convolve(
-    x_ptr, state_ptr, taps_ptr, bias_ptr, out_ptr, seats_ptr, firsts_ptr, seats_max, x_stride,
-    state_stride, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr, LISTED: tl.constexpr,
+    x_ptr, state_ptr, taps_ptr, bias_ptr, out_ptr, seats_ptr, firsts_ptr, rows, seats_max,
+    x_stride, state_stride, C: tl.constexpr, W: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, BC channels. Grid: (rows, channels / BC)."""
-    row = tl.program_id(0).to(tl.int64)
+    """BR rows a program, BC channels. Grid: (rows / BR, channels / BC)."""
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = c < C
-    kind = out_ptr.dtype.element_ty
-    seat = tl.load(seats_ptr + row)
-    if seat >= seats_max:
-        tl.store(out_ptr + row * C + c, tl.zeros([BC], kind), mask=inside)
-        return
-    window = state_ptr + seat.to(tl.int64) * state_stride + c
-    before = tl.zeros([BC], tl.int32)  # rows of the run before this one
-    if LISTED:
-        before += row.to(tl.int32) - tl.load(firsts_ptr + row)
-    total = tl.zeros([BC], tl.float32)
+    inside = (c < C)[None, :]
+    seat = tl.load(seats_ptr + r, mask=r < rows, other=seats_max)
+    live = (seat < seats_max)[:, None] & inside
+    row = r.to(tl.int64)[:, None]
+    source = x_ptr + row * x_stride + c[None, :]
+    window = state_ptr + seat.to(tl.int64)[:, None] * state_stride + c[None, :]
+    total = tl.zeros([BR, BC], tl.float32)
     if HAS_BIAS:
-        total += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    own = tl.load(x_ptr + row * x_stride + c, mask=inside, other=0.0)
+        total += tl.load(bias_ptr + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    before = r[:, None]  # rows of the run before each
+    if LISTED:
+        before -= tl.load(firsts_ptr + r, mask=r < rows, other=0)[:, None]
+    own = tl.load(source, mask=live, other=0.0)
     for tap in tl.static_range(W - 1):
         if LISTED:  # from the step if the run reaches so far back, else from the window
             is_kept = before < W - 1 - tap
-            kept = tl.load(window + (before + tap) * C, mask=inside & is_kept, other=0.0)
-            there = x_ptr + (row - (W - 1 - tap)) * x_stride + c
-            new = tl.load(there, mask=inside & ~is_kept, other=0.0)
+            kept = tl.load(window + (before + tap) * C, mask=live & is_kept, other=0.0)
+            new = tl.load(source - (W - 1 - tap) * x_stride, mask=live & ~is_kept, other=0.0)
             x = tl.where(is_kept, kept, new)
         else:
-            x = tl.load(window + tap * C, mask=inside, other=0.0)
+            x = tl.load(window + tap * C, mask=live, other=0.0)
             if tap:
-                tl.store(window + (tap - 1) * C, x, mask=inside)
-        weight = tl.load(taps_ptr + c * W + tap, mask=inside, other=0.0).to(tl.float32)
-        total += x.to(tl.float32) * weight
+                tl.store(window + (tap - 1) * C, x, mask=live)
+        weight = tl.load(taps_ptr + c[None, :] * W + tap, mask=inside, other=0.0)
+        total += x.to(tl.float32) * weight.to(tl.float32)
     if not LISTED:
-        tl.store(window + (W - 2) * C, own, mask=inside)
-    weight = tl.load(taps_ptr + c * W + W - 1, mask=inside, other=0.0).to(tl.float32)
-    total = (total + own.to(tl.float32) * weight).to(kind)
+        tl.store(window + (W - 2) * C, own, mask=live)
+    weight = tl.load(taps_ptr + c[None, :] * W + W - 1, mask=inside, other=0.0)
+    kind = out_ptr.dtype.element_ty
+    total = (total + own.to(tl.float32) * weight.to(tl.float32)).to(kind)
     if SILU:
         wide = total.to(tl.float32)
         total = (wide * sigmoid(wide)).to(kind)
-    tl.store(out_ptr + row * C + c, total, mask=inside)
+    total = tl.where(live, total, 0.0)
+    tl.store(out_ptr + row * C + c[None, :], total, mask=(r < rows)[:, None] & inside)
 
 
 @triton.jit
@@ -99,11 +99,12 @@ def convolve(
     out = x.new_empty(rows, channels)
     is_listed = runs.firsts is not None
     columns = triton.cdiv(channels, COLUMNS)
-    _convolve[(rows, columns)](
+    at_once = ROWS if is_listed else 1
+    _convolve[(triton.cdiv(rows, at_once), columns)](
         x, windows, taps, taps if bias is None else bias, out, runs.seats,
-        runs.seats if runs.firsts is None else runs.firsts, runs.seats_max, x.stride(0),
-        windows.stride(0), C=channels, W=width, BC=COLUMNS, HAS_BIAS=bias is not None, SILU=silu,
-        LISTED=is_listed, num_warps=2,
+        runs.seats if runs.firsts is None else runs.firsts, rows, runs.seats_max, x.stride(0),
+        windows.stride(0), C=channels, W=width, BR=at_once, BC=COLUMNS,
+        HAS_BIAS=bias is not None, SILU=silu, LISTED=is_listed, num_warps=WARPS,
     )  # fmt: skip
     if is_listed:
         firsts, counts, _ = runs.lists

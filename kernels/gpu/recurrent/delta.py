@@ -13,12 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.gpu.products import MULTIPROCESSORS
 from kernels.gpu.recurrent.step import CHUNK, PRECISION, StepRuns, sigmoid, softplus
 
 TOKEN_COLUMNS, TOKEN_WARPS = 64, 4
 """Value channels of a program, and its warps, in a run of one row."""
 CHUNK_COLUMNS = 32
 """Value channels of a program that follows a run's chunks: 128 programs for 32 heads of 128."""
+SYSTEM_WARPS, SOLVE_WARPS = 4, 4
+"""Warps of a program that writes a chunk's system, and that solves it."""
+MERGED = tl.constexpr("tf32")
+"""Precision in which the inverses of blocks become a chunk's, which is then rounded further."""
 NORM_EPS = tl.constexpr(1e-6)
 
 
@@ -87,13 +92,87 @@ def _token(
 
 
 @triton.jit
-def _solve(
-    mixed_ptr, beta_ptr, decay_ptr, rate_ptr, bias_ptr, w_ptr, u_ptr, q_ptr, k_ptr, own_ptr,
+def _gates(
+    beta_ptr, decay_ptr, rate_ptr, bias_ptr, row, head, live, gate_stride,
+):  # fmt: skip
+    """Return beta of a chunk's rows, their decays added up to each, and the sum of all."""
+    at = row * gate_stride + head
+    beta = sigmoid(tl.load(beta_ptr + at, mask=live, other=0.0).to(tl.float32))
+    beta = tl.where(live, beta, 0.0)
+    step = tl.load(decay_ptr + at, mask=live, other=0.0).to(tl.float32) + tl.load(bias_ptr + head)
+    decay = tl.where(live, -tl.load(rate_ptr + head) * softplus(step), 0.0)
+    return beta, tl.cumsum(decay, 0), tl.sum(decay, 0)
+
+
+@triton.jit
+def _systems(
+    mixed_ptr, beta_ptr, decay_ptr, rate_ptr, bias_ptr, system_ptr, q_ptr, k_ptr, own_ptr,
     fade_ptr, chunk_firsts, chunk_counts, scale, mixed_stride, gate_stride,
+    KH: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Write the system of a chunk and value head, C rows, and what needs no solution of it.
+    Grid: (chunks, H)."""
+    chunk = tl.program_id(0)
+    count = tl.load(chunk_counts + chunk)
+    if count == 0:
+        return
+    head = tl.program_id(1)
+    kind = q_ptr.dtype.element_ty
+    t, d = tl.arange(0, C), tl.arange(0, DP)
+    live = t < count
+    row = tl.load(chunk_firsts + chunk).to(tl.int64) + t
+    beta, by, last = _gates(beta_ptr, decay_ptr, rate_ptr, bias_ptr, row, head, live, gate_stride)
+    place = mixed_ptr + row[:, None] * mixed_stride + (head // (H // KH) * D + d)[None, :]
+    there = live[:, None] & (d < D)[None, :]
+    base = (chunk * H + head).to(tl.int64)
+    square = base * C * C + t[:, None] * C + t[None, :]
+    wide = base * C * DP + t[:, None] * DP + d[None, :]
+    earlier = t[:, None] - t[None, :]
+    ratio = tl.exp(tl.minimum(by[:, None] - by[None, :], 0.0))
+    k = _unit(tl.load(place + KH * D, mask=there, other=0.0).to(tl.float32), 1)
+    tl.store(k_ptr + wide, (k * tl.exp(last - by)[:, None]).to(kind))
+    own_k = k.to(kind)
+    system = tl.dot(own_k, tl.trans(own_k), input_precision=PRECISION) * ratio * beta[:, None]
+    tl.store(system_ptr + square, tl.where(earlier > 0, system, 0.0))
+    q = _unit(tl.load(place, mask=there, other=0.0).to(tl.float32), 1) * scale
+    tl.store(q_ptr + wide, (q * tl.exp(by)[:, None]).to(kind))
+    reads = tl.dot(q.to(kind), tl.trans(own_k), input_precision=PRECISION) * ratio
+    tl.store(own_ptr + square, tl.where(earlier >= 0, reads, 0.0).to(kind))
+    tl.store(fade_ptr + base, tl.exp(last))
+
+
+@triton.jit
+def _invert_blocks(system_ptr, chunk_counts, H: tl.constexpr, C: tl.constexpr):
+    """Replace a block of 16 on the diagonal of a system by the inverse of 1 + block, row by row.
+
+    One warp, so that no sum waits for another warp. Grid: (chunks, H, C / 16).
+    """
+    chunk = tl.program_id(0)
+    if tl.load(chunk_counts + chunk) == 0:
+        return
+    base = (chunk * H + tl.program_id(1)).to(tl.int64)
+    i = tl.arange(0, 16)
+    place = system_ptr + base * C * C + tl.program_id(2) * 16 * (C + 1)
+    place += i[:, None] * C + i[None, :]
+    block = -tl.load(place)
+    solved = block
+    for own in range(1, 16):
+        is_row = (i == own)[:, None]
+        line = tl.sum(tl.where(is_row, block, 0.0), 0)
+        line += tl.sum(line[:, None] * solved, 0)
+        solved = tl.where(is_row, line[None, :], solved)
+    tl.store(place, solved + tl.where(i[:, None] == i[None, :], 1.0, 0.0))
+
+
+@triton.jit
+def _solve(
+    mixed_ptr, beta_ptr, decay_ptr, rate_ptr, bias_ptr, system_ptr, w_ptr, u_ptr, chunk_firsts,
+    chunk_counts, mixed_stride, gate_stride,
     KH: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Solve the system of a chunk and value head, C rows. Grid: (chunks, H)."""
+    """Solve the system of a chunk and value head, C rows, whose blocks on the diagonal are
+    inverted. Grid: (chunks, H)."""
     chunk = tl.program_id(0)
     count = tl.load(chunk_counts + chunk)
     if count == 0:
@@ -101,107 +180,78 @@ def _solve(
     head = tl.program_id(1)
     kind = w_ptr.dtype.element_ty
     t = tl.arange(0, C)
-    live = t < count
-    d = tl.arange(0, DP)
-    row = tl.load(chunk_firsts + chunk).to(tl.int64) + t
-    at = row * gate_stride + head
-    beta = sigmoid(tl.load(beta_ptr + at, mask=live, other=0.0).to(tl.float32))
-    beta = tl.where(live, beta, 0.0)
-    step = tl.load(decay_ptr + at, mask=live, other=0.0).to(tl.float32) + tl.load(bias_ptr + head)
-    decay = tl.where(live, -tl.load(rate_ptr + head) * softplus(step), 0.0)
-    by = tl.cumsum(decay, 0)
-    last = tl.sum(decay, 0)
-    place = mixed_ptr + row[:, None] * mixed_stride + (head // (H // KH) * D + d)[None, :]
-    there = live[:, None] & (d < D)[None, :]
-    q = _unit(tl.load(place, mask=there, other=0.0).to(tl.float32), 1) * scale
-    k = _unit(tl.load(place + KH * D, mask=there, other=0.0).to(tl.float32), 1)
-    own_k = k.to(kind)
-    across = tl.trans(own_k)
-    earlier = t[:, None] - t[None, :]
-    ratio = tl.exp(tl.minimum(by[:, None] - by[None, :], 0.0))
-    system = tl.dot(own_k, across, input_precision=PRECISION) * ratio * beta[:, None]
-    reads = tl.dot(q.to(kind), across, input_precision=PRECISION) * ratio
     base = (chunk * H + head).to(tl.int64)
-    square = t[:, None] * C + t[None, :]
-    tl.store(own_ptr + base * C * C + square, tl.where(earlier >= 0, reads, 0.0).to(kind))
+    system = tl.load(system_ptr + base * C * C + t[:, None] * C + t[None, :])
+    block, column = t[:, None] // 16, t[None, :] // 16
+    solved = tl.where(block == column, system, 0.0)
+    rest = tl.where(block > column, system, 0.0)
+    # The fourth power of the blocks below the diagonal is zero.
+    unit_matrix = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
+    below = tl.dot(solved, rest, input_precision=MERGED)
+    twice = tl.dot(below, below, input_precision=MERGED) + unit_matrix
+    whole = tl.dot(unit_matrix - below, twice, input_precision=MERGED)
+    inverse = tl.dot(whole, solved, input_precision=MERGED)
 
-    # (1 + system)^-1. First the blocks of 16 on the diagonal, row by row, all blocks at once; then
-    # the blocks below them, whose fourth power is zero.
-    is_below = earlier > 0
-    is_block = t[:, None] // 16 == t[None, :] // 16
-    blocks = tl.where(is_below & is_block, -system, 0.0)
-    rest = tl.where(is_below & (t[:, None] // 16 > t[None, :] // 16), system, 0.0)
-    solved = blocks
-    for i in range(1, 16):
-        is_row = (t % 16 == i)[:, None] & is_block
-        line = tl.sum(tl.where(is_row, blocks, 0.0), 0)
-        line += tl.sum(line[:, None] * solved, 0)
-        solved = tl.where(is_row, line[None, :], solved)
-    unit_matrix = tl.where(earlier == 0, 1.0, 0.0)
-    solved += unit_matrix
-    below = tl.dot(solved, rest, input_precision=PRECISION)
-    twice = tl.dot(below, below, input_precision=PRECISION) + unit_matrix
-    whole = tl.dot(unit_matrix - below, twice, input_precision=PRECISION)
-    inverse = tl.dot(whole, solved, input_precision=PRECISION).to(kind)
-
-    grown = tl.exp(by)[:, None]
-    wide = t[:, None] * DP + d[None, :]
-    w = tl.dot(inverse, (k * beta[:, None] * grown).to(kind), input_precision=PRECISION)
-    tl.store(w_ptr + base * C * DP + wide, w.to(kind))
-    tl.store(q_ptr + base * C * DP + wide, (q * grown).to(kind))
-    tl.store(k_ptr + base * C * DP + wide, (k * tl.exp(last - by)[:, None]).to(kind))
-    tl.store(fade_ptr + base, tl.exp(last))
-    v = tl.arange(0, VP)
-    place = mixed_ptr + row[:, None] * mixed_stride + (2 * KH * D + head * V + v)[None, :]
-    value = tl.load(place, mask=live[:, None] & (v < V)[None, :], other=0.0).to(tl.float32)
-    u = tl.dot(inverse, (value * beta[:, None]).to(kind), input_precision=PRECISION)
+    live = t < count
+    row = tl.load(chunk_firsts + chunk).to(tl.int64) + t
+    beta, by, _ = _gates(beta_ptr, decay_ptr, rate_ptr, bias_ptr, row, head, live, gate_stride)
+    source = mixed_ptr + row[:, None] * mixed_stride
+    d, v = tl.arange(0, DP), tl.arange(0, VP)
+    place = source + (KH * D + head // (H // KH) * D + d)[None, :]
+    there = live[:, None] & (d < D)[None, :]
+    k = _unit(tl.load(place, mask=there, other=0.0).to(tl.float32), 1).to(kind)
+    of_keys = (inverse * (beta * tl.exp(by))[None, :]).to(kind)
+    w = tl.dot(of_keys, k, input_precision=PRECISION)
+    tl.store(w_ptr + base * C * DP + t[:, None] * DP + d[None, :], w.to(kind))
+    place = source + (2 * KH * D + head * V + v)[None, :]
+    value = tl.load(place, mask=live[:, None] & (v < V)[None, :], other=0.0).to(kind)
+    u = tl.dot((inverse * beta[None, :]).to(kind), value, input_precision=PRECISION)
     tl.store(u_ptr + base * C * VP + t[:, None] * VP + v[None, :], u.to(kind))
 
 
 @triton.jit
 def _follow(
     w_ptr, u_ptr, q_ptr, k_ptr, own_ptr, fade_ptr, state_ptr, out_ptr, seats_ptr, run_firsts,
-    run_counts, run_chunks, state_stride,
+    run_counts, run_chunks, runs, state_stride,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     BV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Follow the chunks of a run, one value head, BV channels. Grid: (runs, H, V / BV)."""
-    run = tl.program_id(0)
-    count = tl.load(run_counts + run)
-    if count <= 1:
-        return
-    head = tl.program_id(1)
+    """Follow the chunks of runs, one value head, BV channels. Grid: (H, V / BV, runs at once)."""
+    head = tl.program_id(0)
     kind = w_ptr.dtype.element_ty
-    first = tl.load(run_firsts + run).to(tl.int64)
-    seat = tl.load(seats_ptr + first).to(tl.int64)
     t, d = tl.arange(0, C), tl.arange(0, DP)
-    v = tl.program_id(2) * BV + tl.arange(0, BV)
+    v = tl.program_id(1) * BV + tl.arange(0, BV)
     inside = v < V
-    place = state_ptr + seat * state_stride + head * (D * V) + d[:, None] * V + v[None, :]
     live = (d < D)[:, None] & inside[None, :]
-    state = tl.load(place, mask=live, other=0.0)
-    base = tl.load(run_chunks + run).to(tl.int64) * H + head
     wide = t[:, None] * DP + d[None, :]
     columns = t[:, None] * VP + v[None, :]
     square = t[:, None] * C + t[None, :]
-    for start in range(0, count, C):
-        w = tl.load(w_ptr + base * C * DP + wide)
-        q = tl.load(q_ptr + base * C * DP + wide)
-        k = tl.load(k_ptr + base * C * DP + wide)
-        own = tl.load(own_ptr + base * C * C + square)
-        u = tl.load(u_ptr + base * C * VP + columns).to(tl.float32)
-        fade = tl.load(fade_ptr + base)
-        known = state.to(kind)
-        change = (u - tl.dot(w, known, input_precision=PRECISION)).to(kind)
-        read = tl.dot(q, known, input_precision=PRECISION)
-        read += tl.dot(own, change, input_precision=PRECISION)
-        state = state * fade + tl.dot(tl.trans(k), change, input_precision=PRECISION)
-        row = first + start + t
-        target = out_ptr + row[:, None] * (H * V) + (head * V + v)[None, :]
-        is_real = (start + t < count)[:, None] & inside[None, :]
-        tl.store(target, read.to(out_ptr.dtype.element_ty), mask=is_real)
-        base += H
-    tl.store(place, state, mask=live)
+    for run in range(tl.program_id(2), runs, tl.num_programs(2)):
+        count = tl.load(run_counts + run)
+        if count > 1:
+            first = tl.load(run_firsts + run).to(tl.int64)
+            seat = tl.load(seats_ptr + first).to(tl.int64)
+            place = state_ptr + seat * state_stride + head * (D * V) + d[:, None] * V + v[None, :]
+            state = tl.load(place, mask=live, other=0.0)
+            base = tl.load(run_chunks + run).to(tl.int64) * H + head
+            for start in range(0, count, C):
+                w = tl.load(w_ptr + base * C * DP + wide)
+                q = tl.load(q_ptr + base * C * DP + wide)
+                k = tl.load(k_ptr + base * C * DP + wide)
+                own = tl.load(own_ptr + base * C * C + square)
+                u = tl.load(u_ptr + base * C * VP + columns).to(tl.float32)
+                fade = tl.load(fade_ptr + base)
+                known = state.to(kind)
+                change = (u - tl.dot(w, known, input_precision=PRECISION)).to(kind)
+                read = tl.dot(q, known, input_precision=PRECISION)
+                read += tl.dot(own, change, input_precision=PRECISION)
+                state = state * fade + tl.dot(tl.trans(k), change, input_precision=PRECISION)
+                row = first + start + t
+                target = out_ptr + row[:, None] * (H * V) + (head * V + v)[None, :]
+                is_real = (start + t < count)[:, None] & inside[None, :]
+                tl.store(target, read.to(out_ptr.dtype.element_ty), mask=is_real)
+                base += H
+            tl.store(place, state, mask=live)
 
 
 def delta(
@@ -214,7 +264,7 @@ def delta(
 
     mixed [T, 2 * KH * D + H * V], beta, decay [T, H] of one row stride, rate, dt_bias [H] fp32: as
     `kernels.reference_delta.delta_inputs` takes them. states [seats, H, D, V] fp32, written. Runs
-    of several rows multiply in mixed's dtype, with sums in fp32; their scratch takes 72 KB a chunk
+    of several rows multiply in mixed's dtype, with sums in fp32; their scratch takes 88 KB a chunk
     and head of 128 channels in bf16. `columns`, `warps`: of a program in a run of one row.
     """
     key_heads, heads, key_dim, value_dim = shape
@@ -240,14 +290,23 @@ def delta(
     u = mixed.new_empty(count, heads, CHUNK, width)
     own = mixed.new_empty(count, heads, CHUNK, CHUNK)
     fade = torch.empty(count, heads, dtype=torch.float32, device=mixed.device)
-    _solve[(count, heads)](
-        mixed, beta, decay, rate, dt_bias, w, u, q, k, own, fade, runs.chunk_firsts,
-        runs.chunk_counts, scale, mixed.stride(0), beta.stride(0),
-        KH=key_heads, VP=width, C=CHUNK, **sizes, num_warps=8,
-    )  # fmt: skip
+    system = own.new_empty(own.shape, dtype=torch.float32)
+    grid = count, heads
+    gates = mixed, beta, decay, rate, dt_bias, system
+    strides = mixed.stride(0), beta.stride(0)
+    lists = runs.chunk_firsts, runs.chunk_counts
+    keys = {"KH": key_heads, "H": heads, "D": key_dim, "DP": padded, "C": CHUNK}
+    _systems[grid](*gates, q, k, own, fade, *lists, scale, *strides, **keys, num_warps=SYSTEM_WARPS)
+    _invert_blocks[(*grid, CHUNK // 16)](system, runs.chunk_counts, H=heads, C=CHUNK, num_warps=1)
+    _solve[grid](
+        *gates, w, u, *lists, *strides, **keys, V=value_dim, VP=width, num_warps=SOLVE_WARPS
+    )
     columns = min(CHUNK_COLUMNS, width)
-    _follow[(len(counts), heads, triton.cdiv(value_dim, columns))](
-        w, u, q, k, own, fade, states, out, runs.seats, firsts, counts, chunks, states.stride(0),
-        VP=width, BV=columns, C=CHUNK, **sizes, num_warps=4, num_stages=2,
+    programs = heads, triton.cdiv(value_dim, columns)
+    # Most runs have one row: a program for each of them would take long to end.
+    at_once = min(len(counts), -(-MULTIPROCESSORS // (programs[0] * programs[1])))
+    _follow[(*programs, at_once)](
+        w, u, q, k, own, fade, states, out, runs.seats, firsts, counts, chunks, len(counts),
+        states.stride(0), VP=width, BV=columns, C=CHUNK, **sizes, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ from tests.unit.kernels.gpu.compile_for_hopper import report, source_of
 BF16 = ("x_ptr", "taps_ptr", "bias_ptr", "out_ptr", "mixed_ptr", "beta_ptr", "decay_ptr",
         "step_ptr", "w_ptr", "u_ptr", "q_ptr", "k_ptr", "own_ptr", "gate_ptr",
         "weight_ptr")  # fmt: skip
-FP32 = ("rate_ptr", "through_ptr", "fade_ptr")
+FP32 = ("rate_ptr", "through_ptr", "fade_ptr", "system_ptr")
 INTS = ("seats_ptr", "firsts_ptr", "run_firsts", "run_counts", "run_chunks", "chunk_firsts",
         "chunk_counts", "pool_ptr", "states_ptr", "moves_ptr")  # fmt: skip
 
@@ -26,13 +26,17 @@ MAMBA = {"H": 48, "P": 64, "N": 128, "NP": 128, "G": 1, "BP": mamba2.CHANNELS}
 CONVOLUTION = {"C": 8192, "W": 4, "BC": convolution.COLUMNS}
 CASES: tuple[tuple[str, tuple[Any, str], dict[str, Any], int], ...] = (
     *(("convolution", (convolution, "_convolve"),
-       {**CONVOLUTION, "HAS_BIAS": False, "SILU": True, "LISTED": listed}, 2)
-      for listed in (False, True)),
+       {**CONVOLUTION, "BR": rows, "HAS_BIAS": False, "SILU": True, "LISTED": rows > 1},
+       convolution.WARPS)
+      for rows in (1, convolution.ROWS)),
     ("windows", (convolution, "_keep_windows"), CONVOLUTION, 2),
     *(("delta of a token", (delta, "_token"),
        {**HEADS, "BV": delta.TOKEN_COLUMNS, "LISTED": listed}, delta.TOKEN_WARPS)
       for listed in (False, True)),
-    ("delta's systems", (delta, "_solve"), {**HEADS, "VP": 128, "C": CHUNK}, 8),
+    ("delta's systems", (delta, "_systems"),
+     {k: v for k, v in {**HEADS, "C": CHUNK}.items() if k != "V"}, delta.SYSTEM_WARPS),
+    ("delta's blocks", (delta, "_invert_blocks"), {"H": 32, "C": CHUNK}, 1),
+    ("delta's solutions", (delta, "_solve"), {**HEADS, "VP": 128, "C": CHUNK}, delta.SOLVE_WARPS),
     ("delta of chunks", (delta, "_follow"),
      {k: v for k, v in {**HEADS, "VP": 128, "BV": delta.CHUNK_COLUMNS, "C": CHUNK}.items()
       if k != "KH"}, 4),

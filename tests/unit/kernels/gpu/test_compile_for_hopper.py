@@ -196,11 +196,11 @@ def test_kernels_of_recurrent_layers_fit_their_multiprocessor() -> None:
     """States stay in registers; chunks multiply in the matrix units."""
     reports = reports_of(RECURRENT)
 
-    assert len(reports) == 11
+    assert len(reports) == 13
     for report in reports:
-        assert report["spills"] <= (100 if report["name"] == "delta's systems" else 0), report
+        assert report["spills"] == 0, report
         assert report["shared_bytes"] <= SHARED_BYTES_MAX, report
-        if report["name"].endswith(("chunks", "systems")):
+        if report["name"].endswith(("chunks", "systems", "solutions")):
             assert report["wgmma"] > 0, report
 
 
