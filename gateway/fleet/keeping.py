@@ -33,6 +33,11 @@ def drain_mark(config: Config, name: str) -> Path:
     return config.data / MARKS / f"{name}.drained"
 
 
+def serves_mark(config: Config, name: str) -> Path:
+    """Return the file that exists while an engine serves."""
+    return drain_mark(config, name).with_suffix(SERVES)
+
+
 def open_listener(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -82,7 +87,7 @@ async def keep_engine(
     """Keep an engine until `stop` is set; then let it finish its requests, within
     `engine.drain_timeout_s`, and end it. Raises ModelError if no engine ever will serve."""
     mark = drain_mark(config, listening.name)
-    kept.mark = mark.with_suffix(SERVES)
+    kept.mark = serves_mark(config, listening.name)
     kept.mark.unlink(missing_ok=True)  # of a keeper that was killed
     engine = engine_settings(config, log)
     keeper = EngineKeeper(model, engine, log, kept, listen=listening)

@@ -30,7 +30,7 @@ from gateway.config import Config, format_address, parse_address
 from gateway.config.fleet import is_fleet_name
 from gateway.engines.keeper import ListeningSocket
 from gateway.engines.model_files import prepare_draft_model, prepared_model
-from gateway.fleet.keeping import KeptEngine, drain_mark, keep_engine, open_listener
+from gateway.fleet.keeping import KeptEngine, drain_mark, keep_engine, open_listener, serves_mark
 from gateway.http.descriptors import raise_descriptor_limit
 from gateway.levels.placement import check_levels, lock_disks
 from gateway.observability.logging import LogLines
@@ -70,7 +70,10 @@ def _run(call: CommandCall) -> CommandResult:
         if call.options.action == "drain":
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
-            return CommandResult(f"{name} drains, and stays down until undrain", {"name": name})
+            text = f"{name} drains, and stays down until undrain"
+            if not serves_mark(config, name).exists():
+                text = f"{name} serves nowhere in {config.data}; there it stays down until undrain"
+            return CommandResult(text, {"name": name})
         mark.unlink(missing_ok=True)
     except OSError as error:
         raise CommandError(f"{mark}: {error.strerror}") from error

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from gateway.background import reconciliation
+from gateway.engines.replica import ReplicaState
+from gateway.engines.replicas import Replicas
 from gateway.ledger.interface import InProcessLedger
 from tests.unit.gateway.engines.fake_link import FakeLink
 from tests.unit.gateway.gateway_fixture import GatewayFixture
@@ -52,6 +54,20 @@ async def test_says_why_there_is_no_engine(
     reason = "The engine was lost and is being restarted."
     assert later == (503, {"status": "starting", "reason": reason})
     assert alive == (200, {"status": "ok", "engine": "not ready"})
+
+
+async def test_says_how_many_engines_elsewhere_are_away(gateway: GatewayFixture) -> None:
+    """Without their names and reasons, which are for administrators."""
+    model = gateway.gateway.context.models.default
+    own, model.replicas = model.replicas, Replicas()
+    states: dict[str, ReplicaState] = {"e0": "lost", "e1": "draining", "e2": "lost"}
+    for name, state in states.items():
+        model.replicas.add(name).state = state
+    status, answer = await probe(gateway, "/readyz")
+    model.replicas = own
+
+    reason = "No engine takes requests now: 1 draining, 2 lost."
+    assert (status, answer) == (503, {"status": "starting", "reason": reason})
 
 
 @pytest.fixture

@@ -55,6 +55,17 @@ def test_a_file_that_is_no_list_is_not_watched(run: Run, tmp_path: Path) -> None
     assert file.read_text() == "dear diary\n"
 
 
+def test_a_drain_says_where_no_engine_of_the_name_serves(run: Run, data: Path) -> None:
+    """A wrong name, or a wrong data directory, must not look like a drain."""
+    status, elsewhere, _ = run("engine", "drain", "e9")
+    (data / "engines" / "e9.serves").touch()
+    _, here, _ = run("engine", "drain", "e9")
+
+    assert status == 0
+    assert "e9 serves nowhere in " in elsewhere
+    assert here.startswith("e9 drains")
+
+
 def test_a_server_imports_no_ray() -> None:
     """It takes a second and 100 MB, and a gateway knows no cluster."""
     program = (
