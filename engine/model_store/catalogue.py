@@ -145,6 +145,12 @@ def resolve(name: str, models_dir: Path) -> Path:
             return inside[0].resolve() if len(shards) == 1 else shards[0].absolute()
         if (fetched / "config.json").is_file():
             return fetched
+        is_path = name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf")
+        if is_path and not path.exists():
+            message = (
+                f"{name!r} does not exist; expected a GGUF file, or a folder with a config.json"
+            )
+            raise ModelError("not_found", message)
     except OSError as error:
         raise ModelError(
             "not_found", f"{name[:200]!r} cannot be opened: {error.strerror}."

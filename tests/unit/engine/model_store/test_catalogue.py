@@ -4,6 +4,7 @@ pip where its own behaviour counts."""
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import types
 import zipfile
@@ -258,6 +259,13 @@ def test_unknown_name_is_not_found(name: str, tmp_path: Path) -> None:
         resolve(name, tmp_path)
 
     assert caught.value.code == "not_found"
+
+
+@pytest.mark.parametrize("name", ["/nope", "./nope/m.gguf", "../nope", "~/nope", "nope.gguf"])
+def test_a_path_that_does_not_exist_is_told_so(name: str, tmp_path: Path) -> None:
+    """A list of built-in models would say nothing of a mistyped folder."""
+    with pytest.raises(ModelError, match=re.escape(f"'{name}' does not exist")):
+        resolve(name, tmp_path)
 
 
 def test_missing_built_in_model_names_pull_command(tmp_path: Path) -> None:
