@@ -87,6 +87,7 @@ class LedgerProcessClient:
         self._is_restart_paused = False  # in a restart pause; new requests are refused
         self._is_closing = False
         self._last_write_ok = True
+        self._report, self._is_refused = report, False  # by the database, which was logged
         # loop time of the last answer, or of the first item sent after it
         self._last_answer_s = 0.0
         self.found_epoch: LedgerEpoch | None = None
@@ -235,15 +236,20 @@ class LedgerProcessClient:
     def _resolve_batch(self, answered: BatchResult) -> None:
         """Resolve the waiters of one commit, in the order in which the items were sent."""
         refused, next_item = answered.refused, self._in_flight.popleft
-        self._last_answer_s, self._last_write_ok = self._loop.time(), True
+        self._last_answer_s, reason = self._loop.time(), ""
         for at in range(answered.count):
             item, waiter = next_item()
             if refused and at in refused:
                 error = error_of(refused[at])
-                self._last_write_ok &= is_written(error)
+                reason = reason if is_written(error) else error.message
                 self._fail(item, waiter, error)
             elif waiter is not None and not waiter.done():
                 waiter.set_result(None)
+        self._last_write_ok = not reason
+        if self._is_refused is not bool(reason):
+            self._is_refused = bool(reason)
+            facts: dict[str, object] = {"reason": reason} if reason else {}
+            self._report("ledger_unwritable" if reason else "ledger_writable", facts)
 
     def _fail(self, item: Item, waiter: Waiter | None, error: TenancyError) -> None:
         if isinstance(item, Hold) and not item.is_running:

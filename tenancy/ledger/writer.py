@@ -109,15 +109,15 @@ class LedgerWriter:
         except (ConstraintBroken, LedgerUnavailable) as error:
             if len(items) > 1:  # one impossible entry must not fail the others
                 return [answer for item in items for answer in self.write([item])]
-            return [_not_written("impossible_entry", error)]
+            return [_impossible(error)]
         except StoreBusy as error:
-            return [_not_written(NOT_DURABLE, error) for _ in items]
+            return [_not_durable(error) for _ in items]
         except StoreError as error:
             self._is_damaged = True
             holds = [item for item in items if isinstance(item, Hold)]
             # A running request gets its entry, with or without a stored hold.
             self._doubtful.update(hold.request_id for hold in holds if not hold.is_running)
-            return [_not_written(NOT_DURABLE, error) for _ in items]
+            return [_not_durable(error) for _ in items]
 
     def run_maintenance(self) -> None:
         """Run periodic maintenance after a batch is answered: save the known point, fold sums."""
@@ -216,6 +216,12 @@ def closed(hold: Row, now_ms: int) -> NamedEntry:
     return NamedEntry(entry, uncounted={entry.epoch: counts})
 
 
-def _not_written(code: str, error: Exception) -> LedgerUnavailable:
+def _impossible(error: Exception) -> LedgerUnavailable:
     """Return the refusal; its message names the kind of error and contains no value."""
-    return LedgerUnavailable(code, f"The ledger could not be written ({type(error).__name__}).")
+    message = f"The ledger could not be written ({type(error).__name__})."
+    return LedgerUnavailable("impossible_entry", message)
+
+
+def _not_durable(error: StoreError) -> LedgerUnavailable:
+    """Return the refusal; its message is the database's, for the operator's log."""
+    return LedgerUnavailable(NOT_DURABLE, error.message)

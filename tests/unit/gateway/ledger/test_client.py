@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from pathlib import Path
+from resource import RLIMIT_FSIZE, prlimit
 
 import pytest
 from msgspec import structs
@@ -178,6 +179,25 @@ async def test_is_unwell_while_writes_stall_or_process_is_gone(ledger: LedgerUnd
     seen.append(ledger.client.is_well)
 
     assert seen == [True, True, True, False, True]
+
+
+async def test_a_database_that_refuses_writes_is_told_once_and_so_is_its_end(
+    ledger: LedgerUnderTest,
+) -> None:
+    """A full disk, say: clients only read that usage cannot be recorded."""
+    await ledger.client.write(hold("a"))
+    _, most = prlimit(ledger.client.pid, RLIMIT_FSIZE)
+    prlimit(ledger.client.pid, RLIMIT_FSIZE, (0, most))
+    codes = [await code(ledger.client.write(hold(name))) for name in ("b", "c")]
+    well_then = ledger.client.is_well
+    prlimit(ledger.client.pid, RLIMIT_FSIZE, (most, most))
+    await ledger.client.write(hold("d"))
+
+    assert (codes, well_then, ledger.client.is_well) == (["not_durable"] * 2, False, True)
+    (refused, again) = ledger.events
+    assert refused[0] == "ledger_unwritable"
+    assert str(ledger.store.path) in str(refused[1]["reason"])
+    assert again == ("ledger_writable", {})
 
 
 async def test_next_process_settles_running_requests(ledger: LedgerUnderTest) -> None:
