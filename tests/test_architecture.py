@@ -38,6 +38,15 @@ LARGER_FOLDERS: dict[str, str] = {
 }
 """Product folders with more than `FOLDER_FILES_MAX` source files, each with its reason."""
 
+TOP_LEVEL = frozenset(
+    {
+        *(".ci", ".dockerignore", ".gitignore", "ARCHITECTURE.md", "CHANGELOG.md"),
+        *("CONTRIBUTING.md", "Dockerfile", "LICENSE", "Makefile", "README.md", "THREAT_MODEL.md"),
+        *("compose.yaml", "constraints.txt", "deploy", "docs", "engine", "examples", "gateway"),
+        *("kernels", "pyproject.toml", "tenancy", "tests"),
+    }
+)
+
 CONTEXT_TAKERS_MAX = 9
 """How many functions may take all parts of a gateway."""
 
@@ -120,6 +129,15 @@ def folders_of_tests() -> list[Path]:
 def name_of(path: Path) -> str:
     """The path from the repository's root."""
     return path.relative_to(ROOT).as_posix()
+
+
+def test_the_top_level_is_fixed() -> None:
+    """What a tool leaves there is not for the repository: a file of megabytes was added so."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout: no file is tracked")
+
+    assert {line.partition("/")[0] for line in listed.stdout.splitlines()} == TOP_LEVEL
 
 
 def test_files_are_named_after_nouns() -> None:
