@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from tests.server_process import (
     children,
     run_server,
     serve_command,
+    serving,
     spawn,
     stopped,
 )
@@ -101,6 +103,29 @@ async def test_first_start_creates_private_key_and_sigterm_drains(
     assert rest.endswith(b"data: [DONE]\n\n")
     assert exit_status == 0
     assert rows(data, "select ending, output_tokens from ledger") == [("done", 400)]
+
+
+async def test_the_addresses_that_are_told_are_of_ipv6_too(model: Path, tmp_path: Path) -> None:
+    """A client takes the address as it is printed, with brackets, and so do the commands."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError as error:
+        pytest.skip(f"no IPv6 on this machine: {error}")
+    settings = tmp_path / "settings.toml"
+    settings.write_text(SETTINGS)
+    command = serve_command(model, tmp_path / "data", settings)
+    command += ["--listen", "[::1]:0", "--admin-listen", "[::1]:0"]
+    with serving(command, tmp_path / "log") as server:
+        async with server.request(max_tokens=1) as (status, content):
+            await content.read()
+        async with ClientSession() as session, session.get(f"{server.admin_url}/metrics") as found:
+            admin_status = found.status
+        exit_status = await asyncio.to_thread(server.stop)
+
+    assert (status, admin_status, exit_status) == (200, 200, 0)
+    for url in (server.url, server.admin_url):
+        assert url.startswith("http://[::1]:")
 
 
 async def test_a_host_level_of_auto_gets_its_number_at_the_start(

@@ -188,7 +188,7 @@ def test_a_file_without_pre_tokenizer_or_types_is_read_with_a_warning() -> None:
     warnings = tokenizer_warnings(bare)
 
     assert tokenizer_warnings(whole) == ()
-    assert [word in text for word, text in zip(("pre", "token_type"), warnings, strict=True)]
+    assert all(word in text for word, text in zip(("pre", "token_type"), warnings, strict=True))
     assert json.loads(tokenizer_json(bare))["added_tokens"] == []
 
 
