@@ -6,7 +6,6 @@ them take the `Context`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -110,10 +109,8 @@ class Context:
             return Obstacle("draining", "The server is shutting down.")
         default = self.models.default
         if not default.replicas.ready():
-            states = Counter(one.state for one in default.replicas if one.is_elsewhere)
-            if states:
-                found = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-                return Obstacle("starting", f"No engine takes requests now: {found}.")
+            if absence := default.replicas.absence():
+                return Obstacle("starting", absence)
             if default.replicas.restarts:
                 return Obstacle("starting", "The engine was lost and is being restarted.")
             return Obstacle("starting", "The engine is starting.")

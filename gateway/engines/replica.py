@@ -127,6 +127,14 @@ class Replica:
             return False
         return engine.ready()
 
+    @property
+    def condition(self) -> str:
+        """Why it takes no requests, in a word for clients: its state, `drained` once its engine has
+        ended after a drain."""
+        if self.state == "ready":
+            return "ready" if self.ready() else "lost"
+        return "drained" if self.state == "draining" and self.engine is None else self.state
+
     def describe(self) -> dict[str, object]:
         """Return its state, for operators, with the load of its latest heartbeat."""
         info, stats = self.info, self.stats
@@ -147,7 +155,10 @@ class Replica:
         """Return the engine that serves now. Raises EngineUnavailable."""
         if self.engine is None:
             wait_s = 1.0 if self.link is None else self.link.retry_after_s()
-            raise EngineUnavailable(code, "The engine is starting.", wait_s)
+            message = "The engine is starting."
+            if self.is_elsewhere:
+                message = f"The engine {self.name or 'elsewhere'} is {self.condition}."
+            raise EngineUnavailable(code, message, wait_s)
         return self.engine
 
     async def drain(self, timeout_s: float) -> None:

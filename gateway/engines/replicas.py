@@ -54,6 +54,10 @@ MOVES_MAX: Final = 8
 """How often a request may go on at another replica."""
 
 
+RETRY_AFTER_S: Final = 2.0
+"""Seconds that a client should wait for an engine that is being started, or is away."""
+
+
 class Quoted(Struct, frozen=True):
     """What the replica has that a request would go to, and its queue, if it is one of several:
     seconds until the request would begin, and prompt tokens a second from then on."""
@@ -177,7 +181,9 @@ class Replicas:
         EngineUnavailable while none is ready."""
         ready = [one for one in self._members if one.ready()]
         if not ready:
-            code = "draining" if any(one.is_draining for one in self._members) else "not_ready"
+            code = "draining" if all(one.is_draining for one in self._members) else "not_ready"
+            if code == "not_ready" and (absence := self.absence()):
+                raise EngineUnavailable(code, absence, RETRY_AFTER_S)
             for one in self._members:
                 one.running(code)
             raise EngineUnavailable(code, "The engine does not accept requests now.")
@@ -390,6 +396,16 @@ class Replicas:
     def ready(self) -> bool:
         """Return whether one accepts requests now."""
         return any(one.ready() for one in self._members)
+
+    def absence(self, model: str = "") -> str:
+        """Return that none takes requests, with how many are in which state, and without names,
+        which are for operators; "" if the engine is this machine's. `model`: to be named."""
+        states = Counter(one.condition for one in self._members if one.is_elsewhere)
+        if self._members and not states:
+            return ""
+        found = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+        of_model = f" of the model `{model}`" if model else ""
+        return f"No engine{of_model} takes requests now: {found or 'none is known'}."
 
     def is_alive(self, epoch: str) -> bool:
         """Return whether an engine of this epoch still holds what it cached."""

@@ -23,13 +23,11 @@ from engine.errors import EngineError, EngineUnavailable
 from engine.statistics import NamespaceStats, Stats
 from gateway.caching.namespaces import parts_of
 from gateway.config import ANY_NAME, ServedModelSettings
-from gateway.engines.replicas import Replicas, sum_stats
+from gateway.engines.replicas import RETRY_AFTER_S, Replicas, sum_stats
 from gateway.engines.waiting_requests import WaitingBounds, WaitingRequests
 from gateway.errors import Kind, Refusal
 from gateway.prompt import Renderer
 
-RETRY_AFTER_S = 2.0
-"""Seconds that a client should wait for an engine that is being started."""
 _MODEL_PART = 2
 """The model's place among the parts of a namespace."""
 _FOLDERS = re.compile(r"(?<![^\s'\"])/(?:[^/\s]+/)*")
@@ -110,7 +108,8 @@ class ServedModel:
         if reason := self.failure():
             return Refusal(Kind.BUSY, "model_failed", _failed_to_start(self.name, reason))
         what = "The engine" if is_alone else f"The engine of the model `{self.name}`"
-        return EngineUnavailable("not_ready", f"{what} is starting.", RETRY_AFTER_S)
+        absence = self.replicas.absence("" if is_alone else self.name)
+        return EngineUnavailable("not_ready", absence or f"{what} is starting.", RETRY_AFTER_S)
 
 
 class ServedModels:

@@ -11,7 +11,23 @@ from gateway.engines.replica import ReplicaState
 from gateway.engines.replicas import Replicas
 from gateway.ledger.interface import InProcessLedger
 from tests.unit.gateway.engines.fake_link import FakeLink
+from tests.unit.gateway.engines.test_replica_choice import RecordedEngine
 from tests.unit.gateway.gateway_fixture import GatewayFixture
+
+TURNS = [{"role": "user", "content": "hi"}]
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": TURNS},
+    "/v1/messages": {"messages": TURNS, "max_tokens": 4},
+    "/v1beta/models/tiny:generateContent": {"contents": [{"parts": [{"text": "hi"}]}]},
+}
+"""A request of each dialect."""
+
+
+async def ask_for_text(gateway: GatewayFixture, path: str) -> tuple[int, str]:
+    """Return the status and the message of a request that is refused."""
+    body = REQUESTS[path] if "v1beta" in path else {"model": "tiny", **REQUESTS[path]}
+    status, answer, _ = await gateway.ask(path, body)
+    return status, answer["error"]["message"]
 
 
 async def probe(gateway: GatewayFixture, path: str) -> tuple[int, Any]:
@@ -60,14 +76,22 @@ async def test_says_how_many_engines_elsewhere_are_away(gateway: GatewayFixture)
     """Without their names and reasons, which are for administrators."""
     model = gateway.gateway.context.models.default
     own, model.replicas = model.replicas, Replicas()
-    states: dict[str, ReplicaState] = {"e0": "lost", "e1": "draining", "e2": "lost"}
+    states: dict[str, ReplicaState] = {"e0": "lost", "e1": "draining", "e2": "lost", "e3": "wrong"}
     for name, state in states.items():
         model.replicas.add(name).state = state
+    drains = RecordedEngine("e4")
+    drains.ready = lambda: False  # type: ignore[method-assign]
+    model.replicas.add("e4", drains).state = "draining"
     status, answer = await probe(gateway, "/readyz")
+    told = [await ask_for_text(gateway, path) for path in REQUESTS]
+    model.replicas = Replicas()
+    _, nobody = await probe(gateway, "/readyz")
     model.replicas = own
 
-    reason = "No engine takes requests now: 1 draining, 2 lost."
+    reason = "No engine takes requests now: 1 drained, 1 draining, 2 lost, 1 wrong."
     assert (status, answer) == (503, {"status": "starting", "reason": reason})
+    assert told == [(503, reason), (529, reason), (503, reason)]
+    assert nobody["reason"] == "No engine takes requests now: none is known."
 
 
 @pytest.fixture
