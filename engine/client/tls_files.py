@@ -8,6 +8,7 @@ host names are not checked: engines move between addresses. `trunkline fleet ini
 from __future__ import annotations
 
 import ssl
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,8 @@ CERTIFICATE: Final = "certificate.pem"
 KEY: Final = "key.pem"
 SCHEME: Final = "trunkline://"
 """What begins the URI that names a certificate's holder."""
+_NOT_TODAY: Final = (9, 10)
+"""OpenSSL's codes for a certificate that is not valid yet, and one that has expired."""
 
 
 class TlsError(EngineError):
@@ -45,6 +48,37 @@ def tls_context(folder: Path, *, is_server: bool) -> ssl.SSLContext:
             f"{at}: {what}; expected {AUTHORITY}, {CERTIFICATE} and {KEY} of one authority"
         ) from error
     return context
+
+
+def check_certificate(folder: Path, holder: str) -> None:
+    """Check an engine's own certificate as a gateway will, by a handshake in memory; `holder`: whom
+    it has to name, such as `engine/e0`. A few milliseconds. Raises TlsError."""
+    server, client = tls_context(folder, is_server=True), tls_context(folder, is_server=False)
+    server.verify_mode = ssl.CERT_NONE
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    gateway = client.wrap_bio(back, there, server_hostname="engine")
+    engine = server.wrap_bio(there, back, server_side=True)
+    at = folder / CERTIFICATE
+    try:
+        for end in (gateway, engine, gateway):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLError as error:
+        raise TlsError(f"{at}: {told(error)}") from error
+    if (named := holder_of(gateway.getpeercert())) != holder:
+        raise TlsError(f"{at}: the certificate names {named!r}; expected {holder!r}")
+
+
+def told(error: Exception) -> str:
+    """Return what a failed connection says of itself, without the place in OpenSSL's sources."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        right = f"one of the authority in {AUTHORITY}"
+        if error.verify_code in _NOT_TODAY:
+            right = "one that is valid today, as trunkline fleet init makes it"
+        return f"the certificate is not accepted: {error.verify_message}; expected {right}"
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or "no TLS").replace("_", " ").lower()
+    return str(error) or type(error).__name__
 
 
 def holder_of(certificate: dict[str, Any] | None) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from engine.client.tls_files import AUTHORITY, TlsError, holder_of
+from engine.client.tls_files import TlsError, holder_of, told
 from engine.wire import FrameError, FrameReader
 
 HANDSHAKE_S: Final = 10.0
@@ -23,8 +23,10 @@ HANDSHAKE_S: Final = 10.0
 USER_TIMEOUT_S: Final = 2.5
 """The kernel counts it from the first repetition, 0.2 to 0.4 s after what got no answer."""
 KEEPALIVE: Final = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3))
-_NOT_TODAY: Final = (9, 10)
-"""OpenSSL's codes for a certificate that is not valid yet, and one that has expired."""
+UNANSWERED: Final = (
+    f"It accepts connections, but no engine has answered for {HANDSHAKE_S:g} s: it is drained, or"
+    " still starts; expected an engine that serves."
+)
 
 
 class TlsWire(asyncio.Protocol):
@@ -57,9 +59,11 @@ class TlsWire(asyncio.Protocol):
                 ssl_handshake_timeout=HANDSHAKE_S,
             )
         except ssl.SSLCertVerificationError as error:
-            raise TlsError(_told(error)) from error
+            raise TlsError(told(error)) from error
+        except ConnectionAbortedError as error:  # of asyncio, after the handshake's time
+            raise TimeoutError(UNANSWERED) from error
         except ssl.SSLError as error:
-            raise TlsError(f"it speaks no TLS 1.3: {_told(error)}; expected an engine") from error
+            raise TlsError(f"it speaks no TLS 1.3: {told(error)}; expected an engine") from error
         self._keep_watch()
 
     async def accept(self, end: socket.socket, context: ssl.SSLContext) -> None:
@@ -69,8 +73,10 @@ class TlsWire(asyncio.Protocol):
             await loop.connect_accepted_socket(
                 lambda: self, end, ssl=context, ssl_handshake_timeout=HANDSHAKE_S
             )
+        except ConnectionAbortedError as error:  # of asyncio, after the handshake's time
+            raise TlsError(f"no handshake within {HANDSHAKE_S:g} s; expected a gateway") from error
         except ssl.SSLError as error:
-            raise TlsError(_told(error)) from error
+            raise TlsError(told(error)) from error
         self._keep_watch()
 
     def follow(
@@ -140,7 +146,7 @@ class TlsWire(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         if exc is not None:
-            self.reason = _told(exc)
+            self.reason = told(exc)
         if not self._is_closed:
             self._is_closed = True
             self._on_end()
@@ -156,15 +162,3 @@ class TlsWire(asyncio.Protocol):
                 end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             timeout_ms = int(USER_TIMEOUT_S * 1000)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
-
-
-def _told(error: Exception) -> str:
-    """Return what a failed connection says of itself, without the place in OpenSSL's sources."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        right = f"one of the authority in {AUTHORITY}"
-        if error.verify_code in _NOT_TODAY:
-            right = "one that is valid today, as trunkline fleet init makes it"
-        return f"the certificate is not accepted: {error.verify_message}; expected {right}"
-    if isinstance(error, ssl.SSLError):
-        return (error.reason or "no TLS").replace("_", " ").lower()
-    return str(error) or type(error).__name__

@@ -20,6 +20,8 @@ VARIABLES = {"TRUNKLINE_FLEET_NAME": "fleet.name", "TRUNKLINE_FLEET_TLS": "fleet
 """Environment variables of gateways that share a file, and the key paths that they set."""
 RoutingPolicy = Literal["time", "round_robin"]
 PromptsApart = Literal["auto", "off"]
+NAME_RULE = "up to 63 letters, digits, dots and hyphens, a letter or digit first"
+"""What a name of an engine or a gateway may be."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 
 
@@ -79,7 +81,10 @@ def parse_replica(line: str) -> ReplicaAddress:
     name, equals, place = line.strip().partition("=")
     host, _, port = place.rpartition(":")
     is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) <= 65_535
-    if not equals or not is_fleet_name(name) or not host.strip("[]") or not is_port:
+    is_place = bool(host.strip("[]")) and is_port
+    if is_place and name and not is_fleet_name(name):
+        raise ValueError(f"{line.strip()[:120]!r}: the name {name[:80]!r}; expected {NAME_RULE}")
+    if not equals or not name or not is_place:
         raise ValueError(
             f"{line.strip()[:120]!r}: expected NAME=HOST:PORT, such as e0=10.0.0.1:7443"
         )
@@ -106,7 +111,7 @@ def parse_replicas(lines: list[str] | tuple[str, ...]) -> tuple[ReplicaAddress, 
 def find_problem(fleet: FleetConfig, models: Sequence[ReplicaSettings]) -> str:
     """Return what is wrong with these settings, and what would be right; "" if nothing is."""
     if not is_fleet_name(fleet.name):
-        return f"fleet.name: {fleet.name[:80]!r}; expected up to 63 letters, digits, dots, hyphens"
+        return f"fleet.name: {fleet.name[:80]!r}; expected {NAME_RULE}"
     if fleet.shared and (problem := find_address_problem(fleet.shared)):
         return f"fleet.shared: {problem}"
     for one in models:

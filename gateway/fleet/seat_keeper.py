@@ -21,7 +21,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from engine.client.tls_files import tls_context
+from engine.client.tls_files import check_certificate
 from engine.errors import EngineError
 from gateway.config import Config, ConfigError, load_config
 from gateway.config.fleet import ReplicaAddress
@@ -124,7 +124,7 @@ class SeatKeeper:
         levels = [config.engine_of(config.served_models()[0]).levels]
         check_levels(config, levels)
         tls = Path(seat.tls or config.data / "fleet") / f"engine-{seat.name}"
-        tls_context(tls, is_server=True)
+        check_certificate(tls, f"engine/{seat.name}")
         with ExitStack() as opened:
             lock_disks(config, levels, opened)
             source = config.served_models()[0].source

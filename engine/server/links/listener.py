@@ -112,9 +112,9 @@ class EngineListener:
             assert self._context is not None
             await wire.accept(end, self._context)
         except (OSError, TlsError) as error:
-            reason = error.message if isinstance(error, TlsError) else type(error).__name__
-            log_line("gateway_refused", address=address, reason=reason)
-            end.close()
+            if isinstance(error, TlsError):
+                log_line("gateway_refused", address=address, reason=error.message)
+            end.close()  # without a word for one that has left: a gateway that waited too long
             return
         link = GatewayLink(wire.follow, None, patience_s=PATIENCE_S, clock=self._clock)
         hello = None

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import get_args
 
 from engine.api import EngineRole
-from engine.client.tls_files import tls_context
+from engine.client.tls_files import check_certificate
 from engine.signals import handle_signals
 from gateway.cli.addresses import check_address
 from gateway.cli.arguments import add_actions
 from gateway.cli.database import prepare_data_dir
 from gateway.cli.result import CommandCall, CommandError, CommandResult, Entry
 from gateway.config import Config, format_address, parse_address
-from gateway.config.fleet import is_fleet_name
+from gateway.config.fleet import NAME_RULE, is_fleet_name
 from gateway.engines.keeper import ListeningSocket
 from gateway.engines.model_files import prepare_draft_model, prepared_model
 from gateway.fleet.keeping import KeptEngine, drain_mark, keep_engine, open_listener, serves_mark
@@ -61,7 +61,7 @@ def _run(call: CommandCall) -> CommandResult:
     """Run one action. Raises CommandError, ConfigError, ModelError and TlsError."""
     name, config = call.options.name, call.config
     if not is_fleet_name(name):
-        raise CommandError(f"{name[:80]!r}: expected a name of letters, digits, dots and hyphens")
+        raise CommandError(f"the name {name[:80]!r}; expected {NAME_RULE}")
     if call.options.action == "serve":
         _serve(call)
         return CommandResult("", None)
@@ -88,7 +88,7 @@ def _serve(call: CommandCall) -> None:
     levels = [config.engine_of(config.served_models()[0]).levels]
     check_levels(config, levels)
     tls = (options.tls or config.data / "fleet" / f"engine-{options.name}").absolute()
-    tls_context(tls, is_server=True)  # an error now, rather than in the engine's log
+    check_certificate(tls, f"engine/{options.name}")  # gateways alone would see it later
     with ExitStack() as opened:
         lock_disks(config, levels, opened)
         source = config.served_models()[0].source

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_ports
+from tests.unit.engine.server.fleet_certificates import certificate, expired
 from tests.unit.gateway.cli.command_output import Run, error_line
 
 
@@ -64,6 +65,24 @@ def test_a_drain_says_where_no_engine_of_the_name_serves(run: Run, data: Path) -
     assert status == 0
     assert "e9 serves nowhere in " in elsewhere
     assert here.startswith("e9 drains")
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        (expired("engine/e0"), "certificate has expired; expected one that is valid today"),
+        (certificate("engine/e1"), "the certificate names 'engine/e1'; expected 'engine/e0'"),
+    ],
+)
+def test_a_certificate_that_gateways_would_refuse_is_refused(
+    run: Run, data: Path, folder: Path, says: str
+) -> None:
+    """Before a model is looked for."""
+    serve = ("engine", "serve", "--name", "e0", "--listen", "127.0.0.1:0")
+    line = error_line(run, *serve, "--tls", str(folder))
+
+    assert f"{folder / 'certificate.pem'}: the certificate " in line
+    assert says in line
 
 
 def test_a_server_imports_no_ray() -> None:
