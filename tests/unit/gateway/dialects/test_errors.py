@@ -90,7 +90,7 @@ def test_status_type_and_shape_of_each_kind(
 
 
 def test_a_retry_is_a_detail_of_geminis_errors() -> None:
-    """Google's SDKs read the delay there; so do they the field."""
+    """Where Google's own endpoint tells the delay and the field."""
     _, body = error_of(
         GEMINI, Refusal(Kind.BUSY, "overloaded", "Busy.", param="p", retry_after_s=3)
     )
