@@ -40,6 +40,16 @@ def test_place_in_a_text_is_said(at: int, length: int, where: str) -> None:
     assert f"token {at + 1:,} of {length:,})" in words.what
 
 
+@each_row(("others", "title"), [(3, "The tools change"), (0, "The text of a tool changes")])
+def test_a_tool_that_is_left_out_is_no_short_value(others: int, title: str) -> None:
+    """A date in a description is cured at the description, a list that changes at the list."""
+    sums = {"at": 3, "part_tokens": 600, "changed": 9, "other_tools": others}
+    words = describe("tools_changed", CauseFacts("tools", 3, 4, sums))
+
+    assert words.title == title
+    assert ("short value" in words.what) == ("Keep dates" in words.advice) == (not others)
+
+
 def test_breakpoint_behind_a_change_at_the_end_gets_its_own_cure() -> None:
     """Nothing repeats behind the change; the prefix before it is written again and again."""
     sums = {"at": 290, "part_tokens": 300, "changed": 10, "behind": 0}

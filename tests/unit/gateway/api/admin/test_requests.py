@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import change_tenant
+from tenancy.history.request_users import UserNote, write_users
 from tenancy.pricing.charges import RateCard
 from tenancy.pricing.rate_cards import add_card
 from tenancy.types import wall_ms
@@ -59,6 +61,24 @@ async def test_lists_requests_newest_first(admin: AdminClient) -> None:
     assert ada["prompt_tokens"] == ada["computed_tokens"] > 0
     assert float(ada["cost_usd"]) == (ada["prompt_tokens"] + 2 * ada["output_tokens"]) / 1e6
     assert refused["cost_usd"] is None
+
+
+async def test_names_the_key_by_its_label_and_the_clients_user(admin: AdminClient) -> None:
+    """An operator knows a key by the label that they gave it, not by its number."""
+    gateway = admin.gateway
+    bob = gateway.gateway.context.authenticator.authenticate(gateway.keys["bob"]).tenant
+    gateway.keys["app"] = create_key(gateway.store, wall_ms, bob.tenant_id, label="booking app")
+    gateway.gateway.context.authenticator.refresh_now()
+    await gateway.ask(who="app")
+    await gateway.quiet()
+    request_id = (await listed(admin))[0]["request_id"]
+    write_users(gateway.store, [UserNote(request_id, bob.tenant_id, "guest 7")])
+    newest, before, *_ = await listed(admin)
+    _, whole = await admin.ask("GET", f"/admin/v1/requests/{newest['request_id']}")
+
+    for shown in (newest, whole):
+        assert (shown["key_label"], shown["user"]) == ("booking app", "guest 7")
+    assert (before["key_label"], before["user"]) == (None, None)
 
 
 async def test_filters_and_pages(admin: AdminClient) -> None:
