@@ -25,7 +25,7 @@ from gateway.caching.namespaces import owner_of
 from gateway.config.fleet import RoutingPolicy
 from gateway.engines.replica import Replica
 from gateway.processes.child_process import Report
-from gateway.routing.load import ReplicaLoad
+from gateway.routing.load import FIRST_RATE, ReplicaLoad
 from gateway.routing.prefix_directory import MAX_REPLICAS, Found, PrefixDirectory
 from gateway.routing.router import (
     RecentChoices,
@@ -233,6 +233,9 @@ class ReplicaChooser:
         info = next((one.info for one in replicas if one.info is not None), None)
         if info is None:
             return None
+        fastest = max((one.load.report.prefill_tokens_per_s for one in states), default=0.0)
+        for one in states:  # a new one is taken for as fast as the fastest that is known
+            one.load.first_rate = fastest or FIRST_RATE
         grant = request.grant
         digests = self._digests_of(request)
         if request.attention is not None:

@@ -7,7 +7,7 @@ from collections import deque
 from engine.statistics import LoadReport
 
 FIRST_RATE = 10_000.0
-"""Prompt tokens a second of an engine that has computed none yet."""
+"""Prompt tokens a second of an engine that has computed none yet, where none has."""
 
 
 class ReplicaLoad:
@@ -15,6 +15,8 @@ class ReplicaLoad:
 
     def __init__(self, report: LoadReport) -> None:
         self.report = report
+        self.first_rate = FIRST_RATE
+        """Prompt tokens a second that are assumed until it has computed a prompt."""
         self._after: deque[tuple[int, int]] = deque()
         self._after_tokens = 0
 
@@ -33,7 +35,7 @@ class ReplicaLoad:
     @property
     def prefill_tokens_per_s(self) -> float:
         """The rate at which it computes prompts."""
-        return self.report.prefill_tokens_per_s or FIRST_RATE
+        return self.report.prefill_tokens_per_s or self.first_rate
 
     @property
     def wait_s(self) -> float:

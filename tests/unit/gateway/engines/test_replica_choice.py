@@ -118,6 +118,22 @@ def test_turns_of_a_tenant_stay_where_their_prefix_is(
     assert len(engines[0].sent) + len(engines[1].sent) == 32
 
 
+def test_an_engine_without_a_pace_is_as_fast_as_the_fastest(
+    engines: list[RecordedEngine], clock: FakeClock
+) -> None:
+    """A slow engine would lose its prefix to one that has computed nothing yet."""
+    replicas = replicas_of(engines, clock)
+    for engine in engines:
+        engine.receive([replace(IDLE, prefill_tokens_per_s=0.0)])
+    replicas.submit(request(1))
+    home, _ = homes_of(engines)
+    home.start()
+    home.receive([replace(IDLE, accepted=1, prefill_tokens_per_s=90.0)])
+    replicas.submit(request(1, 1))
+
+    assert len(home.sent) == 2
+
+
 def test_a_burst_of_prompts_is_spread_before_a_report(
     engines: list[RecordedEngine], clock: FakeClock
 ) -> None:
