@@ -137,7 +137,7 @@ def test_checks_the_secrets_of_webhooks(
     [
         ("all-minilm-l6-v2", True, "fetched at the first start"),
         ("gemma-3-270m", False, "generates text and embeds none"),
-        ("/nowhere", False, "'/nowhere' is neither"),
+        ("/nowhere", False, "'/nowhere' does not exist"),
     ],
 )
 def test_the_embedding_model_is_checked(
