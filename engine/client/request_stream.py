@@ -117,7 +117,7 @@ class RequestStream(AsyncIterator[Event]):
         self.epoch = ""
         """Of the engine that computes it now."""
         self.hold_epoch = ""
-        """That of its hold in the ledger, if it has one; whoever submits it says so."""
+        """The epoch that its hold in the ledger names, set by who submits it; "" without a hold."""
         self.moves = 0
         """How often it went on over another connection."""
         self._output_ids: list[int] | None = [] if may_move else None

@@ -16,7 +16,7 @@ from kernels.reference_experts import ExpertActivation, Routing
 from kernels.reference_weights import Packed, Weight, panels
 
 ROUTER_ROWS = 8
-"""Of a router's matrix a multiple."""
+"""A router's matrix is padded to a multiple of so many rows."""
 
 
 class GpuExperts:

@@ -181,8 +181,9 @@ class Replicas:
         EngineUnavailable while none is ready."""
         ready = [one for one in self._members if one.ready()]
         if not ready:
-            code = "draining" if all(one.is_draining for one in self._members) else "not_ready"
-            if code == "not_ready" and (absence := self.absence()):
+            is_draining = self._members and all(one.is_draining for one in self._members)
+            code = "draining" if is_draining else "not_ready"
+            if not is_draining and (absence := self.absence()):
                 raise EngineUnavailable(code, absence, RETRY_AFTER_S)
             for one in self._members:
                 one.running(code)

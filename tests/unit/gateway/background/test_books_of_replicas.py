@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -58,13 +59,21 @@ async def counted(gateway: GatewayFixture) -> dict[str, Epoch]:
     return {one.epoch: one for one in reconcile(gateway.store, 1) if one.epoch in "ab"}
 
 
+async def asked_of_both(
+    gateway: GatewayFixture, engines: list[RecordedEngine]
+) -> asyncio.Task[tuple[int, Any, Any]]:
+    """Send a call of two prompts; return its task once each engine was sent one."""
+    prompts = {"model": gateway.model, "prompt": ["a " * 60, "b " * 70], "max_tokens": OUTPUT}
+    asking = asyncio.create_task(gateway.ask("/v1/completions", prompts))
+    await gateway.until(lambda: all(engine.sent for engine in engines))
+    return asking
+
+
 async def test_prompts_of_a_call_that_went_to_several_engines_agree_by_epoch(
     gateway: GatewayFixture, engines: list[RecordedEngine]
 ) -> None:
     """The call has one entry, of one of them, with the tokens of both."""
-    prompts = {"model": gateway.model, "prompt": ["a " * 60, "b " * 70], "max_tokens": OUTPUT}
-    asking = asyncio.create_task(gateway.ask("/v1/completions", prompts))
-    await gateway.until(lambda: all(engine.sent for engine in engines))
+    asking = await asked_of_both(gateway, engines)
     for engine in engines:
         begin(engine)
         finish(engine)
@@ -105,9 +114,7 @@ async def test_counts_of_an_engine_with_a_foreign_hold_are_read_later(
     gateway: GatewayFixture, engines: list[RecordedEngine]
 ) -> None:
     """The hold of a call names one engine; another one has counted a prompt of it."""
-    prompts = {"model": gateway.model, "prompt": ["a " * 60, "b " * 70], "max_tokens": OUTPUT}
-    asking = asyncio.create_task(gateway.ask("/v1/completions", prompts))
-    await gateway.until(lambda: all(engine.sent for engine in engines))
+    asking = await asked_of_both(gateway, engines)
     for engine in engines:
         begin(engine)
     while_it_runs = await counted(gateway)

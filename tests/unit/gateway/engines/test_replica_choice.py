@@ -18,6 +18,7 @@ from engine.api import (
     WatchPrefixes,
 )
 from engine.client.client import EngineConnection
+from engine.errors import EngineUnavailable
 from engine.statistics import LoadReport
 from engine.strides import PrefixChanges, stride_digests
 from gateway.engines.replicas import Replicas
@@ -116,6 +117,14 @@ def test_turns_of_a_tenant_stay_where_their_prefix_is(
                 engine.beat()
     assert not tenants_of(engines[0]) & tenants_of(engines[1])
     assert len(engines[0].sent) + len(engines[1].sent) == 32
+
+
+def test_a_request_is_told_that_no_engine_is_known() -> None:
+    """Of an empty directory, which drains nothing: the client is to ask again."""
+    with pytest.raises(EngineUnavailable, match="none is known") as refused:
+        Replicas().submit(request(1))
+
+    assert refused.value.code == "not_ready"
 
 
 def test_an_engine_without_a_pace_is_as_fast_as_the_fastest(
