@@ -51,21 +51,20 @@ def tls_context(folder: Path, *, is_server: bool) -> ssl.SSLContext:
 
 
 def check_certificate(folder: Path, holder: str) -> None:
-    """Check an engine's own certificate as a gateway will, by a handshake in memory; `holder`: whom
-    it has to name, such as `engine/e0`. A few milliseconds. Raises TlsError."""
+    """Check a holder's own certificate as the others will, by a handshake in memory with itself;
+    `holder`: whom it has to name, such as `engine/e0`. A few milliseconds. Raises TlsError."""
     server, client = tls_context(folder, is_server=True), tls_context(folder, is_server=False)
-    server.verify_mode = ssl.CERT_NONE
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    gateway = client.wrap_bio(back, there, server_hostname="engine")
-    engine = server.wrap_bio(there, back, server_side=True)
+    dialling = client.wrap_bio(back, there, server_hostname="engine")
+    accepting = server.wrap_bio(there, back, server_side=True)
     at = folder / CERTIFICATE
     try:
-        for end in (gateway, engine, gateway):
+        for end in (dialling, accepting, dialling, accepting):
             with suppress(ssl.SSLWantReadError):
                 end.do_handshake()
     except ssl.SSLError as error:
         raise TlsError(f"{at}: {told(error)}") from error
-    if (named := holder_of(gateway.getpeercert())) != holder:
+    if (named := holder_of(accepting.getpeercert())) != holder:
         raise TlsError(f"{at}: the certificate names {named!r}; expected {holder!r}")
 
 

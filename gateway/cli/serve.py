@@ -15,6 +15,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+from engine.client.tls_files import check_certificate
 from engine.encoder.card import EncoderCard, prepare_encoder
 from engine.errors import ModelError
 from engine.model_store import CATALOGUE, DEFAULT_MODEL, ModelCard, pull
@@ -70,14 +71,18 @@ def run(
     of a gateway. `is_hung_up`: whether a reload was asked for before the event loop ran. Raises,
     before a model is fetched, CommandError for an address or a data directory that cannot be used,
     ConfigError for levels that this machine cannot have and for processes without what they share,
-    and StoreError for an unusable database, or one that has a gateway with this one's id; and
-    CommandError for several models that do not fit into memory together, before one is loaded.
+    TlsError for a certificate that engines elsewhere would refuse, and StoreError for an unusable
+    database, or one that has a gateway with this one's id; and CommandError for several models that
+    do not fit into memory together, before one is loaded.
     """
     check_processes(config)
     if process is None:  # the processes of a gateway share the port
         check_address(config.server.listen, "server.listen")
     check_address(config.admin.listen, "admin.listen")
     changed_mode = prepare_data_dir(config)
+    # A process that is started again serves on with what the first start has accepted.
+    if process is None and any(one.is_elsewhere for one in config.served_models()):
+        check_certificate(config.fleet_folder, f"gateway/{config.fleet.name}")
     levels = levels_here(config)
     check_levels(config, levels)
     with ExitStack() as opened:

@@ -104,14 +104,12 @@ def _elsewhere(
     start: str,
     process: int | None,
 ) -> Replicas:
-    """Return the replicas of a model whose engines others start. Raises TlsError."""
-    from engine.client.tls_files import tls_context
+    """Return the replicas of a model whose engines others start."""
     from gateway.engines.elsewhere.dialer import FleetIdentity  # only where engines are elsewhere
     from gateway.engines.elsewhere.fleet import FleetReplicas
 
     name = config.fleet.name if process is None else f"{config.fleet.name}/{process}"
     folder = config.fleet_folder
-    tls_context(folder, is_server=False)
     identity, is_apart = FleetIdentity(name, folder, start), config.fleet.prompts_apart == "auto"
     return FleetReplicas(card.digest, settings, identity, report, prompts_apart=is_apart)
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from engine.client.tls_files import CERTIFICATE, TlsError, tls_context
+from engine.client.tls_files import CERTIFICATE, TlsError, check_certificate
 from gateway.cli.doctor.check import Check
 from gateway.config import Config
 from gateway.config.fleet import ReplicaAddress, ReplicaSettings, parse_replicas
@@ -28,7 +28,7 @@ def check_fleet(config: Config, now: datetime | None = None) -> list[Check]:
         return []
     folder = config.fleet_folder
     try:
-        tls_context(folder, is_server=False)
+        check_certificate(folder, f"gateway/{config.fleet.name}")
     except TlsError as error:
         return [Check(_NAME, False, error.message, _RENEW)]
     try:
@@ -38,10 +38,6 @@ def check_fleet(config: Config, now: datetime | None = None) -> list[Check]:
     until = read_expiry(folder / CERTIFICATE)
     left = until - (now or datetime.now(UTC))
     found = f"{folder / CERTIFICATE} is valid until {until:%Y-%m-%d}"
-    if left.total_seconds() <= 0:
-        return [
-            Check(_NAME, False, f"{folder / CERTIFICATE} has expired: {until:%Y-%m-%d}", _RENEW)
-        ]
     return [Check(_NAME, True, found, _RENEW if left.days < DAYS_LEFT_MIN else None)]
 
 

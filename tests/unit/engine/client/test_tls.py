@@ -14,7 +14,7 @@ from engine.client.tls_wire import TlsWire
 from tests.unit.engine.server.fleet_certificates import certificate, expired
 
 
-def test_an_engine_s_own_certificate_is_checked_as_gateways_do(tmp_path: Path) -> None:
+def test_a_holder_s_own_certificate_is_checked_as_the_others_do(tmp_path: Path) -> None:
     """Its file is named, with what is wrong and what would be right."""
     check_certificate(certificate("engine/e0"), "engine/e0")
     mixed = tmp_path / "mixed"

@@ -384,19 +384,20 @@ def test_a_data_directory_where_nothing_can_be_made_is_named(
 
 def test_a_certificate_near_its_end_is_told(tmp_path: Path) -> None:
     """An expired one keeps a gateway from its engines, all at once."""
-    made = datetime(2026, 1, 1, tzinfo=UTC)
+    made = datetime.now(UTC)
     model = ModelSettings(replicas=("e0=127.0.0.1:7443",))
     config = Config(data_dir=str(tmp_path), model=model)
     (missing,) = check_fleet(config)
     make_certificates(tmp_path / "fleet", ["gateway/g0"], now=made, days=90)
     (fresh,) = check_fleet(config, made)
     (late,) = check_fleet(config, made + timedelta(days=91 - DAYS_LEFT_MIN))
-    (over,) = check_fleet(config, made + timedelta(days=91))
+    make_certificates(tmp_path / "fleet", ["gateway/g0"], now=made - timedelta(days=91), days=90)
+    (over,) = check_fleet(config)
 
     assert (missing.ok, fresh.ok, late.ok, over.ok) == (False, True, True, False)
     assert fresh.fix is None
     assert "trunkline fleet init" in str(late.fix)
-    assert "2026-04-01" in over.found
+    assert "certificate has expired; expected one that is valid today" in over.found
     assert check_fleet(Config(data_dir=str(tmp_path))) == []
 
 

@@ -14,7 +14,8 @@ from gateway.__main__ import main
 from gateway.cli.serve import banner, prepared_encoder
 from gateway.config import Config, ConfigError, EmbeddingsConfig
 from tests.encoders import write_encoder, zip_encoder
-from tests.unit.gateway.cli.command_output import Run
+from tests.unit.engine.server.fleet_certificates import certificate, expired
+from tests.unit.gateway.cli.command_output import Run, error_line
 
 URLS = ["http://127.0.0.1:8080", "http://127.0.0.1:8081"]
 
@@ -97,6 +98,29 @@ def test_an_embedding_model_is_refused_for_chats_before_it_is_fetched(
 
     assert status == 2
     assert "this one as embeddings.model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("folder", "file", "says"),
+    [
+        (Path("/nowhere"), "authority.pem", "No such file or directory; expected authority.pem, c"),
+        (expired("gateway/g0"), "certificate.pem", "certificate has expired; expected one that is"),
+        (certificate("gateway/g1"), "certificate.pem", "names 'gateway/g1'; expected 'gateway/g0'"),
+        (certificate("engine/g0"), "certificate.pem", "names 'engine/g0'; expected 'gateway/g0'"),
+    ],
+)
+def test_a_certificate_that_engines_elsewhere_would_refuse_is_refused(
+    run: Run, tmp_path: Path, folder: Path, file: str, says: str
+) -> None:
+    """Before a model is looked for: a gateway that started would only fail to reach its engines."""
+    config = tmp_path / "fleet.toml"
+    lines = '[model]\nname = "/nowhere"\nreplicas = ["e0=127.0.0.1:1"]\n[fleet]\ntls = '
+    config.write_text(f'{lines}"{folder}"\n')
+    listen = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
+    line = error_line(run, "serve", "--config", str(config), *listen)
+
+    assert f"{folder / file}: " in line
+    assert says in line
 
 
 def test_sigterm_ends_the_fetching_of_a_model(
