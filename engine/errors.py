@@ -8,10 +8,10 @@
 
 `code` is stable and callers switch on it; the message is for people. Stable codes: prompt_empty,
 token_out_of_range, context_exceeded, kv_exceeded, queue_full, duplicate_request, poison_request,
-timeout, engine_died, draining, not_ready, step_failed, nan_logits, not_found, unsupported, corrupt,
-digest_mismatch, unreachable, storage, grammar_invalid, grammar_too_big, grammar_unsupported,
-grammar_dead_end, attention_not_allowed, attention_not_available, attention_invalid,
-attention_with_prompt_logprobs, kv_promised, answer_lost, invariant.
+timeout, engine_died, engine_unavailable, draining, not_ready, step_failed, nan_logits, not_found,
+unsupported, corrupt, digest_mismatch, unreachable, storage, grammar_invalid, grammar_too_big,
+grammar_unsupported, grammar_dead_end, attention_not_allowed, attention_not_available,
+attention_invalid, attention_with_prompt_logprobs, kv_promised, answer_lost, invariant.
 """
 
 DIED_MESSAGE = "The engine stopped while it worked on this request."

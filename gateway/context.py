@@ -110,7 +110,7 @@ class Context:
         default = self.models.default
         if not default.replicas.ready():
             if absence := default.replicas.absence():
-                return Obstacle("starting", absence)
+                return Obstacle("engine_unavailable", absence)
             if default.replicas.restarts:
                 return Obstacle("starting", "The engine was lost and is being restarted.")
             return Obstacle("starting", "The engine is starting.")

@@ -25,8 +25,9 @@ LOSSES_MAX: Final = 2
 """Requests that a replica may lose in a row before it rests."""
 REST_S_MAX: Final = 30.0
 
-ReplicaState = Literal["connecting", "ready", "draining", "lost", "wrong"]
-"""`wrong`: it answers and may not serve, for the reason beside it."""
+ReplicaState = Literal["connecting", "ready", "draining", "drained", "lost", "wrong"]
+"""`drained`: its connection ended after a drain. `wrong`: it answers and may not serve, for the
+reason beside it."""
 
 
 class Link(Protocol):
@@ -129,11 +130,9 @@ class Replica:
 
     @property
     def condition(self) -> str:
-        """Why it takes no requests, in a word for clients: its state, `drained` once its engine has
-        ended after a drain."""
-        if self.state == "ready":
-            return "ready" if self.ready() else "lost"
-        return "drained" if self.state == "draining" and self.engine is None else self.state
+        """Why it takes no requests, in a word for clients: its state, `lost` for an engine that is
+        being lost."""
+        return "lost" if self.state == "ready" and not self.ready() else self.state
 
     def describe(self) -> dict[str, object]:
         """Return its state, for operators, with the load of its latest heartbeat."""
@@ -205,7 +204,9 @@ class Replica:
         """Let an engine go whose connection is closed."""
         self._last_stats = engine.stats
         self.engine = None
-        if self.state != "draining":  # that says more
+        if self.state == "draining":
+            self.state, self.reason = "drained", "It has ended after its drain."
+        else:
             self.state, self.reason = "lost", reason
 
     def record_death(self, engine: EngineConnection, in_step: frozenset[str]) -> None:

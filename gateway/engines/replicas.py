@@ -184,7 +184,7 @@ class Replicas:
             is_draining = self._members and all(one.is_draining for one in self._members)
             code = "draining" if is_draining else "not_ready"
             if not is_draining and (absence := self.absence()):
-                raise EngineUnavailable(code, absence, RETRY_AFTER_S)
+                raise EngineUnavailable("engine_unavailable", absence, RETRY_AFTER_S)
             for one in self._members:
                 one.running(code)
             raise EngineUnavailable(code, "The engine does not accept requests now.")

@@ -107,9 +107,10 @@ class ServedModel:
         and need not be named. If the engine never will serve, no time to try again is given."""
         if reason := self.failure():
             return Refusal(Kind.BUSY, "model_failed", _failed_to_start(self.name, reason))
+        if absence := self.replicas.absence("" if is_alone else self.name):
+            return EngineUnavailable("engine_unavailable", absence, RETRY_AFTER_S)
         what = "The engine" if is_alone else f"The engine of the model `{self.name}`"
-        absence = self.replicas.absence("" if is_alone else self.name)
-        return EngineUnavailable("not_ready", absence or f"{what} is starting.", RETRY_AFTER_S)
+        return EngineUnavailable("not_ready", f"{what} is starting.", RETRY_AFTER_S)
 
 
 class ServedModels:

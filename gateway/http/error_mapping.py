@@ -197,6 +197,7 @@ _ENGINE_CODES: dict[str, tuple[Kind, str]] = {
     "queue_full": (Kind.BUSY, "overloaded"),
     "timeout": (Kind.BUSY, "queue_timeout"),
     "draining": (Kind.BUSY, "shutting_down"),
+    "engine_unavailable": (Kind.BUSY, "engine_unavailable"),
     "engine_died": (Kind.BUSY, "engine_restarting"),
     "not_ready": (Kind.BUSY, "engine_starting"),
     "step_failed": (Kind.INTERNAL, "internal_error"),

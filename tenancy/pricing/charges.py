@@ -60,6 +60,7 @@ PAYERS: Mapping[str, Payer] = {
     # the request never ran
     "duplicate_request": "operator",
     "engine_starting": "operator",
+    "engine_unavailable": "operator",
     "not_ready": "operator",
     "overloaded": "operator",
     "queue_full": "operator",

@@ -53,7 +53,7 @@ PATIENCE_S = 200.0
 """A host that was killed is known as gone after a minute, and its holds are closed then."""
 LENGTHS = (1, 20, 100, 300)
 KINDS = ("gateway", "host", "engine", "storage", "postgres", "valkey")
-REFUSALS = {"ledger_unavailable", "not_ready", "engine_starting", "overloaded", "unavailable"}
+REFUSALS = {"ledger_unavailable", "engine_unavailable", "overloaded", "unavailable"}
 TEXT = "A system prompt that every request of this tenant begins with. " * 3
 CONFIG = replace(
     peers.CONFIG,

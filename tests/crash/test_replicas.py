@@ -156,7 +156,8 @@ async def test_a_request_that_kills_engines_ends() -> None:
 
 
 async def test_a_drained_engine_finishes_and_gets_nothing_new() -> None:
-    """A rolling upgrade: no request fails, and none waits."""
+    """A rolling upgrade: no request fails, and none waits. Its state says when it has ended, and
+    when its keeper has."""
     async with fleet_of("e0", "e1") as fleet:
         running = fleet.replicas.submit(request())
         begun = await until(running, Tokens)
@@ -170,7 +171,15 @@ async def test_a_drained_engine_finishes_and_gets_nothing_new() -> None:
         served = [await fleet.serving(f"late {n}") for n in range(4)]
         answers = [ids(await rest(stream)) for stream in late]
         events = begun + await rest(running)
+        await fleet.has_told("replica_lost", name)
+        replica = fleet.replica(name)
+        ended = replica.state, replica.reason
+        await kept.close()
+        await fleet.has_told("replica_unreachable", name)
+        gone = replica.state, replica.reason
 
+    assert ended == ("drained", "It has ended after its drain.")
+    assert gone == ("drained", "Connection refused")
     assert ids(events) == solo_output(PROMPT, GREEDY, 0, LONG, VOCAB)
     assert served == [other] * 4
     assert answers == [solo_output(PROMPT, GREEDY, 0, 4, VOCAB)] * 4

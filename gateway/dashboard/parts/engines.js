@@ -31,7 +31,7 @@ export function Warnings({ engines, failed = {} }) {
 // The engines elsewhere that take no request and should. `which`: of which model, if there are
 // several.
 export function Unready({ replicas, which = "" }) {
-  const found = replicas.filter((one) => one.state !== "ready" && one.state !== "draining");
+  const found = replicas.filter(({ state }) => !["ready", "draining", "drained"].includes(state));
   return [...found.slice(0, NOTICES_MAX).map((one) => html`<${Notice} tone="bad">The engine
       ${" "}${one.name}${which} is ${one.state}: ${one.reason || "it has not answered yet."}<//>`),
     found.length > NOTICES_MAX && html`<${Notice} tone="bad">${count(found.length - NOTICES_MAX)}

@@ -8,6 +8,7 @@ each half second. Only time during which this process ran counts. What answers a
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -173,13 +174,15 @@ class EngineDialer:
         reason = str(error) or "It does not answer in time."
         if isinstance(error, OSError) and not isinstance(error, TimeoutError):
             reason = error.strerror or str(error)
+            if (error.errno or 0) > 0:  # asyncio's own text names the address alone
+                reason = os.strerror(error.errno or 0)
         is_wrong = isinstance(error, EngineError) and error.code in WRONG
         state = replica.state
         if is_wrong:
             state = "wrong"
         elif state == "wrong":
             state = "connecting"
-        if (state, reason) != (replica.state, replica.reason) and state != "draining":
+        if (state, reason) != (replica.state, replica.reason):
             replica.state, replica.reason = state, reason
             address = str(self.address)
             facts: dict[str, object] = {"replica": replica.name, "address": address}

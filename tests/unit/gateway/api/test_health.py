@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -23,11 +24,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
 """A request of each dialect."""
 
 
-async def ask_for_text(gateway: GatewayFixture, path: str) -> tuple[int, str]:
-    """Return the status and the message of a request that is refused."""
+async def ask_for_error(gateway: GatewayFixture, path: str) -> tuple[int, str, bool]:
+    """Return the status and the message of a request that is refused, and whether its code is that
+    of engines elsewhere."""
     body = REQUESTS[path] if "v1beta" in path else {"model": "tiny", **REQUESTS[path]}
     status, answer, _ = await gateway.ask(path, body)
-    return status, answer["error"]["message"]
+    return status, answer["error"]["message"], "engine_unavailable" in json.dumps(answer).lower()
 
 
 async def probe(gateway: GatewayFixture, path: str) -> tuple[int, Any]:
@@ -76,21 +78,21 @@ async def test_says_how_many_engines_elsewhere_are_away(gateway: GatewayFixture)
     """Without their names and reasons, which are for administrators."""
     model = gateway.gateway.context.models.default
     own, model.replicas = model.replicas, Replicas()
-    states: dict[str, ReplicaState] = {"e0": "lost", "e1": "draining", "e2": "lost", "e3": "wrong"}
+    states: dict[str, ReplicaState] = {"e0": "lost", "e1": "drained", "e2": "lost", "e3": "wrong"}
     for name, state in states.items():
         model.replicas.add(name).state = state
     drains = RecordedEngine("e4")
     drains.ready = lambda: False  # type: ignore[method-assign]
     model.replicas.add("e4", drains).state = "draining"
     status, answer = await probe(gateway, "/readyz")
-    told = [await ask_for_text(gateway, path) for path in REQUESTS]
+    told = [await ask_for_error(gateway, path) for path in REQUESTS]
     model.replicas = Replicas()
     _, nobody = await probe(gateway, "/readyz")
     model.replicas = own
 
     reason = "No engine takes requests now: 1 drained, 1 draining, 2 lost, 1 wrong."
-    assert (status, answer) == (503, {"status": "starting", "reason": reason})
-    assert told == [(503, reason), (529, reason), (503, reason)]
+    assert (status, answer) == (503, {"status": "engine_unavailable", "reason": reason})
+    assert told == [(503, reason, True), (529, reason, True), (503, reason, True)]
     assert nobody["reason"] == "No engine takes requests now: none is known."
 
 

@@ -324,7 +324,7 @@ async def test_without_any_engine_left_there_is_one_end() -> None:
         engine.mark_lost("killed")
     _, end = await whole(stream)
 
-    assert (end.ending, end.code) == ("failed", "not_ready")
+    assert (end.ending, end.code) == ("failed", "engine_unavailable")
 
 
 async def test_a_gateway_that_closes_ends_what_waits() -> None:

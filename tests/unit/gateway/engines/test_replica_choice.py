@@ -124,7 +124,7 @@ def test_a_request_is_told_that_no_engine_is_known() -> None:
     with pytest.raises(EngineUnavailable, match="none is known") as refused:
         Replicas().submit(request(1))
 
-    assert refused.value.code == "not_ready"
+    assert refused.value.code == "engine_unavailable"
 
 
 def test_an_engine_without_a_pace_is_as_fast_as_the_fastest(

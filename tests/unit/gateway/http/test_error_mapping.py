@@ -210,6 +210,7 @@ async def test_service_recovers_once_the_disk_recovers(
         ("queue_full", Kind.BUSY, "overloaded"),
         ("timeout", Kind.BUSY, "queue_timeout"),
         ("draining", Kind.BUSY, "shutting_down"),
+        ("engine_unavailable", Kind.BUSY, "engine_unavailable"),
         ("nan_logits", Kind.INTERNAL, "internal_error"),
         ("grammar_invalid", Kind.BAD, "invalid_json_schema"),
         ("grammar_too_big", Kind.BAD, "json_schema_too_complex"),
