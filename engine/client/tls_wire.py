@@ -43,6 +43,8 @@ class TlsWire(asyncio.Protocol):
         self._on_end: Callable[[], None] = lambda: None
         self._on_sent: Callable[[], None] = lambda: None
         self._early: list[bytes] = []
+        self._later: list[bytes] | None = None
+        """Frames that leave at the end of this turn of the loop; None if nothing was sent in it."""
         self._is_closed = False
         self.error: FrameError | None = None
         self.reason = ""
@@ -103,15 +105,34 @@ class TlsWire(asyncio.Protocol):
     @property
     def unsent(self) -> int:
         """Number of bytes that the connection has not taken."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+        unsent = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return unsent + sum(map(len, self._later or ()))
 
     def send(self, frame: bytes) -> None:
-        """Send a frame after all earlier ones."""
-        if self._transport is not None and not self._is_closed:
-            self._transport.write(frame)
+        """Send a frame after all earlier ones: at once, or in one write with the others of a turn
+        of the loop. asyncio logs each further write to a peer that is gone, until it says so."""
+        if self._later is not None:
+            self._later.append(frame)
+            return
+        self._later = []
+        asyncio.get_running_loop().call_soon(self._send_later)
+        self._write(frame)
+
+    def _send_later(self) -> None:
+        later, self._later = self._later, None
+        if later:
+            self._write(b"".join(later))
+            if not self.unsent:
+                self._on_sent()
+
+    def _write(self, data: bytes) -> None:
+        transport = self._transport
+        if transport is not None and not self._is_closed and not transport.is_closing():
+            transport.write(data)
 
     def close(self) -> None:
         """Stop reading and drop unsent bytes. Safe to repeat."""
+        self._send_later()
         self._is_closed = True
         if self._transport is not None:
             self._transport.abort()

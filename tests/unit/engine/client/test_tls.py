@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from engine.client import tls_wire
 from engine.client.tls_files import TlsError, check_certificate, tls_context
 from engine.client.tls_wire import TlsWire
+from engine.wire import frame_body
 from tests.unit.engine.server.fleet_certificates import certificate, expired
 
 
@@ -48,3 +50,80 @@ async def test_an_address_that_accepts_and_never_answers_is_told(
         ),
     ):
         await TlsWire().dial("127.0.0.1", silent.getsockname()[1], context)
+
+
+async def connected() -> tuple[TlsWire, TlsWire]:
+    """Return both ends of a connection, the engine's first."""
+    engine, gateway = TlsWire(), TlsWire()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        accepting = asyncio.ensure_future(asyncio.get_running_loop().sock_accept(listening))
+        context = tls_context(certificate("gateway/g0"), is_server=False)
+        dialling = asyncio.ensure_future(
+            gateway.dial("127.0.0.1", listening.getsockname()[1], context)
+        )
+        end, _ = await accepting
+        await engine.accept(end, tls_context(certificate("engine/e0"), is_server=True))
+        await dialling
+    return engine, gateway
+
+
+async def test_frames_of_a_turn_arrive_in_order_and_are_told_as_sent() -> None:
+    """The first one leaves at once, the others in one write; a caller may wait for the last."""
+    engine, gateway = await connected()
+    got: list[bytes] = []
+    arrived, sent = asyncio.Event(), asyncio.Event()
+    numbers = [b"%d" % number for number in range(9)]
+
+    def take(body: bytes) -> None:
+        got.append(body)
+        if body == numbers[-1]:
+            arrived.set()
+
+    gateway.follow(take, lambda: None)
+    engine.follow(lambda body: None, lambda: None, sent.set)
+    for number in numbers:
+        engine.send(frame_body(number))
+    waits = engine.unsent
+    await sent.wait()
+    left = engine.unsent
+    await arrived.wait()
+    engine.close()
+    gateway.close()
+
+    assert got == numbers
+    assert (waits, left) == (len(numbers[1:]) * len(frame_body(b"1")), 0)
+
+
+async def test_frames_before_a_close_leave() -> None:
+    """Such as why a gateway is refused, which goes before the end."""
+    engine, gateway = await connected()
+    got: list[bytes] = []
+    ended = asyncio.Event()
+    gateway.follow(got.append, ended.set)
+    for word in (b"a", b"b"):
+        engine.send(frame_body(word))
+    engine.close()
+    await ended.wait()
+
+    assert got == [b"a", b"b"]
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_peer_that_is_gone_is_not_written_to(
+    turns: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """asyncio would log each frame. `turns`: of the loop, between its end and the first frame."""
+    engine, gateway = await connected()
+    ended = asyncio.Event()
+    engine.follow(lambda body: None, ended.set)
+    gateway.close()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    while not ended.is_set():
+        for _ in range(10):
+            engine.send(frame_body(b"frame"))
+        await asyncio.sleep(0)
+    engine.close()
+
+    assert [one.message for one in caplog.records if one.name == "asyncio"] == []
