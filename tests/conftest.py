@@ -145,6 +145,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_collection_finish() -> None:
+    """Quicken Triton's interpreter where a test has imported it."""
+    if "triton.runtime.interpreter" in sys.modules and not torch.cuda.is_available():
+        from tests.quick_interpreter import quicken
+
+        quicken()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Compute with one thread: beside other workers, threads that wait for one another are slower.
