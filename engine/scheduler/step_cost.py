@@ -40,7 +40,9 @@ SLICE_TOKENS_MIN: Final = 2 * SLICE_TOKENS
 """Prompt tokens of a step that time does not limit."""
 GUEST_PART: Final = 1 / 4
 """The part of a step's prompt time that a guest takes at most, and of what it leaves, the part that
-others may fill."""
+others may fill. The same of `SLICE_TOKENS_MIN`, where these take longer than the step's time."""
+GUEST_TOKENS: Final = int(SLICE_TOKENS_MIN * GUEST_PART)
+"""Prompt tokens that a guest may always have."""
 
 
 class StepWork(NamedTuple):
@@ -191,13 +193,13 @@ class PromptBudget:
     a payer whose short prompt begins and ends in the step: others hardly lengthen that.
     """
 
-    __slots__ = ("_cost", "_guest", "_guest_s", "_least", "seconds", "tokens")
+    __slots__ = ("_cost", "_guest", "_guest_s", "_guest_tokens", "_least", "seconds", "tokens")
 
     def __init__(self, cost: StepCost, tokens: int, seconds: float) -> None:
         self._cost = cost
         self._guest: Payer | None = None
         self._least = SLICE_TOKENS_MIN
-        self._guest_s = GUEST_PART * seconds
+        self._guest_s, self._guest_tokens = GUEST_PART * seconds, GUEST_TOKENS
         self.tokens = tokens
         self.seconds = seconds
 
@@ -210,7 +212,8 @@ class PromptBudget:
     def fit(self, start: int, wanted: int) -> int:
         """Return how many of the `wanted` tokens from position `start` fit, perhaps none.
 
-        Time never stops the first `SLICE_TOKENS_MIN` tokens of a step, so prompts always progress.
+        Time never stops the first `SLICE_TOKENS_MIN` tokens of a step, behind a guest a part of
+        these, so prompts always progress.
         A slice that time cuts ends after a multiple of `SLICE_TOKENS`. O(1).
         """
         wanted = min(wanted, self.tokens)
@@ -228,11 +231,12 @@ class PromptBudget:
         self.tokens -= count
         self._least -= count
         self.seconds -= slice_s
-        if slice_s < self._guest_s:
+        if slice_s < self._guest_s or count <= self._guest_tokens:
             self._guest = self._guest or guest
 
     def turn_to(self, payer: Payer) -> None:
         """Begin with the prompts of a payer. Behind a guest, the others' part is left. O(1)."""
         if self._guest is not None and payer != self._guest:
+            self._least = int(self._least * GUEST_PART)
             self.seconds *= GUEST_PART
-            self._guest, self._guest_s = None, 0.0
+            self._guest, self._guest_s, self._guest_tokens = None, 0.0, 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.scheduler.scheduler import ALONE_AFTER_S
-from engine.scheduler.step_cost import StepWork
+from engine.scheduler.step_cost import GUEST_TOKENS, StepWork
 from tests.unit.engine.timed_engine import Machine, TimedWorld, fast, slow
 
 TARGET_S = 0.05
@@ -172,6 +172,30 @@ def test_others_hardly_lengthen_the_step_that_answers_a_short_prompt() -> None:
 
     alone_s = 5e-3 + 3e-5 * 16
     assert longest_s <= alone_s + 0.3 * (0.020 - alone_s)
+
+
+@pytest.mark.parametrize("token_s", [2e-3, 1e-2])
+@pytest.mark.parametrize("row_s", [3e-3, 6e-2])
+def test_a_slow_machine_answers_a_short_prompt_in_a_short_step(
+    token_s: float, row_s: float
+) -> None:
+    """Where not even the least slice fits the target, what others have beside it is a part of that
+    slice; and the long prompts go on."""
+
+    def machine(work: StepWork) -> float:
+        return row_s * work.rows + token_s * work.prompt_tokens
+
+    world = TimedWorld(machine)
+    for index in range(4):
+        world.ask(f"p{index}", prompt(900, index), max_tokens=1)
+    world.step_on(8)
+    for index in range(40):
+        world.ask(f"quiet{index}", prompt(4, 99 + index), max_tokens=1, namespace=b"quiet")
+        while f"quiet{index}" in world.live:
+            world.step()
+        assert world.took[-1] <= machine(StepWork(rows=2, prompt_tokens=4 + GUEST_TOKENS))
+        assert sum(world.rows[-1].values()) > 4
+    world.settle()
 
 
 def test_long_prompts_go_on_beside_short_ones_in_every_step() -> None:
