@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import Select
 
 from gateway.background.webhooks import WebhookEndpoint
-from tenancy.types import DAY_MS
-from tests.e2e.browser import IN_BROWSER, signed_in
+from tenancy.accounts.tenants import find_tenant
+from tenancy.reuse.finding_counts import FindingCount, add_counts
+from tenancy.types import DAY_MS, HOUR_MS
+from tests.e2e.browser import IN_BROWSER, Page, signed_in
 from tests.unit.gateway.admin_client import AdminClient
 from tests.unit.gateway.gateway_fixture import GatewayFixture
 
@@ -128,6 +131,102 @@ async def test_says_what_wastes_money(gateway: GatewayFixture, browser: Any) -> 
     texts.append(own.text())
 
     assert all("To do:" in text for text in texts)
+
+
+@pytest.fixture
+async def findings_page(gateway: GatewayFixture, browser: Any) -> Page:
+    """An administrator's page, where ada's prompts had one cause in each range."""
+    now_ms = gateway.gateway.context.wall()
+    causes = {1: "system_changes", 3 * 24: "tools_reordered", 20 * 24: "history_edited"}
+    owner = find_tenant(gateway.store, "ada").tenant_id
+    add_counts(
+        gateway.store,
+        [
+            FindingCount(owner, at_ms, cause, "", 9, 9_000, at_ms, at_ms, model="tiny")
+            for hours, cause in causes.items()
+            for at_ms in [(now_ms // HOUR_MS - hours) * HOUR_MS]
+        ],
+    )
+    return await signed_in(browser, gateway.admin_url, AdminClient(gateway).key)
+
+
+CAUSES = """return [...document.querySelectorAll(".findings h3 .chip")]
+    .map((one) => one.innerText).sort()"""
+DAYS_ASKED = """return performance.getEntriesByType("resource").map((one) => new URL(one.name))
+    .filter((one) => one.pathname.endsWith("/findings")).map((one) => one.searchParams.get("since"))
+    .map((since) => since && Math.floor((Date.now() - Date.parse(since)) / 86_400_000)).at(-1)"""
+SILENCE_FINDINGS = """const load = window.fetch;
+    window.fetch = (path, ...more) =>
+      String(path).includes("/findings") ? new Promise(() => {}) : load(path, ...more)"""
+DAY, WEEK = ["system changes"], ["system changes", "tools reordered"]
+MONTH = ["history edited", *WEEK]
+
+
+class FindingsView:
+    """What a user sees of findings. Its methods block."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+
+    def choose(self, label: str) -> None:
+        """Choose another range."""
+        Select(self.page.find(".filter select")).select_by_visible_text(label)
+
+    def causes(self) -> list[str]:
+        """Return the causes that the page has now."""
+        return list(self.page.browser.execute_script(CAUSES))
+
+    def see(self, label: str, causes: list[str]) -> tuple[int, str]:
+        """Wait for a range and its causes; return the days that the server was asked for last, and
+        the address."""
+        page = self.page
+        page.wait(lambda _: self.causes() == causes)
+        assert Select(page.find(".filter select")).first_selected_option.text == label
+        return page.browser.execute_script(DAYS_ASKED), str(page.browser.current_url)
+
+
+async def test_findings_are_those_of_the_chosen_days(findings_page: Page) -> None:
+    """The server is asked for these days only; the address keeps them over a reload, and one that
+    names no range on offer shows the usual one."""
+    page, view = findings_page, FindingsView(findings_page)
+
+    def look() -> list[tuple[int, str]]:
+        page.open("findings", "Of the last")
+        seen = [view.see("7 d", WEEK)]
+        view.choose("24 h")
+        seen.append(view.see("24 h", DAY))
+        view.choose("30 d")
+        seen.append(view.see("30 d", MONTH))
+        page.browser.refresh()
+        seen.append(view.see("30 d", MONTH))
+        for bad in ("8", "-1", "1e9", "toString", ""):
+            page.open(f"findings?days={bad}", "Of the last")
+            seen.append(view.see("7 d", WEEK))
+        return seen
+
+    days, addresses = zip(*await asyncio.to_thread(look), strict=True)
+
+    assert days == (7, 1, 30, 30, 7, 7, 7, 7, 7)
+    assert addresses[1].endswith("#/findings?days=1")
+    assert addresses[2] == addresses[3]
+
+
+async def test_findings_of_other_days_go_at_once(findings_page: Page) -> None:
+    """Until the server answers, a page that says 24 h has none of 7 days, and no sum of theirs."""
+    page, view = findings_page, FindingsView(findings_page)
+
+    def look() -> str:
+        page.open("findings", "Of the last")
+        view.see("7 d", WEEK)
+        page.browser.execute_script(SILENCE_FINDINGS)
+        view.choose("24 h")
+        page.see("Loading findings")
+        return page.text()
+
+    text = await asyncio.to_thread(look)
+
+    assert view.causes() == []
+    assert "at the pace of" not in text
 
 
 @pytest.mark.slow

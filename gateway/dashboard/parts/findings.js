@@ -9,10 +9,11 @@ import { Chip, Empty, TenantLink, instead } from "./pieces.js";
 const EVERY_MS = 30_000;
 
 // The findings of one tenant, or of all; `path`: a tenant's own are elsewhere.
-// `days`: of the last days; the server's default without it.
+// `days`: of the last days; the server's default without it. Those of other days are not shown.
 export function useFindings(tenant = null, path = "/admin/v1/findings", days = null) {
   const since = days && iso(Math.floor(Date.now() / HOUR_MS) * HOUR_MS - days * DAY_MS);
-  return useData(address(path, { tenant, since }), EVERY_MS);
+  const found = useData(address(path, { tenant, since }), EVERY_MS);
+  return found.isOld ? { ...found, data: undefined } : found;
 }
 // Of the findings that waste money.
 export const costly = (data) => (data?.findings ?? []).filter((one) => !one.legitimate);
