@@ -1,7 +1,7 @@
 """What an engine elsewhere costs, and how soon its loss is seen: python -m tests.bench.replicas
 
-[frames wire loss partition] [--rounds N]. Real engine processes over the fake runner, which
-computes nothing, so the wire is all there is; one machine, loopback, TLS.
+[frames wire loss partition processes] [--rounds N]. Real engine processes over the fake runner,
+which computes nothing, so the wire is all there is; one machine, loopback, TLS.
 
 `frames`: a step's frame of 64 tokens from one end to the other, over a socket pair and over TLS:
 processor time of both ends together, in one process. `wire`: the same streams by turns from an
@@ -9,7 +9,10 @@ engine of this gateway, over its socket, and from one elsewhere: processor time 
 output token, tokens a second, and pairs of single requests for the first token. On a busy machine
 only processor time and medians of pairs say something. `loss`: an engine is stopped, gets a
 request, and is killed: time from the kill to the first token of another engine. `partition`:
-packets to one end are dropped: time until the gateway takes the engine for lost.
+packets to one end are dropped: time until the gateway takes the engine for lost. `processes`: 64
+streams by turns through gateways of 1, 2 and 4 processes, and as many for a process through that
+of one, over two engines whose steps take 20 ms: processor time of the gateway's processes, and of
+those that they start, for an output token and while nothing runs.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ import os
 import signal
 import socket
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,18 +36,33 @@ from engine.client.frame_wire import FrameWire
 from engine.client.tls_files import tls_context
 from engine.client.tls_wire import TlsWire
 from engine.config import EngineConfig
+from engine.model_store import prepare
+from engine.plan import StepResult
 from engine.protocol import encode_step
+from engine.server.server import serve_process
 from gateway.engines.composition import own_engine
 from gateway.engines.replicas import Replicas
+from tests.bench.overhead.load import Load, request_of
+from tests.bench.overhead.null_gateway import Ready
+from tests.bench.overhead.processor_time import processor_s
 from tests.bench.results import Results, middle_and_spread, print_line
 from tests.crash.deaf_sockets import deaf
-from tests.crash.fleet import COMMAND, Fleet, fleet_of
+from tests.crash.fleet import COMMAND, Fleet, fleet_of, gateway_settings
+from tests.crash.quick_engine import quick_core
+from tests.crash.test_replicated_server import kept_engines
+from tests.fakes import FakeRunner
+from tests.server_process import Server, children, run_server
 from tests.unit.engine.server.fleet_certificates import certificate
+from tests.unit.gateway.shared.valkey_server import ValkeyServer
+from tests.unit.tenancy.storage.postgres_server import Server as Postgres
 
 CONFIG: Final = EngineConfig(heartbeat_s=0.25)
 STREAMS, TOKENS, PROMPT_TOKENS = 64, 128, 40
 PAIRS_A_ROUND: Final = 30
 FRAMES: Final = 2_000
+STEP_S: Final = 0.02
+IDLE_S: Final = 2.0
+PACED: Final = (sys.executable, "-c", f"from {__spec__.name} import paced; paced()")
 TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -265,6 +285,116 @@ async def measure_partition(rounds: int, results: Results) -> None:
         note(f"nothing reaches the {who}, lost after ms", took_ms, results)
 
 
+class PacedRunner(FakeRunner):
+    """Computes nothing, and takes its time for a step."""
+
+    def collect(self) -> StepResult:
+        time.sleep(STEP_S)
+        return super().collect()
+
+
+def paced() -> None:
+    """Serve as an engine's process whose steps take `STEP_S`."""
+    serve_process(lambda settings: quick_core(settings, PacedRunner))
+
+
+async def measure_processes(rounds: int, results: Results) -> None:
+    """Stream through gateways of 1, 2 and 4 processes by turns, each with a database of its own."""
+    from tests.models import tiny_config, write_folder  # imports torch, which no engine here needs
+
+    async with AsyncExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        model = write_folder(folder / "tiny", tiny_config(context=1024))
+        card = prepare("tiny", model, folder / "prepared")
+        postgres = Postgres()
+        opened.callback(postgres.close)
+        valkey = ValkeyServer(folder)
+        opened.callback(valkey.kill)
+        kept = await opened.enter_async_context(kept_engines(card, CONFIG, PACED))
+        for one in kept.values():
+            await one.pid()
+        ports = {name: one.port for name, one in kept.items()}
+        sides = []
+        for number, count in enumerate((1, 2, 4)):
+            shared = valkey.url[:-1] + str(number)
+            settings = folder / f"{count}.toml"
+            settings.write_text(
+                f"[server]\nprocesses = {count}\n"
+                f'[tenancy]\ndatabase = "{postgres.url(postgres.database())}"\n'
+                f"[limits]\nrequests_per_tenant_max = {STREAMS}\n"
+                f"{gateway_settings(ports, f'g{count}', shared=shared)}"
+            )
+            server = opened.enter_context(run_server(model, folder / f"data{count}", settings))
+            sides.append(GroupSide(count, STREAMS, server))
+        sides += [GroupSide(1, STREAMS // count, sides[0].server) for count in (2, 4)]
+        for side in sides:
+            await side.run()
+            side.forget()
+        for number in range(rounds):
+            for side in sides[:: -1 if number % 2 else 1]:
+                await side.run()
+    for side in sides:
+        for what, values in side.found.items():
+            print_line(f"{side.name}, {what}: {middle_and_spread(values, '.1f')} of {len(values)}")
+            results.add({"what": what, "of": side.name, "median": statistics.median(values)})
+
+
+class GroupSide:
+    """A gateway of `count` processes, and so many streams over it."""
+
+    def __init__(self, count: int, streams: int, server: Server) -> None:
+        self.name = f"{count} processes, {streams} streams"
+        self.server = server
+        self._count, self._streams = count, streams
+        self.found: dict[str, list[float]] = {}
+        """Microseconds of processor time: of the gateway's processes and of their children for a
+        token, and of each process in a millisecond without requests."""
+
+    def forget(self) -> None:
+        """Drop the figures of a first run, which warms all."""
+        self.found.clear()
+
+    async def run(self) -> None:
+        """Run all streams once, each over a connection of its own, then none for a while."""
+        parent = self.server.process.pid
+        pids = [parent] if self._count == 1 else _children(parent)
+        below = [child for pid in pids for child in children(pid).values()]
+        assert len(pids) == self._count
+        began_s = _used_s(pids), _used_s(below)
+        await asyncio.gather(*(self._stream() for _ in range(self._streams)))
+        ended_s = _used_s(pids), _used_s(below)
+        await asyncio.sleep(IDLE_S)
+        idle_s = _used_s(pids) - ended_s[0]
+        tokens = self._streams * TOKENS
+        self._note("gateway", (ended_s[0] - began_s[0]) / tokens * 1e6)
+        self._note("children", (ended_s[1] - began_s[1]) / tokens * 1e6)
+        self._note("idle", idle_s / self._count / IDLE_S * 1e3)
+
+    def _note(self, what: str, value: float) -> None:
+        self.found.setdefault(what, []).append(value)
+
+    async def _stream(self) -> None:
+        ready = Ready(self.server.url, self.server.key, "tiny", 0)
+        sent = request_of(ready, Load(STREAMS, 0, TOKENS, is_stream=True), ("Connection: close",))
+        host, _, port = ready.url.rpartition("//")[2].partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        answer = await reader.read()
+        writer.close()
+        assert b'"finish_reason":"length"' in answer, answer[-500:]
+
+
+def _used_s(pids: list[int]) -> float:
+    """Return the processor seconds that processes have used."""
+    return sum(map(processor_s, pids))
+
+
+def _children(pid: int) -> list[int]:
+    """Return the ids of a process's running children."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(one) for one in found]
+
+
 async def serving(fleet: Fleet, name: str) -> None:
     """Wait until the gateway has an engine that lives."""
     while not fleet.replica(name).ready():
@@ -283,6 +413,7 @@ PARTS: dict[str, Callable[[int, Results], Awaitable[None]]] = {
     "wire": measure_wire,
     "loss": measure_loss,
     "partition": measure_partition,
+    "processes": measure_processes,
 }
 
 

@@ -23,13 +23,15 @@ from tests.unit.engine.server.fake_engine_process import fake_core
 BLOCKS, BLOCK = 2_048, 16
 
 
-def quick_core(settings: ServerSettings) -> tuple[Core, EngineInfo]:
+def quick_core(
+    settings: ServerSettings, make_runner: type[FakeRunner] = FakeRunner
+) -> tuple[Core, EngineInfo]:
     """Return a core over the fake runner, with the vocabulary and the digest of a model."""
     card = load_card(Path(settings.model_dir))
     vocab, context = card.config.vocab, card.config.context
     core = Core(
         PrefixCache(blocks=BLOCKS, block_size=BLOCK),
-        FakeRunner(BLOCKS, BLOCK, vocab_size=vocab),
+        make_runner(BLOCKS, BLOCK, vocab_size=vocab),
         settings.config,
         time.monotonic,
         vocab_size=vocab,
