@@ -15,7 +15,7 @@ from tests.e2e.patient_engine import wait_for_loads
 from tests.e2e.real_core import real_card
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
-TOKENS, OUTPUT = 500, 8
+TOKENS, OUTPUT = 260, 8
 RUNS = (TOKENS - 1) // 16
 
 

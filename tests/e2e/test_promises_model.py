@@ -29,13 +29,14 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 PATIENT = (sys.executable, "-m", "tests.e2e.patient_server")
 PATIENCE_S = 60.0
-BLOCKS, PROMPTS, WORDS = 96, 18, 300
-"""Blocks of the pool; prompts of at least 18 blocks each, and their words."""
+BLOCKS, PROMPTS, WORDS = 48, 18, 140
+"""Blocks of the pool; prompts, and their words, which fill `RUNS` blocks at least."""
+RUNS = 9
 SETTINGS = f"""
 [engine]
 threads = 2
 kv_blocks = {BLOCKS}
-context_tokens_max = 768
+context_tokens_max = 384
 [engine.levels]
 disk_gib = 2.0
 disk_tokens_min = 64
@@ -179,7 +180,7 @@ async def test_promises_go_on_after_every_process_was_killed(data: Path, setting
             back = [await ask(second, session, seed, is_promised=True) for seed in range(6)]
             await promises(second, session, key, blocks)
 
-    assert min(sizes) >= 18 * 16
+    assert min(sizes) >= RUNS * 16
     assert [usage["cache_read_input_tokens"] for usage, _ in back] == sizes
-    assert all(int(parts["disk"]) >= 18 * 16 for _, parts in back)
+    assert all(int(parts["disk"]) >= RUNS * 16 for _, parts in back)
     assert all(usage["cache_creation_input_tokens"] == 0 for usage, _ in back)

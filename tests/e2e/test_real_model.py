@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ order of sums, each rounded at 6e-8 relative: measured 1.8e-5 over 400 tokens. A
 (1e-6 for 1e-5) moves a logit by 7e-3, a rotation base that is off by a thousandth by 1.3e-3."""
 
 BLOCK, BLOCKS, CONTEXT, VOCAB = 16, 128, 1024, 49_152
+COUNT = 32
+"""Greedy tokens that are compared."""
 
 PROSE = Path(__file__).parents[2] / "LICENSE"
 """Real text that every checkout has."""
@@ -82,6 +85,24 @@ def reference(card: ModelCard) -> Iterator[Any]:
         assert unexpected == []
         assert set(missing) <= {"lm_head.weight"}
         yield model.eval()
+
+
+@pytest.fixture(scope="module")
+def generated(reference: Any) -> Callable[[tuple[int, ...]], Any]:
+    """Return what transformers writes greedily after a prompt, computed once."""
+
+    @cache
+    def written(prompt: tuple[int, ...]) -> Any:
+        return reference.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=COUNT,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+
+    return written
 
 
 def reference_config(config: Architecture) -> Any:
@@ -147,24 +168,19 @@ def test_logits_agree_with_transformers(
     [QUESTIONS[0], *(pytest.param(one, marks=pytest.mark.nightly) for one in QUESTIONS[1:])],
 )
 def test_greedy_text_agrees_with_transformers_generate(
-    question: str, either_runner: CpuRunner, reference: Any, tokenizer: Tokenizer
+    question: str,
+    either_runner: CpuRunner,
+    generated: Callable[[tuple[int, ...]], Any],
+    tokenizer: Tokenizer,
 ) -> None:
     """Token by token, through scheduler, cache and sampler. If the reference has two tokens
     within the tolerance of each other, either is accepted, and the comparison ends."""
     text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     prompt = tokenizer.encode(text, add_special_tokens=False).ids
-    count = 32
-    written = reference.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    written = generated(tuple(prompt))
     expected = written.sequences[0, len(prompt) :].tolist()
 
-    answer = greedy(either_runner, prompt, count)
+    answer = greedy(either_runner, prompt, COUNT)
 
     for at, (ours, theirs) in enumerate(zip(answer, expected, strict=True)):
         if ours != theirs:
@@ -172,7 +188,7 @@ def test_greedy_text_agrees_with_transformers_generate(
             gap = float((logits[theirs] - logits[ours]) / logits.std())
             assert gap < 2 * LOGIT_ERROR_MAX, f"token {at} of {tokenizer.decode(expected)!r}"
             break
-    assert len(answer) == count
+    assert len(answer) == COUNT
 
 
 def greedy(runner: CpuRunner, prompt: list[int], count: int) -> list[int]:

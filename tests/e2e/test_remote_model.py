@@ -14,7 +14,7 @@ from engine.storage.index.index import RecordIndex
 from engine.storage.index.index_file import INDEX_NAME
 from engine.storage.index.remote_rows import RemoteRows
 from engine.storage.sealing.unlocking import SealSettings, unlock
-from tests.e2e.leveled_engine import KEY_VARIABLE, PROMPT_TOKENS
+from tests.e2e.leveled_engine import FAR_PROMPT_TOKENS, KEY_VARIABLE
 from tests.e2e.test_levels_model import facts, run_engine
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -49,9 +49,9 @@ def test_a_prefix_that_has_left_the_disk_is_loaded_from_the_remote_store(
         first.kill()
     demoted = demote_all(folder)
     with run_engine(folder, "read", "auto", far) as second:
-        warm, other = facts(second)
+        warm, _ = facts(second)
 
-    assert demoted == PROMPT_TOKENS // 16
+    assert demoted == FAR_PROMPT_TOKENS // 16
     assert warm["tokens"] == cold["tokens"]
-    assert warm["loaded"] == {"remote": PROMPT_TOKENS - 16}
-    assert warm["first_s"] < other["first_s"]
+    assert warm["loaded"] == {"remote": FAR_PROMPT_TOKENS - 16}
+    assert warm["first_s"] < cold["first_s"]
