@@ -84,6 +84,11 @@ def decode_object(body: bytes) -> dict[str, Any]:
         problem = "the body is empty" if not body.strip() else str(error)
         if body.startswith(BOM_UTF8):
             problem = "it begins with a byte order mark"
+        elif _has_half_character(body):
+            problem = (
+                "a text has one half of a UTF-16 surrogate pair, as a cut emoji has;"
+                " expected whole characters"
+            )
         message = f"The body is not valid JSON: {problem}."
         raise Refusal(Kind.BAD, "invalid_json", message) from None
     except RecursionError:
@@ -92,6 +97,17 @@ def decode_object(body: bytes) -> dict[str, Any]:
         message = f"The body is a JSON {json_type(tree)}; expected a JSON object."
         raise Refusal(Kind.BAD, "invalid_json", message)
     return tree
+
+
+def _has_half_character(body: bytes) -> bool:
+    """Return whether a text of a JSON text has a surrogate without its other half. O(bytes)."""
+    try:
+        json.dumps(json.loads(body), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):
+        return False
+    return False
 
 
 class _OutOfRange(str):
@@ -144,7 +160,9 @@ def convert(value: Any, kind: type[T], above: str) -> T:
             kept = _without_nulls(value, _type_info(declared))
             if kept is not value:
                 return convert(kept, kind, above)
-        message, _, steps = str(error).partition(" - at `$")
+        message, _, steps = (
+            str(error).replace(" - at `key` in `$", " - at `$").partition(" - at `$")
+        )
         steps = steps.rstrip("`")
         path = steps.replace("[...]", "")
         param = above + path.lstrip("." if not above else "")
@@ -152,11 +170,12 @@ def convert(value: Any, kind: type[T], above: str) -> T:
             field = message.rpartition("`")[0].partition("`")[2]
             param = f"{param}.{field[:64]}".lstrip(".")
             if "unknown field" in message:
-                message = f"unknown field `{field[:64]}`{_known_fields(kind, steps, field)}"
+                known = _known_fields(kind, steps, _value_at(value, path))
+                message = f"unknown field `{field[:64]}`{_meant(field, known)}"
         message = message.replace(r"\\Z'", "$'").replace("`NoneType`", "`null`")
         code = "missing_required_parameter" if "missing required" in message else "invalid_value"
         prefix = f"{param}: " if param else ""
-        detail = _received(value, path, message)
+        detail = _received(_value_at(value, path), message)
         if message.startswith("Invalid "):
             detail = _expected_values(kind, steps)
         elif message.startswith(("Expected `null`, ", "Expected `array` of length <= 0")):
@@ -199,19 +218,32 @@ def _without_nulls(value: Any, found: inspect.Type) -> Any:
 
 
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+_LENGTH = re.compile(r"`(?P<type>\w+)` of length (?P<sign>[<>]=) (?P<length>\d+)")
 
 
-def _received(value: Any, path: str, message: str) -> str:
-    """Describe the number or the length that passed a limit; never quote a text."""
+def _value_at(value: Any, path: str) -> Any:
+    """Return the value at a path; null where there is none."""
     for key, index in _STEP.findall(path):
         if isinstance(value, dict) and key in value:
             value = value[key]
         elif isinstance(value, list) and index and int(index) < len(value):
             value = value[int(index)]
         else:
-            return ""
-    if "of length" in message and isinstance(value, str | list | dict):
-        return f"; received length {len(value)}"
+            return None
+    return value
+
+
+def _received(value: Any, message: str) -> str:
+    """Describe the number or the length that passed a limit; never quote a text."""
+    if (bound := _LENGTH.search(message)) is not None and isinstance(value, str | list | dict):
+        lengths = [len(value)]
+        if isinstance(value, dict) and bound["type"] != "object":  # of a name or a value in it
+            inner = (*value, *value.values())
+            lengths = [len(one) for one in inner if isinstance(one, str | list | dict)]
+        most = int(bound["length"])
+        passed = (n for n in lengths if (n > most if bound["sign"] == "<=" else n < most))
+        found = next(passed, None)
+        return "" if found is None else f"; received length {found}"
     if (">" in message or "<" in message) and isinstance(value, int | float):
         return f"; received {str(value)[:32]}"
     return ""
@@ -241,10 +273,21 @@ def _expected_values(kind: Any, steps: str) -> str:
     return f"; expected {_any_of(dict.fromkeys(values))}" if values else ""
 
 
-def _known_fields(kind: Any, steps: str, field: str) -> str:
+def _known_fields(kind: Any, steps: str, value: Any) -> list[str]:
+    """Return the fields that an object `value` at the path `steps` may have: of the types with its
+    tag, where there are tags."""
+    tags = value if isinstance(value, dict) else {}
+    structs = [
+        one
+        for one in _types_at(kind, steps)
+        if isinstance(one, inspect.StructType)
+        and (one.tag_field is None or tags.get(one.tag_field) == one.tag)
+    ]
+    return list(dict.fromkeys(field.encode_name for one in structs for field in one.fields))
+
+
+def _meant(field: str, known: list[str]) -> str:
     """Return the field that an unknown one may be meant for, or all that there are if few."""
-    structs = (one for one in _types_at(kind, steps) if isinstance(one, inspect.StructType))
-    known = list(dict.fromkeys(field.encode_name for one in structs for field in one.fields))
     close = difflib.get_close_matches(field[:64], known, n=1)
     if close:
         return f"; did you mean `{close[0]}`?"

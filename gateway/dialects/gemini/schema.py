@@ -43,8 +43,11 @@ _ANNOTATIONS: Final = frozenset({"nullable", "example", "title", *_ORDERINGS})
 """Keywords that do not constrain a value, `nullable`, which becomes the type "null", and the order
 of properties."""
 
-_REDUNDANT_FORMATS: Final = frozenset({"enum", "int32", "int64", "float", "double"})
-"""Formats that repeat what `type` or `enum` says."""
+_FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+"""Formats that an answer is held to. Others repeat what `type` or `enum` says (`int64`, `enum`), or
+are notes for the model: Gemini takes any text here, such as `password`."""
 
 _READERS: Final[dict[str, Callable[[Any], Any]]] = {
     "integer": read_int,
@@ -67,7 +70,7 @@ def json_schema(schema: Any, depth: int = 0) -> Any:
         name = str(_SPELLINGS.get(key, key))
         if value is None or name in _ANNOTATIONS:
             continue
-        if name == "format" and isinstance(value, str) and value in _REDUNDANT_FORMATS:
+        if name == "format" and isinstance(value, str) and value not in _FORMATS:
             continue
         value = read_list(value) if name in _LISTS else value
         if name == "type" and isinstance(value := read_enum(value, TYPES), str):

@@ -32,7 +32,7 @@ from gateway.dialects.openai import cache, constraints, tools, wire
 from gateway.dialects.openai import chat_prompt as chat
 from gateway.dialects.openai.reasoning import thinking_of
 from gateway.dialects.tolerance import Tolerance
-from gateway.dialects.validation import invalid_field
+from gateway.dialects.validation import invalid_field, json_text
 
 FUNCTIONS = "functions are not supported; expected tools, which replace them."
 REFUSED_FIELDS = {
@@ -81,15 +81,22 @@ _PLACEHOLDER_BYTES = msgspec.json.encode(_PLACEHOLDER)
 """Stand-in for the text in a chunk that is encoded once for all texts of a choice."""
 
 
-class ChatSchemaFormat(Struct, frozen=True, tag="json_schema", tag_field="type"):
-    json_schema: tools.JsonSchema
-
-
-class ChatJsonFormat(Struct, frozen=True, tag="json_object", tag_field="type"):
+class _Format(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
     pass
 
 
-class ChatPatternFormat(Struct, frozen=True, tag="regex", tag_field="type"):
+class ChatSchemaFormat(_Format, frozen=True, tag="json_schema"):
+    json_schema: tools.JsonSchema
+
+
+class ChatJsonFormat(_Format, frozen=True, tag="json_object"):
+    """`schema`: as other servers take it; an answer is held to it as to one without `strict`."""
+
+    schema: dict[str, Any] | None = None
+    json_schema: None = None
+
+
+class ChatPatternFormat(_Format, frozen=True, tag="regex"):
     """A regular expression, under the names of several servers."""
 
     regex: wire.PatternText | None = None
@@ -97,14 +104,14 @@ class ChatPatternFormat(Struct, frozen=True, tag="regex", tag_field="type"):
     value: wire.PatternText | None = None
 
 
-class ChatGrammarFormat(Struct, frozen=True, tag="grammar", tag_field="type"):
+class ChatGrammarFormat(_Format, frozen=True, tag="grammar"):
     """A Lark grammar."""
 
     grammar: wire.GrammarText
 
 
-class ChatTextFormat(Struct, frozen=True, tag="text", tag_field="type"):
-    pass
+class ChatTextFormat(_Format, frozen=True, tag="text"):
+    json_schema: None = None
 
 
 ResponseFormat = (
@@ -228,8 +235,11 @@ def _own_format(form: ResponseFormat) -> OutputFormat:
             return _ANY_TEXT
         case ChatSchemaFormat():
             return tools.schema_format(form.json_schema, "response_format.json_schema.schema")
-        case ChatJsonFormat():
+        case ChatJsonFormat(None):
             return OutputFormat("json_object")
+        case ChatJsonFormat(schema):
+            path = "response_format.schema"
+            return OutputFormat("json_schema", json_text(schema), path, strict=False)
         case ChatPatternFormat():
             pattern = form.regex or form.pattern or form.value
             if not pattern:

@@ -96,21 +96,21 @@ class ChatToolField(Struct, frozen=True, forbid_unknown_fields=True):
     custom: Any = UNSET
 
 
-class NamedFunction(Struct, frozen=True):
+class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):
     name: tools.Name
 
 
-class ToolReference(Struct, frozen=True):
+class ToolReference(Struct, frozen=True, forbid_unknown_fields=True):
     type: str
     function: NamedFunction | None = None
 
 
-class AllowedTools(Struct, frozen=True):
+class AllowedTools(Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
     tools: Annotated[list[ToolReference], Meta(min_length=1, max_length=tools.TOOLS_MAX)]
 
 
-class ChoiceField(Struct, frozen=True):
+class ChoiceField(Struct, frozen=True, forbid_unknown_fields=True):
     type: str
     function: NamedFunction | None = None
     allowed_tools: AllowedTools | None = None

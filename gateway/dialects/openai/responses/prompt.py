@@ -98,7 +98,7 @@ class NamespaceField(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tools: Annotated[list[dict[str, Any]], Meta(max_length=tools.TOOLS_MAX)]
 
 
-class ChosenFunction(Struct, frozen=True, omit_defaults=True):
+class ChosenFunction(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     type: str
     name: tools.Name | None = None
     namespace: tools.Name | None = None

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from gateway.errors import Kind, Refusal
 from tests.tables import each_row
 from tests.unit.gateway.dialects.requests import (
@@ -153,3 +155,65 @@ def test_any_value_in_any_place_is_taken_or_refused_by_its_path(name: str) -> No
                 assert refusal.kind is Kind.BAD, where
                 assert refusal.param, where
                 assert not re.search(r"\b(None|NoneType|True|False)\b", refusal.message), where
+
+
+CLIENTS_OWN = {
+    *("schema", "parameters", "input_schema", "responseSchema", "response", "args"),
+    *("metadata", "logit_bias", "safetySettings"),
+}
+"""Objects with names that are the client's, and one that has no effect as a whole."""
+NO_TOOLS = {"tools": None, "tool_choice": None}
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "chat": [
+        {"response_format": {"type": "json_object", "schema": OBJECT}},
+        {"response_format": {"type": "text"}},
+        {"response_format": {"type": "regex", "pattern": "a"}, **NO_TOOLS},
+        {"response_format": {"type": "grammar", "grammar": 'start: "a"'}, **NO_TOOLS},
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                },
+            }
+        },
+    ],
+    "responses": [
+        {"tool_choice": {"type": "function", "name": "f"}},
+        {"text": {"format": {"type": "json_object"}}},
+    ],
+}
+
+
+@each_row("name", REQUESTS)
+def test_no_field_in_any_place_is_dropped_silently(name: str) -> None:
+    """A client that took it for a setting would never know."""
+    endpoint, fields = REQUESTS[name]
+    for variant in ({}, *VARIANTS.get(name, ())):
+        asked = fields | variant
+        endpoint.parse(**asked)
+        for steps in places(asked):
+            wrong = copy.deepcopy(asked)
+            at: Any = wrong
+            for step in steps:
+                at = at[step]
+            if not isinstance(at, dict) or not CLIENTS_OWN.isdisjoint(steps):
+                continue
+            if at.get("type") == "tool_use" or steps[-1] == "input":
+                continue
+            at["surprise"] = 1
+            try:
+                told = endpoint.parse(**wrong).ignored
+            except Refusal as refusal:
+                told = (refusal.message, refusal.param or "")
+            assert any("surprise" in words for words in told), steps
+
+
+@each_row("text", [rb"cut \ud83d", rb"\ud83d\ud83d", rb"\udc00 cut", rb"a\ud800b and more text"])
+def test_half_a_character_is_named_as_such(text: bytes) -> None:
+    """Clients cut emoji in two; that the body is "truncated" would send them to their network."""
+    with pytest.raises(Refusal, match="half of a UTF-16 surrogate pair") as caught:
+        CHAT.parse_body(b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % text)
+
+    assert caught.value.code == "invalid_json"

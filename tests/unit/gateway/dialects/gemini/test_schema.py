@@ -31,6 +31,7 @@ from tests.tables import each_row
         ({"any_of": [{"type": "NULL"}]}, {"anyOf": [{"type": "null"}]}),
         ({"type": "INTEGER", "format": "int64", "minimum": 1}, {"type": "integer", "minimum": 1}),
         ({"type": "NUMBER", "format": "double"}, {"type": "number"}),
+        ({"type": "STRING", "format": "password"}, {"type": "string"}),
         (
             {"type": "STRING", "format": "date-time", "minLength": "1", "max_length": 40},
             {"type": "string", "format": "date-time", "minLength": 1, "maxLength": 40},

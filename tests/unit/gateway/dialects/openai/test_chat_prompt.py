@@ -308,7 +308,18 @@ def test_response_format_reaches_the_prompt() -> None:
 
     assert prompt().output_format == OutputFormat()
     assert prompt(response_format={"type": "text"}).output_format == OutputFormat()
+    assert (
+        prompt(response_format={"type": "text", "json_schema": None}).output_format.kind == "text"
+    )
     assert prompt(response_format={"type": "json_object"}).output_format.kind == "json_object"
+    assert prompt(
+        response_format={"type": "json_object", "schema": schema, "json_schema": None}
+    ).output_format == OutputFormat(
+        "json_schema",
+        '{"type":"object","properties":{"z":{},"a":{}},"required":["z"]}',
+        "response_format.schema",
+        strict=False,
+    )
     assert prompt(
         response_format={"type": "json_schema", "json_schema": named}
     ).output_format == OutputFormat(

@@ -309,6 +309,14 @@ def test_items_of_a_thread_are_bounded() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", "received 0"),
         ({"service_tier": "flex"}, "service_tier", "flex"),
         ({"metadata": {"a": 1}}, "metadata", "str"),
+        ({"metadata": {"a": "b", "c": "x" * 513}}, "metadata", "received length 513"),
+        ({"metadata": {"a": "b", "x" * 65: "c"}}, "metadata", "received length 65"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata", "received length 17"),
+        (
+            {"text": {"format": {"type": "json_object", "schema": {}}}},
+            "text.format.schema",
+            "unknown field `schema`; omit it",
+        ),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x"}}},
