@@ -47,9 +47,10 @@ class GpuExperts:
         routing = self.routing
         x = x.contiguous()
         logits = router_logits(x, self.router)[:, : self._router_rows]
-        ids, weights = experts.route(logits, routing, self.router_bias, self.choice_bias)
         tile = experts.tile_of(len(x), self.gate_up.kind)
-        order, blocks = experts.sort_pairs(ids, self.count, tile.pairs)
+        weights, order, blocks = experts.choose(
+            logits, routing, self.router_bias, self.choice_bias, self.count, tile.pairs
+        )
         hidden = experts.expert_product(
             rows_for(x, self.gate_up), self.gate_up, order, blocks, routing.choices, tile,
             dtype=x.dtype, activation=self.activation,

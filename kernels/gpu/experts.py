@@ -1,9 +1,9 @@
 """Mixtures of experts on a GPU: routing, sorting and the experts' products, decided on the device.
 
 The host never learns which experts a token takes: grids follow only from the number of rows, so one
-CUDA graph fits every choice. `engine.models.gpu_experts` calls `route`, `sort_pairs`,
-`expert_product` and `add_experts` in this order; `kernels.reference_experts` specifies them. T
-tokens, E experts of I channels, C hidden channels, k experts a token, P = T * k pairs.
+CUDA graph fits every choice. `engine.models.gpu_experts` calls `choose`, `expert_product` and
+`add_experts` in this order; `kernels.reference_experts` specifies them. T tokens, E experts of I
+channels, C hidden channels, k experts a token, P = T * k pairs.
 """
 
 from __future__ import annotations
@@ -108,15 +108,36 @@ def _scaled(weights, scale, SCORE: tl.constexpr, RENORMALISE: tl.constexpr):
 
 
 @triton.jit
+def _write_pair(order, blocks, place, expert, mask):
+    """Write a block of one pair of an only token."""
+    tl.store(order + place, place, mask=mask)
+    tl.store(blocks + 1 + place * 3, expert, mask=mask)
+    tl.store(blocks + 1 + place * 3 + 1, place, mask=mask)
+    tl.store(blocks + 1 + place * 3 + 2, place + 1, mask=mask)
+
+
+@triton.jit
+def _write_pairs(
+    order, blocks, ranks, ids, mask, E: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr
+):
+    """Write the pairs of an only token, each of which is a block; expert E is the shared one."""
+    tl.store(blocks, TOP_K + (SHARED > 0))
+    _write_pair(order, blocks, ranks, ids, mask)
+    if SHARED:
+        _write_pair(order, blocks, TOP_K, E, True)
+
+
+@triton.jit
 def route_kernel(
-    logits, router_bias, choice_bias, ids_out, weights_out, stride, scale,
+    logits, router_bias, choice_bias, ids_out, weights_out, order, blocks, stride, scale,
     E: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P: tl.constexpr, SIZE_P: tl.constexpr,
     KEPT: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, SCORE: tl.constexpr,
     HAS_BIAS: tl.constexpr, BY_BIAS: tl.constexpr, RENORMALISE: tl.constexpr, SHARED: tl.constexpr,
-    WAITS: tl.constexpr,
+    ALONE: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """One token a program. Experts lie in GROUPS_P x SIZE_P places, groups of E / GROUPS each.
-    SHARED: 1: one more expert has a weight of 1, 2: the sigmoid of one more logit."""
+    SHARED: 1: one more expert has a weight of 1, 2: the sigmoid of one more logit. ALONE: an only
+    token's experts are in order as they are, so their pairs and blocks are written too."""
     if WAITS:
         gdc_wait()
     row = tl.program_id(0)
@@ -175,14 +196,16 @@ def route_kernel(
         own = 1.0 if SHARED == 1 else _sigmoid(tl.load(logits + E))
         tl.store(ids_out + row * COLUMNS + TOP_K, E)
         tl.store(weights_out + row * COLUMNS + TOP_K, own)
+    if ALONE:
+        _write_pairs(order, blocks, rank, ids, j < TOP_K, E, TOP_K, SHARED)
 
 
 def route(
     logits: torch.Tensor, routing: Routing, router_bias: torch.Tensor | None,
-    choice_bias: torch.Tensor | None,
+    choice_bias: torch.Tensor | None, pairs: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return each token's experts in ascending order, int32, and their weights, fp32: both
-    [T, choices].
+    [T, choices]. `pairs`: of an only token, where to write what `sort_pairs` returns.
 
     logits [T, E] fp32, or one more, rows of any stride, without the router's bias [E]; choice_bias
     [E] fp32. A NaN is the least of all scores, so that a token of NaN has experts too, and its
@@ -195,14 +218,14 @@ def route(
         pdl = _after_short(logits, tokens)
         route_kernel[(tokens,)](
             logits, logits if router_bias is None else router_bias,
-            logits if choice_bias is None else choice_bias, ids, weights, logits.stride(0),
-            routing.scale,
+            logits if choice_bias is None else choice_bias, ids, weights,
+            *(pairs or (ids, ids)), logits.stride(0), routing.scale,
             E=experts, GROUPS=routing.groups, GROUPS_P=triton.next_power_of_2(routing.groups),
             SIZE_P=triton.next_power_of_2(experts // routing.groups), KEPT=routing.groups_kept,
             TOP_K=routing.top_k, TOP_P=triton.next_power_of_2(routing.top_k),
             SCORE=SCORES[routing.score], HAS_BIAS=router_bias is not None,
             BY_BIAS=choice_bias is not None, RENORMALISE=routing.renormalise,
-            SHARED=SHARED[routing.shared], WAITS=bool(pdl),
+            SHARED=SHARED[routing.shared], ALONE=pairs is not None, WAITS=bool(pdl),
             num_warps=1 if experts <= 128 else 4, **pdl,
         )  # fmt: skip
     return ids, weights
@@ -325,6 +348,21 @@ def sort_pairs(
         **common,
     )  # fmt: skip
     return order, blocks
+
+
+def choose(
+    logits: torch.Tensor, routing: Routing, router_bias: torch.Tensor | None,
+    choice_bias: torch.Tensor | None, experts: int, block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the weights of `route`, and the pairs and blocks of `sort_pairs`; `experts`: all that
+    there are, shared ones too. One launch for one token, else two or three."""
+    if len(logits) == 1:
+        order = torch.empty(routing.choices, dtype=torch.int32, device=logits.device)
+        pairs = order, order.new_empty(1 + 3 * routing.choices)
+        _, weights = route(logits, routing, router_bias, choice_bias, pairs)
+        return weights, *pairs
+    ids, weights = route(logits, routing, router_bias, choice_bias)
+    return weights, *sort_pairs(ids, experts, block_size)
 
 
 # --- products -------------------------------------------------------------------------------------

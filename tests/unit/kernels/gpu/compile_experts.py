@@ -92,7 +92,7 @@ def compile_routing(shared: int) -> dict[str, Any]:
     constants: dict[str, Any] = {
         "E": 128, "GROUPS": 1, "GROUPS_P": 1, "SIZE_P": 128, "KEPT": 1, "TOP_K": 8, "TOP_P": 8,
         "SCORE": 1, "HAS_BIAS": False, "BY_BIAS": True, "RENORMALISE": True, "SHARED": shared,
-        "WAITS": True,
+        "ALONE": True, "WAITS": True,
     }  # fmt: skip
     types = {**POINTERS, "scale": "fp32"}
     name, one_warp = f"routing, shared {shared}", Tile(1, 1, 1, 1, 1)

@@ -127,6 +127,25 @@ def test_pairs_are_sorted_by_expert_and_cut_into_blocks(
     assert sorted(listed(found)) == sorted(blocks)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_experts_are_chosen_and_sorted_together(name: str, tokens: int) -> None:
+    """In one launch for an only token, whose experts are in order as they are."""
+    count, routing, by_bias = ROUTINGS[name]
+    logits = logits_of(tokens, count + (routing.shared == "gated"), seed=tokens)
+    bias = logits_of(1, count, seed=1)[0] if by_bias else None
+    ids, weights = reference_experts.route(logits, routing, bias)
+    order, blocks = reference_experts.sort_pairs(ids, 16)
+
+    found_weights, found_order, found = experts.choose(
+        logits, routing, None, bias, count + bool(routing.shared), 16
+    )
+
+    torch.testing.assert_close(found_weights, weights, rtol=1e-5, atol=1e-6)
+    assert found_order.tolist() == order.tolist()
+    assert sorted(listed(found)) == sorted(blocks)
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 300])
 def test_all_tokens_may_take_the_same_experts(tokens: int) -> None:
     """The list of blocks has room for the most uneven choice."""
