@@ -5,12 +5,15 @@
     python -m tests.bench.gpu_http --only "" --neighbours
     python -m tests.bench.gpu_http --shape Qwen3-8B --only "" --rates 20,50,100,150
     python -m tests.bench.gpu_http --gpus 0,1 --only "" --rates 20,50,100,150
+    python -m tests.bench.gpu_http --replicas 2 --processes 2 --only W2 --rates 150,300
 
-Starts the gateway and its engine process on this machine's GPU, with random weights of a shape,
-Llama-3.1-8B's by default, and sends streaming completions of token ids from several client
-processes, because one process reads events no faster than the gateway writes them. Tokens are
-counted from the usage in the responses. `tests.bench.open_loop` has the arrivals; each line ends in
-the figures of vLLM with Llama's shape. A rate runs for `--seconds`.
+Starts the gateway and its engine process on this machine's GPU, or with `--replicas` engines
+elsewhere, one for each GPU, behind TLS, and with `--processes` several processes of the gateway,
+over PostgreSQL and Valkey. Engines have random weights of a shape, Llama-3.1-8B's by default. It
+sends streaming completions of token ids from several client processes, because one process reads
+events no faster than the gateway writes them. Tokens are counted from the usage in the responses.
+`tests.bench.open_loop` has the arrivals; each line ends in the figures of vLLM with Llama's shape.
+A rate runs for `--seconds`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +36,33 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.config import EngineConfig
 from engine.model_store import Architecture, ModelCard, load_card
-from gateway.cli.database import KEY_FILE, open_store
+from gateway.cli.database import connect, open_store
 from gateway.cli.serve import serve as serve_models
-from gateway.config import AdminConfig, Config, LimitsConfig, LogConfig, ServerConfig
+from gateway.config import (
+    AdminConfig,
+    Config,
+    LimitsConfig,
+    LogConfig,
+    ModelSettings,
+    ServerConfig,
+    TenancyConfig,
+)
 from gateway.config.config_file import ConfigSource
+from gateway.config.fleet import FleetConfig
+from gateway.processes.member import Announcement, GroupMember
 from gateway.shared.gateway_id import name_start, take_gateway_id
 from tenancy.accounts.keys import create_key
 from tenancy.accounts.tenants import create_tenant
 from tenancy.types import wall_ms
-from tests.bench import open_loop
+from tests.bench import gpu_fleet, open_loop
 from tests.bench.gpu_workloads import OUTPUT, WORKLOADS, Workload
 from tests.bench.models import GEMMA3_12B, GPT_OSS_20B, LLAMA_8B, QWEN3_8B, QWEN3_30B_A3B
 from tests.bench.open_loop import Arrival, Seen
+from tests.bench.overhead.processor_time import processor_s
 from tests.bench.results import Results, print_line
 
+MODULE = "tests.bench.gpu_http"
 NAME, PORT, ADMIN_PORT = "random-8b", 18_480, 18_481
-OTHER_KEY_FILE = "other.key"
 READY_TIMEOUT_S = 240.0
 SHAPES = {
     "Llama-3.1-8B": LLAMA_8B,
@@ -87,46 +102,70 @@ def write_model(folder: Path, shape: Architecture) -> ModelCard:
     return card
 
 
-def config_of(
-    data: Path, sequences: int, gap_target_shared_ms: float, gpus: tuple[int, ...] = ()
-) -> Config:
-    """Return a config for `sequences` at once, of one tenant, with 40 GB of blocks."""
+def config_of(data: Path, options: argparse.Namespace) -> Config:
+    """Return a config for `options.sequences` at once, of one tenant, with 40 GB of blocks."""
+    number = options.engine
+    fleet = FleetConfig(shared=options.shared) if options.shared else FleetConfig()
     return Config(
         data_dir=str(data),
-        server=ServerConfig(listen=f"127.0.0.1:{PORT}"),
-        admin=AdminConfig(listen=f"127.0.0.1:{ADMIN_PORT}"),
-        limits=LimitsConfig(requests_per_tenant_max=1_024),
+        model=ModelSettings(replicas=gpu_fleet.addresses(options.replicas)),
+        server=ServerConfig(listen=f"127.0.0.1:{PORT}", processes=options.processes),
+        admin=AdminConfig(listen=f"127.0.0.1:{ADMIN_PORT + (options.process or 0)}"),
+        tenancy=TenancyConfig(database=options.database),
+        fleet=fleet,
+        limits=LimitsConfig(requests_per_tenant_max=8_192),
         log=LogConfig(requests=False),
         engine=EngineConfig(
             device="cuda",
-            gpus=gpus,
+            gpus=tuple(numbers(options.gpus)) if number is None else (number,),
             kv_blocks=20_000,
             step_tokens_max=8_192,
             prefill_chunk_tokens_max=8_192,
-            sequences_max=sequences,
+            sequences_max=options.sequences,
             queue_tokens_max=10_000_000,
-            gap_target_shared_ms=gap_target_shared_ms,
+            gap_target_shared_ms=options.gap_target_shared_ms,
         ),
     )
 
 
-def serve(data: Path, sequences: int, gap_target_shared_ms: float, gpus: tuple[int, ...]) -> None:
-    """Run the server, in its own process."""
-    config = config_of(data, sequences, gap_target_shared_ms, gpus)
-    store, _ = open_store(config)
-    other = create_tenant(store, wall_ms, "other")
-    (data / OTHER_KEY_FILE).write_text(create_key(store, wall_ms, other.tenant_id))
-    card = load_card(data / "model")
-    asyncio.run(
-        serve_models(
-            config,
-            [card],
-            store,
-            lambda *_: print_line("ready"),
-            ConfigSource(None, lambda: config),
-            start=name_start(take_gateway_id(config.data, store)),
-        )
-    )
+def write_keys(config: Config) -> tuple[str, str]:
+    """Create two tenants; return a key of each."""
+    store, first = open_store(config)
+    with closing(store):
+        other = create_tenant(store, wall_ms, "other")
+        assert first is not None, "the database is new"
+        return first, create_key(store, wall_ms, other.tenant_id)
+
+
+def serve(config: Config, process: int | None) -> None:
+    """Run the server, in its own process. `process`: the number of one of several."""
+    member = None if process is None else GroupMember(process)
+
+    def announce(urls: list[str], states: Mapping[str, str]) -> None:
+        if member is None:
+            print_line("ready")
+        else:
+            member.announce(Announcement(urls, states))
+
+    store, card = connect(config), load_card(config.data / "model")
+    start = name_start(take_gateway_id(config.data, store, process=process))
+    source = ConfigSource(None, lambda: config)
+    asyncio.run(serve_models(config, [card], store, announce, source, start=start, member=member))
+
+
+def run_role(options: argparse.Namespace) -> None:
+    """Be a client, an engine, a process of the gateway, or what keeps several of these."""
+    if options.client:
+        asyncio.run(send_arrivals())
+        return
+    config = config_of(options.serve, options)
+    if options.engine is not None:
+        gpu_fleet.keep(config, options.engine)
+    elif options.processes > 1 and options.process is None:
+        command = [sys.executable, "-m", MODULE, *sys.argv[1:]]
+        gpu_fleet.keep_gateways(command, PORT, options.processes)
+    else:
+        serve(config, options.process)
 
 
 async def send_arrivals() -> None:
@@ -156,8 +195,13 @@ async def send_arrivals() -> None:
 class Clients:
     """Client processes that start a run together."""
 
-    def __init__(self, keys: tuple[str, str], count: int) -> None:
-        command = [sys.executable, "-m", "tests.bench.gpu_http", "--client"]
+    gateway_share = 0.0
+    """Processor time of the gateway's processes over the last run's seconds."""
+
+    def __init__(self, keys: tuple[str, str], count: int, gateway: Sequence[int]) -> None:
+        """`gateway`: the ids of its processes."""
+        self._gateway = gateway
+        command = [sys.executable, "-m", MODULE, "--client"]
         self._processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for _ in range(count)
@@ -179,11 +223,14 @@ class Clients:
         for process in used:
             assert self._read_line(process) == "ready"
         start_s = time.monotonic() + 0.2
+        spent_s = sum(map(processor_s, self._gateway))
         for process in used:
             self._write_line(process, str(start_s))
         answers = [
             msgspec.json.decode(self._read_line(process), type=list[Seen]) for process in used
         ]
+        spent_s = sum(map(processor_s, self._gateway)) - spent_s
+        self.gateway_share = spent_s / (time.monotonic() - start_s)
         return [one for answer in answers for one in answer]
 
     def burst(self, prompts: Sequence[Sequence[int]], count: int = OUTPUT) -> dict[str, Any]:
@@ -197,6 +244,7 @@ class Clients:
             "tok_s": round(sum(one.tokens for one in seen) / wall_s),
             "first_token_p50_ms": round(statistics.median(one.first_s for one in seen) * 1e3, 1),
             "cached_tokens": sum(one.cached for one in seen),
+            "gateway_share": round(self.gateway_share, 2),
         }
 
     def _write_line(self, process: subprocess.Popen[str], line: str) -> None:
@@ -245,7 +293,9 @@ def drive_open_loop(clients: Clients, options: argparse.Namespace, results: Resu
     for name, (warm, arrivals) in runs:
         if warm:
             clients.burst(warm, 1)
-        results.add({"workload": name, "line": open_loop.summary(name, clients.run(arrivals))})
+        line = open_loop.summary(name, clients.run(arrivals))
+        share = round(clients.gateway_share, 2)
+        results.add({"workload": name, "line": line, "gateway_share": share})
 
 
 def numbers(text: str) -> list[int]:
@@ -253,8 +303,55 @@ def numbers(text: str) -> list[int]:
     return [int(one) for one in text.split(",") if one]
 
 
-def main() -> int:
-    """Start the server, run the workloads, stop the server."""
+@contextmanager
+def run_server(command: Sequence[str]) -> Iterator[int]:
+    """Start the server and give the id of its process once it is ready; stop it at the end."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            assert line.startswith("ready"), f"unexpected line from the server: {line!r}"
+            yield server.pid
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def measure(options: argparse.Namespace, results: Results) -> None:
+    """Start what is measured, run the workloads, stop it."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+        data = Path(folder)
+        write_model(data / "model", SHAPES[options.shape])
+        if options.processes > 1:
+            services = opened.enter_context(gpu_fleet.shared_services(data))
+            options.database, options.shared = services
+        command = [
+            *(sys.executable, "-m", MODULE, "--serve", folder),
+            *("--database", options.database),
+            *("--shared", options.shared),
+            *("--sequences", str(options.sequences)),
+            *("--gpus", options.gpus),
+            *("--replicas", str(options.replicas)),
+            *("--processes", str(options.processes)),
+            *("--gap-target-shared-ms", str(options.gap_target_shared_ms)),
+        ]
+        started = time.perf_counter()
+        keys = write_keys(config_of(data, options))
+        gpu_fleet.certify(data, options.replicas)
+        engines = opened.enter_context(gpu_fleet.EngineProcesses(command, options.replicas))
+        server = opened.enter_context(run_server(command))
+        for process in range(options.processes if options.replicas else 0):
+            engines.wait_ready(f"http://127.0.0.1:{ADMIN_PORT + process}", READY_TIMEOUT_S)
+        print_line(f"ready after {time.perf_counter() - started:.1f} s")
+        pids = gpu_fleet.gateway_pids(server, options.processes)
+        clients = opened.enter_context(closing(Clients(keys, options.clients, pids)))
+        names = options.only.split(",")
+        drive(clients, [work for work in WORKLOADS if work.name in names], "W5" in names, results)
+        drive_open_loop(clients, options, results)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="W1,W2,W5")
     parser.add_argument("--json", type=Path)
@@ -267,47 +364,25 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--gpus", default="", help="the GPUs of the engine, with commas")
+    parser.add_argument("--replicas", type=int, default=0, help="engines elsewhere, a GPU each")
+    parser.add_argument("--processes", type=int, default=1, help="of the gateway; needs replicas")
     parser.add_argument("--gap-target-shared-ms", type=float, default=0.0)
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    for name, kind in (("serve", Path), ("engine", int), ("process", int)):
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    parser.add_argument("--database", default="trunkline.db", help=argparse.SUPPRESS)
+    parser.add_argument("--shared", default="", help=argparse.SUPPRESS)
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.client:
-        asyncio.run(send_arrivals())
+    return parser
+
+
+def main() -> int:
+    """Run the workloads, or what they need in processes of its own."""
+    options = arguments().parse_args()
+    if options.client or options.serve is not None:
+        run_role(options)
         return 0
-    if options.serve is not None:
-        gpus = tuple(numbers(options.gpus))
-        serve(options.serve, options.sequences, options.gap_target_shared_ms, gpus)
-        return 0
-    names, results = options.only.split(","), Results()
-    with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder)
-        write_model(data / "model", SHAPES[options.shape])
-        command = [
-            *(sys.executable, "-m", "tests.bench.gpu_http", "--serve", folder),
-            *("--sequences", str(options.sequences)),
-            *("--gpus", options.gpus),
-            *("--gap-target-shared-ms", str(options.gap_target_shared_ms)),
-        ]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stdout is not None
-                started = time.perf_counter()
-                line = server.stdout.readline()
-                assert line.startswith("ready"), f"unexpected line from the server: {line!r}"
-                print_line(f"ready after {time.perf_counter() - started:.1f} s")
-                key, other = (
-                    (data / name).read_text().strip() for name in (KEY_FILE, OTHER_KEY_FILE)
-                )
-                works = [work for work in WORKLOADS if work.name in names]
-                clients = Clients((key, other), options.clients)
-                try:
-                    drive(clients, works, "W5" in names, results)
-                    drive_open_loop(clients, options, results)
-                finally:
-                    clients.close()
-            finally:
-                server.terminate()
-                server.wait(30)
+    results = Results()
+    measure(options, results)
     results.write(options.json)
     return 0
 
