@@ -45,6 +45,30 @@ from gateway.dialects.tolerance import Tolerance
 from gateway.dialects.validation import decode_json, encode_json, invalid_field, json_text
 from gateway.errors import Kind, Refusal
 
+_EMBEDS = (
+    "Gemini's embeddings are not supported; POST /v1/embeddings makes them where a model is set."
+)
+_NOT_SERVED = {
+    **dict.fromkeys(("embedContent", "batchEmbedContents", "asyncBatchEmbedContent"), _EMBEDS),
+    **dict.fromkeys(("embedText", "batchEmbedText"), _EMBEDS),
+    "batchGenerateContent": "Batches are not supported; send the requests one by one.",
+    **dict.fromkeys(
+        ("predict", "predictLongRunning"),
+        "Generating images and videos is not supported; this server generates text.",
+    ),
+    "bidiGenerateContent": "Live sessions are not supported; use streamGenerateContent.",
+}
+"""Methods of Google's models that this server lacks: the message."""
+
+
+def _no_method(action: str) -> Refusal:
+    """Return the refusal of a method that is not served."""
+    if action in _NOT_SERVED:
+        return Refusal(Kind.NOT_FOUND, "not_served", _NOT_SERVED[action])
+    served = "generateContent, streamGenerateContent or countTokens"
+    message = f"Unknown method {action[:64]!r}; expected {served}."
+    return Refusal(Kind.NOT_FOUND, "not_found", message)
+
 
 class GeminiDialect(Dialect):
     """The dialect of `/{v1,v1beta,v1alpha}/models/{model}:{action}`.
@@ -65,11 +89,7 @@ class GeminiDialect(Dialect):
         if metadata.action == "countTokens":
             return _count(body, metadata)
         if metadata.action not in ("generateContent", "streamGenerateContent"):
-            message = (
-                f"Unknown method {metadata.action[:64]!r}; expected generateContent,"
-                " streamGenerateContent or countTokens."
-            )
-            raise Refusal(Kind.NOT_FOUND, "not_found", message)
+            raise _no_method(metadata.action)
         tolerance = Tolerance(metadata.tolerance)
         fields = wire.decode(body, wire.GenerateBody, tolerance)
         is_stream = metadata.action == "streamGenerateContent"

@@ -417,11 +417,22 @@ def test_refuses_unsupported_field_with_path(fields: dict[str, Any], param: str)
     assert refused(**fields).param == param
 
 
-def test_unknown_method_is_not_found() -> None:
-    """`:embedContent` and others are not served."""
-    with pytest.raises(Refusal) as raised:
-        structs.replace(GEMINI, action="embedContent").parse()
-    assert raised.value.kind is Kind.NOT_FOUND
+@pytest.mark.parametrize(
+    ("action", "code", "says"),
+    [
+        ("embedContent", "not_served", "POST /v1/embeddings"),
+        ("batchEmbedContents", "not_served", "POST /v1/embeddings"),
+        ("batchGenerateContent", "not_served", "one by one"),
+        ("predict", "not_served", "generates text"),
+        ("generate", "not_found", "expected generateContent"),
+    ],
+)
+def test_a_method_that_is_not_served_says_so(action: str, code: str, says: str) -> None:
+    """Google's own are no typing errors: the message names what serves instead."""
+    with pytest.raises(Refusal, match=says) as raised:
+        structs.replace(GEMINI, action=action).parse()
+
+    assert (raised.value.kind, raised.value.code) == (Kind.NOT_FOUND, code)
 
 
 def test_counting_accepts_contents_or_a_full_request() -> None:
