@@ -121,15 +121,18 @@ class EngineKeeper:
 
     async def resume(self) -> None:
         """Keep an engine running again, after a drain."""
-        await self._child.stop()
-        await self._child.end(CLOSE_S)
+        await self.stop()
         self._child.may_restart = True
         self._child.start()
 
-    async def close(self) -> None:
-        """End the process; the holder closes its connection."""
+    async def stop(self) -> None:
+        """End the process, with its requests, and start none until `resume`."""
         await self._child.stop()
         await self._child.end(CLOSE_S)
+
+    async def close(self) -> None:
+        """End the process; the holder closes its connection."""
+        await self.stop()
         if self._host is not None:
             self._host.close()
 

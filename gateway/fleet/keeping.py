@@ -102,8 +102,9 @@ async def keep_engine(
             await _wait(stop, LOOK_EVERY_S)
             if failure := keeper.failure():
                 raise ModelError("engine_died", failure)
-            if await asyncio.to_thread(mark.exists) == kept.is_draining:
-                continue
+            is_wanted = not await asyncio.to_thread(mark.exists)
+            if is_wanted != kept.is_draining or (is_wanted and kept.engine is not None):
+                continue  # an engine that drains finishes its requests, whatever is wanted next
             kept.is_draining = not kept.is_draining
             event = "engine_drained" if kept.is_draining else "engine_undrained"
             log(event, {"name": listening.name})
@@ -125,7 +126,9 @@ async def keep_engine(
 
 async def _drain(keeper: EngineKeeper, kept: KeptEngine, timeout_s: float) -> None:
     keeper.begin_drain()
-    if kept.engine is not None:
+    if kept.engine is None:
+        await keeper.stop()  # it would serve once its model is loaded
+    else:
         await kept.engine.drain(timeout_s)
 
 
