@@ -199,7 +199,7 @@ async def test_referenced_responses_are_bounded(unopened_gateway: GatewayFixture
     gateway = unopened_gateway
     gateway.set_server(body_bytes_max=4_096, body_bytes_in_flight_max=65_536)
     await gateway.open()
-    answers = [await create(gateway, instructions=LONG * 5) for _ in range(10)]
+    answers = [await create(gateway, instructions=LONG * 5) for _ in range(6)]
     turn = [{"type": "item_reference", "id": one["output"][0]["id"]} for one in answers]
     status, found, _ = await gateway.ask(PATH, {"model": gateway.model, "input": turn})
 

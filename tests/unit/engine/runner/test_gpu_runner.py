@@ -454,7 +454,8 @@ def test_a_block_that_held_a_state_is_read_as_kv_without_it(
 ) -> None:
     """Half of a state's word may be no number in bf16, and 0 times that is none either: neither
     the slots that a sequence has not written nor those behind its table may have it."""
-    engine = Engine(1, config=FAMILIES["qwen3_next"], blocks=17)
+    hybrid = structs.replace(FAMILIES["qwen3_next"], layers=(Layer("delta"), Layer()))
+    engine = Engine(1, config=hybrid, blocks=17)
     launch, held = engine.runner.launch, set[int]()
 
     def launch_and_note(plan: StepPlan) -> None:
