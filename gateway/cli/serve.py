@@ -80,8 +80,7 @@ def run(
         check_address(config.server.listen, "server.listen")
     check_address(config.admin.listen, "admin.listen")
     changed_mode = prepare_data_dir(config)
-    # A process that is started again serves on with what the first start has accepted.
-    if process is None and any(one.is_elsewhere for one in config.served_models()):
+    if any(one.is_elsewhere for one in config.served_models()):
         check_certificate(config.fleet_folder, f"gateway/{config.fleet.name}")
     levels = levels_here(config)
     check_levels(config, levels)

@@ -255,6 +255,7 @@ async def test_a_file_is_followed_and_a_running_request_finishes(tmp_path: Path)
         stays = {"e0": "e1", "e1": "e0"}[leaves]
         write_places(file, fleet, f"{stays}=${stays}\n")
         await fleet.has_told("replica_removed", leaves)
+        left = fleet.replica(leaves).state
         late = fleet.replicas.submit(request("late", 4))
         served = await fleet.serving("late")
         answer = ids(await rest(late))
@@ -263,7 +264,7 @@ async def test_a_file_is_followed_and_a_running_request_finishes(tmp_path: Path)
         await fleet.has_told("replica_ready", leaves, 2)
 
     assert ids(events) == WHOLE
-    assert (served, answer) == (stays, WHOLE[:4])
+    assert (left, served, answer) == ("draining", stays, WHOLE[:4])
     assert fleet.told("request_moved") == []
 
 

@@ -72,6 +72,7 @@ class FleetReplicas(Replicas):
             replica, dialer = self._dialers.pop(address)
             self._report("replica_removed", {"replica": replica.name, "address": str(address)})
             replica.is_draining = True
+            replica.state, replica.reason = "draining", "Its directory names it no longer."
             self._begin(self._leave(replica, dialer))
         for address in addresses:
             if address in self._dialers:

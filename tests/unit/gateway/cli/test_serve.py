@@ -100,6 +100,7 @@ def test_an_embedding_model_is_refused_for_chats_before_it_is_fetched(
     assert "this one as embeddings.model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("process", [(), ("--process", "1")], ids=["alone", "of several"])
 @pytest.mark.parametrize(
     ("folder", "file", "says"),
     [
@@ -110,14 +111,15 @@ def test_an_embedding_model_is_refused_for_chats_before_it_is_fetched(
     ],
 )
 def test_a_certificate_that_engines_elsewhere_would_refuse_is_refused(
-    run: Run, tmp_path: Path, folder: Path, file: str, says: str
+    run: Run, tmp_path: Path, folder: Path, file: str, says: str, process: tuple[str, ...]
 ) -> None:
-    """Before a model is looked for: a gateway that started would only fail to reach its engines."""
+    """Before a model is looked for: a gateway that started would only fail to reach its engines. So
+    would a process that is started again, and get connections that others could answer."""
     config = tmp_path / "fleet.toml"
     lines = '[model]\nname = "/nowhere"\nreplicas = ["e0=127.0.0.1:1"]\n[fleet]\ntls = '
     config.write_text(f'{lines}"{folder}"\n')
     listen = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
-    line = error_line(run, "serve", "--config", str(config), *listen)
+    line = error_line(run, "serve", "--config", str(config), *listen, *process)
 
     assert f"{folder / file}: " in line
     assert says in line
