@@ -350,7 +350,7 @@ def furnish(gateway: GatewayFixture) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
 async def test_each_waste_is_named_and_no_other(
     card: ModelCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
