@@ -157,6 +157,15 @@ class AttackedServer:
             head.append(f"Authorization: Bearer {key}")
         return "\r\n".join([*head, *lines]).encode("latin-1") + b"\r\n\r\n"
 
+    # -- what the engine has done ---------------------------------------------------------------
+
+    def engine_total(self, name: str) -> float:
+        """Return a counter of the engine, such as `steps`, as of half a second ago at the most."""
+        port = int(self.server.admin_url.rpartition(":")[2])
+        text = self.ask("", "/metrics", method="GET", port=port).body.decode()
+        line = f"trunkline_engine_{name}_total "
+        return float(next(one for one in text.splitlines() if one.startswith(line)).split()[1])
+
     # -- what the gateway's process uses --------------------------------------------------------
 
     @property

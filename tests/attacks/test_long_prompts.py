@@ -1,28 +1,36 @@
-"""A flood of long prompts that no cache knows, beside a quiet tenant with a cached prefix."""
+"""A flood of long prompts that no cache knows, beside a quiet tenant with a cached prefix.
+
+The bound is counted in the engine's own steps of the run: what else uses the cores lengthens both.
+"""
 
 from __future__ import annotations
 
 import itertools
+import sys
+import time
 
 import pytest
 
 from tests.attacks.attacked_server import AttackedServer, flood
-from tests.attacks.probe import Probe, check_undisturbed
+from tests.attacks.probe import NOISE_S, Probe, check_undisturbed, quantile
 
 pytestmark = pytest.mark.slow
 
-PROMPT_TOKENS = 1_500
-FIRST_TOKEN_TIMES = 8.0
+PROMPT_TOKENS = 600
+STEPS_WAITED = 3.0
 """A request of a few missing tokens waits for the rest of one step of the flood and for its own
-step. Where two cores take longer than the target for the least slice of a prompt (32 tokens), a
-step of the flood takes 95 ms, its own 36 in place of 17: about 5 times in all, and 71 before steps
-were bounded by time. The goal of 4 holds where a slice fits the target (2.1 and 2.2 times)."""
+step, which is the shorter one: 1.6 to 1.9 mean steps at the 90th percentile on two cores that
+others used too, and up to 3.4 where its own step had a whole slice of the flood."""
+STEP_S, STEP_TOKENS = 0.075, 40
+"""The longest mean step, in seconds; or the most prompt tokens of one, where a machine takes longer
+than the target for the least slice of a prompt (32 tokens). On a machine that does not, 2.1 and 2.2
+times the time alone were measured, and 71 before steps were bounded by time."""
 QUIET_TEXT = "You are a librarian who knows each book. " * 60
 
 
 def test_long_prompts_leave_the_quiet_tenant_its_time(default_server: AttackedServer) -> None:
     """Four clients have prompts computed without end (twelve made it 71 times the time alone)."""
-    server = default_server
+    server, total = default_server, default_server.engine_total
     quiet = Probe(server, server.tenant("quiet", floor_blocks=200), QUIET_TEXT)
     key, serial = server.tenant("flood"), itertools.count()
 
@@ -34,7 +42,14 @@ def test_long_prompts_leave_the_quiet_tenant_its_time(default_server: AttackedSe
 
     alone = quiet.observe_alone(20)
     with flood(send, threads=4) as statuses:
+        began_s, before = time.monotonic(), (total("steps"), total("computed_tokens"))
         beside = quiet.observe(20)
+        elapsed_s, after = time.monotonic() - began_s, (total("steps"), total("computed_tokens"))
 
-    check_undisturbed(alone, beside, first_token_times=FIRST_TOKEN_TIMES, pause_s=None)
+    steps, tokens = after[0] - before[0], after[1] - before[1]
+    step_s, alone_s = elapsed_s / steps, max(NOISE_S, quantile(alone.first_token_s, 0.9))
+    assert step_s <= STEP_S or tokens <= STEP_TOKENS * steps, (step_s, tokens / steps)
+    sys.stdout.write(f"a step: {step_s * 1e3:.0f} ms, {tokens / steps:.0f} prompt tokens\n")
+    times = 1 + STEPS_WAITED * step_s / alone_s
+    check_undisturbed(alone, beside, first_token_times=times, pause_s=None)
     assert set(statuses) <= {200, 503}
