@@ -330,17 +330,17 @@ class Scheduler:
         shared_s = self.config.gap_target_shared_ms / 1000 or target_s
         tokens = max(1, self.config.step_tokens_max - len(decodes))
         if not self.queue and len(decodes) == len(self.running):
-            return PromptBudget(self.step_cost, tokens, target_s)  # no prompt: nothing to predict
+            return PromptBudget(self.step_cost, tokens, target_s, shared_s)  # no prompt
         is_shared = self.is_shared(now_s)
         if not decodes and not any(sequence.is_decoding for sequence in self.running):
             longest_s = shared_s if is_shared else target_s * STEPS_WITHOUT_STREAMS
-            return PromptBudget(self.step_cost, tokens, longest_s)
+            return PromptBudget(self.step_cost, tokens, longest_s, shared_s)
         decodes_s = self.step_cost.seconds(work_of(decodes.values()))
         if is_shared:
             target_s = min(target_s, max(shared_s, DECODES_OF_SHARED_STEP * decodes_s))
         else:
             target_s = max(target_s, DECODES_OF_ONE_PAYER * decodes_s)
-        return PromptBudget(self.step_cost, tokens, target_s - decodes_s)
+        return PromptBudget(self.step_cost, tokens, target_s - decodes_s, shared_s)
 
     def is_shared(self, now_s: float) -> bool:
         """Return whether several payers have requests, or had within `ALONE_AFTER_S`. O(1)."""

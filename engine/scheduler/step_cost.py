@@ -40,9 +40,10 @@ SLICE_TOKENS_MIN: Final = 2 * SLICE_TOKENS
 """Prompt tokens of a step that time does not limit."""
 GUEST_PART: Final = 1 / 4
 """The part of a step's prompt time that a guest takes at most, and of what it leaves, the part that
-others may fill. The same of `SLICE_TOKENS_MIN`, where these take longer than the step's time."""
+others may fill. Where a step of `SLICE_TOKENS_MIN` alone takes longer than the target, the same of
+these."""
 GUEST_TOKENS: Final = int(SLICE_TOKENS_MIN * GUEST_PART)
-"""Prompt tokens that a guest may always have."""
+"""Prompt tokens that a guest may always have on such a machine."""
 
 
 class StepWork(NamedTuple):
@@ -193,13 +194,19 @@ class PromptBudget:
     a payer whose short prompt begins and ends in the step: others hardly lengthen that.
     """
 
-    __slots__ = ("_cost", "_guest", "_guest_s", "_guest_tokens", "_least", "seconds", "tokens")
+    __slots__ = (
+        *("_cost", "_guest", "_guest_s", "_is_behind_guest", "_least", "_target_s"),
+        *("seconds", "tokens"),
+    )
 
-    def __init__(self, cost: StepCost, tokens: int, seconds: float) -> None:
+    def __init__(self, cost: StepCost, tokens: int, seconds: float, target_s: float = inf) -> None:
+        """`target_s`: of a step that payers share, its decodes included."""
         self._cost = cost
+        self._target_s = target_s
         self._guest: Payer | None = None
+        self._is_behind_guest = False
         self._least = SLICE_TOKENS_MIN
-        self._guest_s, self._guest_tokens = GUEST_PART * seconds, GUEST_TOKENS
+        self._guest_s = GUEST_PART * seconds
         self.tokens = tokens
         self.seconds = seconds
 
@@ -212,10 +219,13 @@ class PromptBudget:
     def fit(self, start: int, wanted: int) -> int:
         """Return how many of the `wanted` tokens from position `start` fit, perhaps none.
 
-        Time never stops the first `SLICE_TOKENS_MIN` tokens of a step, behind a guest a part of
-        these, so prompts always progress.
-        A slice that time cuts ends after a multiple of `SLICE_TOKENS`. O(1).
+        Time never stops the first `SLICE_TOKENS_MIN` tokens of a step, behind a guest of a slow
+        machine a part of these, so prompts always progress. A slice that time cuts ends after a
+        multiple of `SLICE_TOKENS`. O(1).
         """
+        if self._is_behind_guest and self._is_slow(start):
+            self._least = int(self._least * GUEST_PART)
+        self._is_behind_guest = False
         wanted = min(wanted, self.tokens)
         within = self._cost.tokens_within(self.seconds, start)
         if wanted <= within:
@@ -231,12 +241,19 @@ class PromptBudget:
         self.tokens -= count
         self._least -= count
         self.seconds -= slice_s
-        if slice_s < self._guest_s or count <= self._guest_tokens:
-            self._guest = self._guest or guest
+        if guest is None or self._guest is not None or self._guest_s == 0.0:
+            return
+        if slice_s < self._guest_s or (count <= GUEST_TOKENS and self._is_slow(start)):
+            self._guest = guest
 
     def turn_to(self, payer: Payer) -> None:
         """Begin with the prompts of a payer. Behind a guest, the others' part is left. O(1)."""
         if self._guest is not None and payer != self._guest:
-            self._least = int(self._least * GUEST_PART)
             self.seconds *= GUEST_PART
-            self._guest, self._guest_s, self._guest_tokens = None, 0.0, 0
+            self._guest, self._guest_s, self._is_behind_guest = None, 0.0, True
+
+    def _is_slow(self, start: int) -> bool:
+        """Return whether a step of the least slice from `start` on takes longer than the target."""
+        context = attended(start, SLICE_TOKENS_MIN)
+        work = StepWork(1, SLICE_TOKENS_MIN, prompt_context=context)
+        return self._cost.seconds(work) > self._target_s

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.slow
 PROMPT_TOKENS = 600
 STEPS_WAITED = 3.0
 """A request of a few missing tokens waits for the rest of one step of the flood and for its own
-step, which is the shorter one: 1.6 to 1.9 mean steps at the 90th percentile on two cores that
-others used too, and up to 3.4 where its own step had a whole slice of the flood."""
+step, which is the shorter one: 1.3 mean steps at the median and 1.7 at the 90th percentile on two
+quiet cores (105 ms a step; 137 to 147 ms beside 30 alone), up to 3.4 where its own step had a whole
+slice of the flood."""
 STEP_S, STEP_TOKENS = 0.075, 40
 """The longest mean step, in seconds; or the most prompt tokens of one, where a machine takes longer
 than the target for the least slice of a prompt (32 tokens). On a machine that does not, 2.1 and 2.2
