@@ -105,14 +105,13 @@ def write_model(folder: Path, shape: Architecture) -> ModelCard:
 def config_of(data: Path, options: argparse.Namespace) -> Config:
     """Return a config for `options.sequences` at once, of one tenant, with 40 GB of blocks."""
     number = options.engine
-    fleet = FleetConfig(shared=options.shared) if options.shared else FleetConfig()
     return Config(
         data_dir=str(data),
         model=ModelSettings(replicas=gpu_fleet.addresses(options.replicas)),
         server=ServerConfig(listen=f"127.0.0.1:{PORT}", processes=options.processes),
         admin=AdminConfig(listen=f"127.0.0.1:{ADMIN_PORT + (options.process or 0)}"),
         tenancy=TenancyConfig(database=options.database),
-        fleet=fleet,
+        fleet=FleetConfig(shared=options.shared),
         limits=LimitsConfig(requests_per_tenant_max=8_192),
         log=LogConfig(requests=False),
         engine=EngineConfig(

@@ -174,8 +174,8 @@ class EngineDialer:
         reason = str(error) or "It does not answer in time."
         if isinstance(error, OSError) and not isinstance(error, TimeoutError):
             reason = error.strerror or str(error)
-            if (error.errno or 0) > 0:  # asyncio's own text names the address alone
-                reason = os.strerror(error.errno or 0)
+            if error.errno and error.errno > 0:  # asyncio's own text names the address alone
+                reason = os.strerror(error.errno)
         is_wrong = isinstance(error, EngineError) and error.code in WRONG
         state = replica.state
         if is_wrong:
