@@ -20,6 +20,8 @@ IN_BROWSER = [
 ]
 """Marks of tests that use a browser."""
 PATIENCE_S = 40
+POLL_S = 0.05
+"""How often a page is looked at. Selenium's half a second was most of what a test took."""
 FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -46,6 +48,12 @@ SIDEWAYS = """
 return [...document.querySelectorAll(".scroll")]
   .filter((one) => one.scrollWidth > one.clientWidth).map((one) => one.ariaLabel);
 """
+QUICK_POLLS = """
+const later = window.setTimeout;
+window.setTimeout = (act, ms, ...more) =>
+  later(act, [5000, 15000].includes(ms) ? ms / 10 : ms, ...more);
+"""
+"""Makes the two polls of `api.js`, for which tests wait, ten times as quick."""
 
 
 def open_browser(profile: Path) -> Any:
@@ -56,7 +64,9 @@ def open_browser(profile: Path) -> Any:
     options.binary_location = CHROMIUM or ""
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     service = webdriver.ChromeService(executable_path=DRIVER)
-    return webdriver.Chrome(options=options, service=service)
+    driver = webdriver.Chrome(options=options, service=service)
+    driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": QUICK_POLLS})
+    return driver
 
 
 class Page:
@@ -67,7 +77,7 @@ class Page:
         self.url = url
 
     def wait(self, holds: Any) -> Any:
-        return WebDriverWait(self.browser, PATIENCE_S).until(holds)
+        return WebDriverWait(self.browser, PATIENCE_S, POLL_S).until(holds)
 
     def sign_in(self, key: str) -> None:
         self.browser.get(f"{self.url}/dashboard")
