@@ -97,7 +97,7 @@ class CpuExperts:
             "expert_logits": torch.empty(tokens, moe.experts),
             "expert_rows": torch.empty(rows, hidden),
             "expert_activated": torch.empty(rows, moe.intermediate),
-            "expert_pairs": ints(rows * max(hidden, moe.intermediate) // 2),
+            "expert_pairs": ints(rows * max(hidden, moe.intermediate)),
             "mixed": torch.empty(tokens, hidden),
             "shared": torch.empty(tokens, hidden),
             "shared_activated": torch.empty(tokens, max(1, moe.shared_intermediate)),

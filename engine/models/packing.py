@@ -22,10 +22,10 @@ from kernels.reference_weights import Packed, Weight, as_dense
 
 def cpu_form(dtype: torch.dtype, kernels: Kernels | None) -> Form:
     """Return the form of weights on a CPU: in `dtype`, but packed ones that the C kernels multiply
-    as they are: experts in MXFP4, and, where the CPU multiplies pairs of bf16, codes of 4 and 8
-    bits in groups of 32, and of 8 bits in groups of 16."""
+    as they are: experts in MXFP4, and, where the CPU multiplies pairs of bf16 or has AVX2, codes of
+    4 and 8 bits in groups of 32, and of 8 bits in groups of 16."""
     has_packed = kernels is not None and dtype == torch.bfloat16
-    has_codes = has_packed and kernels is not None and kernels.bf16_kind == cpu.DOT
+    has_codes = has_packed and kernels is not None and kernels.has_codes
 
     def form(name: str, weight: Weight) -> Weight:
         is_map = name.endswith("_proj.weight")

@@ -27,8 +27,8 @@ from kernels.reference_weights import Packed
 FOLDER = Path(__file__).parent
 SOURCES = (
     "cpu_threads.c", "cpu_linear.c", "cpu_tiles.c", "cpu_attention.c", "cpu_mxfp4.c",
-    "cpu_codes.c", "cpu_experts.c", "cpu_recurrent.c", "cpu_decoder.c", "cpu_kv_formats.c",
-    "cpu_kv_int8.c",
+    "cpu_codes.c", "cpu_codes_avx2.c", "cpu_experts.c", "cpu_recurrent.c", "cpu_decoder.c",
+    "cpu_kv_formats.c", "cpu_kv_int8.c",
 )  # fmt: skip
 COMPILERS = ("gcc", "cc", "clang")
 FLAGS = (
@@ -196,6 +196,7 @@ class Kernels:
         self._c = ctypes.CDLL(str(library))
         signatures: dict[str, tuple[object, Sequence[object]]] = {
             "has_dot": (c_int32, ()),
+            "multiplies_codes": (c_int32, ()),
             "bf16_kind": (c_int32, ()),
             "head_dim_step": (c_int32, ()),
             "pool_new": (c_void_p, (c_int32,)),
@@ -212,6 +213,7 @@ class Kernels:
             function = getattr(self._c, name)
             function.restype, function.argtypes = result, arguments
         self.has_dot = bool(self._c.has_dot())
+        self.has_codes = bool(self._c.multiplies_codes())
         self.bf16_kind = int(self._c.bf16_kind())
         self.head_dim_step = int(self._c.head_dim_step())
         self._pool = self._c.pool_new(threads)
@@ -295,7 +297,7 @@ class Kernels:
     ) -> None:  # fmt: skip
         """Write a x packed to out, or as `epilogue` says. a [T, K] fp32, out [T, N] fp32."""
         rows, depth = a.shape
-        pairs = torch.empty(rows * depth // 2, dtype=torch.int32)
+        pairs = torch.empty(rows * depth, dtype=torch.int32)
         self._c.product(
             self._pool,
             CProduct(
@@ -310,7 +312,7 @@ class Kernels:
 
     def logits(self, model: CModel, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """Write the logits of hidden [T, C] to out [T, vocab] fp32."""
-        pairs = torch.empty(hidden.numel() // 2, dtype=torch.int32)
+        pairs = torch.empty(hidden.numel(), dtype=torch.int32)
         self._c.decoder_logits(
             self._pool, model, hidden.data_ptr(), out.data_ptr(), pairs.data_ptr(), len(hidden)
         )

@@ -22,7 +22,7 @@
 #define TILE_ROWS 6
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -43,6 +43,15 @@
 #else
 #define HAS_VNNI 0
 #endif
+
+/* Codes of 4 and 8 bits are multiplied by pairs of bf16, and where there are none by pairs of 16-bit
+ * integers (cpu_codes_avx2.c). */
+#if !HAS_DOT && defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
+#define HAS_MADD 1
+#else
+#define HAS_MADD 0
+#endif
+#define HAS_CODES (HAS_DOT || HAS_MADD)
 
 #define PANEL 16 /* columns of a weight panel */
 #define BLOCK 16 /* slots of a KV block */
@@ -253,8 +262,8 @@ enum { NOT_PACKED = 0, MXFP4 = 1, INT4 = 2, INT8 = 3, INT8_16 = 4 };
  * gpt-oss's, of clamped gate and up. SQUARED: c = (what is above 0) squared. b is in the layout of
  * `pack`; `bias` has a value for each of its columns, or is NULL. `pairs`: scratch of rows * depth
  * / 2 words when the kind is DOT or TILES. TILES: depth is a multiple of 32. `packing`: b is in the
- * layout of `pack_mxfp4`, the kind not WIDE, or in one of cpu_codes.c, the kind DOT; else
- * NOT_PACKED. `has_pairs`: what computed a has put it into `pairs`, and a is not read. `c_pairs`:
+ * layout of `pack_mxfp4`, the kind not WIDE, or in one of cpu_codes.c, the kind DOT, or PAIRS with
+ * HAS_MADD; else NOT_PACKED. `pairs` is then scratch of rows * depth words. `has_pairs`: what computed a has put it into `pairs`, and a is not read. `c_pairs`:
  * [rows, columns / 2], where the values go as bf16 pairs instead of c; or NULL. Not of STORE and
  * ADD, with HAS_DOT; columns are a multiple of PANEL. */
 typedef struct {
@@ -275,6 +284,12 @@ void grouped_products(Pool *pool, const Product *products, int count);
 void rms_norm(const float *x, const float *weight, float *out, int channels, float eps);
 void mean_norm(const float *x, const float *weight, float *out, int channels, float eps);
 void to_pairs(const float *x, uint32_t *out, int count);
+/* Return whether products of this kind and packing read `pairs` and not a. */
+int takes_left(int kind, int packing);
+/* Return the words of a row of `pairs`, or of a. */
+size_t left_words(int kind, int packing, int depth);
+/* Write rows x [rows, depth] as such products read them. */
+void to_left(int kind, int packing, const float *x, uint32_t *out, int rows, int depth);
 
 /* -- MXFP4 (cpu_mxfp4.c) -------------------------------------------------------------------- */
 
@@ -290,12 +305,27 @@ void unpack_mxfp4(const uint32_t *panel, int depth, uint32_t *out);
 void mxfp4_product(const float *a, size_t lda, const uint32_t *b, int rows, int depth, float *out,
                    int width);
 
-/* -- codes of 4 and 8 bits (cpu_codes.c); built where HAS_DOT, but the first three ------------ */
+/* -- codes of 4 and 8 bits (cpu_codes.c, cpu_codes_avx2.c) ------------------------------------- */
+
+/* Return the values of a group; INT8_16 are 8 bits in smaller groups. */
+INLINE int group_of(const int packing) { return packing == INT8_16 ? 16 : 32; }
+
+/* Return the words of a group in a panel. */
+INLINE int group_words(const int packing) {
+    return PANEL + group_of(packing) * PANEL / (packing == INT4 ? 8 : 4);
+}
+
+/* Return the groups of a column or a row. */
+INLINE int codes_groups(const int packing, int depth) { return depth / group_of(packing); }
 
 int has_codes(int packing);
 size_t codes_words(int packing, int depth);
-int codes_groups(int packing, int depth);
-/* Write the sums of the groups of a [rows][lda] bf16 pairs: [rows][groups]. */
+/* With HAS_MADD: write rows x [rows, depth], each as pairs of 16-bit integers, and behind them a
+ * scale and the sum of the values for each group. */
+void codes_rows(int packing, const float *x, uint32_t *out, int rows, int depth);
+/* The following are built where HAS_CODES. */
+/* With HAS_DOT: write the sums of the groups of a [rows][lda] bf16 pairs: [rows][groups]. With
+ * HAS_MADD rows have them, and `sums` is not read. */
 void codes_sums(int packing, const uint32_t *a, size_t lda, int rows, int depth, float *sums);
 size_t codes_unpacked_words(int packing, int depth);
 void unpack_codes(int packing, const uint32_t *panel, int depth, uint32_t *out);
@@ -457,7 +487,7 @@ typedef struct {
     int32_t *expert_of, *expert_row, *expert_token; /* [rows] */
     float *expert_weight, *expert_logits;           /* [rows], [tokens, experts] */
     float *expert_rows, *expert_activated;          /* [rows, hidden], [rows, expert_width] */
-    uint32_t *expert_pairs;                         /* [rows, the wider of both / 2] */
+    uint32_t *expert_pairs;                         /* [rows, the wider of both] */
     float *mixed, *shared, *shared_activated; /* [tokens, hidden], the same, [tokens, shared_width] */
     /* Of recurrent layers: tokens [row_first[i], row_first[i + 1]) are row i, whose sequence has its
      * states in place row_slot[i]. */

@@ -11,21 +11,11 @@
  */
 #include "cpu.h"
 
-/* Return the values of a group; INT8_16 are 8 bits in smaller groups. */
-INLINE int group_of(const int packing) { return packing == INT8_16 ? 16 : 32; }
-
-/* Return the words of a group in a panel. */
-INLINE int group_words(const int packing) {
-    return PANEL + group_of(packing) * PANEL / (packing == INT4 ? 8 : 4);
-}
-
 int has_codes(int packing) { return packing >= INT4; }
 
 size_t codes_words(int packing, int depth) {
     return (size_t)(depth / group_of(packing)) * group_words(packing);
 }
-
-int codes_groups(int packing, int depth) { return depth / group_of(packing); }
 
 #if HAS_DOT
 #define AHEAD_WORDS 320 /* asked for before their turn */
@@ -268,6 +258,9 @@ void codes_many(int packing, const uint32_t *a, size_t lda, const float *sums,
         many_of(INT8, a, lda, sums, codes, rows, depth, out);
 }
 
+#endif
+
+#if HAS_CODES
 /* Write the values of column `lane` of a panel of 8 bits. */
 void unpack_column(int packing, const uint32_t *panel, int lane, int depth, float *out) {
     for (int g = 0; g < codes_groups(packing, depth); g++, panel += group_words(packing)) {

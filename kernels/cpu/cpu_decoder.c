@@ -74,7 +74,7 @@ static void over_tokens(Pool *pool, Task task, Phase *p) {
 /* Read column `token` of the head's panels: a word of 64-byte lines, one line for each k; or its
  * codes. */
 static void embed_from_head(const Model *m, size_t token, float *to) {
-#if HAS_DOT
+#if HAS_CODES
     if (m->head_packing) {
         const size_t panel = packed_words(m->head_packing, m->kind, m->hidden);
         unpack_column(m->head_packing, m->head + token / PANEL * panel, (int)(token % PANEL),
@@ -128,9 +128,11 @@ static const float *norm_hidden(Pool *pool, Phase *p, const float *weight, uint3
 static void add_product(Pool *pool, Phase *p, float *a, const uint32_t *b, int packing,
                         const float *bias, int depth, const float *norm) {
     const Work *w = p->w;
-    product(pool, &(Product){a, b, norm ? w->normed : w->hidden, (uint32_t *)a, p->tokens, depth,
-                             p->m->hidden, p->m->kind, norm ? STORE : ADD, bias,
-                             .packing = packing, .has_pairs = takes_pairs(p->m->kind)});
+    const int is_paired = takes_pairs(p->m->kind);
+    product(pool, &(Product){a, b, norm ? w->normed : w->hidden,
+                             is_paired ? (uint32_t *)a : w->pairs, p->tokens, depth, p->m->hidden,
+                             p->m->kind, norm ? STORE : ADD, bias, .packing = packing,
+                             .has_pairs = is_paired});
     if (!norm) return;
     p->weight = norm;
     over_tokens(pool, norm_and_add_task, p);
@@ -214,7 +216,7 @@ void decoder_forward(Pool *pool, const Model *m, const Work *w) {
 }
 
 /* Write logits [rows, vocab] of hidden states rows_in [rows, hidden]. `pairs`: scratch of
- * rows * hidden / 2 words. */
+ * rows * hidden words. */
 void decoder_logits(Pool *pool, const Model *m, const float *rows_in, float *logits, uint32_t *pairs,
                   int rows) {
     product(pool, &(Product){rows_in, m->head, logits, pairs, rows, m->hidden, m->vocab, m->kind,

@@ -142,19 +142,19 @@ static void gather_task(void *arg, int task) {
     const int channels = s->m->hidden;
     for (int row = task * CHUNK; row < chunk_end(task, s->rows); row++) {
         const float *from = s->x + (size_t)s->w->expert_token[row] * channels;
-        if (takes_pairs(s->m->kind))
-            to_pairs(from, s->w->expert_pairs + (size_t)row * (channels / 2), channels);
-        else
-            memcpy(s->w->expert_rows + (size_t)row * channels, from, (size_t)channels * 4);
+        const int kind = s->m->kind, packing = s->e->gate_up_packing;
+        uint32_t *to = takes_left(kind, packing) ? s->w->expert_pairs : (uint32_t *)s->w->expert_rows;
+        to_left(kind, packing, from, to + row * left_words(kind, packing, channels), 1, channels);
     }
 }
 
 static void activated_to_pairs_task(void *arg, int task) {
     const Step *s = arg;
     const int width = s->m->expert_width, row = task * CHUNK;
-    to_pairs(s->w->expert_activated + (size_t)row * width,
-             s->w->expert_pairs + (size_t)row * (width / 2),
-             (chunk_end(task, s->rows) - row) * width);
+    const int kind = s->m->kind, packing = s->e->down_packing;
+    to_left(kind, packing, s->w->expert_activated + (size_t)row * width,
+            s->w->expert_pairs + row * left_words(kind, packing, width),
+            chunk_end(task, s->rows) - row, width);
 }
 
 /* Sum a token's rows, and add what all tokens take. */
@@ -203,7 +203,7 @@ static void by_expert(Pool *pool, const Step *s, const int *first, Product all, 
         p->a += row * depth;
         p->b += (size_t)e * words;
         p->c += row * (size_t)all.columns;
-        p->pairs += row * (depth / 2);
+        p->pairs += row * left_words(all.kind, all.packing, all.depth);
         if (all.bias) p->bias += (size_t)e * (size_t)padded;
     }
     grouped_products(pool, products, count);
@@ -235,7 +235,7 @@ void mix_experts(Pool *pool, const Model *m, const Work *w, const Experts *e, co
                         m->hidden, m->expert_width, m->kind, m->expert_gated, e->gate_up_bias,
                         e->gate_up_packing},
               wide);
-    if (takes_pairs(m->kind)) in_chunks(pool, activated_to_pairs_task, &s, s.rows);
+    if (takes_left(m->kind, e->down_packing)) in_chunks(pool, activated_to_pairs_task, &s, s.rows);
     by_expert(pool, &s, first,
               (Product){w->expert_activated, e->down, w->expert_rows, w->expert_pairs, s.rows,
                         m->expert_width, m->hidden, m->kind, STORE, e->down_bias, e->down_packing},

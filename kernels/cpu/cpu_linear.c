@@ -190,10 +190,26 @@ typedef struct {
     int padded;                    /* columns in b */
 } Pieces;
 
+int takes_left(int kind, int packing) { return takes_pairs(kind) || has_codes(packing); }
+
+size_t left_words(int kind, int packing, int depth) {
+    if (HAS_MADD && has_codes(packing)) return depth / 2 + 2 * codes_groups(packing, depth);
+    return takes_pairs(kind) ? depth / 2 : depth;
+}
+
+void to_left(int kind, int packing, const float *x, uint32_t *out, int rows, int depth) {
+    if (HAS_MADD && has_codes(packing))
+        codes_rows(packing, x, out, rows, depth);
+    else if (takes_pairs(kind))
+        to_pairs(x, out, rows * depth);
+    else
+        memcpy(out, x, (size_t)rows * depth * 4);
+}
+
 static void multiply_piece(const Pieces *s, int task) {
     const Product *p = s->p;
-    const size_t lda = takes_pairs(p->kind) ? p->depth / 2 : p->depth;
-    const float *a = takes_pairs(p->kind) ? (const float *)p->pairs : p->a;
+    const size_t lda = left_words(p->kind, p->packing, p->depth);
+    const float *a = takes_left(p->kind, p->packing) ? (const float *)p->pairs : p->a;
     int row_first = task % s->row_pieces * s->rows;
     int column_first = task / s->row_pieces * s->columns;
     int row_end = row_first + s->rows < p->rows ? row_first + s->rows : p->rows;
@@ -201,12 +217,12 @@ static void multiply_piece(const Pieces *s, int task) {
     float out[ROWS_MAX * 64] ALIGNED;
     const int tile_rows = HAS_TILES && p->kind == TILES ? ROWS_MAX : TILE_ROWS;
     size_t own = panel_words(p); /* of an unpacked panel */
-#if HAS_DOT
+#if HAS_CODES
     const int is_coded = has_codes(p->packing);
     if (is_coded) own = codes_unpacked_words(p->packing, p->depth);
     const int groups = codes_groups(p->packing, p->depth);
-    float sums[is_coded ? (row_end - row_first) * groups : 1];
-    if (is_coded)
+    float sums[is_coded && HAS_DOT ? (row_end - row_first) * groups : 1];
+    if (is_coded && HAS_DOT)
         codes_sums(p->packing, (const uint32_t *)a + row_first * lda, lda, row_end - row_first,
                    p->depth, sums);
 #endif
@@ -214,7 +230,7 @@ static void multiply_piece(const Pieces *s, int task) {
     for (int column = column_first, width; column < column_end; column += width) {
         const size_t words = packed_words(p->packing, p->kind, p->depth);
         const uint32_t *b = p->b + column / PANEL * words;
-#if HAS_DOT
+#if HAS_CODES
         if (is_coded) {
             width = p->rows <= 2 && column + 64 <= column_end ? 64 : WIDTH;
             if (p->rows <= CODES_ROWS) {
@@ -228,7 +244,7 @@ static void multiply_piece(const Pieces *s, int task) {
             for (int row = row_first, rows; row < row_end; row += rows) {
                 rows = row_end - row < TILE_ROWS ? row_end - row : TILE_ROWS;
                 codes_many(p->packing, (const uint32_t *)a + row * lda, lda,
-                           sums + (row - row_first) * groups, unpacked, rows, p->depth, out);
+                           HAS_DOT ? sums + (row - row_first) * groups : sums, unpacked, rows, p->depth, out);
                 finish(p, out, row, rows, column, width);
             }
             continue;
@@ -276,8 +292,8 @@ static void product_task(void *arg, int task) { multiply_piece(arg, task); }
 static void pairs_task(void *arg, int task) {
     Product *p = arg;
     const int row = task * CHUNK, left = p->rows - row, rows = left < CHUNK ? left : CHUNK;
-    to_pairs(p->a + (size_t)row * p->depth, p->pairs + (size_t)row * (p->depth / 2),
-             rows * p->depth);
+    to_left(p->kind, p->packing, p->a + (size_t)row * p->depth,
+            p->pairs + row * left_words(p->kind, p->packing, p->depth), rows, p->depth);
 }
 
 static Pieces cut(const Product *p) {
@@ -285,7 +301,7 @@ static Pieces cut(const Product *p) {
     int columns = is_gated(p->epilogue) ? 2 * ((p->columns + PANEL - 1) / PANEL * PANEL) : p->columns;
     s.padded = (columns + WIDTH - 1) / WIDTH * WIDTH;
     const int step = p->kind == TILES ? ROWS_MAX : TILE_ROWS;
-    s.rows = CACHED / (takes_pairs(p->kind) ? 2 : 4) / p->depth / step * step;
+    s.rows = CACHED / (takes_left(p->kind, p->packing) ? 2 : 4) / p->depth / step * step;
     if (s.rows < step) s.rows = step;
     s.row_pieces = (p->rows + s.rows - 1) / s.rows;
     if (s.row_pieces == 1) s.rows = p->rows;
@@ -296,7 +312,7 @@ static Pieces cut(const Product *p) {
 
 void product(Pool *pool, Product *p) {
     if (!p->rows) return;
-    if (takes_pairs(p->kind) && !p->has_pairs) {
+    if (takes_left(p->kind, p->packing) && !p->has_pairs) {
         if (p->rows > CHUNK)
             pool_run(pool, pairs_task, p, (p->rows + CHUNK - 1) / CHUNK);
         else
@@ -413,6 +429,9 @@ void pack(Pool *pool, const void *weight, void *b, const int32_t *from, int coun
     pool_run(pool, pack_task, &(Packing){weight, b, from, count, words},
              (count / PANEL + PACKED - 1) / PACKED);
 }
+
+/* Return whether codes of 4 and 8 bits are multiplied as they are. */
+int multiplies_codes(void) { return HAS_CODES && !HAS_TILES; }
 
 /* Return whether the CPU multiplies bf16 directly. */
 int has_dot(void) { return HAS_DOT; }

@@ -378,8 +378,8 @@ def test_codes_are_multiplied_as_they_are(moe: bool, is_tied: bool, kernels: Ker
     """In a third to a half of the memory: in any slices with the same bits, and near the weights of
     the file, of which only activations are rounded. Values have smaller groups than queries and
     keys, which they are joined with; the head and the embeddings have 8 bits."""
-    if kernels.bf16_kind != cpu.DOT:
-        pytest.skip("codes are multiplied where the CPU multiplies pairs of bf16")
+    if not kernels.has_codes:
+        pytest.skip("codes are multiplied where the CPU multiplies pairs of bf16, or has AVX2")
     change = EXTENDED["Qwen 3 MoE"] if moe else {}
     config = msgspec.structs.replace(SHAPES["GQA"], tie_embeddings=is_tied, **change)
     form = cpu_form(torch.bfloat16, kernels)

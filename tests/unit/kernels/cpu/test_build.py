@@ -140,8 +140,19 @@ def coded(kind: Kind, group: int, columns: int, depth: int) -> Packed:
 
 
 def has_codes(kernels: cpu.Kernels) -> None:
-    if kernels.bf16_kind != cpu.DOT:
-        pytest.skip("codes are multiplied where the CPU multiplies pairs of bf16")
+    if not kernels.has_codes:
+        pytest.skip("codes are multiplied where the CPU multiplies pairs of bf16, or has AVX2")
+
+
+def rounded_by_group(a: torch.Tensor, kind: int, group: int) -> torch.Tensor:
+    """Return activations as products of codes round them: to bf16, or to 16 bits with a scale for
+    each group, fp32."""
+    if kind == cpu.DOT:
+        return a.bfloat16().double()
+    groups = a.view(len(a), -1, group)
+    most = groups.abs().amax(-1, keepdim=True)
+    whole = (groups * (32767 / most.clamp(min=1e-30))).round()
+    return (whole.double() * (most / 32767).double()).view(a.shape)
 
 
 @pytest.mark.parametrize("packing", cpu.CODE_PACKINGS)
@@ -151,18 +162,41 @@ def test_products_of_codes_round_no_weight(
 ) -> None:
     """Exact but for the order of fp32 sums, and a row has the same bits in any batch."""
     has_codes(kernels)
+    kind = kernels.bf16_kind
     weight, name = coded(*packing, columns, depth), cpu.CODE_PACKINGS[packing]
     packed, exact = kernels.pack_codes(weight), weight.dense(torch.float64)
     for rows in ROWS:
         a = random(rows, depth, seed=rows)
         out, alone = torch.empty(rows, columns), torch.empty(1, columns)
-        expected = a.bfloat16().double() @ exact.T
+        expected = rounded_by_group(a, kind, packing[1]) @ exact.T
 
-        kernels.product(a, packed, out, cpu.STORE, cpu.DOT, name)
-        kernels.product(a[-1:].contiguous(), packed, alone, cpu.STORE, cpu.DOT, name)
+        kernels.product(a, packed, out, cpu.STORE, kind, name)
+        kernels.product(a[-1:].contiguous(), packed, alone, cpu.STORE, kind, name)
 
         assert float((out - expected).norm() / expected.norm()) < 1e-5, rows
         assert torch.equal(alone[0], out[-1]), rows
+
+
+@pytest.mark.parametrize("packing", cpu.CODE_PACKINGS)
+def test_what_is_no_number_shows_in_its_own_row_of_products_of_codes(
+    kernels: cpu.Kernels, packing: tuple[Kind, int]
+) -> None:
+    """Rounding to integers must not hide it: a request whose logits are no numbers fails."""
+    has_codes(kernels)
+    packed, name = kernels.pack_codes(coded(*packing, 32, 64)), cpu.CODE_PACKINGS[packing]
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for rows in (4, 7):
+            a, expected, out = random(rows, 64), torch.empty(rows, 32), torch.empty(rows, 32)
+            a[1] = 0
+            kernels.product(a, packed, expected, cpu.STORE, kernels.bf16_kind, name)
+            a[2, 40] = value
+
+            kernels.product(a, packed, out, cpu.STORE, kernels.bf16_kind, name)
+
+            assert not out[2].isfinite().any(), (value, rows)
+            others = torch.arange(rows) != 2
+            assert torch.equal(out[others], expected[others])
+            assert not out[1].any()
 
 
 @pytest.mark.parametrize("packing", cpu.CODE_PACKINGS)
@@ -177,9 +211,11 @@ def test_codes_are_packed_in_the_order_that_is_asked_for(
     out, expected = torch.empty(3, 64), torch.empty(3, 32)
     name = cpu.CODE_PACKINGS[packing]
 
-    kernels.product(a, kernels.pack_codes(weight, order), out, cpu.STORE, cpu.DOT, name)
+    kind = kernels.bf16_kind
 
-    kernels.product(a, kernels.pack_codes(weight), expected, cpu.STORE, cpu.DOT, name)
+    kernels.product(a, kernels.pack_codes(weight, order), out, cpu.STORE, kind, name)
+
+    kernels.product(a, kernels.pack_codes(weight), expected, cpu.STORE, kind, name)
     assert torch.equal(out[:, :32], expected.flip(1))
     assert not out[:, 32:].any()
 

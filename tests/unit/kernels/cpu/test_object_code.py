@@ -32,7 +32,7 @@ TILES = {"tile_1_4", "tile_6_2"}
 NO_SUMS = {"finish", "mxfp4_product"}
 """Functions whose loops store other things: constants, and the exponents of a group."""
 
-MULTIPLY = re.compile(r"vdpbf16ps|vpdpbusd|vfmadd")
+MULTIPLY = re.compile(r"vdpbf16ps|vpdpbusd|vpmaddwd|vfmadd")
 STORE_TO_STACK = re.compile(r"%[yz]mm\d+,-?(0x)?[0-9a-f]*\(%r[sb]p\)")
 JUMP = re.compile(r"j\w+\s+([0-9a-f]+)")
 INSTRUCTION = re.compile(r"\s+([0-9a-f]+):\s+(.*)")
