@@ -54,7 +54,7 @@ def evicted_in_a_life(seed: int) -> list[Victim]:
         table = cache.begin(namespace, tokens, now_s, quota=quota, leases=leases)
         compute(cache, table, tokens, now_s)
         running.append((table, tokens))
-        cache.check()
+    cache.check()
     return evicted
 
 

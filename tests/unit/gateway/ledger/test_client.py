@@ -46,6 +46,13 @@ import pathlib, sys
 from gateway.ledger import process as ledger_process
 sys.exit(pathlib.Path({away!r}).exists() or ledger_process.main())
 """
+IMPATIENT = """
+import sys
+from gateway.ledger import process as ledger_process
+ledger_process.CLAIM_TIMEOUT_S = 0.1
+sys.exit(ledger_process.main())
+"""
+"""Waits for another writer for a tenth of a second, not for five."""
 
 
 @pytest.fixture(autouse=True)
@@ -348,7 +355,7 @@ async def test_failed_first_start_raises_its_reason(
     await unopened_ledger.open()
     second = LedgerUnderTest(unopened_ledger.store)
     with pytest.raises(StoreError, match="in use by another server"):
-        await second.open()
+        await second.open(sys.executable, "-c", IMPATIENT)
     gone = LedgerProcessClient("x.db", tmp_path, second.report, (sys.executable, "-c", "pass"))
     with pytest.raises(StoreError, match="died before it opened the database"):
         await gone.open()
